@@ -1,0 +1,65 @@
+"""Errors that users of `relax_disc` can meet; all derive from `RelaxDiscError`.
+
+Each message says what went wrong, where, with which number, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class RelaxDiscError(Exception):
+    """Base class of every error that the package raises on purpose."""
+
+
+class UnsupportedOperatorError(RelaxDiscError):
+    """The model uses something that cannot be translated; nothing was compiled.
+
+    Attributes
+    ----------
+    operators : tuple of (str, str)
+        Pairs of an operator's name and the model's source line that calls it.
+    """
+
+    def __init__(self, message: str, operators: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(message)
+        self.operators = operators
+
+
+class InputMismatchError(RelaxDiscError, TypeError):
+    """An argument of a step has the wrong structure, rank, dtype, device or layout."""
+
+
+class ShapeRangeError(RelaxDiscError, ValueError):
+    """A dim of an argument is outside its declared range, or two arguments contradict."""
+
+
+class MemoryBudgetError(RelaxDiscError, MemoryError):
+    """A shape cannot run inside the memory budget; raised before any kernel has run.
+
+    Attributes
+    ----------
+    least_bytes : int
+        The least budget that the planner found for this shape; itself feasible.
+    lower_bound_bytes : int
+        No plan of this program can need less than this.
+    """
+
+    def __init__(self, message: str, least_bytes: int = 0, lower_bound_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+        self.lower_bound_bytes = lower_bound_bytes
+
+
+class StepTornError(RelaxDiscError, RuntimeError):
+    """A step failed after it had begun to write parameters; load a saved state to go on."""
+
+
+class GraphError(RelaxDiscError, ValueError):
+    """A tensor graph or its symbolic constraints are malformed or contradict each other."""
+
+
+class ArtefactError(RelaxDiscError, ValueError):
+    """A saved step is damaged, or was made by other versions or for another machine."""
+
+
+class OffloadError(RelaxDiscError, RuntimeError):
+    """Offloading a tensor to the host, or reloading it, failed."""
