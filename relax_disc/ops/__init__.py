@@ -1,1 +1,21 @@
+"""Relax operators that TVM does not have, one symbol each, so that a library or a kernel can match.
 
+Importing this package registers the operators with TVM.  Each operator is pure, infers its type,
+keeps its parameters in ``call.attrs`` (a ``DictAttrs``: ``call.attrs["scale"]``) and is turned into
+kernels later, by a dispatch pass or by its ``FLegalize`` rule.
+"""
+
+from relax_disc.ops.attention import attention, attention_backward
+from relax_disc.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from relax_disc.ops.embedding import embedding_backward
+from relax_disc.ops.memory import evict, regenerate
+
+__all__ = [
+    "attention",
+    "attention_backward",
+    "cross_entropy",
+    "cross_entropy_backward",
+    "embedding_backward",
+    "evict",
+    "regenerate",
+]
