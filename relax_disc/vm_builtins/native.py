@@ -1,0 +1,252 @@
+"""Build and load the C++ part of the package: `vm_builtins/src/*.cc` as one shared library.
+
+The first use on a machine compiles every source (in parallel, one object each) into the user's
+cache; later uses only open the file. The file name is a hash of everything that the result
+depends on: sources, flags, versions and paths of the libraries, and the processor, since the code
+is made for this processor. Static initialisers in the sources register global functions
+`relax_disc.*` with TVM's registry.
+
+Limits: g++ or clang++ with C++17, Linux (macOS best effort). The cache is never cleaned up.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import scipy_openblas32
+import tvm
+import tvm_ffi
+from tvm_ffi import libinfo
+
+from relax_disc.errors import RelaxDiscError
+
+_logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).with_name("src")
+_COMPILE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-Wall", "-Wno-unknown-pragmas")
+_INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+class NativeBuildError(RelaxDiscError, RuntimeError):
+    """The C++ sources do not compile on this machine; the message holds the compiler's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """What sources are compiled with; every field is part of the cache key.
+
+    Attributes
+    ----------
+    compile_flags : tuple of str
+        Flags of one compilation, include paths among them.
+    link_flags : tuple of str
+        Flags of the one link, libraries and run paths among them.
+    identity : str
+        Versions of the libraries and the processor's features.
+    """
+
+    compile_flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
+    identity: str
+
+
+def cache_directory() -> Path:
+    """Directory of built libraries: `RELAX_DISC_CACHE`, else below the user's cache directory."""
+    chosen = os.environ.get("RELAX_DISC_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "relax_disc"
+
+
+def find_compiler() -> str | None:
+    """Path of the C++ compiler: `CXX`, else g++, clang++, c++; None if there is none."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    return None
+
+
+@functools.cache
+def load() -> tvm_ffi.Module | None:
+    """Load the native library, building it first where the cache has none.
+
+    Returns
+    -------
+    tvm_ffi.Module or None
+        None if `RELAX_DISC_NATIVE=0`, or if nothing is cached and there is no C++ compiler:
+        then the Python and numpy twins do the work, slower, and a warning says so once.
+
+    Raises
+    ------
+    NativeBuildError
+        If a source does not compile or link.
+    """
+    if os.environ.get("RELAX_DISC_NATIVE") == "0":
+        _logger.info("RELAX_DISC_NATIVE=0: using the Python twins of the native code")
+        return None
+    library = build(SOURCES, cache_directory())
+    if library is None:
+        _logger.warning(
+            "no C++ compiler (g++ or clang++) was found: relax_disc runs, but its kernels and "
+            "planners use numpy and Python and are many times slower"
+        )
+        return None
+    with _one_blas_thread():
+        return tvm_ffi.load_module(str(library), keep_module_alive=True)
+
+
+def build(sources: Path, cache: Path) -> Path | None:
+    """Compile all `*.cc` in a directory into one shared library in `cache`.
+
+    Objects are cached one by one, keyed by their source and the headers it includes, so that an
+    edit of one source compiles one. Safe against other processes doing the same.
+
+    Returns
+    -------
+    pathlib.Path or None
+        The library; None if it is not cached and there is no compiler.
+    """
+    files = sorted(sources.glob("*.cc"))
+    chain = _toolchain()
+    objects = {path: _object_key(path, chain) for path in files}
+    link = _digest(*objects.values(), *chain.link_flags)
+    library = cache / f"relax_disc-{link}.so"
+    if library.exists():
+        return library
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    (cache / "objects").mkdir(parents=True, exist_ok=True)
+    with _locked(cache / "build.lock"):
+        if library.exists():
+            return library
+        _logger.info("building the native library of relax_disc into %s", cache)
+        targets = {
+            path: cache / "objects" / f"{path.stem}-{key}.o" for path, key in objects.items()
+        }
+        missing = [(path, target) for path, target in targets.items() if not target.exists()]
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            jobs = [
+                pool.submit(_run, [compiler, *chain.compile_flags, "-c", str(path)], target)
+                for path, target in missing
+            ]
+            for job in jobs:
+                job.result()
+        inputs = [str(target) for target in targets.values()]
+        _run([compiler, "-shared", *inputs, *chain.link_flags], library)
+    return library
+
+
+def _toolchain() -> Toolchain:
+    """Flags for this machine and the versions of what is linked."""
+    native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    includes = [*libinfo.include_paths(), str(scipy_openblas32.get_include_dir())]
+    libraries = (
+        (Path(libinfo.find_libtvm_ffi()).parent, "tvm_ffi"),
+        (Path(str(tvm.__file__)).parent / "lib", "tvm_runtime"),
+        (Path(scipy_openblas32.get_lib_dir()), "scipy_openblas"),
+    )
+    link: list[str] = ["-pthread"]
+    for folder, name in libraries:
+        link += [f"-L{folder}", f"-Wl,-rpath,{folder}", f"-l{name}"]
+    versions = (tvm.__version__, tvm_ffi.__version__, scipy_openblas32.__version__)
+    return Toolchain(
+        (*_COMPILE_FLAGS, native, *(f"-I{path}" for path in includes)),
+        tuple(link),
+        "\n".join((*versions, os.environ.get("CXX", ""), _processor())),
+    )
+
+
+def _processor() -> str:
+    """Name and features of the processor, since the code is compiled for it alone."""
+    lines = [platform.machine(), platform.processor()]
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        wanted = ("model name", "flags", "Features", "CPU part")
+        seen: dict[str, str] = {}
+        for line in information.read_text().splitlines():
+            name = line.partition(":")[0].strip()
+            if name in wanted:
+                seen.setdefault(name, line)
+        lines += seen.values()
+    return "\n".join(lines)
+
+
+def _object_key(path: Path, chain: Toolchain) -> str:
+    """Hash of a source with the headers it includes (by quotes), and of the tool chain."""
+    parts: dict[Path, bytes] = {}
+    waiting = [path]
+    while waiting:
+        current = waiting.pop()
+        if current in parts or not current.exists():
+            continue
+        parts[current] = current.read_bytes()
+        names = _INCLUDE.findall(parts[current])
+        waiting += [current.parent / os.fsdecode(name) for name in names]
+    ordered = [content for _, content in sorted(parts.items())]
+    return _digest(path.name, *ordered, *chain.compile_flags, chain.identity)
+
+
+def _digest(*parts: str | bytes) -> str:
+    """Short hash of a sequence of strings, boundaries included."""
+    state = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        state.update(len(data).to_bytes(8, "little") + data)
+    return state.hexdigest()[:20]
+
+
+def _run(command: Sequence[str], target: Path) -> None:
+    """Run a compiler that writes `target`, which appears whole or not at all."""
+    draft = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    result = subprocess.run(
+        [*command, "-o", str(draft)], capture_output=True, text=True, check=False
+    )
+    if result.returncode != 0:
+        draft.unlink(missing_ok=True)
+        raise NativeBuildError(
+            f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr}\n"
+            "Set RELAX_DISC_NATIVE=0 to run without native code, slower."
+        )
+    draft.replace(target)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file, waiting for whoever holds it."""
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(handle, fcntl.LOCK_UN)
+
+
+@contextmanager
+def _one_blas_thread() -> Iterator[None]:
+    """Keep OpenBLAS from starting threads of its own while its library is loaded."""
+    name = "OPENBLAS_NUM_THREADS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
