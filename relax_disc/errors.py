@@ -63,3 +63,7 @@ class ArtefactError(RelaxDiscError, ValueError):
 
 class OffloadError(RelaxDiscError, RuntimeError):
     """Offloading a tensor to the host, or reloading it, failed."""
+
+
+class UnsupportedEnvironmentError(RelaxDiscError, ImportError):
+    """The platform, or a version of TVM, is one that the package cannot run with."""

@@ -1,0 +1,74 @@
+# `make demo` and `make test` work from a bare clone: they need Python 3.10-3.13, make and g++.
+# The packages go into the active virtual environment, or into .venv when none is active.
+
+.PHONY: demo test test-full lint format bench clean help
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+VENV := $(or $(VIRTUAL_ENV),.venv)
+PYTHON := $(VENV)/bin/python
+PIP := $(PYTHON) -m pip
+# The first Python that the wheels of torch and TVM exist for; say `make BASE_PYTHON=...` for another.
+BASE_PYTHON ?= $(shell for p in python3 python python3.13 python3.12 python3.11 python3.10; do \
+	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null \
+	&& echo $$p && break; done)
+
+# The plain `torch` of PyPI brings gigabytes of CUDA libraries on Linux. `make TORCH=cuda` takes it.
+TORCH ?= cpu
+TORCH_VERSION := 2.13.0
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+
+help:
+	@echo "make demo       fine-tune a small Llama on the source code of Python itself (2 minutes)"
+	@echo "make test       the fast tier of tests; make test-full runs everything"
+	@echo "make lint       ruff, pyright and the direction of imports; make format rewrites"
+	@echo "make bench      training steps next to eager PyTorch and torch.compile"
+
+$(PYTHON):
+	@test -n "$(BASE_PYTHON)" || { echo "No Python 3.10 to 3.13 found; set BASE_PYTHON"; exit 1; }
+	$(BASE_PYTHON) -m venv $(VENV)
+
+$(VENV)/.relax-disc-torch: | $(PYTHON)
+	@if $(PYTHON) -c 'import torch, sys; sys.exit(not torch.__version__.startswith("2.13."))' \
+		2>/dev/null; then echo "torch 2.13 is installed already"; \
+	elif [ $(TORCH) != cpu ]; then $(PIP) install -q torch==$(TORCH_VERSION); \
+	else $(PIP) install -q torch==$(TORCH_VERSION)+cpu 2>/dev/null \
+		|| $(PIP) install -q --index-url $(TORCH_INDEX) torch==$(TORCH_VERSION) \
+		|| $(PIP) install -q torch==$(TORCH_VERSION); fi
+	@touch $@
+
+# One stamp for each set of extras, so that the demo does not install the linters.
+$(VENV)/.relax-disc-%: pyproject.toml | $(VENV)/.relax-disc-torch
+	$(PIP) install -q -e ".[$(subst +,$(comma),$*)]"
+	@touch $@
+
+comma := ,
+DEMO := $(VENV)/.relax-disc-demo
+TEST := $(VENV)/.relax-disc-demo+hf+test
+FULL := $(VENV)/.relax-disc-demo+hf+plot+test+tune
+LINT := $(VENV)/.relax-disc-demo+hf+lint+plot+test
+
+demo: $(DEMO)
+	$(PYTHON) tutorials/finetune_llama.py
+
+test: $(TEST)
+	$(PYTHON) -m pytest -q -m "not slow"
+
+test-full: $(FULL)
+	HYPOTHESIS_PROFILE=full $(PYTHON) -m pytest -q
+
+lint: $(LINT)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pyright --pythonpath $(PYTHON)
+	$(VENV)/bin/lint-imports
+
+format: $(LINT)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+bench: $(DEMO)
+	$(PYTHON) -m benchmarks.training
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,0 +1,71 @@
+"""Train PyTorch models at every shape from one compilation, inside a memory budget in bytes.
+
+>>> step = relax_disc.compile(model, optimizer, (ids, labels), dynamic_shapes=shapes)
+>>> loss = step(ids, labels)        # any shape in the declared ranges; updates model and optimizer
+
+The names below load what stands behind them at first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from relax_disc import errors
+from relax_disc.compatibility import check_environment
+
+check_environment()
+
+from tvm import relax  # noqa: E402 - only after the check
+
+from relax_disc.vm_builtins import threads  # noqa: E402
+
+if TYPE_CHECKING:
+    from tvm.transform import Pass
+
+    from relax_disc import analysis, frontend, transform
+    from relax_disc.compiler import compile, compile_forward
+    from relax_disc.training_step import TrainingStep
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "TrainingStep",
+    "analysis",
+    "compile",
+    "compile_forward",
+    "errors",
+    "frontend",
+    "transform",
+]
+
+_HOME = {
+    "TrainingStep": "relax_disc.training_step",
+    "compile": "relax_disc.compiler",
+    "compile_forward": "relax_disc.compiler",
+}
+_SUBMODULES = frozenset({"analysis", "frontend", "transform"})
+
+
+def _pipeline() -> Pass:
+    """Make the passes of `relax.build(mod, target, relax_pipeline="relax_disc")`."""
+    return importlib.import_module("relax_disc.pipeline").pipeline()
+
+
+threads.configure()
+if "relax_disc" not in relax.pipeline.PIPELINE_MAP:
+    relax.register_pipeline("relax_disc")(_pipeline)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"relax_disc.{name}")
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'relax_disc' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

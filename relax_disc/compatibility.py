@@ -1,0 +1,50 @@
+"""Refuse what the package is known not to work with, before it crashes there.
+
+TVM's Python side, its compiler library and tvm_ffi share memory layouts that change between
+releases: a wrong pair ends in a segmentation fault (with apache-tvm-ffi 0.1.15, for one, everything
+that serialises), not in an error message. So the versions are read from the installed packages'
+metadata, without loading anything.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+
+from relax_disc.errors import UnsupportedEnvironmentError
+
+SUPPORTED_VERSIONS = {"apache-tvm": "0.27.0.post1", "apache-tvm-ffi": "0.1.14.post1"}
+
+
+def check_environment() -> None:
+    """Check the platform and the versions of TVM and tvm_ffi.
+
+    Raises
+    ------
+    UnsupportedEnvironmentError
+        On Windows, or when another version or none is installed; the message holds the command
+        that mends it.
+    """
+    if sys.platform == "win32":
+        raise UnsupportedEnvironmentError(
+            "relax_disc does not run on Windows: use Linux on x86-64 (WSL 2 will do); Linux on "
+            "aarch64 and macOS are tried, not tested."
+        )
+    wrong = []
+    for package, supported in SUPPORTED_VERSIONS.items():
+        found = _installed_version(package)
+        if found != supported:
+            wrong.append(f"{package} {found or '(not installed)'}")
+    if wrong:
+        pins = " ".join(f"{package}=={v}" for package, v in SUPPORTED_VERSIONS.items())
+        raise UnsupportedEnvironmentError(
+            f"relax_disc crashes with any other TVM than the one it was made for; found "
+            f"{' and '.join(wrong)}. Run: {sys.executable} -m pip install {pins}"
+        )
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

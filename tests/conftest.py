@@ -1,0 +1,42 @@
+"""Settings that every test shares: threads, hypothesis profiles, the folder of shared data."""
+
+import os
+from pathlib import Path
+
+# Before TVM, OpenBLAS or torch start their threads; two pools of two threads on two cores make
+# a step several times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TVM_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+_COMMON = {
+    # A generated example may compile something; how long that takes is no property of the code.
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+settings.register_profile("fast", max_examples=200, **_COMMON)
+settings.register_profile("full", max_examples=2000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """Root of the checkout."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Folder of shared data beside or in the checkout; tests that need it skip without it."""
+    for folder in (REPOSITORY.parent / "shared", REPOSITORY / "shared"):
+        if (folder / "design.md").is_file():
+            return folder
+    pytest.skip("the folder of shared data is not here")
