@@ -1,1 +1,15 @@
+"""Facts about programs: symbolic sizes, tensor graphs, peaks and plans; nothing here rewrites."""
 
+from __future__ import annotations
+
+from relax_disc.analysis.peak import LiveRange, live_ranges, live_trace, peak_bytes
+from relax_disc.analysis.tensor_graph import Kernel, TensorGraph
+
+__all__ = [
+    "Kernel",
+    "LiveRange",
+    "TensorGraph",
+    "live_ranges",
+    "live_trace",
+    "peak_bytes",
+]
