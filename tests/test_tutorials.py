@@ -1,0 +1,136 @@
+"""The tutorials run; a run of the fine-tuning that is killed continues exactly."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ENGINES = ["eager", "relax_disc"]
+
+
+def _arguments(repository, *arguments):
+    script = repository / "tutorials" / "finetune_llama.py"
+    return [sys.executable, str(script), "--smoke", *map(str, arguments)]
+
+
+@pytest.fixture
+def finetune(repository):
+    def run(*arguments):
+        done = subprocess.run(
+            _arguments(repository, *arguments),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "COLUMNS": "100"},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def corpus(repository, monkeypatch):
+    monkeypatch.syspath_prepend(repository / "tutorials")
+    import _corpus
+
+    return _corpus
+
+
+def _losses(history):
+    """Loss by step, exactly as printed; a step run twice must give the same."""
+    losses = {}
+    for line in history.read_text().splitlines():
+        entry = json.loads(line)
+        assert losses.setdefault(entry["step"], entry["loss"]) == entry["loss"]
+    return losses
+
+
+def test_the_whole_run_learns_and_counts(finetune, tmp_path):
+    history = tmp_path / "history.jsonl"
+    output = finetune("--history", history)
+    losses = _losses(history)
+    assert len(losses) == 12
+    assert losses[12] < losses[1]
+    shapes = {tuple(json.loads(line)["shape"]) for line in history.read_text().splitlines()}
+    assert f"distinct shapes           │ {len(shapes)} " in output
+    assert "compilations              │ 1 " in output
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_resumed_run_continues_to_the_bit(finetune, tmp_path, engine):
+    whole, parts, state = (tmp_path / name for name in ("whole", "parts", "state"))
+    finetune("--engine", engine, "--steps", 6, "--history", whole)
+    finetune("--engine", engine, "--steps", 3, "--history", parts, "--save", state)
+    finetune("--engine", engine, "--steps", 6, "--history", parts, "--resume", state)
+    assert _losses(parts) == _losses(whole)
+
+
+def test_killed_run_leaves_a_whole_file(repository, finetune, tmp_path):
+    """The file is there and good whenever the process dies, also in the midst of saving."""
+    history, state = tmp_path / "history", tmp_path / "state"
+    run = ("--engine", "eager", "--history", history)
+    command = _arguments(repository, *run, "--save", state, "--save-every", 1)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while not state.exists() and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+    finetune(*run, "--resume", state)
+    assert sorted(_losses(history)) == list(range(1, 13))
+
+
+def test_resuming_with_other_settings_is_refused(repository, finetune, tmp_path):
+    state = tmp_path / "state"
+    finetune("--engine", "eager", "--steps", 1, "--save", state)
+    command = _arguments(repository, "--engine", "eager", "--resume", state, "--seed", 7)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "seed was 0, is 7" in done.stdout + done.stderr
+
+
+def test_alpaca_file(finetune, tmp_path):
+    path = tmp_path / "alpaca.json"
+    entries = [
+        {"instruction": f"Add {i} and {i}.", "input": "", "output": f"{i} + {i} = {2 * i}"}
+        for i in range(40)
+    ]
+    path.write_text(json.dumps(entries))
+    assert "40 records of alpaca.json" in finetune(
+        "--engine", "eager", "--steps", 2, "--data", path
+    )
+
+
+def test_alpaca_file_with_a_missing_field_names_the_entry(corpus, tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text('[{"instruction": "a", "output": "b"}, {"instruction": "c"}]')
+    with pytest.raises(ValueError, match="entry 1 lacks"):
+        corpus.alpaca_records(path)
+
+
+def test_labels_are_the_next_tokens_of_the_answer(corpus):
+    batch = corpus.pad([corpus.Example((5, 6, 7, 8), 2), corpus.Example((1, 2), 1)])
+    assert batch.ids.tolist() == [[5, 6, 7], [1, 0, 0]]
+    assert batch.labels.tolist() == [[-100, 7, 8], [2, -100, -100]]
+    assert batch.tokens == 4
+
+
+def test_batches_are_a_function_of_their_number(corpus):
+    examples = [corpus.Example((i, i + 1, i + 2), 1) for i in range(10)]
+    forward, backward = corpus.Batches(examples, 3), corpus.Batches(examples, 3)
+    numbers = list(range(7))
+    seen = [forward[n].ids.tolist() for n in numbers]
+    assert [backward[n].ids.tolist() for n in reversed(numbers)] == seen[::-1]
+    first_epoch = [row[0] for batch in seen[:3] for row in batch]
+    assert len(set(first_epoch)) == 9
+
+
+def test_records_of_the_library(corpus):
+    records = corpus.library_records(modules=20)
+    assert len(records) > 20
+    assert all('"""' not in record.answer.split("\n")[0] for record in records)
+    assert all(record.answer.lstrip().startswith(("def ", "async def ")) for record in records)
