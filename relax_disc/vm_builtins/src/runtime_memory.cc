@@ -1,0 +1,136 @@
+#include "runtime_memory.h"
+
+#include <sys/mman.h>
+#include <tvm/ffi/dtype.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <utility>
+
+namespace relax_disc {
+
+namespace ffi = tvm::ffi;
+
+namespace {
+
+std::atomic<int64_t> allocation_countdown{-1};
+std::atomic<int64_t> allocated_bytes{0};
+
+bool FailsNow() {
+  if (allocation_countdown.load() < 0) return false;
+  return allocation_countdown.fetch_sub(1) == 0;
+}
+
+[[noreturn]] void Refuse(int64_t bytes) {
+  TVM_FFI_THROW(MemoryError) << "the system has no " << bytes
+                             << " bytes for the memory of this call; nothing was changed. Lower "
+                                "the memory budget or the size of the batch.";
+  throw;  // not reached: the line above throws
+}
+
+char* Map(int64_t bytes, Backing backing) {
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+  int protection = PROT_READ | PROT_WRITE;
+  if (backing == Backing::kReserved) {
+    flags |= MAP_NORESERVE;
+    protection = PROT_NONE;
+  }
+  void* result = FailsNow() ? MAP_FAILED : mmap(nullptr, bytes, protection, flags, -1, 0);
+  if (result == MAP_FAILED) Refuse(bytes);
+  return static_cast<char*>(result);
+}
+
+struct BlockView {
+  BlockPtr block;
+  void AllocData(DLTensor* tensor, int64_t offset) { tensor->data = block->base() + offset; }
+  void FreeData(DLTensor*) {}
+};
+
+struct TensorView {
+  ffi::Tensor base;
+  void AllocData(DLTensor* tensor) {
+    tensor->data = static_cast<char*>(base.data_ptr()) + base.byte_offset();
+  }
+  void FreeData(DLTensor*) {}
+};
+
+}  // namespace
+
+BlockPtr MemoryBlock::Allocate(DLDevice device, int64_t bytes, Backing backing) {
+  BlockPtr block = ffi::make_object<MemoryBlock>();
+  block->device_ = device;
+  block->backing_ = backing;
+  if (bytes > 0) {
+    if (device.device_type == kDLCPU || backing == Backing::kReserved) {
+      block->base_ = Map(bytes, backing);
+    } else {
+      if (FailsNow()) Refuse(bytes);
+      static ffi::Function allocate = ffi::Function::GetGlobalRequired("relax_disc.device_allocate");
+      ffi::Tensor owner = allocate(device, bytes).cast<ffi::Tensor>();
+      block->base_ = static_cast<char*>(owner.data_ptr()) + owner.byte_offset();
+      block->owner_ = owner;
+    }
+    block->bytes_ = bytes;
+    allocated_bytes += bytes;
+  }
+  return block;
+}
+
+MemoryBlock::~MemoryBlock() {
+  if (bytes_ > 0 && !owner_.defined()) munmap(base_, bytes_);
+  allocated_bytes -= bytes_;
+}
+
+void MemoryBlock::Resize(int64_t bytes) {
+  if (bytes == bytes_) return;
+  if (bytes_ == 0 || bytes == 0 || backing_ == Backing::kReserved) {
+    char* fresh = bytes > 0 ? Map(bytes, backing_) : nullptr;
+    if (bytes_ > 0) munmap(base_, bytes_);
+    base_ = fresh;
+  } else {
+#ifdef MREMAP_MAYMOVE
+    // Pages that were touched once stay touched: a longer batch pays only for its new pages.
+    void* moved = bytes > bytes_ && FailsNow() ? MAP_FAILED
+                                               : mremap(base_, bytes_, bytes, MREMAP_MAYMOVE);
+    if (moved == MAP_FAILED) Refuse(bytes);
+    base_ = static_cast<char*>(moved);
+#else
+    char* fresh = Map(bytes, backing_);
+    munmap(base_, bytes_);
+    base_ = fresh;
+#endif
+  }
+  allocated_bytes += bytes - bytes_;
+  bytes_ = bytes;
+}
+
+ffi::Tensor ViewOfBlock(const BlockPtr& block, int64_t offset, const std::vector<int64_t>& shape,
+                        DLDataType dtype) {
+  return ffi::Tensor::FromNDAlloc(BlockView{block}, ffi::ShapeView(shape.data(), shape.size()), dtype, block->device(), offset);
+}
+
+ffi::Tensor ViewOfTensor(const ffi::Tensor& base, const std::vector<int64_t>& shape, DLDataType dtype) {
+  return ffi::Tensor::FromNDAlloc(TensorView{base}, ffi::ShapeView(shape.data(), shape.size()), dtype, base.device());
+}
+
+void FailAllocation(int64_t countdown) { allocation_countdown = countdown; }
+
+int64_t AllocatedBytes() { return allocated_bytes; }
+
+void CopyBytes(const DLTensor* from, const DLTensor* to) {
+  const char* source = static_cast<char*>(from->data) + from->byte_offset;
+  char* target = static_cast<char*>(to->data) + to->byte_offset;
+  size_t bytes = ffi::GetDataSize(*from);
+  if (source == target || bytes == 0) return;
+  if (from->device.device_type == kDLCPU) {
+    std::memmove(target, source, bytes);
+    return;
+  }
+  static ffi::Function copy = ffi::Function::GetGlobalRequired("relax_disc.device_copy");
+  copy(const_cast<DLTensor*>(from), const_cast<DLTensor*>(to));
+}
+
+}  // namespace relax_disc

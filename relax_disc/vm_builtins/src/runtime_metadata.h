@@ -1,0 +1,81 @@
+/*!
+ * \file runtime_metadata.h
+ * \brief The table of kernels of one compiled function, as PlanArena wrote it (plan_metadata.py).
+ *
+ * Integers that depend on the shape are programs: postfix code over the dims, evaluated once for
+ * each new shape.  Tensors, views and kernels name programs by index.
+ */
+#ifndef RELAX_DISC_RUNTIME_METADATA_H_
+#define RELAX_DISC_RUNTIME_METADATA_H_
+
+#include <tvm/ffi/any.h>
+#include <tvm/ffi/string.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace relax_disc {
+
+/*! \brief Where a tensor's bytes are. */
+enum class Storage : int32_t {
+  kArena = 0,     // at an offset of the arena that the plan chooses
+  kGiven = 1,     // a parameter or constant that the caller passes
+  kEscaping = 2,  // returned to the caller: allocated apart, at entry
+  kOverwrite = 3  // the new value of a given tensor, written into its buffer
+};
+
+struct TensorEntry {
+  std::string name;
+  int32_t bytes = 0;  // program
+  Storage storage = Storage::kArena;
+  int32_t given = -1;  // index of the given tensor, for kGiven and kOverwrite
+};
+
+/*! \brief A tensor seen with a shape and a type; what kernels get as arguments. */
+struct ViewEntry {
+  int32_t tensor = 0;
+  DLDataType dtype{};
+  std::vector<int32_t> shape;  // programs
+};
+
+enum class ArgumentKind { kView, kInteger, kConstant, kShape };
+
+struct Argument {
+  ArgumentKind kind = ArgumentKind::kView;
+  int32_t index = 0;           // view or program
+  std::vector<int32_t> items;  // programs of a shape
+  tvm::ffi::Any constant;      // number, text or type, given as it is
+};
+
+struct KernelEntry {
+  std::string name, source;
+  std::vector<Argument> arguments;
+  std::vector<int32_t> inputs, outputs;              // tensors; workspace is an unread output
+  std::vector<std::pair<int32_t, int32_t>> inplace;  // may share: (input, output)
+  std::vector<std::pair<int32_t, int32_t>> copies;   // views copied before: (from, to)
+  int32_t flops = 0, moved_bytes = 0;  // programs
+  bool recomputable = true;
+  bool overwrites = false;  // whether a given tensor's buffer is written
+};
+
+struct Metadata {
+  std::string function;
+  std::vector<std::string> dims;
+  std::vector<std::vector<int64_t>> programs;
+  std::vector<TensorEntry> tensors;
+  std::vector<ViewEntry> views;
+  std::vector<KernelEntry> kernels;
+  std::vector<int32_t> outputs;  // views, in the order of the flat result
+  int32_t given_count = 0;
+
+  /*! \brief Parse the JSON text of plan_metadata.py. */
+  static Metadata Parse(const tvm::ffi::String& text);
+
+  /*! \brief Value of every program at these dims. */
+  std::vector<int64_t> Evaluate(const std::vector<int64_t>& dims) const;
+};
+
+}  // namespace relax_disc
+#endif  // RELAX_DISC_RUNTIME_METADATA_H_
