@@ -1,0 +1,225 @@
+// Matrix products on the one thread pool: C = init + A * B with any strides of A and B.
+//
+// Blocked as in Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008):
+// a shared packed block of B (kDepth x kBlockColumns), packed rows of A per thread, register tiles.
+// Every element of C is one sum in ascending k, so results depend on neither the split over
+// threads nor the other rows and columns.
+#ifndef RELAX_DISC_GEMM_H_
+#define RELAX_DISC_GEMM_H_
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <thread>
+
+#include "gemm_pack.h"
+#include "parallel.h"
+
+namespace relax_disc {
+
+template <typename T>
+struct Product {
+  int64_t m, n, k;
+  Matrix<T> a;  // [m, k]
+  Matrix<T> b;  // [k, n]
+  const T* init;  // [m, n] with pitch `init_pitch` (0: one row for all), or null for zero
+  int64_t init_pitch;
+  T* c;  // [m, n], rows contiguous
+  int64_t c_pitch;
+};
+
+/*! \brief Tile rows packed at once per thread: 20 tiles of AVX-512, 300 KiB, a third of L2. */
+constexpr int64_t kBlockTiles = 20;
+/*! \brief Bytes of a row of the shared block of B: 2 MiB in all, which L3 holds. */
+constexpr int64_t kBlockRowBytes = 8192;
+
+/*! \brief Memory that grows on demand up to the bound of its use and stays with its thread. */
+class Scratch {
+ public:
+  template <typename T>
+  T* Get(int64_t count) {
+    int64_t bytes = (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    if (bytes > bytes_) {
+      data_.reset();
+      bytes_ = 0;
+      data_.reset(std::aligned_alloc(64, bytes));
+      if (!data_) throw std::bad_alloc();
+      bytes_ = bytes;
+    }
+    return static_cast<T*>(data_.get());
+  }
+
+ private:
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  std::unique_ptr<void, Free> data_;
+  int64_t bytes_ = 0;
+};
+
+/*! \brief Barrier of the threads of one parallel region. */
+class Barrier {
+ public:
+  explicit Barrier(int count) : count_(count) {}
+  void Wait() {
+    if (count_ == 1) return;
+    int generation = generation_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      generation_.store(generation + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; generation_.load(std::memory_order_acquire) == generation; ++spins) {
+      if (spins > 4096) std::this_thread::yield();
+    }
+  }
+
+ private:
+  const int count_;
+  std::atomic<int> arrived_{0};
+  std::atomic<int> generation_{0};
+};
+
+/*! \brief Part `index` of [0, count) cut into `parts` nearly equal parts of whole `unit`s. */
+inline std::pair<int64_t, int64_t> Share(int64_t count, int64_t unit, int64_t parts,
+                                         int64_t index) {
+  int64_t units = (count + unit - 1) / unit;
+  return {std::min(count, units * index / parts * unit),
+          std::min(count, units * (index + 1) / parts * unit)};
+}
+
+/*! \brief One product computed by a team of threads arranged as rows x columns of C. */
+template <typename T>
+class GemmTeam {
+ public:
+  GemmTeam(const Product<T>& product, int rows, int columns, Scratch* scratch)
+      : p_(product), rows_(rows), columns_(columns), barrier_(rows * columns) {
+    by_rows_ = product.a.column == 1 || product.a.row != 1;
+    block_rows_ = std::min<int64_t>((product.m + rows - 1) / rows, kBlockTiles * kTileRows);
+    int64_t tiles = (block_rows_ + kTileRows - 1) / kTileRows;
+    a_size_ = tiles * kTileRows * std::min<int64_t>(kPitch<T>, by_rows_ ? kPitch<T> : product.k);
+    block_columns_ = std::min<int64_t>(RoundUp(product.n), kBlockRowBytes / sizeof(T));
+    b_size_ = block_columns_ * std::min<int64_t>(product.k, kDepth);
+    a_size_ = (a_size_ + 15) / 16 * 16;
+    bool single = product.n <= block_columns_ && product.k <= kDepth;
+    T* memory = scratch->Get<T>((single ? 1 : 2) * b_size_ + rows * columns * a_size_);
+    b_[0] = memory;
+    b_[1] = single ? memory : memory + b_size_;
+    a_ = memory + (single ? 1 : 2) * b_size_;
+  }
+
+  /*! \brief The share of one thread; all threads of the team must call it. */
+  void Run(int thread) {
+    auto [first_row, last_row] = Share(p_.m, 1, rows_, thread / columns_);
+    int which = 0;
+    for (int64_t j = 0; j < p_.n; j += block_columns_) {
+      int64_t width = std::min(block_columns_, p_.n - j);
+      auto [left, right] = Share(width, kTileColumns<T>, columns_, thread % columns_);
+      for (int64_t k = 0; k < p_.k; k += kDepth, which ^= 1) {
+        int64_t depth = std::min<int64_t>(kDepth, p_.k - k);
+        PackBlock(thread, j, width, k, depth, b_[which]);
+        barrier_.Wait();
+        for (int64_t i = first_row; i < last_row; i += block_rows_) {
+          int64_t height = std::min(block_rows_, last_row - i);
+          Rows(i, height, j, left, right, k, depth, a_ + thread * a_size_, b_[which]);
+        }
+      }
+    }
+  }
+
+ private:
+  static int64_t RoundUp(int64_t n) {
+    return (n + kTileColumns<T> - 1) / kTileColumns<T> * kTileColumns<T>;
+  }
+
+  /*! \brief Pack this thread's panels of a block of B. */
+  void PackBlock(int thread, int64_t j, int64_t width, int64_t k, int64_t depth, T* block) {
+    auto [left, right] = Share(width, kTileColumns<T>, rows_ * columns_, thread);
+    for (int64_t x = left; x < right; x += kTileColumns<T>) {
+      PackB(p_.b.At(k, j + x), depth, std::min<int64_t>(kTileColumns<T>, width - x),
+            block + x * depth);
+    }
+  }
+
+  /*! \brief C[i : i + height, j + left : j + right] for one depth block. */
+  void Rows(int64_t i, int64_t height, int64_t j, int64_t left, int64_t right, int64_t k,
+            int64_t depth, T* panels, const T* block) {
+    int64_t tiles = (height + kTileRows - 1) / kTileRows;
+    int64_t panel = kTileRows * (by_rows_ ? kPitch<T> : depth);
+    for (int64_t t = 0; t < tiles; ++t) {
+      int64_t top = height * t / tiles, bottom = height * (t + 1) / tiles;
+      PackA(p_.a.At(i + top, k), bottom - top, depth, by_rows_, panels + t * panel);
+    }
+    const T* init = k == 0 ? p_.init : p_.c;
+    int64_t init_pitch = k == 0 ? p_.init_pitch : p_.c_pitch;
+    for (int64_t x = left; x < right; x += kTileColumns<T>) {
+      int64_t columns = std::min<int64_t>(kTileColumns<T>, right - x);
+      for (int64_t t = 0; t < tiles; ++t) {
+        int64_t top = height * t / tiles, bottom = height * (t + 1) / tiles;
+        int64_t row = i + top, column = j + x;
+        OneTile(depth, panels + t * panel, bottom - top, block + x * depth, columns,
+                init ? init + row * init_pitch + column : nullptr, init_pitch,
+                p_.c + row * p_.c_pitch + column);
+      }
+    }
+  }
+
+  void OneTile(int64_t depth, const T* a, int64_t rows, const T* b, int64_t columns, const T* init,
+               int64_t init_pitch, T* c) {
+    int64_t vectors = PanelVectors<T>(columns);
+    int64_t width = vectors * kLanes<T>;
+    if (columns == width) {
+      RunTile<T>(depth, a, rows, by_rows_, b, vectors, init, init_pitch, c, p_.c_pitch);
+      return;
+    }
+    alignas(kVectorBytes) T edge[kTileRows * kTileColumns<T>];
+    if (init) {
+      for (int64_t r = 0; r < rows; ++r) {
+        std::memcpy(edge + r * width, init + r * init_pitch, columns * sizeof(T));
+        std::fill(edge + r * width + columns, edge + (r + 1) * width, T(0));
+      }
+    }
+    RunTile<T>(depth, a, rows, by_rows_, b, vectors, init ? edge : nullptr, width, edge, width);
+    for (int64_t r = 0; r < rows; ++r) {
+      std::memcpy(c + r * p_.c_pitch, edge + r * width, columns * sizeof(T));
+    }
+  }
+
+  Product<T> p_;
+  int rows_, columns_;
+  Barrier barrier_;
+  bool by_rows_;
+  int64_t block_rows_, block_columns_, a_size_, b_size_;
+  T* b_[2];
+  T* a_;
+};
+
+/*! \brief True if nothing has to be summed: an empty C, or a C that is `init` alone. */
+template <typename T>
+bool FillIfNoDepth(const Product<T>& p) {
+  if (p.m == 0 || p.n == 0) return true;
+  if (p.k > 0) return false;
+  for (int64_t i = 0; i < p.m; ++i) {
+    T* row = p.c + i * p.c_pitch;
+    for (int64_t j = 0; j < p.n; ++j) row[j] = p.init ? p.init[i * p.init_pitch + j] : T(0);
+  }
+  return true;
+}
+
+/*! \brief Whole product on the calling thread alone. */
+template <typename T>
+void MultiplySerial(const Product<T>& product, Scratch* scratch) {
+  if (FillIfNoDepth(product)) return;
+  GemmTeam<T>(product, 1, 1, scratch).Run(0);
+}
+
+/*! \brief Whole product on the thread pool. */
+template <typename T>
+void Multiply(const Product<T>& product);
+
+}  // namespace relax_disc
+
+#endif  // RELAX_DISC_GEMM_H_

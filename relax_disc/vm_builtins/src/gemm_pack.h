@@ -1,0 +1,152 @@
+// Packing of matrix operands into the panels that `gemm_tile.h` reads.
+#ifndef RELAX_DISC_GEMM_PACK_H_
+#define RELAX_DISC_GEMM_PACK_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "gemm_tile.h"
+
+namespace relax_disc {
+
+/*! \brief A matrix in memory; strides count elements, and usually one of them is 1. */
+template <typename T>
+struct Matrix {
+  const T* data;
+  int64_t row;
+  int64_t column;
+
+  Matrix At(int64_t i, int64_t j) const { return {data + i * row + j * column, row, column}; }
+};
+
+namespace detail {
+
+template <int H, int L, typename V, size_t... C>
+inline V MergeLow(V a, V b, std::index_sequence<C...>) {
+  return __builtin_shufflevector(a, b, ((static_cast<int>(C) & H) == 0 ? static_cast<int>(C)
+                                                                      : L + static_cast<int>(C) - H)...);
+}
+template <int H, int L, typename V, size_t... C>
+inline V MergeHigh(V a, V b, std::index_sequence<C...>) {
+  return __builtin_shufflevector(a, b, ((static_cast<int>(C) & H) == 0 ? static_cast<int>(C) + H
+                                                                      : L + static_cast<int>(C))...);
+}
+
+template <int H, int L, typename V>
+inline void TransposeStep(V (&r)[L]) {
+  if constexpr (H > 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < L; ++i) {
+      if ((i & H) == 0) {
+        V low = MergeLow<H, L>(r[i], r[i + H], std::make_index_sequence<L>{});
+        V high = MergeHigh<H, L>(r[i], r[i + H], std::make_index_sequence<L>{});
+        r[i] = low;
+        r[i + H] = high;
+      }
+    }
+    TransposeStep<H / 2, L>(r);
+  }
+}
+
+/*! \brief target[j * pitch + i] = source[i * source_pitch + j] for a square of vector lanes. */
+template <typename T>
+inline void TransposeSquare(const T* source, int64_t source_pitch, T* target, int64_t pitch) {
+  constexpr int L = kLanes<T>;
+  typename Vector<T>::Type r[L];
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) {
+    r[i] = *reinterpret_cast<const typename Vector<T>::Loose*>(source + i * source_pitch);
+  }
+  TransposeStep<L / 2, L>(r);
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) {
+    *reinterpret_cast<typename Vector<T>::Loose*>(target + i * pitch) = r[i];
+  }
+}
+
+}  // namespace detail
+
+/*! \brief target[i * pitch + j] = source(j, i), a transposition of [columns, rows] to rows. */
+template <typename T>
+void CopyTransposed(const T* source, int64_t source_pitch, int64_t rows, int64_t columns, T* target,
+                    int64_t pitch) {
+  constexpr int L = kLanes<T>;
+  int64_t i = 0;
+  for (; i + L <= rows; i += L) {
+    int64_t j = 0;
+    for (; j + L <= columns; j += L) {
+      detail::TransposeSquare(source + j * source_pitch + i, source_pitch, target + i * pitch + j,
+                              pitch);
+    }
+    for (; j < columns; ++j) {
+      for (int64_t r = i; r < i + L; ++r) target[r * pitch + j] = source[j * source_pitch + r];
+    }
+  }
+  for (int64_t j = 0; j < columns; ++j) {
+    for (int64_t r = i; r < rows; ++r) target[r * pitch + j] = source[j * source_pitch + r];
+  }
+}
+
+/*! \brief Vectors that hold `columns` columns of one B panel. */
+template <typename T>
+inline int64_t PanelVectors(int64_t columns) {
+  return std::min<int64_t>((columns + kLanes<T> - 1) / kLanes<T>, kTileVectors);
+}
+
+/*! \brief Pack [depth, columns] of B, at most a tile wide, padded with zeros to whole vectors. */
+template <typename T>
+void PackB(const Matrix<T>& b, int64_t depth, int64_t columns, T* target) {
+  int64_t width = PanelVectors<T>(columns) * kLanes<T>;
+  if (b.column == 1) {
+    for (int64_t k = 0; k < depth; ++k) {
+      const T* source = b.data + k * b.row;
+      T* row = target + k * width;
+      if (columns == kTileColumns<T>) {
+        std::memcpy(row, source, kTileColumns<T> * sizeof(T));
+      } else {
+        for (int64_t j = 0; j < columns; ++j) row[j] = source[j];
+        for (int64_t j = columns; j < width; ++j) row[j] = T(0);
+      }
+    }
+    return;
+  }
+  if (b.row == 1) {
+    CopyTransposed(b.data, b.column, depth, columns, target, width);
+  } else {
+    for (int64_t k = 0; k < depth; ++k) {
+      for (int64_t j = 0; j < columns; ++j) {
+        target[k * width + j] = b.data[k * b.row + j * b.column];
+      }
+    }
+  }
+  for (int64_t k = 0; k < depth && columns < width; ++k) {
+    for (int64_t j = columns; j < width; ++j) target[k * width + j] = T(0);
+  }
+}
+
+/*! \brief Pack [rows, depth] of A for one tile; see `Tile` for the two layouts. */
+template <typename T>
+void PackA(const Matrix<T>& a, int64_t rows, int64_t depth, bool by_rows, T* target) {
+  if (!by_rows) {
+    for (int64_t k = 0; k < depth; ++k) {
+      const T* source = a.data + k * a.column;
+      for (int64_t i = 0; i < rows; ++i) target[k * rows + i] = source[i];
+    }
+    return;
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    T* row = target + i * kPitch<T>;
+    const T* source = a.data + i * a.row;
+    if (a.column == 1) {
+      std::memcpy(row, source, depth * sizeof(T));
+    } else {
+      for (int64_t k = 0; k < depth; ++k) row[k] = source[k * a.column];
+    }
+  }
+}
+
+}  // namespace relax_disc
+
+#endif  // RELAX_DISC_GEMM_PACK_H_
