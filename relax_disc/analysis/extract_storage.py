@@ -1,0 +1,189 @@
+"""Decide where every buffer of a function lives, and in which order its kernels run.
+
+A result escapes: it gets memory of its own.  A result that replaces a parameter (attribute
+``relax_disc.inplace_pairs``) is written into the parameter's buffer by the kernel that makes it, if
+every kernel that reads the old value can come first and the kernel itself may write where it reads;
+else it is made in the arena and copied over at the end.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+
+from tvm import relax
+
+from relax_disc.analysis.extract import FunctionTable, KernelCall, View
+from relax_disc.vm_builtins.plan_metadata import Storage
+
+MayOverwrite = Callable[[KernelCall, int, int], bool]
+"""Whether a kernel may write an output (view position) over an input that it reads."""
+
+COPY = relax.ExternFunc("relax_disc.copy")
+
+
+def place_results(
+    table: FunctionTable,
+    pairs: Mapping[int, int],
+    may_overwrite: MayOverwrite,
+    *,
+    only_copies: bool = False,
+) -> None:
+    """Set the storage of every result, adding copies where a result cannot be made in place.
+
+    Parameters
+    ----------
+    table : FunctionTable
+        As `read_function` made it; changed in place.
+    pairs : mapping of int to int
+        Flat result -> index of the given tensor that it replaces.
+    may_overwrite : callable
+        `may_overwrite(kernel, given_buffer, output_buffer)`.
+    only_copies : bool
+        Copy every result that replaces a parameter at the end, which always has an order.
+    """
+    given = {table.buffers[b].given: b for b in range(len(table.buffers)) if table.buffers[b].storage is Storage.GIVEN}
+    results = table.flat_result()
+    overwritten = {given[param] for param in pairs.values()}
+    producers = {b: k for k, kernel in enumerate(table.kernels) for b in kernel.outputs}
+    replacement: dict[int, int] = {}
+    deferred: list[tuple[int, int]] = []
+    for position, leaf in enumerate(results):
+        if not isinstance(leaf, int):
+            continue
+        buffer = table.views[leaf].buffer
+        target = given[pairs[position]] if position in pairs else -1
+        if target == buffer:
+            continue
+        maker = producers.get(buffer)
+        movable = maker is not None and table.buffers[buffer].storage is Storage.ARENA
+        if target < 0:
+            replacement[position] = _escape(table, leaf, overwritten, movable)
+        elif movable and not only_copies and _can_write(table, maker, buffer, target, may_overwrite):
+            entry = table.buffers[buffer]
+            entry.storage, entry.given = Storage.OVERWRITE, table.buffers[target].given
+            kernel = table.kernels[maker]
+            kernel.recomputable = False
+            if target not in kernel.inputs:
+                kernel.inputs.append(target)
+        else:
+            deferred.append((position, target))
+    for position, target in deferred:
+        replacement[position] = _store_later(table, results[position], target, overwritten)
+    if replacement:
+        positions = iter(range(len(results)))
+        table.result = _replace(table.result, replacement, positions)
+
+
+def _can_write(
+    table: FunctionTable, maker: int, buffer: int, target: int, may_overwrite: MayOverwrite
+) -> bool:
+    kernel = table.kernels[maker]
+    if table.buffers[buffer].bytes != table.buffers[target].bytes:
+        return False
+    if target in kernel.inputs and not may_overwrite(kernel, target, buffer):
+        return False
+    readers = [k for k in table.readers(target) if k != maker]
+    if any(k > maker for k in readers):
+        later = _descendants(table, maker)
+        if any(k in later for k in readers):
+            return False
+    kernel.after.update(readers)
+    return True
+
+
+def _escape(table: FunctionTable, leaf: int, overwritten: set[int], movable: bool) -> int:
+    """Make a result outlive the call; a constant or an old value is copied."""
+    buffer = table.views[leaf].buffer
+    entry = table.buffers[buffer]
+    if movable:
+        entry.storage = Storage.ESCAPING
+        return leaf
+    is_constant = entry.storage is Storage.GIVEN and not _is_parameter(table.given[entry.given])
+    if entry.storage is Storage.GIVEN and (is_constant or buffer in overwritten):
+        return _copy(table, leaf, Storage.ESCAPING)
+    return leaf
+
+
+def _is_parameter(expr: relax.Expr) -> bool:
+    return isinstance(expr, relax.Var | relax.TupleGetItem)
+
+
+def _store_later(table: FunctionTable, leaf: int, target: int, overwritten: set[int]) -> int:
+    """Copy a result over a given tensor once everything has read the old value."""
+    source = leaf
+    if table.views[leaf].buffer in overwritten:
+        source = _copy(table, leaf, Storage.ARENA)  # both may be written: keep the old value
+    view = table.views[source]
+    stored = _copy(table, source, Storage.OVERWRITE, table.buffers[target].given)
+    writer = len(table.kernels) - 1
+    kernel = table.kernels[writer]
+    kernel.recomputable = False
+    if target not in kernel.inputs:
+        kernel.inputs.append(target)
+    kernel.after.update(k for k in table.readers(target) if k != writer)
+    return table.view(table.views[stored].buffer, view.dtype, view.shape)
+
+
+def _copy(table: FunctionTable, source: int, storage: Storage, given: int = -1) -> int:
+    """Add a kernel that copies a view into a buffer of its own; return the copy's view."""
+    view: View = table.views[source]
+    original = table.buffers[view.buffer]
+    table.buffers.append(type(original)(f"{original.name}.copy", original.bytes, storage, given))
+    target = table.view(len(table.buffers) - 1, view.dtype, view.shape)
+    table.kernels.append(
+        KernelCall(
+            name="relax_disc.copy",
+            callee=COPY,
+            arguments=[("view", source), ("view", target)],
+            inputs=[view.buffer],
+            outputs=[len(table.buffers) - 1],
+        )
+    )
+    return target
+
+
+def _replace(structure: object, replacement: Mapping[int, int], positions: object) -> object:
+    if isinstance(structure, tuple):
+        return tuple(_replace(part, replacement, positions) for part in structure)
+    return replacement.get(next(positions), structure)  # type: ignore[call-overload]
+
+
+def _descendants(table: FunctionTable, start: int) -> set[int]:
+    """Kernels that need a kernel's results or must come after it."""
+    found = {start}
+    made = set(table.kernels[start].outputs)
+    for k in range(len(table.kernels)):
+        kernel = table.kernels[k]
+        if k not in found and (made & set(kernel.inputs) or found & kernel.after):
+            found.add(k)
+            made |= set(kernel.outputs)
+    return found - {start}
+
+
+def execution_order(table: FunctionTable) -> list[int] | None:
+    """Program order, changed only where a kernel must come after a later one; None if none exists.
+
+    Among the kernels that may come next, the first in program order does.
+    """
+    producers = {b: k for k, kernel in enumerate(table.kernels) for b in kernel.outputs}
+    needs = [
+        {producers[b] for b in kernel.inputs if b in producers} | kernel.after
+        for kernel in table.kernels
+    ]
+    followers: list[list[int]] = [[] for _ in needs]
+    for k, wanted in enumerate(needs):
+        for other in wanted:
+            followers[other].append(k)
+    missing = [len(wanted) for wanted in needs]
+    ready = [k for k, count in enumerate(missing) if count == 0]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        k = heapq.heappop(ready)
+        order.append(k)
+        for follower in followers[k]:
+            missing[follower] -= 1
+            if missing[follower] == 0:
+                heapq.heappush(ready, follower)
+    return order if len(order) == len(needs) else None

@@ -1,0 +1,115 @@
+"""The pass pipeline from operators to an executable module: what runs, in which order.
+
+`pipeline(options)` is what `relax.build(mod, target, relax_pipeline="relax_disc")` uses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.ir.transform import Pass
+
+from relax_disc.transform.plan_arena import PlanArena
+from relax_disc.vm_builtins import runtime
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """What the pipeline does beyond what is needed to run.
+
+    Attributes
+    ----------
+    fuse : bool
+        Fuse element-wise operators into one kernel.
+    plan_arena : bool
+        Plan the memory of each call at entry; off: TVM's own memory planning.
+    """
+
+    fuse: bool = True
+    plan_arena: bool = True
+
+
+def pipeline(options: PipelineOptions | None = None) -> Pass:
+    """Make the pass that lowers a module for the target at hand.
+
+    Parameters
+    ----------
+    options : PipelineOptions, optional
+        Defaults: everything.
+
+    Returns
+    -------
+    tvm.transform.Pass
+        A module pass for `relax.build(..., relax_pipeline=...)`, run under the target.
+    """
+    chosen = PipelineOptions() if options is None else options
+
+    @tvm.transform.module_pass(opt_level=0, name="relax_disc")
+    def lower(mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        target = tvm.target.Target.current(allow_none=True) or tvm.target.Target("llvm")
+        with target, ctx:
+            return tvm.transform.Sequential(passes(target, chosen))(mod)
+
+    return lower
+
+
+def passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
+    """List all passes, in order."""
+    return [
+        *library_passes(target),
+        *legalize_passes(target, options),
+        *alias_passes(),
+        *(memory_passes() if options.plan_arena else []),
+        *leftover_passes(),
+        *finalize_passes(),
+    ]
+
+
+def library_passes(target: tvm.target.Target) -> list[Pass]:
+    """Calls of libraries in place of operators."""
+    return list(relax.pipeline.library_dispatch_passes(target))
+
+
+def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
+    """Operators to kernels, fused."""
+    if options.fuse:
+        return list(relax.pipeline.legalize_passes(target))
+    return [relax.transform.LegalizeOps(), relax.transform.FoldConstant()]
+
+
+def alias_passes() -> list[Pass]:
+    """Reshapes that cost nothing; one name for each value."""
+    return [
+        relax.transform.RewriteDataflowReshape(),
+        relax.transform.ToNonDataflow(),
+        relax.transform.RemovePurityChecking(),
+        relax.transform.CanonicalizeBindings(),
+    ]
+
+
+def memory_passes() -> list[Pass]:
+    """One arena per call, planned when the shapes are known."""
+    runtime.load()
+    return [PlanArena()]
+
+
+def leftover_passes() -> list[Pass]:
+    """TVM's own lowering, for functions that an arena cannot hold (control flow)."""
+    return [
+        relax.transform.CallTIRRewrite(),
+        relax.transform.StaticPlanBlockMemory(),
+        relax.transform.LowerAllocTensor(),
+        relax.transform.KillAfterLastUse(),
+    ]
+
+
+def finalize_passes() -> list[Pass]:
+    """To the virtual machine's own instructions."""
+    return [
+        relax.transform.LowerRuntimeBuiltin(),
+        relax.transform.ComputePrimValue(),
+        relax.transform.VMShapeLower(),
+        relax.transform.AttachGlobalSymbol(),
+    ]

@@ -1,0 +1,207 @@
+"""The table of kernels of one compiled function: what PlanArena writes and the run time reads.
+
+Integers that depend on the shape are postfix programs over the dims (`SymbolicExpr.program`), kept
+once each; tensors, views and kernels name them by index.  The C++ reader is
+`src/runtime_metadata.cc`, the Python one `runtime_twin.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any
+
+FORMAT_VERSION = 1
+
+Program = tuple[int, ...]
+
+
+class Storage(IntEnum):
+    """Where a tensor's bytes are; the same numbers as in `runtime_metadata.h`."""
+
+    ARENA = 0
+    GIVEN = 1
+    ESCAPING = 2
+    OVERWRITE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A piece of memory.
+
+    Attributes
+    ----------
+    name : str
+        For reports.
+    bytes : int
+        Index of the program of its size.
+    storage : Storage
+        Where it is.
+    given : int
+        For GIVEN and OVERWRITE: which tensor of the caller, else -1.
+    """
+
+    name: str
+    bytes: int
+    storage: Storage
+    given: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ViewEntry:
+    """A tensor seen with a type and a shape, the latter as indices of programs."""
+
+    tensor: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEntry:
+    """One kernel call.
+
+    Attributes
+    ----------
+    name, source : str
+        The function's name, and the line of the user's model.
+    arguments : tuple of (str, object)
+        Kind and value: ("view", view), ("integer", program), ("shape", programs), or a constant:
+        "float", "number", "text", "dtype".
+    inputs, outputs : tuple of int
+        Tensors; workspace is an output that nobody reads.
+    inplace : tuple of (int, int)
+        Input and output in the arena that may share their place.
+    copies : tuple of (int, int)
+        Views (from, to) that are copied before the kernel runs, where they are not the same place.
+    flops, moved_bytes : int
+        Indices of programs.
+    recomputable : bool
+        Whether it may run again.
+    """
+
+    name: str
+    source: str
+    arguments: tuple[tuple[str, Any], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    inplace: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    flops: int = 0
+    moved_bytes: int = 0
+    recomputable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMetadata:
+    """Everything that the run time knows of one function.
+
+    Attributes
+    ----------
+    function : str
+        Its name.
+    dims : tuple of str
+        Names of the dims, in the order in which the run time gets their values.
+    programs : tuple of tuple of int
+        Postfix codes.
+    tensors, views, kernels : tuple
+        The tables.
+    outputs : tuple of int
+        Views that the function returns, in order.
+    """
+
+    function: str
+    dims: tuple[str, ...]
+    programs: tuple[Program, ...]
+    tensors: tuple[TensorEntry, ...]
+    views: tuple[ViewEntry, ...]
+    kernels: tuple[KernelEntry, ...]
+    outputs: tuple[int, ...]
+
+    def to_json(self) -> str:
+        """Write the table as text."""
+        return json.dumps(
+            {
+                "version": FORMAT_VERSION,
+                "function": self.function,
+                "dims": self.dims,
+                "programs": self.programs,
+                "tensors": [[t.name, t.bytes, int(t.storage), t.given] for t in self.tensors],
+                "views": [[v.tensor, v.dtype, v.shape] for v in self.views],
+                "kernels": [asdict(kernel) for kernel in self.kernels],
+                "outputs": self.outputs,
+            },
+            separators=(",", ":"),
+        )
+
+    @staticmethod
+    def from_json(text: str) -> PlanMetadata:
+        """Read a table that `to_json` wrote.
+
+        Raises
+        ------
+        ValueError
+            If the text has another format version.
+        """
+        data = json.loads(text)
+        if data["version"] != FORMAT_VERSION:
+            raise ValueError(f"plan metadata of version {data['version']}, not {FORMAT_VERSION}")
+        return PlanMetadata(
+            function=data["function"],
+            dims=tuple(data["dims"]),
+            programs=tuple(map(tuple, data["programs"])),
+            tensors=tuple(TensorEntry(n, b, Storage(s), g) for n, b, s, g in data["tensors"]),
+            views=tuple(ViewEntry(t, d, tuple(s)) for t, d, s in data["views"]),
+            kernels=tuple(_kernel(entry) for entry in data["kernels"]),
+            outputs=tuple(data["outputs"]),
+        )
+
+
+def _kernel(entry: dict[str, Any]) -> KernelEntry:
+    tuples = {
+        name: tuple(tuple(x) if isinstance(x, list) else x for x in entry[name])
+        for name in ("arguments", "inputs", "outputs", "inplace", "copies")
+    }
+    return KernelEntry(**{**entry, **tuples})
+
+
+class ProgramTable:
+    """Collects programs, each once."""
+
+    def __init__(self) -> None:
+        self._index: dict[Program, int] = {}
+
+    def add(self, program: Sequence[int]) -> int:
+        """Index of a program, which is added if it is new."""
+        return self._index.setdefault(tuple(program), len(self._index))
+
+    def all(self) -> tuple[Program, ...]:
+        """Return all programs in the order of their indices."""
+        return tuple(self._index)
+
+
+def run_program(program: Program, dims: Sequence[int]) -> int:
+    """Evaluate a postfix program at the values of the dims."""
+    stack: list[int] = []
+    codes = iter(program)
+    for code in codes:
+        if code == 0:
+            stack.append(next(codes))
+        elif code == 1:
+            stack.append(dims[next(codes)])
+        else:
+            right = stack.pop()
+            stack[-1] = _OPERATIONS[code](stack[-1], right)
+    return stack[-1]
+
+
+_OPERATIONS = {
+    2: int.__add__,
+    3: int.__sub__,
+    4: int.__mul__,
+    5: int.__floordiv__,
+    6: int.__mod__,
+    7: min,
+    8: max,
+}
