@@ -1,0 +1,1 @@
+"""Measurements against other systems; each module runs as `python -m benchmarks.<name>`."""

@@ -1,0 +1,76 @@
+"""Write what was measured together with what it was measured on.
+
+A figure without its commit and machine cannot be compared with another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results")
+_PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy", "scipy-openblas32", "torch")
+
+
+def commit() -> str:
+    """Hash of the checkout's commit, with `+changes` when files differ; `unknown` without git."""
+    root = Path(__file__).parents[1]
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+changes"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return described.stdout.strip()
+
+
+def machine() -> dict[str, Any]:
+    """Describe processor, memory, system and the versions of what does the work."""
+    return {
+        "processor": _field("/proc/cpuinfo", "model name") or platform.processor(),
+        "cores": os.cpu_count(),
+        "memory": _field("/proc/meminfo", "MemTotal"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def write_result(name: str, settings: Mapping[str, Any], results: Any) -> Path:
+    """Write `results/<name>.json` and return its path; an older file of that name is replaced."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    content = {
+        "benchmark": name,
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "settings": dict(settings),
+        "results": results,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def _field(path: str, key: str) -> str | None:
+    """Value of the first `key : value` line of a file of the kernel's; None if there is none."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return None

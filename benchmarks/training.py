@@ -1,0 +1,149 @@
+"""Time a whole training step next to eager PyTorch and torch.compile, on real lengths.
+
+`python -m benchmarks.training` trains Llama S and M (4 layers; hidden 256 and 512; 32,000 tokens;
+float32, AdamW) on batches of the lengths of CodeAlpaca.  Each variant lives in a process of its
+own; every batch goes to all of them in turn, in a random order, so that whatever else the machine
+does hits all alike, and ratios are taken batch by batch.  Memory is what malloc and mmap hold above
+parameters and optimizer state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.malloc_counter import preload_environment
+from benchmarks.record import write_result
+from benchmarks.training_batches import real_batches, unseen_lengths
+from benchmarks.training_report import summarize, summary_table
+from benchmarks.training_worker import SIZES, VARIANTS
+
+_WARM_UP = 2
+_ROOT = Path(__file__).parents[1]
+
+
+class Variant:
+    """The far end of one worker process."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
+        self.name = name
+        self._process = process
+        self.prepared = self._answer()
+
+    def step(self, lengths: Sequence[int], seed: int) -> dict[str, Any]:
+        """Have the worker take one step; its measurements."""
+        assert self._process.stdin is not None
+        print(json.dumps({"lengths": list(lengths), "seed": seed}), file=self._process.stdin)
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the worker of {self.name} ended with {self._process.wait()}")
+        return json.loads(line)
+
+
+@contextmanager
+def started(name: str, size: str, threads: int) -> Iterator[Variant]:
+    """Start a worker and wait until it is ready; it ends with the context."""
+    command = [sys.executable, "-m", "benchmarks.training_worker", "--variant", name]
+    command += ["--size", size, "--threads", str(threads)]
+    environment = {
+        **os.environ,
+        **preload_environment(),
+        "OMP_NUM_THREADS": str(threads),
+        "TVM_NUM_THREADS": str(threads),
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+    }
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=_ROOT,
+        env=environment,
+    )
+    try:
+        yield Variant(name, process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.terminate()
+        process.wait()
+
+
+def measure(
+    variants: Sequence[Variant], batches: Sequence[list[int]], unseen: int, progress: Progress
+) -> dict[str, dict[str, Any]]:
+    """Give every batch to every variant in turn, then lengths that none has met, twice each."""
+    results: dict[str, dict[str, Any]] = {
+        v.name: {**v.prepared, "warm_up": [], "steps": [], "unseen": []} for v in variants
+    }
+    for variant in variants:
+        for number in range(_WARM_UP):
+            results[variant.name]["warm_up"].append(variant.step(batches[number], number))
+    for number, lengths in progress.track(list(enumerate(batches)), description="real batches"):
+        for variant in _shuffled(variants, number):
+            results[variant.name]["steps"].append(variant.step(lengths, number))
+    fresh = unseen_lengths({max(lengths) for lengths in batches}, unseen)
+    for number, length in progress.track(list(enumerate(fresh)), description="unseen lengths"):
+        for variant in _shuffled(variants, number):
+            pair = [variant.step([length] * len(batches[0]), 10_000 + number) for _ in range(2)]
+            results[variant.name]["unseen"].append(pair)
+    return results
+
+
+def _shuffled(variants: Sequence[Variant], seed: int) -> list[Variant]:
+    return random.Random(seed).sample(variants, len(variants))
+
+
+def main(
+    sizes: Annotated[str, typer.Option(help="Models, separated by commas.")] = "S,M",
+    batch: Annotated[str, typer.Option(help="Records in a batch, separated by commas.")] = "4,8",
+    count: Annotated[int, typer.Option(help="Batches of real lengths.")] = 40,
+    unseen: Annotated[int, typer.Option(help="Lengths for first against second step.")] = 32,
+    variants: Annotated[
+        str, typer.Option(help=f"Of {', '.join(VARIANTS)}; separated by commas.")
+    ] = "eager,compile,relax_disc",
+    threads: Annotated[int, typer.Option(help="Of every variant.")] = 2,
+    name: Annotated[str, typer.Option(help="Of the file of results.")] = "training",
+) -> None:
+    """Compare training steps; prints a table, writes benchmarks/results/<name>.json."""
+    names = variants.split(",")
+    for kind, given, known in (("size", sizes.split(","), SIZES), ("variant", names, VARIANTS)):
+        for value in given:
+            if value not in known:
+                raise typer.BadParameter(f"{value!r} is no {kind}; known: {', '.join(known)}")
+    console = Console()
+    # The table has ten columns; a pipe would get 80 characters.
+    console.width = max(console.width, 150)
+    runs = []
+    for size in sizes.split(","):
+        for records in map(int, batch.split(",")):
+            batches = real_batches(records, count)
+            with ExitStack() as stack, Progress(console=console, transient=True) as progress:
+                progress.add_task(f"{size}, batch {records}: compiling", total=None)
+                workers = [stack.enter_context(started(n, size, threads)) for n in names]
+                results = measure(workers, batches, unseen, progress)
+            summary = summarize(results)
+            console.print(summary_table(f"Llama {size}, batch {records}", summary))
+            runs.append({"size": size, "batch": records, "summary": summary, "raw": results})
+    settings = {"count": count, "unseen": unseen, "threads": threads, "variants": names}
+    console.print(f"written to {write_result(name, settings, runs)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,109 @@
+"""Medians of paired ratios with their intervals, from the measurements of `benchmarks.training`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+_RESAMPLES = 10_000
+_BASES = ("eager", "compile")
+
+
+def median_with_interval(values: Sequence[float]) -> list[float]:
+    """Median and its 95 % bootstrap interval, as [median, low, high]."""
+    sample = np.asarray(values)
+    draws = np.random.default_rng(0).integers(0, len(sample), (_RESAMPLES, len(sample)))
+    low, high = np.percentile(np.median(sample[draws], axis=1), [2.5, 97.5])
+    return [float(np.median(sample)), float(low), float(high)]
+
+
+def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Summarize the variants of one model and batch size.
+
+    Parameters
+    ----------
+    results : mapping of str to mapping
+        By variant: `prepare_seconds`, `warm_up`, `steps` and `unseen` (pairs of steps).
+
+    Returns
+    -------
+    dict of str to dict
+        By variant: medians over batches, and `time_ratio` / `peak_ratio` over each base that was
+        measured, as [median, low, high] of the batches' own ratios.
+    """
+    return {name: _summary(result, results) for name, result in results.items()}
+
+
+def _summary(result: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    steps = result["steps"]
+    seconds = _column(steps, "seconds")
+    first = [pair[0]["seconds"] for pair in result["unseen"]]
+    second = [pair[1]["seconds"] for pair in result["unseen"]]
+    bases = {base: results[base]["steps"] for base in _BASES if base in results}
+    warm = sum(_column(result["warm_up"], "seconds")) - len(result["warm_up"]) * np.median(seconds)
+    return {
+        "step_seconds": float(np.median(seconds)),
+        "tokens_per_second": sum(_column(steps, "tokens")) / sum(seconds),
+        "time_ratio": {base: _ratio(steps, of, "seconds") for base, of in bases.items()},
+        "cpu_ratio": {base: _ratio(steps, of, "cpu_seconds") for base, of in bases.items()},
+        "peak_bytes": int(max(_column(steps, "activation_peak_bytes"))),
+        "peak_ratio": {
+            base: _ratio(steps, of, "activation_peak_bytes") for base, of in bases.items()
+        },
+        # Before the first step and in the first steps beyond what a step takes later.
+        "compile_seconds": result["prepare_seconds"] + max(0.0, float(warm)),
+        "first_over_second": (
+            median_with_interval([a / b for a, b in zip(first, second, strict=True)])
+            if first
+            else None
+        ),
+        "medians_first_over_second": float(np.median(first) / np.median(second)) if first else None,
+        "largest_loss_difference": {
+            base: max(abs(a["loss"] - b["loss"]) for a, b in zip(steps, of, strict=True))
+            for base, of in bases.items()
+        },
+    }
+
+
+def _column(steps: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
+    return [step[key] for step in steps]
+
+
+def _ratio(
+    steps: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]], key: str
+) -> list[float]:
+    return median_with_interval([a[key] / b[key] for a, b in zip(steps, base, strict=True)])
+
+
+def summary_table(title: str, summary: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Lay out a summary for a terminal."""
+    bases = [base for base in _BASES if base in summary]
+    table = Table(title=title)
+    table.add_column("variant")
+    for heading in ("step, s", "real tokens/s", *(f"time / {base}" for base in bases)):
+        table.add_column(heading, justify="right")
+    for heading in ("highest peak, MiB", *(f"peak / {base}" for base in bases)):
+        table.add_column(heading, justify="right")
+    table.add_column("compile, s", justify="right")
+    table.add_column("first / second", justify="right")
+    for name, row in summary.items():
+        first = row["first_over_second"]
+        table.add_row(
+            name,
+            f"{row['step_seconds']:.3f}",
+            f"{row['tokens_per_second']:,.0f}",
+            *(_interval(row["time_ratio"][base]) for base in bases),
+            f"{row['peak_bytes'] / 2**20:,.0f}",
+            *(f"{row['peak_ratio'][base][0]:.3f}" for base in bases),
+            f"{row['compile_seconds']:.1f}",
+            _interval(first) if first else "-",
+        )
+    return table
+
+
+def _interval(values: Sequence[float]) -> str:
+    median, low, high = values
+    return f"{median:.3f} ({low:.2f}-{high:.2f})"

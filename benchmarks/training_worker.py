@@ -1,0 +1,144 @@
+"""One way of training in one process: takes batches on stdin, answers with measurements.
+
+Started by `benchmarks.training`, one process per variant, so that no variant's threads, caches or
+memory touch another's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+
+import relax_disc
+from benchmarks.malloc_counter import MallocCounter
+from benchmarks.training_batches import LONGEST, VOCABULARY, make_batch
+from tutorials._llama import Llama, LlamaSizes
+
+VARIANTS = ("eager", "eager-fused", "compile", "compile-fused", "relax_disc")
+SIZES = {
+    "S": {"hidden": 256, "feed_forward": 688},
+    "M": {"hidden": 512, "feed_forward": 1376},
+}
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+class Worker:
+    """A model, its optimizer and one way of taking a step with them."""
+
+    def __init__(self, variant: str, size: str) -> None:
+        torch.manual_seed(0)
+        # "Fused" attention is scaled_dot_product_attention; else it is written out, as much code
+        # still does. Which is the stronger baseline differs: both can be measured.
+        written_out = variant in ("eager", "compile")
+        sizes = LlamaSizes(
+            vocabulary=VOCABULARY,
+            layers=4,
+            heads=8,
+            longest=LONGEST,
+            attention="math" if written_out else "fused",
+            **SIZES[size],
+        )
+        self.model = Llama(sizes)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self._make_optimizer_state()
+        self._counter = MallocCounter()
+        self._base_bytes: int | None = None
+        self._report: Callable[[], int] | None = None
+        start = time.perf_counter()
+        self._step = self._prepare(variant)
+        self.prepare_seconds = time.perf_counter() - start
+
+    def _make_optimizer_state(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.param_groups[0]["lr"] = 0.0
+        self.optimizer.step()
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _prepare(self, variant: str) -> Step:
+        if variant == "relax_disc":
+            shape = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=LONGEST)}
+            step = relax_disc.compile(
+                self.model,
+                self.optimizer,
+                make_batch([24, 16], seed=0),
+                dynamic_shapes={"ids": shape, "labels": shape},
+            )
+            # The arena stays between calls; measured from here, it counts as used.
+            self._base_bytes = self._counter.live_bytes()
+            self._report = lambda: step.memory_report().peak_bytes
+            return step
+        run = self.model
+        if variant.startswith("compile"):
+            run = torch.compile(self.model, dynamic=True)
+
+        def eager_step(ids: Tensor, labels: Tensor) -> Tensor:
+            loss = run(ids, labels)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        return eager_step
+
+    def step(self, lengths: list[int], seed: int) -> dict[str, Any]:
+        """Take one step and say what it cost."""
+        ids, labels = make_batch(lengths, seed)
+        base = self._counter.live_bytes() if self._base_bytes is None else self._base_bytes
+        self._counter.reset_peak()
+        cpu = _cpu_seconds()
+        start = time.perf_counter()
+        loss = self._step(ids, labels).item()
+        seconds = time.perf_counter() - start
+        return {
+            "length": ids.shape[1],
+            "tokens": sum(lengths),
+            "loss": loss,
+            "seconds": seconds,
+            "cpu_seconds": _cpu_seconds() - cpu,
+            # Gradients included; parameters and optimizer state not.
+            "activation_peak_bytes": self._counter.peak_bytes() - base,
+            "reported_peak_bytes": self._report() if self._report else None,
+        }
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def main() -> None:
+    """Answer each line `{"lengths": [...], "seed": n}` with a line of measurements."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variant", choices=VARIANTS, required=True)
+    parser.add_argument("--size", choices=sorted(SIZES), required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    arguments = parser.parse_args()
+    # Whatever libraries print goes to stderr: stdout belongs to the protocol.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        worker = Worker(arguments.variant, arguments.size)
+        print(json.dumps({"prepare_seconds": worker.prepare_seconds}), file=answers, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(worker.step(**json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
