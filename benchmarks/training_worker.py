@@ -55,7 +55,7 @@ class Worker:
         self._make_optimizer_state()
         self._counter = MallocCounter()
         self._base_bytes: int | None = None
-        self._report: Callable[[], int] | None = None
+        self._planned: Callable[[int, int], int] | None = None
         start = time.perf_counter()
         self._step = self._prepare(variant)
         self.prepare_seconds = time.perf_counter() - start
@@ -80,7 +80,7 @@ class Worker:
             )
             # The arena stays between calls; measured from here, it counts as used.
             self._base_bytes = self._counter.live_bytes()
-            self._report = lambda: step.memory_report().peak_bytes
+            self._planned = lambda batch, length: step.plan(batch=batch, length=length).peak_bytes
             return step
         run = self.model
         if variant.startswith("compile"):
@@ -112,7 +112,8 @@ class Worker:
             "cpu_seconds": _cpu_seconds() - cpu,
             # Gradients included; parameters and optimizer state not.
             "activation_peak_bytes": self._counter.peak_bytes() - base,
-            "reported_peak_bytes": self._report() if self._report else None,
+            # Those included.
+            "planned_peak_bytes": self._planned(*ids.shape) if self._planned else None,
         }
 
 

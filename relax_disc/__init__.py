@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from relax_disc import analysis, frontend, transform
     from relax_disc.compiler import compile, compile_forward
-    from relax_disc.training.training_step import TrainingStep
+    from relax_disc.training_step import TrainingStep
 
 __version__ = "0.1.0"
 
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "TrainingStep": "relax_disc.training.training_step",
+    "TrainingStep": "relax_disc.training_step",
     "compile": "relax_disc.compiler",
     "compile_forward": "relax_disc.compiler",
 }

@@ -57,3 +57,11 @@ def make_step(
         dynamic_shapes={"ids": shape, "labels": shape},
         memory_budget=memory_budget,
     )
+
+
+def planned_peak_bytes(step: Step, batch: Batch) -> int | None:
+    """All memory that a step needs for a batch, known without running it; None in eager mode."""
+    if not isinstance(step, relax_disc.TrainingStep):
+        return None
+    count, length = batch.ids.shape
+    return step.plan(batch=count, length=length).peak_bytes

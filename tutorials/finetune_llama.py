@@ -26,7 +26,7 @@ import _checkpoint
 import torch
 import typer
 from _corpus import Batches, alpaca_records, library_records, load_tokenizer, tokenize
-from _engines import Engine, Step, make_step
+from _engines import Engine, Step, make_step, planned_peak_bytes
 from _llama import Llama, LlamaSizes
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -107,9 +107,7 @@ def train(
         tally.losses.append(loss)
         tally.tokens += batch.tokens
         tally.shapes.add(tuple(batch.ids.shape))
-        report = getattr(step, "memory_report", None)
-        if report is not None:
-            tally.peak_bytes = max(tally.peak_bytes, report().peak_bytes)
+        tally.peak_bytes = max(tally.peak_bytes, planned_peak_bytes(step, batch) or 0)
         progress.update(
             bar,
             completed=number + 1,
@@ -241,7 +239,7 @@ def main(
     table.add_row("distinct shapes", str(len(tally.shapes)))
     table.add_row("compilations", str(compilations))
     if tally.peak_bytes:
-        table.add_row("peak memory of a step", format_bytes(tally.peak_bytes))
+        table.add_row("peak memory of a step, planned", format_bytes(tally.peak_bytes))
     table.add_row("peak memory of the process", format_bytes(process_peak_bytes()))
     console.print(table)
 
