@@ -6,7 +6,7 @@ the same indices in both, in execution order; so have the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from relax_disc.analysis.extract import (
     KernelCall,
     NotPlannableError,
     inplace_pairs,
+    leaves,
     read_function,
 )
 from relax_disc.analysis.extract_storage import execution_order, place_results
@@ -44,10 +45,13 @@ class Extraction:
         The function as it was read, with the storage of every buffer.
     order : tuple of int
         Kernels of the table in execution order.
+    returned : object
+        The result without the values that are written over parameters.
     """
 
     table: FunctionTable
     order: tuple[int, ...]
+    returned: Any
 
     @property
     def kernels(self) -> list[KernelCall]:
@@ -61,7 +65,7 @@ class Extraction:
 
     def result_views(self) -> list[int]:
         """Views that the function returns, each once, in order of first appearance."""
-        return list(dict.fromkeys(leaf for leaf in self.table.flat_result() if isinstance(leaf, int)))
+        return list(dict.fromkeys(x for x in leaves(self.returned) if isinstance(x, int)))
 
     def graph(self) -> TensorGraph:
         """Return the tensor graph, symbolic in the function's dims."""
@@ -197,5 +201,17 @@ def extract(mod: tvm.IRModule, name: str) -> Extraction:
         place_results(table, pairs, facts.may_overwrite, only_copies=only_copies)
         order = execution_order(table)
         if order is not None:
-            return Extraction(table, tuple(order))
+            return Extraction(table, tuple(order), _returned(table.result, pairs))
     raise NotPlannableError(f"{name}: its kernels need each other in a circle")
+
+
+def _returned(result: Any, pairs: Mapping[int, int]) -> Any:
+    """Leave out what a caller finds in its own tensors."""
+    if not pairs or not isinstance(result, tuple):
+        return result
+    kept, position = [], 0
+    for part in result:
+        if not (isinstance(part, int) and position in pairs):
+            kept.append(part)
+        position += len(list(leaves(part)))
+    return kept[0] if len(kept) == 1 else tuple(kept)

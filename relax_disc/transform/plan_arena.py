@@ -11,6 +11,9 @@ becomes::
     out = relax_disc.output(frame, 0)
     relax_disc.leave(frame)
 
+Results that replace a parameter are in the parameter's memory when the call ends and are left out
+of what it returns; a single result that is left is returned by itself.
+
 Limits: functions with control flow or with shapes known only while they run are left as they are,
 for the stock passes.
 """
@@ -26,6 +29,7 @@ from tvm import relax
 
 from relax_disc.analysis.extract import NotPlannableError
 from relax_disc.analysis.extraction import Extraction, extract
+from relax_disc.analysis.from_tirx import to_tirx
 
 _logger = logging.getLogger(__name__)
 
@@ -86,7 +90,7 @@ class _Lowering:
         lowered = relax.Function(
             function.params,
             relax.SeqExpr([relax.BindingBlock(self._bindings)], body),
-            function.ret_ty,
+            body.ty,
             is_pure=False,
             attrs=attrs,
         )
@@ -138,7 +142,7 @@ class _Lowering:
             arguments = [frame, relax.prim_value(index)]
             outputs[view] = self._call("output", "relax_disc.output", arguments, kind)
         self._call("_", "relax_disc.leave", [frame], _NOTHING)
-        result = self._structure(table.result, outputs)
+        result = self._structure(self._extraction.returned, outputs)
         if not isinstance(result, relax.Var):
             result = self._bind("result", result, result.ty)
         return result
@@ -159,7 +163,8 @@ class _Lowering:
 
     def _view_type(self, view: int) -> relax.TensorType:
         entry = self._extraction.table.views[view]
-        return relax.TensorType(ndim=len(entry.shape), dtype=entry.dtype)
+        names = {dim.name: var for var, dim in self._extraction.table.dims.items()}
+        return relax.TensorType([to_tirx(extent, names) for extent in entry.shape], entry.dtype)
 
     def _call(self, name: str, function: str, args: list[Any], kind: Any) -> relax.Var:
         return self._bind(name, relax.Call(relax.ExternFunc(function), args, ty_args=[kind]), kind)

@@ -1,13 +1,44 @@
-"""Make the run-time functions available: the C++ ones if they are built, else the Python twins."""
+"""Make the run-time functions available: the C++ ones if they are built, else the Python twin."""
 
 from __future__ import annotations
 
 import functools
+import re
 
+import tvm_ffi
+
+from relax_disc import errors
 from relax_disc.vm_builtins import native
+
+_LEAST = re.compile(r"least found feasible is (\d+) bytes")
+_BOUND = re.compile(r"less than (\d+) bytes")
 
 
 @functools.cache
 def load() -> bool:
     """Register the global functions that compiled code calls; return whether they are native."""
-    return native.load() is not None
+    for kind in (
+        errors.InputMismatchError,
+        errors.ShapeRangeError,
+        errors.StepTornError,
+        errors.ArtefactError,
+        errors.OffloadError,
+        errors.MemoryBudgetError,
+    ):
+        tvm_ffi.register_error(kind)
+    # After its class, so that errors raised in Python keep their name on the way through C++.
+    tvm_ffi.register_error("MemoryBudgetError", memory_budget_error)  # type: ignore[arg-type]
+    if native.load() is not None:
+        return True
+    from relax_disc.vm_builtins import runtime_twin
+
+    runtime_twin.register()
+    return False
+
+
+def memory_budget_error(message: str) -> errors.MemoryBudgetError:
+    """Make the Python error of a C++ one: its numbers are in its message."""
+    least, bound = _LEAST.search(message), _BOUND.search(message)
+    return errors.MemoryBudgetError(
+        message, int(least[1]) if least else 0, int(bound[1]) if bound else 0
+    )

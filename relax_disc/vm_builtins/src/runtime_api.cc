@@ -92,6 +92,7 @@ Facts PlanFacts(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t bu
                {"least_bytes", outside + (arena.feasible ? arena.arena_bytes : arena.least_bytes)},
                {"lower_bound_bytes", outside + arena.lower_bound_bytes},
                {"time_ns", arena.time_ns},
+               {"base_time_ns", plan->base_time_ns},
                {"planning_ns", plan->planning_ns},
                {"cache_hit", hit},
                {"sequence", ffi::Shape(sequence)},
@@ -177,6 +178,8 @@ TVM_FFI_STATIC_INIT_BLOCK() {
            [](const Object& frame, int64_t i) { return FrameOf(frame)->Output(i); })
       .def("relax_disc.leave", [](const Object& frame) { FrameOf(frame)->Leave(); })
       .def("relax_disc.copy", [](DLTensor* from, DLTensor* to) { CopyBytes(from, to); })
+      .def("relax_disc.session.metadata",
+           [](const Object& s) { return SessionOf(s)->text(); })
       .def("relax_disc.session.plan", PlanFacts)
       .def("relax_disc.session.report", LastReport)
       .def("relax_disc.session.counters", CounterFacts)

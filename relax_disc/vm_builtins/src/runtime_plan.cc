@@ -185,6 +185,7 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const PlanRequ
     room = request.budget_bytes - plan->resident_bytes - plan->escaping_bytes;
   }
   PlannerGraph graph = GraphAt(metadata, cost, plan->values, request.alignment);
+  for (const PlannerOp& op : graph.ops) plan->base_time_ns += op.time_ns;
   plan->arena = PlanArena(graph, std::max<int64_t>(room, 0), request.alignment, request.effort);
   plan->feasible = plan->arena.feasible && room >= 0;
   if (plan->feasible) Builder(metadata, plan.get(), request.alignment).Build();

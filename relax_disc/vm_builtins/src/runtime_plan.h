@@ -55,6 +55,7 @@ struct Plan {
   ArenaPlan arena;
   int64_t resident_bytes = 0, escaping_bytes = 0;
   int64_t planning_ns = 0;
+  int64_t base_time_ns = 0;  // modelled, without recomputations
   std::vector<Step> steps;  // one more at the end, empty
   std::vector<int32_t> first_position;  // of each kernel; executions after it are recomputations
   std::vector<ArgumentSource> arguments, copies;

@@ -60,7 +60,7 @@ class Frame;
 
 class Session : public tvm::ffi::Object {
  public:
-  explicit Session(const tvm::ffi::String& metadata) : metadata_(Metadata::Parse(metadata)) {
+  explicit Session(const tvm::ffi::String& metadata) : text_(metadata), metadata_(Metadata::Parse(metadata)) {
     functions_.resize(metadata_.kernels.size());
     kernel_ns_.assign(metadata_.kernels.size(), 0);
     kernel_runs_.assign(metadata_.kernels.size(), 0);
@@ -83,6 +83,7 @@ class Session : public tvm::ffi::Object {
   void Release();
 
   const Metadata& metadata() const { return metadata_; }
+  const tvm::ffi::String& text() const { return text_; }
   Report last_report() const;
   Counters counters() const;
   int64_t budget_bytes() const { return budget_bytes_; }
@@ -110,6 +111,7 @@ class Session : public tvm::ffi::Object {
   std::shared_ptr<Binding> TakeBinding(const PlanPtr& plan, const BlockPtr& arena, bool primary);
   void Return(Frame* frame);
 
+  const tvm::ffi::String text_;
   const Metadata metadata_;
   mutable std::mutex mutex_;
   std::map<Key, Cached> plans_;

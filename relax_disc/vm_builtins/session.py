@@ -1,0 +1,303 @@
+"""The state of a compiled function in a virtual machine: its budget, plans, arena and figures.
+
+>>> session = Session.of(machine, "main")
+>>> session.memory_budget = 2**30
+>>> session.plan([8, 512]).peak_bytes
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import tvm_ffi
+
+from relax_disc.vm_builtins import runtime
+from relax_disc.vm_builtins.plan_metadata import PlanMetadata
+
+_RUN, _DRY_RUN, _PROFILE = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedVersion:
+    """One life of a tensor in the arena; positions in the sequence are inclusive.
+
+    Attributes
+    ----------
+    tensor : int
+        Index in the metadata.
+    created, last_use : int
+        First and last position.
+    offset : int
+        Bytes from the arena's start.
+    """
+
+    tensor: int
+    created: int
+    last_use: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaFacts:
+    """What a call at one shape under one budget will do.
+
+    Attributes
+    ----------
+    feasible : bool
+        Whether the call fits; if not, the other figures are of the least plan found.
+    peak_bytes : int
+        resident + escaping + arena: what a budget bounds.
+    arena_bytes, live_peak_bytes : int
+        Highest end offset, and most live bytes inside the arena.
+    resident_bytes, escaping_bytes : int
+        What the caller passes, and what is returned.
+    least_bytes, lower_bound_bytes : int
+        Least peak found feasible, and a bound below which no plan can be.
+    time_ns, base_time_ns : int
+        Modelled time, and the same without recomputations.
+    planning_ns : int
+        Time that planning took when it was done.
+    cache_hit : bool
+        Whether the plan was known.
+    sequence : tuple of int
+        Kernels in the order of their execution.
+    versions : tuple of PlacedVersion
+        Places in the arena.
+    recomputed : tuple of int
+        Kernels that run again, in order.
+    """
+
+    feasible: bool
+    peak_bytes: int
+    arena_bytes: int
+    live_peak_bytes: int
+    resident_bytes: int
+    escaping_bytes: int
+    least_bytes: int
+    lower_bound_bytes: int
+    time_ns: int
+    base_time_ns: int
+    planning_ns: int
+    cache_hit: bool
+    sequence: tuple[int, ...]
+    versions: tuple[PlacedVersion, ...]
+    recomputed: tuple[int, ...]
+
+    @property
+    def time_ratio(self) -> float:
+        """Modelled time over the modelled time without recomputations."""
+        return self.time_ns / self.base_time_ns if self.base_time_ns else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CallReport:
+    """What the last call did; `peak_bytes` was counted while it ran.
+
+    Attributes
+    ----------
+    dims : tuple of int
+        The shape.
+    budget_bytes : int or None
+        The budget.
+    planned_peak_bytes, peak_bytes : int
+        As promised at entry, and as counted from the memory that kernels touched.
+    arena_bytes, resident_bytes, escaping_bytes : int
+        The parts of `peak_bytes`.
+    held_bytes : int
+        What the session keeps until the next call.
+    recomputations : int
+        Executions beyond one for each kernel.
+    planning_ns, entry_ns, time_ns : int
+        Time spent planning (0 for a known plan), in all of the entry, in the whole call.
+    cache_hit : bool
+        Whether the plan was known.
+    finished : bool
+        False if a kernel raised.
+    """
+
+    dims: tuple[int, ...]
+    budget_bytes: int | None
+    planned_peak_bytes: int
+    peak_bytes: int
+    arena_bytes: int
+    resident_bytes: int
+    escaping_bytes: int
+    held_bytes: int
+    recomputations: int
+    planning_ns: int
+    entry_ns: int
+    time_ns: int
+    cache_hit: bool
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCounters:
+    """Totals since the session was opened.
+
+    Attributes
+    ----------
+    calls, failures : int
+        Calls entered, and those that did not finish.
+    hits, misses : int
+        Plans found and made by calls.
+    recomputations : int
+        Executions beyond one for each kernel and call.
+    plans, evicted_plans : int
+        Plans in the cache, and those dropped from it.
+    held_bytes : int
+        Size of the arena.
+    """
+
+    calls: int
+    failures: int
+    hits: int
+    misses: int
+    recomputations: int
+    plans: int
+    evicted_plans: int
+    held_bytes: int
+
+
+class Session:
+    """Handle of the run-time state of one function of one virtual machine."""
+
+    def __init__(self, handle: Any) -> None:
+        runtime.load()
+        self._handle = handle
+
+    @staticmethod
+    def of(machine: Any, function: str = "main") -> Session:
+        """Open the session of a function.
+
+        Parameters
+        ----------
+        machine : tvm.relax.VirtualMachine
+            The machine; its state is its own.
+        function : str
+            Name of a function that `PlanArena` lowered.
+        """
+        runtime.load()
+        return Session(machine[f"{function}__session"]())
+
+    @functools.cached_property
+    def metadata(self) -> PlanMetadata:
+        """The function's table of kernels."""
+        return PlanMetadata.from_json(str(self._ask("metadata")))
+
+    @property
+    def kernel_names(self) -> tuple[str, ...]:
+        """Names of the kernels, by index."""
+        return tuple(kernel.name for kernel in self.metadata.kernels)
+
+    @property
+    def memory_budget(self) -> int | None:
+        """Bytes that `peak_bytes` must stay inside; None is no limit."""
+        value = int(self._ask("budget"))
+        return None if value < 0 else value
+
+    @memory_budget.setter
+    def memory_budget(self, value: int | None) -> None:
+        self._ask("set_budget", -1 if value is None else value)
+
+    def plan(self, dims: Sequence[int], budget_bytes: int | None = None) -> ArenaFacts:
+        """Make or find the plan of a shape under a budget, running nothing.
+
+        Parameters
+        ----------
+        dims : sequence of int
+            Values of `metadata.dims`.
+        budget_bytes : int, optional
+            None is no limit.
+        """
+        shape = tvm_ffi.Shape([int(dim) for dim in dims])
+        facts = dict(self._ask("plan", shape, -1 if budget_bytes is None else budget_bytes))
+        facts.pop("values")
+        sequence = tuple(facts.pop("sequence"))
+        flat = tuple(facts.pop("versions"))
+        seen: set[int] = set()
+        recomputed = tuple(k for k in sequence if k in seen or seen.add(k))
+        versions = tuple(PlacedVersion(*flat[i : i + 4]) for i in range(0, len(flat), 4))
+        return ArenaFacts(**facts, sequence=sequence, versions=versions, recomputed=recomputed)
+
+    def report(self) -> CallReport:
+        """Tell what the last call did."""
+        facts = dict(self._ask("report"))
+        budget = facts.pop("budget_bytes")
+        dims = tuple(facts.pop("dims"))
+        return CallReport(**facts, dims=dims, budget_bytes=None if budget < 0 else budget)
+
+    def counters(self) -> SessionCounters:
+        """Return totals since the session was opened."""
+        return SessionCounters(**dict(self._ask("counters")))
+
+    @property
+    def torn(self) -> bool:
+        """Whether a call failed after it had written into a tensor of the caller."""
+        return bool(self._ask("torn"))
+
+    def clear_torn(self) -> None:
+        """Forget that a call failed half-way: the caller's tensors have been loaded again."""
+        self._ask("clear_torn")
+
+    @contextmanager
+    def dry_run(self) -> Iterator[None]:
+        """Inside, calls plan and count memory of any size, but touch none and run no kernel."""
+        self._ask("set_mode", _DRY_RUN)
+        try:
+            yield
+        finally:
+            self._ask("set_mode", _RUN)
+
+    @contextmanager
+    def profile(self) -> Iterator[None]:
+        """Inside, the time of every kernel is measured; read it with `kernel_times`."""
+        self._ask("set_mode", _PROFILE)
+        try:
+            yield
+        finally:
+            self._ask("set_mode", _RUN)
+
+    def kernel_times(self) -> tuple[tuple[int, int], ...]:
+        """Return (executions, total time in ns) of each kernel, as last profiled."""
+        runs, times = self._ask("profile")
+        return tuple(zip((int(r) for r in runs), (int(t) for t in times), strict=True))
+
+    def set_cost_model(
+        self,
+        flops_per_ns: float,
+        bytes_per_ns: float,
+        overhead_ns: float,
+        factors: Sequence[float] = (),
+    ) -> None:
+        """Set what kernels' times are modelled by; drops all plans.
+
+        Parameters
+        ----------
+        flops_per_ns, bytes_per_ns, overhead_ns : float
+            time = max(flops / flops_per_ns, bytes / bytes_per_ns) + overhead_ns.
+        factors : sequence of float
+            Measured over modelled time, per kernel.
+        """
+        numbers = (float(flops_per_ns), float(bytes_per_ns), float(overhead_ns))
+        self._ask("set_cost_model", *numbers, [float(factor) for factor in factors])
+
+    def set_plan_limit(self, plans: int) -> None:
+        """Bound the number of plans that are remembered, least recently used first out."""
+        self._ask("set_plan_limit", plans)
+
+    def release(self) -> None:
+        """Give back the arena and all plans."""
+        self._ask("release")
+
+    def _ask(self, what: str, *args: Any) -> Any:
+        return _function(f"relax_disc.session.{what}")(self._handle, *args)
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    return tvm_ffi.get_global_func(name)
