@@ -50,6 +50,7 @@ LINT := $(VENV)/.relax-disc-demo+hf+lint+plot+test
 
 demo: $(DEMO)
 	$(PYTHON) tutorials/finetune_llama.py
+	$(PYTHON) tutorials/memory_budget.py
 
 test: $(TEST)
 	$(PYTHON) -m pytest -q -m "not slow"

@@ -171,6 +171,11 @@ class Batches:
         self._order: list[int] = []
 
     @property
+    def records(self) -> int:
+        """Examples to draw from."""
+        return len(self._examples)
+
+    @property
     def per_epoch(self) -> int:
         """Full batches of one pass over the examples; what is left over waits for another pass."""
         return len(self._examples) // self._batch

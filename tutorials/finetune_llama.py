@@ -25,32 +25,17 @@ from typing import Annotated, Any
 import _checkpoint
 import torch
 import typer
-from _corpus import Batches, alpaca_records, library_records, load_tokenizer, tokenize
+from _corpus import Batches
 from _engines import Engine, Step, make_step, planned_peak_bytes
-from _llama import Llama, LlamaSizes
+from _setup import LIBRARY, Settings, make_batches, make_model, smoke_settings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from relax_disc.bytes_text import format_bytes
-from relax_disc.vm_builtins.native import cache_directory
 
 _WARM_UP_STEPS = 20
 _SMOOTHED = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the numbers of a run depend on; a resumed run must agree in all of them."""
-
-    data: str
-    vocabulary: int
-    hidden: int
-    layers: int
-    longest: int
-    batch: int
-    learning_rate: float
-    seed: int
 
 
 @dataclass
@@ -122,14 +107,20 @@ def main(
     data: Annotated[
         Path | None, typer.Option(help="Records in Alpaca's JSON format; else Python's library.")
     ] = None,
-    hidden: Annotated[int, typer.Option(help="Width of the model, a multiple of 64.")] = 320,
-    layers: Annotated[int, typer.Option(help="Number of layers.")] = 6,
-    vocabulary: Annotated[int, typer.Option(help="Most tokens of the BPE.")] = 8192,
-    longest: Annotated[int, typer.Option(help="Longer records are left out.")] = 384,
+    hidden: Annotated[
+        int, typer.Option(help="Width of the model, a multiple of 64.")
+    ] = Settings.hidden,
+    layers: Annotated[int, typer.Option(help="Number of layers.")] = Settings.layers,
+    vocabulary: Annotated[int, typer.Option(help="Most tokens of the BPE.")] = Settings.vocabulary,
+    longest: Annotated[int, typer.Option(help="Longer records are left out.")] = Settings.longest,
     steps: Annotated[int, typer.Option(help="Steps in all, those resumed from included.")] = 150,
-    batch: Annotated[int, typer.Option(help="Records in a batch.")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="After the warm-up.")] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Of the initial weights and the data order.")] = 0,
+    batch: Annotated[int, typer.Option(help="Records in a batch.")] = Settings.batch,
+    learning_rate: Annotated[
+        float, typer.Option(help="After the warm-up.")
+    ] = Settings.learning_rate,
+    seed: Annotated[
+        int, typer.Option(help="Of the initial weights and the data order.")
+    ] = Settings.seed,
     budget: Annotated[
         str | None, typer.Option(help='Memory budget of a step, such as "600MiB".')
     ] = None,
@@ -143,12 +134,8 @@ def main(
     smoke: Annotated[bool, typer.Option(help="Tiny sizes, to see that everything works.")] = False,
 ) -> None:
     """Fine-tune a Llama-style model at every length, from one compilation."""
-    if smoke:
-        hidden, layers, vocabulary, longest, batch = 64, 2, 512, 128, 4
-        steps = min(steps, 12)
-    console = Console()
     settings = Settings(
-        data=data.name if data else "standard library",
+        data=str(data) if data else LIBRARY,
         vocabulary=vocabulary,
         hidden=hidden,
         layers=layers,
@@ -157,28 +144,18 @@ def main(
         learning_rate=learning_rate,
         seed=seed,
     )
+    if smoke:
+        settings, steps = smoke_settings(settings), min(steps, 12)
+    console = Console()
     try:
-        records = alpaca_records(data) if data else library_records(modules=40 if smoke else None)
-        tokenizer = load_tokenizer(records, vocabulary, cache_directory())
-        examples = tokenize(records, tokenizer, longest)
-        batches = Batches(examples, batch, seed=seed)
-    except ValueError as error:
+        batches = make_batches(settings)
+    except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--data") from error
-    torch.manual_seed(seed)
-    sizes = LlamaSizes(
-        vocabulary=vocabulary,
-        hidden=hidden,
-        layers=layers,
-        heads=max(1, hidden // 64),
-        feed_forward=hidden * 27 // 10,
-        longest=longest,
-    )
-    model = Llama(sizes)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    model, optimizer = make_model(settings)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(
-        f"{len(examples):,} records of {settings.data}, {parameters / 1e6:.1f} M parameters, "
-        f"batches of {batch} padded to their longest"
+        f"{batches.records:,} records of {settings.data}, {parameters / 1e6:.1f} M parameters, "
+        f"batches of {settings.batch} padded to their longest"
     )
 
     start = time.perf_counter()
@@ -192,7 +169,7 @@ def main(
     if resume is not None:
         try:
             done, rng_state = _checkpoint.load(resume, model, optimizer, settings=asdict(settings))
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise typer.BadParameter(str(error), param_hint="--resume") from error
         if rng_state is not None:
             step.rng_state = rng_state  # type: ignore[attr-defined]
