@@ -1,0 +1,201 @@
+"""Capture a PyTorch training step, or a forward pass, as one symbolic Relax function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import tvm
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from tvm import relax, tirx
+
+from relax_disc.errors import InputMismatchError
+from relax_disc.frontend.emitter import Emitter
+from relax_disc.frontend.export import Exported, export, wrap_forward, wrap_step
+from relax_disc.frontend.importer import Parameters, declare, refuse_unknown, translate
+from relax_disc.frontend.spec import CapturedStep, DimSpec, InputSpec, OutputSpec
+from relax_disc.frontend.symbols import SymbolTranslator
+from relax_disc.frontend.trace import Traced, trace_forward, trace_step
+from relax_disc.frontend.updates import emit_updates, plan_updates
+
+
+def capture_step(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    example_inputs: Any,
+    *,
+    dynamic_shapes: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    max_grad_norm: float | None = None,
+) -> CapturedStep:
+    """Capture forward, gradients and optimizer update as one Relax function.
+
+    Nothing is changed: neither the model nor the optimizer, which keep their tensors.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        In the mode, ``train()`` or ``eval()``, in which it shall run.
+    optimizer : Optimizer or None
+        SGD, Adam or AdamW; with ``None`` the gradients themselves are returned.
+    example_inputs : tuple, mapping or object
+        Positional arguments, keyword arguments, or the only argument of the step; sizes of dynamic
+        dims should be at least 2.
+    dynamic_shapes : object
+        As ``torch.export.export`` takes it, for the arguments of the step.
+    loss_fn : callable, optional
+        ``loss_fn(model, *batch)`` returns the loss, or ``(loss, extra outputs)``.  Without it the
+        model's output is the loss, has ``.loss``, holds ``"loss"``, or is a tuple that begins with
+        it.
+    max_grad_norm : float, optional
+        Clip the gradients of all trained parameters by their global norm; the norm becomes an
+        output.
+
+    Returns
+    -------
+    CapturedStep
+        The function ``main`` returns ``(loss, *extras[, norm], *buffers, *parameters, *states)``.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Something in the model or the optimizer cannot be translated.
+    ShapeRangeError
+        The model contradicts ``dynamic_shapes``.
+    InputMismatchError
+        The arguments do not fit the model, or there is no loss.
+    """
+    exported = export(wrap_step(model, loss_fn), example_inputs, dynamic_shapes)
+    traced = trace_step(exported.program, model)
+    refuse_unknown(traced)
+    if not traced.gradients:
+        raise InputMismatchError(
+            "The loss does not depend on any parameter that requires a gradient; "
+            "use capture_forward for inference."
+        )
+    return _build(exported, traced, optimizer, max_grad_norm)
+
+
+def capture_forward(model: nn.Module, example_inputs: Any, *, dynamic_shapes: Any) -> CapturedStep:
+    """Capture the forward pass alone; every output is of kind ``"extra"``.
+
+    Parameters, errors and the result are as in :func:`capture_step`; buffers that the forward pass
+    changes are outputs too.
+    """
+    exported = export(wrap_forward(model), example_inputs, dynamic_shapes)
+    traced = trace_forward(exported.program, model)
+    refuse_unknown(traced)
+    return _build(exported, traced, None, None, forward=True)
+
+
+def _build(
+    exported: Exported,
+    traced: Traced,
+    optimizer: Optimizer | None,
+    max_grad_norm: float | None,
+    forward: bool = False,
+) -> CapturedStep:
+    builder = relax.BlockBuilder()
+    symbols = SymbolTranslator(exported.dims)
+    emitter = Emitter(builder, symbols)
+    parameters = Parameters()
+    env = declare(traced, emitter, parameters)
+    _add_shape_parameter(parameters, symbols.used)
+    updates = plan_updates(traced, optimizer, max_grad_norm, parameters)
+    with builder.function("main", parameters.variables):
+        with builder.dataflow():
+            flat = translate(traced, emitter, env)
+            outputs, values = _outputs(traced, flat, parameters.specs, forward)
+            grads = flat[len(flat) - len(traced.gradients) :] if traced.gradients else []
+            emit_updates(emitter, updates, grads, outputs, values)
+            bound: list[Any] = [_bound(emitter, value) for value in values]
+            result = builder.emit_output(relax.Tuple(bound))
+        builder.emit_func_output(result)
+    specs = tuple(parameters.specs)
+    attrs = _attributes(specs, outputs, [spec for spec, _ in symbols.used])
+    module = builder.get()
+    module = tvm.IRModule(
+        {
+            where: f.with_attrs(attrs) if where.name_hint == "main" else f
+            for where, f in module.functions.items()
+        }
+    )
+    return CapturedStep(
+        module=module,
+        inputs=specs,
+        outputs=tuple(outputs),
+        dims=tuple(spec for spec, _ in symbols.used),
+        batch=exported.batch,
+        constants=_constants(traced, specs),
+        update_groups=updates.groups,
+        extras=_extras_structure(traced, forward),
+    )
+
+
+def _bound(emitter: Emitter, value: Any) -> relax.Var:
+    return value if isinstance(value, relax.Var) else emitter.emit(value)
+
+
+def _outputs(
+    traced: Traced, flat: Sequence[Any], specs: Sequence[InputSpec], forward: bool
+) -> tuple[list[OutputSpec], list[Any]]:
+    """List the outputs that the graph itself computes, but for gradients."""
+    outputs = [OutputSpec("output_0", "extra") if forward else OutputSpec("loss", "loss")]
+    values = [flat[0]]
+    for k, value in enumerate(flat[1 : 1 + traced.extra_count]):
+        if isinstance(value, relax.Expr):
+            outputs.append(OutputSpec(f"output_{k + 1}", "extra"))
+            values.append(value)
+    position = {spec.target: k for k, spec in enumerate(specs) if spec.kind == "buffer"}
+    first = 1 + traced.extra_count
+    for k, index in enumerate(traced.buffers):
+        target = str(traced.arguments[index].target)
+        outputs.append(OutputSpec(target, "buffer", position[target]))
+        values.append(flat[first + k])
+    return outputs, values
+
+
+def _extras_structure(traced: Traced, forward: bool) -> pytree.TreeSpec | None:
+    if forward or traced.extras is None:
+        return traced.extras
+    return traced.extras.children()[1]
+
+
+def _constants(traced: Traced, specs: Sequence[InputSpec]) -> dict[str, torch.Tensor]:
+    wanted = {spec.target for spec in specs if spec.kind == "constant"}
+    return {
+        str(a.target): a.tensor
+        for a in traced.arguments
+        if a.target in wanted and a.kind == "constant" and a.tensor is not None
+    }
+
+
+def _add_shape_parameter(parameters: Parameters, dims: Sequence[tuple[DimSpec, tirx.Var]]) -> None:
+    """Prepend a shape parameter when a dim is no extent of its own of any input."""
+    bare = {n for spec in parameters.specs for n in spec.shape}
+    hidden = [(spec, var) for spec, var in dims if spec.name not in bare]
+    if not hidden:
+        return
+    names = tuple(spec.name for spec, _ in hidden)
+    var = relax.Var("dims", relax.ShapeType([v for _, v in hidden]))
+    parameters.specs.insert(0, InputSpec("dims", "shape", "", "", -1, names, "int64"))
+    parameters.variables.insert(0, var)
+
+
+def _attributes(
+    specs: Sequence[InputSpec], outputs: Sequence[OutputSpec], dims: Sequence[DimSpec]
+) -> dict[str, Any]:
+    pairs = [[k, out.replaces] for k, out in enumerate(outputs) if out.replaces is not None]
+    attrs: dict[str, Any] = {
+        "relax_disc.dims": {d.name: [d.lower, -1 if d.upper is None else d.upper, 1] for d in dims},
+        "relax_disc.inplace_pairs": pairs,
+        "relax_disc.param_kinds": [spec.kind for spec in specs],
+    }
+    if dims:
+        attrs["tir_var_lower_bound"] = {d.name: d.lower for d in dims}
+    if upper := {d.name: d.upper for d in dims if d.upper is not None}:
+        attrs["tir_var_upper_bound"] = upper
+    return attrs

@@ -1,0 +1,337 @@
+"""Operators on single elements, with PyTorch's rules for mixed types.
+
+Operands are converted to the type in which PyTorch computes (float32 for bfloat16 and float16)
+and the result to the type that PyTorch returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
+from torch._prims_common import elementwise_dtypes
+from torch.utils._pytree import tree_map_only
+from tvm import relax, te, tirx
+
+from relax_disc.frontend.converters.registry import TABLE, converts
+from relax_disc.frontend.emitter import Emitter, dtype_name
+
+op: Any = relax.op
+
+
+def compute_dtype(emitter: Emitter, kind: KIND, *operands: Any) -> str:
+    """Name the type in which PyTorch computes an element-wise operator on these fx operands."""
+    values = tree_map_only(torch.fx.Node, emitter.value, operands)
+    numbers = tree_map_only(torch.SymInt, lambda _: 2, values)
+    numbers = tree_map_only(torch.SymFloat, lambda _: 0.5, numbers)
+    computed, _ = elementwise_dtypes(*numbers, type_promotion_kind=kind)
+    return dtype_name(computed)
+
+
+def apply(
+    emitter: Emitter, kind: KIND, build: Callable[..., Any], operands: tuple[Any, ...]
+) -> Any:
+    """Convert the operands, apply ``build``, convert the result."""
+    traced = emitter.node.args[: len(operands)]
+    dtype = compute_dtype(emitter, kind, *traced)
+    tensors = [emitter.tensor(x, dtype) for x in operands]
+    return emitter.cast(emitter.emit(build(*tensors)), emitter.wanted_dtype)
+
+
+def _simple(kind: KIND, build: Callable[..., Any]) -> Callable[..., Any]:
+    def convert(emitter: Emitter, *operands: Any) -> Any:
+        return apply(emitter, kind, build, operands)
+
+    return convert
+
+
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "mul": op.multiply,
+    "maximum": op.maximum,
+    "minimum": op.minimum,
+}
+_UNARY_SAME: dict[str, Callable[..., Any]] = {
+    "neg": op.negative,
+    "sign": op.sign,
+    "floor": op.floor,
+    "ceil": op.ceil,
+    "round": op.round,
+    "trunc": op.trunc,
+    "relu": op.nn.relu,
+    "square": op.square,
+}
+_UNARY_FLOAT: dict[str, Callable[..., Any]] = {
+    "exp": op.exp,
+    "log": op.log,
+    "sqrt": op.sqrt,
+    "rsqrt": op.rsqrt,
+    "sin": op.sin,
+    "cos": op.cos,
+    "tan": op.tan,
+    "tanh": op.tanh,
+    "sigmoid": op.sigmoid,
+    "erf": op.erf,
+    "sinh": op.sinh,
+    "cosh": op.cosh,
+    "asin": op.asin,
+    "acos": op.acos,
+    "atan": op.atan,
+    "asinh": op.asinh,
+    "acosh": op.acosh,
+    "atanh": op.atanh,
+}
+_COMPARISONS: dict[str, Callable[..., Any]] = {
+    "eq": op.equal,
+    "ne": op.not_equal,
+    "lt": op.less,
+    "le": op.less_equal,
+    "gt": op.greater,
+    "ge": op.greater_equal,
+}
+
+for _name, _build in _ARITHMETIC.items():
+    for _overload in ("Tensor", "Scalar", "default"):
+        TABLE[f"aten.{_name}.{_overload}"] = _simple(KIND.DEFAULT, _build)
+for _name, _build in _UNARY_SAME.items():
+    TABLE[f"aten.{_name}.default"] = _simple(KIND.DEFAULT, _build)
+for _name, _build in _UNARY_FLOAT.items():
+    TABLE[f"aten.{_name}.default"] = _simple(KIND.INT_TO_FLOAT, _build)
+for _name, _build in _COMPARISONS.items():
+    for _overload in ("Tensor", "Scalar"):
+        TABLE[f"aten.{_name}.{_overload}"] = _simple(KIND.ALWAYS_BOOL, _build)
+
+
+@converts("aten.add.Tensor", "aten.add.Scalar")
+def add(emitter: Emitter, x: Any, y: Any, alpha: Any = 1) -> Any:
+    """``x + alpha * y``."""
+    return _scaled(emitter, op.add, x, y, alpha)
+
+
+@converts("aten.sub.Tensor", "aten.sub.Scalar")
+def sub(emitter: Emitter, x: Any, y: Any, alpha: Any = 1) -> Any:
+    """``x - alpha * y``."""
+    return _scaled(emitter, op.subtract, x, y, alpha)
+
+
+@converts("aten.rsub.Tensor", "aten.rsub.Scalar")
+def rsub(emitter: Emitter, x: Any, y: Any, alpha: Any = 1) -> Any:
+    """``y - alpha * x``."""
+    return _scaled(emitter, lambda a, b: op.subtract(b, a), x, y, alpha, scale_first=True)
+
+
+def _scaled(
+    emitter: Emitter, build: Any, x: Any, y: Any, alpha: Any, scale_first: bool = False
+) -> Any:
+    dtype = compute_dtype(emitter, KIND.DEFAULT, *emitter.node.args[:2])
+    operands = [emitter.tensor(x, dtype), emitter.tensor(y, dtype)]
+    if alpha != 1:
+        which = 0 if scale_first else 1
+        factor = emitter.tensor(alpha, dtype)
+        operands[which] = emitter.emit(op.multiply(operands[which], factor))
+    return emitter.cast(emitter.emit(build(*operands)), emitter.wanted_dtype)
+
+
+@converts("aten.div.Tensor", "aten.div.Scalar")
+def div(emitter: Emitter, x: Any, y: Any) -> Any:
+    """True division."""
+    return apply(emitter, KIND.INT_TO_FLOAT, op.divide, (x, y))
+
+
+@converts("aten.div.Tensor_mode", "aten.div.Scalar_mode", "aten.floor_divide.default")
+def div_mode(emitter: Emitter, x: Any, y: Any, rounding_mode: str | None = "floor") -> Any:
+    """Division, rounded."""
+    if rounding_mode is None:
+        return div(emitter, x, y)
+    if rounding_mode == "floor":
+        return apply(emitter, KIND.DEFAULT, op.floor_divide, (x, y))
+    if "int" in emitter.wanted_dtype:
+        return apply(emitter, KIND.DEFAULT, op.divide, (x, y))
+    cut = apply(emitter, KIND.DEFAULT, op.divide, (x, y))
+    return emitter.emit(op.trunc(cut))
+
+
+@converts("aten.remainder.Tensor", "aten.remainder.Scalar")
+def remainder(emitter: Emitter, x: Any, y: Any) -> Any:
+    """Remainder with the sign of the divisor."""
+    return apply(emitter, KIND.DEFAULT, op.floor_mod, (x, y))
+
+
+@converts("aten.fmod.Tensor", "aten.fmod.Scalar")
+def fmod(emitter: Emitter, x: Any, y: Any) -> Any:
+    """Remainder with the sign of the dividend."""
+    return apply(emitter, KIND.DEFAULT, op.mod, (x, y))
+
+
+@converts("aten.pow.Tensor_Tensor", "aten.pow.Scalar", "aten.pow.Tensor_Scalar")
+def power(emitter: Emitter, x: Any, y: Any) -> Any:
+    """Power; small whole exponents and halves become products and roots, as in PyTorch."""
+    dtype = compute_dtype(emitter, KIND.BOOL_TO_LONG, *emitter.node.args[:2])
+    exponent = y if isinstance(y, int | float) and not isinstance(y, bool) else None
+    if exponent is not None and (special := _POWERS.get(float(exponent))) is not None:
+        base = emitter.tensor(x, dtype)
+        if "float" in dtype or exponent >= 0:
+            return emitter.cast(special(emitter, base), emitter.wanted_dtype)
+    return apply(emitter, KIND.BOOL_TO_LONG, op.power, (x, y))
+
+
+def _one(emitter: Emitter, base: Any) -> Any:
+    return emitter.const(1, emitter.dtype(base))
+
+
+_POWERS: dict[float, Callable[[Emitter, Any], Any]] = {
+    0.0: lambda e, x: e.emit(op.broadcast_to(_one(e, x), relax.ShapeExpr(e.shape(x)))),
+    1.0: lambda e, x: x,
+    2.0: lambda e, x: e.emit(op.multiply(x, x)),
+    3.0: lambda e, x: e.emit(op.multiply(e.emit(op.multiply(x, x)), x)),
+    0.5: lambda e, x: e.emit(op.sqrt(x)),
+    -0.5: lambda e, x: e.emit(op.rsqrt(x)),
+    -1.0: lambda e, x: e.emit(op.divide(_one(e, x), x)),
+    -2.0: lambda e, x: e.emit(op.divide(_one(e, x), e.emit(op.multiply(x, x)))),
+}
+
+
+@converts("aten.reciprocal.default")
+def reciprocal(emitter: Emitter, x: Any) -> Any:
+    """``1 / x``."""
+    return apply(emitter, KIND.INT_TO_FLOAT, lambda a: op.divide(_one(emitter, a), a), (x,))
+
+
+@converts("aten.abs.default")
+def absolute(emitter: Emitter, x: Any) -> Any:
+    """Absolute value."""
+    return apply(emitter, KIND.DEFAULT, op.abs, (x,))
+
+
+@converts("aten.log1p.default", "aten.expm1.default", "aten.log2.default", "aten.log10.default")
+def elementary(emitter: Emitter, x: Any) -> Any:
+    """Functions that Relax does not have, through TVM's intrinsics."""
+    name = str(emitter.node.target).split(".")[1]
+    function = {
+        "log1p": tirx.log1p,
+        "expm1": _expm1,
+        "log2": tirx.log2,
+        "log10": tirx.log10,
+    }[name]
+    dtype = compute_dtype(emitter, KIND.INT_TO_FLOAT, *emitter.node.args[:1])
+    result = emitter.te(
+        name,
+        lambda a: te.compute(a.shape, lambda *i: function(a(*i)), name=name),
+        emitter.tensor(x, dtype),
+    )
+    return emitter.cast(result, emitter.wanted_dtype)
+
+
+def _expm1(x: Any) -> Any:
+    """``exp(x) - 1`` without cancellation: Kahan's ``(u - 1) * x / log(u)`` with ``u = exp(x)``."""
+    one = tirx.const(1, x.ty.dtype)
+    u = tirx.exp(x)
+    inner = tirx.Select(u - one == -one, -one, (u - one) * x / tirx.log(u))
+    finite = tirx.Select(tirx.isinf(u), u, inner)
+    return tirx.Select(u == one, x, finite)
+
+
+@converts("aten.clamp.default", "aten.clamp.Tensor")
+def clamp(emitter: Emitter, x: Any, low: Any = None, high: Any = None) -> Any:
+    """Bounds; NaN stays NaN."""
+    dtype = emitter.wanted_dtype
+    result = emitter.tensor(x, dtype)
+    if low is not None:
+        result = emitter.emit(op.maximum(emitter.tensor(low, dtype), result))
+    if high is not None:
+        result = emitter.emit(op.minimum(emitter.tensor(high, dtype), result))
+    return result
+
+
+@converts("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf")
+def where(emitter: Emitter, condition: Any, x: Any, y: Any) -> Any:
+    """Choice between two tensors."""
+    dtype = emitter.wanted_dtype
+    condition = emitter.tensor(condition, "bool")
+    return emitter.emit(op.where(condition, emitter.tensor(x, dtype), emitter.tensor(y, dtype)))
+
+
+@converts("aten.logical_not.default", "aten.bitwise_not.default")
+def logical_not(emitter: Emitter, x: Any) -> Any:
+    """Negation of bool tensors, bit complement of integers."""
+    if emitter.dtype(x) == "bool" or "logical" in str(emitter.node.target):
+        return emitter.emit(op.logical_not(emitter.tensor(x, "bool")))
+    return emitter.emit(op.bitwise_not(x))
+
+
+@converts("aten.logical_and.default", "aten.logical_or.default", "aten.logical_xor.default")
+def logical(emitter: Emitter, x: Any, y: Any) -> Any:
+    """Logic of truth values."""
+    name = str(emitter.node.target).split(".")[1]
+    build = {
+        "logical_and": op.logical_and,
+        "logical_or": op.logical_or,
+        "logical_xor": op.logical_xor,
+    }[name]
+    return emitter.emit(build(emitter.tensor(x, "bool"), emitter.tensor(y, "bool")))
+
+
+@converts(
+    "aten.bitwise_and.Tensor",
+    "aten.bitwise_and.Scalar",
+    "aten.bitwise_or.Tensor",
+    "aten.bitwise_or.Scalar",
+    "aten.bitwise_xor.Tensor",
+    "aten.bitwise_xor.Scalar",
+)
+def bitwise(emitter: Emitter, x: Any, y: Any) -> Any:
+    """Logic of bits; of bool tensors, logic."""
+    name = str(emitter.node.target).split(".")[1].removeprefix("bitwise_")
+    if emitter.wanted_dtype == "bool":
+        build = {"and": op.logical_and, "or": op.logical_or, "xor": op.logical_xor}[name]
+    else:
+        build = {"and": op.bitwise_and, "or": op.bitwise_or, "xor": op.bitwise_xor}[name]
+    return apply(emitter, KIND.DEFAULT, build, (x, y))
+
+
+@converts("aten.isnan.default", "aten.isinf.default")
+def classify(emitter: Emitter, x: Any) -> Any:
+    """Tests for NaN and infinities."""
+    if "float" not in emitter.dtype(x):
+        false = emitter.const(False, "bool")
+        return emitter.emit(op.broadcast_to(false, relax.ShapeExpr(emitter.wanted_shape)))
+    build = op.isnan if "isnan" in str(emitter.node.target) else op.isinf
+    return emitter.emit(build(x))
+
+
+@converts("aten.gelu.default")
+def gelu(emitter: Emitter, x: Any, approximate: str = "none") -> Any:
+    """GELU, exact or by tanh."""
+    build = op.nn.gelu if approximate == "none" else op.nn.gelu_tanh
+    return apply(emitter, KIND.INT_TO_FLOAT, build, (x,))
+
+
+@converts("aten.leaky_relu.default")
+def leaky_relu(emitter: Emitter, x: Any, slope: float = 0.01) -> Any:
+    """Leaky ReLU."""
+    return apply(emitter, KIND.DEFAULT, lambda a: op.nn.leakyrelu(a, slope), (x,))
+
+
+@converts("aten.atan2.default")
+def atan2(emitter: Emitter, x: Any, y: Any) -> Any:
+    """Angle of a point."""
+    return apply(emitter, KIND.INT_TO_FLOAT, op.atan2, (x, y))
+
+
+@converts("aten._to_copy.default", "prims.convert_element_type.default")
+def to_copy(emitter: Emitter, x: Any, dtype: Any = None, non_blocking: bool = False) -> Any:
+    """Convert the element type; a float becomes an integer by cutting off."""
+    return emitter.cast(x, emitter.wanted_dtype)
+
+
+@converts(
+    "aten.clone.default",
+    "aten.alias.default",
+    "aten.detach.default",
+    "aten.lift_fresh_copy.default",
+    "aten.lift_fresh.default",
+)
+def identity(emitter: Emitter, x: Any, **layout: Any) -> Any:
+    """Copies: values here never change, so that a copy is the tensor itself."""
+    return x

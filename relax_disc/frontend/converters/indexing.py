@@ -1,0 +1,175 @@
+"""Operators that read or write at positions held in tensors.
+
+Every write is computed without races: an output element gathers what belongs to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import relax, te, tirx
+
+from relax_disc import ops
+from relax_disc.frontend.converters.registry import axis_of, converts
+from relax_disc.frontend.emitter import Emitter
+
+op: Any = relax.op
+
+
+def _wrapped(index: Any, extent: Any) -> Any:
+    """Count a negative position from the end."""
+    index = index.astype("int64")
+    return tirx.Select(index < 0, index + extent, index)
+
+
+@converts("aten.embedding.default")
+def embedding(
+    emitter: Emitter,
+    weight: Any,
+    ids: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Rows of a table."""
+
+    def compute(table: Any, ids: Any) -> Any:
+        shape = [*ids.shape, table.shape[1]]
+        return te.compute(
+            shape, lambda *i: table(ids(*i[:-1]).astype("int64"), i[-1]), name="embedding"
+        )
+
+    return emitter.te("embedding", compute, weight, ids)
+
+
+@converts("aten.embedding_dense_backward.default")
+def embedding_backward(
+    emitter: Emitter, grad: Any, ids: Any, count: Any, padding_idx: int, by_frequency: bool
+) -> Any:
+    """Gradient of a table, whole."""
+    if by_frequency:
+        raise emitter.refuse("scale_grad_by_freq is not supported")
+    call = ops.embedding_backward(
+        grad, ids, num_embeddings=int(count), padding_idx=int(padding_idx)
+    )
+    return emitter.emit(call)
+
+
+@converts("aten.gather.default")
+def gather(emitter: Emitter, x: Any, axis: int, index: Any, sparse_grad: bool = False) -> Any:
+    """Elements at given positions of one axis."""
+    if not emitter.shape(index):
+        return emitter.emit(op.reshape(x, relax.ShapeExpr([])))
+    axis = axis_of(emitter, x, axis)
+
+    def compute(a: Any, index: Any) -> Any:
+        def element(*i: Any) -> Any:
+            place = _wrapped(index(*i), a.shape[axis])
+            return a(*(place if d == axis else j for d, j in enumerate(i)))
+
+        return te.compute(index.shape, element, name="gather")
+
+    return emitter.te("gather", compute, x, index)
+
+
+@converts("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")
+def scatter(emitter: Emitter, x: Any, axis: int, index: Any, source: Any) -> Any:
+    """Write, or add, at given positions of one axis; of several writes the last counts."""
+    axis = axis_of(emitter, x, axis)
+    adds = "scatter_add" in str(emitter.node.target)
+    dtype = emitter.dtype(x)
+    if not isinstance(source, relax.Expr) or not isinstance(source.ty, relax.TensorType):
+        source = emitter.tensor(source, dtype)
+        source = emitter.emit(op.broadcast_to(source, relax.ShapeExpr(emitter.shape(index))))
+
+    def element_sum(a: Any, index: Any, source: Any) -> Any:
+        k = te.reduce_axis((0, index.shape[axis]), "k")
+
+        def element(*i: Any) -> Any:
+            place = [k if d == axis else j for d, j in enumerate(i)]
+            covered = [
+                j < n for d, (j, n) in enumerate(zip(i, index.shape, strict=True)) if d != axis
+            ]
+            hit = tirx.all(*covered, _wrapped(index(*place), a.shape[axis]) == i[axis])
+            return te.sum(tirx.if_then_else(hit, source(*place), tirx.const(0, dtype)), axis=k)
+
+        return te.compute(a.shape, element, name="scatter_sum")
+
+    def last_write(a: Any, index: Any) -> Any:
+        k = te.reduce_axis((0, index.shape[axis]), "k")
+
+        def element(*i: Any) -> Any:
+            place = [k if d == axis else j for d, j in enumerate(i)]
+            covered = [
+                j < n for d, (j, n) in enumerate(zip(i, index.shape, strict=True)) if d != axis
+            ]
+            hit = tirx.all(*covered, _wrapped(index(*place), a.shape[axis]) == i[axis])
+            none = tirx.const(-1, "int64")
+            return te.max(tirx.if_then_else(hit, k.astype("int64"), none), axis=k)
+
+        return te.compute(a.shape, element, name="scatter_last")
+
+    def pick(a: Any, last: Any, source: Any) -> Any:
+        def element(*i: Any) -> Any:
+            place = [last(*i) if d == axis else j for d, j in enumerate(i)]
+            return tirx.if_then_else(last(*i) >= 0, source(*place), a(*i))
+
+        return te.compute(a.shape, element, name="scatter")
+
+    if adds:
+        added = emitter.te("scatter_add", element_sum, x, index, source)
+        return emitter.emit(op.add(x, added))
+    last = emitter.te("scatter_last", last_write, x, index)
+    return emitter.te("scatter", pick, x, last, source)
+
+
+@converts("aten.index.Tensor", "aten._unsafe_index.Tensor")
+def index(emitter: Emitter, x: Any, indices: Any) -> Any:
+    """Advanced indexing with integer tensors, PyTorch's rules for where the new axes go."""
+    given = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if any(emitter.dtype(i) in ("bool", "uint8") for _, i in given):
+        raise emitter.refuse("a mask as index makes a shape that depends on data")
+    axes = [d for d, _ in given]
+    adjacent = axes == list(range(axes[0], axes[-1] + 1))
+    rank = max(len(emitter.shape(i)) for _, i in given)
+    first = axes[0] if adjacent else 0
+
+    def compute(a: Any, *rest: Any) -> Any:
+        *parts, shape = rest
+
+        def element(*i: Any) -> Any:
+            new, kept = i[first : first + rank], [*i[:first], *i[first + rank :]]
+            place = []
+            for d in range(len(a.shape)):
+                if d in axes:
+                    place.append(_broadcast_read(parts[axes.index(d)], new, a.shape[d]))
+                else:
+                    place.append(kept.pop(0))
+            return a(*place)
+
+        return te.compute(shape, element, name="index")
+
+    shape = relax.ShapeExpr(emitter.wanted_shape)
+    return emitter.te("index", compute, x, *(i for _, i in given), shape)
+
+
+def _broadcast_read(index: Any, position: Any, extent: Any) -> Any:
+    """Read an index tensor that broadcasts to the rank of ``position``."""
+    tail = position[len(position) - len(index.shape) :]
+    ones = [isinstance(n, tirx.IntImm) and int(n) == 1 for n in index.shape]
+    place = [0 if one else j for one, j in zip(ones, tail, strict=True)]
+    return _wrapped(index(*place), extent)
+
+
+@converts("aten.index_select.default")
+def index_select(emitter: Emitter, x: Any, axis: int, index: Any) -> Any:
+    """Positions of one axis."""
+    axis = axis_of(emitter, x, axis)
+
+    def compute(a: Any, index: Any, shape: Any) -> Any:
+        def element(*i: Any) -> Any:
+            return a(*(_wrapped(index(j), a.shape[d]) if d == axis else j for d, j in enumerate(i)))
+
+        return te.compute(shape, element, name="index_select")
+
+    return emitter.te("index_select", compute, x, index, relax.ShapeExpr(emitter.wanted_shape))

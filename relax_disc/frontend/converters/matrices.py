@@ -1,0 +1,102 @@
+"""Matrix products and the operators of this package that are traced whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import relax
+
+from relax_disc import ops
+from relax_disc.frontend.converters.registry import converts
+from relax_disc.frontend.emitter import Emitter
+
+
+@converts("aten.mm.default", "aten.bmm.default", "aten.mv.default", "aten.dot.default")
+def matmul(emitter: Emitter, x: Any, y: Any) -> Any:
+    """Matrix product in the operands' own type."""
+    if emitter.dtype(x) != emitter.dtype(y):
+        raise emitter.refuse(f"it mixes {emitter.dtype(x)} and {emitter.dtype(y)}")
+    return emitter.emit(relax.op.matmul(x, y, out_dtype=emitter.wanted_dtype))
+
+
+@converts("relax_disc.attention.default")
+def attention(
+    emitter: Emitter, q: Any, k: Any, v: Any, mask: Any, scale: float, is_causal: bool
+) -> Any:
+    """Attention, whole."""
+    return _pair(emitter, ops.attention(q, k, v, mask, scale=scale, is_causal=is_causal))
+
+
+@converts("relax_disc.attention_backward.default")
+def attention_backward(
+    emitter: Emitter,
+    grad: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    mask: Any,
+    scale: float,
+    is_causal: bool,
+) -> Any:
+    """Gradients of attention, whole."""
+    call = ops.attention_backward(grad, q, k, v, out, lse, mask, scale=scale, is_causal=is_causal)
+    return _pair(emitter, call)
+
+
+@converts("relax_disc.cross_entropy.default")
+def cross_entropy(
+    emitter: Emitter,
+    logits: Any,
+    target: Any,
+    weight: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> Any:
+    """Cross-entropy, whole."""
+    call = ops.cross_entropy(
+        logits,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    )
+    return _pair(emitter, call)
+
+
+@converts("relax_disc.cross_entropy_backward.default")
+def cross_entropy_backward(
+    emitter: Emitter,
+    grad: Any,
+    logits: Any,
+    target: Any,
+    lse: Any,
+    count: Any,
+    weight: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> Any:
+    """Gradient of the cross-entropy, whole."""
+    return emitter.emit(
+        ops.cross_entropy_backward(
+            grad,
+            logits,
+            target,
+            lse,
+            count,
+            weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+    )
+
+
+def _pair(emitter: Emitter, call: relax.Call) -> tuple[Any, ...]:
+    """Emit a call that returns a tuple, and take the tuple apart."""
+    whole = emitter.emit(call)
+    return tuple(emitter.emit(relax.TupleGetItem(whole, k)) for k in range(len(whole.ty.fields)))

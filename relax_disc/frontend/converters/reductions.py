@@ -1,0 +1,167 @@
+"""Sums, means, extrema, softmax and cumulative sums."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from tvm import relax, te, tirx
+
+from relax_disc.frontend.converters.registry import axes_of, axis_of, converts
+from relax_disc.frontend.emitter import Emitter
+
+op: Any = relax.op
+
+_WIDE = {"bfloat16": "float32", "float16": "float32"}
+
+
+def _reduce(
+    emitter: Emitter, build: Callable[..., Any], x: Any, axes: Any, keepdim: bool, dtype: str
+) -> Any:
+    """Reduce in ``dtype`` (sums of short floats in float32) and convert to the wanted type."""
+    x = emitter.cast(x, _WIDE.get(dtype, dtype))
+    if len(emitter.shape(x)) > 0:
+        x = emitter.emit(build(x, axes_of(emitter, x, axes), keepdims=keepdim))
+    return emitter.cast(x, emitter.wanted_dtype)
+
+
+@converts("aten.sum.dim_IntList", "aten.sum.default")
+def sum_(
+    emitter: Emitter, x: Any, axes: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Any:
+    """Sum."""
+    return _reduce(emitter, op.sum, x, axes, keepdim, emitter.wanted_dtype)
+
+
+@converts("aten.mean.dim", "aten.mean.default")
+def mean(
+    emitter: Emitter, x: Any, axes: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Any:
+    """Mean."""
+    return _reduce(emitter, op.mean, x, axes, keepdim, emitter.wanted_dtype)
+
+
+@converts("aten.amax.default")
+def amax(emitter: Emitter, x: Any, axes: Any = (), keepdim: bool = False) -> Any:
+    """Greatest element."""
+    return _reduce(emitter, op.max, x, axes, keepdim, emitter.wanted_dtype)
+
+
+@converts("aten.amin.default")
+def amin(emitter: Emitter, x: Any, axes: Any = (), keepdim: bool = False) -> Any:
+    """Least element."""
+    return _reduce(emitter, op.min, x, axes, keepdim, emitter.wanted_dtype)
+
+
+@converts("aten.max.default")
+def max_all(emitter: Emitter, x: Any) -> Any:
+    """Greatest of all elements."""
+    return _reduce(emitter, op.max, x, None, False, emitter.wanted_dtype)
+
+
+@converts("aten.min.default")
+def min_all(emitter: Emitter, x: Any) -> Any:
+    """Least of all elements."""
+    return _reduce(emitter, op.min, x, None, False, emitter.wanted_dtype)
+
+
+@converts("aten.any.default", "aten.any.dim", "aten.any.dims")
+def any_(emitter: Emitter, x: Any, axes: Any = None, keepdim: bool = False) -> Any:
+    """Say whether any element is true."""
+    x = emitter.cast(emitter.tensor(x, "bool"), "int8")
+    return emitter.cast(emitter.emit(op.max(x, axes_of(emitter, x, axes), keepdim)), "bool")
+
+
+@converts("aten.all.default", "aten.all.dim", "aten.all.dims")
+def all_(emitter: Emitter, x: Any, axes: Any = None, keepdim: bool = False) -> Any:
+    """Say whether all elements are true."""
+    x = emitter.cast(emitter.tensor(x, "bool"), "int8")
+    return emitter.cast(emitter.emit(op.min(x, axes_of(emitter, x, axes), keepdim)), "bool")
+
+
+@converts("aten.var.correction", "aten.var_mean.correction", "aten.std.correction")
+def variance(
+    emitter: Emitter, x: Any, axes: Any = None, correction: Any = 1, keepdim: bool = False
+) -> Any:
+    """Variance in two passes."""
+    axes = axes_of(emitter, x, axes)
+    dtype = emitter.dtype(x)
+    wide = _WIDE.get(dtype, dtype)
+    x = emitter.cast(x, wide)
+    shape = emitter.shape(x)
+    count = functools.reduce(operator.mul, [shape[a] for a in axes], tirx.IntImm("int64", 1))
+    mean = emitter.emit(op.mean(x, axes, keepdims=True))
+    centred = emitter.emit(op.subtract(x, mean))
+    total = emitter.emit(op.sum(emitter.emit(op.multiply(centred, centred)), axes, keepdim))
+    correction = 1 if correction is None else correction
+    divisor = emitter.symbols.analyzer.simplify(
+        count.astype("float64") - tirx.const(float(correction), "float64")
+    )
+    var = emitter.emit(op.divide(total, emitter.tensor(divisor, wide)))
+    name = str(emitter.node.target)
+    if "std" in name:
+        var = emitter.emit(op.sqrt(var))
+    var = emitter.cast(var, dtype)
+    if "var_mean" not in name:
+        return var
+    if not keepdim:
+        mean = emitter.emit(op.squeeze(mean, axes))
+    return var, emitter.cast(mean, dtype)
+
+
+@converts("aten._softmax.default", "aten._safe_softmax.default")
+def softmax(emitter: Emitter, x: Any, axis: int, half_to_float: Any = False) -> Any:
+    """Softmax along one axis; the safe one gives zeros in a row of -inf alone."""
+    dtype = emitter.wanted_dtype
+    x = emitter.cast(x, _WIDE.get(dtype, dtype))
+    axis = axis_of(emitter, x, axis)
+    result = emitter.emit(op.nn.softmax(x, axis))
+    if "_safe_softmax" in str(emitter.node.target):
+        masked = emitter.emit(op.max(x, [axis], keepdims=True))
+        lowest = emitter.const(float("-inf"), emitter.dtype(x))
+        dead = emitter.emit(op.equal(masked, lowest))
+        result = emitter.emit(op.where(dead, emitter.const(0, emitter.dtype(x)), result))
+    return emitter.cast(result, dtype)
+
+
+@converts("aten._log_softmax.default")
+def log_softmax(emitter: Emitter, x: Any, axis: int, half_to_float: bool = False) -> Any:
+    """Logarithm of the softmax."""
+    dtype = emitter.wanted_dtype
+    x = emitter.cast(x, _WIDE.get(dtype, dtype))
+    axis = axis_of(emitter, x, axis)
+    shifted = emitter.emit(op.subtract(x, emitter.emit(op.max(x, [axis], keepdims=True))))
+    total = emitter.emit(op.sum(emitter.emit(op.exp(shifted)), [axis], keepdims=True))
+    return emitter.cast(emitter.emit(op.subtract(shifted, emitter.emit(op.log(total)))), dtype)
+
+
+@converts("aten.cumsum.default")
+def cumsum(emitter: Emitter, x: Any, axis: int, dtype: Any = None) -> Any:
+    """Cumulative sum along one axis."""
+    x = emitter.cast(x, emitter.wanted_dtype)
+    if not emitter.shape(x):
+        return x
+    axis = axis_of(emitter, x, axis)
+
+    def compute(a: Any) -> Any:
+        k = te.reduce_axis((0, a.shape[axis]), "k")
+
+        def element(*i: Any) -> Any:
+            term = a(*(k if d == axis else j for d, j in enumerate(i)))
+            zero = tirx.const(0, a.dtype)
+            return te.sum(tirx.if_then_else(k <= i[axis], term, zero), axis=k)
+
+        return te.compute(a.shape, element, name="cumsum")
+
+    return emitter.te("cumsum", compute, x)
+
+
+@converts("aten.argmax.default", "aten.argmin.default")
+def argument(emitter: Emitter, x: Any, axis: Any = None, keepdim: bool = False) -> Any:
+    """Position of the greatest or least element, the first of equals."""
+    build = op.argmax if "argmax" in str(emitter.node.target) else op.argmin
+    if axis is None and keepdim:
+        raise emitter.refuse("keepdim without an axis")
+    return emitter.cast(emitter.emit(build(x, axis, keepdim)), "int64")

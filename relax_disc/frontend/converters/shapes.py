@@ -1,0 +1,289 @@
+"""Operators that move elements or read them at other places: views, slices, concatenation.
+
+Target shapes are taken from what PyTorch traced, so that equal sizes are equal expressions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import relax, te, tirx
+
+from relax_disc.frontend.converters.registry import axes_of, axis_of, converts
+from relax_disc.frontend.emitter import Emitter
+
+op: Any = relax.op
+
+_FAR = 2**62
+"""PyTorch writes "to the end" as an end of 2**63 - 1."""
+
+
+@converts(
+    "aten.view.default",
+    "aten.reshape.default",
+    "aten._unsafe_view.default",
+    "aten.unsqueeze.default",
+    "aten.squeeze.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+)
+def reshape(emitter: Emitter, x: Any, *_: Any) -> Any:
+    """All that keeps the elements in their order."""
+    if emitter.same_shape(emitter.shape(x), emitter.wanted_shape):
+        return x
+    return emitter.emit(op.reshape(x, relax.ShapeExpr(emitter.wanted_shape)))
+
+
+@converts("aten.expand.default")
+def expand(emitter: Emitter, x: Any, *_: Any, implicit: bool = False) -> Any:
+    """Broadcast."""
+    if emitter.same_shape(emitter.shape(x), emitter.wanted_shape):
+        return x
+    return emitter.emit(op.broadcast_to(x, relax.ShapeExpr(emitter.wanted_shape)))
+
+
+@converts("aten.permute.default")
+def permute(emitter: Emitter, x: Any, axes: Any) -> Any:
+    """Permutation of the axes."""
+    axes = [axis_of(emitter, x, a) for a in axes]
+    return x if axes == sorted(axes) else emitter.emit(op.permute_dims(x, axes))
+
+
+@converts("aten.t.default")
+def transpose_matrix(emitter: Emitter, x: Any) -> Any:
+    """Transposed matrix."""
+    return x if len(emitter.shape(x)) < 2 else emitter.emit(op.permute_dims(x, [1, 0]))
+
+
+@converts("aten.transpose.int")
+def transpose(emitter: Emitter, x: Any, first: int, second: int) -> Any:
+    """Exchange of two axes."""
+    axes = list(range(len(emitter.shape(x))))
+    a, b = axis_of(emitter, x, first), axis_of(emitter, x, second)
+    axes[a], axes[b] = axes[b], axes[a]
+    return x if a == b else emitter.emit(op.permute_dims(x, axes))
+
+
+@converts("aten.cat.default")
+def cat(emitter: Emitter, tensors: Any, axis: int = 0) -> Any:
+    """Concatenation; PyTorch skips empty tensors of rank 1."""
+    rank = len(emitter.wanted.shape)
+    kept = [
+        emitter.tensor(t, emitter.wanted_dtype) for t in tensors if len(t.ty.shape.values) == rank
+    ]
+    if len(kept) == 1:
+        return kept[0]
+    return emitter.emit(op.concat(kept, axis if axis >= 0 else axis + rank))
+
+
+def _clamped(emitter: Emitter, position: Any, extent: Any, otherwise: Any) -> Any:
+    """Write a slice's start or end as a non-negative position, without bounds that always hold."""
+    analyzer = emitter.symbols.analyzer
+    if position is None:
+        return otherwise
+    if isinstance(position, int):
+        if position >= _FAR:
+            return extent
+        position = tirx.IntImm("int64", position)
+    if analyzer.can_prove(position < 0):
+        position = extent + position
+    elif not analyzer.can_prove(position >= 0):
+        position = tirx.Select(position < 0, extent + position, position)
+    if not analyzer.can_prove(position <= extent):
+        position = tirx.min(position, extent)
+    if not analyzer.can_prove(position >= 0):
+        position = tirx.max(position, tirx.IntImm("int64", 0))
+    return analyzer.simplify(position)
+
+
+@converts("aten.slice.Tensor")
+def slice_(
+    emitter: Emitter, x: Any, axis: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Any:
+    """Slice along one axis."""
+    shape, wanted = emitter.shape(x), emitter.wanted_shape
+    if emitter.same_shape(shape, wanted) and step == 1:
+        return x
+    axis = axis_of(emitter, x, axis)
+    first = _clamped(emitter, start, shape[axis], tirx.IntImm("int64", 0))
+    if isinstance(first, tirx.IntImm) and isinstance(step, int):
+        last = _clamped(emitter, end, shape[axis], shape[axis])
+        result = relax.BlockBuilder().normalize(
+            op.strided_slice(x, [axis], [first], [last], [step])
+        )
+        if emitter.same_shape(list(result.ty.shape.values), wanted):
+            return emitter.emit(op.strided_slice(x, [axis], [first], [last], [step]))
+
+    def compute(a: Any, first: Any, shape: Any) -> Any:
+        def element(*index: Any) -> Any:
+            return a(*(i * step + first if d == axis else i for d, i in enumerate(index)))
+
+        return te.compute(shape, element, name="slice")
+
+    return emitter.te("slice", compute, x, first, relax.ShapeExpr(wanted))
+
+
+@converts("aten.slice_backward.default")
+def slice_backward(
+    emitter: Emitter, grad: Any, sizes: Any, axis: int, start: Any, end: Any, step: int
+) -> Any:
+    """Gradient of a slice: zeros around the slice."""
+    axis = axis + len(emitter.wanted.shape) if axis < 0 else axis
+    zero = tirx.const(0, emitter.dtype(grad))
+    first = _clamped(emitter, start, emitter.wanted_shape[axis], tirx.IntImm("int64", 0))
+    return _placed(emitter, "slice_backward", grad, lambda *_: zero, axis, first, step)
+
+
+@converts("aten.slice_scatter.default")
+def slice_scatter(
+    emitter: Emitter,
+    x: Any,
+    source: Any,
+    axis: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: int = 1,
+) -> Any:
+    """A tensor with one slice replaced."""
+    axis = axis_of(emitter, x, axis)
+    first = _clamped(emitter, start, emitter.shape(x)[axis], tirx.IntImm("int64", 0))
+    return _placed(emitter, "slice_scatter", source, x, axis, first, step)
+
+
+def _placed(
+    emitter: Emitter, name: str, part: Any, around: Any, axis: int, first: Any, step: int
+) -> Any:
+    """Place ``part`` at ``first``, ``first + step``, ... of an axis, ``around`` elsewhere."""
+
+    def kernel(part: Any, around: Any, first: Any, shape: Any) -> Any:
+        count = part.shape[axis]
+
+        def element(*index: Any) -> Any:
+            offset = index[axis] - first
+            place = offset if step == 1 else tirx.floordiv(offset, step)
+            inside = tirx.all(offset >= 0, place < count)
+            if step != 1:
+                inside = tirx.all(inside, tirx.floormod(offset, step) == 0)
+            moved = part(*(place if d == axis else i for d, i in enumerate(index)))
+            return tirx.if_then_else(inside, moved, around(*index))
+
+        return te.compute(shape, element, name=name)
+
+    shape = relax.ShapeExpr(emitter.wanted_shape)
+    if isinstance(around, relax.Expr):
+        return emitter.te(name, kernel, part, around, first, shape)
+    return emitter.te(name, lambda p, f, s: kernel(p, around, f, s), part, first, shape)
+
+
+@converts("aten.select.int")
+def select(emitter: Emitter, x: Any, axis: int, index: Any) -> Any:
+    """One position of an axis."""
+    axis = axis_of(emitter, x, axis)
+    position = _clamped(emitter, index, emitter.shape(x)[axis], None)
+
+    def compute(a: Any, position: Any, shape: Any) -> Any:
+        return te.compute(shape, lambda *i: a(*i[:axis], position, *i[axis:]), name="select")
+
+    return emitter.te("select", compute, x, position, relax.ShapeExpr(emitter.wanted_shape))
+
+
+@converts("aten.select_backward.default")
+def select_backward(emitter: Emitter, grad: Any, sizes: Any, axis: int, index: Any) -> Any:
+    """Gradient of a selection: zeros at the other positions."""
+    axis = axis + len(emitter.wanted.shape) if axis < 0 else axis
+    position = _clamped(emitter, index, emitter.wanted_shape[axis], None)
+    zero = tirx.const(0, emitter.dtype(grad))
+
+    def compute(g: Any, position: Any, shape: Any) -> Any:
+        def element(*i: Any) -> Any:
+            return tirx.if_then_else(i[axis] == position, g(*i[:axis], *i[axis + 1 :]), zero)
+
+        return te.compute(shape, element, name="select_backward")
+
+    shape = relax.ShapeExpr(emitter.wanted_shape)
+    return emitter.te("select_backward", compute, grad, position, shape)
+
+
+@converts("aten.select_scatter.default")
+def select_scatter(emitter: Emitter, x: Any, source: Any, axis: int, index: Any) -> Any:
+    """A tensor with one position of an axis replaced."""
+    axis = axis_of(emitter, x, axis)
+    position = _clamped(emitter, index, emitter.shape(x)[axis], None)
+
+    def compute(a: Any, source: Any, position: Any) -> Any:
+        def element(*i: Any) -> Any:
+            moved = source(*i[:axis], *i[axis + 1 :])
+            return tirx.if_then_else(i[axis] == position, moved, a(*i))
+
+        return te.compute(a.shape, element, name="select_scatter")
+
+    return emitter.te("select_scatter", compute, x, source, position)
+
+
+@converts("aten.split_with_sizes.default", "aten.split.Tensor")
+def split(emitter: Emitter, x: Any, sizes: Any, axis: int = 0) -> Any:
+    """Pieces of an axis, each an own tensor."""
+    axis = axis_of(emitter, x, axis)
+    first: Any = tirx.IntImm("int64", 0)
+    pieces = []
+
+    def compute(a: Any, first: Any, shape: Any) -> Any:
+        return te.compute(
+            shape,
+            lambda *i: a(*i[:axis], i[axis] + first, *i[axis + 1 :]),
+            name="split",
+        )
+
+    for value in emitter.wanted:
+        shape = emitter.symbols.shape(value.shape)
+        pieces.append(emitter.te("split", compute, x, first, relax.ShapeExpr(shape)))
+        first = emitter.symbols.analyzer.simplify(first + shape[axis])
+    return tuple(pieces)
+
+
+@converts("aten.flip.default")
+def flip(emitter: Emitter, x: Any, axes: Any) -> Any:
+    """Reverse some axes."""
+    for axis in axes_of(emitter, x, axes) if axes else []:
+        x = emitter.emit(op.flip(x, axis))
+    return x
+
+
+@converts("aten.repeat.default")
+def repeat(emitter: Emitter, x: Any, repeats: Any) -> Any:
+    """Tiles of the whole tensor."""
+    shape = emitter.shape(x)
+    extra = len(emitter.wanted.shape) - len(shape)
+
+    def compute(a: Any, wanted: Any) -> Any:
+        def element(*i: Any) -> Any:
+            return a(*(tirx.floormod(j, n) for j, n in zip(i[extra:], a.shape, strict=True)))
+
+        return te.compute(wanted, element, name="repeat")
+
+    return emitter.te("repeat", compute, x, relax.ShapeExpr(emitter.wanted_shape))
+
+
+@converts("aten.constant_pad_nd.default")
+def constant_pad(emitter: Emitter, x: Any, pad: Any, value: Any = 0) -> Any:
+    """Padding by a constant; negative padding cuts."""
+    rank = len(emitter.shape(x))
+    before: list[Any] = [0] * rank
+    for k in range(len(pad) // 2):
+        before[rank - 1 - k] = pad[2 * k]
+    fill = tirx.const(value, emitter.dtype(x))
+
+    def compute(a: Any, before: Any, wanted: Any) -> Any:
+        def element(*i: Any) -> Any:
+            place = [j - b for j, b in zip(i, before, strict=True)]
+            inside = [
+                c
+                for p, n, b, w in zip(place, a.shape, before, wanted, strict=True)
+                if not (isinstance(b, int) and b == 0 and w is n)
+                for c in (p >= 0, p < n)
+            ]
+            return tirx.if_then_else(tirx.all(*inside), a(*place), fill) if inside else a(*place)
+
+        return te.compute(wanted, element, name="pad")
+
+    return emitter.te("pad", compute, x, before, relax.ShapeExpr(emitter.wanted_shape))

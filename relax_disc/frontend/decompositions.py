@@ -1,0 +1,51 @@
+"""Which ATen operators are broken into smaller ones while tracing.
+
+PyTorch's core decompositions, and a few more for gradients, less the operators that the importer
+translates whole because a whole operator becomes a better kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._decomp import core_aten_decompositions, get_decompositions
+
+_ATEN = torch.ops.aten
+
+_ALSO_BROKEN = (
+    _ATEN.addmm,
+    _ATEN._fused_rms_norm,
+    _ATEN._fused_rms_norm_backward,
+    _ATEN._log_softmax_backward_data,
+    _ATEN._softmax_backward_data,
+    _ATEN.gelu_backward,
+    _ATEN.index_add,
+    _ATEN.native_batch_norm_backward,
+    _ATEN.native_layer_norm,
+    _ATEN.native_layer_norm_backward,
+    _ATEN.nll_loss_backward,
+    _ATEN.nll_loss_forward,
+    _ATEN.sigmoid_backward,
+    _ATEN.silu_backward,
+    _ATEN.tanh_backward,
+    _ATEN.threshold_backward,
+)
+
+_KEPT_WHOLE = (
+    _ATEN.embedding_dense_backward.default,
+    _ATEN.select_backward.default,
+    _ATEN.slice_backward.default,
+)
+
+
+@functools.cache
+def decomposition_table() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions by operator overload."""
+    table = dict(core_aten_decompositions())
+    table.update(get_decompositions(_ALSO_BROKEN))
+    for operator in _KEPT_WHOLE:
+        table.pop(operator, None)
+    return table

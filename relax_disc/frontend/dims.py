@@ -1,0 +1,130 @@
+"""Names and ranges of the free dims: from PyTorch's symbols back to the user's ``Dim`` objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+from torch.export.dynamic_shapes import _DerivedDim, _tree_map_with_path
+from torch.utils import _pytree as pytree
+
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.spec import DimSpec
+
+UNBACKED_PREFIXES = ("u", "zuf")
+
+
+@dataclass(frozen=True, slots=True)
+class DimTable:
+    """Maps each free symbol of a traced graph to a dim.
+
+    Attributes
+    ----------
+    names : mapping of str to str
+        From the symbol's name in the trace (``"s27"``) to the dim's.
+    specs : mapping of str to DimSpec
+        By the dim's name.
+    """
+
+    names: Mapping[str, str]
+    specs: Mapping[str, DimSpec]
+
+    def __getitem__(self, symbol: sympy.Symbol) -> DimSpec:
+        """Return the dim of a symbol; one that the example did not declare is data-dependent."""
+        name = self.names.get(str(symbol))
+        if name is None:
+            raise UnsupportedOperatorError(
+                f"The model computes a size from data ({symbol}); only sizes that follow from the "
+                "shapes of the batch can be compiled."
+            )
+        return self.specs[name]
+
+
+def dim_table(
+    program: ExportedProgram, combined: Mapping[str, Any], dynamic_shapes: Any
+) -> DimTable:
+    """Match the symbols of an exported program with the user's dims.
+
+    Parameters
+    ----------
+    program : ExportedProgram
+        Exported with ``dynamic_shapes``.
+    combined : mapping
+        The example inputs by argument name, as torch.export combines them.
+    dynamic_shapes : object
+        As given to torch.export.
+
+    Returns
+    -------
+    DimTable
+        Dims that the user did not name (``Dim.AUTO``) keep the name of their symbol.  A lower bound
+        of 0 becomes 1: a step over an empty batch means nothing.
+    """
+    declared = _declared(combined, dynamic_shapes)
+    names: dict[str, str] = {}
+    specs: dict[str, DimSpec] = {}
+    fakes = _user_fakes(program)
+    for fake, dims in zip(fakes, declared, strict=True):
+        for axis, extent in enumerate(getattr(fake, "shape", ())):
+            if isinstance(extent, torch.SymInt):
+                dim = dims.get(axis) if isinstance(dims, Mapping) else None
+                _note(extent.node.expr, dim, program, names, specs)
+    return DimTable(names, specs)
+
+
+def _note(
+    expr: sympy.Expr,
+    dim: Any,
+    program: ExportedProgram,
+    names: dict[str, str],
+    specs: dict[str, DimSpec],
+) -> None:
+    root = dim.root if isinstance(dim, _DerivedDim) else dim
+    for symbol in sorted(expr.free_symbols, key=str):
+        key = str(symbol)
+        named = isinstance(root, torch.export.Dim) and len(expr.free_symbols) == 1
+        if key in names and (not named or names[key] != key):
+            continue
+        interval = program.range_constraints.get(symbol)
+        bounds = [] if interval is None else [(interval.lower, interval.upper)]
+        if named:
+            bounds = [(root.min, root.max)]
+            specs.pop(names.get(key, ""), None)
+        name = root.__name__ if named else key
+        names[key] = name
+        lower, upper = bounds[0] if bounds else (1, None)
+        specs[name] = DimSpec(name, max(int(lower), 1), _finite(upper))
+
+
+def _finite(bound: Any) -> int | None:
+    number = sympy.sympify(bound)
+    return int(number) if bound is not None and number.is_Integer and number < 2**62 else None
+
+
+def _user_fakes(program: ExportedProgram) -> list[Any]:
+    by_name = {n.name: n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"}
+    return [
+        by_name.get(spec.arg.name)
+        for spec in program.graph_signature.input_specs
+        if spec.kind.name == "USER_INPUT"
+    ]
+
+
+def _declared(combined: Mapping[str, Any], dynamic_shapes: Any) -> list[Any]:
+    """List what ``dynamic_shapes`` says about each leaf, axis by axis, in the order of leaves."""
+    if dynamic_shapes is None:
+        return [{} for _ in pytree.tree_leaves(combined)]
+    if isinstance(dynamic_shapes, tuple | list):
+        dynamic_shapes = dict(zip(combined, dynamic_shapes, strict=False))
+    found: list[Any] = []
+
+    def note(_path: Any, leaf: Any, dims: Any = None) -> None:
+        by_axis = dict(enumerate(dims)) if isinstance(dims, Sequence) else dims or {}
+        found.append(by_axis if isinstance(leaf, torch.Tensor) else {})
+
+    _tree_map_with_path(note, dict(combined), dict(dynamic_shapes), tree_name="inputs")
+    return found

@@ -1,0 +1,210 @@
+"""Emit Relax bindings that carry the model's source line, for the converters.
+
+A converter gets an `Emitter`, set to the node that it translates: it reads what PyTorch traced
+(`Emitter.node`), builds Relax expressions, and emits them; names, spans and checks are done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import tvm
+from torch import fx
+from tvm import relax, te, tirx
+from tvm.ir import SourceName, Span
+
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.source_lines import SourceLine, source_line
+from relax_disc.frontend.symbols import SymbolTranslator
+
+_DTYPES = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name an element type as TVM does.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        The type, complex or quantised say, has no counterpart here.
+    """
+    if dtype not in _DTYPES:
+        raise UnsupportedOperatorError(
+            f"Tensors of type {dtype} cannot be compiled; supported: "
+            f"{', '.join(str(known) for known in _DTYPES)}."
+        )
+    return _DTYPES[dtype]
+
+
+class Emitter:
+    """Emits bindings into a Relax function; one instance serves one function.
+
+    Attributes
+    ----------
+    node : fx.Node
+        The node being translated.
+    symbols : SymbolTranslator
+        From PyTorch's sizes to TVM's.
+    """
+
+    def __init__(self, builder: relax.BlockBuilder, symbols: SymbolTranslator) -> None:
+        self._builder = builder
+        self.symbols = symbols
+        self.node: Any = None
+        self._span: Span | None = None
+        self._name = "value"
+        self._names: dict[str, int] = {}
+        self._sources: dict[str, SourceName] = {}
+
+    # -- where we are -------------------------------------------------------------------------
+
+    def at(self, node: fx.Node) -> None:
+        """Turn to ``node``: what is emitted now stems from it."""
+        self.node = node
+        self.locate(node.name, source_line(node))
+
+    def locate(self, name: str, line: SourceLine) -> None:
+        """Name what is emitted now, and give its line."""
+        self._name = name
+        self._span = None
+        if line.file:
+            source = self._sources.setdefault(line.file, SourceName(line.file))
+            self._span = Span(source, line.line, line.line, 1, 1)
+
+    def value(self, argument: Any) -> Any:
+        """Return the fake value that PyTorch traced for an argument of the node."""
+        return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+    @property
+    def wanted(self) -> Any:
+        """The fake value, or tuple of them, that the node has in PyTorch."""
+        return self.node.meta["val"]
+
+    @property
+    def wanted_shape(self) -> list[Any]:
+        """Extents of the node's value."""
+        return self.symbols.shape(self.wanted.shape)
+
+    @property
+    def wanted_dtype(self) -> str:
+        """Element type of the node's value."""
+        return dtype_name(self.wanted.dtype)
+
+    # -- what we emit -------------------------------------------------------------------------
+
+    def emit(self, expr: relax.Expr) -> relax.Var:
+        """Bind an expression to a new variable."""
+        if isinstance(expr, relax.Call) and self._span is not None:
+            expr = relax.Call(expr.op, expr.args, expr.attrs, expr.ty_args, self._span)
+        expr = self._builder.normalize(expr)
+        count = self._names.get(self._name, 0)
+        self._names[self._name] = count + 1
+        name = self._name if count == 0 else f"{self._name}_{count}"
+        var = relax.DataflowVar(name, expr.ty, self._span)
+        self._builder.emit_normalized(relax.VarBinding(var, expr, self._span))
+        return var
+
+    def te(self, name: str, compute: Callable[..., Any], *args: Any) -> relax.Var:
+        """Emit a kernel written in TE; sizes that ``compute`` uses must be among ``args``."""
+        return self.emit(self._builder.call_te(compute, *args, primfunc_name_hint=name))
+
+    def kernel(
+        self, function: tirx.PrimFunc, name: str, args: Sequence[Any], out: Any
+    ) -> relax.Var:
+        """Emit a call of a PrimFunc; equal functions are added to the module once."""
+        where = self._builder.add_func(function, name)
+        return self.emit(relax.call_tir(where, relax.Tuple(list(args)), out))
+
+    def const(self, value: Any, dtype: str) -> relax.Expr:
+        """Make a constant scalar."""
+        return relax.const(value, dtype)
+
+    def cast(self, x: relax.Expr, dtype: str) -> relax.Expr:
+        """Convert the element type where it differs."""
+        return x if self.dtype(x) == dtype else self.emit(relax.op.astype(x, dtype))
+
+    def tensor(self, x: Any, dtype: str) -> relax.Expr:
+        """Make an operand of type ``dtype`` of a tensor, a number or a symbolic number."""
+        if isinstance(x, relax.Expr) and isinstance(x.ty, relax.TensorType):
+            return self.cast(x, dtype)
+        if isinstance(x, tirx.IntImm | tirx.FloatImm):
+            x = x.value
+        if isinstance(x, bool | int | float):
+            return self.const(x, dtype)
+        return self.te("size", lambda n: te.compute((), lambda: n.astype(dtype), name="size"), x)
+
+    # -- what we know -------------------------------------------------------------------------
+
+    def shape(self, x: relax.Expr) -> list[Any]:
+        """List the extents of a tensor."""
+        return list(x.ty.shape.values)
+
+    def dtype(self, x: relax.Expr) -> str:
+        """Name the element type of a tensor."""
+        return str(x.ty.dtype.dtype)
+
+    def same_shape(self, left: Sequence[Any], right: Sequence[Any]) -> bool:
+        """Say whether two shapes are proved equal."""
+        return len(left) == len(right) and all(
+            self.symbols.equal(a, b) for a, b in zip(left, right, strict=True)
+        )
+
+    def type_of(self, value: torch.Tensor) -> relax.TensorType:
+        """Return the Relax type of a fake tensor."""
+        return relax.TensorType(self.symbols.shape(value.shape), dtype_name(value.dtype))
+
+    def torch_constant(self, value: torch.Tensor) -> relax.Expr:
+        """Make a constant of a tensor's values."""
+        if value.dtype == torch.bfloat16:
+            return relax.const(value.detach().float().numpy(), "bfloat16")
+        return relax.const(np.ascontiguousarray(value.detach().numpy()), dtype_name(value.dtype))
+
+    def check(self, result: Any, value: Any) -> None:
+        """Compare what a converter made with what PyTorch traced, shapes by proof.
+
+        Raises
+        ------
+        UnsupportedOperatorError
+            They differ, or cannot be proved equal: the converter does not fit this use.
+        """
+        if isinstance(value, torch.Tensor):
+            expected, found = self.type_of(value), result.ty
+            fits = (
+                isinstance(found, relax.TensorType)
+                and isinstance(found.shape, relax.ShapeExpr)
+                and self.dtype(result) == dtype_name(value.dtype)
+                and self.same_shape(found.shape.values, expected.shape.values)
+            )
+            if not fits:
+                raise self.refuse(f"its translation has the type {found}, not {expected}")
+        elif isinstance(value, tuple | list):
+            for part, fake in zip(result, value, strict=True):
+                if part is not None and fake is not None:
+                    self.check(part, fake)
+
+    def refuse(self, why: str) -> UnsupportedOperatorError:
+        """Make the error for a use of the node's operator that cannot be translated."""
+        node, line = self.node, source_line(self.node)
+        return UnsupportedOperatorError(
+            f"{line}: {node.target} cannot be translated here: {why}.",
+            ((str(node.target), str(line)),),
+        )
+
+
+def span_line(span: tvm.ir.Span | None) -> str:
+    """Write the line of a span as ``file:line``, empty when there is none."""
+    return "" if span is None else f"{span.source_name.name}:{span.line}"

@@ -1,0 +1,177 @@
+"""Export the model, or the loss function over it, with the user's dims.
+
+The callable is wrapped so that it returns ``(loss, extras)`` whatever the model returns.  Failures
+of torch.export become this package's errors and name the line of the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import UserError, UserErrorType
+from torch.export import ExportedProgram
+from torch.export.dynamic_shapes import _combine_args
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+
+from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
+from relax_disc.frontend.dims import DimTable, dim_table
+from relax_disc.frontend.source_lines import parse_stack
+from relax_disc.frontend.spec import BatchSpec
+
+MODEL = "model"
+"""Name of the user's model inside the exported module; stripped from every full name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """An exported program with what is needed to read it."""
+
+    program: ExportedProgram
+    dims: DimTable
+    batch: BatchSpec
+    leaves: tuple[Any, ...]
+
+
+class _Wrapped(nn.Module):
+    """A module around the user's, with the signature that the user sees."""
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any], sign: Any) -> None:
+        super().__init__()
+        self.training = model.training
+        self.add_module(MODEL, model)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        forward.__signature__ = sign  # pyright: ignore[reportFunctionMemberAccess]
+        self.forward = forward
+
+
+def wrap_step(model: nn.Module, loss_fn: Callable[..., Any] | None) -> nn.Module:
+    """Wrap a model so that calling it returns ``(loss, extras)``.
+
+    With ``loss_fn`` the loss is ``loss_fn(model, *batch)``; without, the model's output is the
+    loss, has ``.loss``, holds ``"loss"``, or is a tuple that begins with it.
+    """
+    if loss_fn is None:
+        return _Wrapped(model, lambda *a, **k: split_loss(model(*a, **k)), _signature(model))
+    sign = inspect.signature(loss_fn)
+    rest = list(sign.parameters.values())
+    if rest and rest[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        rest = rest[1:]
+    sign = sign.replace(parameters=rest)
+    return _Wrapped(model, lambda *a, **k: split_loss(loss_fn(model, *a, **k)), sign)
+
+
+def wrap_forward(model: nn.Module) -> nn.Module:
+    """Wrap a model so that its full names match those of :func:`wrap_step`."""
+    return _Wrapped(model, model, _signature(model))
+
+
+def _signature(model: nn.Module) -> inspect.Signature:
+    return inspect.signature(model.forward)
+
+
+def split_loss(output: Any) -> tuple[torch.Tensor, Any]:
+    """Split what a model or loss function returns into the loss and the extra outputs.
+
+    Raises
+    ------
+    InputMismatchError
+        No scalar loss can be found.
+    """
+    extras: Any = ()
+    if isinstance(output, torch.Tensor):
+        loss = output
+    elif isinstance(getattr(output, "loss", None), torch.Tensor):
+        loss = output.loss
+    elif isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
+        loss = output["loss"]
+        extras = {key: value for key, value in output.items() if key != "loss"}
+    elif isinstance(output, tuple | list) and output and isinstance(output[0], torch.Tensor):
+        loss, extras = output[0], tuple(output[1:])
+    else:
+        raise InputMismatchError(
+            f"The model returns {type(output).__name__}, in which no loss can be found: return the "
+            "loss, (loss, ...), or something with .loss, or pass loss_fn(model, *batch)."
+        )
+    if loss.numel() != 1 or not loss.dtype.is_floating_point:
+        raise InputMismatchError(
+            f"The loss must be one floating-point number, but it has the shape "
+            f"{tuple(loss.shape)} and the type {loss.dtype}; pass loss_fn(model, *batch)."
+        )
+    return loss.reshape(()), extras
+
+
+def split_example(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Split example inputs into positional and keyword arguments.
+
+    A tuple or list holds positional arguments, a mapping keyword arguments, anything else is the
+    only argument.
+    """
+    if isinstance(example_inputs, tuple | list):
+        return tuple(example_inputs), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    return (example_inputs,), {}
+
+
+def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Exported:
+    """Export a wrapped model.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Control flow or a shape depends on data.
+    ShapeRangeError
+        The model contradicts ``dynamic_shapes``.
+    InputMismatchError
+        The arguments do not fit the model.
+    """
+    args, kwargs = split_example(example_inputs)
+    try:
+        combined = _combine_args(wrapped, args, kwargs)
+    except TypeError as error:
+        raise InputMismatchError(f"example_inputs do not fit the model: {error}") from error
+    try:
+        program = torch.export.export(
+            wrapped, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
+        )
+    except GuardOnDataDependentSymNode as error:
+        raise _data_dependent(error) from error
+    except UserError as error:
+        raise _translate(error) from error
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    table = dim_table(program, combined, dynamic_shapes)
+    return Exported(program, table, BatchSpec(structure, fixed), tuple(leaves))
+
+
+def _translate(error: UserError) -> Exception:
+    if error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
+        return ShapeRangeError(f"The model contradicts dynamic_shapes: {error}")
+    if error.error_type is UserErrorType.INVALID_INPUT:
+        return InputMismatchError(f"dynamic_shapes do not fit the example inputs: {error}")
+    return _data_dependent(error)
+
+
+def _data_dependent(error: Exception) -> UnsupportedOperatorError:
+    line = parse_stack(str(error))
+    if not line.file:
+        line = parse_stack(_traceback(error))
+    return UnsupportedOperatorError(
+        f"{line}: the model decides from data (control flow or a shape that depends on the values "
+        f"of a tensor), which one compiled program cannot follow: {error}",
+        (("data-dependent control flow", str(line)),),
+    )
+
+
+def _traceback(error: BaseException) -> str:
+    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
+    return "".join(f'File "{f.filename}", line {f.lineno}, in {f.function}\n' for f in frames)

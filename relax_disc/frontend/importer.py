@@ -1,0 +1,195 @@
+"""Translate a traced graph into one Relax function, operator by operator, checking each.
+
+The function takes the batch, parameters, buffers, constants, optimizer states and hyper-parameters,
+and returns the loss, the extra outputs and everything that the step changes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from tvm import relax, tirx
+
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.converters import TABLE
+from relax_disc.frontend.emitter import Emitter
+from relax_disc.frontend.source_lines import source_line
+from relax_disc.frontend.spec import InputSpec
+from relax_disc.frontend.trace import Argument, Traced
+
+# Arguments of ATen operators that say where memory lies, not what is computed.
+_PLACEMENT = ("layout", "device", "pin_memory", "memory_format", "non_blocking")
+_IGNORED = frozenset(
+    {
+        "aten._assert_tensor_metadata.default",
+        "aten._assert_scalar.default",
+        "aten.sym_constrain_range.default",
+        "aten.sym_constrain_range_for_size.default",
+    }
+)
+
+
+@dataclass(slots=True)
+class Parameters:
+    """The parameters of the function under construction, and what each is."""
+
+    variables: list[relax.Var] = field(default_factory=list)
+    specs: list[InputSpec] = field(default_factory=list)
+
+    def add(self, spec: InputSpec, shape: Sequence[Any]) -> relax.Var:
+        """Append one tensor."""
+        var = relax.Var(spec.name, relax.TensorType(list(shape), spec.dtype))
+        self.variables.append(var)
+        self.specs.append(spec)
+        return var
+
+
+def refuse_unknown(traced: Traced) -> None:
+    """Raise when the graph holds an operator without a converter.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Lists every such operator with the line of the model that calls it.
+    """
+    found: dict[tuple[str, str], None] = {}
+    for node in traced.graph.graph.nodes:
+        if node.op != "call_function" or not _makes_tensors(node):
+            continue
+        name = str(node.target)
+        if name not in TABLE and name not in _IGNORED and not _is_getitem(node):
+            found[name, str(source_line(node))] = None
+    if found:
+        listing = "\n".join(f"  {name} at {line}" for name, line in found)
+        raise UnsupportedOperatorError(
+            f"{len(found)} uses of operators cannot be translated:\n{listing}\n"
+            "Nothing was compiled; replace them, or leave this part of the model to PyTorch.",
+            tuple(found),
+        )
+
+
+def _makes_tensors(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if value is None:
+        return str(node.target) not in _IGNORED
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def variable_name(text: str) -> str:
+    """Turn a full name of the model into a name of a Relax variable."""
+    name = re.sub(r"\W+", "_", text).strip("_")
+    return name if name and not name[0].isdigit() else f"p_{name}"
+
+
+def declare(traced: Traced, emitter: Emitter, parameters: Parameters) -> dict[fx.Node, Any]:
+    """Declare the graph's own inputs as parameters of the function.
+
+    Inputs that nothing reads are left out, but for the batch, which is always checked.
+    """
+    env: dict[fx.Node, Any] = {}
+    nodes = [node for node in traced.graph.graph.nodes if node.op == "placeholder"]
+    updated = {*traced.buffers, *traced.gradients}
+    for index, (node, argument) in enumerate(zip(nodes, traced.arguments, strict=True)):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            _refuse_dynamic_number(value, argument)
+            env[node] = value
+        elif argument.kind == "constant" and _is_scalar(argument):
+            emitter.locate(variable_name(str(argument.target)), source_line(node))
+            assert argument.tensor is not None
+            env[node] = emitter.torch_constant(argument.tensor)
+        elif argument.kind == "batch" or node.users or index in updated:
+            kind = emitter.type_of(value)
+            env[node] = parameters.add(_input_spec(argument, kind, value), kind.shape.values)
+    return env
+
+
+def _is_scalar(argument: Argument) -> bool:
+    return argument.tensor is not None and argument.tensor.numel() == 1
+
+
+def _refuse_dynamic_number(value: Any, argument: Argument) -> None:
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        raise UnsupportedOperatorError(
+            f"The argument {argument.name} is a number declared dynamic; pass it as a tensor, or "
+            "leave it out of dynamic_shapes."
+        )
+
+
+def _input_spec(argument: Argument, kind: relax.TensorType, value: torch.Tensor) -> InputSpec:
+    name = argument.name if argument.kind == "batch" else str(argument.target)
+    shape = tuple(int(n) if isinstance(n, tirx.IntImm) else str(n) for n in kind.shape.values)
+    return InputSpec(
+        name=variable_name(name),
+        kind=argument.kind,  # pyright: ignore[reportArgumentType]
+        target=argument.target,
+        state_key="",
+        group=-1,
+        shape=shape,
+        dtype=str(kind.dtype.dtype),
+    )
+
+
+def translate(traced: Traced, emitter: Emitter, env: dict[fx.Node, Any]) -> list[Any]:
+    """Emit the whole graph; return its flat list of outputs.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        A converter does not fit a use of its operator.
+    """
+    for node in traced.graph.graph.nodes:
+        if node.op == "call_function":
+            env[node] = _translate(node, emitter, env)
+        elif node.op == "get_attr":
+            emitter.at(node)
+            env[node] = emitter.emit(emitter.torch_constant(_attribute(traced.graph, node)))
+        elif node.op == "output":
+            return [_operand(x, env, emitter) for x in node.args[0]]
+    raise AssertionError("a traced graph ends in an output")
+
+
+def _attribute(graph: fx.GraphModule, node: fx.Node) -> torch.Tensor:
+    value: Any = graph
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _translate(node: fx.Node, emitter: Emitter, env: dict[fx.Node, Any]) -> Any:
+    value = node.meta.get("val")
+    if str(node.target) in _IGNORED or not _makes_tensors(node):
+        return value
+    if _is_getitem(node):
+        return env[node.args[0]][node.args[1]]
+    emitter.at(node)
+    args = [_operand(x, env, emitter) for x in node.args]
+    kwargs = {
+        key: _operand(x, env, emitter) for key, x in node.kwargs.items() if key not in _PLACEMENT
+    }
+    result = TABLE[str(node.target)](emitter, *args, **kwargs)
+    emitter.check(result, value)
+    return result
+
+
+def _operand(argument: Any, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
+    """Replace fx nodes by what they became; symbolic numbers by TVM expressions."""
+    if isinstance(argument, fx.Node):
+        argument = env.get(argument, argument.meta.get("val"))
+    if isinstance(argument, torch.SymInt):
+        return emitter.symbols.size(argument)
+    if isinstance(argument, torch.SymFloat):
+        return emitter.symbols.number(argument)
+    if isinstance(argument, list | tuple):
+        return [_operand(x, env, emitter) for x in argument]
+    return argument

@@ -1,0 +1,169 @@
+"""What a captured function takes, returns and means: plain data, no TVM and no tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import tvm
+from torch.utils import _pytree as pytree
+
+from relax_disc.errors import InputMismatchError
+
+InputKind = Literal["shape", "batch", "parameter", "buffer", "constant", "state", "hyper"]
+OutputKind = Literal["loss", "extra", "norm", "gradient", "buffer", "parameter", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class DimSpec:
+    """One free dim: the user's name, and the least and greatest size; ``None`` is no limit."""
+
+    name: str
+    lower: int
+    upper: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One parameter of the captured function.
+
+    Attributes
+    ----------
+    name : str
+        Name of the Relax variable.
+    kind : str
+        ``"shape"`` (a tuple of the dims' sizes, there only when a dim is no extent of a batch
+        tensor), ``"batch"``, ``"parameter"``, ``"buffer"``, ``"constant"`` (a tensor of the model
+        that is neither), ``"state"`` (of the optimizer) or ``"hyper"`` (:mod:`.optimizers`).
+    target : str or int
+        Full name in the model (``"state"``: of its parameter; ``"hyper"``: of the first parameter
+        of its update group); for ``"batch"`` the index of the leaf of the flattened batch.
+    state_key : str
+        For ``"state"`` the key in ``optimizer.state[parameter]``.
+    group : int
+        For ``"state"`` and ``"hyper"``, and for parameters that are updated: the index in
+        `CapturedStep.update_groups`; otherwise -1.
+    shape : tuple of int or str
+        Extents; a string is an expression over the dims, such as ``"8*k"``.
+    dtype : str
+        Element type, such as ``"float32"``.
+    """
+
+    name: str
+    kind: InputKind
+    target: str | int
+    state_key: str
+    group: int
+    shape: tuple[int | str, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """One tensor of the output tuple; ``replaces`` is the input that it is the new value of."""
+
+    name: str
+    kind: OutputKind
+    replaces: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateGroup:
+    """Parameters updated with the same hyper-parameters and the same count of steps.
+
+    Attributes
+    ----------
+    param_group : int
+        Index in ``optimizer.param_groups``.
+    targets : tuple of str
+        Full names of the parameters.
+    hyper_input : int
+        Index of the input with the vector of :func:`relax_disc.frontend.hyper_values`.
+    """
+
+    param_group: int
+    targets: tuple[str, ...]
+    hyper_input: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """The structure of a batch: which leaves are tensors, and what the others were.
+
+    Attributes
+    ----------
+    structure : TreeSpec
+        Of ``(args, kwargs)``.
+    fixed : mapping of int to object
+        Leaves that are no tensors, by index; a batch must repeat them.
+    """
+
+    structure: pytree.TreeSpec
+    fixed: Mapping[int, Any]
+
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """List the leaves of a batch in the order in which ``InputSpec.target`` counts.
+
+        Raises
+        ------
+        InputMismatchError
+            The structure differs from the example's, or a leaf that is no tensor changed.
+        """
+        ordered = self._in_order(kwargs)
+        leaves, structure = pytree.tree_flatten((tuple(args), ordered))
+        if structure != self.structure:
+            raise InputMismatchError(
+                f"The batch is laid out as {structure}, but the step was compiled for "
+                f"{self.structure}; pass the arguments as in example_inputs."
+            )
+        for index, value in self.fixed.items():
+            given = leaves[index]
+            if isinstance(given, torch.Tensor) or given != value:
+                raise InputMismatchError(
+                    f"Leaf {index} of the batch is {given!r}, but it was {value!r} when the step "
+                    "was compiled; only tensors may change, compile again for another value."
+                )
+        return leaves
+
+    def _in_order(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        expected = self.structure.children()[1].context or []
+        if set(expected) != set(kwargs):
+            raise InputMismatchError(
+                f"The batch has the keyword arguments {sorted(kwargs)}, but the step was compiled "
+                f"for {sorted(expected)}."
+            )
+        return {key: kwargs[key] for key in expected}
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A PyTorch function as one Relax function with symbolic shapes.
+
+    Attributes
+    ----------
+    module : tvm.IRModule
+        Holds ``main``; its attributes are listed in :mod:`relax_disc.frontend`.
+    inputs, outputs : tuple
+        Parameters of ``main``, and the tensors of the tuple that it returns, in order.
+    dims : tuple of DimSpec
+        The free dims.
+    batch : BatchSpec
+        How to flatten the arguments of a call.
+    constants : mapping of str to torch.Tensor
+        The tensors of the inputs of kind ``"constant"``.
+    update_groups : tuple of UpdateGroup
+        Empty when nothing is updated.
+    extras : TreeSpec or None
+        Structure of the outputs of kind ``"extra"``.
+    """
+
+    module: tvm.IRModule
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[OutputSpec, ...]
+    dims: tuple[DimSpec, ...]
+    batch: BatchSpec
+    constants: Mapping[str, torch.Tensor]
+    update_groups: tuple[UpdateGroup, ...] = ()
+    extras: pytree.TreeSpec | None = None

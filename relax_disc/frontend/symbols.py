@@ -1,0 +1,148 @@
+"""Translate PyTorch's symbolic sizes (sympy) into TVM's integer expressions."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy import functions as torch_sympy
+from tvm import tirx
+from tvm.sym.analyzer import Analyzer
+
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.dims import DimTable
+from relax_disc.frontend.spec import DimSpec
+
+# Where a class exists in several versions of sympy and torch, all of them are listed.
+_FLOOR_DIVISIONS = (torch_sympy.FloorDiv, torch_sympy.CleanDiv)
+_MODULI = (torch_sympy.Mod, torch_sympy.PythonMod, sympy.Mod)
+_TRUE_DIVISIONS = (torch_sympy.IntTrueDiv, torch_sympy.FloatTrueDiv)
+_POWERS = (sympy.Pow, torch_sympy.PowByNatural, torch_sympy.FloatPow)
+
+
+class SymbolTranslator:
+    """Gives each free dim one TVM variable, named as the user named it.
+
+    Parameters
+    ----------
+    dims : DimTable
+        Names and ranges; the ranges are known to `analyzer`.
+    """
+
+    def __init__(self, dims: DimTable) -> None:
+        self._dims = dims
+        self._variables: dict[str, tirx.Var] = {}
+        self._cache: dict[Any, Any] = {}
+        self.analyzer = Analyzer()
+
+    @property
+    def used(self) -> list[tuple[DimSpec, tirx.Var]]:
+        """Dims met so far, in the order in which they were met."""
+        return [(self._dims.specs[name], var) for name, var in self._variables.items()]
+
+    def variable(self, symbol: sympy.Symbol) -> tirx.Var:
+        """Return the variable of a free symbol."""
+        spec = self._dims[symbol]
+        if spec.name not in self._variables:
+            var = tirx.Var(spec.name, "int64")
+            self._variables[spec.name] = var
+            upper = 2**31 if spec.upper is None else spec.upper
+            self.analyzer.update(var, _interval(spec.lower, upper))
+        return self._variables[spec.name]
+
+    def size(self, value: int | torch.SymInt | sympy.Expr) -> Any:
+        """Translate a size, a ``SymInt`` or a sympy expression, into an int64 expression."""
+        if isinstance(value, int):
+            return tirx.IntImm("int64", value)
+        expr = value.node.expr if isinstance(value, torch.SymInt) else value
+        if expr not in self._cache:
+            self._cache[expr] = self._translate(expr, "int64")
+        return self._cache[expr]
+
+    def shape(self, sizes: Any) -> list[Any]:
+        """Translate the sizes of a tensor."""
+        return [self.size(size) for size in sizes]
+
+    def number(self, value: torch.SymFloat) -> Any:
+        """Translate a ``SymFloat`` into a float64 expression."""
+        return self._translate(value.node.expr, "float64")
+
+    def equal(self, left: Any, right: Any) -> bool:
+        """Say whether two integer expressions are proved equal over the dims' ranges."""
+        if isinstance(left, tirx.IntImm) and isinstance(right, tirx.IntImm):
+            return int(left) == int(right)
+        return left.same_as(right) or bool(self.analyzer.can_prove_equal(left, right))
+
+    def _translate(self, expr: Any, kind: str) -> Any:
+        if expr.is_Integer or expr.is_number:
+            return _constant(expr, kind)
+        if expr.is_Symbol:
+            return _as(self.variable(expr), kind)
+        if isinstance(expr, torch_sympy.ToFloat):
+            return _as(self._translate(expr.args[0], "int64"), kind)
+        if isinstance(expr, (*_FLOOR_DIVISIONS, *_MODULI, torch_sympy.TruncToInt)):
+            return _as(self._integer(expr), kind)
+        if isinstance(expr, _TRUE_DIVISIONS):
+            left, right = (self._translate(arg, "float64") for arg in expr.args)
+            return left / right
+        if isinstance(expr, _POWERS):
+            return self._power(expr, kind)
+        if type(expr).__name__ == "OpaqueUnaryFn_sqrt":
+            return tirx.sqrt(self._translate(expr.args[0], "float64"))
+        return self._fold(expr, kind)
+
+    def _integer(self, expr: Any) -> Any:
+        args = [self._translate(arg, "int64") for arg in expr.args]
+        if isinstance(expr, _FLOOR_DIVISIONS):
+            return tirx.floordiv(*args)
+        if isinstance(expr, _MODULI):
+            return tirx.floormod(*args)
+        raise _unknown(expr)
+
+    def _power(self, expr: Any, kind: str) -> Any:
+        base, exponent = expr.args
+        if exponent.is_Integer and int(exponent) > 0:
+            return functools.reduce(operator.mul, [self._translate(base, kind)] * int(exponent))
+        if kind == "float64":
+            return tirx.pow(self._translate(base, kind), self._translate(exponent, kind))
+        raise _unknown(expr)
+
+    def _fold(self, expr: Any, kind: str) -> Any:
+        folds: list[tuple[Any, Callable[[Any, Any], Any]]] = [
+            (sympy.Add, operator.add),
+            (sympy.Mul, operator.mul),
+            ((sympy.Max, torch_sympy.Max), tirx.max),
+            ((sympy.Min, torch_sympy.Min), tirx.min),
+        ]
+        for classes, combine in folds:
+            if isinstance(expr, classes):
+                return functools.reduce(combine, [self._translate(a, kind) for a in expr.args])
+        raise _unknown(expr)
+
+
+def _interval(lower: int, upper: int) -> Any:
+    from tvm.sym import ConstIntBound
+
+    return ConstIntBound(lower, upper)
+
+
+def _constant(expr: Any, kind: str) -> Any:
+    if kind == "int64":
+        if not expr.is_Integer:
+            raise _unknown(expr)
+        return tirx.IntImm("int64", int(expr))
+    return tirx.const(float(expr), "float64")
+
+
+def _as(value: Any, kind: str) -> Any:
+    return value if kind == "int64" else value.astype("float64")
+
+
+def _unknown(expr: Any) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"The size {expr} ({type(expr).__name__}) cannot be written as an expression over the dims."
+    )

@@ -1,0 +1,285 @@
+"""Trace forward and gradients of an exported program into one flat graph of ATen operators.
+
+The exported graph is interpreted under ``make_fx`` on its own fake tensors, so that sizes stay
+symbols.  Attention and cross-entropy are kept whole (:mod:`.whole_operators`); everything else is
+decomposed into the operators that the importer knows.  The optimizer is not traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.decompositions import decomposition_table
+from relax_disc.frontend.export import MODEL
+from relax_disc.frontend.whole_operators import RULES
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One input of a traced graph.
+
+    Attributes
+    ----------
+    name : str
+        Name in the exported program.
+    kind : str
+        ``"batch"``, ``"parameter"``, ``"buffer"`` or ``"constant"``.
+    target : str or int
+        Full name in the model, or the index of the leaf of the batch.
+    tensor : torch.Tensor or None
+        The model's own tensor.
+    """
+
+    name: str
+    kind: str
+    target: str | int
+    tensor: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A flat graph; its placeholders follow ``arguments``, its output is one flat list.
+
+    The list holds the loss, the extra outputs, the new values of ``buffers`` and the gradients of
+    ``gradients``, in this order; the last two are indices into ``arguments``.
+    """
+
+    graph: fx.GraphModule
+    arguments: tuple[Argument, ...]
+    extras: pytree.TreeSpec | None
+    extra_count: int
+    buffers: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+
+class _StepInterpreter(fx.Interpreter):
+    """Runs an exported graph, keeps some operators whole and enters nested graphs."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        rule = RULES.get(target)
+        if rule is not None and (result := rule(*args, **kwargs)) is not None:
+            return result
+        name = getattr(target, "__name__", "")
+        if name == "wrap_with_set_grad_enabled":
+            with torch.set_grad_enabled(args[0]):
+                return self._enter(args[1], args[2:])
+        if name == "wrap_with_autocast":
+            device, dtype, enabled, cache = args[:4]
+            with torch.autocast(device, dtype, enabled, cache):
+                return self._enter(args[4], args[5:])
+        return super().call_function(target, args, kwargs)
+
+    def _enter(self, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
+        return _StepInterpreter(graph).run(*args)
+
+
+def trace_step(program: ExportedProgram, model: nn.Module) -> Traced:
+    """Trace the loss, its gradients by every parameter that requires them, and mutated buffers.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Two parameters share memory without being one parameter, or a batch tensor is mutated.
+    """
+    return _trace(program, model, with_gradients=True)
+
+
+def trace_forward(program: ExportedProgram, model: nn.Module) -> Traced:
+    """Trace the outputs alone; the first is in the place of the loss."""
+    return _trace(program, model, with_gradients=False)
+
+
+def _trace(program: ExportedProgram, model: nn.Module, with_gradients: bool) -> Traced:
+    arguments, position = _arguments(program, model)
+    trained = tuple(
+        index
+        for index, argument in enumerate(arguments)
+        if with_gradients
+        and argument.kind == "parameter"
+        and argument.tensor is not None
+        and argument.tensor.requires_grad
+    )
+    mutates = _mutates(program.graph_module)
+    buffers = tuple(i for i, a in enumerate(arguments) if a.kind == "buffer") if mutates else ()
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    users = [
+        index
+        for index, spec in enumerate(program.graph_signature.output_specs)
+        if spec.kind is OutputKind.USER_OUTPUT
+    ]
+    outputs: dict[str, Any] = {}
+
+    def step(*flat: Any) -> list[Any]:
+        values = [v.detach() if isinstance(v, Tensor) else v for v in flat]
+        for index in trained:
+            values[index] = values[index].requires_grad_(True)
+        feed = [values[position[node.name]] for node in placeholders]
+        with torch.set_grad_enabled(with_gradients):
+            produced = _StepInterpreter(program.graph_module).run(*feed)
+        found = [produced[index] for index in users]
+        extras = [x.detach() if isinstance(x, Tensor) else x for x in found[1:]]
+        grads: Sequence[Tensor | None] = ()
+        if with_gradients:
+            if found[0].requires_grad:
+                _keep_lines(found[0])
+                wanted = [values[index] for index in trained]
+                grads = torch.autograd.grad(found[0], wanted, allow_unused=True)
+            else:
+                grads = [None] * len(trained)
+        outputs["grads"] = [g is not None for g in grads]
+        kept = [g.detach() for g in grads if g is not None]
+        changed = [values[index].detach() for index in buffers]
+        return [found[0].detach(), *extras, *changed, *kept]
+
+    graph = _make_graph(step, _fakes(program, placeholders, position, len(arguments)), mutates)
+    graph.graph.eliminate_dead_code()
+    kept = [i for i, there in zip(trained, outputs["grads"], strict=True) if there]
+    return _drop_unchanged(graph, arguments, len(users) - 1, buffers, tuple(kept), program)
+
+
+def _make_graph(step: Callable[..., Any], fakes: list[Any], functionalize: bool) -> fx.GraphModule:
+    if functionalize:
+        mode = FunctionalTensorMode(pre_dispatch=False, _allow_token_discovery=False)
+        step = dispatch_functionalize(step, mode)
+    fake_mode = next(f.fake_mode for f in fakes if hasattr(f, "fake_mode"))
+    with fake_mode, _lines_of_the_model():
+        return make_fx(
+            step,
+            decomposition_table=decomposition_table(),
+            tracing_mode="real",
+            _allow_non_fake_inputs=True,
+        )(*fakes)
+
+
+@contextlib.contextmanager
+def _lines_of_the_model() -> Iterator[None]:
+    """Copy the exported nodes' source lines to the traced nodes, the gradients' included."""
+    before, check_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+    try:
+        with fx_traceback.preserve_node_meta():
+            yield
+    finally:
+        torch.autograd.set_detect_anomaly(before, check_nan)
+
+
+def _keep_lines(loss: Tensor) -> None:
+    if loss.grad_fn is not None:
+        setup_stacktrace_preservation_hooks([loss.grad_fn])
+
+
+def _fakes(
+    program: ExportedProgram, placeholders: list[fx.Node], position: dict[str, int], count: int
+) -> list[Any]:
+    fakes: list[Any] = [None] * count
+    for node in placeholders:
+        value = node.meta.get("val")
+        fakes[position[node.name]] = value.detach() if isinstance(value, Tensor) else value
+    return fakes
+
+
+def _arguments(
+    program: ExportedProgram, model: nn.Module
+) -> tuple[tuple[Argument, ...], dict[str, int]]:
+    """List the inputs, batch first, tied parameters once; map exported names to positions."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    constants = {**program.state_dict, **program.constants}
+    arguments: list[Argument] = []
+    position: dict[str, int] = {}
+    seen: dict[int, int] = {}
+    leaf = 0
+    for spec in sorted(program.graph_signature.input_specs, key=_rank):
+        name = spec.arg.name
+        target = (spec.target or "").removeprefix(f"{MODEL}.")
+        if spec.kind is InputKind.USER_INPUT:
+            argument = Argument(name, "batch", leaf, None)
+            leaf += 1
+        elif spec.kind is InputKind.PARAMETER:
+            tensor = parameters[target]
+            if id(tensor) in seen:
+                position[name] = seen[id(tensor)]
+                continue
+            seen[id(tensor)] = len(arguments)
+            argument = Argument(name, "parameter", target, tensor)
+        elif spec.kind is InputKind.BUFFER:
+            argument = Argument(name, "buffer", target, model.get_buffer(target))
+        else:
+            argument = Argument(name, "constant", target, constants[spec.target])
+        position[name] = len(arguments)
+        arguments.append(argument)
+    _refuse_overlap(arguments)
+    return tuple(arguments), position
+
+
+def _rank(spec: InputSpec) -> int:
+    order = [InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER]
+    return order.index(spec.kind) if spec.kind in order else len(order)
+
+
+def _refuse_overlap(arguments: Sequence[Argument]) -> None:
+    owners: dict[int, Argument] = {}
+    for argument in arguments:
+        if argument.kind != "parameter" or argument.tensor is None or argument.tensor.numel() == 0:
+            continue
+        other = owners.setdefault(argument.tensor.untyped_storage().data_ptr(), argument)
+        if other is not argument:
+            raise UnsupportedOperatorError(
+                f"The parameters {other.target} and {argument.target} share memory without being "
+                "one parameter; tie them by assigning the same Parameter to both."
+            )
+
+
+def _mutates(graph: fx.GraphModule) -> bool:
+    for module in graph.modules():
+        nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
+        for node in nodes:
+            schema = getattr(node.target, "_schema", None)
+            if node.op == "call_function" and schema is not None and schema.is_mutable:
+                return True
+    return False
+
+
+def _drop_unchanged(
+    graph: fx.GraphModule,
+    arguments: tuple[Argument, ...],
+    extra_count: int,
+    buffers: tuple[int, ...],
+    gradients: tuple[int, ...],
+    program: ExportedProgram,
+) -> Traced:
+    """Drop the buffers whose new value is the old one from the outputs."""
+    output = graph.graph.output_node()
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    flat = list(output.args[0])  # pyright: ignore[reportArgumentType]
+    first = 1 + extra_count
+    changed = [
+        (index, flat[first + k])
+        for k, index in enumerate(buffers)
+        if flat[first + k] is not placeholders[index]
+    ]
+    rest = flat[first + len(buffers) :]
+    output.args = ([*flat[:first], *(node for _, node in changed), *rest],)
+    graph.recompile()
+    extras = program.call_spec.out_spec
+    return Traced(
+        graph,
+        arguments,
+        extras,
+        extra_count,
+        tuple(index for index, _ in changed),
+        gradients,
+    )

@@ -1,0 +1,76 @@
+"""Which operators of an exported graph are traced whole, and the conditions under which they are.
+
+Each rule takes the operator's own arguments and returns its result built from
+:mod:`relax_disc.frontend.torch_ops`, or ``None``: "not mine", the operator is then decomposed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relax_disc.frontend import torch_ops  # noqa: F401  registers torch.ops.relax_disc
+
+Rule = Callable[..., Any]
+
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Keep ``scaled_dot_product_attention`` over rank 4 without dropout or a trained mask."""
+    whole = query.dim() == key.dim() == value.dim() == 4 and dropout_p == 0.0
+    if not whole or (attn_mask is not None and attn_mask.requires_grad):
+        return None
+    if query.shape[0] != key.shape[0] or (query.shape[1] != key.shape[1] and not enable_gqa):
+        return None
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    return torch.ops.relax_disc.attention(query, key, value, attn_mask, factor, is_causal)[0]
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """Keep ``cross_entropy_loss`` with class indices; classes move to the last axis of two."""
+    if target.is_floating_point() or logits.dim() < 2:
+        return None
+    classes, shape = logits.shape[1], target.shape
+    if logits.dim() > 2:
+        logits = logits.movedim(1, -1).reshape(-1, classes)
+        target = target.reshape(-1)
+    loss = torch.ops.relax_disc.cross_entropy(
+        logits, target, weight, ignore_index, label_smoothing, _REDUCTIONS[reduction]
+    )[0]
+    return loss.reshape(shape) if reduction == 0 else loss
+
+
+def dropout(tensor: Tensor, p: float, train: bool) -> Tensor | None:
+    """Leave out a dropout that drops nothing."""
+    return tensor if p == 0.0 or not train else None
+
+
+RULES: dict[Any, Rule] = {
+    torch.ops.aten.scaled_dot_product_attention.default: attention,
+    torch.ops.aten.cross_entropy_loss.default: cross_entropy,
+    torch.ops.aten.dropout.default: dropout,
+}
