@@ -1,0 +1,129 @@
+"""Compile a PyTorch training step once, for every shape.
+
+capture -> IRModule -> pipeline -> executable -> `TrainingStep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import tvm
+from tvm import relax
+
+from relax_disc.analysis.index_ranges import index_ranges
+from relax_disc.analysis.symbolic_dim import SymbolicDim
+from relax_disc.analysis.symbolic_expr import SymbolicExpr
+from relax_disc.bytes_text import parse_bytes
+from relax_disc.errors import InputMismatchError
+from relax_disc.frontend import capture_step
+from relax_disc.frontend.spec import CapturedStep
+from relax_disc.pipeline import pipeline
+cpu_target = lambda: tvm.target.Target("llvm")  # TEMP
+from relax_disc.training.batch import BatchLeaf, BatchSchema
+from relax_disc.training_step import TrainingStep
+
+
+def compile(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    example_inputs: tuple[Any, ...],
+    *,
+    dynamic_shapes: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    target: str | tvm.target.Target = "llvm",
+    memory_budget: int | str | None = None,
+    max_grad_norm: float | None = None,
+) -> TrainingStep:
+    """Compile forward, gradients and optimizer update into one program for all shapes.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        In ``train()`` or ``eval()`` mode, which is fixed from now on.
+    optimizer : torch.optim.Optimizer
+        SGD, Adam or AdamW over the model's parameters.
+    example_inputs : tuple
+        One batch; sizes of dynamic dims must be 2 or more.
+    dynamic_shapes : tuple or dict
+        What `torch.export.export` takes: named `torch.export.Dim` with ranges.
+    loss_fn : callable, optional
+        See `relax_disc.frontend.capture_step`; without it the model's output is the loss, or has
+        an attribute ``loss``.
+    target : str or tvm.target.Target
+        ``"llvm"`` compiles for this machine's processor.
+    memory_budget : int or str, optional
+        Bytes (``8589934592`` or ``"8GiB"``) that all device memory of a step stays inside.
+    max_grad_norm : float, optional
+        Clip the gradients' global norm.
+
+    Returns
+    -------
+    TrainingStep
+        ``loss = step(*batch)`` at any shape in the ranges.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        The model uses operators that cannot be translated; lists all, with their lines.
+    InputMismatchError
+        An argument of this function does not fit.
+    """
+    budget = None if memory_budget is None else parse_bytes(memory_budget)
+    captured = capture_step(
+        model,
+        optimizer,
+        example_inputs,
+        dynamic_shapes=dynamic_shapes,
+        loss_fn=loss_fn,
+        max_grad_norm=max_grad_norm,
+    )
+    step = TrainingStep(
+        captured, _build(captured, target), _schema(captured, model), model, optimizer
+    )
+    step.memory_budget = budget
+    return step
+
+
+def _build(captured: CapturedStep, target: str | tvm.target.Target) -> relax.VMExecutable:
+    resolved = _resolve(target)
+    return relax.build(captured.module, resolved, relax_pipeline=pipeline())
+
+
+def _resolve(target: str | tvm.target.Target) -> tvm.target.Target:
+    if isinstance(target, str):
+        if target == "llvm":
+            return cpu_target()
+        return tvm.target.Target(target)
+    return target
+
+
+def _schema(captured: CapturedStep, model: torch.nn.Module) -> BatchSchema:
+    """Describe the batch that the captured function takes."""
+    ranges = index_ranges(captured.module["main"])
+    leaves = []
+    for spec in captured.inputs:
+        if spec.kind != "batch":
+            continue
+        known = ranges.get(spec.name)
+        leaves.append(
+            BatchLeaf(
+                name=f"batch argument {spec.target} ({spec.name})",
+                position=int(spec.target),
+                shape=tuple(
+                    extent if isinstance(extent, int) else SymbolicExpr.parse(extent)
+                    for extent in spec.shape
+                ),
+                dtype=getattr(torch, spec.dtype),
+                index_range=None if known is None else (known.lower, known.upper),
+                ignored_value=None if known is None else known.ignored,
+            )
+        )
+    devices = {tensor.device for tensor in model.parameters()}
+    if len(devices) > 1:
+        raise InputMismatchError(f"The model lies on several devices: {sorted(map(str, devices))}.")
+    dims = tuple(SymbolicDim(dim.name, dim.lower, dim.upper) for dim in captured.dims)
+    return BatchSchema(
+        captured.batch, tuple(leaves), dims, devices.pop() if devices else torch.device("cpu")
+    )

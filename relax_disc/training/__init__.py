@@ -1,0 +1,1 @@
+"""What stands behind `TrainingStep`: checking a batch, binding PyTorch's tensors, reports."""

@@ -1,0 +1,203 @@
+"""Bind PyTorch's own tensors to the parameters of the compiled program, without copying.
+
+PyTorch replaces tensors at times: ``optimizer.load_state_dict`` makes new state, ``.to()`` and
+``.data =`` move a parameter.  So every call compares the object and the address of what was bound
+and binds anew what changed; a changed dtype, shape, device or layout is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import tvm
+
+from relax_disc.errors import InputMismatchError
+from relax_disc.frontend.spec import InputSpec
+
+_ALIGNMENT = 64
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One bound tensor: where to look for it, and what was found at the last call."""
+
+    index: int
+    what: str
+    look: Callable[[], torch.Tensor | None]
+    tensor: torch.Tensor
+    address: int
+
+
+def as_runtime(tensor: torch.Tensor, what: str) -> tvm.runtime.Tensor:
+    """View a torch tensor as TVM's, sharing memory.
+
+    Raises
+    ------
+    InputMismatchError
+        The tensor is not contiguous, or its address is no multiple of 64 bytes.
+    """
+    if not tensor.is_contiguous():
+        raise InputMismatchError(
+            f"{what} has strides {tuple(tensor.stride())}; the compiled step needs contiguous "
+            "tensors: assign `.contiguous()` to it."
+        )
+    if tensor.numel() and tensor.data_ptr() % _ALIGNMENT:
+        raise InputMismatchError(
+            f"{what} lies at an address that is no multiple of {_ALIGNMENT} bytes; assign "
+            "`.clone()` to it."
+        )
+    return tvm.runtime.from_dlpack(tensor.detach())
+
+
+class Binding:
+    """The parameters, buffers, constants and optimizer state of one step.
+
+    Parameters
+    ----------
+    specs : sequence of InputSpec
+        Parameters of the compiled function, in order.
+    model : torch.nn.Module
+        Owner of parameters and buffers.
+    optimizer : torch.optim.Optimizer or None
+        Owner of the state; missing state is created as PyTorch would.
+    constants : mapping of str to torch.Tensor
+        Tensors of kind ``"constant"``.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[InputSpec],
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        constants: dict[str, torch.Tensor],
+    ) -> None:
+        self._specs = tuple(specs)
+        self._model, self._optimizer = model, optimizer
+        self.arguments: list[object] = [None] * len(self._specs)
+        self._slots: list[_Slot] = []
+        self._parents: list[tuple[dict, str, object]] = []
+        for index, spec in enumerate(self._specs):
+            if spec.kind in ("parameter", "buffer"):
+                self._bind(index, f"{spec.kind} {spec.target}", self._model_tensor(spec))
+            elif spec.kind == "constant":
+                tensor = constants[str(spec.target)]
+                self._bind(index, f"constant {spec.target}", lambda tensor=tensor: tensor)
+            elif spec.kind == "state":
+                self._bind(index, f"state {spec.state_key} of {spec.target}", self._state(spec))
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of the bound tensors, by kind; tied tensors are counted once."""
+        result: dict[str, int] = {}
+        seen: set[int] = set()
+        for slot in self._slots:
+            if slot.address in seen and slot.tensor.numel():
+                continue
+            seen.add(slot.address)
+            kind = self._specs[slot.index].kind
+            size = slot.tensor.numel() * slot.tensor.element_size()
+            result[kind] = result.get(kind, 0) + size
+        return result
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """Return the torch tensor bound to an input of the function."""
+        return next(slot.tensor for slot in self._slots if slot.index == index)
+
+    def refresh(self) -> bool:
+        """Bind anew whatever PyTorch has replaced since the last call.
+
+        Returns
+        -------
+        bool
+            Whether anything was bound anew.
+
+        Raises
+        ------
+        InputMismatchError
+            A tensor or module disappeared, or a tensor changed its dtype, shape, device or layout.
+        """
+        for children, name, child in self._parents:
+            if children.get(name) is not child:
+                raise InputMismatchError(
+                    f"The model's submodule {name!r} was replaced after compiling; compile the "
+                    "step again."
+                )
+        changed = False
+        for slot in self._slots:
+            tensor = slot.look()
+            if tensor is slot.tensor and tensor.data_ptr() == slot.address:
+                continue
+            if tensor is None:
+                raise InputMismatchError(
+                    f"{slot.what} no longer exists; compile the step again for the changed model."
+                )
+            self._check_same(slot, tensor)
+            self.arguments[slot.index] = as_runtime(tensor, slot.what)
+            slot.tensor, slot.address = tensor, tensor.data_ptr()
+            changed = True
+        if changed:
+            self._check_tying()
+        return changed
+
+    def _bind(self, index: int, what: str, look: Callable[[], torch.Tensor | None]) -> None:
+        tensor = look()
+        if tensor is None:
+            raise InputMismatchError(f"{what} does not exist.")
+        self.arguments[index] = as_runtime(tensor, what)
+        self._slots.append(_Slot(index, what, look, tensor, tensor.data_ptr()))
+
+    def _model_tensor(self, spec: InputSpec) -> Callable[[], torch.Tensor | None]:
+        *path, leaf = str(spec.target).split(".")
+        module = self._model
+        for name in path:
+            child = module._modules[name]
+            assert child is not None
+            link = (module._modules, name, child)
+            if not any(known[0] is link[0] and known[1] == name for known in self._parents):
+                self._parents.append(link)
+            module = child
+        table = module._parameters if spec.kind == "parameter" else module._buffers
+        return lambda: table.get(leaf)
+
+    def _state(self, spec: InputSpec) -> Callable[[], torch.Tensor | None]:
+        optimizer = self._optimizer
+        assert optimizer is not None
+        parameter = self._model.get_parameter(str(spec.target))
+        key = spec.state_key
+
+        def look() -> torch.Tensor | None:
+            state = optimizer.state[parameter]
+            value = state.get(key)
+            if value is None:
+                value = state[key] = torch.zeros_like(
+                    parameter, memory_format=torch.preserve_format
+                )
+            return value
+
+        return look
+
+    @staticmethod
+    def _check_same(slot: _Slot, tensor: torch.Tensor) -> None:
+        old = slot.tensor
+        for attribute in ("dtype", "shape", "device"):
+            before, now = getattr(old, attribute), getattr(tensor, attribute)
+            if before != now:
+                raise InputMismatchError(
+                    f"{slot.what} changed its {attribute} from {before} to {now} after compiling; "
+                    "compile the step again."
+                )
+
+    def _check_tying(self) -> None:
+        """Refuse tensors that share memory now but did not when the step was compiled."""
+        owner: dict[int, _Slot] = {}
+        for slot in self._slots:
+            if slot.tensor.numel() == 0:
+                continue
+            other = owner.setdefault(slot.address, slot)
+            if other is not slot:
+                raise InputMismatchError(
+                    f"{slot.what} and {other.what} share memory now and did not when the step was "
+                    "compiled; compile the step again."
+                )

@@ -1,0 +1,102 @@
+"""What a step will need at a shape, in bytes, known before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from relax_disc.bytes_text import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory and modelled time of one step at one shape under one budget.
+
+    Attributes
+    ----------
+    shape : mapping of str to int
+        The value of each dim.
+    budget_bytes : int or None
+        The budget that the plan was made for; None where there is none.
+    fits : bool
+        Whether the step runs within the budget.  If not, the other figures describe the least
+        plan that was found.
+    peak_bytes : int
+        All device memory of the step: resident + arena + escaping + workspace.
+    resident_bytes : int
+        Parameters, buffers, optimizer state, persistent gradients, batch and constants.
+    state_bytes : int
+        The part of ``resident_bytes`` that parameters, buffers and optimizer state take.
+    arena_bytes : int
+        Highest end offset of the planned arena.
+    live_peak_bytes : int
+        Most live tensor bytes inside the arena; the arena can be no smaller.
+    escaping_bytes : int
+        Outputs that live on after the call.
+    workspace_bytes : int
+        Fixed memory of library kernels.
+    time_ratio : float
+        Modelled time over the modelled time without any recomputation; 1.0 = nothing recomputed.
+    evicted : tuple of str
+        Names of the kernels that run again, in the order in which they do.
+    least_bytes : int
+        The least budget that the planner found feasible for this shape.
+    """
+
+    shape: Mapping[str, int]
+    budget_bytes: int | None
+    fits: bool
+    peak_bytes: int
+    resident_bytes: int
+    state_bytes: int
+    arena_bytes: int
+    live_peak_bytes: int
+    escaping_bytes: int
+    workspace_bytes: int
+    time_ratio: float
+    evicted: tuple[str, ...]
+    least_bytes: int
+
+    @property
+    def activation_peak_bytes(self) -> int:
+        """The peak without parameters, buffers and optimizer state."""
+        return self.peak_bytes - self.state_bytes
+
+    def __str__(self) -> str:
+        dims = ", ".join(f"{name}={value}" for name, value in self.shape.items())
+        budget = "no budget" if self.budget_bytes is None else format_bytes(self.budget_bytes)
+        verdict = "" if self.fits else f"; DOES NOT FIT, needs {format_bytes(self.least_bytes)}"
+        return (
+            f"{dims}: peak {format_bytes(self.peak_bytes)} (activations "
+            f"{format_bytes(self.activation_peak_bytes)}), time x{self.time_ratio:.3f}, "
+            f"{len(self.evicted)} recomputations, {budget}{verdict}"
+        )
+
+
+def largest_that_fits(fits: Callable[[int], bool], lower: int, upper: int, step: int) -> int:
+    """Return the greatest multiple of ``step`` in ``lower .. upper`` that fits, or 0 if none does.
+
+    Peaks grow with a dim almost always, but a plan is a heuristic's answer, so the boundary found
+    by bisection is followed upwards while the next sizes still fit.
+
+    Parameters
+    ----------
+    fits : callable
+        Whether a size fits.
+    lower, upper : int
+        Range, inclusive.
+    step : int
+        Divisor of the dim.
+    """
+    low, high = -(-lower // step), upper // step
+    if low > high or not fits(low * step):
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle * step):
+            low = middle
+        else:
+            high = middle - 1
+    while (low + 1) * step <= upper and fits((low + 1) * step):
+        low += 1
+    return low * step
