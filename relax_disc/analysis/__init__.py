@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from relax_disc.analysis.comparison import Comparison, Order, compare
 from relax_disc.analysis.peak import LiveRange, live_ranges, live_trace, peak_bytes
 from relax_disc.analysis.symbolic_dim import SymbolicDim
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.analysis.tensor_graph import Kernel, TensorGraph
 
 __all__ = [
+    "Comparison",
     "Kernel",
     "LiveRange",
+    "Order",
     "SymbolicDim",
     "SymbolicExpr",
     "TensorGraph",
+    "compare",
     "live_ranges",
     "live_trace",
     "peak_bytes",

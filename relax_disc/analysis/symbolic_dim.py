@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 
 from relax_disc.errors import GraphError
@@ -26,6 +26,13 @@ class SymbolicDim:
     divisor : int
         Every size is a multiple of it.
 
+    Attributes
+    ----------
+    first : int
+        Least size that is a multiple of the divisor.
+    last : int or None
+        Greatest size that is a multiple of the divisor, ``None`` without a limit.
+
     Raises
     ------
     GraphError
@@ -36,6 +43,8 @@ class SymbolicDim:
     lower: int = 1
     upper: int | None = None
     divisor: int = 1
+    first: int = field(init=False, repr=False, compare=False)
+    last: int | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
@@ -48,21 +57,15 @@ class SymbolicDim:
             )
         if self.divisor < 1:
             raise GraphError(f"Dim {self.name}: divisor {self.divisor} must be 1 or more.")
-        if self.upper is not None and self.first > self.upper:
+        first = -(-self.lower // self.divisor) * self.divisor
+        last = None if self.upper is None else self.upper // self.divisor * self.divisor
+        if last is not None and first > last:
             raise GraphError(
                 f"Dim {self.name}: no multiple of {self.divisor} lies in "
                 f"{self.lower} .. {self.upper}; widen the range or drop a constraint."
             )
-
-    @property
-    def first(self) -> int:
-        """Least size that is a multiple of the divisor."""
-        return -(-self.lower // self.divisor) * self.divisor
-
-    @property
-    def last(self) -> int | None:
-        """Greatest size that is a multiple of the divisor, ``None`` without a limit."""
-        return None if self.upper is None else self.upper // self.divisor * self.divisor
+        object.__setattr__(self, "first", first)
+        object.__setattr__(self, "last", last)
 
     def intersect(self, other: SymbolicDim) -> SymbolicDim:
         """Return the dim for which the declarations of both hold.

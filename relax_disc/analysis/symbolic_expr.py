@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import gcd
 from typing import Any, Union
 
@@ -125,7 +126,7 @@ class SymbolicExpr:
     def free_dims(self) -> tuple[SymbolicDim, ...]:
         """Dims on which the expression depends, atoms included, sorted by name."""
         found: dict[str, SymbolicDim] = {}
-        for factor in {factor for monomial in self._terms for factor in monomial}:
+        for factor in set(chain.from_iterable(self._terms)):
             symbol = self._symbols[factor]
             inner = (
                 (symbol,)
@@ -145,11 +146,10 @@ class SymbolicExpr:
     def is_polynomial(self) -> bool:
         """Whether no atom occurs."""
         symbols = self._symbols
-        return all(
-            isinstance(symbols[factor], SymbolicDim)
-            for monomial in self._terms
-            for factor in monomial
-        )
+        for factor in set(chain.from_iterable(self._terms)):
+            if not isinstance(symbols[factor], SymbolicDim):
+                return False
+        return True
 
     def as_int(self) -> int:
         """Return the value of a constant expression; GraphError for any other."""

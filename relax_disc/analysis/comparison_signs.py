@@ -1,0 +1,190 @@
+"""Signs of a polynomial over the declared ranges, cheapest proof first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+
+import numpy as np
+
+from relax_disc.analysis.comparison_bernstein import (
+    EXACT_BELOW,
+    Layout,
+    Monomial,
+    bernstein_matrix,
+    contract,
+    layout,
+    ray_matrix,
+    top_powers,
+)
+from relax_disc.analysis.comparison_search import (
+    BOTH,
+    FARTHEST,
+    LIMIT,
+    NEGATIVE,
+    POSITIVE,
+    ZERO,
+    Side,
+    Signs,
+    exhaust,
+    sample_grid,
+    search,
+    sign_of,
+    value_at,
+)
+from relax_disc.analysis.symbolic_dim import SymbolicDim
+
+UNIFORM_SIZE = 64  # tensors up to here take the same degree in every dim: no counting
+LARGEST_TENSOR = 2048
+FIRST_LIMIT = 400  # boxes to try before all points of a small box are evaluated
+NO_LIMIT = 2**50  # an upper end beyond is treated as none
+
+
+def polynomial_signs(
+    terms: Mapping[Monomial, int], symbols: Mapping[str, object], limit: int = LIMIT
+) -> Signs:
+    """Return the signs that a polynomial takes.
+
+    Parameters
+    ----------
+    terms : mapping
+        Coefficients by monomial, none of them 0, every factor a dim.
+    symbols : mapping of str to SymbolicDim
+        The dims.
+    limit : int
+        Most boxes to bound.
+    """
+    signs = Signs()
+    if not terms or (() in terms and len(terms) == 1):
+        signs.add(sign_of(terms.get((), 0)), {})
+        signs.possible = signs.found
+        return signs
+    names = tuple(sorted(set(chain.from_iterable(terms))))
+    sides = [_side(symbols[name]) for name in names]
+    if _one_sign(terms, sides, signs):
+        return signs
+    if () not in terms:
+        terms, names, sides = _without_common_factor(terms, names, sides)
+        if len(terms) == 1 and _one_sign(terms, sides, signs):
+            return signs
+    if any(side.lower > FARTHEST or side.step > FARTHEST for side in sides):
+        return signs
+    form = layout(names, _degrees(terms, names))
+    if form.size > LARGEST_TENSOR:
+        return signs
+    try:
+        coefficients = form.tensor(terms)
+    except OverflowError:
+        return signs
+    _corner_signs(coefficients, form, sides, signs)
+    if not signs.settled:
+        sample_grid(terms, coefficients, form, sides, signs)
+    if not signs.settled:
+        search(terms, coefficients, form, sides, signs, min(limit, FIRST_LIMIT))
+    if (
+        signs.settled
+        or limit <= FIRST_LIMIT
+        or signs.possible in (POSITIVE | ZERO, NEGATIVE | ZERO)
+    ):
+        return signs
+    if not exhaust(terms, coefficients, form, sides, signs):
+        search(terms, coefficients, form, sides, signs, limit)
+    return signs
+
+
+def _side(dim: object) -> Side:
+    assert isinstance(dim, SymbolicDim)
+    last = dim.last
+    return Side(dim.name, dim.first, None if last is None or last > NO_LIMIT else last, dim.divisor)
+
+
+def _one_sign(terms: Mapping[Monomial, int], sides: list[Side], signs: Signs) -> bool:
+    """Settle the signs where all coefficients have one sign."""
+    coefficients = terms.values()
+    if min(coefficients) < 0 < max(coefficients):
+        return False
+    lowest = {side.name: side.lower for side in sides}
+    # The value nearest to 0 is at the lowest corner, and the farthest at the highest.
+    signs.add(sign_of(value_at(terms, lowest)), lowest)
+    if signs.found == ZERO:
+        highest = {
+            side.name: side.lower + 1 if side.upper is None else side.upper for side in sides
+        }
+        signs.add(sign_of(value_at(terms, highest)), highest)
+    signs.possible = signs.found
+    return True
+
+
+def _without_common_factor(
+    terms: Mapping[Monomial, int], names: tuple[str, ...], sides: list[Side]
+) -> tuple[Mapping[Monomial, int], tuple[str, ...], list[Side]]:
+    """Divide by dims that divide every monomial and are never 0: the sign stays."""
+    monomials = list(terms)
+    removable = [
+        side.name
+        for side in sides
+        if side.lower > 0 and all(side.name in monomial for monomial in monomials)
+    ]
+    if not removable:
+        return terms, names, sides
+    remaining = [list(monomial) for monomial in monomials]
+    for name in removable:
+        for _ in range(min(monomial.count(name) for monomial in monomials)):
+            for rest in remaining:
+                rest.remove(name)
+    reduced = dict(zip(map(tuple, remaining), terms.values(), strict=True))
+    used = set(chain.from_iterable(reduced))
+    kept = [side for side in sides if side.name in used]
+    return reduced, tuple(side.name for side in kept), kept
+
+
+def _degrees(terms: Mapping[Monomial, int], names: tuple[str, ...]) -> tuple[int, ...]:
+    total = max(map(len, terms))
+    if (total + 1) ** len(names) <= UNIFORM_SIZE:
+        return (total,) * len(names)
+    return tuple(max(monomial.count(name) for monomial in terms) for name in names)
+
+
+def _corner_signs(coefficients: np.ndarray, form: Layout, sides: list[Side], signs: Signs) -> None:
+    """Bound the whole box once and note the signs at its corners."""
+    matrices = []
+    tops = []
+    for side, degree in zip(sides, form.degrees, strict=True):
+        if side.upper is None:
+            matrices.append(ray_matrix(side.lower, degree))
+            tops.append(side.lower + 1)
+        else:
+            matrices.append(bernstein_matrix(side.lower, side.upper, degree))
+            tops.append(side.upper)
+    values = contract(coefficients, matrices)
+    powers = top_powers(tuple(tops), form.degrees)
+    magnitude = float(np.abs(coefficients) @ powers) * form.scale
+    error = 0.0 if magnitude < EXACT_BELOW else magnitude * form.rounding
+    corners = values[form.corners]
+    for axis, side in enumerate(sides):
+        if side.upper is None:
+            bits = np.arange(len(corners)) >> (len(sides) - 1 - axis) & 1
+            corners = np.where(bits == 1, corners[0], corners)
+    for corner in (int(corners.argmin()), int(corners.argmax())):
+        value = corners[corner]
+        if error == 0 or abs(value) > error:
+            last = len(sides) - 1
+            point = {
+                side.name: side.lower
+                if side.upper is None or not corner >> (last - axis) & 1
+                else side.upper
+                for axis, side in enumerate(sides)
+            }
+            signs.add(sign_of(value), point)
+    if signs.found & BOTH == BOTH:
+        return
+    least, most = values.min(), values.max()
+    if error == 0:
+        if least >= 0:
+            signs.possible = (signs.found & ZERO) | (POSITIVE if most > 0 else 0)
+        elif most <= 0:
+            signs.possible = (signs.found & ZERO) | NEGATIVE
+    elif least > error:
+        signs.possible = POSITIVE
+    elif most < -error:
+        signs.possible = NEGATIVE
