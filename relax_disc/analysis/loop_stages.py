@@ -1,0 +1,228 @@
+"""Read a kernel in TVM's block form as a list of stages: plain data for rules and proofs.
+
+A *stage* computes one buffer, element by element or as a reduction over some of its axes.
+Everything that legalization and fusion emit has this form, except kernels written as raw loops
+(sorts, scatters) and reductions of tuples (arg-max); for those the reader answers None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import tvm
+import tvm_ffi
+from tvm import s_tir, tirx
+from tvm.ir import prim
+
+Combiner = Literal["add", "max", "min", "mul"]
+
+_COMBINERS: dict[type, Combiner] = {
+    prim.Add: "add",
+    prim.Max: "max",
+    prim.Min: "min",
+    prim.Mul: "mul",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One iterator of a stage, running over ``[0, extent)``."""
+
+    var: Any
+    extent: Any
+    is_reduction: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """``buffer[indices] = value`` for all axes; with ``combiner``, accumulated from ``init``.
+
+    For a reduction ``value`` is what one step contributes, without the running total.
+    """
+
+    name: str
+    axes: tuple[Axis, ...]
+    buffer: Any
+    indices: tuple[Any, ...]
+    value: Any
+    init: Any = None
+    combiner: Combiner | None = None
+
+    @property
+    def spatial(self) -> tuple[Axis, ...]:
+        """Axes that select the element being computed."""
+        return tuple(axis for axis in self.axes if not axis.is_reduction)
+
+    @property
+    def reduced(self) -> tuple[Axis, ...]:
+        """Axes that are summed (or otherwise combined) away."""
+        return tuple(axis for axis in self.axes if axis.is_reduction)
+
+
+@dataclass(frozen=True, eq=False)
+class StagedKernel:
+    """A kernel as stages in program order.
+
+    Attributes
+    ----------
+    func : tvm.tirx.PrimFunc
+        The function that was read.
+    inputs, outputs : tuple of Var
+        Buffers among the parameters: read only, and written.
+    local : tuple of Var
+        Buffers that live inside the kernel only.
+    stages : tuple of Stage
+        Program order.
+    """
+
+    func: Any
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    local: tuple[Any, ...]
+    stages: tuple[Stage, ...]
+
+
+def is_buffer(var: object) -> bool:
+    """Whether a parameter of a function is a buffer (and not a scalar)."""
+    return isinstance(var, tvm.ir.Var) and isinstance(var.ty, tirx.BufferType)
+
+
+def loads_of(expr: object) -> list[Any]:
+    """Return every read of a buffer inside an expression, in post-order, with repetitions."""
+    found: list[Any] = []
+    tvm_ffi.structural_walk(expr, (tvm.ir.TensorLoad, found.append))
+    return found
+
+
+def same_expr(left: object, right: object) -> bool:
+    """Whether two expressions are structurally equal (no algebra)."""
+    return bool(tvm_ffi.structural_equal(left, right))
+
+
+def constant(expr: object) -> int | None:
+    """Return the value of an integer constant, None for anything else."""
+    if isinstance(expr, int):
+        return expr
+    return int(expr.value) if isinstance(expr, prim.IntImm) else None
+
+
+def read_stages(func: tirx.PrimFunc) -> StagedKernel | None:
+    """Read a function in block form, as TE and `FuseTIR` make it.
+
+    Parameters
+    ----------
+    func : tvm.tirx.PrimFunc
+        Any function; it is not changed.
+
+    Returns
+    -------
+    kernel : StagedKernel or None
+        None when any part has another form (raw loops, predicates, tuple reductions).
+    """
+    root = func.body
+    if not isinstance(root, s_tir.SBlockRealize) or root.block.iter_vars:
+        return None
+    block = root.block
+    if block.match_buffers or block.init is not None:
+        return None
+    statements = block.body.seq if isinstance(block.body, tirx.SeqStmt) else [block.body]
+    stages = []
+    for statement in statements:
+        stage = _read_stage(statement)
+        if stage is None:
+            return None
+        stages.append(stage)
+    written = {stage.buffer for stage in stages}
+    if len(written) != len(stages):
+        return None
+    buffers = [param for param in func.params if is_buffer(param)]
+    if any(buffer.strides or constant(buffer.elem_offset) != 0 for buffer in buffers):
+        return None
+    return StagedKernel(
+        func=func,
+        inputs=tuple(buffer for buffer in buffers if buffer not in written),
+        outputs=tuple(buffer for buffer in buffers if buffer in written),
+        local=tuple(block.alloc_buffers),
+        stages=tuple(stages),
+    )
+
+
+def _read_stage(statement: Any) -> Stage | None:
+    loops: list[Any] = []
+    while isinstance(statement, tirx.For):
+        if statement.kind != tirx.ForKind.SERIAL or constant(statement.min) != 0:
+            return None
+        if statement.annotations or statement.thread_binding is not None:
+            return None
+        loops.append(statement.loop_var)
+        statement = statement.body
+    if not isinstance(statement, s_tir.SBlockRealize) or constant(statement.predicate) != 1:
+        return None
+    block = statement.block
+    if block.alloc_buffers or block.match_buffers or not isinstance(block.body, tirx.BufferStore):
+        return None
+    axes = _read_axes(block, statement.iter_values, loops)
+    if axes is None:
+        return None
+    store = block.body
+    common = {"name": block.name_hint, "axes": axes, "buffer": store.buffer}
+    if not any(axis.is_reduction for axis in axes):
+        if block.init is not None or any(
+            load.source.same_as(store.buffer) for load in loads_of(store.value)
+        ):
+            return None
+        return Stage(**common, indices=tuple(store.indices), value=store.value)
+    if not isinstance(block.init, tirx.BufferStore):
+        return None
+    combined = _split_update(store)
+    if combined is None:
+        return None
+    combiner, value = combined
+    return Stage(
+        **common,
+        indices=tuple(store.indices),
+        value=value,
+        init=block.init.value,
+        combiner=combiner,
+    )
+
+
+def _read_axes(block: Any, iter_values: Any, loops: list[Any]) -> tuple[Axis, ...] | None:
+    axes = []
+    used = set()
+    for iter_var, value in zip(block.iter_vars, iter_values, strict=True):
+        kind = int(iter_var.iter_type)
+        if kind not in (0, 2) or constant(iter_var.dom.min) != 0:
+            return None
+        if isinstance(value, prim.Cast):
+            value = value.value
+        if isinstance(value, tvm.ir.Var):
+            if value not in loops or value in used:
+                return None
+            used.add(value)
+        elif constant(value) != 0 or constant(iter_var.dom.extent) != 1:
+            return None
+        axes.append(Axis(iter_var.var, iter_var.dom.extent, kind == 2))
+    return tuple(axes) if len(used) == len(loops) else None
+
+
+def _split_update(store: Any) -> tuple[Combiner, Any] | None:
+    """Split ``b[i] = combine(b[i], x)`` into the name of the combiner and ``x``."""
+    combiner = _COMBINERS.get(type(store.value))
+    if combiner is None:
+        return None
+
+    def is_total(expr: object) -> bool:
+        return (
+            isinstance(expr, tvm.ir.TensorLoad)
+            and expr.source.same_as(store.buffer)
+            and same_expr(expr.indices, store.indices)
+        )
+
+    for total, value in ((store.value.a, store.value.b), (store.value.b, store.value.a)):
+        if is_total(total) and not any(
+            load.source.same_as(store.buffer) for load in loads_of(value)
+        ):
+            return combiner, value
+    return None

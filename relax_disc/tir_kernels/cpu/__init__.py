@@ -1,0 +1,18 @@
+"""Schedule rules for CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relax_disc.tir_kernels.cpu.columns import Columns
+from relax_disc.tir_kernels.cpu.elementwise import Elementwise
+from relax_disc.tir_kernels.cpu.rows import Rows
+from relax_disc.tir_kernels.cpu.totals import Totals
+
+
+def cpu_rules() -> list[Any]:
+    """List the rules in the order in which they are tried."""
+    return [Elementwise(), Totals(), Columns(), Rows()]
+
+
+__all__ = ["Columns", "Elementwise", "Rows", "Totals", "cpu_rules"]

@@ -1,0 +1,249 @@
+"""Build loops: vectors with a scalar rest, parallel rows, accumulators in vector lanes.
+
+The vectors are explicit.  A compiler may only vectorise a loop by itself when it can prove (or
+check) that outputs and inputs do not overlap, and kernels that run in place overlap fully.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import s_tir, tirx
+from tvm.ir import prim
+
+from relax_disc.analysis.loop_stages import Axis, Combiner, constant
+from relax_disc.tir_kernels.flat import INDEX, as_index, index_const, product
+
+# One AVX-512 register of float32; narrower machines split it in two or four.
+LANES = 16
+# Two registers hide the latency of an addition; more spill when exponentials are inlined.
+REDUCTION_LANES = 32
+
+Body = Callable[[Any], Any]
+
+
+def loop(name: str, extent: Any, body: Body, kind: tirx.ForKind = tirx.ForKind.SERIAL) -> Any:
+    """Make ``for name in range(extent): body(name)``; extents 0 and 1 need no loop."""
+    count = constant(extent)
+    if count == 0:
+        return tirx.Evaluate(index_const(0))
+    if count == 1 and kind != tirx.ForKind.PARALLEL:
+        return body(index_const(0))
+    var = tirx.Var(name, INDEX)
+    return tirx.For(var, index_const(0), as_index(extent), kind, body(var))
+
+
+def sequence(statements: Sequence[Any]) -> Any:
+    """Join statements, flattening nested sequences."""
+    flat: list[Any] = []
+    for statement in statements:
+        flat.extend(statement.seq if isinstance(statement, tirx.SeqStmt) else [statement])
+    return flat[0] if len(flat) == 1 else tirx.SeqStmt(flat)
+
+
+def vector_loop(
+    name: str, extent: Any, body: Body, *, lanes: int = LANES, parallel: bool = False
+) -> list[Any]:
+    """Run ``body`` for every index in vectors of ``lanes``, and the rest one by one.
+
+    Parameters
+    ----------
+    name : str
+        Name of the loop variable.
+    extent : expression
+        Number of elements, constant or symbolic.
+    body : callable
+        Maps an index to a statement; called anew for each loop that is made.
+    lanes : int
+        Elements a vector.
+    parallel : bool
+        Spread the vectors over the threads.
+
+    Returns
+    -------
+    list of statements
+    """
+    kind = tirx.ForKind.PARALLEL if parallel else tirx.ForKind.SERIAL
+    count = constant(extent)
+    whole = extent // lanes if count is None else index_const(count // lanes)
+    statements = []
+    if count is None or count >= lanes:
+
+        def vector(start: Any) -> Any:
+            return loop(
+                f"{name}_lane",
+                index_const(lanes),
+                lambda lane: body(start * lanes + lane),
+                tirx.ForKind.VECTORIZED,
+            )
+
+        statements.append(loop(f"{name}_vector", whole, vector, kind))
+    if count is None:
+        rest = as_index(extent) % lanes
+        base = whole * lanes
+        statements.append(loop(f"{name}_rest", rest, lambda index: body(base + index)))
+    elif count % lanes:
+        base = index_const(count - count % lanes)
+        statements.append(
+            loop(
+                f"{name}_rest",
+                index_const(count % lanes),
+                lambda index: body(base + index),
+                tirx.ForKind.VECTORIZED,
+            )
+        )
+    return statements
+
+
+def serial_loop(name: str, extent: Any, body: Body) -> list[Any]:
+    """Run ``body`` for every index, one by one: for what cannot be vectorised."""
+    return [loop(name, extent, body)]
+
+
+def decode(index: Any, extents: Sequence[Any], name: str) -> tuple[list[Any], list[Any]]:
+    """Split a fused index into one for each extent.
+
+    Returns
+    -------
+    statements, indices : list, list
+        The statements bind the variables that the indices are.
+    """
+    if len(extents) == 1:
+        return [], [index]
+    statements: list[Any] = []
+    indices: list[Any] = []
+    for position, extent in enumerate(reversed(extents)):
+        last = position == len(extents) - 1
+        var = tirx.Var(f"{name}_{len(extents) - 1 - position}", INDEX)
+        statements.append(tirx.Bind(var, index if last else index % as_index(extent)))
+        indices.append(var)
+        if not last:
+            index = index // as_index(extent)
+    return statements, indices[::-1]
+
+
+def group_extent(group: Sequence[Axis]) -> Any:
+    """Number of iterations of axes that were collapsed into one."""
+    return product([axis.extent for axis in group])
+
+
+def group_mapping(group: Sequence[Axis], index: Any) -> dict[Any, Any]:
+    """Map collapsed axes to one index: the last takes it, the others are 0."""
+    mapping = {axis.var: prim.IntImm(str(axis.var.ty.dtype), 0) for axis in group[:-1]}
+    mapping[group[-1].var] = narrow(index, group[-1].var)
+    return mapping
+
+
+def narrow(index: Any, like: Any) -> Any:
+    """Cast an index to the type of the axis that it replaces."""
+    dtype = str(like.ty.dtype)
+    return index if str(index.ty.dtype) == dtype else tirx.Cast(dtype, index)
+
+
+def combine(combiner: Combiner, left: Any, right: Any) -> Any:
+    """Apply a combiner to two values."""
+    if combiner == "add":
+        return left + right
+    if combiner == "mul":
+        return left * right
+    return tirx.max(left, right) if combiner == "max" else tirx.min(left, right)
+
+
+class Accumulator:
+    """A running total kept in vector lanes, so that the order of summation is fixed here.
+
+    Parameters
+    ----------
+    name : str
+        Name of the local buffer.
+    combiner : str
+        What is accumulated.
+    init : expression
+        Its neutral element.
+    lanes : int
+        Independent partial totals.
+    """
+
+    def __init__(self, name: str, combiner: Combiner, init: Any, lanes: int) -> None:
+        self.combiner: Combiner = combiner
+        self.init = init
+        self.lanes = lanes
+        self.buffer = tirx.decl_buffer((lanes,), str(init.ty.dtype), name, scope="local")
+
+    def start(self) -> list[Any]:
+        """Allocate the lanes and set them to the neutral element."""
+        return [
+            tirx.AllocBuffer(self.buffer),
+            loop(
+                "lane",
+                index_const(self.lanes),
+                lambda lane: tirx.BufferStore(self.buffer, self.init, [lane]),
+                tirx.ForKind.VECTORIZED,
+            ),
+        ]
+
+    def add(self, lane: Any, value: Any) -> Any:
+        """Accumulate one value in one lane."""
+        total = tirx.BufferLoad(self.buffer, [lane])
+        return tirx.BufferStore(self.buffer, combine(self.combiner, total, value), [lane])
+
+    def loops(self, name: str, extent: Any, body: Callable[[Any], tuple[list[Any], Any]]) -> Any:
+        """Accumulate ``body(index)``, statements and a value, for every index."""
+
+        def step(index: Any, lane: Any) -> Any:
+            statements, value = body(index)
+            return sequence([*statements, self.add(lane, value)])
+
+        zero = index_const(0)
+        count = constant(extent)
+        if self.lanes == 1 or (count is not None and count < self.lanes):
+            return loop(name, extent, lambda index: step(index, zero))
+        lanes = self.lanes
+        whole = as_index(extent) // lanes if count is None else index_const(count // lanes)
+        rest = as_index(extent) % lanes if count is None else index_const(count % lanes)
+
+        def vector(start: Any) -> Any:
+            return loop(
+                f"{name}_lane",
+                index_const(lanes),
+                lambda lane: step(start * lanes + lane, lane),
+                tirx.ForKind.VECTORIZED,
+            )
+
+        base = whole * lanes
+        return sequence(
+            [
+                loop(f"{name}_vector", whole, vector),
+                loop(f"{name}_rest", rest, lambda index: step(base + index, zero)),
+            ]
+        )
+
+    def finish(self) -> list[Any]:
+        """Combine the lanes, pairwise halves first, into lane 0."""
+        statements = []
+        width = self.lanes
+        while width > 1:
+            width //= 2
+            half = index_const(width)
+
+            def fold(lane: Any, half: Any = half) -> Any:
+                return self.add(lane, tirx.BufferLoad(self.buffer, [lane + half]))
+
+            statements.append(loop("lane", half, fold, tirx.ForKind.VECTORIZED))
+        return statements
+
+    def at(self, lane: Any) -> Any:
+        """Read the total of one lane."""
+        return tirx.BufferLoad(self.buffer, [lane])
+
+    def total(self) -> Any:
+        """Read the finished total."""
+        return self.at(index_const(0))
+
+
+def with_body(func: tirx.PrimFunc, statements: Sequence[Any]) -> s_tir.Schedule:
+    """Give a function a new body of plain loops and wrap it as a schedule."""
+    block = s_tir.SBlock([], [], [], "root", sequence(statements))
+    body = s_tir.SBlockRealize([], True, block)
+    return s_tir.Schedule(func.with_body(body))

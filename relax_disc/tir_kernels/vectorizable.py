@@ -1,0 +1,121 @@
+"""Decide whether TVM can turn an innermost loop into vectors, and where to cut it so that it can.
+
+A condition that differs from lane to lane (the seam of a concatenation) keeps a loop scalar; cut
+at the seam, the condition is the same for all lanes of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm.ir import prim
+
+from relax_disc.analysis.loop_stages import Axis, constant
+from relax_disc.tir_kernels.element import is_guard
+
+# Vector forms exist, in LLVM or in `vector_math`.
+_VECTOR_CALLS = frozenset(
+    f"{space}.{name}"
+    for space in ("prim", "tirx")
+    for name in (
+        "bitwise_and bitwise_not bitwise_or bitwise_xor ceil erf exp fabs floor if_then_else "
+        "isnan log nearbyint pow reinterpret round rsqrt shift_left shift_right sigmoid sqrt "
+        "tanh trunc"
+    ).split()
+)
+# A loop is cut at most this often: each part is a copy of the body.
+_MOST_PARTS = 4
+
+
+def uses_any(expr: Any, variables: Collection[Any]) -> bool:
+    """Whether an expression (or a list of them) uses one of the variables."""
+
+    def stop(found: Any) -> Any:
+        return tvm_ffi.VisitInterrupt() if found in variables else None
+
+    return tvm_ffi.structural_walk(expr, (tvm.ir.Var, stop)) is not None
+
+
+def _uses(expr: Any, var: Any) -> bool:
+    return uses_any(expr, {var})
+
+
+def _calls(expressions: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for expr in expressions:
+        tvm_ffi.structural_walk(expr, (tvm.ir.Call, found.append))
+    return found
+
+
+def vectorizable(expressions: Sequence[Any], var: Any) -> bool:
+    """Whether the loop over ``var`` that evaluates ``expressions`` may become vectors."""
+    for call in _calls(expressions):
+        if getattr(call.op, "name", "") not in _VECTOR_CALLS:
+            return False
+        if is_guard(call) and _uses(call.args[0], var):
+            return False
+    return all("bool" not in str(load.ty.dtype) for load in _loads(expressions))
+
+
+def _loads(expressions: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for expr in expressions:
+        tvm_ffi.structural_walk(expr, (tvm.ir.TensorLoad, found.append))
+    return found
+
+
+def segments(expressions: Sequence[Any], inner: Sequence[Axis]) -> list[tuple[int, int]] | None:
+    """Cut a constant innermost axis where its conditions change.
+
+    Parameters
+    ----------
+    expressions : sequence
+        Everything that the loop evaluates.
+    inner : sequence of Axis
+        The innermost group; only a single axis can be cut.
+
+    Returns
+    -------
+    parts : list of (start, end) or None
+        None when the axis is symbolic, the conditions are not comparisons with constants, or
+        something else stands against vectors.
+    """
+    extent = constant(inner[-1].extent)
+    if len(inner) != 1 or extent is None:
+        return None
+    var = inner[-1].var
+    seams = {0, extent}
+    for call in _calls(expressions):
+        if getattr(call.op, "name", "") not in _VECTOR_CALLS:
+            return None
+        if is_guard(call) and _uses(call.args[0], var):
+            found = _seams(call.args[0], var)
+            if found is None:
+                return None
+            seams.update(seam for seam in found if 0 < seam < extent)
+    if len(seams) > _MOST_PARTS + 1 or any(
+        "bool" in str(load.ty.dtype) for load in _loads(expressions)
+    ):
+        return None
+    ordered = sorted(seams)
+    return list(zip(ordered, ordered[1:], strict=False))
+
+
+def _seams(condition: Any, var: Any) -> list[int] | None:
+    """List the values of ``var`` where a conjunction of comparisons may change."""
+    if isinstance(condition, (prim.And, prim.Or)):
+        left, right = _seams(condition.a, var), _seams(condition.b, var)
+        return None if left is None or right is None else left + right
+    if not isinstance(condition, (prim.LT, prim.LE, prim.GT, prim.GE)):
+        return [] if not _uses(condition, var) else None
+    limit = constant(condition.b)
+    if limit is not None and condition.a.same_as(var):
+        # v < limit and v >= limit change at limit, v <= limit and v > limit after it.
+        return [limit if isinstance(condition, (prim.LT, prim.GE)) else limit + 1]
+    limit = constant(condition.a)
+    if limit is not None and condition.b.same_as(var):
+        return [limit if isinstance(condition, (prim.LE, prim.GT)) else limit + 1]
+    return None
