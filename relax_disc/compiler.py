@@ -17,10 +17,11 @@ from relax_disc.analysis.symbolic_dim import SymbolicDim
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend import capture_step
+from relax_disc.forward_function import ForwardFunction
+from relax_disc.frontend import capture_forward, capture_step
 from relax_disc.frontend.spec import CapturedStep
 from relax_disc.pipeline import pipeline
-cpu_target = lambda: tvm.target.Target("llvm")  # TEMP
+from relax_disc.tir_kernels.target import cpu_target
 from relax_disc.training.batch import BatchLeaf, BatchSchema
 from relax_disc.training_step import TrainingStep
 
@@ -84,6 +85,32 @@ def compile(
     )
     step.memory_budget = budget
     return step
+
+
+def compile_forward(
+    model: torch.nn.Module,
+    example_inputs: tuple[Any, ...],
+    *,
+    dynamic_shapes: Any,
+    target: str | tvm.target.Target = "llvm",
+    memory_budget: int | str | None = None,
+) -> ForwardFunction:
+    """Compile a forward pass alone into one program for all shapes.
+
+    Parameters and errors are those of `compile`.
+
+    Returns
+    -------
+    ForwardFunction
+        ``outputs = function(*inputs)``, without gradients.
+    """
+    budget = None if memory_budget is None else parse_bytes(memory_budget)
+    captured = capture_forward(model, example_inputs, dynamic_shapes=dynamic_shapes)
+    function = ForwardFunction(
+        captured, _build(captured, target), _schema(captured, model), model, None
+    )
+    function.memory_budget = budget
+    return function
 
 
 def _build(captured: CapturedStep, target: str | tvm.target.Target) -> relax.VMExecutable:

@@ -22,7 +22,7 @@ class MemoryPlan:
         Whether the step runs within the budget.  If not, the other figures describe the least
         plan that was found.
     peak_bytes : int
-        All device memory of the step: resident + arena + escaping + workspace.
+        All device memory of the step: resident + arena + escaping.
     resident_bytes : int
         Parameters, buffers, optimizer state, persistent gradients, batch and constants.
     state_bytes : int
@@ -33,8 +33,6 @@ class MemoryPlan:
         Most live tensor bytes inside the arena; the arena can be no smaller.
     escaping_bytes : int
         Outputs that live on after the call.
-    workspace_bytes : int
-        Fixed memory of library kernels.
     time_ratio : float
         Modelled time over the modelled time without any recomputation; 1.0 = nothing recomputed.
     evicted : tuple of str
@@ -52,7 +50,6 @@ class MemoryPlan:
     arena_bytes: int
     live_peak_bytes: int
     escaping_bytes: int
-    workspace_bytes: int
     time_ratio: float
     evicted: tuple[str, ...]
     least_bytes: int
@@ -71,6 +68,46 @@ class MemoryPlan:
             f"{format_bytes(self.activation_peak_bytes)}), time x{self.time_ratio:.3f}, "
             f"{len(self.evicted)} recomputations, {budget}{verdict}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """What the last call of a step used, counted while it ran.
+
+    Attributes
+    ----------
+    shape : mapping of str to int
+        The value of each dim.
+    budget_bytes : int or None
+        The budget that held.
+    planned_peak_bytes, peak_bytes : int
+        As promised at entry, and as counted from the memory that kernels were given.
+    resident_bytes, state_bytes, arena_bytes, escaping_bytes : int
+        As in `MemoryPlan`.
+    held_bytes : int
+        What stays allocated between calls.
+    recomputations : int
+        Kernel executions beyond one for each kernel.
+    finished : bool
+        False if the call failed half-way.
+    """
+
+    shape: Mapping[str, int]
+    budget_bytes: int | None
+    planned_peak_bytes: int
+    peak_bytes: int
+    resident_bytes: int
+    state_bytes: int
+    arena_bytes: int
+    escaping_bytes: int
+    held_bytes: int
+    recomputations: int
+    finished: bool
+
+    @property
+    def activation_peak_bytes(self) -> int:
+        """The peak without parameters, buffers and optimizer state."""
+        return self.peak_bytes - self.state_bytes
 
 
 def largest_that_fits(fits: Callable[[int], bool], lower: int, upper: int, step: int) -> int:

@@ -1,0 +1,32 @@
+"""A compiled forward pass: inference at every shape from one compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relax_disc.training.compiled_function import CompiledFunction
+
+
+class ForwardFunction(CompiledFunction):
+    """A compiled forward pass; made by `relax_disc.compile_forward`.
+
+    Buffers that the forward pass changes (in ``train()`` mode) are updated in place.
+    """
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Run the model and return its outputs, without gradients, in the model's structure.
+
+        Raises
+        ------
+        InputMismatchError, ShapeRangeError
+            The arguments or the model do not fit what was compiled.
+        MemoryBudgetError
+            The shape cannot run inside the budget; nothing has run.
+        """
+        with self._lock:
+            self._check_mode()
+            tensors, values = self._schema.bind(args, named)
+            self._binding.refresh()
+            flat = self._call(tensors, values)
+            self._mark_written()
+            return self._extras(flat)

@@ -1,0 +1,249 @@
+"""What a training step and a forward function have in common: run, budget, plans, reports."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import tvm
+from torch.utils import _pytree as pytree
+from tvm import relax
+
+from relax_disc.analysis.symbolic_dim import SymbolicDim
+from relax_disc.bytes_text import parse_bytes
+from relax_disc.errors import InputMismatchError, ShapeRangeError
+from relax_disc.frontend.spec import CapturedStep
+from relax_disc.training.batch import BatchSchema
+from relax_disc.training.binding import Binding, as_runtime
+from relax_disc.training.memory_plan import MemoryPlan, MemoryReport, largest_that_fits
+from relax_disc.vm_builtins.session import Session
+
+_STATE_KINDS = ("parameter", "buffer", "state")
+
+
+class CompiledFunction:
+    """A compiled program bound to a model; see `TrainingStep` and `ForwardFunction`.
+
+    Parameters
+    ----------
+    captured : CapturedStep
+        What was captured: inputs, outputs, dims.
+    executable : tvm.relax.VMExecutable
+        The program, for every shape.
+    schema : BatchSchema
+        What a batch must look like.
+    model : torch.nn.Module
+        Owner of parameters and buffers.
+    optimizer : torch.optim.Optimizer or None
+        Owner of the state.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedStep,
+        executable: relax.VMExecutable,
+        schema: BatchSchema,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._captured, self._executable, self._schema = captured, executable, schema
+        self._model = model
+        self._modes = tuple((module, module.training) for module in model.modules())
+        device = tvm.runtime.device(schema.device.type, schema.device.index or 0)
+        self._machine = relax.VirtualMachine(executable, device)
+        self._function = self._machine["main"]
+        self._session = Session.of(self._machine, "main")
+        self._binding = Binding(captured.inputs, model, optimizer, dict(captured.constants))
+        self._arguments = self._binding.arguments
+        places = {spec.target: k for k, spec in enumerate(captured.inputs) if spec.kind == "batch"}
+        self._batch_places = [places[leaf.position] for leaf in schema.leaves]
+        shapes = [spec for spec in captured.inputs if spec.kind == "shape"]
+        self._shape_names = tuple(str(name) for name in shapes[0].shape) if shapes else ()
+        self._written = sorted(
+            {out.replaces for out in captured.outputs if out.replaces is not None}
+        )
+        self._returned = [out for out in captured.outputs if out.replaces is None]
+        self._lock = threading.RLock()
+
+    @property
+    def dims(self) -> tuple[SymbolicDim, ...]:
+        """The symbolic dims, with their ranges."""
+        return self._schema.dims
+
+    @property
+    def session(self) -> Session:
+        """Run-time state of the compiled function: plans, arena, profile."""
+        return self._session
+
+    @property
+    def memory_budget(self) -> int | None:
+        """Budget in bytes for all device memory of a call; None is no limit."""
+        return self._session.memory_budget
+
+    @memory_budget.setter
+    def memory_budget(self, value: int | str | None) -> None:
+        budget = None if value is None else parse_bytes(value)
+        with self._lock:
+            self._session.memory_budget = budget
+
+    def plan(self, **dims: int) -> MemoryPlan:
+        """Tell the memory and modelled time of a shape under the present budget; runs nothing.
+
+        Parameters
+        ----------
+        **dims : int
+            A size for every dim, by its name.
+
+        Raises
+        ------
+        ShapeRangeError
+            A dim is missing, unknown or out of its range.
+        """
+        return self._plan(dims, self.memory_budget)
+
+    def largest(
+        self, dim: str, *, memory_budget: int | str | None = None, **other_dims: int
+    ) -> int:
+        """Return the largest size of one dim that fits the budget, the others given.
+
+        Parameters
+        ----------
+        dim : str
+            Name of the dim to maximise; it must have an upper bound.
+        memory_budget : int, str or None
+            Budget to use instead of the present one.
+        **other_dims : int
+            Sizes of all other dims.
+
+        Returns
+        -------
+        int
+            The size, or 0 where none fits.
+
+        Raises
+        ------
+        ShapeRangeError
+            The dim is unknown or has no upper bound, or the others are not all given.
+        """
+        budget = self.memory_budget if memory_budget is None else parse_bytes(memory_budget)
+        found = next((d for d in self.dims if d.name == dim), None)
+        if found is None or found.last is None:
+            names = ", ".join(d.name for d in self.dims)
+            raise ShapeRangeError(f"largest() needs one bounded dim of {names}; got {dim!r}.")
+        if budget is None:
+            return found.last
+        return largest_that_fits(
+            lambda size: self._plan({**other_dims, dim: size}, budget).fits,
+            found.first,
+            found.last,
+            found.divisor,
+        )
+
+    def memory_report(self) -> MemoryReport:
+        """Tell what the last call used, counted while it ran."""
+        facts = self._session.report()
+        names = self._session.metadata.dims
+        return MemoryReport(
+            shape=dict(zip(names, facts.dims, strict=False)),
+            budget_bytes=facts.budget_bytes,
+            planned_peak_bytes=facts.planned_peak_bytes,
+            peak_bytes=facts.peak_bytes,
+            resident_bytes=facts.resident_bytes,
+            state_bytes=self._state_bytes(),
+            arena_bytes=facts.arena_bytes,
+            escaping_bytes=facts.escaping_bytes,
+            held_bytes=facts.held_bytes,
+            recomputations=facts.recomputations,
+            finished=facts.finished,
+        )
+
+    def _state_bytes(self) -> int:
+        by_kind = self._binding.bytes_by_kind
+        return sum(by_kind.get(kind, 0) for kind in _STATE_KINDS)
+
+    def _plan(self, dims: Mapping[str, int], budget: int | None) -> MemoryPlan:
+        self._check_dims(dims)
+        names = self._session.metadata.dims
+        facts = self._session.plan([int(dims[name]) for name in names], budget)
+        kernels = self._session.kernel_names
+        return MemoryPlan(
+            shape=dict(dims),
+            budget_bytes=budget,
+            fits=facts.feasible,
+            peak_bytes=facts.peak_bytes,
+            resident_bytes=facts.resident_bytes,
+            state_bytes=self._state_bytes(),
+            arena_bytes=facts.arena_bytes,
+            live_peak_bytes=facts.live_peak_bytes,
+            escaping_bytes=facts.escaping_bytes,
+            time_ratio=facts.time_ratio,
+            evicted=tuple(kernels[kernel] for kernel in facts.recomputed),
+            least_bytes=facts.least_bytes,
+        )
+
+    def _check_dims(self, given: Mapping[str, int]) -> None:
+        names = [dim.name for dim in self.dims]
+        if set(given) != set(names):
+            raise ShapeRangeError(
+                f"Give one size for each of the dims {', '.join(names)}; got {', '.join(given)}."
+            )
+        for dim in self.dims:
+            if given[dim.name] not in dim:
+                raise ShapeRangeError(f"{dim.name}={given[dim.name]}; allowed is {dim}.")
+
+    def _call(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int]) -> list[Any]:
+        """Run the program; return the outputs that replace nothing, as torch tensors."""
+        arguments = self._arguments
+        for place, tensor in zip(self._batch_places, tensors, strict=True):
+            arguments[place] = _batch_argument(tensor)
+        if self._shape_names:
+            arguments[0] = tvm.runtime.ShapeTuple([values[name] for name in self._shape_names])
+        try:
+            outputs = self._function(*arguments)
+        finally:
+            for place in self._batch_places:
+                arguments[place] = None
+        flat = [outputs] if len(self._returned) == 1 else list(outputs)
+        return [torch.from_dlpack(tensor) for tensor in flat]
+
+    def _extras(self, flat: Sequence[torch.Tensor]) -> Any:
+        """Put the extra outputs into the structure in which the model returned them."""
+        found = [t for t, out in zip(flat, self._returned, strict=True) if out.kind == "extra"]
+        structure = self._captured.extras
+        if structure is None or structure.num_leaves != len(found):
+            return tuple(found)
+        return pytree.tree_unflatten(found, structure)
+
+    def _mark_written(self) -> None:
+        """Tell autograd that the tensors written in place changed."""
+        if self._written:
+            torch.autograd.graph.increment_version(
+                [self._binding.tensor(index) for index in self._written]
+            )
+
+    def _check_mode(self) -> None:
+        for module, training in self._modes:
+            if module.training != training:
+                mode = "train" if training else "eval"
+                raise InputMismatchError(
+                    f"{type(module).__name__} was compiled in {mode}() mode and is in the other "
+                    f"one now; call `.{mode}()` or compile again."
+                )
+
+
+def bind_vector(binding: Binding, index: int, length: int, dtype: str) -> torch.Tensor:
+    """Allocate a small vector that the caller fills before each call, and bind it."""
+    vector = torch.zeros(length, dtype=getattr(torch, dtype))
+    binding.arguments[index] = as_runtime(vector, "hyper-parameters")
+    return vector
+
+
+def _batch_argument(tensor: torch.Tensor) -> tvm.runtime.Tensor:
+    """Share a batch tensor with the program; only one with odd strides or address is copied."""
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    if tensor.numel() and tensor.data_ptr() % 64:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tvm.runtime.from_dlpack(tensor)
