@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import tvm
 from torch import fx
@@ -171,7 +170,7 @@ class Emitter:
         """Make a constant of a tensor's values."""
         if value.dtype == torch.bfloat16:
             return relax.const(value.detach().float().numpy(), "bfloat16")
-        return relax.const(np.ascontiguousarray(value.detach().numpy()), dtype_name(value.dtype))
+        return relax.const(value.detach().contiguous().numpy(), dtype_name(value.dtype))
 
     def check(self, result: Any, value: Any) -> None:
         """Compare what a converter made with what PyTorch traced, shapes by proof.

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
-from tvm import relax, tirx
+from tvm import relax
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.converters import TABLE
-from relax_disc.frontend.emitter import Emitter
+from relax_disc.frontend.emitter import Emitter, dtype_name
 from relax_disc.frontend.source_lines import source_line
 from relax_disc.frontend.spec import InputSpec
 from relax_disc.frontend.trace import Argument, Traced
@@ -109,8 +109,9 @@ def declare(traced: Traced, emitter: Emitter, parameters: Parameters) -> dict[fx
             assert argument.tensor is not None
             env[node] = emitter.torch_constant(argument.tensor)
         elif argument.kind == "batch" or node.users or index in updated:
-            kind = emitter.type_of(value)
-            env[node] = parameters.add(_input_spec(argument, kind, value), kind.shape.values)
+            shape = tuple(emitter.symbols.text(n) for n in value.shape)
+            spec = _input_spec(argument, shape, dtype_name(value.dtype))
+            env[node] = parameters.add(spec, emitter.symbols.shape(value.shape))
     return env
 
 
@@ -126,9 +127,8 @@ def _refuse_dynamic_number(value: Any, argument: Argument) -> None:
         )
 
 
-def _input_spec(argument: Argument, kind: relax.TensorType, value: torch.Tensor) -> InputSpec:
+def _input_spec(argument: Argument, shape: tuple[int | str, ...], dtype: str) -> InputSpec:
     name = argument.name if argument.kind == "batch" else str(argument.target)
-    shape = tuple(int(n) if isinstance(n, tirx.IntImm) else str(n) for n in kind.shape.values)
     return InputSpec(
         name=variable_name(name),
         kind=argument.kind,  # pyright: ignore[reportArgumentType]
@@ -136,7 +136,7 @@ def _input_spec(argument: Argument, kind: relax.TensorType, value: torch.Tensor)
         state_key="",
         group=-1,
         shape=shape,
-        dtype=str(kind.dtype.dtype),
+        dtype=dtype,
     )
 
 
@@ -171,7 +171,8 @@ def _translate(node: fx.Node, emitter: Emitter, env: dict[fx.Node, Any]) -> Any:
     if str(node.target) in _IGNORED or not _makes_tensors(node):
         return value
     if _is_getitem(node):
-        return env[node.args[0]][node.args[1]]
+        source: Any = node.args[0]
+        return env[source][node.args[1]]
     emitter.at(node)
     args = [_operand(x, env, emitter) for x in node.args]
     kwargs = {

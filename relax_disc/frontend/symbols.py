@@ -63,6 +63,14 @@ class SymbolTranslator:
             self._cache[expr] = self._translate(expr, "int64")
         return self._cache[expr]
 
+    def text(self, value: int | torch.SymInt) -> int | str:
+        """Write a size with the dims' own names, such as ``"8*k"``; a constant stays a number."""
+        if isinstance(value, int) or value.node.expr.is_Integer:
+            return int(value)
+        expr = value.node.expr
+        renamed = {s: sympy.Symbol(self._dims[s].name, integer=True) for s in expr.free_symbols}
+        return str(expr.xreplace(renamed))
+
     def shape(self, sizes: Any) -> list[Any]:
         """Translate the sizes of a tensor."""
         return [self.size(size) for size in sizes]

@@ -13,7 +13,7 @@ from tests.frontend.plain_ops import plain_ops
 
 
 def to_tvm(tensor):
-    return tvm.runtime.tensor(np.ascontiguousarray(tensor.detach().numpy()))
+    return tvm.runtime.tensor(tensor.detach().contiguous().numpy())
 
 
 class Runner:
@@ -114,7 +114,7 @@ def check_gradients(captured, model, batches, loss_fn=None):
         assert abs(loss - loss64) <= 2e-6 * max(1.0, abs(loss64)), (loss, loss64)
         ours = dict(found["gradient"])
         assert set(ours) == set(grads64)
-        bound = max(2 * relative(grads32, grads64), 3e-7)
+        bound = max(2 * relative(grads32, grads64), 5e-7)
         assert relative(ours, grads64) <= min(bound, 2e-6), (
             relative(ours, grads64),
             relative(grads32, grads64),

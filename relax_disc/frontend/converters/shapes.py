@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import tvm_ffi
 from tvm import relax, te, tirx
 
 from relax_disc.frontend.converters.registry import axes_of, axis_of, converts
@@ -111,7 +112,9 @@ def slice_(
         result = relax.BlockBuilder().normalize(
             op.strided_slice(x, [axis], [first], [last], [step])
         )
-        if emitter.same_shape(list(result.ty.shape.values), wanted):
+        # Structurally: TVM's own shape inference does not see the ranges of the dims, and would
+        # not match min(length, 128) with length later on.
+        if tvm_ffi.structural_equal(result.ty.shape, relax.ShapeExpr(wanted)):
             return emitter.emit(op.strided_slice(x, [axis], [first], [last], [step]))
 
     def compute(a: Any, first: Any, shape: Any) -> Any:

@@ -1,0 +1,206 @@
+"""Loss and gradients of captured models against float64 PyTorch, many shapes from one build."""
+
+import pytest
+import torch
+from tests.frontend.models import MLP, VOCABULARY, Llama, dims, mlp_batch, token_batch
+from tests.frontend.running import check_gradients
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F
+from tvm import relax
+
+from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
+from relax_disc.frontend import capture_forward, capture_step
+
+SHAPES = [(3, 12), (1, 1), (5, 33), (8, 48)]
+
+
+def two(b, s):
+    return ({0: b, 1: s}, {0: b, 1: s})
+
+
+def bindings(captured):
+    return [x for block in captured.module["main"].body.blocks for x in block.bindings]
+
+
+def test_mlp():
+    torch.manual_seed(0)
+    model = MLP()
+    captured = capture_step(model, None, mlp_batch(3, 12), dynamic_shapes=two(*dims()))
+    assert [d.name for d in captured.dims] == ["b", "s"]
+    assert (captured.dims[1].lower, captured.dims[1].upper) == (1, 48)
+    check_gradients(captured, model, [mlp_batch(*shape) for shape in SHAPES])
+
+
+@pytest.mark.parametrize(
+    ("whole", "tied"),
+    [
+        pytest.param(True, True, id="whole-tied"),
+        pytest.param(False, False, id="by-hand-untied"),
+        pytest.param(True, False, id="whole-untied", marks=pytest.mark.slow),
+        pytest.param(False, True, id="by-hand-tied", marks=pytest.mark.slow),
+    ],
+)
+def test_llama(whole, tied):
+    torch.manual_seed(0)
+    model = Llama(whole=whole, tied=tied, layers=1)
+    captured = capture_step(model, None, token_batch(3, 12), dynamic_shapes=two(*dims()))
+    names = [getattr(getattr(b.value, "op", None), "name", "") for b in bindings(captured)]
+    assert names.count("relax_disc.attention") == whole
+    assert names.count("relax_disc.attention_backward") == whole
+    parameters = [spec for spec in captured.inputs if spec.kind == "parameter"]
+    assert len(parameters) == len(list(model.parameters()))
+    check_gradients(captured, model, [token_batch(*shape) for shape in SHAPES])
+
+
+def test_everything_has_a_known_shape_and_a_line():
+    model = Llama()
+    captured = capture_step(model, None, token_batch(3, 12), dynamic_shapes=two(*dims()))
+    relax.analysis.check_well_formed(captured.module)
+    without = 0
+    for binding in bindings(captured):
+        kind = binding.var.ty
+        kinds = kind.fields if isinstance(kind, relax.TupleType) else [kind]
+        assert all(isinstance(k.shape, relax.ShapeExpr) for k in kinds)
+        without += binding.span is None
+        if binding.span is not None:
+            assert binding.span.source_name.name.endswith("models.py")
+    assert without <= 3
+
+
+def test_the_model_is_left_alone():
+    model = MLP()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    capture_step(model, optimizer, mlp_batch(3, 12), dynamic_shapes=two(*dims()))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_loss_function_keywords_and_pytrees():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def loss_fn(model, batch, *, scale):
+        out = model(batch["x"])
+        return F.mse_loss(out, batch["y"]) * scale, {"mean": out.mean()}
+
+    b = Dim("b", min=1, max=32)
+
+    def batch(n):
+        g = torch.Generator().manual_seed(n)
+        x, y = torch.randn(n, 16, generator=g), torch.randn(n, 3, generator=g)
+        return {"scale": 2.0, "batch": {"x": x, "y": y}}
+
+    shapes = {"batch": {"x": {0: b}, "y": {0: b}}, "scale": None}
+    captured = capture_step(model, None, batch(4), dynamic_shapes=shapes, loss_fn=loss_fn)
+    assert [out.kind for out in captured.outputs][:2] == ["loss", "extra"]
+    run = check_gradients(captured, model, [batch(n) for n in (4, 1, 32, 7)], loss_fn)
+    with pytest.raises(InputMismatchError, match="compile again"):
+        run(model, None, (), {**batch(4), "scale": 3.0})
+    with pytest.raises(InputMismatchError, match="keyword"):
+        run(model, None, (), {"batch": batch(4)["batch"]})
+
+
+def test_derived_dims():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    k = Dim("k", min=1, max=6)
+
+    def loss_fn(model, x):
+        return model(x.reshape(-1, 8, 8)).mean(1).square().sum()
+
+    def batch(n):
+        return (torch.randn(8 * n, 8, generator=torch.Generator().manual_seed(n)),)
+
+    captured = capture_step(model, None, batch(3), dynamic_shapes=({0: 8 * k},), loss_fn=loss_fn)
+    assert captured.inputs[0].kind == "shape"
+    assert captured.inputs[1].shape == ("8*k", 8)
+    check_gradients(captured, model, [batch(n) for n in (3, 1, 6, 5)], loss_fn)
+
+
+class Frozen(nn.Module):
+    """Batch norm (mutated buffers), a frozen part, and a parameter that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 3)
+        self.unused = nn.Parameter(torch.zeros(5))
+        self.first.requires_grad_(False)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.last(self.norm(self.first(x))), y)
+
+
+def test_forward():
+    torch.manual_seed(0)
+    model = MLP()
+    b, s = dims()
+    captured = capture_forward(model, mlp_batch(3, 12), dynamic_shapes=two(b, s))
+    assert [out.kind for out in captured.outputs] == ["extra"]
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = self.linear(x)
+        x = torch.bernoulli(torch.sigmoid(x)) * x
+        return (x + torch.rand_like(x)).sum()
+
+
+def test_operators_that_are_refused_are_all_named_with_their_lines():
+    with pytest.raises(UnsupportedOperatorError) as caught:
+        capture_step(
+            Dropping(), None, (torch.randn(4, 16),), dynamic_shapes=({0: Dim("n", max=9)},)
+        )
+    names = {name.split(".")[1] for name, _ in caught.value.operators}
+    assert "bernoulli" in names
+    assert len(names) == 2
+    assert all("test_capture.py" in line for _, line in caught.value.operators)
+
+
+class Deciding(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.linear = nn.Linear(16, 1)
+        self.how = how
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.how == "branch" and y.sum() > 0:
+            y = -y
+        if self.how == "mask":
+            y = y[y > 0]
+        if self.how == "item":
+            y = y[: int(y.argmax())]
+        return y.sum()
+
+
+@pytest.mark.parametrize("how", ["branch", "mask", "item"])
+def test_data_dependence_is_refused_with_its_line(how):
+    shapes = ({0: Dim("n", max=9)},)
+    with pytest.raises(UnsupportedOperatorError, match=r"test_capture\.py:\d+"):
+        capture_step(Deciding(how), None, (torch.randn(4, 16),), dynamic_shapes=shapes)
+
+
+def test_contradicted_dims_are_refused():
+    model = MLP()
+    with pytest.raises(ShapeRangeError):
+        b = Dim("b")
+        capture_step(
+            model, None, mlp_batch(3, 12), dynamic_shapes=({0: b, 2: Dim("w")}, {0: b, 1: None})
+        )
+
+
+def test_without_a_loss_it_is_refused():
+    with pytest.raises(InputMismatchError, match="loss"):
+        capture_step(
+            nn.Linear(4, 4), None, (torch.randn(3, 4),), dynamic_shapes=({0: Dim("n", max=9)},)
+        )
+    assert VOCABULARY
