@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import scipy_openblas32
 import tvm
 import tvm_ffi
 from tvm_ffi import libinfo
@@ -106,8 +105,7 @@ def load() -> tvm_ffi.Module | None:
             "planners use numpy and Python and are many times slower"
         )
         return None
-    with _one_blas_thread():
-        return tvm_ffi.load_module(str(library), keep_module_alive=True)
+    return tvm_ffi.load_module(str(library), keep_module_alive=True)
 
 
 def build(sources: Path, cache: Path) -> Path | None:
@@ -155,18 +153,16 @@ def build(sources: Path, cache: Path) -> Path | None:
 def _toolchain() -> Toolchain:
     """Flags for this machine and the versions of what is linked."""
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-    includes = [*libinfo.include_paths(), str(scipy_openblas32.get_include_dir())]
     libraries = (
         (Path(libinfo.find_libtvm_ffi()).parent, "tvm_ffi"),
         (Path(str(tvm.__file__)).parent / "lib", "tvm_runtime"),
-        (Path(scipy_openblas32.get_lib_dir()), "scipy_openblas"),
     )
     link: list[str] = ["-pthread"]
     for folder, name in libraries:
         link += [f"-L{folder}", f"-Wl,-rpath,{folder}", f"-l{name}"]
-    versions = (tvm.__version__, tvm_ffi.__version__, scipy_openblas32.__version__)
+    versions = (tvm.__version__, tvm_ffi.__version__)
     return Toolchain(
-        (*_COMPILE_FLAGS, native, *(f"-I{path}" for path in includes)),
+        (*_COMPILE_FLAGS, native, *(f"-I{path}" for path in libinfo.include_paths())),
         tuple(link),
         "\n".join((*versions, os.environ.get("CXX", ""), _processor())),
     )
@@ -235,18 +231,3 @@ def _locked(path: Path) -> Iterator[None]:
             yield
         finally:
             fcntl.flock(handle, fcntl.LOCK_UN)
-
-
-@contextmanager
-def _one_blas_thread() -> Iterator[None]:
-    """Keep OpenBLAS from starting threads of its own while its library is loaded."""
-    name = "OPENBLAS_NUM_THREADS"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

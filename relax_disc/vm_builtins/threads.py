@@ -1,7 +1,7 @@
 """One thread pool for all kernels: TVM's, sized to the machine.
 
-By itself TVM starts one thread for every two logical processors, and a BLAS with a pool of its own
-beside TVM's made a training step 2-4 times slower. So TVM's pool gets one thread per core that
+By itself TVM starts one thread for every two logical processors, and a library with a pool of its
+own beside TVM's made a training step 2-4 times slower. So TVM's pool gets one thread per core that
 this process may use, and library kernels run on that pool.
 """
 
@@ -62,10 +62,6 @@ def configure() -> int:
         Number of threads that kernels use.
     """
     os.environ.setdefault("TVM_NUM_THREADS", str(core_count()))
-    num_threads = tvm_ffi.get_global_func("runtime.NumThreads")
-    set_native = tvm_ffi.get_global_func("relax_disc.cpu.set_thread_count", allow_missing=True)
-    count = int(num_threads())
-    if set_native is not None:
-        set_native(count)
+    count = int(tvm_ffi.get_global_func("runtime.NumThreads")())
     _logger.debug("kernels use %d threads", count)
     return count

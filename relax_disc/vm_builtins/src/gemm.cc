@@ -127,14 +127,14 @@ void Matmul(TensorView a_view, TensorView b_view, const Tensor<T>* addend, int64
   p.b = transpose_b ? Matrix<T>{b.data, 1, b_columns} : Matrix<T>{b.data, b_columns, 1};
   p.c = c.data;
   p.c_pitch = p.n;
-  p.init = nullptr;
-  p.init_pitch = 0;
+  p.addend = nullptr;
+  p.addend_pitch = 0;
   if (addend != nullptr) {
     int64_t size = addend->Size(0, addend->ndim);
     TVM_FFI_CHECK(size == p.m * p.n || size == p.n, ValueError)
         << "matmul_add: " << size << " elements to add to [" << p.m << ", " << p.n << "]";
-    p.init = addend->data;
-    p.init_pitch = size == p.m * p.n ? p.n : 0;
+    p.addend = addend->data;
+    p.addend_pitch = size == p.m * p.n ? p.n : 0;
   }
   Multiply(p);
 }

@@ -1,4 +1,4 @@
-// Matrix products on the one thread pool: C = init + A * B with any strides of A and B.
+// Matrix products on the one thread pool: C = A * B + addend with any strides of A and B.
 //
 // Blocked as in Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008):
 // a shared packed block of B (kDepth x kBlockColumns), packed rows of A per thread, register tiles.
@@ -25,8 +25,8 @@ struct Product {
   int64_t m, n, k;
   Matrix<T> a;  // [m, k]
   Matrix<T> b;  // [k, n]
-  const T* init;  // [m, n] with pitch `init_pitch` (0: one row for all), or null for zero
-  int64_t init_pitch;
+  const T* addend;  // [m, n] with pitch `addend_pitch` (0: one row for all), or null for zero
+  int64_t addend_pitch;
   T* c;  // [m, n], rows contiguous
   int64_t c_pitch;
 };
@@ -100,11 +100,13 @@ class GemmTeam {
     by_rows_ = product.a.column == 1 || product.a.row != 1;
     block_rows_ = std::min<int64_t>((product.m + rows - 1) / rows, kBlockTiles * kTileRows);
     int64_t tiles = (block_rows_ + kTileRows - 1) / kTileRows;
-    a_size_ = tiles * kTileRows * std::min<int64_t>(kPitch<T>, by_rows_ ? kPitch<T> : product.k);
+    depth_steps_ = (product.k + kDepth - 1) / kDepth;
+    depth_ = (product.k + depth_steps_ - 1) / depth_steps_;
+    panel_ = by_rows_ ? kTileRows * kPitch<T> : kTileRows * depth_ + kTileCopy<T>;
+    a_size_ = (tiles * panel_ + 15) / 16 * 16;
     block_columns_ = std::min<int64_t>(RoundUp(product.n), kBlockRowBytes / sizeof(T));
-    b_size_ = block_columns_ * std::min<int64_t>(product.k, kDepth);
-    a_size_ = (a_size_ + 15) / 16 * 16;
-    bool single = product.n <= block_columns_ && product.k <= kDepth;
+    b_size_ = block_columns_ * depth_;
+    bool single = product.n <= block_columns_ && depth_steps_ == 1;
     T* memory = scratch->Get<T>((single ? 1 : 2) * b_size_ + rows * columns * a_size_);
     b_[0] = memory;
     b_[1] = single ? memory : memory + b_size_;
@@ -118,8 +120,8 @@ class GemmTeam {
     for (int64_t j = 0; j < p_.n; j += block_columns_) {
       int64_t width = std::min(block_columns_, p_.n - j);
       auto [left, right] = Share(width, kTileColumns<T>, columns_, thread % columns_);
-      for (int64_t k = 0; k < p_.k; k += kDepth, which ^= 1) {
-        int64_t depth = std::min<int64_t>(kDepth, p_.k - k);
+      for (int64_t k = 0; k < p_.k; k += depth_, which ^= 1) {
+        int64_t depth = std::min(depth_, p_.k - k);
         PackBlock(thread, j, width, k, depth, b_[which]);
         barrier_.Wait();
         for (int64_t i = first_row; i < last_row; i += block_rows_) {
@@ -148,43 +150,54 @@ class GemmTeam {
   void Rows(int64_t i, int64_t height, int64_t j, int64_t left, int64_t right, int64_t k,
             int64_t depth, T* panels, const T* block) {
     int64_t tiles = (height + kTileRows - 1) / kTileRows;
-    int64_t panel = kTileRows * (by_rows_ ? kPitch<T> : depth);
-    for (int64_t t = 0; t < tiles; ++t) {
-      int64_t top = height * t / tiles, bottom = height * (t + 1) / tiles;
-      PackA(p_.a.At(i + top, k), bottom - top, depth, by_rows_, panels + t * panel);
-    }
-    const T* init = k == 0 ? p_.init : p_.c;
-    int64_t init_pitch = k == 0 ? p_.init_pitch : p_.c_pitch;
+    PackA(p_.a.At(i, k), height, depth, tiles, by_rows_, panels, panel_);
     for (int64_t x = left; x < right; x += kTileColumns<T>) {
       int64_t columns = std::min<int64_t>(kTileColumns<T>, right - x);
+      int64_t vectors = PanelVectors<T>(columns);
       for (int64_t t = 0; t < tiles; ++t) {
-        int64_t top = height * t / tiles, bottom = height * (t + 1) / tiles;
-        int64_t row = i + top, column = j + x;
-        OneTile(depth, panels + t * panel, bottom - top, block + x * depth, columns,
-                init ? init + row * init_pitch + column : nullptr, init_pitch,
-                p_.c + row * p_.c_pitch + column);
+        int64_t top = TileTop(height, tiles, t), rows = TileTop(height, tiles, t + 1) - top;
+        T* c = p_.c + (i + top) * p_.c_pitch + j + x;
+        TileOperands<T> tile{};
+        tile.depth = depth;
+        tile.a = panels + t * panel_;
+        tile.a_step = rows;
+        tile.b = block + x * depth;
+        tile.b_step = vectors * kLanes<T>;
+        tile.init = k == 0 ? nullptr : c;
+        tile.init_pitch = tile.c_pitch = p_.c_pitch;
+        tile.c = c;
+        if (p_.addend && k + depth == p_.k) {
+          tile.addend = p_.addend + (i + top) * p_.addend_pitch + j + x;
+          tile.addend_pitch = p_.addend_pitch;
+        }
+        if (columns == tile.b_step) {
+          RunTile(rows, vectors, by_rows_, tile);
+        } else {
+          EdgeTile(rows, columns, tile);
+        }
       }
     }
   }
 
-  void OneTile(int64_t depth, const T* a, int64_t rows, const T* b, int64_t columns, const T* init,
-               int64_t init_pitch, T* c) {
-    int64_t vectors = PanelVectors<T>(columns);
-    int64_t width = vectors * kLanes<T>;
-    if (columns == width) {
-      RunTile<T>(depth, a, rows, by_rows_, b, vectors, init, init_pitch, c, p_.c_pitch);
-      return;
-    }
-    alignas(kVectorBytes) T edge[kTileRows * kTileColumns<T>];
-    if (init) {
+  /*! \brief A tile whose last vector is not full: computed beside C, then copied. */
+  void EdgeTile(int64_t rows, int64_t columns, TileOperands<T> tile) {
+    alignas(kVectorBytes) T sums[kTileRows * kTileColumns<T>];
+    alignas(kVectorBytes) T addends[kTileRows * kTileColumns<T>];
+    auto load = [&](const T* source, int64_t pitch, T* target) {
       for (int64_t r = 0; r < rows; ++r) {
-        std::memcpy(edge + r * width, init + r * init_pitch, columns * sizeof(T));
-        std::fill(edge + r * width + columns, edge + (r + 1) * width, T(0));
+        for (int64_t x = 0; x < tile.b_step; ++x) {
+          target[r * tile.b_step + x] = x < columns ? source[r * pitch + x] : T(0);
+        }
       }
-    }
-    RunTile<T>(depth, a, rows, by_rows_, b, vectors, init ? edge : nullptr, width, edge, width);
+      return target;
+    };
+    if (tile.init) tile.init = load(tile.init, tile.init_pitch, sums);
+    if (tile.addend) tile.addend = load(tile.addend, tile.addend_pitch, addends);
+    T* c = std::exchange(tile.c, sums);
+    tile.init_pitch = tile.c_pitch = tile.addend_pitch = tile.b_step;
+    RunTile(rows, PanelVectors<T>(columns), by_rows_, tile);
     for (int64_t r = 0; r < rows; ++r) {
-      std::memcpy(c + r * p_.c_pitch, edge + r * width, columns * sizeof(T));
+      std::memcpy(c + r * p_.c_pitch, sums + r * tile.b_step, columns * sizeof(T));
     }
   }
 
@@ -192,19 +205,19 @@ class GemmTeam {
   int rows_, columns_;
   Barrier barrier_;
   bool by_rows_;
-  int64_t block_rows_, block_columns_, a_size_, b_size_;
+  int64_t block_rows_, block_columns_, depth_steps_, depth_, panel_, a_size_, b_size_;
   T* b_[2];
   T* a_;
 };
 
-/*! \brief True if nothing has to be summed: an empty C, or a C that is `init` alone. */
+/*! \brief True if nothing has to be summed: an empty C, or a C that is the addend alone. */
 template <typename T>
 bool FillIfNoDepth(const Product<T>& p) {
   if (p.m == 0 || p.n == 0) return true;
   if (p.k > 0) return false;
   for (int64_t i = 0; i < p.m; ++i) {
     T* row = p.c + i * p.c_pitch;
-    for (int64_t j = 0; j < p.n; ++j) row[j] = p.init ? p.init[i * p.init_pitch + j] : T(0);
+    for (int64_t j = 0; j < p.n; ++j) row[j] = p.addend ? p.addend[i * p.addend_pitch + j] : T(0);
   }
   return true;
 }

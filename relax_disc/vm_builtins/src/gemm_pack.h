@@ -23,15 +23,22 @@ struct Matrix {
 
 namespace detail {
 
-template <int H, int L, typename V, size_t... C>
-inline V MergeLow(V a, V b, std::index_sequence<C...>) {
-  return __builtin_shufflevector(a, b, ((static_cast<int>(C) & H) == 0 ? static_cast<int>(C)
-                                                                      : L + static_cast<int>(C) - H)...);
+/*! \brief Lanes I of the concatenation of a and b. */
+template <int... I, typename V>
+inline V Shuffle(V a, V b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else  // GCC has __builtin_shufflevector from version 12 on
+  return __builtin_shuffle(a, b, decltype(a < b){I...});
+#endif
 }
-template <int H, int L, typename V, size_t... C>
-inline V MergeHigh(V a, V b, std::index_sequence<C...>) {
-  return __builtin_shufflevector(a, b, ((static_cast<int>(C) & H) == 0 ? static_cast<int>(C) + H
-                                                                      : L + static_cast<int>(C))...);
+template <int H, int L, typename V, int... C>
+inline V MergeLow(V a, V b, std::integer_sequence<int, C...>) {
+  return Shuffle<((C & H) == 0 ? C : L + C - H)...>(a, b);
+}
+template <int H, int L, typename V, int... C>
+inline V MergeHigh(V a, V b, std::integer_sequence<int, C...>) {
+  return Shuffle<((C & H) == 0 ? C + H : L + C)...>(a, b);
 }
 
 template <int H, int L, typename V>
@@ -40,8 +47,8 @@ inline void TransposeStep(V (&r)[L]) {
 #pragma GCC unroll 16
     for (int i = 0; i < L; ++i) {
       if ((i & H) == 0) {
-        V low = MergeLow<H, L>(r[i], r[i + H], std::make_index_sequence<L>{});
-        V high = MergeHigh<H, L>(r[i], r[i + H], std::make_index_sequence<L>{});
+        V low = MergeLow<H, L>(r[i], r[i + H], std::make_integer_sequence<int, L>{});
+        V high = MergeHigh<H, L>(r[i], r[i + H], std::make_integer_sequence<int, L>{});
         r[i] = low;
         r[i + H] = high;
       }
@@ -126,23 +133,47 @@ void PackB(const Matrix<T>& b, int64_t depth, int64_t columns, T* target) {
   }
 }
 
-/*! \brief Pack [rows, depth] of A for one tile; see `Tile` for the two layouts. */
+/*! \brief Row at which tile `index` of `tiles` starts: heights differ by one at most. */
+inline int64_t TileTop(int64_t rows, int64_t tiles, int64_t index) { return rows * index / tiles; }
+
+/*! \brief Elements copied at once for one tile row of a panel that is not stored by rows. */
 template <typename T>
-void PackA(const Matrix<T>& a, int64_t rows, int64_t depth, bool by_rows, T* target) {
+constexpr int kTileCopy = (kTileRows + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+
+/*!
+ * \brief Pack [rows, depth] of A as `tiles` panels, `panel` elements apart; layouts: see Tile.
+ *
+ * A panel not stored by rows needs room for kTileCopy elements more than it holds: whole vectors
+ * are copied, and what is too much is overwritten by the next step's copy.
+ */
+template <typename T>
+void PackA(const Matrix<T>& a, int64_t rows, int64_t depth, int64_t tiles, bool by_rows,
+           T* target, int64_t panel) {
   if (!by_rows) {
     for (int64_t k = 0; k < depth; ++k) {
       const T* source = a.data + k * a.column;
-      for (int64_t i = 0; i < rows; ++i) target[k * rows + i] = source[i];
+      for (int64_t t = 0; t < tiles; ++t) {
+        int64_t top = TileTop(rows, tiles, t), height = TileTop(rows, tiles, t + 1) - top;
+        T* row = target + t * panel + k * height;
+        if (top + kTileCopy<T> <= rows) {
+          std::memcpy(row, source + top, kTileCopy<T> * sizeof(T));
+        } else {
+          for (int64_t i = 0; i < height; ++i) row[i] = source[top + i];
+        }
+      }
     }
     return;
   }
-  for (int64_t i = 0; i < rows; ++i) {
-    T* row = target + i * kPitch<T>;
-    const T* source = a.data + i * a.row;
-    if (a.column == 1) {
-      std::memcpy(row, source, depth * sizeof(T));
-    } else {
-      for (int64_t k = 0; k < depth; ++k) row[k] = source[k * a.column];
+  for (int64_t t = 0; t < tiles; ++t) {
+    int64_t top = TileTop(rows, tiles, t), bottom = TileTop(rows, tiles, t + 1);
+    for (int64_t i = top; i < bottom; ++i) {
+      T* row = target + t * panel + (i - top) * kPitch<T>;
+      const T* source = a.data + i * a.row;
+      if (a.column == 1) {
+        std::memcpy(row, source, depth * sizeof(T));
+      } else {
+        for (int64_t k = 0; k < depth; ++k) row[k] = source[k * a.column];
+      }
     }
   }
 }

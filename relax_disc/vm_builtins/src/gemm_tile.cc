@@ -5,7 +5,7 @@ namespace relax_disc {
 namespace {
 
 template <typename T>
-using TileFunction = void (*)(int64_t, const T*, const T*, const T*, int64_t, T*, int64_t);
+using TileFunction = void (*)(const TileOperands<T>&);
 
 template <typename T, int Vectors, bool ByRows, size_t... R>
 TileFunction<T> Choose(int64_t rows, std::index_sequence<R...>) {
@@ -25,15 +25,11 @@ TileFunction<T> Choose(int64_t rows, int64_t vectors, bool by_rows, std::index_s
 }  // namespace
 
 template <typename T>
-void RunTile(int64_t depth, const T* a, int64_t rows, bool by_rows, const T* b, int64_t vectors,
-             const T* init, int64_t init_pitch, T* c, int64_t c_pitch) {
-  auto tile = Choose<T>(rows, vectors, by_rows, std::make_index_sequence<kTileVectors>{});
-  tile(depth, a, b, init, init_pitch, c, c_pitch);
+void RunTile(int64_t rows, int64_t vectors, bool by_rows, const TileOperands<T>& operands) {
+  Choose<T>(rows, vectors, by_rows, std::make_index_sequence<kTileVectors>{})(operands);
 }
 
-template void RunTile<float>(int64_t, const float*, int64_t, bool, const float*, int64_t,
-                             const float*, int64_t, float*, int64_t);
-template void RunTile<double>(int64_t, const double*, int64_t, bool, const double*, int64_t,
-                              const double*, int64_t, double*, int64_t);
+template void RunTile<float>(int64_t, int64_t, bool, const TileOperands<float>&);
+template void RunTile<double>(int64_t, int64_t, bool, const TileOperands<double>&);
 
 }  // namespace relax_disc

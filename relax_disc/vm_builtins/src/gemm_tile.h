@@ -25,8 +25,8 @@ constexpr int kTileRows = 8;
 constexpr int kTileVectors = 3;
 #endif
 
-/*! \brief Depth of one panel: a B panel of it fills two thirds of a 48 KiB L1 cache. */
-constexpr int kDepth = 256;
+/*! \brief Most steps of k in one panel; of 256, 384 and 512 the fastest over a Llama step. */
+constexpr int kDepth = 384;
 
 template <typename T>
 struct Vector;
@@ -48,20 +48,32 @@ constexpr int kTileColumns = kTileVectors * kLanes<T>;
 template <typename T>
 constexpr int kPitch = kDepth + kLanes<T>;
 
-/*!
- * \brief One register tile: C = init + A * B over `depth` steps.
- *
- * B is [depth, Vectors * lanes], packed; A is [Rows, kPitch] if `ByRows`, else [depth, Rows].
- * `init` is null for zero; its pitch may be 0 (one row for all) and it may be C itself.
- */
+/*! \brief Operands of one register tile: C = (init + A * B) + addend over `depth` steps. */
+template <typename T>
+struct TileOperands {
+  int64_t depth;
+  const T* a;  // by rows: [rows, kPitch]; else [depth, rows], `a_step` apart
+  int64_t a_step;
+  const T* b;  // [depth, vectors * lanes], `b_step` apart
+  int64_t b_step;
+  const T* init;  // null: zero; may be C itself
+  int64_t init_pitch;
+  T* c;
+  int64_t c_pitch;
+  const T* addend;  // null: none
+  int64_t addend_pitch;  // 0: one row for all
+};
+
 template <typename T, int Rows, int Vectors, bool ByRows>
-void Tile(int64_t depth, const T* a, const T* b, const T* init, int64_t init_pitch, T* c,
-          int64_t c_pitch) {
+void Tile(const TileOperands<T>& p) {
   typedef typename Vector<T>::Type V;
   typedef typename Vector<T>::Loose Loose;
   constexpr int L = kLanes<T>;
   V sum[Rows][Vectors];
-  if (init == nullptr) {
+  const T* a = p.a;
+  const T* b = p.b;
+  const int64_t a_step = ByRows ? 1 : p.a_step, b_step = p.b_step;
+  if (p.init == nullptr) {
 #pragma GCC unroll 16
     for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 4
@@ -72,38 +84,46 @@ void Tile(int64_t depth, const T* a, const T* b, const T* init, int64_t init_pit
     for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 4
       for (int j = 0; j < Vectors; ++j) {
-        sum[i][j] = *reinterpret_cast<const Loose*>(init + i * init_pitch + j * L);
+        sum[i][j] = *reinterpret_cast<const Loose*>(p.init + i * p.init_pitch + j * L);
       }
     }
   }
-  for (int64_t k = 0; k < depth; ++k) {
+  for (int64_t k = 0; k < p.depth; ++k) {
     V row[Vectors];
 #pragma GCC unroll 4
-    for (int j = 0; j < Vectors; ++j) row[j] = *reinterpret_cast<const V*>(b + j * L);
+    for (int j = 0; j < Vectors; ++j) row[j] = *reinterpret_cast<const Loose*>(b + j * L);
 #pragma GCC unroll 16
     for (int i = 0; i < Rows; ++i) {
       V value = V{} + (ByRows ? a[i * kPitch<T>] : a[i]);
 #pragma GCC unroll 4
       for (int j = 0; j < Vectors; ++j) sum[i][j] += value * row[j];
     }
-    b += Vectors * L;
-    a += ByRows ? 1 : Rows;
+    b += b_step;
+    a += a_step;
+  }
+  if (p.addend != nullptr) {
+#pragma GCC unroll 16
+    for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 4
+      for (int j = 0; j < Vectors; ++j) {
+        sum[i][j] += *reinterpret_cast<const Loose*>(p.addend + i * p.addend_pitch + j * L);
+      }
+    }
   }
 #pragma GCC unroll 16
   for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 4
-    for (int j = 0; j < Vectors; ++j) *reinterpret_cast<Loose*>(c + i * c_pitch + j * L) = sum[i][j];
+    for (int j = 0; j < Vectors; ++j) {
+      *reinterpret_cast<Loose*>(p.c + i * p.c_pitch + j * L) = sum[i][j];
+    }
   }
 }
 
 /*! \brief Tile<T, rows, vectors, by_rows> chosen at run time; instantiated in gemm_tile.cc. */
 template <typename T>
-void RunTile(int64_t depth, const T* a, int64_t rows, bool by_rows, const T* b, int64_t vectors,
-             const T* init, int64_t init_pitch, T* c, int64_t c_pitch);
-extern template void RunTile<float>(int64_t, const float*, int64_t, bool, const float*, int64_t,
-                                    const float*, int64_t, float*, int64_t);
-extern template void RunTile<double>(int64_t, const double*, int64_t, bool, const double*, int64_t,
-                                     const double*, int64_t, double*, int64_t);
+void RunTile(int64_t rows, int64_t vectors, bool by_rows, const TileOperands<T>& operands);
+extern template void RunTile<float>(int64_t, int64_t, bool, const TileOperands<float>&);
+extern template void RunTile<double>(int64_t, int64_t, bool, const TileOperands<double>&);
 
 }  // namespace relax_disc
 

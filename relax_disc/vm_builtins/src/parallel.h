@@ -21,7 +21,7 @@ int TVMBackendParallelLaunch(int (*task)(int, RelaxDiscParallelEnv*, void*), voi
 
 namespace relax_disc {
 
-/*! \brief Threads that a parallel region uses; set once per process by `threads.py`. */
+/*! \brief Threads that a parallel region uses: all of TVM's pool unless set otherwise. */
 int NumThreads();
 
 namespace detail {

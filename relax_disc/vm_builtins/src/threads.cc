@@ -1,4 +1,5 @@
 // The number of threads of parallel regions.
+#include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/ffi/tvm_ffi.h>
 
@@ -9,16 +10,23 @@
 
 namespace relax_disc {
 
-static std::atomic<int> num_threads{1};
+static std::atomic<int> num_threads{0};
 
-int NumThreads() { return num_threads.load(std::memory_order_relaxed); }
+int NumThreads() {
+  int count = num_threads.load(std::memory_order_relaxed);
+  if (count == 0) {
+    count = tvm::ffi::Function::GetGlobalRequired("runtime.NumThreads")().cast<int>();
+    num_threads = count = std::max(count, 1);
+  }
+  return count;
+}
 
 TVM_FFI_STATIC_INIT_BLOCK() {
   namespace refl = tvm::ffi::reflection;
   refl::GlobalDef()
       .def("relax_disc.cpu.thread_count", []() -> int64_t { return NumThreads(); })
-      .def("relax_disc.cpu.set_thread_count",
-           [](int64_t count) { num_threads = static_cast<int>(std::max<int64_t>(count, 1)); });
+      .def("relax_disc.cpu.set_thread_count",  // up to the size of TVM's pool; 0: all of it
+           [](int64_t count) { num_threads = static_cast<int>(std::max<int64_t>(count, 0)); });
 }
 
 }  // namespace relax_disc
