@@ -36,6 +36,14 @@ def register(name: str, infer_type: InferType, description: str) -> None:
     register_op_attr(name, "FInferType", infer_type)
 
 
+def register_legalization(
+    name: str, legalize: Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
+) -> None:
+    """Let `LegalizeOps` turn calls of the operator ``name`` into kernels by ``legalize``."""
+    tvm.ir._ffi_api.OpResetAttr(Op.get(name), "FLegalize")
+    register_op_attr(name, "FLegalize", legalize)
+
+
 def call(name: str, args: Sequence[relax.Expr], attrs: Mapping[str, object]) -> relax.Call:
     """Build a call of the operator ``name``; its type is inferred when it is emitted."""
     return relax.Call(Op.get(name), list(args), make_node("ir.DictAttrs", **attrs))

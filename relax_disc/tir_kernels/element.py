@@ -6,6 +6,7 @@ values, so that an intermediate that is used twice is computed once and the code
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -277,7 +278,7 @@ def collapse(
             tvm_ffi.structural_walk(index, (tvm.ir.Var, count))
     analyzer = tvm.sym.Analyzer()
     groups = [[axes[0]]] if axes else []
-    for first, second in zip(axes, axes[1:], strict=False):
+    for first, second in itertools.pairwise(axes):
         if _walk_together(first, second, accesses, uses, analyzer):
             groups[-1].append(second)
         else:

@@ -6,6 +6,7 @@ at the seam, the condition is the same for all lanes of a part.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -101,7 +102,7 @@ def segments(expressions: Sequence[Any], inner: Sequence[Axis]) -> list[tuple[in
     ):
         return None
     ordered = sorted(seams)
-    return list(zip(ordered, ordered[1:], strict=False))
+    return list(itertools.pairwise(ordered))
 
 
 def _seams(condition: Any, var: Any) -> list[int] | None:
