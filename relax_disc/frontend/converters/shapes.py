@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import tvm_ffi
 from tvm import relax, te, tirx
 
 from relax_disc.frontend.converters.registry import axes_of, axis_of, converts
@@ -107,15 +106,11 @@ def slice_(
         return x
     axis = axis_of(emitter, x, axis)
     first = _clamped(emitter, start, shape[axis], tirx.IntImm("int64", 0))
-    if isinstance(first, tirx.IntImm) and isinstance(step, int):
-        last = _clamped(emitter, end, shape[axis], shape[axis])
-        result = relax.BlockBuilder().normalize(
-            op.strided_slice(x, [axis], [first], [last], [step])
-        )
-        # Structurally: TVM's own shape inference does not see the ranges of the dims, and would
-        # not match min(length, 128) with length later on.
-        if tvm_ffi.structural_equal(result.ty.shape, relax.ShapeExpr(wanted)):
-            return emitter.emit(op.strided_slice(x, [axis], [first], [last], [step]))
+    # With symbolic bounds TVM infers min(length, 128), without seeing that length is at most that,
+    # and the shape would match nothing later on: then the kernel is written with the traced shape.
+    last = _clamped(emitter, end, shape[axis], shape[axis])
+    if all(isinstance(bound, tirx.IntImm) for bound in (first, last, shape[axis])):
+        return emitter.emit(op.strided_slice(x, [axis], [first], [last], [step]))
 
     def compute(a: Any, first: Any, shape: Any) -> Any:
         def element(*index: Any) -> Any:
