@@ -17,7 +17,11 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
+import relax_disc.ops.cross_entropy  # noqa: F401  registers the operators first
 from relax_disc.ops import registry
+from relax_disc.ops.cross_entropy import REDUCTIONS
+
+_MEAN, _SUM, _NONE = REDUCTIONS
 
 
 class _Rows:
@@ -79,14 +83,14 @@ def _legalize_forward(builder: relax.BlockBuilder, call: relax.Call) -> relax.Ex
     logits_type = registry.tensor_type(call.args[0], "logits", 2)
     dtype = registry.dtype_name(logits_type)
     wide = registry.statistics_dtype(logits_type)
-    none = str(attrs["reduction"]) == "none"
+    reduction = str(attrs["reduction"])
+    none = reduction == _NONE
 
     def row_losses(logits: Any, target: Any, weight: Any | None = None) -> list[Any]:
         return _row_losses(_Rows(logits, target, weight, attrs, wide), dtype if none else wide)
 
     rows = builder.emit_te(row_losses, *call.args, primfunc_name_hint="cross_entropy_rows")
     lse, losses = (builder.emit(relax.TupleGetItem(rows, index)) for index in range(2))
-    reduction = "none" if none else str(attrs["reduction"])
 
     def totals(losses: Any, logits: Any, target: Any, weight: Any | None = None) -> list[Any]:
         parts = _Rows(logits, target, weight, attrs, wide)
@@ -132,11 +136,11 @@ def _row_losses(parts: _Rows, dtype: str) -> list[Any]:
 def _totals(parts: _Rows, losses: Any, reduction: str, dtype: str) -> Any:
     row = te.reduce_axis((0, parts.rows), "row")
     count = te.compute((), lambda: te.sum(parts.counted_weight(row), axis=row), name="count")
-    if reduction == "none":
+    if reduction == _NONE:
         return count
     other = te.reduce_axis((0, parts.rows), "row")
     total = te.compute((), lambda: te.sum(losses[other], axis=other), name="total")
-    if reduction == "mean":
+    if reduction == _MEAN:
         loss = te.compute((), lambda: (total[()] / count[()]).astype(dtype), name="loss")
     else:
         loss = te.compute((), lambda: total[()].astype(dtype), name="loss")
@@ -183,9 +187,9 @@ def _sum_of_weights(weight: Any, wide: str) -> Any:
 
 def _scale(grad_loss: Any, count: Any, reduction: str, wide: str) -> Callable[[Any], Any]:
     """Make the function from a row to the gradient of the loss by that row's loss."""
-    if reduction == "none":
+    if reduction == _NONE:
         return lambda row: grad_loss[row].astype(wide)
-    if reduction == "sum":
+    if reduction == _SUM:
         return lambda row: grad_loss[()].astype(wide)
     return lambda row: grad_loss[()].astype(wide) / count[()].astype(wide)
 
