@@ -1,4 +1,4 @@
-"""What the CPU rules for reductions share: which axes are rows, what is contiguous, the row body."""
+"""What the CPU rules for reductions share: the rows, what is contiguous, the body of a row."""
 
 from __future__ import annotations
 
