@@ -1,0 +1,44 @@
+"""Numpy arrays over the memory of tensors that the runtime passes to library functions."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import numpy as np
+
+
+def array_of(tensor: Any) -> np.ndarray:
+    """View a compact CPU tensor as a writable array that shares its memory.
+
+    Parameters
+    ----------
+    tensor : tvm_ffi.Tensor
+        Any compact tensor with a dtype that numpy knows.
+
+    Returns
+    -------
+    numpy.ndarray
+        Of the tensor's shape and dtype; valid as long as the tensor's memory.
+    """
+    shape = tuple(int(extent) for extent in tensor.shape)
+    dtype = np.dtype(str(tensor.dtype))
+    size = math.prod(shape) * dtype.itemsize
+    if size == 0:
+        return np.empty(shape, dtype)
+    memory = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+def unpack_axes(code: int, rank: int) -> tuple[int, ...]:
+    """Decode a permutation of axes, one hexadecimal digit per axis, first axis first."""
+    return tuple(code >> 4 * (rank - 1 - i) & 15 for i in range(rank))
+
+
+def pack_axes(axes: tuple[int, ...] | list[int]) -> int:
+    """Encode a permutation of at most 15 axes as `unpack_axes` decodes it."""
+    code = 0
+    for axis in axes:
+        code = code << 4 | axis
+    return code

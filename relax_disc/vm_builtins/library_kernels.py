@@ -1,0 +1,122 @@
+"""Library functions that compiled code calls, and their numpy twins.
+
+`install()` makes every function of the list below exist: those of the native library where it can
+be built, else the twins here. The twins are also the oracle of the tests.
+
+============================================ ====================================================
+`relax_disc.cpu.matmul`                      a, b, a_split, b_split, transpose_a, transpose_b, c
+`relax_disc.cpu.matmul_add`                  a, b, addend, (as above), c
+`relax_disc.cpu.batch_matmul`                a, b, a_axes, b_axes, c_axes, c
+`relax_disc.cpu.attention`                   see `library_attention`
+`relax_disc.cpu.attention_masked`            see `library_attention`
+`relax_disc.cpu.attention_backward`          see `library_attention`
+`relax_disc.cpu.attention_backward_masked`   see `library_attention`
+`relax_disc.cpu.embedding_backward`          grad, ids, padding_idx, out
+`relax_disc.cpu.scratch_bytes`               () -> bytes of fixed memory of all native functions
+============================================ ====================================================
+
+All tensors are compact, float32 or float64 alike within a call; results are written into the last.
+A matrix operand of any rank counts its first `split` axes as rows and the others as columns.
+An `axes` code is a permutation, one hexadecimal digit an axis: logical axis i of a batched
+operand is axis `axes[i]` of the tensor as stored; the columns of c must be stored contiguously.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+
+from relax_disc.vm_builtins import library_attention, native, threads
+from relax_disc.vm_builtins.library_arrays import array_of, unpack_axes
+
+
+@functools.cache
+def install() -> bool:
+    """Register every library function, once per process.
+
+    Returns
+    -------
+    bool
+        Whether the functions are the native ones.
+    """
+    threads.configure()
+    if native.load() is not None:
+        return True
+    for name, function in TWINS.items():
+        tvm_ffi.register_global_func(name, function, override=True)
+    return False
+
+
+def matmul(
+    a: Any, b: Any, a_split: int, b_split: int, transpose_a: int, transpose_b: int, c: Any
+) -> None:
+    """Compute c = a' @ b' for matrices a', b' that are a, b or their transposes."""
+    left, right = _as_matrix(a, a_split, transpose_a), _as_matrix(b, b_split, transpose_b)
+    target = array_of(c)
+    target[...] = (left @ right).reshape(target.shape)
+
+
+def matmul_add(
+    a: Any,
+    b: Any,
+    addend: Any,
+    a_split: int,
+    b_split: int,
+    transpose_a: int,
+    transpose_b: int,
+    c: Any,
+) -> None:
+    """Compute c = a' @ b' + addend, which has as many elements as c or as one row of c."""
+    left, right = _as_matrix(a, a_split, transpose_a), _as_matrix(b, b_split, transpose_b)
+    extra, target = array_of(addend), array_of(c)
+    rows = left.shape[0] if extra.size == target.size else 1
+    product = left @ right + extra.reshape(rows, right.shape[1])
+    target[...] = product.reshape(target.shape)
+
+
+def batch_matmul(a: Any, b: Any, a_axes: int, b_axes: int, c_axes: int, c: Any) -> None:
+    """Compute c = a @ b with broadcast batch axes, all three with permuted axes."""
+    left, right, target = (
+        array_of(tensor).transpose(unpack_axes(axes, len(tensor.shape)))
+        for tensor, axes in ((a, a_axes), (b, b_axes), (c, c_axes))
+    )
+    target[...] = left @ right
+
+
+def embedding_backward(grad: Any, ids: Any, padding_idx: int, out: Any) -> None:
+    """Sum rows of `grad` by their id, in order, into `out`; ids equal to `padding_idx` are left."""
+    target, rows = array_of(out), array_of(ids).reshape(-1)
+    values = array_of(grad).reshape(rows.size, target.shape[1])
+    target[...] = 0
+    kept = rows != padding_idx
+    np.add.at(target, rows[kept], values[kept])
+
+
+def scratch_bytes() -> int:
+    """Bytes of memory that the functions hold beside their arguments; 0 for the twins."""
+    return 0
+
+
+def _as_matrix(tensor: Any, split: int, transpose: int) -> np.ndarray:
+    values = array_of(tensor)
+    rows, columns = math.prod(values.shape[:split]), math.prod(values.shape[split:])
+    matrix = values.reshape(rows, columns)
+    return matrix.T if transpose else matrix
+
+
+TWINS: dict[str, Callable[..., Any]] = {
+    "relax_disc.cpu.matmul": matmul,
+    "relax_disc.cpu.matmul_add": matmul_add,
+    "relax_disc.cpu.batch_matmul": batch_matmul,
+    "relax_disc.cpu.attention": library_attention.attention,
+    "relax_disc.cpu.attention_masked": library_attention.attention_masked,
+    "relax_disc.cpu.attention_backward": library_attention.attention_backward,
+    "relax_disc.cpu.attention_backward_masked": library_attention.attention_backward_masked,
+    "relax_disc.cpu.embedding_backward": embedding_backward,
+    "relax_disc.cpu.scratch_bytes": scratch_bytes,
+}
