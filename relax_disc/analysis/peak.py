@@ -2,9 +2,9 @@
 
 While a kernel runs its inputs and all its outputs are live, and its workspace; a tensor dies after
 its last use; graph inputs are live throughout and graph outputs stay to the end.  Where an
-in-place pair allows it and the input dies at that kernel, an output that fits takes the input's
-place and is not counted beside it.  A graph input that is written in place holds its new value
-too.
+in-place pair allows it and the input dies at that kernel, an output of the same size takes the
+input's place and is not counted beside it.  A graph input that is written in place holds its new
+value too.
 """
 
 from __future__ import annotations
@@ -131,14 +131,14 @@ def overlaid_bytes(
 ) -> int:
     """Return the bytes that a kernel's in-place pairs save when the inputs in `dead` die there.
 
-    Pairs are taken in their order; each tensor takes part in at most one, and an output that is
-    larger than the input does not fit in its place.
+    Pairs are taken in their order; each tensor takes part in at most one, and the two must have the
+    same size.
     """
     saved, used = 0, set()
     for source, target in pairs:
         if source not in dead or source in used or target in used:
             continue
-        if int(graph.sizes[target]) <= int(graph.sizes[source]):
+        if graph.sizes[target] == graph.sizes[source]:
             used |= {source, target}
             saved += int(graph.sizes[target])
     return saved
