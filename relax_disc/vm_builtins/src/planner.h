@@ -50,7 +50,8 @@ struct Program {
 };
 
 // Positions in the sequence, both inclusive, during which one version of a tensor occupies
-// [offset, offset + bytes).  The workspace of kernel k is a version with tensor == -1 - k.
+// [offset, offset + bytes); last_use is sequence.size() for a tensor that is there at the end.
+// The workspace of kernel k is a version with tensor == -1 - k.
 struct Version {
   int32_t tensor, created, last_use;
   int64_t offset;

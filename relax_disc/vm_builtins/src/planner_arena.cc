@@ -1,75 +1,72 @@
-// First form of PlanArena: program order, live ranges, best-fit offsets.
+// PlanArena: the fastest program, among the rungs of some chains, that an arena of the budget can
+// hold.  How much arena a rung needs does not depend on the budget, so time is monotone in it.
 #include <algorithm>
 
 #include "planner.h"
+#include "planner_versions.h"
+#include "rematerialization_chain.h"
 
 namespace relax_disc {
 
-int64_t PlanOffsets(const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,
-                    const std::vector<int64_t>& size, int64_t, std::vector<int64_t>* offsets) {
-  const int n = static_cast<int>(size.size());
-  std::vector<int> order(n);
-  for (int i = 0; i < n; ++i) order[i] = i;
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return size[a] > size[b]; });
-  offsets->assign(n, 0);
-  std::vector<int> placed;
-  int64_t height = 0;
-  for (int i : order) {
-    if (size[i] == 0) continue;
-    std::vector<std::pair<int64_t, int64_t>> busy;
-    for (int j : placed) {
-      if (lower[j] < upper[i] && lower[i] < upper[j]) {
-        busy.emplace_back((*offsets)[j], (*offsets)[j] + size[j]);
-      }
-    }
-    std::sort(busy.begin(), busy.end());
-    int64_t at = 0;
-    for (const auto& [begin, end] : busy) {
-      if (begin - at >= size[i]) break;
-      at = std::max(at, end);
-    }
-    (*offsets)[i] = at;
-    height = std::max(height, at + size[i]);
-    placed.push_back(i);
-  }
-  return height;
+namespace {
+
+PlannerGraph Rounded(const PlannerGraph& graph, int64_t alignment) {
+  PlannerGraph result = graph;
+  const auto round = [&](int64_t* bytes) {
+    *bytes = (*bytes + alignment - 1) / alignment * alignment;
+  };
+  for (int64_t& bytes : result.bytes) round(&bytes);
+  for (PlannerOp& op : result.ops) round(&op.workspace);
+  return result;
 }
 
-ArenaPlan PlanArena(const PlannerGraph& graph, int64_t arena_budget, int64_t alignment, int) {
-  ArenaPlan plan;
-  const int n = static_cast<int>(graph.ops.size());
-  auto rounded = [&](int64_t b) { return (b + alignment - 1) / alignment * alignment; };
-  std::vector<char> nowhere(graph.resident);
-  std::vector<int> last(graph.bytes.size(), -1);
-  for (int k = 0; k < n; ++k) {
-    for (int t : graph.ops[k].inputs) last[t] = k;
-    for (int t : graph.ops[k].outputs) last[t] = std::max(last[t], k);
-    for (const auto& pair : graph.ops[k].inplace) {
-      if (graph.resident[pair.first]) nowhere[pair.second] = 1;
-    }
+// Give a plan the timeline's program and its tensors their places.
+void Place(const Model& model, const Timeline& timeline, ArenaPlan* plan) {
+  Buffers buffers = CollectBuffers(model, timeline);
+  std::vector<int64_t> offsets;
+  plan->arena_bytes = PlanOffsets(buffers.lower, buffers.upper, buffers.size, -1, &offsets);
+  plan->versions = std::move(buffers.versions);
+  for (std::size_t i = 0; i < plan->versions.size(); ++i) {
+    plan->versions[i].offset = offsets[buffers.buffer[i]];
   }
-  std::vector<int64_t> lower, upper, size, offsets, live(n + 1, 0);
-  for (int k = 0; k < n; ++k) {
-    plan.sequence.push_back(k);
-    plan.time_ns += graph.ops[k].time_ns;
-    auto add = [&](int t, int end, int64_t bytes) {
-      plan.versions.push_back({t, k, end, 0});
-      lower.push_back(k);
-      upper.push_back(end + 1);
-      size.push_back(rounded(bytes));
-      for (int p = k; p <= std::min(end, n - 1); ++p) live[p] += size.back();
-    };
-    for (int t : graph.ops[k].outputs) {
-      if (!nowhere[t]) add(t, graph.is_output[t] ? n : last[t], graph.bytes[t]);
+  plan->sequence = timeline.Sequence();
+  plan->live_peak_bytes = std::max<int64_t>(0, timeline.Peak());
+  plan->time_ns = timeline.time();
+  plan->feasible = true;
+}
+
+}  // namespace
+
+ArenaPlan PlanArena(const PlannerGraph& graph, int64_t arena_budget, int64_t alignment,
+                    int effort) {
+  Model model(Rounded(graph, alignment));
+  model.resident_bytes = 0;
+  const int64_t bound = LowerBound(model);
+  ArenaPlan best, tried;
+  int64_t least = INT64_MAX;
+  for (const ChainStyle& style : ChainStyles(model, effort)) {
+    // A chain's time only grows: one that is already slower cannot win.
+    const auto hopeless = [&](int64_t time) { return best.feasible && time >= best.time_ns; };
+    if (hopeless(model.base_time)) break;
+    Chain chain(model, style, bound);
+    const Timeline& timeline = chain.search.timeline;
+    bool more = true;
+    for (; more && !hopeless(chain.time()); more = chain.Descend()) {
+      if (timeline.Peak() > arena_budget) continue;
+      if (tried.feasible && tried.sequence == timeline.Sequence()) continue;
+      Place(model, timeline, &tried);
+      least = std::min(least, tried.arena_bytes);
+      if (tried.arena_bytes > arena_budget) continue;
+      best = tried;
+      break;
     }
-    if (graph.ops[k].workspace) add(-1 - k, k, graph.ops[k].workspace);
+    if (more || best.feasible) continue;
+    Place(model, timeline, &tried);  // the last rung, for the report
+    least = std::min(least, tried.arena_bytes);
   }
-  plan.arena_bytes = PlanOffsets(lower, upper, size, -1, &offsets);
-  for (size_t i = 0; i < offsets.size(); ++i) plan.versions[i].offset = offsets[i];
-  plan.live_peak_bytes = *std::max_element(live.begin(), live.end());
-  plan.feasible = plan.arena_bytes <= arena_budget;
-  if (!plan.feasible) plan.least_bytes = plan.arena_bytes;
-  return plan;
+  if (!best.feasible) best.least_bytes = least;
+  best.lower_bound_bytes = bound;
+  return best;
 }
 
 }  // namespace relax_disc
