@@ -68,8 +68,16 @@ def place_results(
                 kernel.inputs.append(target)
         else:
             deferred.append((position, target))
-    for position, target in deferred:
-        replacement[position] = _store_later(table, results[position], target, overwritten)
+    # Old values that are results themselves are saved first: any parameter may be overwritten.
+    saved = [
+        _copy(table, results[position], Storage.ARENA)
+        if table.views[results[position]].buffer in overwritten
+        else results[position]
+        for position, _ in deferred
+    ]
+    for (position, target), source in zip(deferred, saved, strict=True):
+        replacement[position] = _store(table, source, target)
+    _order_writers(table, given)
     if replacement:
         positions = iter(range(len(results)))
         table.result = _replace(table.result, replacement, positions)
@@ -88,7 +96,6 @@ def _can_write(
         later = _descendants(table, maker)
         if any(k in later for k in readers):
             return False
-    kernel.after.update(readers)
     return True
 
 
@@ -109,20 +116,24 @@ def _is_parameter(expr: relax.Expr) -> bool:
     return isinstance(expr, relax.Var | relax.TupleGetItem)
 
 
-def _store_later(table: FunctionTable, leaf: int, target: int, overwritten: set[int]) -> int:
-    """Copy a result over a given tensor once everything has read the old value."""
-    source = leaf
-    if table.views[leaf].buffer in overwritten:
-        source = _copy(table, leaf, Storage.ARENA)  # both may be written: keep the old value
-    view = table.views[source]
+def _store(table: FunctionTable, source: int, target: int) -> int:
+    """Add a kernel that copies a result over a given tensor; return the view of its new value."""
     stored = _copy(table, source, Storage.OVERWRITE, table.buffers[target].given)
-    writer = len(table.kernels) - 1
-    kernel = table.kernels[writer]
+    kernel = table.kernels[-1]
     kernel.recomputable = False
     if target not in kernel.inputs:
         kernel.inputs.append(target)
-    kernel.after.update(k for k in table.readers(target) if k != writer)
-    return table.view(table.views[stored].buffer, view.dtype, view.shape)
+    return stored
+
+
+def _order_writers(table: FunctionTable, given: Mapping[int, int]) -> None:
+    """Put every kernel that overwrites a given tensor after all readers of the old value."""
+    for writer, kernel in enumerate(table.kernels):
+        for buffer in kernel.outputs:
+            entry = table.buffers[buffer]
+            if entry.storage is Storage.OVERWRITE:
+                readers = table.readers(given[entry.given])
+                kernel.after.update(k for k in readers if k != writer)
 
 
 def _copy(table: FunctionTable, source: int, storage: Storage, given: int = -1) -> int:

@@ -6,6 +6,7 @@ import tvm
 from tvm import tirx
 
 from relax_disc.analysis.extract import FunctionTable, KernelCall
+from relax_disc.analysis.inplace import inplace_pairs
 
 
 class KernelFacts:
@@ -47,11 +48,7 @@ class KernelFacts:
             function = self._mod[callee]
             pairs: frozenset[tuple[int, int]] = frozenset()
             if isinstance(function, tirx.PrimFunc):
-                pairs = frozenset(find_inplace_pairs(function))
+                pairs = frozenset(inplace_pairs(function))
             self._pairs[name] = pairs
         return self._pairs[name]
 
-
-def find_inplace_pairs(function: tirx.PrimFunc) -> tuple[tuple[int, int], ...]:
-    """Pairs (input, output) of parameters that may be one buffer; none until proved."""
-    return ()

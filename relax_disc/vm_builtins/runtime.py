@@ -27,7 +27,7 @@ def load() -> bool:
     ):
         tvm_ffi.register_error(kind)
     # After its class, so that errors raised in Python keep their name on the way through C++.
-    tvm_ffi.register_error("MemoryBudgetError", memory_budget_error)  # type: ignore[arg-type]
+    tvm_ffi.register_error("MemoryBudgetError", _BudgetErrorFromText)
     if native.load() is not None:
         return True
     from relax_disc.vm_builtins import runtime_twin
@@ -36,9 +36,11 @@ def load() -> bool:
     return False
 
 
-def memory_budget_error(message: str) -> errors.MemoryBudgetError:
-    """Make the Python error of a C++ one: its numbers are in its message."""
-    least, bound = _LEAST.search(message), _BOUND.search(message)
-    return errors.MemoryBudgetError(
-        message, int(least[1]) if least else 0, int(bound[1]) if bound else 0
-    )
+class _BudgetErrorFromText:
+    """Makes the Python error of a C++ one, whose numbers are in its message."""
+
+    def __new__(cls, message: str) -> errors.MemoryBudgetError:  # type: ignore[misc]
+        least, bound = _LEAST.search(message), _BOUND.search(message)
+        return errors.MemoryBudgetError(
+            message, int(least[1]) if least else 0, int(bound[1]) if bound else 0
+        )

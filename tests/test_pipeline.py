@@ -1,0 +1,118 @@
+"""The whole pipeline against TVM's own, from one build each."""
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.script import ir as I  # noqa: N812
+from tvm.script import relax as R  # noqa: N812
+from tvm.script import tirx as T  # noqa: N812
+
+from relax_disc.vm_builtins.session import Session
+
+TARGET = tvm.target.Target("llvm")
+
+
+@I.ir_module
+class Mixed:
+    """Fused kernels, aliases of a parameter and of a result, tuples, scalars, integers, constants."""
+
+    @R.function
+    def main(
+        x: R.Tensor(("n", 64), "float32"),
+        w: R.Tensor((64, 32), "float32"),
+        pair: R.Tuple(R.Tensor((32,), "float32"), R.Tensor((32,), "float32")),
+    ):
+        n = T.int64()
+        with R.dataflow():
+            hidden = R.nn.relu(R.add(R.matmul(x, w), pair[0]))
+            rows = R.nn.softmax(hidden, axis=-1)
+            flat = R.reshape(rows, (n * 32,))
+            scaled = R.multiply(flat, R.const(2.0, "float32"))
+            count = R.arange(0, n, 1, dtype="int64")
+            halves = R.split(rows, 2, axis=1)
+            total = R.max(halves[0])
+            both = R.concat([halves[1], halves[0]], axis=0)
+            out = (scaled, (total, count), x, R.reshape(x, (n * 64,)), both, pair, flat)
+            R.output(out)
+        return out
+
+    @R.function
+    def second(x: R.Tensor(("m", "k"), "float32")):
+        m = T.int64()
+        k = T.int64()
+        with R.dataflow():
+            y = R.add(x, x)
+            z = R.sum(R.multiply(y, x), axis=1)
+            out = R.reshape(R.tanh(z), (m, 1))
+            R.output(out)
+        return out
+
+    @R.function
+    def branch(flag: R.Tensor((), "bool"), x: R.Tensor(("n",), "float32")) -> R.Tensor(("n",), "float32"):
+        if flag:
+            y = R.add(x, x)
+        else:
+            y = R.multiply(x, x)
+        return y
+
+
+def flat(value):
+    """All arrays of a nested result."""
+    if isinstance(value, tvm.runtime.Tensor):
+        return [value.numpy()]
+    return [array for part in value for array in flat(part)]
+
+
+def tensors(seed, *shapes):
+    generator = np.random.default_rng(seed)
+    return [
+        tvm.runtime.tensor(generator.standard_normal(shape).astype("float32")) for shape in shapes
+    ]
+
+
+@pytest.fixture(scope="module")
+def machines():
+    ours = relax.build(Mixed, TARGET, relax_pipeline="relax_disc")
+    stock = relax.build(Mixed, TARGET, relax_pipeline=relax.get_default_pipeline(TARGET))
+    return tuple(relax.VirtualMachine(executable, tvm.cpu()) for executable in (ours, stock))
+
+
+@pytest.mark.parametrize("n", [1, 7, 64, 3, 200])
+def test_results_equal_the_stock_pipeline(machines, n):
+    x, w, b, c = tensors(n, (n, 64), (64, 32), (32,), (32,))
+    mine, theirs = (flat(machine["main"](x, w, (b, c))) for machine in machines)
+    assert len(mine) == len(theirs)
+    for first, second in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(first, second, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (17, 40)])
+def test_every_function_of_a_module(machines, shape):
+    (x,) = tensors(0, shape)
+    mine, theirs = (machine["second"](x).numpy() for machine in machines)
+    np.testing.assert_allclose(mine, theirs, rtol=2e-6, atol=1e-6)
+    assert Session.of(machines[0], "second").report().dims == shape
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_control_flow_is_left_to_the_stock_passes(machines, flag):
+    (x,) = tensors(0, (5,))
+    mine, theirs = (
+        machine["branch"](tvm.runtime.tensor(np.array(flag)), x).numpy() for machine in machines
+    )
+    np.testing.assert_array_equal(mine, theirs)
+
+
+def test_peak_is_counted_as_it_was_planned(machines):
+    session = Session.of(machines[0], "main")
+    for n in (1, 30, 4):
+        machines[0]["main"](*tensors(n, (n, 64), (64, 32)), tuple(tensors(n, (32,), (32,))))
+        report = session.report()
+        assert report.peak_bytes == report.planned_peak_bytes == session.plan([n]).peak_bytes
+
+
+def test_registered_by_name_and_does_not_change_its_input():
+    before = Mixed.script()
+    relax.build(Mixed, TARGET, relax_pipeline="relax_disc")
+    assert Mixed.script() == before
