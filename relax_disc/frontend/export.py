@@ -122,6 +122,19 @@ def split_example(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
     return (example_inputs,), {}
 
 
+def _distinct(example: Any) -> Any:
+    """Copy a tensor that is given twice: torch.export would read both arguments from the first."""
+    seen: set[int] = set()
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in seen:
+            return tensor.detach().clone()
+        seen.add(id(tensor))
+        return tensor
+
+    return pytree.tree_map_only(torch.Tensor, apart, example)
+
+
 def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Exported:
     """Export a wrapped model.
 
@@ -134,7 +147,7 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
     InputMismatchError
         The arguments do not fit the model.
     """
-    args, kwargs = split_example(example_inputs)
+    args, kwargs = _distinct(split_example(example_inputs))
     try:
         combined = _combine_args(wrapped, args, kwargs)
     except TypeError as error:
