@@ -53,6 +53,7 @@ class TrainingStep(CompiledFunction):
             spec = captured.inputs[group.hyper_input]
             length = int(spec.shape[0])
             self._vectors.append(bind_vector(self._binding, group.hyper_input, length, spec.dtype))
+        self._optimizer = optimizer
         self._torn_versions: list[tuple[torch.Tensor, int]] | None = None
         self._norm: torch.Tensor | None = None
 
@@ -108,6 +109,8 @@ class TrainingStep(CompiledFunction):
         self._mark_written()
         for counter in self._counters:
             counter.advance()
+        # What the wrapper that a learning-rate scheduler puts round optimizer.step would set.
+        self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         kinds = [out.kind for out in self._returned]
         if "norm" in kinds:
             self._norm = flat[kinds.index("norm")]

@@ -28,6 +28,12 @@ class _Slot:
     look: Callable[[], torch.Tensor | None]
     tensor: torch.Tensor
     address: int
+    layout: dict[str, object]
+
+
+def _layout(tensor: torch.Tensor) -> dict[str, object]:
+    """What the compiled program relies on; a tensor object can change it under ``.data =``."""
+    return {"dtype": tensor.dtype, "shape": tuple(tensor.shape), "device": tensor.device}
 
 
 def as_runtime(tensor: torch.Tensor, what: str) -> tvm.runtime.Tensor:
@@ -146,7 +152,8 @@ class Binding:
         if tensor is None:
             raise InputMismatchError(f"{what} does not exist.")
         self.arguments[index] = as_runtime(tensor, what)
-        self._slots.append(_Slot(index, what, look, tensor, tensor.data_ptr()))
+        slot = _Slot(index, what, look, tensor, tensor.data_ptr(), _layout(tensor))
+        self._slots.append(slot)
 
     def _model_tensor(self, spec: InputSpec) -> Callable[[], torch.Tensor | None]:
         *path, leaf = str(spec.target).split(".")
@@ -180,13 +187,11 @@ class Binding:
 
     @staticmethod
     def _check_same(slot: _Slot, tensor: torch.Tensor) -> None:
-        old = slot.tensor
-        for attribute in ("dtype", "shape", "device"):
-            before, now = getattr(old, attribute), getattr(tensor, attribute)
-            if before != now:
+        for what, now in _layout(tensor).items():
+            if now != slot.layout[what]:
                 raise InputMismatchError(
-                    f"{slot.what} changed its {attribute} from {before} to {now} after compiling; "
-                    "compile the step again."
+                    f"{slot.what} changed its {what} from {slot.layout[what]} to {now} after "
+                    "compiling; compile the step again."
                 )
 
     def _check_tying(self) -> None:

@@ -205,7 +205,7 @@ class CompiledFunction:
         finally:
             for place in self._batch_places:
                 arguments[place] = None
-        flat = [outputs] if len(self._returned) == 1 else list(outputs)
+        flat = [outputs] if isinstance(outputs, tvm.runtime.Tensor) else list(outputs)
         return [torch.from_dlpack(tensor) for tensor in flat]
 
     def _extras(self, flat: Sequence[torch.Tensor]) -> Any:

@@ -65,8 +65,10 @@ class StepCounters:
     def _read(self) -> None:
         state = self._optimizer.state
         if not self._counted:
-            if any(state[p].get("momentum_buffer") is None for p in self._parameters):
-                self._first = True
+            empty: dict[str, torch.Tensor] = {}  # reading state[p] would create it
+            self._first |= any(
+                state.get(p, empty).get("momentum_buffer") is None for p in self._parameters
+            )
             return
         tensors = [state[parameter].get("step") for parameter in self._parameters]
         same = len(tensors) == len(self._tensors) and all(

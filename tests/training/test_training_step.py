@@ -1,0 +1,336 @@
+"""A compiled step behaves as an eager step does, and refuses bad input before anything runs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import relax_disc
+from relax_disc.errors import (
+    InputMismatchError,
+    MemoryBudgetError,
+    ShapeRangeError,
+    StepTornError,
+)
+
+
+class Regression(nn.Module):
+    """Mean squared error of a small network over rows of any number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.second = nn.Linear(16, 1)
+
+    def forward(self, x, y):
+        return (self.second(torch.tanh(self.first(x)))[:, 0] - y).pow(2).mean()
+
+
+def batch(rows, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 6, generator=generator), torch.randn(rows, generator=generator)
+
+
+SHAPES = ({0: Dim("rows", min=1, max=64)}, {0: Dim("rows", min=1, max=64)})
+
+
+def make(optimizer_of, seed=0):
+    torch.manual_seed(seed)
+    model = Regression()
+    optimizer = optimizer_of(model)
+    return model, optimizer
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """One AdamW step for the tests that leave it usable."""
+    model, optimizer = make(adamw)
+    return model, optimizer, relax_disc.compile(model, optimizer, batch(4), dynamic_shapes=SHAPES)
+
+
+def eager_step(model, optimizer, args, max_norm=None):
+    optimizer.zero_grad()
+    loss = model(*args)
+    loss.backward()
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    return loss.detach()
+
+
+def twin(model, optimizer_of):
+    other = copy.deepcopy(model)
+    return other, optimizer_of(other)
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, weight_decay=0.1),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, weight_decay=0.1),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9, dampening=0.5),
+    "groups": lambda m: torch.optim.SGD(
+        [{"params": m.first.parameters()}, {"params": m.second.parameters(), "lr": 1e-3}],
+        lr=1e-2,
+        momentum=0.9,
+        nesterov=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_follows_eager_over_shapes_and_steps(kind):
+    model, optimizer = make(OPTIMIZERS[kind])
+    other, other_optimizer = twin(model, OPTIMIZERS[kind])
+    step = relax_disc.compile(model, optimizer, batch(4), dynamic_shapes=SHAPES)
+    for seed, rows in enumerate((1, 64, 5, 2)):
+        loss = step(*batch(rows, seed))
+        expected = eager_step(other, other_optimizer, batch(rows, seed))
+        torch.testing.assert_close(loss, expected, rtol=2e-6, atol=1e-7)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
+    mine, theirs = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
+    assert {k: set(v) for k, v in mine.items()} == {k: set(v) for k, v in theirs.items()}
+    for index, state in theirs.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(mine[index][key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_scheduler_and_loading_take_effect():
+    model, optimizer = make(adamw)
+    other, other_optimizer = twin(model, adamw)
+    step = relax_disc.compile(model, optimizer, batch(4), dynamic_shapes=SHAPES)
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, other_optimizer)]
+    for seed in range(3):
+        step(*batch(7, seed))
+        eager_step(other, other_optimizer, batch(7, seed))
+        for scheduler in schedulers:
+            scheduler.step()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    step(*batch(3, 9))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    again = step(*batch(3, 10))
+    expected = eager_step(other, other_optimizer, batch(3, 10))
+    torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-6)
+    assert int(next(iter(optimizer.state.values()))["step"]) == 4
+
+
+def test_follows_a_moved_parameter(compiled):
+    model, _, step = compiled
+    step(*batch(3))
+    model.first.weight.data = model.first.weight.data.clone()
+    before = model.first.weight.detach().clone()
+    step(*batch(3))
+    assert not torch.equal(before, model.first.weight)
+
+
+def test_raises_the_version_of_what_it_writes(compiled):
+    model, _, step = compiled
+    before = model.first.weight._version
+    step(*batch(3))
+    assert model.first.weight._version > before
+
+
+def test_clips_the_global_norm():
+    model, optimizer = make(adamw)
+    other, other_optimizer = twin(model, adamw)
+    step = relax_disc.compile(model, optimizer, batch(4), dynamic_shapes=SHAPES, max_grad_norm=0.05)
+    for seed in range(3):
+        step(*batch(11, seed))
+        eager_step(other, other_optimizer, batch(11, seed), max_norm=0.05)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=5e-6)
+
+
+BAD = {
+    "rank": (lambda x, y: (x[0], y), InputMismatchError, "rank 2"),
+    "dtype": (lambda x, y: (x.double(), y), InputMismatchError, "float32"),
+    "structure": (lambda x, y: (x,), InputMismatchError, "example_inputs"),
+    "type": (lambda x, y: (x.numpy(), y), InputMismatchError, "torch.Tensor"),
+    "fixed dim": (lambda x, y: (x[:, :5], y), ShapeRangeError, "expected 6"),
+    "too long": (lambda x, y: (x.repeat(40, 1), y.repeat(40)), ShapeRangeError, "1 .. 64"),
+    "empty": (lambda x, y: (x[:0], y[:0]), ShapeRangeError, "1 .. 64"),
+    "contradiction": (lambda x, y: (x, y[:-1]), ShapeRangeError, "rows"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_refuses_bad_input_and_goes_on(compiled, kind):
+    model, optimizer, step = compiled
+    change, error, words = BAD[kind]
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    with pytest.raises(error, match=words):
+        step(*change(*batch(4)))
+    after = (model.state_dict(), optimizer.state_dict()["state"])
+    for name, value in before[0].items():
+        assert torch.equal(value, after[0][name])
+    assert float(before[1][0]["step"]) == float(after[1][0]["step"])
+    assert torch.isfinite(step(*batch(4)))
+
+
+def test_refuses_changed_parameters():
+    model, optimizer = make(adamw)
+    step = relax_disc.compile(model, optimizer, batch(4), dynamic_shapes=SHAPES)
+    model.double()
+    with pytest.raises(InputMismatchError, match="dtype"):
+        step(*batch(4))
+    model.float()
+    step(*batch(4))
+    model.eval()
+    with pytest.raises(InputMismatchError, match=r"train\(\)"):
+        step(*batch(4))
+    model.train()
+    model.first = nn.Linear(6, 16)
+    with pytest.raises(InputMismatchError, match="first"):
+        step(*batch(4))
+
+
+def test_accepts_strided_batches(compiled):
+    _, _, step = compiled
+    x, y = batch(8)
+    assert torch.isfinite(step(x.T.contiguous().T, y))
+    assert torch.isfinite(step(x[1:], y[1:]))
+
+
+def test_budget_holds_or_is_refused(compiled):
+    model, _, step = compiled
+    plan = step.plan(rows=64)
+    with pytest.raises(InputMismatchError, match="float"):
+        step.memory_budget = 0.5
+    step.memory_budget = 1000
+    before = model.first.weight.detach().clone()
+    with pytest.raises(MemoryBudgetError) as caught:
+        step(*batch(64))
+    assert 1000 < caught.value.lower_bound_bytes <= caught.value.least_bytes <= plan.peak_bytes
+    assert torch.equal(before, model.first.weight)
+    step.memory_budget = caught.value.least_bytes
+    assert step.plan(rows=64).fits
+    step(*batch(64))
+    report = step.memory_report()
+    assert report.peak_bytes <= caught.value.least_bytes
+    assert report.peak_bytes == report.planned_peak_bytes
+    assert step.largest("rows") == 64
+    assert step.largest("rows", memory_budget=step.plan(rows=20).peak_bytes) >= 20
+    step.memory_budget = None
+    assert step.plan(rows=64) == plan
+
+
+def test_threads_take_turns(compiled):
+    _, _, step = compiled
+    losses, errors = [], []
+
+    def work(seed):
+        try:
+            losses.append(float(step(*batch(1 + seed, seed))))
+        except Exception as error:  # noqa: BLE001 - reported below
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert len(losses) == 6
+
+
+def test_interrupt_waits_for_the_step(compiled):
+    _, optimizer, step = compiled
+    counts = itertools.count(int(optimizer.state_dict()["state"][0]["step"]))
+    next(counts)
+    original = step._call
+
+    def call(*args):
+        signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    step._call = call
+    with pytest.raises(KeyboardInterrupt):
+        step(*batch(4))
+    step._call = original
+    assert int(optimizer.state_dict()["state"][0]["step"]) == next(counts)
+    assert torch.isfinite(step(*batch(4)))
+
+
+class Tagger(nn.Module):
+    """Cross-entropy of an embedding's linear readout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 8)
+        self.readout = nn.Linear(8, 5)
+
+    def forward(self, ids, labels):
+        return nn.functional.cross_entropy(self.readout(self.table(ids)), labels)
+
+
+def test_refuses_ids_outside_the_vocabulary():
+    torch.manual_seed(0)
+    model = Tagger()
+    rows = Dim("rows", min=1, max=64)
+    ids, labels = torch.arange(6), torch.arange(6) % 5
+    step = relax_disc.compile(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        (ids, labels),
+        dynamic_shapes=({0: rows}, {0: rows}),
+    )
+    with pytest.raises(ShapeRangeError, match=r"ids must be in 0 .. 9"):
+        step(ids + 5, labels)
+    with pytest.raises(ShapeRangeError, match=r"\[3\] is -7"):
+        step(ids, torch.where(torch.arange(6) == 3, -7, labels))
+    ignored = step(ids, torch.where(torch.arange(6) == 3, -100, labels))
+    assert torch.isfinite(ignored)
+
+
+def test_torn_step_asks_for_loading():
+    model, optimizer = make(adamw)
+    step = relax_disc.compile(model, optimizer, batch(4), dynamic_shapes=SHAPES)
+    step(*batch(4))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    original = step._call
+
+    class TornSession:
+        torn = True
+
+        def __getattr__(self, name):
+            return getattr(step_session, name)
+
+    step_session = step._session
+    step._session = TornSession()
+
+    def call(*args):
+        raise RuntimeError("a kernel failed")
+
+    step._call = call
+    with pytest.raises(StepTornError, match="a kernel failed"):
+        step(*batch(4))
+    step._call, step._session = original, step_session
+    with pytest.raises(StepTornError, match="not been loaded"):
+        step(*batch(4))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert torch.isfinite(step(*batch(4)))
+
+
+def test_forward_function_runs_at_every_shape():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).eval()
+    forward = relax_disc.compile_forward(
+        model, (torch.randn(4, 6),), dynamic_shapes=({0: Dim("rows", min=1, max=32)},)
+    )
+    for rows in (1, 32, 7):
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(forward(x), model(x), rtol=1e-5, atol=1e-6)
