@@ -11,10 +11,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import tvm
 from tvm import tirx
 
+from relax_disc.analysis.element import Element, Inliner, rename_axes
 from relax_disc.analysis.loop_stages import (
+    Stage,
     StagedKernel,
+    constant,
+    loads_of,
     read_stages,
     same_expr,
 )
@@ -57,4 +62,93 @@ def _same_layout(source: Any, target: Any) -> bool:
 
 
 def _may_overlay(kernel: StagedKernel, source: Any, target: Any) -> bool:
-    return False
+    stages = kernel.stages
+    writer = next(at for at, stage in enumerate(stages) if stage.buffer.same_as(target))
+    if stages[writer].combiner is not None:
+        return False
+    return _safe_as_it_stands(stages, writer, source) and _safe_inlined(kernel, writer, source)
+
+
+def _reads(expressions: list[Any], source: Any) -> list[Any]:
+    return [load for expr in expressions for load in loads_of(expr) if load.source.same_as(source)]
+
+
+def _safe_as_it_stands(stages: tuple[Stage, ...], writer: int, source: Any) -> bool:
+    """Stage after stage: reads come before, or at the index that is being written."""
+    for at, stage in enumerate(stages):
+        same_block = bool(stage.lets) and stage.lets is stages[writer].lets
+        named = _reads([expr for _, expr in stage.lets], source)
+        own = _reads([stage.value], source)
+        if own and at > writer or named and at > writer and not same_block:
+            return False
+        if (at == writer or same_block) and not _at_written_index(own + named, stages[writer]):
+            return False
+    return True
+
+
+def _at_written_index(reads: list[Any], stage: Stage) -> bool:
+    return all(same_expr(list(load.indices), list(stage.indices)) for load in reads)
+
+
+def _safe_inlined(kernel: StagedKernel, writer: int, source: Any) -> bool:
+    """Element by element or row by row, intermediate values being computed where they are used."""
+    has_reduction = any(stage.combiner is not None for stage in kernel.stages)
+    inliner = Inliner(kernel, inline_outputs=not has_reduction)
+    if not inliner.inlinable:
+        return False
+    written = kernel.stages[writer]
+    remaining = inliner.remaining(kernel)
+    place = next(at for at, stage in enumerate(remaining) if stage is written)
+    for at, stage in enumerate(remaining):
+        element = _on_axes_of(inliner, stage, written)
+        reads = _reads((element or inliner.element(stage)).expressions, source)
+        if not reads:
+            continue
+        if element is None or (has_reduction and at > place):
+            return False
+        if at == place or not has_reduction:
+            if not _at_written_index(reads, written):
+                return False
+        elif not _in_own_row(reads, written, element):
+            return False
+    return True
+
+
+def _on_axes_of(inliner: Inliner, stage: Stage, written: Stage) -> Element | None:
+    """Inline into a stage with its leading large axes renamed to those of the writing stage.
+
+    None when it has more of them or their extents differ.
+    """
+    large = [axis for axis in stage.spatial if constant(axis.extent) != 1]
+    other = [axis for axis in written.spatial if constant(axis.extent) != 1]
+    if len(large) > len(other):
+        return None
+    for axis, like in zip(large, other, strict=False):
+        if not same_expr(axis.extent, like.extent):
+            return None
+    mapping = {axis.var: like.var for axis, like in zip(large, other, strict=False)}
+    for axis, like in zip(stage.spatial, written.spatial, strict=False):
+        if constant(axis.extent) == 1 and constant(like.extent) == 1:
+            mapping[axis.var] = like.var
+    return inliner.element(rename_axes(stage, mapping, stage.axes))
+
+
+def _in_own_row(reads: list[Any], written: Stage, element: Element) -> bool:
+    """Whether an earlier stage of a row reads the source in the row that is written.
+
+    The rows are the large axes of the earlier stage, renamed to the writer's leading ones: each
+    must index the source where it indexes what is written.
+    """
+    large = [axis for axis in element.stage.spatial if constant(axis.extent) != 1]
+    other = [axis for axis in written.spatial if constant(axis.extent) != 1]
+    for row in other[: len(large)]:
+        places = [
+            at
+            for at, index in enumerate(written.indices)
+            if isinstance(index, tvm.ir.Var) and index.same_as(row.var)
+        ]
+        if len(places) != 1:
+            return False
+        if any(not load.indices[places[0]].same_as(row.var) for load in reads):
+            return False
+    return True

@@ -38,7 +38,8 @@ class Axis:
 class Stage:
     """``buffer[indices] = value`` for all axes; with ``combiner``, accumulated from ``init``.
 
-    For a reduction ``value`` is what one step contributes, without the running total.
+    For a reduction ``value`` is what one step contributes, without the running total.  Stages that
+    were stores of one block have the same ``lets``: values named before the first store.
     """
 
     name: str
@@ -48,6 +49,12 @@ class Stage:
     value: Any
     init: Any = None
     combiner: Combiner | None = None
+    lets: tuple[tuple[Any, Any], ...] = ()
+
+    @property
+    def expressions(self) -> list[Any]:
+        """Everything that is evaluated for one element."""
+        return [expr for _, expr in self.lets] + [self.value]
 
     @property
     def spatial(self) -> tuple[Axis, ...]:
@@ -129,10 +136,10 @@ def read_stages(func: tirx.PrimFunc) -> StagedKernel | None:
     statements = block.body.seq if isinstance(block.body, tirx.SeqStmt) else [block.body]
     stages = []
     for statement in statements:
-        stage = _read_stage(statement)
-        if stage is None:
+        read = _read_nest(statement)
+        if read is None:
             return None
-        stages.append(stage)
+        stages += read
     written = {stage.buffer for stage in stages}
     if len(written) != len(stages):
         return None
@@ -148,7 +155,8 @@ def read_stages(func: tirx.PrimFunc) -> StagedKernel | None:
     )
 
 
-def _read_stage(statement: Any) -> Stage | None:
+def _read_nest(statement: Any) -> list[Stage] | None:
+    """Read one loop nest round one block: a stage for each store."""
     loops: list[Any] = []
     while isinstance(statement, tirx.For):
         if statement.kind != tirx.ForKind.SERIAL or constant(statement.min) != 0:
@@ -160,32 +168,60 @@ def _read_stage(statement: Any) -> Stage | None:
     if not isinstance(statement, s_tir.SBlockRealize) or constant(statement.predicate) != 1:
         return None
     block = statement.block
-    if block.alloc_buffers or block.match_buffers or not isinstance(block.body, tirx.BufferStore):
+    if block.alloc_buffers or block.match_buffers:
         return None
     axes = _read_axes(block, statement.iter_values, loops)
     if axes is None:
         return None
+    if any(axis.is_reduction for axis in axes):
+        stage = _read_reduction(block, axes)
+        return None if stage is None else [stage]
+    return _read_stores(block, axes) if block.init is None else None
+
+
+def _read_reduction(block: Any, axes: tuple[Axis, ...]) -> Stage | None:
     store = block.body
-    common = {"name": block.name_hint, "axes": axes, "buffer": store.buffer}
-    if not any(axis.is_reduction for axis in axes):
-        if block.init is not None or any(
-            load.source.same_as(store.buffer) for load in loads_of(store.value)
-        ):
-            return None
-        return Stage(**common, indices=tuple(store.indices), value=store.value)
-    if not isinstance(block.init, tirx.BufferStore):
+    if not isinstance(store, tirx.BufferStore) or not isinstance(block.init, tirx.BufferStore):
         return None
     combined = _split_update(store)
     if combined is None:
         return None
     combiner, value = combined
     return Stage(
-        **common,
+        name=block.name_hint,
+        axes=axes,
+        buffer=store.buffer,
         indices=tuple(store.indices),
         value=value,
         init=block.init.value,
         combiner=combiner,
     )
+
+
+def _read_stores(block: Any, axes: tuple[Axis, ...]) -> list[Stage] | None:
+    """Read named values followed by stores, none of which is read again in the block."""
+    body = block.body.seq if isinstance(block.body, tirx.SeqStmt) else [block.body]
+    lets = tuple((item.var, item.value) for item in body if isinstance(item, tirx.Bind))
+    stores = body[len(lets) :]
+    if any(isinstance(item, tirx.Bind) for item in stores) or not all(
+        isinstance(item, tirx.BufferStore) for item in stores
+    ):
+        return None
+    written = {store.buffer for store in stores}
+    evaluated = [expr for _, expr in lets] + [store.value for store in stores]
+    if any(load.source in written for expr in evaluated for load in loads_of(expr)):
+        return None
+    return [
+        Stage(
+            name=block.name_hint if len(stores) == 1 else f"{block.name_hint}_{position}",
+            axes=axes,
+            buffer=store.buffer,
+            indices=tuple(store.indices),
+            value=store.value,
+            lets=lets,
+        )
+        for position, store in enumerate(stores)
+    ]
 
 
 def _read_axes(block: Any, iter_values: Any, loops: list[Any]) -> tuple[Axis, ...] | None:

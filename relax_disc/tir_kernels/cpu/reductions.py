@@ -19,7 +19,7 @@ from relax_disc.analysis.loop_stages import (
     same_expr,
 )
 from relax_disc.tir_kernels.cpu.elementwise import emit_element, emit_row, unit_mapping
-from relax_disc.tir_kernels.element import Element, Inliner, collapse, substitute
+from relax_disc.analysis.element import Element, Inliner, collapse, rename_axes
 from relax_disc.tir_kernels.flat import FlatBuffers, index_const
 from relax_disc.tir_kernels.hoist import hoist
 from relax_disc.tir_kernels.loops import (
@@ -86,15 +86,8 @@ def _on_rows(stage: Stage, rows: Sequence[Axis]) -> Stage | None:
             return None
     mapping = {axis.var: row.var for axis, row in zip(large, rows, strict=False)}
     renamed = {axis.var: row for axis, row in zip(large, rows, strict=False)}
-    return Stage(
-        name=stage.name,
-        axes=tuple(renamed.get(axis.var, axis) for axis in stage.axes),
-        buffer=stage.buffer,
-        indices=tuple(substitute(index, mapping) for index in stage.indices),
-        value=substitute(stage.value, mapping),
-        init=stage.init,
-        combiner=stage.combiner,
-    )
+    axes = tuple(renamed.get(axis.var, axis) for axis in stage.axes)
+    return rename_axes(stage, mapping, axes)
 
 
 def _reads_own_row(load: Any, writer: Stage, row_vars: list[Any]) -> bool:

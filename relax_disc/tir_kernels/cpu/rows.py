@@ -22,7 +22,7 @@ from relax_disc.tir_kernels.cpu.reductions import (
     read_rows,
     reads_along,
 )
-from relax_disc.tir_kernels.element import Element, collapse
+from relax_disc.analysis.element import Element, collapse
 from relax_disc.tir_kernels.flat import FlatBuffers, product
 from relax_disc.tir_kernels.loops import with_body
 

@@ -23,7 +23,7 @@ from relax_disc.tir_kernels.cpu.reductions import (
     reduction_lanes,
 )
 from relax_disc.tir_kernels.cpu.rows import finished_stage, with_totals
-from relax_disc.tir_kernels.element import Element, collapse
+from relax_disc.analysis.element import Element, collapse
 from relax_disc.tir_kernels.flat import FlatBuffers, as_index, index_const, product
 from relax_disc.tir_kernels.hoist import hoist
 from relax_disc.tir_kernels.loops import (

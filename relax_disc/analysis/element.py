@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tvm
@@ -118,7 +118,7 @@ class Inliner:
     def __init__(self, kernel: StagedKernel, *, inline_outputs: bool) -> None:
         local = set(kernel.local)
         self._producers = {
-            stage.buffer: stage
+            stage.buffer: _without_lets(stage) if stage.buffer in local else stage
             for stage in kernel.stages
             if stage.combiner is None and (inline_outputs or stage.buffer in local)
         }
@@ -152,15 +152,26 @@ def _rename(stage: Stage, like: Stage) -> Stage:
     if stage is like:
         return stage
     mapping = {axis.var: other.var for axis, other in zip(stage.axes, like.axes, strict=True)}
-    return Stage(
-        name=stage.name,
-        axes=like.axes,
-        buffer=stage.buffer,
+    return rename_axes(stage, mapping, like.axes)
+
+
+def rename_axes(stage: Stage, mapping: Mapping[Any, Any], axes: tuple[Axis, ...]) -> Stage:
+    """Replace variables throughout a stage, whose axes are ``axes`` from then on."""
+    return replace(
+        stage,
+        axes=axes,
         indices=tuple(substitute(index, mapping) for index in stage.indices),
         value=substitute(stage.value, mapping),
-        init=stage.init,
-        combiner=stage.combiner,
+        lets=tuple((var, substitute(expr, mapping)) for var, expr in stage.lets),
     )
+
+
+def _without_lets(stage: Stage) -> Stage:
+    """Write out the named values of a stage where they are used."""
+    mapping: dict[Any, Any] = {}
+    for var, expr in stage.lets:
+        mapping[var] = substitute(expr, mapping)
+    return replace(stage, value=substitute(stage.value, mapping), lets=())
 
 
 class _ElementBuilder:
@@ -169,12 +180,17 @@ class _ElementBuilder:
     def __init__(self, producers: Mapping[Any, Stage]) -> None:
         self._producers = producers
         self._known: dict[Any, Any] = {}
+        self._bound: dict[Any, Any] = {}
         self._lets: list[tuple[Any, Any]] = []
         self._guards = 0
 
     def build(self, stage: Stage) -> Element:
         start = len(self._lets)
-        value = self._run(stage.value)
+        for var, expr in stage.lets:
+            if var not in self._bound:
+                named = self._run(substitute(expr, self._bound))
+                self._bound[var] = self._name(str(var.name), named)
+        value = self._run(substitute(stage.value, self._bound))
         if stage.combiner is None and stage.buffer in self._producers:
             key = (stage.buffer, tvm_ffi.StructuralKey(list(stage.indices)))
             if key not in self._known:
@@ -211,7 +227,7 @@ class _ElementBuilder:
         mapping = axis_mapping(producer, indices)
         if mapping is None:
             raise AssertionError(f"{producer.name} cannot be inlined")
-        value = self._run(substitute(producer.value, mapping))
+        value = self._run(substitute(_without_lets(producer).value, mapping))
         if self._guards:
             return value
         self._known[key] = value = self._name(producer.name, value)
