@@ -12,6 +12,7 @@ from tvm import relax
 from tvm.ir.transform import Pass
 
 from relax_disc.transform.plan_arena import PlanArena
+from relax_disc.transform.schedule_kernels import ScheduleKernels
 from relax_disc.vm_builtins import runtime
 
 
@@ -23,11 +24,14 @@ class PipelineOptions:
     ----------
     fuse : bool
         Fuse element-wise operators into one kernel.
+    schedule_kernels : bool
+        Give kernels loops for the target; off: as they were legalized, serial.
     plan_arena : bool
         Plan the memory of each call at entry; off: TVM's own memory planning.
     """
 
     fuse: bool = True
+    schedule_kernels: bool = True
     plan_arena: bool = True
 
 
@@ -61,6 +65,7 @@ def passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
         *library_passes(target),
         *legalize_passes(target, options),
         *alias_passes(),
+        *(kernel_passes(target) if options.schedule_kernels else []),
         *(memory_passes() if options.plan_arena else []),
         *leftover_passes(),
         *finalize_passes(),
@@ -87,6 +92,11 @@ def alias_passes() -> list[Pass]:
         relax.transform.RemovePurityChecking(),
         relax.transform.CanonicalizeBindings(),
     ]
+
+
+def kernel_passes(target: tvm.target.Target) -> list[Pass]:
+    """Parallel, vectorised loops."""
+    return [ScheduleKernels(target)]
 
 
 def memory_passes() -> list[Pass]:
