@@ -109,11 +109,12 @@ def live_trace(graph: TensorGraph, order: Sequence[int] | None = None) -> np.nda
     else:
         check_order(graph, order)
     ranges = live_ranges(graph, order)
+    sizes = [int(size) for size in graph.sizes]
     change = np.zeros(len(graph.kernels) + 1, dtype=np.int64)
     dies_at = {}
     for live in ranges:
-        change[live.first] += graph.sizes[live.tensor]
-        change[live.last_use + 1 if graph.kernels else 0] -= graph.sizes[live.tensor]
+        change[live.first] += sizes[live.tensor]
+        change[live.last_use + 1 if graph.kernels else 0] -= sizes[live.tensor]
         dies_at[live.tensor] = live.last_use
     keep = frozenset(graph.inputs) | frozenset(graph.outputs)
     trace = np.cumsum(change[:-1])
@@ -121,26 +122,28 @@ def live_trace(graph: TensorGraph, order: Sequence[int] | None = None) -> np.nda
         kernel = graph.kernels[index]
         trace[step] += kernel.workspace_bytes
         if kernel.inplace:
-            dead = {t for t in kernel.inputs if dies_at.get(t) == step and t not in keep}
-            trace[step] -= overlaid_bytes(graph, kernel.inplace, dead)
+            dead = [
+                (source, target)
+                for source, target in kernel.inplace
+                if dies_at.get(source) == step and source not in keep
+            ]
+            trace[step] -= overlaid_bytes(sizes, dead)
     return trace
 
 
-def overlaid_bytes(
-    graph: TensorGraph, pairs: Sequence[tuple[int, int]], dead: set[int] | frozenset[int]
-) -> int:
-    """Return the bytes that a kernel's in-place pairs save when the inputs in `dead` die there.
+def overlaid_bytes(sizes: Sequence[int], pairs: Sequence[tuple[int, int]]) -> int:
+    """Return the bytes that in-place pairs save at a kernel at which all their inputs die.
 
     Pairs are taken in their order; each tensor takes part in at most one, and the two must have the
     same size.
     """
-    saved, used = 0, set()
+    saved, sources, targets = 0, set(), set()
     for source, target in pairs:
-        if source not in dead or source in used or target in used:
+        if source in sources or target in targets or sizes[source] != sizes[target]:
             continue
-        if graph.sizes[target] == graph.sizes[source]:
-            used |= {source, target}
-            saved += int(graph.sizes[target])
+        sources.add(source)
+        targets.add(target)
+        saved += sizes[target]
     return saved
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from relax_disc.analysis.peak import overlaid_bytes
 from relax_disc.analysis.tensor_graph import TensorGraph, evaluate_sizes
 
 
@@ -81,9 +82,7 @@ def _transposed(rows: Sequence[Sequence[int]], columns: int) -> list[list[int]]:
     return result
 
 
-def problem_of(
-    graph: TensorGraph, shapes: Sequence[Mapping[str, int]] = ({},)
-) -> ScheduleProblem:
+def problem_of(graph: TensorGraph, shapes: Sequence[Mapping[str, int]] = ({},)) -> ScheduleProblem:
     """Return the scheduling problem of a graph at some shapes.
 
     Parameters
@@ -114,6 +113,7 @@ def problem_of(
             renamed[tensor] = len(renamed)
         else:
             extra[:, producer] += size[:, tensor]
+    rows = size.tolist()
     touch, need, pair = [], [], []
     for index, kernel in enumerate(graph.kernels):
         tensors = {*kernel.inputs, *kernel.outputs}
@@ -126,7 +126,7 @@ def problem_of(
             if source in renamed and source not in keep
         ]
         if all(len(readers[source]) == 1 for source, _ in open_pairs):
-            extra[:, index] -= _certain_saving(size, open_pairs)
+            extra[:, index] -= [overlaid_bytes(row, open_pairs) for row in rows]
             open_pairs = []
         pair.append([(renamed[a], renamed[b]) for a, b in open_pairs if b in renamed])
     tensors = list(renamed)
@@ -140,18 +140,6 @@ def problem_of(
         extra=extra.tolist(),
         base=base.tolist(),
     )
-
-
-def _certain_saving(size: np.ndarray, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return, per point, what pairs save whose inputs all die at the kernel."""
-    saving = np.zeros(len(size), dtype=np.int64)
-    for point, row in enumerate(size):
-        used: set[int] = set()
-        for source, target in pairs:
-            if source not in used and target not in used and row[source] == row[target]:
-                used |= {source, target}
-                saving[point] += row[target]
-    return saving
 
 
 def rescaled(
@@ -248,12 +236,41 @@ def peak_of(
                 continue
             during = live + extra[op]
             if problem.pair[op]:
-                used: set[tuple[str, int]] = set()
-                for source, target in problem.pair[op]:
-                    keys = {("source", source), ("target", target)}
-                    if last[source] == step and size[source] == size[target] and not keys & used:
-                        used |= keys
-                        during -= size[target]
+                dead = [pair for pair in problem.pair[op] if last[pair[0]] == step]
+                during -= overlaid_bytes(size, dead)
             if during > best[0]:
                 best = (during, op, point)
     return best
+
+
+def peaks_at_points(problem: ScheduleProblem, order: Sequence[int]) -> list[int]:
+    """Return the most live bytes of an order at each point."""
+    if problem.ops == 0:
+        return list(problem.base)
+    position = np.empty(problem.ops, dtype=np.int64)
+    position[np.asarray(order, dtype=np.int64)] = np.arange(problem.ops)
+    buffers = len(problem.ready)
+    lengths = [len(users) for users in problem.users]
+    starts = np.zeros(buffers + 1, dtype=np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    steps = position[np.fromiter((op for users in problem.users for op in users), dtype=np.int64)]
+    if buffers:
+        first = np.where(problem.ready, 0, np.minimum.reduceat(steps, starts[:-1]))
+        last = np.where(problem.stays, problem.ops, np.maximum.reduceat(steps, starts[:-1]))
+    else:
+        first = last = np.zeros(0, dtype=np.int64)
+    paired = [op for op in range(problem.ops) if problem.pair[op]]
+    peaks = []
+    for size, extra, base in zip(problem.size, problem.extra, problem.base, strict=True):
+        change = np.zeros(problem.ops + 2, dtype=np.int64)
+        sizes = np.array(size, dtype=np.int64)
+        np.add.at(change, first, sizes)
+        np.subtract.at(change, last + 1, sizes)
+        live = base + np.cumsum(change[: problem.ops])
+        live += np.array(extra, dtype=np.int64)[np.asarray(order, dtype=np.int64)]
+        for op in paired:
+            step = int(position[op])
+            dead = [pair for pair in problem.pair[op] if last[pair[0]] == step]
+            live[step] -= overlaid_bytes(size, dead)
+        peaks.append(int(live.max()))
+    return peaks

@@ -22,9 +22,7 @@ from relax_disc.analysis.schedule_problem import ScheduleProblem
 
 def list_order(problem: ScheduleProblem, point: int, *, reverse: bool = False) -> list[int]:
     """Return the list schedule by least growth of live bytes; ties by program order."""
-    need, following = (
-        (problem.next, problem.need) if reverse else (problem.need, problem.next)
-    )
+    need, following = (problem.next, problem.need) if reverse else (problem.need, problem.next)
     stays = problem.ready if reverse else problem.stays
     seen = list(problem.stays if reverse else problem.ready)
     size = problem.size[point]

@@ -2,15 +2,15 @@
 
 The method.  While op i runs, what is live is no less than one minimum cut (see `min_cut`), in any
 order.  So the cut at the op where an order peaks either equals the peak, and then the order is
-optimal, or its two sides say which ops to run before i and after i to do better there.  Each side is
-a problem of the same kind: solve it, starting from list schedules in both directions and a
-depth-first order, and join.  Where a side cannot be brought below the peak, the op that blocks it is
-forced to the other side of the cut, and the cut is made anew.
+optimal, or its two sides say which ops to run before i and after i to do better there.  Each side
+is a problem of the same kind: solve it, starting from list schedules in both directions and a
+depth-first order, and join.  Where a side cannot be brought below the peak, the op that blocks it
+is forced to the other side of the cut, and the cut is made anew.
 
-On large irregular graphs one bad split high up spoils everything below.  So the whole is improved in
-windows first: a window of steps around the peak is a problem of the same kind too, and whatever
-order it gets, the steps outside are not affected.  Windows grow from 17 steps to the whole program;
-where none helps the whole is split.
+On large irregular graphs one bad split high up spoils everything below.  So the whole is improved
+in windows first: a window of steps around the peak is a problem of the same kind too, and whatever
+order it gets, the steps outside are not affected.  Windows grow from 17 steps to the whole
+program; where none helps the whole is split.
 
 Sizes are known at several points; the peak to be minimised is the greatest over the points.
 
@@ -335,9 +335,7 @@ class _Search:
         for source in dict.fromkeys(source for source, _ in pairs):
             # The output takes the source's place only where all other users of it run before.
             last = [(user, Side.BEFORE) for user in problem.users[source] if user != op]
-            cut = self._counted(
-                least_cut(problem, point, op, late=late, force=[*force, *last])
-            )
+            cut = self._counted(least_cut(problem, point, op, late=late, force=[*force, *last]))
             if cut is not None and cut.bytes - saving < best.bytes:
                 best = Cut(cut.bytes - saving, cut.done, cut.work)
         return best
