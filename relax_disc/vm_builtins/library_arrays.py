@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def unpack_axes(code: int, rank: int) -> tuple[int, ...]:
     return tuple(code >> 4 * (rank - 1 - i) & 15 for i in range(rank))
 
 
-def pack_axes(axes: tuple[int, ...] | list[int]) -> int:
+def pack_axes(axes: Sequence[int]) -> int:
     """Encode a permutation of at most 15 axes as `unpack_axes` decodes it."""
     code = 0
     for axis in axes:

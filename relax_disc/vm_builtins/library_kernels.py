@@ -45,11 +45,11 @@ def install() -> bool:
         Whether the functions are the native ones.
     """
     threads.configure()
-    if native.load() is not None:
-        return True
+    is_native = native.load() is not None
     for name, function in TWINS.items():
-        tvm_ffi.register_global_func(name, function, override=True)
-    return False
+        if tvm_ffi.get_global_func(name, allow_missing=True) is None:
+            tvm_ffi.register_global_func(name, function)
+    return is_native
 
 
 def matmul(

@@ -1,0 +1,200 @@
+"""See the tensor that is stored behind permutations and reshapes of an operand.
+
+A library function that takes strides needs no transposed copy: what it gets is the tensor as
+stored, and the permutation as a flag. The copies that nothing uses any more are dead code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax, tirx
+from tvm.sym.analyzer import Analyzer
+
+from relax_disc.ops import registry
+
+Definition = Callable[[relax.Expr], relax.Expr]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixView:
+    """A stored tensor read as a matrix.
+
+    Attributes
+    ----------
+    tensor : relax.Expr
+        The tensor as stored.
+    split : int
+        Its first `split` axes are the rows, the others the columns.
+    transposed : bool
+        Whether the operand is the transpose of that matrix.
+    """
+
+    tensor: relax.Expr
+    split: int
+    transposed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PermutedView:
+    """A stored tensor with its axes permuted: logical axis i is stored axis `axes[i]`."""
+
+    tensor: relax.Expr
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """Who computes and who uses each variable of a function.
+
+    Attributes
+    ----------
+    definitions : dict
+        Expression that each variable is bound to.
+    users : dict
+        For each variable the bindings that use it, as (bound variable, value); the function's
+        result counts as a user, bound to None.
+    """
+
+    definitions: dict[relax.Var, relax.Expr]
+    users: dict[relax.Var, list[tuple[relax.Var | None, relax.Expr]]]
+
+    @staticmethod
+    def of(function: relax.Function) -> Uses:
+        """Collect the uses in a function."""
+        uses = Uses({}, {})
+
+        def note(variable: relax.Var | None, value: relax.Expr) -> None:
+            def visit(node: relax.Expr) -> None:
+                if isinstance(node, relax.Var):
+                    uses.users.setdefault(node, []).append((variable, value))
+
+            relax.analysis.post_order_visit(value, visit)
+
+        def visit(node: relax.Expr) -> None:
+            if isinstance(node, relax.SeqExpr):
+                for block in node.blocks:
+                    for binding in block.bindings:
+                        uses.definitions[binding.var] = binding.value
+                        note(binding.var, binding.value)
+                note(None, node.body)
+
+        relax.analysis.post_order_visit(function, visit)
+        return uses
+
+    def users_of(self, variable: relax.Var | None) -> list[tuple[relax.Var | None, relax.Expr]]:
+        """Users of a variable; of None, which stands for the result, there are none."""
+        return [] if variable is None else self.users.get(variable, [])
+
+
+def definition(expr: relax.Expr, builder: relax.BlockBuilder) -> relax.Expr:
+    """Follow variables, and elements of tuples that are written out, to what computes them."""
+    while True:
+        if isinstance(expr, relax.Var):
+            value = builder.lookup_binding(expr)
+            if value is None:
+                return expr
+            expr = value
+        elif isinstance(expr, relax.TupleGetItem):
+            whole = definition(expr.tuple_value, builder)
+            if not isinstance(whole, relax.Tuple):
+                return expr
+            expr = whole.fields[expr.index]
+        else:
+            return expr
+
+
+def is_call_of(expr: relax.Expr, name: str) -> bool:
+    """Whether an expression calls the operator `name`."""
+    return isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == name
+
+
+def permutation_of(call: relax.Call) -> tuple[int, ...]:
+    """Axes of a `permute_dims` call; all axes reversed when it names none."""
+    rank = len(extents_of(call.args[0]))
+    axes = call.attrs.axes
+    if axes is None:
+        return tuple(reversed(range(rank)))
+    return tuple(int(axis) % rank for axis in axes)
+
+
+def extents_of(expr: relax.Expr) -> list[tvm.ir.Expr]:
+    """Extents of a tensor expression of known shape."""
+    return registry.extents(registry.tensor_type(expr, "an operand"))
+
+
+def matrix_view(
+    expr: relax.Expr, rows: int, definition: Definition, analyzer: Analyzer
+) -> MatrixView:
+    """Read an operand as a matrix, its first `rows` axes as rows, through copies that only move.
+
+    Parameters
+    ----------
+    expr : relax.Expr
+        An operand of known shape.
+    rows : int
+        Number of axes that are rows.
+    definition : callable
+        Maps a variable to the expression bound to it, others to themselves.
+    analyzer : Analyzer
+        Proves that shapes agree.
+    """
+    transposed = False
+    while True:
+        value = definition(expr)
+        if is_call_of(value, "relax.permute_dims"):
+            axes = permutation_of(value)
+            columns = len(axes) - rows
+            if axes != (*range(columns, len(axes)), *range(columns)):
+                break  # not a swap of all rows with all columns
+            expr, rows, transposed = value.args[0], columns, not transposed
+        elif is_call_of(value, "relax.reshape"):
+            split = _same_split(expr, rows, value.args[0], analyzer)
+            if split is None:
+                break
+            expr, rows = value.args[0], split
+        else:
+            break
+    return MatrixView(expr, rows, transposed)
+
+
+def permuted_view(expr: relax.Expr, definition: Definition) -> PermutedView:
+    """Read an operand through permutations of its axes."""
+    axes = tuple(range(len(extents_of(expr))))
+    while is_call_of(value := definition(expr), "relax.permute_dims"):
+        inner = permutation_of(value)
+        axes = tuple(inner[axis] for axis in axes)
+        expr = value.args[0]
+    return PermutedView(expr, axes)
+
+
+def same_shape(left: relax.Expr, right: relax.Expr, analyzer: Analyzer) -> bool:
+    """Whether two tensors provably have the same shape."""
+    a, b = extents_of(left), extents_of(right)
+    return len(a) == len(b) and all(
+        analyzer.can_prove_equal(x, y) for x, y in zip(a, b, strict=True)
+    )
+
+
+def _same_split(
+    reshaped: relax.Expr, rows: int, source: relax.Expr, analyzer: Analyzer
+) -> int | None:
+    """Number of axes of `source` that make up the same rows, None if none do."""
+    target, stored = extents_of(reshaped), extents_of(source)
+    wanted = _product(target[:rows])
+    columns = _product(target[rows:])
+    for split in range(len(stored) + 1):
+        if analyzer.can_prove_equal(_product(stored[:split]), wanted):
+            # With an extent of zero the rows alone would not settle the columns.
+            if analyzer.can_prove_equal(_product(stored[split:]), columns):
+                return split
+    return None
+
+
+def _product(extents: Sequence[tvm.ir.Expr]) -> tvm.ir.Expr:
+    result: tvm.ir.Expr = tirx.const(1, "int64")
+    for extent in extents:
+        result = result * extent
+    return result

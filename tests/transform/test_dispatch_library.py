@@ -1,0 +1,241 @@
+"""Operators become library calls, with copies of operands folded into strides."""
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
+
+from relax_disc import ops
+from relax_disc.transform.dispatch_library import DispatchLibrary
+
+LLVM = tvm.target.Target("llvm")
+
+
+def library_calls(mod):
+    """Names and constant arguments of the library calls of main, and other operators' names."""
+    calls, others = [], []
+    for block in mod["main"].body.blocks:
+        for binding in block.bindings:
+            value = binding.value
+            if not isinstance(value, relax.Call):
+                continue
+            if value.op.name == "relax.call_dps_packed":
+                fields = value.args[1].fields
+                numbers = [int(x) for x in fields if isinstance(x, tvm.tirx.IntImm)]
+                calls.append((value.args[0].global_symbol.removeprefix("relax_disc.cpu."), numbers))
+            else:
+                others.append(value.op.name.removeprefix("relax."))
+    return calls, others
+
+
+def run(mod, *arrays, target="llvm"):
+    machine = relax.VirtualMachine(relax.build(mod, target), tvm.cpu())
+    result = machine["main"](*[tvm.runtime.tensor(array) for array in arrays])
+    return [x.numpy() for x in result] if not hasattr(result, "numpy") else [result.numpy()]
+
+
+def agrees(mod, shapes, rtol=1e-5):
+    generator = np.random.default_rng(0)
+    dtypes = [str(x.ty.dtype.dtype) for x in mod["main"].params]
+    arrays = [
+        generator.standard_normal(shape).astype(dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    dispatched = run(DispatchLibrary(LLVM)(mod), *arrays)
+    for ours, theirs in zip(dispatched, run(mod, *arrays), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=rtol * np.abs(theirs).max())
+
+
+@I.ir_module
+class Projections:
+    @R.function
+    def main(
+        x: R.Tensor(("b", "t", 8), "float32"),
+        w: R.Tensor((6, 8), "float32"),
+        bias: R.Tensor((6,), "float32"),
+        residual: R.Tensor(("b", "t", 6), "float32"),
+    ):
+        b = T.int64()
+        t = T.int64()
+        with R.dataflow():
+            flat = R.reshape(x, R.shape([b * t, 8]))
+            y = R.reshape(R.matmul(flat, R.permute_dims(w)), R.shape([b, t, 6]))
+            biased = R.add(R.matmul(x, R.permute_dims(w)), bias)
+            z = R.add(residual, y)
+            dw = R.matmul(R.permute_dims(R.reshape(biased, R.shape([b * t, 6]))), flat)
+            R.output(biased, z, dw)
+        return (biased, z, dw)
+
+
+def test_projections_fold_transpositions_reshapes_and_additions():
+    calls, others = library_calls(DispatchLibrary(LLVM)(Projections))
+    assert calls == [
+        ("matmul_add", [2, 1, 0, 1]),
+        ("matmul_add", [2, 1, 0, 1]),
+        ("matmul", [2, 2, 1, 0]),
+    ]
+    assert others == []
+    agrees(Projections, [(2, 3, 8), (6, 8), (6,), (2, 3, 6)])
+
+
+@I.ir_module
+class ByHand:
+    @R.function
+    def main(x: R.Tensor(("b", "t", 4, 16), "float32")):
+        with R.dataflow():
+            q = R.permute_dims(x, [0, 2, 1, 3])
+            scores = R.matmul(q, R.permute_dims(q, [0, 1, 3, 2]))
+            out = R.permute_dims(R.matmul(R.nn.softmax(scores), q), [0, 2, 1, 3])
+            R.output(out)
+        return out
+
+
+def test_attention_by_hand_needs_no_copies():
+    calls, others = library_calls(DispatchLibrary(LLVM)(ByHand))
+    assert [name for name, _ in calls] == ["batch_matmul", "batch_matmul"]
+    assert others == ["nn.softmax"]
+    agrees(ByHand, [(2, 5, 4, 16)])
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ((3, 4), (4, 5)),
+        ((4,), (4, 5)),
+        ((3, 4), (4,)),
+        ((2, 3, 4), (4, 5)),
+        ((2, 3, 4), (2, 4, 5)),
+        ((3, 4), (2, 4, 5)),
+        ((2, 1, 3, 4), (5, 4, 2)),
+        ((1, 1), (1, 1)),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_every_rank_of_operands(left, right, dtype):
+    a = relax.Var("a", relax.TensorType(left, dtype))
+    b = relax.Var("b", relax.TensorType(right, dtype))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [a, b]):
+        with builder.dataflow():
+            out = builder.emit_output(relax.op.matmul(a, b))
+        builder.emit_func_output(out)
+    mod = builder.get()
+    calls, _ = library_calls(DispatchLibrary(LLVM)(mod))
+    assert len(calls) == 1
+    agrees(mod, [left, right], rtol=2e-3 if dtype == "float16" else 1e-5)
+
+
+def test_integers_are_not_ours():
+    a = relax.Var("a", relax.TensorType((3, 4), "int32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [a]):
+        with builder.dataflow():
+            out = builder.emit_output(relax.op.matmul(a, relax.op.permute_dims(a)))
+        builder.emit_func_output(out)
+    calls, others = library_calls(DispatchLibrary(LLVM)(builder.get()))
+    assert calls == [] and others == ["permute_dims", "matmul"]
+
+
+def attention_module(*, masked=False, dtype="float32", dim=16):
+    b, t = tvm.tirx.Var("b", "int64"), tvm.tirx.Var("t", "int64")
+    q = relax.Var("q", relax.TensorType([b, t, 4, dim], dtype))
+    k, v = (relax.Var(name, relax.TensorType([b, t, 2, dim], dtype)) for name in "kv")
+    grad = relax.Var("grad", relax.TensorType([b, t, 4 * dim], dtype))
+    mask = [relax.Var("mask", relax.TensorType([b, 1, t, t], "float32"))] if masked else []
+    options = {"scale": 0.3, "is_causal": not masked}
+    builder = relax.BlockBuilder()
+    with builder.function("main", [q, k, v, grad, *mask]):
+        with builder.dataflow():
+            heads = [builder.emit(relax.op.permute_dims(x, [0, 2, 1, 3])) for x in (q, k, v)]
+            pair = builder.emit(ops.attention(*heads, *mask, **options))
+            out = builder.emit(relax.TupleGetItem(pair, 0))
+            lse = builder.emit(relax.TupleGetItem(pair, 1))
+            merged = builder.emit(
+                relax.op.reshape(
+                    relax.op.permute_dims(out, [0, 2, 1, 3]), relax.ShapeExpr([b, t, 4 * dim])
+                )
+            )
+            split = builder.emit(
+                relax.op.permute_dims(
+                    relax.op.reshape(grad, relax.ShapeExpr([b, t, 4, dim])), [0, 2, 1, 3]
+                )
+            )
+            grads = builder.emit(ops.attention_backward(split, *heads, out, lse, *mask, **options))
+            gradients = [
+                builder.emit(relax.op.permute_dims(relax.TupleGetItem(grads, i), [0, 2, 1, 3]))
+                for i in range(3)
+            ]
+            results = builder.emit_output(relax.Tuple([merged, lse, *gradients]))
+        builder.emit_func_output(results)
+    return builder.get()
+
+
+def reference_attention(q, k, v, grad, *mask):
+    """Attention and its gradients by the matrices themselves, in float64."""
+    q, k, v = (x.astype("float64").transpose(0, 2, 1, 3) for x in (q, k, v))
+    batch, heads, length, dim = q.shape
+    grad = grad.astype("float64").reshape(batch, length, heads, dim).transpose(0, 2, 1, 3)
+    group = heads // k.shape[1]
+    keys, values = (x.repeat(group, 1) for x in (k, v))
+    scores = 0.3 * q @ keys.swapaxes(2, 3)
+    scores = scores + mask[0] if mask else np.where(np.tri(length) > 0, scores, -np.inf)
+    top = scores.max(-1, keepdims=True)
+    lse = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
+    p = np.exp(scores - lse)
+    out = p @ values
+    ds = p * (grad @ values.swapaxes(2, 3) - (grad * out).sum(-1, keepdims=True)) * 0.3
+    dk, dv = (
+        x.reshape(batch, heads // group, group, length, dim).sum(2)
+        for x in (ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ grad)
+    )
+    merged = out.transpose(0, 2, 1, 3).reshape(batch, length, heads * dim)
+    return [merged, lse[..., 0], *(x.transpose(0, 2, 1, 3) for x in (ds @ keys, dk, dv))]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_attention_reads_and_writes_permuted_tensors(masked, dtype):
+    mod = attention_module(masked=masked, dtype=dtype)
+    dispatched = DispatchLibrary(LLVM)(mod)
+    calls, others = library_calls(dispatched)
+    suffix = "_masked" if masked else ""
+    assert [name for name, _ in calls] == [f"attention{suffix}", f"attention_backward{suffix}"]
+    if dtype == "float32":
+        assert set(others) == {"reshape"}
+        assert calls[0][1][-1] == 0b1111 and calls[1][1][-1] == 0b11111111
+    generator = np.random.default_rng(0)
+    arrays = [
+        generator.standard_normal(shape).astype(dtype)
+        for shape in ((2, 7, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16), (2, 7, 64))
+    ]
+    if masked:
+        arrays.append(generator.standard_normal((2, 1, 7, 7)).astype("float32"))
+    tolerance = 5e-3 if dtype == "float16" else 1e-5
+    for ours, exact in zip(run(dispatched, *arrays), reference_attention(*arrays), strict=True):
+        np.testing.assert_allclose(ours, exact, rtol=tolerance, atol=tolerance * 4)
+
+
+def test_embedding_gradient():
+    b = tvm.tirx.Var("b", "int64")
+    grad = relax.Var("grad", relax.TensorType([b, 8], "float32"))
+    ids = relax.Var("ids", relax.TensorType([b], "int64"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [grad, ids]):
+        with builder.dataflow():
+            call = ops.embedding_backward(grad, ids, num_embeddings=5, padding_idx=1)
+            out = builder.emit_output(call)
+        builder.emit_func_output(out)
+    dispatched = DispatchLibrary(LLVM)(builder.get())
+    values = np.arange(32, dtype="float32").reshape(4, 8)
+    (table,) = run(dispatched, values, np.array([3, 1, 3, 0]))
+    expected = np.zeros((5, 8), "float32")
+    expected[3], expected[0] = values[0] + values[2], values[3]
+    np.testing.assert_array_equal(table, expected)
+
+
+def test_other_targets_are_left_alone():
+    mod = DispatchLibrary(tvm.target.Target({"kind": "metal"}))(ByHand)
+    assert library_calls(mod)[0] == []
