@@ -79,7 +79,7 @@ def _safe_as_it_stands(stages: tuple[Stage, ...], writer: int, source: Any) -> b
         same_block = bool(stage.lets) and stage.lets is stages[writer].lets
         named = _reads([expr for _, expr in stage.lets], source)
         own = _reads([stage.value], source)
-        if own and at > writer or named and at > writer and not same_block:
+        if (own and at > writer) or (named and at > writer and not same_block):
             return False
         if (at == writer or same_block) and not _at_written_index(own + named, stages[writer]):
             return False

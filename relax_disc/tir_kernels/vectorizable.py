@@ -14,8 +14,8 @@ import tvm
 import tvm_ffi
 from tvm.ir import prim
 
-from relax_disc.analysis.loop_stages import Axis, constant
 from relax_disc.analysis.element import is_guard
+from relax_disc.analysis.loop_stages import Axis, constant
 
 # Vector forms exist, in LLVM or in `vector_math`.
 _VECTOR_CALLS = frozenset(

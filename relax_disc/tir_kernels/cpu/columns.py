@@ -12,6 +12,7 @@ from typing import Any
 from tvm import s_tir, tirx
 from tvm.target import Target
 
+from relax_disc.analysis.element import Element, collapse
 from relax_disc.analysis.loop_stages import Axis, constant
 from relax_disc.tir_kernels.cpu.elementwise import emit_element, emit_outer, unit_mapping
 from relax_disc.tir_kernels.cpu.reductions import (
@@ -21,7 +22,6 @@ from relax_disc.tir_kernels.cpu.reductions import (
     reads_along,
 )
 from relax_disc.tir_kernels.cpu.rows import finished_stage, with_totals
-from relax_disc.analysis.element import Element, collapse
 from relax_disc.tir_kernels.flat import FlatBuffers, as_index, index_const, product
 from relax_disc.tir_kernels.loops import (
     Accumulator,

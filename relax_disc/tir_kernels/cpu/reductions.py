@@ -9,6 +9,7 @@ from typing import Any
 import tvm
 from tvm import tirx
 
+from relax_disc.analysis.element import Element, Inliner, collapse, rename_axes
 from relax_disc.analysis.loop_stages import (
     Axis,
     Stage,
@@ -19,7 +20,6 @@ from relax_disc.analysis.loop_stages import (
     same_expr,
 )
 from relax_disc.tir_kernels.cpu.elementwise import emit_element, emit_row, unit_mapping
-from relax_disc.analysis.element import Element, Inliner, collapse, rename_axes
 from relax_disc.tir_kernels.flat import FlatBuffers, index_const
 from relax_disc.tir_kernels.hoist import hoist
 from relax_disc.tir_kernels.loops import (

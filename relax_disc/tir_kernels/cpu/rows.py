@@ -13,6 +13,7 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.target import Target
 
+from relax_disc.analysis.element import Element, collapse
 from relax_disc.analysis.loop_stages import Stage, constant
 from relax_disc.tir_kernels.cpu.elementwise import SERIAL_ELEMENTS, emit_outer
 from relax_disc.tir_kernels.cpu.reductions import (
@@ -22,7 +23,6 @@ from relax_disc.tir_kernels.cpu.reductions import (
     read_rows,
     reads_along,
 )
-from relax_disc.analysis.element import Element, collapse
 from relax_disc.tir_kernels.flat import FlatBuffers, product
 from relax_disc.tir_kernels.loops import with_body
 

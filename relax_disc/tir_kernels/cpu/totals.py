@@ -11,6 +11,7 @@ from typing import Any
 from tvm import s_tir, tirx
 from tvm.target import Target
 
+from relax_disc.analysis.element import Element, collapse
 from relax_disc.analysis.loop_stages import constant
 from relax_disc.tir_kernels.cpu.elementwise import SERIAL_ELEMENTS, emit_outer, unit_mapping
 from relax_disc.tir_kernels.cpu.reductions import (
@@ -23,7 +24,6 @@ from relax_disc.tir_kernels.cpu.reductions import (
     reduction_lanes,
 )
 from relax_disc.tir_kernels.cpu.rows import finished_stage, with_totals
-from relax_disc.analysis.element import Element, collapse
 from relax_disc.tir_kernels.flat import FlatBuffers, as_index, index_const, product
 from relax_disc.tir_kernels.hoist import hoist
 from relax_disc.tir_kernels.loops import (
