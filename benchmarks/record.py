@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("results")
-_PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy", "scipy-openblas32", "torch")
+_PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy", "torch")
 
 
 def commit() -> str:
