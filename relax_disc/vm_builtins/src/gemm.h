@@ -2,8 +2,8 @@
 //
 // Blocked as in Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008):
 // a shared packed block of B (kDepth x kBlockColumns), packed rows of A per thread, register tiles.
-// Every element of C is one sum in ascending k, so results depend on neither the split over
-// threads nor the other rows and columns.
+// Every element of C is a sum of depth blocks in ascending k, so results depend on neither the split
+// over threads nor the other rows and columns.
 #ifndef RELAX_DISC_GEMM_H_
 #define RELAX_DISC_GEMM_H_
 
@@ -163,10 +163,14 @@ class GemmTeam {
         tile.a_step = rows;
         tile.b = block + x * depth;
         tile.b_step = vectors * kLanes<T>;
-        tile.init = k == 0 ? nullptr : c;
-        tile.init_pitch = tile.c_pitch = p_.c_pitch;
+        tile.c_pitch = p_.c_pitch;
         tile.c = c;
-        if (p_.addend && k + depth == p_.k) {
+        // Each depth block is summed by itself and then added: over a deep product (the gradient
+        // through a vocabulary of 32,000) one running sum would lose a decimal digit.
+        if (k > 0) {
+          tile.addend = c;
+          tile.addend_pitch = p_.c_pitch;
+        } else if (p_.addend) {
           tile.addend = p_.addend + (i + top) * p_.addend_pitch + j + x;
           tile.addend_pitch = p_.addend_pitch;
         }
@@ -191,10 +195,9 @@ class GemmTeam {
       }
       return target;
     };
-    if (tile.init) tile.init = load(tile.init, tile.init_pitch, sums);
     if (tile.addend) tile.addend = load(tile.addend, tile.addend_pitch, addends);
     T* c = std::exchange(tile.c, sums);
-    tile.init_pitch = tile.c_pitch = tile.addend_pitch = tile.b_step;
+    tile.c_pitch = tile.addend_pitch = tile.b_step;
     RunTile(rows, PanelVectors<T>(columns), by_rows_, tile);
     for (int64_t r = 0; r < rows; ++r) {
       std::memcpy(c + r * p_.c_pitch, sums + r * tile.b_step, columns * sizeof(T));

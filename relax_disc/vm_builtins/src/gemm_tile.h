@@ -1,4 +1,4 @@
-// Register tiles of matrix products: C[rows, columns] = init + A-panel * B-panel.
+// Register tiles of matrix products: C[rows, columns] = A-panel * B-panel + addend.
 //
 // Written with the compilers' vector extensions, so that one source serves AVX-512, AVX2 and NEON.
 // The sum over k of every element runs in ascending order in one accumulator, whatever the tile.
@@ -48,7 +48,7 @@ constexpr int kTileColumns = kTileVectors * kLanes<T>;
 template <typename T>
 constexpr int kPitch = kDepth + kLanes<T>;
 
-/*! \brief Operands of one register tile: C = (init + A * B) + addend over `depth` steps. */
+/*! \brief Operands of one register tile: C = A * B + addend over `depth` steps. */
 template <typename T>
 struct TileOperands {
   int64_t depth;
@@ -56,11 +56,9 @@ struct TileOperands {
   int64_t a_step;
   const T* b;  // [depth, vectors * lanes], `b_step` apart
   int64_t b_step;
-  const T* init;  // null: zero; may be C itself
-  int64_t init_pitch;
   T* c;
   int64_t c_pitch;
-  const T* addend;  // null: none
+  const T* addend;  // null: none; may be C itself
   int64_t addend_pitch;  // 0: one row for all
 };
 
@@ -73,20 +71,10 @@ void Tile(const TileOperands<T>& p) {
   const T* a = p.a;
   const T* b = p.b;
   const int64_t a_step = ByRows ? 1 : p.a_step, b_step = p.b_step;
-  if (p.init == nullptr) {
 #pragma GCC unroll 16
-    for (int i = 0; i < Rows; ++i) {
+  for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 4
-      for (int j = 0; j < Vectors; ++j) sum[i][j] = V{};
-    }
-  } else {
-#pragma GCC unroll 16
-    for (int i = 0; i < Rows; ++i) {
-#pragma GCC unroll 4
-      for (int j = 0; j < Vectors; ++j) {
-        sum[i][j] = *reinterpret_cast<const Loose*>(p.init + i * p.init_pitch + j * L);
-      }
-    }
+    for (int j = 0; j < Vectors; ++j) sum[i][j] = V{};
   }
   for (int64_t k = 0; k < p.depth; ++k) {
     V row[Vectors];
