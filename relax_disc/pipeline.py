@@ -11,8 +11,12 @@ import tvm
 from tvm import relax
 from tvm.ir.transform import Pass
 
+from relax_disc.transform.insert_rematerialization import InsertRematerialization
+from relax_disc.transform.lower_rematerialization import LowerRematerialization
+from relax_disc.transform.dispatch_library import DispatchLibrary
 from relax_disc.transform.plan_arena import PlanArena
 from relax_disc.transform.schedule_kernels import ScheduleKernels
+from relax_disc.transform.simplify import Simplify
 from relax_disc.vm_builtins import runtime
 
 
@@ -26,12 +30,15 @@ class PipelineOptions:
         Fuse element-wise operators into one kernel.
     schedule_kernels : bool
         Give kernels loops for the target; off: as they were legalized, serial.
+    rematerialize : bool
+        Prepare tensors to be given up and computed again where a memory budget asks for it.
     plan_arena : bool
         Plan the memory of each call at entry; off: TVM's own memory planning.
     """
 
     fuse: bool = True
     schedule_kernels: bool = True
+    rematerialize: bool = True
     plan_arena: bool = True
 
 
@@ -62,19 +69,26 @@ def pipeline(options: PipelineOptions | None = None) -> Pass:
 def passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
     """List all passes, in order."""
     return [
+        *simplify_passes(),
         *library_passes(target),
         *legalize_passes(target, options),
         *alias_passes(),
         *(kernel_passes(target) if options.schedule_kernels else []),
+        *(rematerialization_passes() if options.rematerialize else []),
         *(memory_passes() if options.plan_arena else []),
         *leftover_passes(),
         *finalize_passes(),
     ]
 
 
+def simplify_passes() -> list[Pass]:
+    """Fewer views, powers, casts and broadcasts."""
+    return [Simplify()]
+
+
 def library_passes(target: tvm.target.Target) -> list[Pass]:
     """Calls of libraries in place of operators."""
-    return list(relax.pipeline.library_dispatch_passes(target))
+    return [DispatchLibrary(target), *relax.pipeline.library_dispatch_passes(target)]
 
 
 def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
@@ -97,6 +111,11 @@ def alias_passes() -> list[Pass]:
 def kernel_passes(target: tvm.target.Target) -> list[Pass]:
     """Parallel, vectorised loops."""
     return [ScheduleKernels(target)]
+
+
+def rematerialization_passes() -> list[Pass]:
+    """What a plan may give up and compute again."""
+    return [InsertRematerialization(), LowerRematerialization()]
 
 
 def memory_passes() -> list[Pass]:

@@ -33,6 +33,11 @@ ALIASES = frozenset(
 )
 
 
+KERNEL_CALLS = frozenset(
+    {"relax.call_tir", "relax.call_tir_inplace", "relax.call_dps_packed"}
+)
+
+
 class NotPlannableError(RelaxDiscError):
     """A function has something that an arena plan cannot hold; stock passes must lower it."""
 
@@ -70,8 +75,8 @@ class KernelCall:
     after: set[int] = field(default_factory=set)
     flops: SymbolicExpr = field(default_factory=SymbolicExpr)
     recomputable: bool = True
+    may_rerun: bool = False
     source: str = ""
-    regenerated: bool = False
 
 
 class FunctionTable:
@@ -92,6 +97,10 @@ class FunctionTable:
         holds no tensor.
     candidates : set of int
         Buffers marked by ``relax_disc.evict``.
+    values : dict
+        What every variable stands for, as in `result`.
+    parameter_given : dict of int to int
+        Index of a parameter -> index in `given` of its (first) tensor.
     """
 
     def __init__(self, name: str, dims: dict[Any, SymbolicDim]) -> None:
@@ -104,7 +113,8 @@ class FunctionTable:
         self.given: list[relax.Expr] = []
         self.result: Any = None
         self.candidates: set[int] = set()
-        self.parameter_given: dict[int, int] = {}  # index of a tensor parameter -> of `given`
+        self.values: dict[relax.Expr, Any] = {}
+        self.parameter_given: dict[int, int] = {}
         self._view_index: dict[View, int] = {}
 
     def expr(self, value: Any) -> SymbolicExpr:
@@ -203,6 +213,15 @@ def source_line(call: relax.Expr) -> str:
     return f"{span.source_name.name}:{span.line}"
 
 
+def is_kernel_call(value: relax.Expr) -> bool:
+    """Whether a binding's value is the call of a kernel."""
+    return (
+        isinstance(value, relax.Call)
+        and isinstance(value.op, tvm.ir.Op)
+        and value.op.name in KERNEL_CALLS
+    )
+
+
 def bindings_of(func: relax.Function) -> list[relax.Binding]:
     """Return all bindings of a straight-line function."""
     if not isinstance(func.body, relax.SeqExpr):
@@ -217,7 +236,7 @@ class FunctionReader:
         self.mod = mod
         self.func = func
         self.table = FunctionTable(name, function_dims(func))
-        self._values: dict[relax.Expr, Any] = {}
+        self._values = self.table.values
         self._constants: dict[Any, int] = {}
 
     def read(self) -> FunctionTable:
@@ -234,6 +253,8 @@ class FunctionReader:
         for binding in bindings_of(self.func):
             self._bind(binding)
         self.table.result = self._value(self.func.body.body)
+        for index in (self.func.attrs or {}).get("relax_disc.recomputable") or ():
+            self.table.kernels[int(index)].may_rerun = True
         return self.table
 
     def _parameter(self, expr: relax.Expr, kind: Any) -> Any:
@@ -296,7 +317,7 @@ class FunctionReader:
         name = call.op.name if isinstance(call.op, tvm.ir.Op) else ""
         if name in ALIASES:
             return self._alias(name, var, call)
-        if name in ("relax.call_tir", "relax.call_tir_inplace", "relax.call_dps_packed"):
+        if name in KERNEL_CALLS:
             return self._kernel(name, var, call)
         raise NotPlannableError(
             f"{self.table.name}: {var.name} is a call of {call.op}, which is no kernel"
@@ -313,7 +334,7 @@ class FunctionReader:
 
     def _kernel(self, name: str, var: relax.Var, call: relax.Call) -> Any:
         arguments: list[tuple[str, Any]] = []
-        operands = list(call.args[1].fields) if isinstance(call.args[1], relax.Tuple) else [call.args[1]]
+        operands = call.args[1].fields
         for operand in operands:
             arguments += self._argument(operand)
         for extra in call.args[2:]:  # integers passed beside the tensors

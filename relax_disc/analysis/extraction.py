@@ -67,6 +67,16 @@ class Extraction:
         """Views that the function returns, each once, in order of first appearance."""
         return list(dict.fromkeys(x for x in leaves(self.returned) if isinstance(x, int)))
 
+    def needs_regenerate(self) -> list[bool]:
+        """Whether a plan may run other kernels again before each kernel."""
+        fleeting = {
+            output
+            for kernel in self.kernels
+            if kernel.may_rerun and kernel.recomputable
+            for output in kernel.outputs
+        }
+        return [not fleeting.isdisjoint(kernel.inputs) for kernel in self.kernels]
+
     def graph(self) -> TensorGraph:
         """Return the tensor graph, symbolic in the function's dims."""
         table = self.table
@@ -132,7 +142,7 @@ class Extraction:
                 copies=tuple(kernel.copies),
                 flops=program(kernel.flops),
                 moved_bytes=program(self._moved(kernel)),
-                recomputable=kernel.recomputable,
+                recomputable=kernel.may_rerun and kernel.recomputable,
             )
             for kernel in self.kernels
         )

@@ -30,6 +30,7 @@ from tvm import relax
 from relax_disc.analysis.extract import NotPlannableError
 from relax_disc.analysis.extraction import Extraction, extract
 from relax_disc.analysis.from_tirx import to_tirx
+from relax_disc.transform.functions import copy_module, program_functions
 
 _logger = logging.getLogger(__name__)
 
@@ -49,12 +50,8 @@ class PlanArena:
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Lower the module's functions."""
         del ctx
-        result = tvm.IRModule(
-            dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
-        )
-        for variable, function in mod.functions_items():
-            if not isinstance(function, relax.Function) or _is_internal(function):
-                continue
+        result = copy_module(mod)
+        for variable, _ in program_functions(mod):
             name = variable.name_hint
             try:
                 extraction = extract(mod, name)
@@ -63,12 +60,6 @@ class PlanArena:
                 continue
             _Lowering(result, variable, extraction).lower()
         return result
-
-
-def _is_internal(function: relax.Function) -> bool:
-    """Whether a function is part of another (a fused group) and not a program."""
-    attrs = function.attrs or {}
-    return bool(attrs.get("Primitive") or attrs.get("Codegen") or attrs.get("Composite"))
 
 
 class _Lowering:
@@ -130,9 +121,10 @@ class _Lowering:
         given = [self._operand(expr) for expr in table.given]
         dims = relax.ShapeExpr(list(self._extraction.variables))
         frame = self._call("frame", "relax_disc.enter", [session, dims, *given], _ANY)
+        regenerated = self._extraction.needs_regenerate()
         for index, kernel in enumerate(self._extraction.kernels):
             position = relax.prim_value(index)
-            if kernel.regenerated:
+            if regenerated[index]:
                 self._call("_", "relax_disc.regenerate_before", [frame, position], _NOTHING)
             arguments = [frame, position, kernel.callee]
             self._call("_", "relax_disc.kernel", arguments, _NOTHING)

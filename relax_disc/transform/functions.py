@@ -1,0 +1,22 @@
+"""What several passes do with modules and their functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import tvm
+from tvm import relax
+
+
+def copy_module(mod: tvm.IRModule) -> tvm.IRModule:
+    """Return a module with the same functions, whose changes do not reach the first."""
+    return tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def program_functions(mod: tvm.IRModule) -> Iterator[tuple[tvm.ir.GlobalVar, relax.Function]]:
+    """Yield the Relax functions that are programs and not parts of one (fused groups)."""
+    for variable, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            attrs = function.attrs or {}
+            if not any(attrs.get(name) for name in ("Primitive", "Codegen", "Composite")):
+                yield variable, function
