@@ -31,6 +31,7 @@ def register(name: str, infer_type: InferType, description: str) -> None:
     if name not in {str(known) for known in api.ListOpNames()}:
         api.RegisterOp(name, description)
         register_op_attr(name, "FPurity", True)
+        register_op_attr(name, "TScriptPrinterName", name)
     api.OpSetAttrsTypeKey(Op.get(name), "ir.DictAttrs")
     api.OpResetAttr(Op.get(name), "FInferType")
     register_op_attr(name, "FInferType", infer_type)
@@ -46,7 +47,9 @@ def register_legalization(
 
 def call(name: str, args: Sequence[relax.Expr], attrs: Mapping[str, object]) -> relax.Call:
     """Build a call of the operator ``name``; its type is inferred when it is emitted."""
-    return relax.Call(Op.get(name), list(args), make_node("ir.DictAttrs", **attrs))
+    # Without attributes at all where there are none: TVM prints such a call by its name alone.
+    kept = make_node("ir.DictAttrs", **attrs) if attrs else None
+    return relax.Call(Op.get(name), list(args), kept)
 
 
 def tensor_type(expr: relax.Expr, what: str, rank: int | None = None) -> relax.TensorType:
