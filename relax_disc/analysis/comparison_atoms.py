@@ -220,7 +220,8 @@ def _relaxed_signs(expr: SymbolicExpr, branches: int) -> Signs:
 def _division_signs(expr: SymbolicExpr, text: str, atom: Atom, branches: int) -> Signs:
     """Replace ``n // d`` by ``(n - r) / d`` and ``n % d`` by ``r``, with a new dim r below d."""
     numerator, divisor = atom.args
-    name = f"{HELPER}remainder_of_{_label(str(numerator))}_by_{_label(str(divisor))}"  # // and % share it
+    # One name for // and %, which have the same remainder.
+    name = f"{HELPER}remainder_of_{_label(str(numerator))}_by_{_label(str(divisor))}"
     highest = divisor.bounds()[1]
     below = None if highest is None else highest - 1
     remainder = SymbolicExpr.dim(SymbolicDim(name, 0, below))

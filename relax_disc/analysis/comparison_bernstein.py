@@ -189,7 +189,7 @@ def enclose(
     top = np.where(ray, lower + 1, upper).astype(np.float64)
     values = np.broadcast_to(coefficients, (count, form.size))
     magnitude = np.broadcast_to(np.abs(coefficients), (count, form.size))
-    some_ray = ray.any(axis=0)
+    some_ray = [bool(side.any()) for side in ray.T]
     for axis, degree in enumerate(form.degrees):
         exponents = np.arange(degree + 1)
         low_powers = lower[:, axis, None].astype(np.float64) ** exponents

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tvm import tirx
+from tvm import ir, tirx
 
+from relax_disc.analysis.comparison import Order, compare
 from relax_disc.analysis.symbolic_dim import SymbolicDim
 from relax_disc.analysis.symbolic_expr import ExprLike, SymbolicExpr, as_expr
 from relax_disc.errors import GraphError
@@ -18,8 +19,8 @@ def from_tirx(expr: Any, dims: Mapping[Any, ExprLike] | None = None) -> Symbolic
     Parameters
     ----------
     expr : tvm.tirx expression or int
-        Over ``+ - * // %``, min, max, casts between integers, and truncating division of what
-        is provably not negative.
+        Over ``+ - * // %``, min, max, casts between integers, truncating division of what is
+        provably not negative, and choices whose condition holds at every shape or at none.
     dims : mapping, optional
         What a variable stands for, by `tvm.tirx.Var` or by its name; any other variable is a
         dim of its own name and of 1 or more.
@@ -27,7 +28,7 @@ def from_tirx(expr: Any, dims: Mapping[Any, ExprLike] | None = None) -> Symbolic
     Raises
     ------
     GraphError
-        Another operation occurs (conditions, calls, loads, floats).
+        Another operation occurs (undecided conditions, calls, loads, floats).
     """
     if isinstance(expr, int):
         return as_expr(expr)
@@ -45,6 +46,11 @@ def from_tirx(expr: Any, dims: Mapping[Any, ExprLike] | None = None) -> Symbolic
             if not _is_integer(expr.value):
                 raise _refuse(expr, "casts a number that is no integer")
             return from_tirx(expr.value, table)
+        case tirx.Select():
+            return _choose(expr, expr.condition, expr.true_value, expr.false_value, table)
+        case ir.Call() if getattr(expr.op, "name", "").endswith(".if_then_else"):
+            condition, yes, no = expr.args
+            return _choose(expr, condition, yes, no, table)
     kind = type(expr)
     if kind not in _BINARY:
         raise _refuse(expr, f"{kind.__name__} is not size arithmetic")
@@ -102,6 +108,21 @@ def _factor(expr: SymbolicExpr, factor: str, variables: Mapping[str, Any], dtype
     return result
 
 
+def _choose(
+    expr: Any, condition: Any, yes: Any, no: Any, table: Mapping[Any, ExprLike]
+) -> SymbolicExpr:
+    orders = _CONDITIONS.get(type(condition))
+    if orders is None:
+        raise _refuse(expr, f"its condition is {type(condition).__name__}")
+    left, right = from_tirx(condition.a, table), from_tirx(condition.b, table)
+    order = compare(left, right).order
+    if order in orders[0]:
+        return from_tirx(yes, table)
+    if order in orders[1]:
+        return from_tirx(no, table)
+    raise _refuse(expr, f"its condition ({left} against {right}) depends on the shape")
+
+
 def _is_integer(expr: Any) -> bool:
     return str(expr.ty.dtype).startswith(("int", "uint", "bool"))
 
@@ -120,6 +141,15 @@ _BINARY = {
     tirx.Mod: lambda a, b: a % b,
     tirx.Min: lambda a, b: a.minimum(b),
     tirx.Max: lambda a, b: a.maximum(b),
+}
+# By condition: the orders in which it always holds, and those in which it never does.
+_CONDITIONS = {
+    tirx.LT: ((Order.LESS,), (Order.GREATER, Order.GREATER_EQUAL, Order.EQUAL)),
+    tirx.LE: ((Order.LESS, Order.LESS_EQUAL, Order.EQUAL), (Order.GREATER,)),
+    tirx.GT: ((Order.GREATER,), (Order.LESS, Order.LESS_EQUAL, Order.EQUAL)),
+    tirx.GE: ((Order.GREATER, Order.GREATER_EQUAL, Order.EQUAL), (Order.LESS,)),
+    tirx.EQ: ((Order.EQUAL,), (Order.LESS, Order.GREATER)),
+    tirx.NE: ((Order.LESS, Order.GREATER), (Order.EQUAL,)),
 }
 _TO_TIRX = {
     "floordiv": tirx.floordiv,

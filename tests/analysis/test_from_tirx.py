@@ -47,10 +47,24 @@ def test_variables_take_their_declaration():
 
 
 @pytest.mark.parametrize(
+    ("expr", "text"),
+    [
+        (tirx.if_then_else(N < 0, N + M, N), "n"),
+        (tirx.Select(N >= 1, N, M), "n"),
+        (tirx.if_then_else(N * M <= N - 1, N, M), "m"),
+        (tirx.if_then_else(N == N + 1, N, M), "m"),
+    ],
+)
+def test_choices_that_the_ranges_decide(expr, text):
+    assert str(from_tirx(expr)) == text
+
+
+@pytest.mark.parametrize(
     "expr",
     [
         tirx.Select(N > 1, N, M),
-        tirx.if_then_else(N > 1, N, M * 2),
+        tirx.if_then_else(N > M, N, M * 2),
+        tirx.Select(tirx.And(N > 0, M > 0), N, M),
         tirx.truncdiv(N - 5, 2),
         tirx.const(1.5, "float32"),
         N > 1,
