@@ -84,7 +84,7 @@ class Extraction:
         given = {b.given: i for i, b in enumerate(table.buffers) if b.storage is Storage.GIVEN}
         kernels = []
         for kernel in self.kernels:
-            pairs = list(kernel.inplace)
+            pairs = self._shared(kernel.inplace)
             for output in kernel.outputs:
                 entry = table.buffers[output]
                 if entry.storage is Storage.OVERWRITE:
