@@ -198,9 +198,10 @@ class _ElementBuilder:
         return Element(stage, tuple(self._lets[start:]), value)
 
     def _name(self, name: str, value: Any) -> Any:
-        # Named integers break TVM's analysis of vector loops: it takes them for scalars.
+        # Named integers break TVM's analysis of vector loops, which takes them for scalars, and
+        # named bfloat16 values its conversion to float32.
         dtype = str(value.ty.dtype)
-        if isinstance(value, (tvm.ir.Var, prim.FloatImm)) or "float" not in dtype:
+        if isinstance(value, (tvm.ir.Var, prim.FloatImm)) or not dtype.startswith("float"):
             return value
         var = tirx.Var(f"{name}_value", dtype)
         self._lets.append((var, value))

@@ -6,13 +6,23 @@ from typing import Any
 
 from relax_disc.tir_kernels.cpu.columns import Columns
 from relax_disc.tir_kernels.cpu.elementwise import Elementwise
+from relax_disc.tir_kernels.cpu.parallel_blocks import ParallelBlocks
+from relax_disc.tir_kernels.cpu.raw_loops import RawLoops
 from relax_disc.tir_kernels.cpu.rows import Rows
 from relax_disc.tir_kernels.cpu.totals import Totals
 
 
 def cpu_rules() -> list[Any]:
     """List the rules in the order in which they are tried."""
-    return [Elementwise(), Totals(), Columns(), Rows()]
+    return [Elementwise(), Totals(), Columns(), Rows(), RawLoops(), ParallelBlocks()]
 
 
-__all__ = ["Columns", "Elementwise", "Rows", "Totals", "cpu_rules"]
+__all__ = [
+    "Columns",
+    "Elementwise",
+    "ParallelBlocks",
+    "RawLoops",
+    "Rows",
+    "Totals",
+    "cpu_rules",
+]
