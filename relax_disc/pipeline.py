@@ -14,10 +14,8 @@ from tvm.ir.transform import Pass
 from relax_disc.transform.dispatch_library import DispatchLibrary
 from relax_disc.transform.insert_rematerialization import InsertRematerialization
 from relax_disc.transform.lower_rematerialization import LowerRematerialization
-from relax_disc.transform.dispatch_library import DispatchLibrary
 from relax_disc.transform.plan_arena import PlanArena
 from relax_disc.transform.schedule_kernels import ScheduleKernels
-from relax_disc.transform.simplify import Simplify
 from relax_disc.transform.simplify import Simplify
 from relax_disc.vm_builtins import runtime
 
@@ -71,7 +69,6 @@ def pipeline(options: PipelineOptions | None = None) -> Pass:
 def passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
     """List all passes, in order."""
     return [
-        *simplify_passes(),
         *simplify_passes(),
         *library_passes(target),
         *legalize_passes(target, options),
