@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from relax_disc.analysis.comparison import Comparison, Order, compare
 from relax_disc.analysis.peak import LiveRange, live_ranges, live_trace, peak_bytes
+from relax_disc.analysis.schedule import Schedule, SchedulePoint, schedule_ops
 from relax_disc.analysis.symbolic_dim import SymbolicDim
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.analysis.tensor_graph import Kernel, TensorGraph
@@ -13,6 +14,8 @@ __all__ = [
     "Kernel",
     "LiveRange",
     "Order",
+    "Schedule",
+    "SchedulePoint",
     "SymbolicDim",
     "SymbolicExpr",
     "TensorGraph",
@@ -20,4 +23,5 @@ __all__ = [
     "live_ranges",
     "live_trace",
     "peak_bytes",
+    "schedule_ops",
 ]

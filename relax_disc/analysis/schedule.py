@@ -1,12 +1,11 @@
 """One order of a program's kernels whose peak of live memory is near the best at every shape.
 
 `schedule_ops` returns the order with its certificate: a lower bound on the peak of every order, at
-each shape that was looked at.  With several shapes the worst ratio of a shape's peak to the best
+each shape that it optimises for.  With several shapes the worst ratio of a shape's peak to the best
 peak found for that shape alone is minimised.  The result is never worse than the given order at any
-shape that was checked: a shape where it would be joins the sample, and if that does not help, the
-best order that passes is taken; the given order always does.
+shape that is looked at: those, and where the caller names none a grid over the declared ranges.
 
-Reference for the method: `schedule_split`.
+The search is in `schedule_joint` (several shapes) and `schedule_split` (the method).
 """
 
 from __future__ import annotations
@@ -15,14 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from relax_disc.analysis.schedule_joint import WORK_LIMIT, JointSearch, Shape
 from relax_disc.analysis.schedule_paper import paper_order
-from relax_disc.analysis.schedule_problem import (
-    ScheduleProblem,
-    at_points,
-    peaks_at_points,
-    problem_of,
-    rescaled,
-)
+from relax_disc.analysis.schedule_problem import ScheduleProblem, peaks_at_points
 from relax_disc.analysis.schedule_rules import (
     depth_first_order,
     inductor_bfs_order,
@@ -31,7 +25,6 @@ from relax_disc.analysis.schedule_rules import (
     lpmf_order,
 )
 from relax_disc.analysis.schedule_shapes import check_shapes, sample_shapes
-from relax_disc.analysis.schedule_split import split_search
 from relax_disc.analysis.tensor_graph import TensorGraph, check_shape
 from relax_disc.errors import GraphError
 
@@ -46,14 +39,6 @@ Strategy = Literal[
     "inductor_bfs",
     "inductor_dfs",
 ]
-Shape = Mapping[str, int]
-
-WORK_LIMIT = 500_000_000  # arcs: 2 to 4 s of one core in C++; structured graphs need a hundredth
-_TIME_LIMIT_S = 60.0  # a last resort: with it the result may depend on the machine
-_SCALE = 10**9  # units of one shape's best peak
-_ENOUGH = _SCALE + _SCALE // 1000  # stop at 0.1 % above the best peak of every shape
-_GUARD_ROUNDS = 3
-
 _RULES: dict[str, Callable[[ScheduleProblem, int], list[int]]] = {
     "list": list_order,
     "list_backward": lambda problem, point: list_order(problem, point, reverse=True),
@@ -132,7 +117,8 @@ def schedule_ops(
     graph : TensorGraph
         Numeric or symbolic.
     shapes : mapping, or sequence of mappings, optional
-        The shapes to optimise for; by default corners and middle of the declared ranges.
+        The shapes to optimise for, and to be no worse than the given order at; by default corners
+        and middle of the declared ranges, and a grid over them to check.
     strategy : str
         "min_cut" for the best order.  The others, to compare with: "given"; "paper", the rule of
         BladeDISC++; "list" and "list_backward", least growth of memory; "depth_first";
@@ -156,23 +142,40 @@ def schedule_ops(
         If a shape does not fit the graph's dims.
     """
     points = _points(graph, shapes)
-    problem = problem_of(graph, points)
-    search = _Search(problem, work_limit, native)
-    given = list(range(problem.ops))
-    if strategy != "min_cut":
-        if strategy == "given":
-            order = given
-        elif strategy == "paper":
-            order = list(paper_order(graph))
-        elif strategy in _RULES:
-            order = _RULES[strategy](problem, problem.points - 1)
-        else:
-            raise GraphError(f"unknown strategy {strategy!r}; known are {('min_cut', *_RULES)}")
-        search.bound_only(order)
-        return _schedule(points, search, order, 0)
-    if not graph.dims:
-        return _schedule(points, search, search.best_order(), 1)
-    return _guarded(graph, points, search, work_limit, native)
+    checks = check_shapes(graph.dims) if shapes is None else ()
+    search = JointSearch(graph, points, checks, work_limit, native)
+    if strategy == "min_cut":
+        order = search.best_order()
+    else:
+        order = _by_rule(graph, search.problem, strategy)
+        search.find_bounds(order)
+    peaks = peaks_at_points(search.problem, order)
+    given = peaks_at_points(search.problem, range(len(graph.kernels)))
+    facts = tuple(
+        SchedulePoint(dict(shape), peak, bound, before)
+        for shape, peak, bound, before in zip(points, peaks, search.bounds, given, strict=True)
+    )
+    top = max(facts, key=lambda point: point.peak_bytes)
+    return Schedule(
+        order=tuple(order),
+        peak_bytes=top.peak_bytes,
+        lower_bound_bytes=top.lower_bound_bytes,
+        is_optimal=all(point.peak_bytes == point.lower_bound_bytes for point in facts),
+        points=facts,
+        checked_shapes=len(points) + len(checks) if strategy == "min_cut" else 0,
+        timed_out=search.timed_out,
+    )
+
+
+def _by_rule(graph: TensorGraph, problem: ScheduleProblem, strategy: Strategy) -> list[int]:
+    if strategy == "given":
+        return list(range(problem.ops))
+    if strategy == "paper":
+        return list(paper_order(graph))
+    if strategy in _RULES:
+        return _RULES[strategy](problem, problem.points - 1)
+    known = ("min_cut", "given", "paper", *_RULES)
+    raise GraphError(f"unknown strategy {strategy!r}; known are {', '.join(known)}")
 
 
 def _points(graph: TensorGraph, shapes: Shape | Sequence[Shape] | None) -> tuple[Shape, ...]:
@@ -184,126 +187,3 @@ def _points(graph: TensorGraph, shapes: Shape | Sequence[Shape] | None) -> tuple
     for shape in points:
         check_shape(graph.dims, shape)
     return points
-
-
-def _guarded(
-    graph: TensorGraph, points: tuple[Shape, ...], search: _Search, work_limit: int, native: bool
-) -> Schedule:
-    """Find an order that is at no checked shape worse than the given one."""
-    checks = (*points, *check_shapes(graph.dims))
-    judge = problem_of(graph, checks)
-    limits = peaks_at_points(judge, range(judge.ops))
-    order = search.best_order()
-    for _ in range(_GUARD_ROUNDS):
-        peaks = peaks_at_points(judge, order)
-        ratios = [peak / max(limit, 1) for peak, limit in zip(peaks, limits, strict=True)]
-        worst = max(range(len(checks)), key=ratios.__getitem__)
-        if ratios[worst] <= 1:
-            break
-        points = (*points, checks[worst])
-        search = _Search(problem_of(graph, points), work_limit, native, search.candidates)
-        order = search.best_order()
-
-    def passes(candidate: Sequence[int]) -> bool:
-        peaks = peaks_at_points(judge, candidate)
-        return all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
-
-    if not passes(order):
-        passing = [candidate for candidate in search.candidates if passes(candidate)]
-        order = min(passing, key=search.worst_ratio, default=list(range(judge.ops)))
-    return _schedule(points, search, order, len(checks))
-
-
-class _Search:
-    """The best peak at each point alone, and one order for all of them.
-
-    `candidates` collects the orders met on the way.
-    """
-
-    def __init__(
-        self,
-        problem: ScheduleProblem,
-        work: int,
-        native: bool,
-        candidates: Sequence[list[int]] = (),
-    ) -> None:
-        self.problem = problem
-        self.candidates = [list(range(problem.ops)), *candidates]
-        self.bounds = list(problem.base)
-        self.best = [0] * problem.points
-        self.timed_out = False
-        self._native = native
-        self._work = work
-
-    def best_order(self) -> list[int]:
-        """Return one order for all points."""
-        points = self.problem.points
-        share = self._work // (points + 2) if points > 1 else self._work
-        for point in range(points):
-            order = self._solve(at_points(self.problem, [point]), share, point)
-            self.candidates.append(order)
-        if points == 1:
-            return self.candidates[-1]
-        peaks = [peaks_at_points(self.problem, order) for order in self.candidates]
-        self.best = [min(column) for column in zip(*peaks, strict=True)]
-        order = min(self.candidates, key=self.worst_ratio)
-        if self.worst_ratio(order) * _SCALE <= _ENOUGH:
-            return order
-        ones = [_SCALE] * points
-        scaled = rescaled(self.problem, ones, [max(peak, 1) for peak in self.best])
-        found = split_search(
-            scaled,
-            self.candidates,
-            target=_ENOUGH,
-            work=2 * share,
-            seconds=_TIME_LIMIT_S,
-            native=self._native,
-        )
-        self.timed_out |= found.timed_out
-        self.candidates.append(found.order)
-        return min(found.order, order, key=self.worst_ratio)
-
-    def bound_only(self, order: list[int]) -> None:
-        """Find the bounds for an order that somebody else made."""
-        self.candidates.append(order)
-        for point in range(self.problem.points):
-            self._solve(at_points(self.problem, [point]), self._work // self.problem.points, point)
-
-    def worst_ratio(self, order: Sequence[int]) -> float:
-        """Return the greatest ratio over the points of an order's peak to the best one found."""
-        peaks = peaks_at_points(self.problem, order)
-        return max(peak / max(best, 1) for peak, best in zip(peaks, self.best, strict=True))
-
-    def _solve(self, problem: ScheduleProblem, work: int, point: int) -> list[int]:
-        found = split_search(
-            problem,
-            self.candidates[1:],
-            work=work,
-            seconds=_TIME_LIMIT_S,
-            native=self._native,
-        )
-        self.bounds[point] = found.bound
-        self.best[point] = found.peak
-        self.timed_out |= found.timed_out
-        return found.order
-
-
-def _schedule(
-    shapes: Sequence[Shape], search: _Search, order: Sequence[int], checked: int
-) -> Schedule:
-    peaks = peaks_at_points(search.problem, order)
-    given = peaks_at_points(search.problem, range(search.problem.ops))
-    points = tuple(
-        SchedulePoint(dict(shape), peak, bound, before)
-        for shape, peak, bound, before in zip(shapes, peaks, search.bounds, given, strict=True)
-    )
-    top = max(points, key=lambda point: point.peak_bytes)
-    return Schedule(
-        order=tuple(order),
-        peak_bytes=top.peak_bytes,
-        lower_bound_bytes=top.lower_bound_bytes,
-        is_optimal=all(point.peak_bytes == point.lower_bound_bytes for point in points),
-        points=points,
-        checked_shapes=checked,
-        timed_out=search.timed_out,
-    )
