@@ -38,6 +38,7 @@ _KEPT_WHOLE = (
     _ATEN.embedding_dense_backward.default,
     _ATEN.select_backward.default,
     _ATEN.slice_backward.default,
+    _ATEN.unfold_backward.default,
 )
 
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend.dims import DimTable, dim_table
+from relax_disc.frontend.guards import check_assertions
 from relax_disc.frontend.source_lines import parse_stack
 from relax_disc.frontend.spec import BatchSpec
 
@@ -152,26 +153,53 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
         combined = _combine_args(wrapped, args, kwargs)
     except TypeError as error:
         raise InputMismatchError(f"example_inputs do not fit the model: {error}") from error
-    try:
-        program = torch.export.export(
-            wrapped, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
+    program = _export(wrapped, args, kwargs, dynamic_shapes)
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    table = dim_table(program, combined, dynamic_shapes)
+    check_assertions(program, table)
+    return Exported(program, table, BatchSpec(structure, fixed), tuple(leaves))
+
+
+def _export(
+    wrapped: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> ExportedProgram:
+    """Export; where torch cannot prove what it relies on, once more with assertions to check."""
+
+    def attempt(deferred: bool) -> ExportedProgram:
+        return torch.export.export(
+            wrapped,
+            args,
+            kwargs,
+            dynamic_shapes=dynamic_shapes,
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=deferred,
         )
+
+    try:
+        try:
+            return attempt(deferred=False)
+        except UserError as error:
+            if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+                raise
+            return attempt(deferred=True)
     except GuardOnDataDependentSymNode as error:
         raise _data_dependent(error) from error
     except UserError as error:
         raise _translate(error) from error
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
-    table = dim_table(program, combined, dynamic_shapes)
-    return Exported(program, table, BatchSpec(structure, fixed), tuple(leaves))
 
 
 def _translate(error: UserError) -> Exception:
     if error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
-        return ShapeRangeError(f"The model contradicts dynamic_shapes: {error}")
+        return ShapeRangeError(f"The model contradicts dynamic_shapes: {_first_part(error)}")
     if error.error_type is UserErrorType.INVALID_INPUT:
         return InputMismatchError(f"dynamic_shapes do not fit the example inputs: {error}")
     return _data_dependent(error)
+
+
+def _first_part(error: Exception) -> str:
+    """Cut torch's advice about tools of its own off an error's message."""
+    return str(error).split("The error above occurred")[0].strip()
 
 
 def _data_dependent(error: Exception) -> UnsupportedOperatorError:

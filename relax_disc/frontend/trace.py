@@ -145,7 +145,10 @@ def _trace(program: ExportedProgram, model: nn.Module, with_gradients: bool) -> 
         changed = [values[index].detach() for index in buffers]
         return [found[0].detach(), *extras, *changed, *kept]
 
-    graph = _make_graph(step, _fakes(program, placeholders, position, len(arguments)), mutates)
+    fakes = _fakes(program, placeholders, position, len(arguments))
+    graph = _make_graph(step, fakes, mutates)
+    if not mutates and _mutates(graph):  # a decomposition wrote in place
+        graph = _make_graph(step, fakes, functionalize=True)
     graph.graph.eliminate_dead_code()
     kept = [i for i, there in zip(trained, outputs["grads"], strict=True) if there]
     return _drop_unchanged(graph, arguments, len(users) - 1, buffers, tuple(kept), program)

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from tests.frontend.models import MLP, VOCABULARY, Llama, dims, mlp_batch, token_batch
-from tests.frontend.running import check_gradients
 from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
@@ -11,6 +9,8 @@ from tvm import relax
 
 from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend import capture_forward, capture_step
+from tests.frontend.models import MLP, VOCABULARY, Llama, dims, mlp_batch, token_batch
+from tests.frontend.running import check_gradients
 
 SHAPES = [(3, 12), (1, 1), (5, 33), (8, 48)]
 

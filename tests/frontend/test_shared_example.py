@@ -1,10 +1,10 @@
 """One tensor given for two arguments of the example must not tie the two."""
 
 import torch
-from tests.frontend.models import Llama, dims, token_batch
-from tests.frontend.running import check_gradients
 
 from relax_disc.frontend import capture_step
+from tests.frontend.models import Llama, dims, token_batch
+from tests.frontend.running import check_gradients
 
 
 def test_two_arguments_may_be_one_tensor_in_the_example():

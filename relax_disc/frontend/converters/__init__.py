@@ -6,8 +6,18 @@ from relax_disc.frontend.converters import (
     indexing,
     matrices,
     reductions,
+    scattering,
     shapes,
 )
 from relax_disc.frontend.converters.registry import TABLE
 
-__all__ = ["TABLE", "creation", "elementwise", "indexing", "matrices", "reductions", "shapes"]
+__all__ = [
+    "TABLE",
+    "creation",
+    "elementwise",
+    "indexing",
+    "matrices",
+    "reductions",
+    "scattering",
+    "shapes",
+]

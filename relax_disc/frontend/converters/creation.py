@@ -20,7 +20,7 @@ def _filled(emitter: Emitter, value: Any) -> Any:
     return emitter.emit(op.broadcast_to(scalar, relax.ShapeExpr(emitter.wanted_shape)))
 
 
-@converts("aten.full.default", "aten.full_like.default", "aten.new_full.default")
+@converts("aten.full.default", "aten.full_like.default")
 def full(emitter: Emitter, *args: Any, **options: Any) -> Any:
     """One value everywhere."""
     value = options.get("fill_value", args[-1])
@@ -33,26 +33,13 @@ def scalar_tensor(emitter: Emitter, value: Any, dtype: Any = None) -> Any:
     return _filled(emitter, value)
 
 
-@converts(
-    "aten.zeros.default",
-    "aten.zeros_like.default",
-    "aten.new_zeros.default",
-    "aten.empty.memory_format",
-    "aten.empty_like.default",
-    "aten.new_empty.default",
-)
+@converts("aten.empty.memory_format", "aten.empty_permuted.default")
 def zeros(emitter: Emitter, *_: Any, **__: Any) -> Any:
     """Zeros; memory left undefined by PyTorch is zero here."""
     return _filled(emitter, 0)
 
 
-@converts("aten.ones.default", "aten.ones_like.default", "aten.new_ones.default")
-def ones(emitter: Emitter, *_: Any, **__: Any) -> Any:
-    """Ones."""
-    return _filled(emitter, 1)
-
-
-@converts("aten.arange.start_step", "aten.arange.default", "aten.arange.start")
+@converts("aten.arange.start_step")
 def arange(emitter: Emitter, *bounds: Any, dtype: Any = None) -> Any:
     """Equidistant numbers; computed as ``start + i * step``."""
     start, step = (0, 1) if len(bounds) < 2 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
@@ -85,20 +72,3 @@ def iota(
 ) -> Any:
     """Whole numbers."""
     return arange(emitter, start, None, step)
-
-
-@converts("aten.triu.default", "aten.tril.default")
-def triangle(emitter: Emitter, x: Any, diagonal: Any = 0) -> Any:
-    """The upper or lower triangle of the last two axes."""
-    upper = "triu" in str(emitter.node.target)
-    zero = tirx.const(0, emitter.dtype(x))
-
-    def compute(a: Any, diagonal: Any) -> Any:
-        def element(*i: Any) -> Any:
-            offset = i[-1] - i[-2]
-            kept = offset >= diagonal if upper else offset <= diagonal
-            return tirx.Select(kept, a(*i), zero)
-
-        return te.compute(a.shape, element, name="triangle")
-
-    return emitter.te("triangle", compute, x, diagonal)

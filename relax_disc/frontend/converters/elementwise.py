@@ -47,11 +47,6 @@ def _simple(kind: KIND, build: Callable[..., Any]) -> Callable[..., Any]:
     return convert
 
 
-_ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "mul": op.multiply,
-    "maximum": op.maximum,
-    "minimum": op.minimum,
-}
 _UNARY_SAME: dict[str, Callable[..., Any]] = {
     "neg": op.negative,
     "sign": op.sign,
@@ -59,8 +54,6 @@ _UNARY_SAME: dict[str, Callable[..., Any]] = {
     "ceil": op.ceil,
     "round": op.round,
     "trunc": op.trunc,
-    "relu": op.nn.relu,
-    "square": op.square,
 }
 _UNARY_FLOAT: dict[str, Callable[..., Any]] = {
     "exp": op.exp,
@@ -91,9 +84,8 @@ _COMPARISONS: dict[str, Callable[..., Any]] = {
     "ge": op.greater_equal,
 }
 
-for _name, _build in _ARITHMETIC.items():
-    for _overload in ("Tensor", "Scalar", "default"):
-        TABLE[f"aten.{_name}.{_overload}"] = _simple(KIND.DEFAULT, _build)
+for _overload in ("Tensor", "Scalar"):
+    TABLE[f"aten.mul.{_overload}"] = _simple(KIND.DEFAULT, op.multiply)
 for _name, _build in _UNARY_SAME.items():
     TABLE[f"aten.{_name}.default"] = _simple(KIND.DEFAULT, _build)
 for _name, _build in _UNARY_FLOAT.items():
@@ -115,12 +107,6 @@ def sub(emitter: Emitter, x: Any, y: Any, alpha: Any = 1) -> Any:
     return _scaled(emitter, op.subtract, x, y, alpha)
 
 
-@converts("aten.rsub.Tensor", "aten.rsub.Scalar")
-def rsub(emitter: Emitter, x: Any, y: Any, alpha: Any = 1) -> Any:
-    """``y - alpha * x``."""
-    return _scaled(emitter, lambda a, b: op.subtract(b, a), x, y, alpha, scale_first=True)
-
-
 def _scaled(
     emitter: Emitter, build: Any, x: Any, y: Any, alpha: Any, scale_first: bool = False
 ) -> Any:
@@ -136,10 +122,14 @@ def _scaled(
 @converts("aten.div.Tensor", "aten.div.Scalar")
 def div(emitter: Emitter, x: Any, y: Any) -> Any:
     """True division."""
+    if isinstance(y, int | float) and y == 0:  # TVM refuses to divide by a constant zero
+        return apply(
+            emitter, KIND.INT_TO_FLOAT, lambda a, _: op.multiply(a, _like(a, "inf")), (x, y)
+        )
     return apply(emitter, KIND.INT_TO_FLOAT, op.divide, (x, y))
 
 
-@converts("aten.div.Tensor_mode", "aten.div.Scalar_mode", "aten.floor_divide.default")
+@converts("aten.div.Tensor_mode")
 def div_mode(emitter: Emitter, x: Any, y: Any, rounding_mode: str | None = "floor") -> Any:
     """Division, rounded."""
     if rounding_mode is None:
@@ -232,6 +222,54 @@ def _expm1(x: Any) -> Any:
     return tirx.Select(u == one, x, finite)
 
 
+def _like(x: Any, value: Any) -> Any:
+    return relax.const(float(value), x.ty.dtype.dtype)
+
+
+@converts("aten.maximum.default", "aten.minimum.default")
+def extremum(emitter: Emitter, x: Any, y: Any) -> Any:
+    """Greater or lesser of two; NaN wins.  TVM's keeps only the NaN of the second operand."""
+    build = op.maximum if "maximum" in str(emitter.node.target) else op.minimum
+
+    def faithful(a: Any, b: Any) -> Any:
+        if "float" not in emitter.dtype(a):
+            return build(a, b)
+        return op.where(emitter.emit(op.isnan(a)), a, emitter.emit(build(a, b)))
+
+    return apply(emitter, KIND.DEFAULT, faithful, (x, y))
+
+
+@converts("aten.relu.default")
+def relu(emitter: Emitter, x: Any) -> Any:
+    """ReLU; NaN stays NaN."""
+    return apply(emitter, KIND.DEFAULT, lambda a: op.maximum(_zero(a), a), (x,))
+
+
+def _zero(x: Any) -> Any:
+    return relax.const(0, x.ty.dtype.dtype)
+
+
+@converts("aten.elu.default")
+def elu(emitter: Emitter, x: Any, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Any:
+    """``scale * (x if x > 0 else alpha * (exp(input_scale * x) - 1))``."""
+
+    def build(a: Any) -> Any:
+        dtype = emitter.dtype(a)
+        const = [emitter.const(v, dtype) for v in (alpha, scale, input_scale, 1.0)]
+        powered = emitter.emit(op.exp(emitter.emit(op.multiply(a, const[2]))))
+        below = emitter.emit(op.multiply(emitter.emit(op.subtract(powered, const[3])), const[0]))
+        positive = emitter.emit(op.greater(a, _zero(a)))
+        return op.multiply(emitter.emit(op.where(positive, a, below)), const[1])
+
+    return apply(emitter, KIND.DEFAULT, build, (x,))
+
+
+@converts("aten.hardtanh.default")
+def hardtanh(emitter: Emitter, x: Any, low: Any = -1.0, high: Any = 1.0) -> Any:
+    """Bounds on both sides."""
+    return clamp(emitter, x, low, high)
+
+
 @converts("aten.clamp.default", "aten.clamp.Tensor")
 def clamp(emitter: Emitter, x: Any, low: Any = None, high: Any = None) -> Any:
     """Bounds; NaN stays NaN."""
@@ -244,7 +282,7 @@ def clamp(emitter: Emitter, x: Any, low: Any = None, high: Any = None) -> Any:
     return result
 
 
-@converts("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf")
+@converts("aten.where.self")
 def where(emitter: Emitter, condition: Any, x: Any, y: Any) -> Any:
     """Choice between two tensors."""
     dtype = emitter.wanted_dtype
@@ -325,13 +363,7 @@ def to_copy(emitter: Emitter, x: Any, dtype: Any = None, non_blocking: bool = Fa
     return emitter.cast(x, emitter.wanted_dtype)
 
 
-@converts(
-    "aten.clone.default",
-    "aten.alias.default",
-    "aten.detach.default",
-    "aten.lift_fresh_copy.default",
-    "aten.lift_fresh.default",
-)
+@converts("aten.clone.default", "aten.alias.default", "aten.lift_fresh_copy.default")
 def identity(emitter: Emitter, x: Any, **layout: Any) -> Any:
     """Copies: values here never change, so that a copy is the tensor itself."""
     return x

@@ -1,7 +1,4 @@
-"""Operators that read or write at positions held in tensors.
-
-Every write is computed without races: an output element gathers what belongs to it.
-"""
+"""Operators that read at positions held in tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from relax_disc.frontend.emitter import Emitter
 op: Any = relax.op
 
 
-def _wrapped(index: Any, extent: Any) -> Any:
+def wrapped(index: Any, extent: Any) -> Any:
     """Count a negative position from the end."""
     index = index.astype("int64")
     return tirx.Select(index < 0, index + extent, index)
@@ -64,7 +61,7 @@ def gather(emitter: Emitter, x: Any, axis: int, index: Any, sparse_grad: bool = 
 
     def compute(a: Any, index: Any) -> Any:
         def element(*i: Any) -> Any:
-            place = _wrapped(index(*i), a.shape[axis])
+            place = index(*i).astype("int64")
             return a(*(place if d == axis else j for d, j in enumerate(i)))
 
         return te.compute(index.shape, element, name="gather")
@@ -72,58 +69,7 @@ def gather(emitter: Emitter, x: Any, axis: int, index: Any, sparse_grad: bool = 
     return emitter.te("gather", compute, x, index)
 
 
-@converts("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")
-def scatter(emitter: Emitter, x: Any, axis: int, index: Any, source: Any) -> Any:
-    """Write, or add, at given positions of one axis; of several writes the last counts."""
-    axis = axis_of(emitter, x, axis)
-    adds = "scatter_add" in str(emitter.node.target)
-    dtype = emitter.dtype(x)
-    if not isinstance(source, relax.Expr) or not isinstance(source.ty, relax.TensorType):
-        source = emitter.tensor(source, dtype)
-        source = emitter.emit(op.broadcast_to(source, relax.ShapeExpr(emitter.shape(index))))
-
-    def element_sum(a: Any, index: Any, source: Any) -> Any:
-        k = te.reduce_axis((0, index.shape[axis]), "k")
-
-        def element(*i: Any) -> Any:
-            place = [k if d == axis else j for d, j in enumerate(i)]
-            covered = [
-                j < n for d, (j, n) in enumerate(zip(i, index.shape, strict=True)) if d != axis
-            ]
-            hit = tirx.all(*covered, _wrapped(index(*place), a.shape[axis]) == i[axis])
-            return te.sum(tirx.if_then_else(hit, source(*place), tirx.const(0, dtype)), axis=k)
-
-        return te.compute(a.shape, element, name="scatter_sum")
-
-    def last_write(a: Any, index: Any) -> Any:
-        k = te.reduce_axis((0, index.shape[axis]), "k")
-
-        def element(*i: Any) -> Any:
-            place = [k if d == axis else j for d, j in enumerate(i)]
-            covered = [
-                j < n for d, (j, n) in enumerate(zip(i, index.shape, strict=True)) if d != axis
-            ]
-            hit = tirx.all(*covered, _wrapped(index(*place), a.shape[axis]) == i[axis])
-            none = tirx.const(-1, "int64")
-            return te.max(tirx.if_then_else(hit, k.astype("int64"), none), axis=k)
-
-        return te.compute(a.shape, element, name="scatter_last")
-
-    def pick(a: Any, last: Any, source: Any) -> Any:
-        def element(*i: Any) -> Any:
-            place = [last(*i) if d == axis else j for d, j in enumerate(i)]
-            return tirx.if_then_else(last(*i) >= 0, source(*place), a(*i))
-
-        return te.compute(a.shape, element, name="scatter")
-
-    if adds:
-        added = emitter.te("scatter_add", element_sum, x, index, source)
-        return emitter.emit(op.add(x, added))
-    last = emitter.te("scatter_last", last_write, x, index)
-    return emitter.te("scatter", pick, x, last, source)
-
-
-@converts("aten.index.Tensor", "aten._unsafe_index.Tensor")
+@converts("aten.index.Tensor")
 def index(emitter: Emitter, x: Any, indices: Any) -> Any:
     """Advanced indexing with integer tensors, PyTorch's rules for where the new axes go."""
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
@@ -142,7 +88,7 @@ def index(emitter: Emitter, x: Any, indices: Any) -> Any:
             place = []
             for d in range(len(a.shape)):
                 if d in axes:
-                    place.append(_broadcast_read(parts[axes.index(d)], new, a.shape[d]))
+                    place.append(broadcast_read(parts[axes.index(d)], new, a.shape[d]))
                 else:
                     place.append(kept.pop(0))
             return a(*place)
@@ -153,12 +99,12 @@ def index(emitter: Emitter, x: Any, indices: Any) -> Any:
     return emitter.te("index", compute, x, *(i for _, i in given), shape)
 
 
-def _broadcast_read(index: Any, position: Any, extent: Any) -> Any:
+def broadcast_read(index: Any, position: Any, extent: Any) -> Any:
     """Read an index tensor that broadcasts to the rank of ``position``."""
     tail = position[len(position) - len(index.shape) :]
     ones = [isinstance(n, tirx.IntImm) and int(n) == 1 for n in index.shape]
     place = [0 if one else j for one, j in zip(ones, tail, strict=True)]
-    return _wrapped(index(*place), extent)
+    return wrapped(index(*place), extent)
 
 
 @converts("aten.index_select.default")
@@ -168,7 +114,7 @@ def index_select(emitter: Emitter, x: Any, axis: int, index: Any) -> Any:
 
     def compute(a: Any, index: Any, shape: Any) -> Any:
         def element(*i: Any) -> Any:
-            return a(*(_wrapped(index(j), a.shape[d]) if d == axis else j for d, j in enumerate(i)))
+            return a(*(wrapped(index(j), a.shape[d]) if d == axis else j for d, j in enumerate(i)))
 
         return te.compute(shape, element, name="index_select")
 

@@ -11,7 +11,7 @@ from relax_disc.frontend.converters.registry import converts
 from relax_disc.frontend.emitter import Emitter
 
 
-@converts("aten.mm.default", "aten.bmm.default", "aten.mv.default", "aten.dot.default")
+@converts("aten.mm.default", "aten.bmm.default")
 def matmul(emitter: Emitter, x: Any, y: Any) -> Any:
     """Matrix product in the operands' own type."""
     if emitter.dtype(x) != emitter.dtype(y):

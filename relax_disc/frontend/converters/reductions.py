@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,7 @@ def _reduce(
     return emitter.cast(x, emitter.wanted_dtype)
 
 
-@converts("aten.sum.dim_IntList", "aten.sum.default")
+@converts("aten.sum.dim_IntList")
 def sum_(
     emitter: Emitter, x: Any, axes: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Any:
@@ -67,6 +68,39 @@ def min_all(emitter: Emitter, x: Any) -> Any:
     return _reduce(emitter, op.min, x, None, False, emitter.wanted_dtype)
 
 
+@converts("aten.prod.dim_int")
+def prod(
+    emitter: Emitter, x: Any, axis: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Any:
+    """Product."""
+    return _reduce(emitter, op.prod, x, axis, keepdim, emitter.wanted_dtype)
+
+
+@converts("aten.linalg_vector_norm.default")
+def vector_norm(
+    emitter: Emitter,
+    x: Any,
+    order: Any = 2,
+    axes: Any = None,
+    keepdim: bool = False,
+    dtype: Any = None,
+) -> Any:
+    """Norm of order 1, 2 or infinity."""
+    x = emitter.cast(x, _WIDE.get(emitter.wanted_dtype, emitter.wanted_dtype))
+    axes = axes_of(emitter, x, axes)
+    size = emitter.emit(op.abs(x))
+    if order == 2:
+        squares = emitter.emit(op.multiply(x, x))
+        result = emitter.emit(op.sqrt(emitter.emit(op.sum(squares, axes, keepdim))))
+    elif order == 1:
+        result = emitter.emit(op.sum(size, axes, keepdim))
+    elif order == math.inf:
+        result = emitter.emit(op.max(size, axes, keepdim))
+    else:
+        raise emitter.refuse(f"a norm of order {order} is not supported")
+    return emitter.cast(result, emitter.wanted_dtype)
+
+
 @converts("aten.any.default", "aten.any.dim", "aten.any.dims")
 def any_(emitter: Emitter, x: Any, axes: Any = None, keepdim: bool = False) -> Any:
     """Say whether any element is true."""
@@ -74,14 +108,7 @@ def any_(emitter: Emitter, x: Any, axes: Any = None, keepdim: bool = False) -> A
     return emitter.cast(emitter.emit(op.max(x, axes_of(emitter, x, axes), keepdim)), "bool")
 
 
-@converts("aten.all.default", "aten.all.dim", "aten.all.dims")
-def all_(emitter: Emitter, x: Any, axes: Any = None, keepdim: bool = False) -> Any:
-    """Say whether all elements are true."""
-    x = emitter.cast(emitter.tensor(x, "bool"), "int8")
-    return emitter.cast(emitter.emit(op.min(x, axes_of(emitter, x, axes), keepdim)), "bool")
-
-
-@converts("aten.var.correction", "aten.var_mean.correction", "aten.std.correction")
+@converts("aten.var.correction", "aten.var_mean.correction")
 def variance(
     emitter: Emitter, x: Any, axes: Any = None, correction: Any = 1, keepdim: bool = False
 ) -> Any:
@@ -111,7 +138,7 @@ def variance(
     return var, emitter.cast(mean, dtype)
 
 
-@converts("aten._softmax.default", "aten._safe_softmax.default")
+@converts("aten._softmax.default")
 def softmax(emitter: Emitter, x: Any, axis: int, half_to_float: Any = False) -> Any:
     """Softmax along one axis; the safe one gives zeros in a row of -inf alone."""
     dtype = emitter.wanted_dtype

@@ -18,15 +18,7 @@ _FAR = 2**62
 """PyTorch writes "to the end" as an end of 2**63 - 1."""
 
 
-@converts(
-    "aten.view.default",
-    "aten.reshape.default",
-    "aten._unsafe_view.default",
-    "aten.unsqueeze.default",
-    "aten.squeeze.default",
-    "aten.squeeze.dim",
-    "aten.squeeze.dims",
-)
+@converts("aten.view.default", "aten.unsqueeze.default", "aten.squeeze.dims")
 def reshape(emitter: Emitter, x: Any, *_: Any) -> Any:
     """All that keeps the elements in their order."""
     if emitter.same_shape(emitter.shape(x), emitter.wanted_shape):
@@ -47,21 +39,6 @@ def permute(emitter: Emitter, x: Any, axes: Any) -> Any:
     """Permutation of the axes."""
     axes = [axis_of(emitter, x, a) for a in axes]
     return x if axes == sorted(axes) else emitter.emit(op.permute_dims(x, axes))
-
-
-@converts("aten.t.default")
-def transpose_matrix(emitter: Emitter, x: Any) -> Any:
-    """Transposed matrix."""
-    return x if len(emitter.shape(x)) < 2 else emitter.emit(op.permute_dims(x, [1, 0]))
-
-
-@converts("aten.transpose.int")
-def transpose(emitter: Emitter, x: Any, first: int, second: int) -> Any:
-    """Exchange of two axes."""
-    axes = list(range(len(emitter.shape(x))))
-    a, b = axis_of(emitter, x, first), axis_of(emitter, x, second)
-    axes[a], axes[b] = axes[b], axes[a]
-    return x if a == b else emitter.emit(op.permute_dims(x, axes))
 
 
 @converts("aten.cat.default")
@@ -202,23 +179,7 @@ def select_backward(emitter: Emitter, grad: Any, sizes: Any, axis: int, index: A
     return emitter.te("select_backward", compute, grad, position, shape)
 
 
-@converts("aten.select_scatter.default")
-def select_scatter(emitter: Emitter, x: Any, source: Any, axis: int, index: Any) -> Any:
-    """A tensor with one position of an axis replaced."""
-    axis = axis_of(emitter, x, axis)
-    position = _clamped(emitter, index, emitter.shape(x)[axis], None)
-
-    def compute(a: Any, source: Any, position: Any) -> Any:
-        def element(*i: Any) -> Any:
-            moved = source(*i[:axis], *i[axis + 1 :])
-            return tirx.if_then_else(i[axis] == position, moved, a(*i))
-
-        return te.compute(a.shape, element, name="select_scatter")
-
-    return emitter.te("select_scatter", compute, x, source, position)
-
-
-@converts("aten.split_with_sizes.default", "aten.split.Tensor")
+@converts("aten.split_with_sizes.default")
 def split(emitter: Emitter, x: Any, sizes: Any, axis: int = 0) -> Any:
     """Pieces of an axis, each an own tensor."""
     axis = axis_of(emitter, x, axis)
@@ -285,3 +246,39 @@ def constant_pad(emitter: Emitter, x: Any, pad: Any, value: Any = 0) -> Any:
         return te.compute(wanted, element, name="pad")
 
     return emitter.te("pad", compute, x, before, relax.ShapeExpr(emitter.wanted_shape))
+
+
+@converts("aten.unfold.default")
+def unfold(emitter: Emitter, x: Any, axis: int, size: int, step: int) -> Any:
+    """Windows of one axis, laid along a new last axis."""
+    axis = axis_of(emitter, x, axis)
+
+    def compute(a: Any, wanted: Any) -> Any:
+        def element(*i: Any) -> Any:
+            return a(*i[:axis], i[axis] * step + i[-1], *i[axis + 1 : -1])
+
+        return te.compute(wanted, element, name="unfold")
+
+    return emitter.te("unfold", compute, x, relax.ShapeExpr(emitter.wanted_shape))
+
+
+@converts("aten.unfold_backward.default")
+def unfold_backward(
+    emitter: Emitter, grad: Any, sizes: Any, axis: int, size: int, step: int
+) -> Any:
+    """Gradient of windows: each element sums over the windows that hold it."""
+    axis = axis + len(emitter.wanted.shape) if axis < 0 else axis
+
+    def compute(g: Any, wanted: Any) -> Any:
+        k = te.reduce_axis((0, tirx.IntImm("int64", size)), "k")
+
+        def element(*i: Any) -> Any:
+            start = i[axis] - k
+            window = tirx.floordiv(start, step)
+            there = tirx.all(start >= 0, tirx.floormod(start, step) == 0, window < g.shape[axis])
+            value = g(*i[:axis], window, *i[axis + 1 :], k)
+            return te.sum(tirx.if_then_else(there, value, tirx.const(0, g.dtype)), axis=k)
+
+        return te.compute(wanted, element, name="unfold_backward")
+
+    return emitter.te("unfold_backward", compute, grad, relax.ShapeExpr(emitter.wanted_shape))

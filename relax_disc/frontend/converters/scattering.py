@@ -1,0 +1,137 @@
+"""Operators that write at positions held in tensors.
+
+Writes go in the order of the positions on one thread for each line, so that there are no races, of
+several writes to one element the last counts, and sums do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tvm import relax, te, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder
+
+from relax_disc.frontend.converters.indexing import broadcast_read
+from relax_disc.frontend.converters.registry import axis_of, converts
+from relax_disc.frontend.emitter import Emitter
+
+op: Any = relax.op
+T: Any = builder
+
+Body = Callable[[Sequence[Any], Any], None]
+
+
+def _written(x: Any, sources: Sequence[Any], name: str, write: Body) -> Any:
+    """Make a kernel that copies ``x`` and lets ``write(inputs, output)`` change the copy."""
+
+    def body(inputs: Any, outputs: Any) -> Any:
+        with IRBuilder() as made:
+            with T.seq_scope():
+                with T.grid(*x.shape) as loops:
+                    place = _list(loops)
+                    T.buffer_store(outputs[0], inputs[0][tuple(place)], place)
+                write(inputs[1:], outputs[0])
+        return made.get()
+
+    out = tirx.decl_buffer(x.shape, x.dtype, "out")
+    return te.extern([x.shape], [x, *sources], body, dtype=x.dtype, out_buffers=[out], name=name)
+
+
+def _list(loops: Any) -> list[Any]:
+    return [loops] if isinstance(loops, tirx.Var) else list(loops)
+
+
+@converts("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")
+def scatter(emitter: Emitter, x: Any, axis: int, index: Any, source: Any) -> Any:
+    """Write, or add, at given positions of one axis."""
+    axis = axis_of(emitter, x, axis)
+    adds = "scatter_add" in str(emitter.node.target)
+    if not isinstance(source, relax.Expr) or not isinstance(source.ty, relax.TensorType):
+        source = emitter.tensor(source, emitter.dtype(x))
+        source = emitter.emit(op.broadcast_to(source, relax.ShapeExpr(emitter.shape(index))))
+
+    def compute(x: Any, index: Any, source: Any) -> Any:
+        def write(inputs: Any, out: Any) -> None:
+            index, source = inputs
+            with T.grid(*index.shape) as loops:
+                at = _list(loops)
+                place = list(at)
+                place[axis] = index[tuple(at)].astype("int64")
+                value = source[tuple(at)]
+                T.buffer_store(out, out[tuple(place)] + value if adds else value, place)
+
+        return _written(x, [index, source], "scatter", write)
+
+    return emitter.te("scatter_add" if adds else "scatter", compute, x, index, source)
+
+
+@converts("aten.index_put.default")
+def index_put(emitter: Emitter, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """Write, or add, where integer tensors point; a mask takes one value for all it selects."""
+    given = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if any(emitter.dtype(i) in ("bool", "uint8") for _, i in given):
+        return _masked_put(emitter, x, [i for _, i in given], values, accumulate)
+    axes = [d for d, _ in given]
+    adjacent = axes == list(range(axes[0], axes[-1] + 1))
+    first = axes[0] if adjacent else 0
+    traced = [emitter.value(i) for i in emitter.node.args[1] if i is not None]
+    new = emitter.symbols.shape(torch.broadcast_shapes(*(tuple(i.shape) for i in traced)))
+    kept = [n for d, n in enumerate(emitter.shape(x)) if d not in axes]
+    shape = [*kept[:first], *new, *kept[first:]]
+    values = emitter.emit(op.broadcast_to(values, relax.ShapeExpr(shape)))
+    rank = len(new)
+
+    def compute(x: Any, values: Any, *parts: Any) -> Any:
+        def write(inputs: Any, out: Any) -> None:
+            values, *parts = inputs
+            extents = list(values.shape)
+            order = [*range(first, first + rank), *range(first), *range(first + rank, len(extents))]
+            with T.grid(*(extents[k] for k in order)) as loops:
+                named = dict(zip(order, _list(loops), strict=True))
+                at = [named[k] for k in range(len(extents))]
+                rest = [*at[:first], *at[first + rank :]]
+                reads = [_Reader(part) for part in parts]
+                position = at[first : first + rank]
+                place = []
+                for d in range(len(out.shape)):
+                    if d in axes:
+                        read = reads[axes.index(d)]
+                        place.append(broadcast_read(read, position, out.shape[d]))
+                    else:
+                        place.append(rest.pop(0))
+                value = values[tuple(at)]
+                T.buffer_store(out, out[tuple(place)] + value if accumulate else value, place)
+
+        return _written(x, [values, *parts], "index_put", write)
+
+    return emitter.te("index_put", compute, x, values, *(i for _, i in given))
+
+
+class _Reader:
+    """Reads a buffer with call syntax."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.shape = buffer.shape
+        self._buffer = buffer
+
+    def __call__(self, *place: Any) -> Any:
+        return self._buffer[tuple(place)]
+
+
+def _masked_put(
+    emitter: Emitter, x: Any, masks: Sequence[Any], values: Any, accumulate: bool
+) -> Any:
+    single = all(isinstance(n, tirx.IntImm) and int(n) == 1 for n in emitter.shape(values))
+    if len(masks) != 1 or not single or emitter.node.args[1][0] is None:
+        raise emitter.refuse("a mask as index takes only a single value")
+    shape = emitter.shape(x)
+    mask_shape = emitter.shape(masks[0])
+    mask_shape = [*mask_shape, *([tirx.IntImm("int64", 1)] * (len(shape) - len(mask_shape)))]
+    mask = emitter.emit(op.reshape(emitter.tensor(masks[0], "bool"), relax.ShapeExpr(mask_shape)))
+    value = emitter.emit(op.reshape(values, relax.ShapeExpr([])))
+    if accumulate:
+        value = emitter.emit(op.add(x, value))
+    return emitter.emit(op.where(mask, value, x))
