@@ -82,9 +82,7 @@ def attention_backward_masked(
     dv: Any,
 ) -> None:
     """Compute the gradients of q, k and v of attention with a mask."""
-    grad, query, key, value, result, *targets = _views(
-        (grad_out, q, k, v, out, dq, dk, dv), layout
-    )
+    grad, query, key, value, result, *targets = _views((grad_out, q, k, v, out, dq, dk, dv), layout)
     group = query.shape[1] // key.shape[1]
     keys, values = np.repeat(key, group, 1), np.repeat(value, group, 1)
     scores = _scores(query, keys, mask, scale, is_causal)

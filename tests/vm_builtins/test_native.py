@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from relax_disc.vm_builtins import native
 
 GOOD = """

@@ -38,8 +38,6 @@ std::pair<int, int> ChooseGrid(const Product<T>& p, int threads) {
   return best;
 }
 
-thread_local Scratch team_scratch;
-
 /*! \brief Views of the last two axes of an operand for every index of the leading ones. */
 template <typename T>
 struct Batches {
@@ -98,7 +96,7 @@ void BatchMatmul(TensorView a_view, TensorView b_view, int64_t a_axes, int64_t b
   };
   int64_t work = c.Rows() * c.Columns() * a.Columns();
   if (count >= 2 * NumThreads() || count * work < kWorkPerThread) {
-    auto run = [&](int64_t i) { MultiplySerial(product(i), &team_scratch); };
+    auto run = [&](int64_t i) { MultiplySerial(product(i), &ThreadScratch()); };
     if (count * work < kWorkPerThread) {
       for (int64_t i = 0; i < count; ++i) run(i);
     } else {
@@ -147,7 +145,7 @@ void Multiply(const Product<T>& product) {
   int64_t work = product.m * product.n * product.k;
   int threads = static_cast<int>(std::clamp<int64_t>(work / kWorkPerThread, 1, NumThreads()));
   auto [rows, columns] = ChooseGrid(product, threads);
-  GemmTeam<T> team(product, rows, columns, &team_scratch);
+  GemmTeam<T> team(product, rows, columns, &ThreadScratch());
   ParallelRegion(rows * columns, [&](int thread, int) { team.Run(thread); });
 }
 

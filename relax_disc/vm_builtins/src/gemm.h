@@ -17,6 +17,7 @@
 
 #include "gemm_pack.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace relax_disc {
 
@@ -35,30 +36,6 @@ struct Product {
 constexpr int64_t kBlockTiles = 20;
 /*! \brief Bytes of a row of the shared block of B: 2 MiB in all, which L3 holds. */
 constexpr int64_t kBlockRowBytes = 8192;
-
-/*! \brief Memory that grows on demand up to the bound of its use and stays with its thread. */
-class Scratch {
- public:
-  template <typename T>
-  T* Get(int64_t count) {
-    int64_t bytes = (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-    if (bytes > bytes_) {
-      data_.reset();
-      bytes_ = 0;
-      data_.reset(std::aligned_alloc(64, bytes));
-      if (!data_) throw std::bad_alloc();
-      bytes_ = bytes;
-    }
-    return static_cast<T*>(data_.get());
-  }
-
- private:
-  struct Free {
-    void operator()(void* p) const { std::free(p); }
-  };
-  std::unique_ptr<void, Free> data_;
-  int64_t bytes_ = 0;
-};
 
 /*! \brief Barrier of the threads of one parallel region. */
 class Barrier {

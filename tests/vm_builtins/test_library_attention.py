@@ -1,0 +1,204 @@
+"""Attention and its gradients against the matrices themselves in float64."""
+
+import numpy as np
+import pytest
+import tvm_ffi
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_disc.vm_builtins import library_kernels
+
+IS_NATIVE = library_kernels.install()
+KINDS = ["native", "twin"] if IS_NATIVE else ["twin"]
+
+
+def call(kind, name, *arguments):
+    full = f"relax_disc.cpu.{name}"
+    function = tvm_ffi.get_global_func(full) if kind == "native" else library_kernels.TWINS[full]
+    function(*(tvm_ffi.from_dlpack(x) if isinstance(x, np.ndarray) else x for x in arguments))
+
+
+def exact_attention(q, k, v, grad, mask, scale, is_causal):
+    """Out, lse, dq, dk, dv of arrays [B, H, T, D] in float64."""
+    q, k, v, grad = (x.astype("float64") for x in (q, k, v, grad))
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat(group, 1) for x in (k, v))
+    scores = scale * q @ keys.swapaxes(2, 3)
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
+    if is_causal:
+        scores = np.where(np.tri(*scores.shape[2:]) > 0, scores, -np.inf)
+    top = scores.max(-1, keepdims=True, initial=-1e300)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lse = np.where(total > 0, top + np.log(total), -np.inf)
+        p = np.where(total > 0, weights / total, 0)
+    out = p @ values
+    ds = p * (grad @ values.swapaxes(2, 3) - (grad * out).sum(-1, keepdims=True)) * scale
+    dk, dv = (
+        x.reshape(*k.shape[:2], group, k.shape[2], -1).sum(2)
+        for x in (ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ grad)
+    )
+    return out, lse[..., 0], ds @ keys, dk, dv
+
+
+def stored(array, bit):
+    return np.ascontiguousarray(array.transpose(0, 2, 1, 3) if bit else array)
+
+
+def restored(array, bit):
+    return array.transpose(0, 2, 1, 3) if bit else array
+
+
+def attend(kind, q, k, v, grad, mask, scale, is_causal, bits):
+    """Run both kernels; `bits` say which tensors are stored with length before heads."""
+    masks, suffix = ([], "") if mask is None else ([mask], "_masked")
+    dtype = q.dtype
+    out = stored(np.full((*q.shape[:3], v.shape[3]), np.nan, dtype), bits[3])
+    lse = np.full(q.shape[:3], np.nan, dtype)
+    operands = [stored(x, bit) for x, bit in zip((q, k, v), bits[:3], strict=True)]
+    layout = sum(bit << i for i, bit in enumerate(bits[:4]))
+    options = (scale, int(is_causal))
+    call(kind, f"attention{suffix}", *operands, *masks, *options, layout, out, lse)
+    grads = [
+        stored(np.full(x.shape, np.nan, dtype), bit)
+        for x, bit in zip((q, k, v), bits[5:8], strict=True)
+    ]
+    order = [bits[4], *bits[:4], *bits[5:8]]
+    layout = sum(bit << i for i, bit in enumerate(order))
+    call(
+        kind,
+        f"attention_backward{suffix}",
+        *(stored(grad, bits[4]), *operands, out, lse, *masks, *options, layout, *grads),
+    )
+    return [
+        restored(out, bits[3]),
+        lse,
+        *(restored(x, bit) for x, bit in zip(grads, bits[5:8], strict=True)),
+    ]
+
+
+def assert_attention(results, exact, dtype, factor=1.0):
+    tolerance = factor * (4e-6 if dtype == "float32" else 1e-13)
+    for ours, truth in zip(results, exact, strict=True):
+        finite = np.isfinite(truth)
+        np.testing.assert_array_equal(np.isfinite(ours), finite)
+        size = np.abs(truth[finite]).max(initial=1)
+        np.testing.assert_allclose(
+            ours[finite], truth[finite], rtol=0, atol=tolerance * max(size, 1)
+        )
+
+
+lengths = st.one_of(st.integers(1, 40), st.sampled_from([56, 57, 129, 193, 385]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=80)
+def test_attention_and_gradients(kind, data):
+    draw = data.draw
+    batch, key_heads, group = (
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+        draw(st.sampled_from([1, 1, 3])),
+    )
+    rows, columns = draw(lengths), draw(lengths)
+    dim, value_dim = (draw(st.sampled_from([1, 8, 16, 20, 64])) for _ in range(2))
+    heads, dtype = key_heads * group, draw(st.sampled_from(["float32", "float64"]))
+    generator = np.random.default_rng(draw(st.integers(0, 99)))
+
+    def normal(*shape):
+        return generator.standard_normal(shape).astype(dtype)
+
+    mask_kind = draw(st.sampled_from(["none", "none", "bool", "added"]))
+    mask = None
+    if mask_kind != "none":
+        shape = [draw(st.sampled_from([1, n])) for n in (batch, heads, rows, columns)]
+        mask = normal(*shape)
+        mask = mask > -0.5 if mask_kind == "bool" else mask
+    arguments = (
+        normal(batch, heads, rows, dim),
+        normal(batch, key_heads, columns, dim),
+        normal(batch, key_heads, columns, value_dim),
+        normal(batch, heads, rows, value_dim),
+        mask,
+        1 / np.sqrt(dim),
+        draw(st.booleans()),
+    )
+    bits = draw(st.lists(st.integers(0, 1), min_size=8, max_size=8))
+    assert_attention(attend(kind, *arguments, bits), exact_attention(*arguments), dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns"), [(900, 900), (500, 900), (900, 100)])
+def test_long_sequences(kind, rows, columns):
+    generator = np.random.default_rng(0)
+    q, grad = (generator.standard_normal((1, 2, rows, 16)).astype("float32") for _ in range(2))
+    k, v = (generator.standard_normal((1, 1, columns, 16)).astype("float32") for _ in range(2))
+    arguments = (q, k, v, grad, None, 0.25, True)
+    results = attend(kind, *arguments, [0] * 8)
+    assert_attention(results, exact_attention(*arguments), "float32", factor=4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_scores_do_not_overflow(kind):
+    generator = np.random.default_rng(0)
+    q, k, v, grad = (generator.standard_normal((1, 1, 50, 8)).astype("float32") for _ in range(4))
+    arguments = (q * 30, k * 30, v, grad, None, 1.0, False)
+    results, exact = attend(kind, *arguments, [0] * 8), exact_attention(*arguments)
+    np.testing.assert_allclose(results[0], exact[0], atol=2e-3)
+    assert all(np.isfinite(x).all() for x in results)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_see_nothing_are_zero(kind):
+    generator = np.random.default_rng(0)
+    q, k, v, grad = (generator.standard_normal((1, 1, 20, 8)).astype("float32") for _ in range(4))
+    mask = np.ones((1, 1, 20, 20), bool)
+    mask[0, 0, 3] = False
+    out, lse, dq, dk, dv = attend(kind, q, k, v, grad, mask, 0.5, True, [0] * 8)
+    assert (out[0, 0, 3] == 0).all() and lse[0, 0, 3] == -np.inf and (dq[0, 0, 3] == 0).all()
+    assert all(np.isfinite(x).all() for x in (out, dq, dk, dv))
+
+
+@pytest.mark.skipif(not IS_NATIVE, reason="no C++ compiler")
+def test_not_a_number_is_not_hidden():
+    ones = np.ones((1, 1, 20, 8), "float32")
+    q = ones.copy()
+    q[0, 0, 5, 0] = np.nan
+    out, lse, *_ = attend("native", q, ones, ones, ones, None, 1.0, True, [0] * 8)
+    assert np.isnan(out[0, 0, 5]).all() and np.isnan(lse[0, 0, 5])
+    assert np.isfinite(np.delete(out, 5, axis=2)).all()
+
+
+@pytest.mark.skipif(not IS_NATIVE, reason="no C++ compiler")
+def test_results_do_not_depend_on_threads():
+    set_count = tvm_ffi.get_global_func("relax_disc.cpu.set_thread_count")
+    generator = np.random.default_rng(0)
+    q, grad = (generator.standard_normal((2, 4, 150, 32)).astype("float32") for _ in range(2))
+    k, v = (generator.standard_normal((2, 2, 150, 32)).astype("float32") for _ in range(2))
+    runs = []
+    try:
+        for count in (1, 0, 2, 2):
+            set_count(count)
+            runs.append(attend("native", q, k, v, grad, None, 0.2, True, [1] * 8))
+    finally:
+        set_count(0)
+    for run in runs[1:]:
+        for one, other in zip(runs[0], run, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.skipif(not IS_NATIVE, reason="no C++ compiler")
+def test_scratch_is_bounded_whatever_the_length():
+    held = tvm_ffi.get_global_func("relax_disc.cpu.scratch_bytes")
+    generator = np.random.default_rng(0)
+    sizes = []
+    for length in (600, 2000):
+        q, k, v, grad = (
+            generator.standard_normal((1, 2, length, 32)).astype("float32") for _ in range(4)
+        )
+        attend("native", q, k, v, grad, None, 0.2, True, [0] * 8)
+        sizes.append(held())
+    assert sizes[0] == sizes[1] <= 32 << 20

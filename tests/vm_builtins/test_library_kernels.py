@@ -1,0 +1,179 @@
+"""Library kernels against numpy in float64, native and twin alike."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import tvm_ffi
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_disc.vm_builtins import library_kernels
+from relax_disc.vm_builtins.library_arrays import pack_axes
+
+IS_NATIVE = library_kernels.install()
+KINDS = ["native", "twin"] if IS_NATIVE else ["twin"]
+dtypes = st.sampled_from(["float32", "float64"])
+
+
+def kernel(kind, name):
+    full = f"relax_disc.cpu.{name}"
+    return tvm_ffi.get_global_func(full) if kind == "native" else library_kernels.TWINS[full]
+
+
+def call(kind, name, *arguments):
+    values = [tvm_ffi.from_dlpack(x) if isinstance(x, np.ndarray) else x for x in arguments]
+    kernel(kind, name)(*values)
+
+
+def tolerance(dtype):
+    return 2e-6 if dtype == "float32" else 1e-14
+
+
+def assert_near(ours, exact, dtype, scale=None):
+    scale = (np.abs(exact).max(initial=0) if scale is None else scale) + 1e-30
+    np.testing.assert_allclose(ours, exact, rtol=0, atol=tolerance(dtype) * scale)
+
+
+# Extents around the register tiles (14 x 32), the depth blocks (384) and the sharing over threads.
+extents = st.one_of(st.integers(0, 40), st.sampled_from([63, 64, 65, 97, 280, 383, 385, 700]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    m=extents,
+    n=extents,
+    k=extents,
+    transpose_a=st.booleans(),
+    transpose_b=st.booleans(),
+    addend=st.sampled_from(["none", "row", "full"]),
+    dtype=dtypes,
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=100)
+def test_matmul(kind, m, n, k, transpose_a, transpose_b, addend, dtype, seed):
+    generator = np.random.default_rng(seed)
+    a = generator.standard_normal((k, m) if transpose_a else (m, k)).astype(dtype)
+    b = generator.standard_normal((n, k) if transpose_b else (k, n)).astype(dtype)
+    c = np.full((m, n), np.nan, dtype)
+    flags = (1, 1, int(transpose_a), int(transpose_b))
+    left, right = (a.T if transpose_a else a), (b.T if transpose_b else b)
+    exact = left.astype("float64") @ right.astype("float64")
+    if addend == "none":
+        call(kind, "matmul", a, b, *flags, c)
+    else:
+        extra = generator.standard_normal((n,) if addend == "row" else (m, n)).astype(dtype)
+        exact = exact + extra
+        call(kind, "matmul_add", a, b, extra, *flags, c)
+    bound = np.abs(left) @ np.abs(right) if k else np.zeros(())
+    assert_near(c, exact, dtype, bound.max(initial=0) + 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operands_of_any_rank(kind):
+    generator = np.random.default_rng(0)
+    a = generator.standard_normal((2, 3, 4, 5)).astype("float32")
+    b = generator.standard_normal((7, 2, 10)).astype("float32")
+    c = np.empty((2, 3, 7), "float32")
+    call(kind, "matmul", a, b, 2, 1, 0, 1, c)
+    exact = a.reshape(6, 20).astype("float64") @ b.reshape(7, 20).T
+    assert_near(c.reshape(6, 7), exact, "float32", 20)
+    vector = np.empty((6,), "float32")
+    call(kind, "matmul", a, b[0].copy(), 2, 2, 0, 0, vector)
+    assert_near(vector, a.reshape(6, 20).astype("float64") @ b[0].reshape(20), "float32", 20)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), dtype=dtypes)
+@settings(max_examples=60)
+def test_batch_matmul(kind, data, dtype):
+    small = st.integers(0, 3)
+    batch = data.draw(st.lists(small, min_size=1, max_size=3))
+    m, n, k = (data.draw(st.sampled_from([0, 1, 2, 15, 33, 70])) for _ in range(3))
+    generator = np.random.default_rng(0)
+
+    def operand(rows, columns, free_columns):
+        """An array stored with permuted axes: its logical view, itself, and the code of axes."""
+        leading = [data.draw(st.sampled_from([1, size])) for size in batch]
+        leading = leading[data.draw(st.integers(0, len(batch))) :]
+        shape = [*leading, rows, columns]
+        order = data.draw(st.permutations(range(len(shape)))) if free_columns else None
+        if order is None:
+            order = [*data.draw(st.permutations(range(len(shape) - 1))), len(shape) - 1]
+        stored = generator.standard_normal([shape[axis] for axis in order]).astype(dtype)
+        inverse = [order.index(axis) for axis in range(len(shape))]
+        return stored.transpose(inverse), stored, pack_axes(inverse)
+
+    left, a, a_axes = operand(m, k, True)
+    right, b, b_axes = operand(k, n, True)
+    shape = np.broadcast_shapes(left.shape[:-2], right.shape[:-2]) + (m, n)
+    order = [*data.draw(st.permutations(range(len(shape) - 1))), len(shape) - 1]
+    c = np.full([shape[axis] for axis in order], np.nan, dtype)
+    inverse = [order.index(axis) for axis in range(len(shape))]
+    call(kind, "batch_matmul", a, b, a_axes, b_axes, pack_axes(inverse), c)
+    exact = left.astype("float64") @ right.astype("float64")
+    assert_near(c.transpose(inverse), exact, dtype, k + 10)
+
+
+@pytest.mark.skipif(not IS_NATIVE, reason="no C++ compiler")
+@given(m=st.integers(1, 200), n=st.integers(1, 200), k=st.integers(1, 900))
+@settings(max_examples=25)
+def test_results_depend_on_neither_threads_nor_other_rows(m, n, k):
+    set_count = tvm_ffi.get_global_func("relax_disc.cpu.set_thread_count")
+    generator = np.random.default_rng(0)
+    a = generator.standard_normal((m, k)).astype("float32")
+    b = generator.standard_normal((k, n)).astype("float32")
+    results = []
+    try:
+        for count in (1, 2, 0, 2):
+            set_count(count)
+            c = np.empty((m, n), "float32")
+            call("native", "matmul", a, b, 1, 1, 0, 0, c)
+            results.append(c)
+    finally:
+        set_count(0)
+    for one, other in pairwise(results):
+        np.testing.assert_array_equal(one, other)
+    row = np.empty((1, n), "float32")
+    call("native", "matmul", a[m // 2 : m // 2 + 1].copy(), b, 1, 1, 0, 0, row)
+    np.testing.assert_array_equal(row[0], results[0][m // 2])
+
+
+@pytest.mark.skipif(not IS_NATIVE, reason="no C++ compiler")
+def test_shapes_that_do_not_fit_are_refused():
+    a, c = np.zeros((3, 4), "float32"), np.zeros((3, 3), "float32")
+    with pytest.raises(ValueError, match="matmul"):
+        call("native", "matmul", a, a, 1, 1, 0, 0, c)
+    with pytest.raises(TypeError, match="expected elements"):
+        call("native", "matmul", a, a.astype("float64"), 1, 1, 0, 1, c)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    count=st.integers(0, 60),
+    rows=st.integers(1, 12),
+    dim=st.sampled_from([1, 5, 16, 100, 700]),
+    padding_idx=st.integers(-1, 3),
+    index=st.sampled_from(["int32", "int64"]),
+    dtype=dtypes,
+)
+@settings(max_examples=40)
+def test_embedding_backward(kind, count, rows, dim, padding_idx, index, dtype):
+    generator = np.random.default_rng(count)
+    grad = generator.standard_normal((count, dim)).astype(dtype)
+    ids = generator.integers(0, rows, count).astype(index)
+    out = np.full((rows, dim), np.nan, dtype)
+    call(kind, "embedding_backward", grad, ids, padding_idx, out)
+    expected = np.zeros((rows, dim), dtype)
+    for i in range(count):
+        if ids[i] != padding_idx:
+            expected[ids[i]] += grad[i]
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.skipif(not IS_NATIVE, reason="no C++ compiler")
+def test_ids_outside_the_table_write_nothing():
+    out = np.full((3, 4), 7, "float32")
+    with pytest.raises(IndexError, match="id 3 at 1"):
+        call("native", "embedding_backward", np.ones((2, 4), "float32"), np.array([0, 3]), -1, out)
+    assert (out == 7).all()
