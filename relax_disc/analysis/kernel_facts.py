@@ -7,6 +7,7 @@ from tvm import tirx
 
 from relax_disc.analysis.extract import FunctionTable, KernelCall
 from relax_disc.analysis.inplace import inplace_pairs
+from relax_disc.analysis.kernel_cost import library_flops
 
 
 class KernelFacts:
@@ -18,8 +19,9 @@ class KernelFacts:
         self._pairs: dict[str, frozenset[tuple[int, int]]] = {}
 
     def annotate(self) -> None:
-        """Add in-place pairs of buffers to every kernel that may write over an input."""
+        """Add arithmetic, and pairs of buffers where a kernel may write over an input."""
         for kernel in self._table.kernels:
+            kernel.flops = library_flops(self._table, kernel)
             kernel.inplace += [
                 (source, target)
                 for source, target in self._buffer_pairs(kernel)

@@ -35,29 +35,26 @@ void Frame::Bind() {
   for (const ffi::Tensor& tensor : given_) resident_bytes_ += BytesOf(tensor);
   const Backing backing = mode_ == Mode::kDryRun ? Backing::kReserved : Backing::kReal;
   given_views_.reserve(plan_->given_views.size());
-  for (int32_t index : plan_->given_views) {
-    const ViewEntry& view = metadata.views[index];
-    const ffi::Tensor& tensor = given_[metadata.tensors[view.tensor].given];
-    std::vector<int64_t> shape = ShapeAt(view.shape, plan_->values);
-    given_views_.push_back(SameShape(tensor, shape) ? tensor
-                                                    : ViewOfTensor(tensor, shape, view.dtype));
+  for (const OwnView& own : plan_->given_views) {
+    const ffi::Tensor& tensor = given_[own.owner];
+    given_views_.push_back(
+        SameShape(tensor, own.shape)
+            ? tensor
+            : ViewOfTensor(tensor, own.shape, metadata.views[own.view].dtype));
   }
-  escaping_.resize(metadata.tensors.size(), ffi::Tensor(ffi::UnsafeInit{}));
-  for (int32_t index : plan_->escaping_views) {
-    const ViewEntry& view = metadata.views[index];
-    std::vector<int64_t> shape = ShapeAt(view.shape, plan_->values);
-    ffi::Tensor& whole = escaping_[view.tensor];
-    if (whole.defined()) {
-      escaping_views_.push_back(
-          SameShape(whole, shape) ? whole : ViewOfTensor(whole, shape, view.dtype));
-      continue;
+  std::vector<ffi::Tensor> whole(plan_->escaping_count, ffi::Tensor(ffi::UnsafeInit{}));
+  for (const OwnView& own : plan_->escaping_views) {
+    const ViewEntry& view = metadata.views[own.view];
+    ffi::Tensor& tensor = whole[own.owner];
+    if (!tensor.defined()) {
+      const DLDevice device = arena_->device();
+      const int64_t bytes =
+          RoundUp(plan_->values[metadata.tensors[view.tensor].bytes], Alignment(device));
+      tensor = ViewOfBlock(MemoryBlock::Allocate(device, bytes, backing), 0, own.shape, view.dtype);
+      escaping_bytes_ += bytes;
     }
-    const int64_t bytes = RoundUp(plan_->values[metadata.tensors[view.tensor].bytes],
-                                  Alignment(arena_->device()));
-    whole = ViewOfBlock(MemoryBlock::Allocate(arena_->device(), bytes, backing), 0, shape,
-                        view.dtype);
-    escaping_bytes_ += bytes;
-    escaping_views_.push_back(whole);
+    escaping_views_.push_back(
+        SameShape(tensor, own.shape) ? tensor : ViewOfTensor(tensor, own.shape, view.dtype));
   }
   auto patch = [&](const std::vector<std::pair<int32_t, int32_t>>& patches,
                    std::vector<ffi::AnyView>* values) {

@@ -60,6 +60,7 @@ class Builder {
     offset_.assign(metadata.tensors.size(), 0);
     arena_view_.assign(views, {0, -1});
     own_view_.assign(views, -1);
+    escaping_.assign(metadata.tensors.size(), -1);
   }
 
   void Build() {
@@ -111,10 +112,12 @@ class Builder {
       return {ArgumentSource::kArenaView, index};
     }
     const bool escapes = entry.storage == Storage::kEscaping;
-    std::vector<int32_t>& list = escapes ? plan_.escaping_views : plan_.given_views;
+    std::vector<OwnView>& list = escapes ? plan_.escaping_views : plan_.given_views;
     if (own_view_[view] < 0) {
       own_view_[view] = Count(list);
-      list.push_back(view);
+      if (escapes && escaping_[tensor] < 0) escaping_[tensor] = plan_.escaping_count++;
+      list.push_back({view, escapes ? escaping_[tensor] : entry.given,
+                      ShapeAt(metadata_.views[view].shape, plan_.values)});
     }
     return {escapes ? ArgumentSource::kEscapingView : ArgumentSource::kGivenView, own_view_[view]};
   }
@@ -147,6 +150,7 @@ class Builder {
   std::vector<int64_t> offset_;                          // of each tensor's current version
   std::vector<std::pair<int64_t, int32_t>> arena_view_;  // per view: last offset and its index
   std::vector<int32_t> own_view_;                        // per view outside the arena: its index
+  std::vector<int32_t> escaping_;                        // per tensor: which escaping one it is
 };
 
 }  // namespace

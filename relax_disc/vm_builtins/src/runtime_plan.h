@@ -20,7 +20,7 @@ namespace relax_disc {
 
 /*! \brief Model of a kernel's time, used for choices only. */
 struct CostModel {
-  double flops_per_ns = 50.0;   // a core's worth of fused arithmetic; calibration replaces it
+  double flops_per_ns = 100.0;  // two cores of a desktop; calibration replaces all of these
   double bytes_per_ns = 10.0;
   double overhead_ns = 3000.0;
   std::vector<double> factors;  // measured time over modelled time, per kernel; empty: 1
@@ -38,6 +38,13 @@ struct ArgumentSource {
 struct PlacedView {
   int32_t view;
   int64_t offset;
+};
+
+/*! \brief A view of a tensor outside the arena. */
+struct OwnView {
+  int32_t view;
+  int32_t owner;  // which given tensor, or which escaping one in order of first view
+  std::vector<int64_t> shape;
 };
 
 /*! \brief One execution of a kernel. */
@@ -60,7 +67,8 @@ struct Plan {
   std::vector<int32_t> first_position;  // of each kernel; executions after it are recomputations
   std::vector<ArgumentSource> arguments, copies;
   std::vector<PlacedView> arena_views;
-  std::vector<int32_t> given_views, escaping_views;  // views of the metadata
+  std::vector<OwnView> given_views, escaping_views;
+  int32_t escaping_count = 0;  // tensors
   std::vector<tvm::ffi::Any> constants;
   std::vector<ArgumentSource> outputs;
 

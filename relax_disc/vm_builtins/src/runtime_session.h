@@ -161,7 +161,7 @@ class Frame : public tvm::ffi::Object {
   BlockPtr arena_;
   bool owns_session_arena_ = false, finished_ = false, wrote_given_ = false;
   std::shared_ptr<Binding> binding_;
-  std::vector<tvm::ffi::Tensor> given_, given_views_, escaping_, escaping_views_;
+  std::vector<tvm::ffi::Tensor> given_, given_views_, escaping_views_;
   int32_t position_ = 0;
   int64_t arena_peak_ = 0, escaping_bytes_ = 0, resident_bytes_ = 0;
   Report report_;

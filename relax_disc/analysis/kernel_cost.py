@@ -1,0 +1,78 @@
+"""Arithmetic of library calls as expressions of the dims; generated kernels are bound by memory.
+
+The cost model takes the larger of the time for arithmetic and the time to move the bytes, so only
+kernels that do much more than one pass over their operands need a count here.  Costs guide the
+choice of what to compute again; they never touch results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+from relax_disc.analysis.extract import FunctionTable, KernelCall, View
+from relax_disc.analysis.symbolic_expr import SymbolicExpr
+
+_Count = Callable[[list[View], list[int]], SymbolicExpr]
+
+
+def library_flops(table: FunctionTable, kernel: KernelCall) -> SymbolicExpr:
+    """Floating-point operations of a library call; 0 for any other kernel.
+
+    Parameters
+    ----------
+    table : FunctionTable
+        Where the kernel's views are.
+    kernel : KernelCall
+        With its arguments.
+    """
+    count = _COUNTS.get(kernel.name.rpartition(".")[2]) if kernel.name.startswith("relax_disc.") else None
+    if count is None:
+        return SymbolicExpr()
+    views = [table.views[value] for kind, value in kernel.arguments if kind == "view"]
+    numbers = [
+        value.as_int()
+        for kind, value in kernel.arguments
+        if kind == "integer" and value.is_constant
+    ]
+    return count(views, numbers)
+
+
+def _elements(shape: tuple[SymbolicExpr, ...]) -> SymbolicExpr:
+    return prod(shape, start=SymbolicExpr(1))
+
+
+def _matmul(views: list[View], numbers: list[int]) -> SymbolicExpr:
+    left, right = views[0], views[1]
+    _, split, _, is_transposed = numbers[:4]
+    columns = right.shape[:split] if is_transposed else right.shape[split:]
+    return 2 * _elements(left.shape) * _elements(columns)
+
+
+def _batch_matmul(views: list[View], numbers: list[int]) -> SymbolicExpr:
+    left, result = views[0], views[-1]
+    inner = left.shape[numbers[0] & 15]  # the last digit of the axes' code
+    return 2 * _elements(result.shape) * inner
+
+
+def _attention(products: int, key: int) -> _Count:
+    """Count an attention of so many products of length x length x depth; halved where causal."""
+
+    def count(views: list[View], numbers: list[int]) -> SymbolicExpr:
+        is_causal, layout = numbers[:2]
+        length = views[key].shape[1 if layout >> key & 1 else 2]
+        whole = products * _elements(views[0].shape) * length
+        return whole if is_causal else 2 * whole
+
+    return count
+
+
+_COUNTS: dict[str, _Count] = {
+    "matmul": _matmul,
+    "matmul_add": _matmul,
+    "batch_matmul": _batch_matmul,
+    "attention": _attention(2, key=1),
+    "attention_masked": _attention(2, key=1),
+    "attention_backward": _attention(5, key=2),
+    "attention_backward_masked": _attention(5, key=2),
+}
