@@ -5,6 +5,7 @@ from __future__ import annotations
 from relax_disc.analysis.comparison import Comparison, Order, compare
 from relax_disc.analysis.peak import LiveRange, live_ranges, live_trace, peak_bytes
 from relax_disc.analysis.schedule import Schedule, SchedulePoint, schedule_ops
+from relax_disc.analysis.shape_graph import SymbolicShapeGraph
 from relax_disc.analysis.symbolic_dim import SymbolicDim
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.analysis.tensor_graph import Kernel, TensorGraph
@@ -18,6 +19,7 @@ __all__ = [
     "SchedulePoint",
     "SymbolicDim",
     "SymbolicExpr",
+    "SymbolicShapeGraph",
     "TensorGraph",
     "compare",
     "live_ranges",

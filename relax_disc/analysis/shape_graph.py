@@ -128,9 +128,9 @@ class SymbolicShapeGraph:
         if self.equalities:
             lines.append("equalities")
             origins = self._constraints.origins
-            width = max(len(f"{name} == {value}") for name, value in self.equalities.items())
-            for name, value in self.equalities.items():
-                lines.append(f"  {f'{name} == {value}':{width}}  from {origins[name]}")
+            texts = {name: f"{name} == {value}" for name, value in self.equalities.items()}
+            width = min(40, max(map(len, texts.values())))
+            lines += [f"  {text:{width}}  from {origins[name]}" for name, text in texts.items()]
         if self.rules:
             lines.append("products")
             lines += [f"  {rule}  from {rule.origin}" for rule in self.rules]

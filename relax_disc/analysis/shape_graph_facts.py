@@ -50,11 +50,18 @@ class ShapeFact:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalarFact:
+    """An integer that is a size, passed as a value."""
+
+    size: SymbolicExpr
+
+
+@dataclass(frozen=True, slots=True)
 class OtherFact:
-    """A value without a shape: an object, a callee, a scalar."""
+    """A value that has nothing to do with sizes: an object, a callee, a float."""
 
 
-Fact = TensorFact | TupleFact | ShapeFact | OtherFact
+Fact = TensorFact | TupleFact | ShapeFact | ScalarFact | OtherFact
 
 
 def count_elements(shape: Shape) -> SymbolicExpr:
@@ -97,6 +104,12 @@ def fact_of_type(
     return OtherFact()
 
 
+def is_size(expr: Any) -> bool:
+    """Whether an expression is an integer scalar, which may be a size."""
+    kind = getattr(expr, "ty", None)
+    return isinstance(kind, tvm.ir.PrimType) and str(kind.dtype) in ("int64", "int32")
+
+
 def tensors_of(fact: Fact) -> list[TensorFact]:
     """Return all tensors in a value, in order."""
     if isinstance(fact, TensorFact):
@@ -122,8 +135,8 @@ def declared_ranges(func: relax.Function) -> dict[str, tuple[int, int, int]]:
 
 def size_pairs(kind: Any, fact: Fact) -> list[tuple[Any, SymbolicExpr]]:
     """Pair the sizes that a parameter's type names with those of an argument."""
-    if isinstance(kind, tirx.Var) and isinstance(fact, ShapeFact) and fact.shape:
-        return [(kind, fact.shape[0])]  # a scalar parameter of a kernel
+    if isinstance(kind, tirx.Var):  # a scalar parameter, which is a dim itself
+        return [(kind, fact.size)] if isinstance(fact, ScalarFact) else []
     if isinstance(kind, relax.TupleType) and isinstance(fact, TupleFact):
         fields = zip(kind.fields, fact.fields, strict=False)
         return [pair for field, inner in fields for pair in size_pairs(field, inner)]
@@ -139,14 +152,17 @@ def size_pairs(kind: Any, fact: Fact) -> list[tuple[Any, SymbolicExpr]]:
     return list(zip(sizes, known, strict=True))
 
 
-def shape_arguments(facts: Sequence[Fact]) -> list[Fact]:
-    """Return a place for each scalar that call_tir passes to a kernel."""
-    return [
-        ShapeFact((size,))
-        for fact in facts
-        if isinstance(fact, ShapeFact)
-        for size in fact.shape or ()
-    ]
+def kernel_operands(arguments: Sequence[Fact]) -> list[Fact]:
+    """Return what call_tir passes to a kernel, one for each parameter."""
+    operands: list[Fact] = []
+    for fact in arguments:
+        if isinstance(fact, TupleFact):
+            operands += kernel_operands(fact.fields)
+        elif isinstance(fact, ShapeFact):
+            operands += [ScalarFact(size) for size in fact.shape or ()]
+        else:
+            operands.append(fact)
+    return operands
 
 
 def is_unknown(fact: Fact) -> bool:

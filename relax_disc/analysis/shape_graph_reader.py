@@ -16,18 +16,21 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
+from tvm.relax.analysis import tir_vars_in_type
 
 from relax_disc.analysis.from_tirx import from_tirx, to_tirx
 from relax_disc.analysis.shape_graph_facts import (
     Fact,
     OtherFact,
+    ScalarFact,
     ShapeFact,
     TensorFact,
     TupleFact,
     declared_ranges,
     fact_of_type,
+    is_size,
     is_unknown,
-    shape_arguments,
+    kernel_operands,
     size_pairs,
     tensors_of,
 )
@@ -124,10 +127,9 @@ class ModuleReader:
         self._read_body(name, func.body, learn=True)
 
     def _declare_parameters(self, name: str, func: relax.Function) -> None:
-        parameters = relax.TupleType([param.ty for param in func.params])
         try:
             declared = declared_ranges(func)
-            for variable in relax.analysis.tir_vars_in_type(parameters):
+            for variable in _parameter_variables(func):
                 if (name, variable) not in self.dims:
                     # The dims of the entry stay, not those of what it calls.
                     keep = INNER if self._sites[name] else PARAMETER
@@ -181,9 +183,8 @@ class ModuleReader:
             return fact
         if call.op.name in ("relax.call_tir", "relax.call_tir_inplace"):
             if learn:
-                given = [*tensors_of(operands[1]), *shape_arguments(operands[2:])]
-                callee = call.args[0].name_hint
-                self._read_site(function, callee, [*given, *tensors_of(fact)], None, origin)
+                given = kernel_operands([*operands[1:], fact])
+                self._read_site(function, call.args[0].name_hint, given, None, origin)
             return fact
         if learn:
             for left, right in operator_equalities(call, operands, fact, self._never_one):
@@ -200,6 +201,11 @@ class ModuleReader:
             held = self.fact_of(function, expr.tuple_value)
             if isinstance(held, TupleFact):
                 return held.fields[expr.index]
+        if is_size(expr):
+            try:
+                return ScalarFact(self.size(function, expr))
+            except GraphError:
+                return OtherFact()  # an integer that is computed from data
         if isinstance(expr, relax.ShapeExpr):
             return ShapeFact(tuple(self.size(function, value) for value in expr.values))
         return self._typed(function, expr)
@@ -254,15 +260,12 @@ class ModuleReader:
         if func is None or callee == caller:
             return
         is_kernel = not isinstance(func, relax.Function)
-        parameters = [
-            param if is_kernel and not hasattr(param.ty, "shape") else param.ty
-            for param in func.params
-        ]
+        parameters = [param if is_size(param) else param.ty for param in func.params]
         site: dict[Any, SymbolicExpr] = {}
         shared = self._sites[callee] == 1 and not is_kernel
         if shared and not is_kernel:
             self._declare_parameters(callee, func)
-            for variable in relax.analysis.tir_vars_in_type(relax.TupleType(parameters)):
+            for variable in _parameter_variables(func):
                 site[variable] = self.dims[callee, variable]
         pairs: list[tuple[Any, SymbolicExpr]] = []
         for kind, operand in zip(parameters, operands, strict=False):
@@ -275,6 +278,8 @@ class ModuleReader:
                 site[parameter] = size
         local = _SiteDims(self, f"{callee}_in_{caller}", site)
         for parameter, size in pairs:
+            if is_kernel and any(v not in site for v in _variables_of(parameter)):
+                continue  # nothing is learnt of a dim that only this kernel knows
             self.constraints.require_equal(from_tirx(parameter, local), size, origin)
         if not shared:
             self._calls.setdefault(callee, []).append(site)
@@ -357,6 +362,16 @@ class _SiteDims(_FunctionDims):
         if key not in self.known:
             self.known[key] = self.reader._new_dim(self.function, key, {}, INNER)
         return self.known[key]
+
+
+def _parameter_variables(func: relax.Function) -> list[Any]:
+    """Return the size variables of the parameters, scalars among them."""
+    scalars = [param for param in func.params if is_size(param)]
+    return [*scalars, *tir_vars_in_type(relax.TupleType([param.ty for param in func.params]))]
+
+
+def _variables_of(expr: Any) -> list[Any]:
+    return list(tirx.analysis.undefined_vars(tirx.Evaluate(expr)))
 
 
 def _describe(function: str, binding: Any) -> str:

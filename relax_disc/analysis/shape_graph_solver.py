@@ -132,6 +132,13 @@ class ShapeConstraints:
         if not equation:
             return []
         self._check(left, right, origin)
+        constant = equation.terms.get((), 0)
+        step = content(equation - constant)
+        if step and constant % step:
+            raise GraphError(
+                f"{origin}: {left} and {right} have to be equal, but {equation - constant} is a "
+                f"multiple of {step} and never {-constant}; correct the shapes."
+            )
         self._learn_divisor(equation, origin)
         if (pair := _lone_pair(equation)) is not None:
             (first, first_factor), (second, second_factor) = pair
