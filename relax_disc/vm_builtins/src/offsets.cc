@@ -1,38 +1,167 @@
-// Offsets for buffers with fixed lifetimes; first form, one order.
+// PlanOffsets: a few greedy placements, then a search where they leave a gap to the lower bound.
+#include "offsets.h"
+
 #include <algorithm>
+#include <numeric>
 
 #include "planner.h"
 
 namespace relax_disc {
 
-int64_t PlanOffsets(const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,
-                    const std::vector<int64_t>& size, int64_t, std::vector<int64_t>* offsets) {
-  const int n = static_cast<int>(size.size());
-  std::vector<int> order(n);
-  for (int i = 0; i < n; ++i) order[i] = i;
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return size[a] > size[b]; });
-  offsets->assign(n, 0);
-  std::vector<int> placed;
+namespace {
+
+// Bound on the work of PlanOffsets: about a minute where a height is asked for, about a second
+// where the height is only to be small.
+constexpr int64_t kSearchWork = 2'000'000'000;
+constexpr int64_t kMinimizeWork = 30'000'000;
+// Heights that are tried between the lower bound and the best height known.
+constexpr int kHeights = 4;
+// Problems with more buffers than this are not searched: a run would not reach its end.
+constexpr int kSearchable = 3000;
+
+}  // namespace
+
+OffsetProblem::OffsetProblem(const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,
+                             const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> moments;
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] <= 0 || lower[i] >= upper[i]) continue;
+    index.push_back(static_cast<int>(i));
+    size.push_back(sizes[i]);
+    moments.push_back(lower[i]);
+    moments.push_back(upper[i]);
+  }
+  std::sort(moments.begin(), moments.end());
+  moments.erase(std::unique(moments.begin(), moments.end()), moments.end());
+  const auto section = [&](int64_t moment) {
+    const auto at = std::lower_bound(moments.begin(), moments.end(), moment);
+    return static_cast<int>(at - moments.begin());
+  };
+  load.assign(moments.empty() ? 0 : moments.size() - 1, 0);
+  for (int i = 0; i < count(); ++i) {
+    first.push_back(section(lower[index[i]]));
+    last.push_back(section(upper[index[i]]));
+    for (int t = first[i]; t < last[i]; ++t) load[t] += size[i];
+  }
+  for (int64_t bytes : load) lower_bound = std::max(lower_bound, bytes);
+
+  overlaps.resize(count());
+  std::vector<int> order(count()), alive;
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return first[a] < first[b]; });
+  for (int i : order) {
+    alive.erase(std::remove_if(alive.begin(), alive.end(),
+                               [&](int j) { return last[j] <= first[i]; }),
+                alive.end());
+    for (int j : alive) {
+      overlaps[i].push_back(j);
+      overlaps[j].push_back(i);
+    }
+    alive.push_back(i);
+  }
+}
+
+int64_t PlaceInOrder(const OffsetProblem& problem, const std::vector<int>& order, bool smallest,
+                     std::vector<int64_t>* offsets) {
+  std::vector<std::pair<int64_t, int64_t>> busy;
+  offsets->assign(problem.count(), -1);
   int64_t height = 0;
   for (int i : order) {
-    if (size[i] == 0) continue;
-    std::vector<std::pair<int64_t, int64_t>> busy;
-    for (int j : placed) {
-      if (lower[j] < upper[i] && lower[i] < upper[j]) {
-        busy.emplace_back((*offsets)[j], (*offsets)[j] + size[j]);
-      }
+    busy.clear();
+    for (int j : problem.overlaps[i]) {
+      if ((*offsets)[j] >= 0) busy.emplace_back((*offsets)[j], (*offsets)[j] + problem.size[j]);
     }
     std::sort(busy.begin(), busy.end());
-    int64_t at = 0;
-    for (const auto& [begin, end] : busy) {
-      if (begin - at >= size[i]) break;
-      at = std::max(at, end);
+    int64_t end = 0, best = -1, best_gap = INT64_MAX;
+    for (const auto& [begin, next] : busy) {
+      const int64_t gap = begin - end;
+      if (gap >= problem.size[i] && gap < best_gap) {
+        best = end;
+        best_gap = gap;
+        if (!smallest) break;
+      }
+      end = std::max(end, next);
     }
-    (*offsets)[i] = at;
-    height = std::max(height, at + size[i]);
-    placed.push_back(i);
+    (*offsets)[i] = best >= 0 ? best : end;
+    height = std::max(height, (*offsets)[i] + problem.size[i]);
   }
   return height;
+}
+
+std::vector<std::vector<int>> PlacementOrders(const OffsetProblem& problem) {
+  const int count = problem.count();
+  std::vector<int64_t> width(count), area(count), crowd(count, 0);
+  for (int i = 0; i < count; ++i) {
+    width[i] = problem.last[i] - problem.first[i];
+    area[i] = problem.size[i] * width[i];
+    for (int t = problem.first[i]; t < problem.last[i]; ++t) {
+      crowd[i] = std::max(crowd[i], problem.load[t]);
+    }
+  }
+  std::vector<std::vector<int>> orders;
+  const auto add = [&](const std::vector<int64_t>& major) {
+    std::vector<int> order(count);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+      return major[a] != major[b] ? major[a] > major[b] : problem.size[a] > problem.size[b];
+    });
+    orders.push_back(std::move(order));
+  };
+  add(width);
+  add(area);
+  add(problem.size);
+  add(crowd);
+  return orders;
+}
+
+int64_t PlanOffsetsWithin(const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,
+                          const std::vector<int64_t>& size, int64_t capacity, OffsetEffort effort,
+                          std::vector<int64_t>* offsets) {
+  const OffsetProblem problem(lower, upper, size);
+  std::vector<int64_t> best, placed;
+  int64_t height = INT64_MAX;
+  const int64_t bound = problem.lower_bound;
+  const int64_t spare = effort.tolerance && capacity < 0 ? bound / effort.tolerance : 0;
+  const int64_t enough = std::max(capacity, bound + spare);
+  for (const std::vector<int>& order : PlacementOrders(problem)) {
+    for (const bool smallest : {false, true}) {
+      if (height <= std::max(capacity, bound)) break;
+      const int64_t reached = PlaceInOrder(problem, order, smallest, &placed);
+      if (reached < height) {
+        height = reached;
+        best = placed;
+      }
+    }
+  }
+  const bool hopeless = capacity >= 0 && capacity < bound;
+  if (height > enough && !hopeless && problem.count() <= kSearchable) {
+    // Heights between the bound and the best are tried from below, each with a share of the work.
+    int64_t target = enough, work = effort.work;
+    for (int left = capacity >= 0 ? 1 : kHeights; left > 0 && target < height; --left) {
+      int64_t share = work / left;
+      work -= share;
+      if (SearchOffsets(problem, target, &share, &placed)) {
+        best = placed;
+        height = 0;
+        for (int i = 0; i < problem.count(); ++i) {
+          height = std::max(height, placed[i] + problem.size[i]);
+        }
+        break;
+      }
+      work += share;
+      target += std::max<int64_t>(1, (height - target) / 2);
+    }
+  }
+  offsets->assign(size.size(), 0);
+  for (int i = 0; i < problem.count(); ++i) (*offsets)[problem.index[i]] = best[i];
+  return problem.count() ? height : 0;
+}
+
+int64_t PlanOffsets(const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,
+                    const std::vector<int64_t>& size, int64_t capacity,
+                    std::vector<int64_t>* offsets) {
+  const OffsetEffort effort{capacity >= 0 ? kSearchWork : kMinimizeWork, 0};
+  return PlanOffsetsWithin(lower, upper, size, capacity, effort, offsets);
 }
 
 }  // namespace relax_disc

@@ -2,6 +2,7 @@
 // hold.  How much arena a rung needs does not depend on the budget, so time is monotone in it.
 #include <algorithm>
 
+#include "offsets.h"
 #include "planner.h"
 #include "planner_versions.h"
 #include "rematerialization_chain.h"
@@ -9,6 +10,9 @@
 namespace relax_disc {
 
 namespace {
+
+// A few milliseconds, and none where greedy placement is within a percent of the live bytes.
+constexpr OffsetEffort kPlacementEffort{200'000, 100};
 
 PlannerGraph Rounded(const PlannerGraph& graph, int64_t alignment) {
   PlannerGraph result = graph;
@@ -24,7 +28,8 @@ PlannerGraph Rounded(const PlannerGraph& graph, int64_t alignment) {
 void Place(const Model& model, const Timeline& timeline, ArenaPlan* plan) {
   Buffers buffers = CollectBuffers(model, timeline);
   std::vector<int64_t> offsets;
-  plan->arena_bytes = PlanOffsets(buffers.lower, buffers.upper, buffers.size, -1, &offsets);
+  plan->arena_bytes = PlanOffsetsWithin(buffers.lower, buffers.upper, buffers.size, -1,
+                                        kPlacementEffort, &offsets);
   plan->versions = std::move(buffers.versions);
   for (std::size_t i = 0; i < plan->versions.size(); ++i) {
     plan->versions[i].offset = offsets[buffers.buffer[i]];

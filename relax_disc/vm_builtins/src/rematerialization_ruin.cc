@@ -6,14 +6,6 @@
 
 namespace relax_disc {
 
-int Random::Below(int bound) {
-  state_ += 0x9E3779B97F4A7C15ull;
-  uint64_t z = state_;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-  return static_cast<int>((z ^ (z >> 31)) % static_cast<uint64_t>(bound));
-}
-
 // Keep again what one to four recomputations that follow one another bring back.
 void Search::TakeBackSome(Random* random) {
   std::vector<std::pair<int, int>> again;  // (block, kernel)

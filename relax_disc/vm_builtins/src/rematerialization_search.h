@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "planner_random.h"
 #include "rematerialization_timeline.h"
 
 namespace relax_disc {
@@ -20,16 +21,6 @@ struct SearchStyle {
   int trials;
   // Whether Relax tries what the quick test advises against.
   bool thorough;
-};
-
-// Random numbers (splitmix64) that are the same in C++ and Python.
-class Random {
- public:
-  explicit Random(uint64_t seed) : state_(seed) {}
-  int Below(int bound);
-
- private:
-  uint64_t state_;
 };
 
 class Search {

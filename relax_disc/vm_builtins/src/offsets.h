@@ -1,0 +1,53 @@
+// Placing buffers with fixed lifetimes at offsets, none overlapping in both.
+#ifndef RELAX_DISC_VM_BUILTINS_OFFSETS_H_
+#define RELAX_DISC_VM_BUILTINS_OFFSETS_H_
+
+#include <cstdint>
+#include <vector>
+
+namespace relax_disc {
+
+// Buffers with non-zero size and their overlaps in time.  Time is cut into *sections*, the
+// stretches between moments at which some buffer comes or goes.
+struct OffsetProblem {
+  OffsetProblem(const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,
+                const std::vector<int64_t>& size);
+
+  int count() const { return static_cast<int>(size.size()); }
+
+  std::vector<int> index;                   // per buffer: its number in the caller's lists
+  std::vector<int> first, last;             // per buffer: sections [first, last)
+  std::vector<int64_t> size;                // per buffer
+  std::vector<std::vector<int>> overlaps;   // per buffer: others alive at the same time
+  std::vector<int64_t> load;                // per section: bytes alive
+  int64_t lower_bound = 0;                  // largest load
+};
+
+// Height of the placement that puts each buffer, in the given order, into the lowest gap that
+// holds it, or into the smallest one.
+int64_t PlaceInOrder(const OffsetProblem& problem, const std::vector<int>& order, bool smallest,
+                     std::vector<int64_t>* offsets);
+
+// The orders that PlaceInOrder is tried with, most promising first.
+std::vector<std::vector<int>> PlacementOrders(const OffsetProblem& problem);
+
+// Depth-first search for a placement within a height; see offsets_search.cc.  `work` bounds what
+// it does, counted in buffers looked at, and is lowered by what it did.
+bool SearchOffsets(const OffsetProblem& problem, int64_t height, int64_t* work,
+                   std::vector<int64_t>* offsets);
+
+// How hard to try: the work of searches, and how far above the lower bound (as the bound divided by
+// this; 0 means not at all) a height needs no search.
+struct OffsetEffort {
+  int64_t work;
+  int64_t tolerance;
+};
+
+// PlanOffsets with a given effort.
+int64_t PlanOffsetsWithin(const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,
+                          const std::vector<int64_t>& size, int64_t capacity, OffsetEffort effort,
+                          std::vector<int64_t>* offsets);
+
+}  // namespace relax_disc
+
+#endif  // RELAX_DISC_VM_BUILTINS_OFFSETS_H_
