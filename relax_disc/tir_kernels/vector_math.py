@@ -4,7 +4,7 @@ LLVM turns a vector of `exp` into one call of the C library for each lane.  The 
 inside the function at hand, so that other users of TVM in the process keep their own lowering.
 Half-precision arguments are computed in float32.
 
-Accuracy (largest error over a dense sweep, see the tests): exp 1.1 ulp, sigmoid 2.5, tanh 1.3, erf 5.5.
+Largest error over a dense sweep (see the tests): exp 1.1 ulp, sigmoid 2.5, tanh 1.3, erf 5.5.
 Infinities and NaN come out as in the C library; results too small for a normal number are kept.
 
 References: Cephes (S. Moshier) expf and tanhf; the rational approximation of erf is Eigen's.
