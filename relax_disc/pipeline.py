@@ -11,6 +11,7 @@ import tvm
 from tvm import relax
 from tvm.ir.transform import Pass
 
+from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead
 from relax_disc.transform.dispatch_library import DispatchLibrary
 from relax_disc.transform.insert_rematerialization import InsertRematerialization
 from relax_disc.transform.lower_rematerialization import LowerRematerialization
@@ -26,6 +27,8 @@ class PipelineOptions:
 
     Attributes
     ----------
+    chunk_vocabulary_head : bool
+        Compute a linear head with cross-entropy in chunks of rows (CPU).
     fuse : bool
         Fuse element-wise operators into one kernel.
     schedule_kernels : bool
@@ -36,6 +39,7 @@ class PipelineOptions:
         Plan the memory of each call at entry; off: TVM's own memory planning.
     """
 
+    chunk_vocabulary_head: bool = True
     fuse: bool = True
     schedule_kernels: bool = True
     rematerialize: bool = True
@@ -70,7 +74,7 @@ def passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
     """List all passes, in order."""
     return [
         *simplify_passes(),
-        *library_passes(target),
+        *library_passes(target, options),
         *legalize_passes(target, options),
         *alias_passes(),
         *(kernel_passes(target) if options.schedule_kernels else []),
@@ -86,9 +90,14 @@ def simplify_passes() -> list[Pass]:
     return [Simplify()]
 
 
-def library_passes(target: tvm.target.Target) -> list[Pass]:
+def library_passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
     """Calls of libraries in place of operators."""
-    return [DispatchLibrary(target), *relax.pipeline.library_dispatch_passes(target)]
+    chunked = options.chunk_vocabulary_head and target.kind.name == "llvm"
+    return [
+        *([ChunkVocabularyHead()] if chunked else []),
+        DispatchLibrary(target),
+        *relax.pipeline.library_dispatch_passes(target),
+    ]
 
 
 def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:

@@ -67,6 +67,16 @@ def _attention(products: int, key: int) -> _Count:
     return count
 
 
+def _vocabulary_head(products: int) -> _Count:
+    """Count products of rows x width x classes, as if no row were ignored."""
+
+    def count(views: list[View], numbers: list[int]) -> SymbolicExpr:
+        del numbers
+        return 2 * products * _elements(views[0].shape) * views[1].shape[0]
+
+    return count
+
+
 _COUNTS: dict[str, _Count] = {
     "matmul": _matmul,
     "matmul_add": _matmul,
@@ -75,4 +85,6 @@ _COUNTS: dict[str, _Count] = {
     "attention_masked": _attention(2, key=1),
     "attention_backward": _attention(5, key=2),
     "attention_backward_masked": _attention(5, key=2),
+    "vocabulary_head": _vocabulary_head(3),
+    "vocabulary_head_frozen": _vocabulary_head(2),
 }

@@ -1,0 +1,253 @@
+"""Compute a linear head with cross-entropy in chunks of rows, so that the logits never exist whole.
+
+The logits of a language model and their gradient are its largest tensors by far.  Where the
+gradient of the loss is known when the loss is computed, one pass over chunks of rows gives the
+loss, the gradient of the head's input and that of its weight, with no further matrix products;
+rows whose label is ignored are left out.  The number of rows in a chunk depends on the shape
+alone, so that results do not depend on the memory budget.
+
+Recognised: ``cross_entropy(x @ w.T, target)`` with its gradient, float32, class indices, label
+smoothing, "mean" or "sum", tied or frozen weights.  Anything else is left as it is: logits that
+something else uses, class weights, a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax, tirx
+from tvm.sym.analyzer import Analyzer
+
+from relax_disc.ops import registry
+from relax_disc.transform.operand_views import Uses, is_call_of, matrix_view, same_shape
+from relax_disc.vm_builtins import library_kernels
+
+CHUNKS = 8
+# A chunk of 256 rows keeps matrix products efficient; with fewer the weight is read too often.
+LEAST_ROWS = 256
+
+_MOVES = ("relax.permute_dims", "relax.reshape")
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """One head and loss; variables of the function before the pass."""
+
+    forward: relax.Var
+    x: relax.Expr
+    weight: relax.Expr
+    target: relax.Expr
+    grad_loss: relax.Expr
+    ignore_index: int
+    label_smoothing: float
+    is_mean: bool
+    grad_x: relax.Var
+    grad_weight: relax.Var | None
+
+
+@tvm.transform.module_pass(opt_level=0, name="ChunkVocabularyHead")
+class ChunkVocabularyHead:
+    """Replace linear heads with cross-entropy by a call that works in chunks of rows."""
+
+    def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Rewrite every Relax function."""
+        del ctx
+        library_kernels.install()
+        result = tvm.IRModule(
+            dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
+        )
+        for variable, function in mod.functions_items():
+            if not isinstance(function, relax.Function) or (function.attrs or {}).get("Primitive"):
+                continue
+            heads = list(_find_heads(function))
+            if heads:
+                result.update_func(variable, _Rewriter(mod, function, heads).run())
+        return relax.transform.DeadCodeElimination()(result)
+
+
+def chunk_rows(rows: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Rows in a chunk when there are ``rows`` in all: an eighth, but not too few."""
+    share = tirx.floordiv(rows + (CHUNKS - 1), CHUNKS)
+    return tirx.min(rows, tirx.max(share, tirx.const(LEAST_ROWS, "int64")))
+
+
+def _find_heads(function: relax.Function) -> Iterator[_Head]:
+    uses = Uses.of(function)
+    order = {variable: k for k, variable in enumerate(uses.definitions)}
+    analyzer = Analyzer()
+    for variable, value in uses.definitions.items():
+        if is_call_of(value, "relax_disc.cross_entropy_backward"):
+            head = _match(variable, value, uses, order, analyzer)
+            if head is not None:
+                yield head
+
+
+def _match(
+    variable: relax.Var,
+    backward: relax.Call,
+    uses: Uses,
+    order: dict[relax.Var, int],
+    analyzer: Analyzer,
+) -> _Head | None:
+    def definition(expr: relax.Expr) -> relax.Expr:
+        while isinstance(expr, relax.Var) and expr in uses.definitions:
+            expr = uses.definitions[expr]
+        return expr
+
+    if len(backward.args) != 5 or backward.attrs["reduction"] == "none":
+        return None
+    grad_loss, logits, target, lse, count = backward.args
+    if registry.dtype_name(registry.tensor_type(logits, "logits")) != "float32":
+        return None
+    product = definition(logits)
+    if not is_call_of(product, "relax.matmul"):
+        return None
+    forward = _forward(lse, count, logits, target, backward, uses)
+    if forward is None or not _used_only_by(logits, {forward, variable}, uses):
+        return None
+    x = matrix_view(product.args[0], 1, definition, analyzer)
+    weight = matrix_view(product.args[1], 1, definition, analyzer)
+    if x.transposed or not weight.transposed or weight.split != 1:
+        return None
+    known = definition(grad_loss)
+    if not isinstance(known, tvm.ir.GenericConst):
+        if order.get(grad_loss, -1) > order[forward]:
+            return None  # not known yet when the loss is computed
+        known = grad_loss
+    products = _products_of(variable, uses)
+    if products is None:
+        return None
+    grad_x = grad_weight = None
+    for result in products:
+        left, right = uses.definitions[result].args
+        first = matrix_view(left, 1, definition, analyzer)
+        second = matrix_view(right, 1, definition, analyzer)
+        ours = first.tensor.same_as(variable) and not second.transposed
+        if ours and first.transposed and second.tensor.same_as(x.tensor):
+            grad_weight = result
+        elif ours and not first.transposed and second.tensor.same_as(weight.tensor):
+            grad_x = result
+        else:
+            return None
+    if grad_x is None or len(products) != 1 + (grad_weight is not None):
+        return None
+    if grad_weight is not None and not same_shape(grad_weight, weight.tensor, analyzer):
+        return None
+    options = uses.definitions[forward].attrs
+    return _Head(
+        forward=forward,
+        x=x.tensor,
+        weight=weight.tensor,
+        target=target,
+        grad_loss=known,
+        ignore_index=int(options["ignore_index"]),
+        label_smoothing=float(options["label_smoothing"]),
+        is_mean=options["reduction"] == "mean",
+        grad_x=grad_x,
+        grad_weight=grad_weight,
+    )
+
+
+def _forward(
+    lse: relax.Expr,
+    count: relax.Expr,
+    logits: relax.Expr,
+    target: relax.Expr,
+    backward: relax.Call,
+    uses: Uses,
+) -> relax.Var | None:
+    """Variable of the cross-entropy whose gradient this is, if only the gradient needs its rest."""
+    wholes = []
+    for element, index in ((lse, 1), (count, 2)):
+        value = uses.definitions.get(element) if isinstance(element, relax.Var) else None
+        if not isinstance(value, relax.TupleGetItem) or value.index != index:
+            return None
+        if len(uses.users_of(element)) != 1:
+            return None
+        wholes.append(value.tuple_value)
+    whole = wholes[0]
+    if not wholes[1].same_as(whole) or not isinstance(whole, relax.Var):
+        return None
+    call = uses.definitions.get(whole)
+    if not is_call_of(call, "relax_disc.cross_entropy"):
+        return None
+    same = call.args[0].same_as(logits) and call.args[1].same_as(target) and len(call.args) == 2
+    names = ("ignore_index", "label_smoothing", "reduction")
+    same = same and all(call.attrs[name] == backward.attrs[name] for name in names)
+    elements = [uses.definitions.get(user) for user, _ in uses.users_of(whole) if user is not None]
+    same = same and all(isinstance(value, relax.TupleGetItem) for value in elements)
+    return whole if same and len(elements) == len(uses.users_of(whole)) else None
+
+
+def _used_only_by(variable: relax.Expr, users: set[relax.Var], uses: Uses) -> bool:
+    return isinstance(variable, relax.Var) and all(
+        user in users for user, _ in uses.users_of(variable)
+    )
+
+
+def _products_of(variable: relax.Var, uses: Uses) -> list[relax.Var] | None:
+    """Matrix products that use a tensor, through moves; None if anything else uses it."""
+    found: list[relax.Var] = []
+    pending = [variable]
+    while pending:
+        for user, value in uses.users_of(pending.pop()):
+            if user is None:
+                return None
+            if any(is_call_of(value, name) for name in _MOVES):
+                pending.append(user)
+            elif is_call_of(value, "relax.matmul"):
+                if user not in found:
+                    found.append(user)
+            else:
+                return None
+    return found
+
+
+@relax.expr_functor.mutator
+class _Rewriter(relax.PyExprMutator):
+    def __init__(self, mod: tvm.IRModule, function: relax.Function, heads: list[_Head]) -> None:
+        super().__init__(mod)
+        self._function = function
+        self._by_forward = {head.forward: head for head in heads}
+        self._parts: dict[relax.Var, relax.Expr] = {}
+
+    def run(self) -> relax.Function:
+        return self.visit_expr(self._function)
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        head = self._by_forward.get(binding.var)
+        if head is not None:
+            self._emit(head)
+        element = binding.value
+        if isinstance(element, relax.TupleGetItem) and element.index == 0:
+            replaced = self._parts.get(element.tuple_value)
+        else:
+            replaced = None if head is not None else self._parts.get(binding.var)
+        if replaced is None:
+            super().visit_var_binding_(binding)
+        else:
+            self.set_var_remap(binding.var, self.builder_.emit(replaced, binding.var.name))
+
+    def _emit(self, head: _Head) -> None:
+        weight = registry.tensor_type(head.weight, "weight", 2)
+        classes, width = registry.extents(weight)
+        rows = registry.extents(registry.tensor_type(head.target, "target", 1))[0]
+        results = [relax.TensorType([], "float32"), head.grad_x.ty]
+        if head.grad_weight is not None:
+            results.append(weight)
+        results.append(relax.TensorType([chunk_rows(rows), classes + 2 * width], "float32"))
+        name = "vocabulary_head" if head.grad_weight is not None else "vocabulary_head_frozen"
+        arguments = [
+            *(self.visit_expr(e) for e in (head.x, head.weight, head.target, head.grad_loss)),
+            relax.prim_value(head.ignore_index),
+            relax.prim_value(tirx.const(head.label_smoothing, "float64")),
+            relax.prim_value(int(head.is_mean)),
+        ]
+        call = relax.call_dps_packed(f"relax_disc.cpu.{name}", arguments, results)
+        whole = self.builder_.emit(call, "vocabulary_head")
+        self._parts[head.forward] = relax.TupleGetItem(whole, 0)
+        self._parts[head.grad_x] = relax.TupleGetItem(whole, 1)
+        if head.grad_weight is not None:
+            self._parts[head.grad_weight] = relax.TupleGetItem(whole, 2)

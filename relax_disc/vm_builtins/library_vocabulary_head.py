@@ -1,0 +1,97 @@
+"""Numpy twins of `relax_disc.cpu.vocabulary_head`; see `src/vocabulary_head.cc`.
+
+Arguments: x of N rows, weight [V, D], target [N] int64, grad_loss [], ignore_index,
+label_smoothing, is_mean; results: loss [], grad_x of N rows, grad_weight [V, D] (not for
+`vocabulary_head_frozen`), workspace [rows of a chunk, V + 2 D], of which the twins use the row
+count alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relax_disc.vm_builtins.library_arrays import array_of
+
+
+def vocabulary_head(
+    x: Any,
+    weight: Any,
+    target: Any,
+    grad_loss: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    is_mean: int,
+    loss: Any,
+    grad_x: Any,
+    grad_weight: Any,
+    workspace: Any,
+) -> None:
+    """Cross-entropy of a linear head with the gradients of its input and weight."""
+    options = (ignore_index, label_smoothing, is_mean, int(workspace.shape[0]))
+    _head(x, weight, target, grad_loss, options, loss, grad_x, array_of(grad_weight))
+
+
+def vocabulary_head_frozen(
+    x: Any,
+    weight: Any,
+    target: Any,
+    grad_loss: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    is_mean: int,
+    loss: Any,
+    grad_x: Any,
+    workspace: Any,
+) -> None:
+    """Cross-entropy of a linear head with the gradient of its input alone."""
+    options = (ignore_index, label_smoothing, is_mean, int(workspace.shape[0]))
+    _head(x, weight, target, grad_loss, options, loss, grad_x, None)
+
+
+def _head(
+    x: Any,
+    weight: Any,
+    target: Any,
+    grad_loss: Any,
+    options: tuple[int, float, int, int],
+    loss: Any,
+    grad_x: Any,
+    grad_weight: np.ndarray | None,
+) -> None:
+    ignore_index, smoothing, is_mean, chunk = options
+    table, labels = array_of(weight), array_of(target).reshape(-1)
+    classes, width = table.shape
+    inputs = array_of(x).reshape(-1, width)
+    rows = np.flatnonzero(labels != ignore_index)
+    outside = rows[(labels[rows] < 0) | (labels[rows] >= classes)]
+    if outside.size:
+        raise ValueError(
+            f"label {labels[outside[0]]} of row {outside[0]} is outside 0 .. {classes - 1}"
+        )
+    counted = np.float64(rows.size)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scale = float(array_of(grad_loss)) / counted if is_mean else float(array_of(grad_loss))
+    gradient = np.zeros_like(inputs)
+    if grad_weight is not None:
+        grad_weight[...] = 0
+    total = 0.0
+    for first in range(0, rows.size, chunk):
+        part = rows[first : first + chunk]
+        picked, hot = inputs[part], (np.arange(part.size), labels[part])
+        logits = picked @ table.T
+        peak = logits.max(1, keepdims=True)
+        lse = peak + np.log(np.exp(logits - peak).sum(1, keepdims=True, dtype=np.float64))
+        losses = lse[:, 0] - (1 - smoothing) * logits[hot]
+        losses -= smoothing / classes * logits.sum(1, dtype=np.float64)
+        total += float(losses.sum())
+        change = np.exp(logits - lse.astype(logits.dtype)) - smoothing / classes
+        change[hot] -= 1 - smoothing
+        change = (change * scale).astype(logits.dtype)
+        gradient[part] = change @ table
+        if grad_weight is not None:
+            grad_weight += change.T @ picked
+    array_of(grad_x).reshape(-1, width)[...] = gradient
+    with np.errstate(invalid="ignore"):
+        array_of(loss)[...] = np.float64(total) / counted if is_mean else total

@@ -1,0 +1,148 @@
+"""The chunked head computes what the plain one does, and takes only what it can compute."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import tvm_ffi
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.export import Dim
+
+from relax_disc.frontend import capture_step
+from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead
+from relax_disc.transform.simplify import Simplify
+from relax_disc.vm_builtins import library_kernels, library_vocabulary_head
+
+
+def run(function, x, weight, target, grad, options, chunk, frozen=False):
+    rows, width = x.shape
+    classes = weight.shape[0]
+    outputs = [np.full((), 7, "float32"), np.full((rows, width), 7, "float32")]
+    if not frozen:
+        outputs.append(np.full((classes, width), 7, "float32"))
+    outputs.append(np.zeros((chunk, classes + 2 * width), "float32"))
+    tensors = [tvm_ffi.from_dlpack(array) for array in (x, weight, target, grad)]
+    results = [tvm_ffi.from_dlpack(array) for array in outputs]
+    function(*tensors, *options, *results)
+    return outputs[:-1]
+
+
+def reference(x, weight, target, grad, ignore, smoothing, mean):
+    x = torch.from_numpy(x).double().requires_grad_()
+    weight = torch.from_numpy(weight).double().requires_grad_()
+    loss = nn.functional.cross_entropy(
+        x @ weight.T,
+        torch.from_numpy(target),
+        ignore_index=ignore,
+        label_smoothing=smoothing,
+        reduction="mean" if mean else "sum",
+    )
+    (loss * float(grad)).backward()
+    return loss.item(), x.grad.numpy(), weight.grad.numpy()
+
+
+@given(
+    rows=st.integers(1, 40),
+    width=st.integers(1, 20),
+    classes=st.integers(2, 70),
+    chunk=st.integers(1, 40),
+    ignored=st.floats(0, 0.9),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    mean=st.booleans(),
+    seed=st.integers(0, 1000),
+    native=st.booleans(),
+)
+def test_agrees_with_float64(rows, width, classes, chunk, ignored, smoothing, mean, seed, native):
+    random = np.random.default_rng(seed)
+    x = random.standard_normal((rows, width), "float32")
+    weight = random.standard_normal((classes, width), "float32")
+    target = random.integers(0, classes, rows)
+    target[random.random(rows) < ignored] = -100
+    target[0] = 0
+    grad = np.array(0.5, "float32")
+    library_kernels.install()
+    twin = library_vocabulary_head.vocabulary_head
+    name = "relax_disc.cpu.vocabulary_head"
+    function = tvm_ffi.get_global_func(name) if native else twin
+    options = (-100, smoothing, int(mean))
+    found = run(function, x, weight, target, grad, options, chunk)
+    expected = reference(x, weight, target, grad, *options)
+    for mine, theirs in zip(found, expected, strict=True):
+        scale = max(1.0, float(np.abs(theirs).max()))
+        np.testing.assert_allclose(mine / scale, theirs / scale, rtol=2e-5, atol=2e-6)
+    frozen = tvm_ffi.get_global_func(f"{name}_frozen") if native else None
+    if frozen is not None:
+        alone = run(frozen, x, weight, target, grad, options, chunk, frozen=True)
+        np.testing.assert_array_equal(alone[1], found[1])
+
+
+@pytest.mark.parametrize("name", ["vocabulary_head", "vocabulary_head_frozen"])
+def test_no_counted_row_gives_zero_gradients(name):
+    library_kernels.install()
+    x, weight = np.ones((3, 2), "float32"), np.ones((5, 2), "float32")
+    target, grad = np.full(3, -100), np.array(1, "float32")
+    function = tvm_ffi.get_global_func(f"relax_disc.cpu.{name}")
+    loss, *grads = run(function, x, weight, target, grad, (-100, 0.0, 1), 2, "frozen" in name)
+    assert np.isnan(loss)
+    assert all(not g.any() for g in grads)
+
+
+def test_refuses_labels_outside_the_vocabulary():
+    library_kernels.install()
+    x, weight = np.ones((3, 2), "float32"), np.ones((5, 2), "float32")
+    target, grad = np.array([0, 5, 1]), np.array(1, "float32")
+    function = tvm_ffi.get_global_func("relax_disc.cpu.vocabulary_head")
+    with pytest.raises(ValueError, match="label 5 of row 1"):
+        run(function, x, weight, target, grad, (-100, 0.0, 1), 2)
+
+
+class Head(nn.Module):
+    """A language model reduced to its ends."""
+
+    def __init__(self, *, tied=False, bias=False, frozen=False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11, bias=bias)
+        if tied:
+            self.head.weight = self.table.weight
+        if frozen:
+            self.head.weight.requires_grad_(False)
+
+    def forward(self, ids, labels):
+        logits = self.head(torch.tanh(self.table(ids))).float()
+        return nn.functional.cross_entropy(logits.view(-1, 11), labels.view(-1))
+
+
+class UsedLogits(Head):
+    """The logits are needed for something else too."""
+
+    def forward(self, ids, labels):
+        logits = self.head(torch.tanh(self.table(ids)))
+        loss = nn.functional.cross_entropy(logits.view(-1, 11), labels.view(-1))
+        return loss, logits.argmax(-1).float().sum()
+
+
+def chunked(model):
+    ids = torch.zeros((2, 3), dtype=torch.int64)
+    batch, seq = Dim("batch", min=1, max=8), Dim("seq", min=1, max=64)
+    captured = capture_step(
+        model,
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        (ids, ids),
+        dynamic_shapes=({0: batch, 1: seq}, {0: batch, 1: seq}),
+    )
+    text = ChunkVocabularyHead()(Simplify()(captured.module)).script()
+    return "cpu.vocabulary_head" in text, "relax_disc.cross_entropy" in text
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"frozen": True}])
+def test_replaces_the_plain_head(options):
+    assert chunked(Head(**options)) == (True, False)
+
+
+@pytest.mark.parametrize("model", [Head(bias=True), UsedLogits()])
+def test_leaves_other_heads_alone(model):
+    assert chunked(model) == (False, True)
