@@ -59,11 +59,13 @@ def check_shapes(dims: Sequence[SymbolicDim]) -> tuple[dict[str, int], ...]:
 
 
 def _ends(dim: SymbolicDim) -> tuple[int, int]:
-    last = dim.last
+    first, last = dim.first, dim.last
     if last is None:
-        largest = max(_UNLIMITED_LEAST, _UNLIMITED_FACTOR * dim.first)
-        last = largest // dim.divisor * dim.divisor
-    return dim.first, max(last, dim.first)
+        largest = max(_UNLIMITED_LEAST, _UNLIMITED_FACTOR * first)
+        last = max(largest // dim.divisor * dim.divisor, first)
+    if first == 0 and last > 0:
+        first = dim.divisor  # an empty tensor says nothing about any order
+    return first, last
 
 
 def _between(dim: SymbolicDim, step: int, steps: int) -> int:

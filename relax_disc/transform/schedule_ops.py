@@ -1,0 +1,213 @@
+"""Reorder the bindings of Relax functions so that the peak of live memory falls.
+
+One order for all shapes: see `relax_disc.analysis.schedule_ops`.  Optimizer updates move to where
+their gradient is made, if that is good for the peak; an update that writes a parameter in place
+stays behind the parameter's readers.  A module that has been scheduled comes out again as good.
+
+On a function of kernels (call_tir form, after fusion) what is measured is what will run: extracted
+tensors, in-place places, copies.  On any other function sizes come from types, and runs of pure
+bindings between impure ones, control flow and match_cast are scheduled one by one.
+
+Limits: a function with shapes that are known only while it runs is left as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import tvm
+from tvm import relax
+
+from relax_disc.analysis.extract import NotPlannableError, is_kernel_call
+from relax_disc.analysis.extraction import Extraction, extract
+from relax_disc.analysis.schedule import Schedule, Strategy, schedule_ops
+from relax_disc.analysis.schedule_bindings import BindingGraph, is_movable
+from relax_disc.analysis.tensor_graph import TensorGraph
+from relax_disc.errors import GraphError
+from relax_disc.transform.functions import copy_module, program_functions
+
+_logger = logging.getLogger(__name__)
+
+Shapes = Mapping[str, int] | Sequence[Mapping[str, int]]
+
+
+@tvm.transform.module_pass(opt_level=0, name="ScheduleOps")
+class ScheduleOps:
+    """Reorder the pure bindings of every Relax function.
+
+    Parameters
+    ----------
+    shapes : mapping, or sequence of mappings, optional
+        Shapes to optimise for, by the names of the dims; by default what the function's attributes
+        say of their ranges, else a wide range.
+    strategy : str
+        See `relax_disc.analysis.schedule_ops`.
+    """
+
+    def __init__(self, shapes: Shapes | None = None, strategy: Strategy = "min_cut") -> None:
+        self.shapes = shapes
+        self.strategy: Strategy = strategy
+
+    def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module with its bindings in a better order."""
+        del ctx
+        result = copy_module(mod)
+        for variable, function in program_functions(mod):
+            name = variable.name_hint
+            try:
+                extraction = extract(mod, name) if _is_one_block(function) else None
+            except (NotPlannableError, GraphError):
+                extraction = None
+            try:
+                if extraction is not None:
+                    blocks = [self._kernel_block(function, extraction, name)]
+                else:
+                    blocks = self._blocks(function, name)
+            except GraphError as reason:
+                _logger.info("%s keeps its order: %s", name, reason)
+                continue
+            body = relax.SeqExpr(blocks, function.body.body)
+            changed = relax.Function(
+                function.params, body, function.ret_ty, function.is_pure, function.attrs
+            )
+            result.update_func(variable, changed)
+        return relax.transform.Normalize()(result)
+
+    def _kernel_block(
+        self, function: relax.Function, extraction: Extraction, name: str
+    ) -> relax.BindingBlock:
+        """Reorder a block of kernels by the graph of what will run."""
+        (block,) = function.body.blocks
+        calls = [k for k, binding in enumerate(block.bindings) if is_kernel_call(binding.value)]
+        graph = _ordered_overwrites(extraction)
+        schedule = self._schedule(graph, name)
+        # Copies that the extraction adds have no binding; they come where they can.
+        kernels = [extraction.order[k] for k in schedule.order]
+        order = [calls[k] for k in kernels if k < len(calls)]
+        return _reordered(block, list(block.bindings), order)
+
+    def _blocks(self, function: relax.Function, name: str) -> list[relax.BindingBlock]:
+        """Reorder the runs of movable bindings of each block by their types."""
+        blocks = []
+        used_later = _uses_after(function)
+        for block in function.body.blocks:
+            bindings: list[relax.Binding] = []
+            run: list[relax.Binding] = []
+            for binding in block.bindings:
+                if is_movable(binding):
+                    run.append(binding)
+                    continue
+                bindings += self._run(function, run, used_later, name)
+                bindings.append(binding)
+                run = []
+            bindings += self._run(function, run, used_later, name)
+            blocks.append(_block_like(block, bindings))
+        return blocks
+
+    def _run(
+        self,
+        function: relax.Function,
+        run: list[relax.Binding],
+        used_later: Mapping[relax.Var, int],
+        name: str,
+    ) -> list[relax.Binding]:
+        if len(run) < 2:
+            return run
+        inside = {binding.var for binding in run}
+        uses = {var: 0 for var in inside}
+        for binding in run:
+            for var in relax.analysis.free_vars(binding.value):
+                if var in uses:
+                    uses[var] += 1
+        escaping = [
+            binding.var for binding in run if used_later.get(binding.var, 0) > uses[binding.var]
+        ]
+        reader = BindingGraph(function, run, escaping)
+        schedule = self._schedule(reader.graph(), name)
+        return _in_order(run, [reader.calls[k] for k in schedule.order])
+
+    def _schedule(self, graph: TensorGraph, name: str) -> Schedule:
+        schedule = schedule_ops(graph, self.shapes, strategy=self.strategy)
+        for point in schedule.points:
+            _logger.info(
+                "%s at %s: peak %d bytes, was %d, at least %d",
+                name, dict(point.shape), point.peak_bytes, point.given_peak_bytes,
+                point.lower_bound_bytes,
+            )  # fmt: skip
+        return schedule
+
+
+def _is_one_block(function: relax.Function) -> bool:
+    return isinstance(function.body, relax.SeqExpr) and len(function.body.blocks) == 1
+
+
+def _ordered_overwrites(extraction: Extraction) -> TensorGraph:
+    """Return the graph in which a call_tir_inplace keeps its place behind other readers.
+
+    The extraction would copy; whoever lowers the function next may not.
+    """
+    graph = extraction.graph()
+    readers: dict[int, list[int]] = {}
+    for index, kernel in enumerate(graph.kernels):
+        for tensor in kernel.inputs:
+            readers.setdefault(tensor, []).append(index)
+    kernels = list(graph.kernels)
+    for index, call in enumerate(extraction.kernels):
+        for source, _ in call.copies:
+            buffer = extraction.table.views[source].buffer
+            before = {k for k in readers.get(buffer, ()) if k < index}
+            after = tuple(sorted(before | set(kernels[index].after)))
+            kernels[index] = replace(kernels[index], after=after)
+    return replace(graph, kernels=tuple(kernels))
+
+
+def _uses_after(function: relax.Function) -> dict[relax.Var, int]:
+    """Count in how many bindings, and in the result, each variable is used."""
+    uses: dict[relax.Var, int] = {}
+    values = [binding.value for block in function.body.blocks for binding in block.bindings]
+    for value in (*values, function.body.body):
+        for var in relax.analysis.free_vars(value):
+            uses[var] = uses.get(var, 0) + 1
+    return uses
+
+
+def _reordered(
+    block: relax.BindingBlock, bindings: list[relax.Binding], order: Sequence[int]
+) -> relax.BindingBlock:
+    return _block_like(block, _in_order(bindings, order))
+
+
+def _block_like(block: relax.BindingBlock, bindings: list[relax.Binding]) -> relax.BindingBlock:
+    if isinstance(block, relax.DataflowBlock):
+        return relax.DataflowBlock(bindings)
+    return relax.BindingBlock(bindings)
+
+
+def _in_order(bindings: list[relax.Binding], order: Sequence[int]) -> list[relax.Binding]:
+    """Return the calls in the order given, each free binding just before its first use."""
+    defined = {binding.var: k for k, binding in enumerate(bindings)}
+    placed = [False] * len(bindings)
+    result: list[relax.Binding] = []
+
+    def place(position: int) -> None:
+        stack = [position]
+        while stack:
+            top = stack[-1]
+            if placed[top]:
+                stack.pop()
+                continue
+            used = (defined.get(var) for var in relax.analysis.free_vars(bindings[top].value))
+            missing = sorted(k for k in used if k is not None and not placed[k])
+            if missing:
+                stack += missing[::-1]
+                continue
+            placed[top] = True
+            result.append(bindings[stack.pop()])
+
+    for position in order:
+        place(position)
+    for position in range(len(bindings)):
+        place(position)
+    return result
