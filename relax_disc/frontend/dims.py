@@ -15,8 +15,6 @@ from torch.utils import _pytree as pytree
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.spec import DimSpec
 
-UNBACKED_PREFIXES = ("u", "zuf")
-
 
 @dataclass(frozen=True, slots=True)
 class DimTable:
@@ -89,7 +87,7 @@ def _note(
         named = isinstance(root, torch.export.Dim) and len(expr.free_symbols) == 1
         if key in names and (not named or names[key] != key):
             continue
-        interval = program.range_constraints.get(symbol)
+        interval = program.range_constraints.get(symbol)  # pyright: ignore[reportArgumentType]
         bounds = [] if interval is None else [(interval.lower, interval.upper)]
         if named:
             bounds = [(root.min, root.max)]

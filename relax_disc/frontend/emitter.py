@@ -186,7 +186,7 @@ class Emitter:
                 isinstance(found, relax.TensorType)
                 and isinstance(found.shape, relax.ShapeExpr)
                 and self.dtype(result) == dtype_name(value.dtype)
-                and self.same_shape(found.shape.values, expected.shape.values)
+                and self.same_shape(found.shape.values, self.symbols.shape(value.shape))
             )
             if not fits:
                 raise self.refuse(f"its translation has the type {found}, not {expected}")

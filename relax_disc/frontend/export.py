@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend.dims import DimTable, dim_table
 from relax_disc.frontend.guards import check_assertions
-from relax_disc.frontend.source_lines import parse_stack
+from relax_disc.frontend.source_lines import parse_stack, source_line
 from relax_disc.frontend.spec import BatchSpec
 
 MODEL = "model"
@@ -156,6 +156,7 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
     program = _export(wrapped, args, kwargs, dynamic_shapes)
     leaves, structure = pytree.tree_flatten((args, kwargs))
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    _refuse_data_dependent_sizes(program)
     table = dim_table(program, combined, dynamic_shapes)
     check_assertions(program, table)
     return Exported(program, table, BatchSpec(structure, fixed), tuple(leaves))
@@ -195,6 +196,22 @@ def _translate(error: UserError) -> Exception:
     if error.error_type is UserErrorType.INVALID_INPUT:
         return InputMismatchError(f"dynamic_shapes do not fit the example inputs: {error}")
     return _data_dependent(error)
+
+
+def _refuse_data_dependent_sizes(program: ExportedProgram) -> None:
+    """Refuse operators whose result's size is known only when they have run."""
+    found = [
+        (str(node.target), str(source_line(node)))
+        for node in program.graph.nodes
+        if node.meta.get("unbacked_bindings")
+    ]
+    if found:
+        listing = "\n".join(f"  {name} at {line}" for name, line in found)
+        raise UnsupportedOperatorError(
+            "Sizes that depend on data cannot be compiled; only sizes that follow from the shapes "
+            f"of the batch can:\n{listing}",
+            tuple(found),
+        )
 
 
 def _first_part(error: Exception) -> str:

@@ -64,7 +64,7 @@ def refuse_unknown(traced: Traced) -> None:
             continue
         name = str(node.target)
         if name not in TABLE and name not in _IGNORED and not _is_getitem(node):
-            found[name, str(source_line(node))] = None
+            found[_origin(node), str(source_line(node))] = None
     if found:
         listing = "\n".join(f"  {name} at {line}" for name, line in found)
         raise UnsupportedOperatorError(
@@ -72,6 +72,12 @@ def refuse_unknown(traced: Traced) -> None:
             "Nothing was compiled; replace them, or leave this part of the model to PyTorch.",
             tuple(found),
         )
+
+
+def _origin(node: fx.Node) -> str:
+    """Name the operator that the model calls, from which ``node`` was decomposed."""
+    sources = node.meta.get("from_node") or []
+    return str(sources[0].target) if sources else str(node.target)
 
 
 def _makes_tensors(node: fx.Node) -> bool:

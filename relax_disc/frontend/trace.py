@@ -221,7 +221,7 @@ def _arguments(
         elif spec.kind is InputKind.BUFFER:
             argument = Argument(name, "buffer", target, model.get_buffer(target))
         else:
-            argument = Argument(name, "constant", target, constants[spec.target])
+            argument = Argument(name, "constant", target, constants[str(spec.target)])
         position[name] = len(arguments)
         arguments.append(argument)
     _refuse_overlap(arguments)

@@ -192,7 +192,8 @@ def _emit_update(
     if coefficient is not None:
         args.append(emitter.cast(coefficient, hyper_dtype(dtype)))
     kernel = update_kernel(item.rule, shape, dtype, coefficient is not None)
-    kinds = [relax.TensorType(list(shape), dtype)] * (1 + len(item.states))
+    extents: Any = list(shape)
+    kinds = [relax.TensorType(extents, dtype)] * (1 + len(item.states))
     if len(kinds) == 1:
         return [emitter.kernel(kernel, f"update_{item.rule}", args, kinds[0])]
     both = emitter.kernel(kernel, f"update_{item.rule}", args, kinds)

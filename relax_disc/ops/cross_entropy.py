@@ -102,7 +102,7 @@ def _infer_cross_entropy(call: relax.Call, builder: relax.BlockBuilder) -> relax
     registry.tensor_type(call.args[1], "relax_disc.cross_entropy: target", 1)
     rows = registry.extents(logits)[0]
     statistics = registry.statistics_dtype(logits)
-    loss_shape = [rows] if call.attrs["reduction"] == "none" else []
+    loss_shape = [rows] if registry.attribute(call, "reduction") == "none" else []
     return relax.TupleType(
         [
             relax.TensorType(loss_shape, registry.dtype_name(logits)),

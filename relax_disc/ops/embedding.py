@@ -40,7 +40,7 @@ def _infer(call: relax.Call, builder: relax.BlockBuilder) -> relax.TensorType:
     registry.tensor_type(
         call.args[1], "relax_disc.embedding_backward: ids", len(registry.extents(grad)) - 1
     )
-    rows = tirx.IntImm("int64", int(call.attrs["num_embeddings"]))
+    rows = tirx.IntImm("int64", int(registry.attribute(call, "num_embeddings")))
     return relax.TensorType([rows, registry.extents(grad)[-1]], registry.dtype_name(grad))
 
 

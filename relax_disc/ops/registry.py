@@ -7,6 +7,7 @@ TVM keeps operators in a table of the process and refuses a name that is there a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tvm
 from tvm import relax
@@ -70,7 +71,14 @@ def tensor_type(expr: relax.Expr, what: str, rank: int | None = None) -> relax.T
 
 def extents(kind: relax.TensorType) -> list[tvm.ir.Expr]:
     """List the extents of a tensor type of known shape."""
+    assert isinstance(kind.shape, relax.ShapeExpr)
     return list(kind.shape.values)
+
+
+def attribute(call: relax.Call, name: str) -> Any:
+    """Return a parameter of an operator's call."""
+    assert call.attrs is not None
+    return call.attrs[name]
 
 
 def dtype_name(kind: relax.TensorType) -> str:

@@ -84,8 +84,6 @@ _COMPARISONS: dict[str, Callable[..., Any]] = {
     "ge": op.greater_equal,
 }
 
-for _overload in ("Tensor", "Scalar"):
-    TABLE[f"aten.mul.{_overload}"] = _simple(KIND.DEFAULT, op.multiply)
 for _name, _build in _UNARY_SAME.items():
     TABLE[f"aten.{_name}.default"] = _simple(KIND.DEFAULT, _build)
 for _name, _build in _UNARY_FLOAT.items():
@@ -93,6 +91,14 @@ for _name, _build in _UNARY_FLOAT.items():
 for _name, _build in _COMPARISONS.items():
     for _overload in ("Tensor", "Scalar"):
         TABLE[f"aten.{_name}.{_overload}"] = _simple(KIND.ALWAYS_BOOL, _build)
+
+
+@converts("aten.mul.Tensor", "aten.mul.Scalar")
+def mul(emitter: Emitter, x: Any, y: Any) -> Any:
+    """Product; PyTorch's decompositions multiply by 1 a lot."""
+    if isinstance(y, int | float) and y == 1 and emitter.dtype(x) == emitter.wanted_dtype:
+        return x
+    return apply(emitter, KIND.DEFAULT, op.multiply, (x, y))
 
 
 @converts("aten.add.Tensor", "aten.add.Scalar")
