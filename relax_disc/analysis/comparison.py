@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain
 
 from relax_disc.analysis.comparison_atoms import expression_signs
 from relax_disc.analysis.comparison_search import NEGATIVE, POSITIVE, ZERO
@@ -97,10 +96,12 @@ def compare(
     difference = SymbolicExpr._make(add_terms(left._terms, right._terms, -1), symbols)
     signs = expression_signs(difference)
     if signs.found & NEGATIVE and signs.found & POSITIVE:
-        less, greater = signs.points[NEGATIVE], signs.points[POSITIVE]
-        factors = set(chain.from_iterable(left._terms)).union(*right._terms)
-        if not (factors <= less.keys() and factors <= greater.keys()):
-            whole = {dim.name: dim.first for dim in (*left.free_dims, *right.free_dims)}
-            less, greater = whole | less, whole | greater
+        # Dims that cancelled are free to be anything.
+        whole: dict[str, int] = {}
+        for symbol in symbols.values():
+            dims_of = (symbol,) if isinstance(symbol, SymbolicDim) else symbol.free_dims
+            for dim in dims_of:
+                whole.setdefault(dim.name, dim.first)
+        less, greater = whole | signs.points[NEGATIVE], whole | signs.points[POSITIVE]
         return Comparison(Order.INCOMPARABLE, less, greater)
     return _ORDERS.get(signs.possible, _UNKNOWN)

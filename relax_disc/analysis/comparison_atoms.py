@@ -9,7 +9,7 @@ dim of its own, which can prove an order but never a witness.  Witnesses are alw
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from math import lcm, prod
 from typing import Any
 
@@ -38,8 +38,13 @@ RELAXATION_LIMIT = 600  # boxes for each polynomial that an expression gives ris
 
 def expression_signs(expr: SymbolicExpr) -> Signs:
     """Return the signs that an expression takes over the declared ranges of its dims."""
-    if expr.is_polynomial:
-        return polynomial_signs(expr.terms, expr.symbols)
+    names = sorted(set(chain.from_iterable(expr.terms)))
+    symbols = expr.symbols
+    for name in names:
+        if not isinstance(symbols[name], SymbolicDim):
+            break
+    else:
+        return polynomial_signs(expr.terms, symbols, names)
     signs = Signs()
     dims = expr.free_dims
     if any(dim.name.startswith(HELPER) for dim in dims):
@@ -190,7 +195,8 @@ def _whole_point(
 def _relaxed_signs(expr: SymbolicExpr, branches: int) -> Signs:
     """Return a superset of the signs, and points worth trying, by removing one atom at a time."""
     if expr.is_polynomial:
-        return polynomial_signs(expr.terms, expr.symbols, RELAXATION_LIMIT)
+        names = sorted(set(chain.from_iterable(expr.terms)))
+        return polynomial_signs(expr.terms, expr.symbols, names, RELAXATION_LIMIT)
     factors = sorted({factor for monomial in expr.terms for factor in monomial})
     text, atom = next(
         (factor, symbol)

@@ -15,7 +15,7 @@ Reference: J. Garloff, "The Bernstein algorithm", Interval Computations 2, 1993.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -25,6 +25,7 @@ import numpy as np
 
 Monomial = tuple[str, ...]
 EXACT_BELOW = 2.0**52
+INDEXED_SIZE = 64  # layouts up to here know all their monomials from the start
 _UNIT_ROUNDING = 2.0**-53
 
 
@@ -49,15 +50,6 @@ class Layout:
             self.index[monomial] = position
         return position
 
-    def tensor(self, terms: Mapping[Monomial, int]) -> np.ndarray:
-        """Return the coefficients as a flat float64 array (OverflowError beyond its range)."""
-        index = self.index
-        values = [0.0] * self.size
-        for monomial, coefficient in terms.items():
-            position = index.get(monomial)
-            values[self.position(monomial) if position is None else position] = coefficient
-        return np.array(values, dtype=np.float64)
-
     @property
     def rounding(self) -> float:
         """Relative error of a control value, as a multiple of the magnitude."""
@@ -74,7 +66,12 @@ def layout(names: tuple[str, ...], degrees: tuple[int, ...]) -> Layout:
         size *= degree + 1
         scale *= binomial_scale(degree)
         corners = [at * (degree + 1) + end for at, end in product(corners, (0, degree))]
-    return Layout(names, degrees, np.array(corners), size, float(scale))
+    form = Layout(names, degrees, np.array(corners), size, float(scale))
+    if size <= INDEXED_SIZE:
+        for powers in product(*(range(degree + 1) for degree in degrees)):
+            factors = zip(names, powers, strict=True)
+            form.position(tuple(name for name, power in factors for _ in range(power)))
+    return form
 
 
 @lru_cache(maxsize=64)

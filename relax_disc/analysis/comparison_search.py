@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -27,7 +28,7 @@ NEGATIVE, ZERO, POSITIVE = 1, 2, 4
 BOTH = NEGATIVE | POSITIVE
 
 BATCH = 96  # boxes bounded at once: numpy's fixed costs are spread, few boxes are wasted
-LIMIT = 2500  # boxes in all: about 10 ms on the machine of benchmarks/results/comparison.json
+LIMIT = 1600  # boxes in all: about 10 ms on the machine of benchmarks/results/comparison.json
 EXHAUSTIVE_POINTS = 300_000  # 3 ms
 FEW = 12  # up to so many boxes are cut finely
 FINE_CUTS = (6, 4, 2, 1)
@@ -95,6 +96,7 @@ def sample_grid(
         signs.add(sign_of(value_at(terms, point)), point)
 
 
+@lru_cache(maxsize=4096)
 def _samples(side: Side) -> tuple[int, ...]:
     """Return up to 8 sizes: both ends, and steps that grow like powers in between."""
     if side.upper is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 
 from relax_disc.analysis.comparison_bernstein import (
     EXACT_BELOW,
+    INDEXED_SIZE,
     Layout,
     Monomial,
     bernstein_matrix,
@@ -17,6 +18,7 @@ from relax_disc.analysis.comparison_bernstein import (
     ray_matrix,
     top_powers,
 )
+from relax_disc.analysis.comparison_quadratic import quadratic_signs
 from relax_disc.analysis.comparison_search import (
     BOTH,
     FARTHEST,
@@ -34,14 +36,17 @@ from relax_disc.analysis.comparison_search import (
 )
 from relax_disc.analysis.symbolic_dim import SymbolicDim
 
-UNIFORM_SIZE = 64  # tensors up to here take the same degree in every dim: no counting
+COMMON_DEGREE = 3  # tried before the degrees of the single dims are counted
 LARGEST_TENSOR = 2048
 FIRST_LIMIT = 400  # boxes to try before all points of a small box are evaluated
 NO_LIMIT = 2**50  # an upper end beyond is treated as none
 
 
 def polynomial_signs(
-    terms: Mapping[Monomial, int], symbols: Mapping[str, object], limit: int = LIMIT
+    terms: Mapping[Monomial, int],
+    symbols: Mapping[str, object],
+    names: Sequence[str],
+    limit: int = LIMIT,
 ) -> Signs:
     """Return the signs that a polynomial takes.
 
@@ -51,6 +56,8 @@ def polynomial_signs(
         Coefficients by monomial, none of them 0, every factor a dim.
     symbols : mapping of str to SymbolicDim
         The dims.
+    names : sequence of str
+        The names of the dims that occur, sorted.
     limit : int
         Most boxes to bound.
     """
@@ -59,7 +66,6 @@ def polynomial_signs(
         signs.add(sign_of(terms.get((), 0)), {})
         signs.possible = signs.found
         return signs
-    names = tuple(sorted(set(chain.from_iterable(terms))))
     sides = [_side(symbols[name]) for name in names]
     if _one_sign(terms, sides, signs):
         return signs
@@ -69,25 +75,24 @@ def polynomial_signs(
             return signs
     if any(side.lower > FARTHEST or side.step > FARTHEST for side in sides):
         return signs
-    form = layout(names, _degrees(terms, names))
+    form, positions = _form(terms, tuple(names))
     if form.size > LARGEST_TENSOR:
         return signs
+    coefficients = np.zeros(form.size)
     try:
-        coefficients = form.tensor(terms)
+        coefficients[positions] = list(terms.values())
     except OverflowError:
         return signs
     _corner_signs(coefficients, form, sides, signs)
     if not signs.settled:
         sample_grid(terms, coefficients, form, sides, signs)
     if not signs.settled:
+        quadratic_signs(terms, sides, signs)
+    if not signs.settled:
         search(terms, coefficients, form, sides, signs, min(limit, FIRST_LIMIT))
-    if (
-        signs.settled
-        or limit <= FIRST_LIMIT
-        or signs.possible in (POSITIVE | ZERO, NEGATIVE | ZERO)
-    ):
+    if signs.settled or exhaust(terms, coefficients, form, sides, signs):
         return signs
-    if not exhaust(terms, coefficients, form, sides, signs):
+    if limit > FIRST_LIMIT and signs.possible == NEGATIVE | ZERO | POSITIVE:
         search(terms, coefficients, form, sides, signs, limit)
     return signs
 
@@ -116,8 +121,8 @@ def _one_sign(terms: Mapping[Monomial, int], sides: list[Side], signs: Signs) ->
 
 
 def _without_common_factor(
-    terms: Mapping[Monomial, int], names: tuple[str, ...], sides: list[Side]
-) -> tuple[Mapping[Monomial, int], tuple[str, ...], list[Side]]:
+    terms: Mapping[Monomial, int], names: Sequence[str], sides: list[Side]
+) -> tuple[Mapping[Monomial, int], Sequence[str], list[Side]]:
     """Divide by dims that divide every monomial and are never 0: the sign stays."""
     monomials = list(terms)
     removable = [
@@ -138,11 +143,18 @@ def _without_common_factor(
     return reduced, tuple(side.name for side in kept), kept
 
 
-def _degrees(terms: Mapping[Monomial, int], names: tuple[str, ...]) -> tuple[int, ...]:
+def _form(terms: Mapping[Monomial, int], names: tuple[str, ...]) -> tuple[Layout, list[int]]:
+    """Return a layout that holds all monomials, and where they stand in it."""
     total = max(map(len, terms))
-    if (total + 1) ** len(names) <= UNIFORM_SIZE:
-        return (total,) * len(names)
-    return tuple(max(monomial.count(name) for monomial in terms) for name in names)
+    for degree in (total, COMMON_DEGREE):
+        if (degree + 1) ** len(names) <= INDEXED_SIZE:
+            form = layout(names, (degree,) * len(names))
+            try:
+                return form, [form.index[monomial] for monomial in terms]
+            except KeyError:
+                continue
+    form = layout(names, tuple(max(m.count(name) for m in terms) for name in names))
+    return form, [form.position(monomial) for monomial in terms]
 
 
 def _corner_signs(coefficients: np.ndarray, form: Layout, sides: list[Side], signs: Signs) -> None:

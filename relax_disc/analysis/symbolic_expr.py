@@ -38,6 +38,11 @@ class Atom:
     kind: str
     args: tuple[SymbolicExpr, ...]
 
+    @property
+    def free_dims(self) -> tuple[SymbolicDim, ...]:
+        """Dims on which the arguments depend."""
+        return tuple(dim for arg in self.args for dim in arg.free_dims)
+
     def __str__(self) -> str:
         if self.kind in ("min", "max"):
             return f"{self.kind}({', '.join(map(str, self.args))})"
@@ -128,12 +133,7 @@ class SymbolicExpr:
         found: dict[str, SymbolicDim] = {}
         for factor in set(chain.from_iterable(self._terms)):
             symbol = self._symbols[factor]
-            inner = (
-                (symbol,)
-                if isinstance(symbol, SymbolicDim)
-                else (dim for arg in symbol.args for dim in arg.free_dims)
-            )
-            for dim in inner:
+            for dim in (symbol,) if isinstance(symbol, SymbolicDim) else symbol.free_dims:
                 found[dim.name] = found[dim.name].intersect(dim) if dim.name in found else dim
         return tuple(found[name] for name in sorted(found))
 
