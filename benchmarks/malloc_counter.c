@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <malloc.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -117,6 +118,25 @@ int munmap(void *address, size_t size) {
   forget((uintptr_t)address, (uintptr_t)address + ((size + 4095) & ~(size_t)4095));
   unlock();
   return 0;
+}
+
+void *mremap(void *address, size_t size, size_t wanted, int flags, ...) {
+  va_list rest;
+  va_start(rest, flags);
+  void *target = flags & MREMAP_FIXED ? va_arg(rest, void *) : NULL;
+  va_end(rest);
+  uintptr_t start = (uintptr_t)address;
+  lock();
+  int counted_before = 0;
+  for (int i = 0; i < mapping_count; ++i)
+    counted_before |= mappings[i].start < start + size && mappings[i].end > start;
+  void *moved = (void *)syscall(SYS_mremap, address, size, wanted, flags, target);
+  if (moved != MAP_FAILED && counted_before) {
+    forget(start, start + size);
+    remember((uintptr_t)moved, (uintptr_t)moved + wanted);
+  }
+  unlock();
+  return moved;
 }
 
 long malloc_counter_live(void) { return atomic_load(&live); }

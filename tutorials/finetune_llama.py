@@ -33,6 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from relax_disc.bytes_text import format_bytes
+from relax_disc.vm_builtins import native
 
 _WARM_UP_STEPS = 20
 _SMOOTHED = 10
@@ -158,6 +159,9 @@ def main(
         f"batches of {settings.batch} padded to their longest"
     )
 
+    if engine == "relax_disc":
+        with console.status("building the C++ runtime, once per machine"):
+            native.load()
     start = time.perf_counter()
     step = make_step(engine, model, optimizer, batches[0], memory_budget=budget)
     compile_seconds = time.perf_counter() - start

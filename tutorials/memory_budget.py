@@ -10,7 +10,6 @@ last bit; what changes is memory and time, and both were known before the step r
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 import time
@@ -19,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from _corpus import Batch
 from _engines import make_step
 from _setup import Settings, make_batches, make_model, smoke_settings
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
 
 from relax_disc import TrainingStep
 from relax_disc.bytes_text import format_bytes
@@ -37,7 +38,7 @@ _MARK = "RELAX_DISC_TUTORIAL_COUNTS"
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a pass over the batches gave; bytes are above what was there before its first step."""
+    """What a pass over the batches gave; bytes are above what was there before any step."""
 
     losses: list[float]
     seconds: float
@@ -45,10 +46,11 @@ class Phase:
     measured_bytes: int
 
 
-def run_phase(step: TrainingStep, batches: Sequence[Batch], counter: MallocCounter) -> Phase:
-    """Take a step with every batch and measure memory from outside meanwhile."""
+def run_phase(
+    step: TrainingStep, batches: Sequence[Batch], counter: MallocCounter, base: int
+) -> Phase:
+    """Take a step with every batch; meanwhile measure memory above `base` from outside."""
     plans = [step.plan(batch=b.ids.shape[0], length=b.ids.shape[1]) for b in batches]
-    base = counter.live_bytes()
     counter.reset_peak()
     start = time.perf_counter()
     losses = [step(batch.ids, batch.labels).item() for batch in batches]
@@ -58,6 +60,12 @@ def run_phase(step: TrainingStep, batches: Sequence[Batch], counter: MallocCount
         max(plan.peak_bytes - plan.resident_bytes for plan in plans),
         counter.peak_bytes() - base,
     )
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All that training changes: parameters, buffers, optimizer state."""
+    states = optimizer.state_dict()["state"].values()
+    return [*model.state_dict().values(), *(v for state in states for v in state.values())]
 
 
 def main(
@@ -78,17 +86,17 @@ def main(
     longest = max(batches, key=lambda batch: batch.ids.numel()).ids.shape
     plan = step.plan(batch=longest[0], length=longest[1])
     budget = plan.peak_bytes - int((1 - share) * plan.activation_peak_bytes)
-    weights = copy.deepcopy(model.state_dict())
-    state = copy.deepcopy(optimizer.state_dict())
+    initial = [tensor.clone() for tensor in tensors_of(model, optimizer)]
     counter = MallocCounter()
+    base = counter.live_bytes()
 
     step.memory_budget = budget
-    within = run_phase(step, batches, counter)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
+    within = run_phase(step, batches, counter, base)
+    for tensor, value in zip(tensors_of(model, optimizer), initial, strict=True):
+        tensor.copy_(value)
     held = step.plan(batch=longest[0], length=longest[1])
     step.memory_budget = None
-    without = run_phase(step, batches, counter)
+    without = run_phase(step, batches, counter, base)
 
     table = Table(title=f"{len(batches)} steps, from one compilation")
     table.add_column("")

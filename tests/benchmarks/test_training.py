@@ -28,6 +28,7 @@ block = np.ones(1 << 20, np.uint8); note()
 block = None; note()
 counter.reset_peak(); note()
 region = mmap.mmap(-1, 1 << 21); note()
+region.resize(3 << 20); note()
 region.close(); note()
 print(json.dumps(seen))
 """
@@ -45,7 +46,7 @@ def test_counter_sees_blocks_and_mappings(repository):
     )
     assert done.returncode == 0, done.stderr
     mega, slack = 2**20, 64 * 2**10
-    expected = [[1, 1], [0, 1], [0, 0], [2, 2], [0, 2]]
+    expected = [[1, 1], [0, 1], [0, 0], [2, 2], [3, 3], [0, 3]]
     for (live, peak), (live_mega, peak_mega) in zip(json.loads(done.stdout), expected, strict=True):
         assert abs(live - live_mega * mega) < slack
         assert abs(peak - peak_mega * mega) < slack
