@@ -20,7 +20,7 @@ from relax_disc.errors import InputMismatchError
 from relax_disc.forward_function import ForwardFunction
 from relax_disc.frontend import capture_forward, capture_step
 from relax_disc.frontend.spec import CapturedStep
-from relax_disc.pipeline import pipeline
+from relax_disc.pipeline import PipelineOptions, pipeline
 from relax_disc.tir_kernels.target import cpu_target
 from relax_disc.training.batch import BatchLeaf, BatchSchema
 from relax_disc.training_step import TrainingStep
@@ -81,7 +81,7 @@ def compile(
         max_grad_norm=max_grad_norm,
     )
     step = TrainingStep(
-        captured, _build(captured, target), _schema(captured, model), model, optimizer
+        captured, build(captured.module, target), describe_batch(captured, model), model, optimizer
     )
     step.memory_budget = budget
     return step
@@ -107,15 +107,27 @@ def compile_forward(
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     captured = capture_forward(model, example_inputs, dynamic_shapes=dynamic_shapes)
     function = ForwardFunction(
-        captured, _build(captured, target), _schema(captured, model), model, None
+        captured, build(captured.module, target), describe_batch(captured, model), model, None
     )
     function.memory_budget = budget
     return function
 
 
-def _build(captured: CapturedStep, target: str | tvm.target.Target) -> relax.VMExecutable:
-    resolved = _resolve(target)
-    return relax.build(captured.module, resolved, relax_pipeline=pipeline())
+def build(
+    module: tvm.IRModule, target: str | tvm.target.Target, options: PipelineOptions | None = None
+) -> relax.VMExecutable:
+    """Lower a captured module and generate its code.
+
+    Parameters
+    ----------
+    module : tvm.IRModule
+        As the frontend made it.
+    target : str or tvm.target.Target
+        ``"llvm"`` is this machine's processor.
+    options : PipelineOptions, optional
+        Switches of the pipeline.
+    """
+    return relax.build(module, _resolve(target), relax_pipeline=pipeline(options))
 
 
 def _resolve(target: str | tvm.target.Target) -> tvm.target.Target:
@@ -126,7 +138,7 @@ def _resolve(target: str | tvm.target.Target) -> tvm.target.Target:
     return target
 
 
-def _schema(captured: CapturedStep, model: torch.nn.Module) -> BatchSchema:
+def describe_batch(captured: CapturedStep, model: torch.nn.Module) -> BatchSchema:
     """Describe the batch that the captured function takes."""
     ranges = index_ranges(captured.module["main"])
     leaves = []

@@ -23,10 +23,4 @@ class ForwardFunction(CompiledFunction):
         MemoryBudgetError
             The shape cannot run inside the budget; nothing has run.
         """
-        with self._lock:
-            self._check_mode()
-            tensors, values = self._schema.bind(args, named)
-            self._binding.refresh()
-            flat = self._call(tensors, values)
-            self._mark_written()
-            return self._extras(flat)
+        return self._extras(self.run(args, named))

@@ -1,16 +1,19 @@
 """Which integer inputs of a function index a table, and what values they may have.
 
 An id outside its table reads or writes foreign memory inside a kernel, so a caller wants to refuse
-it first.  Followed are the uses of an input by the gather of an embedding and by cross-entropy,
-directly or through casts and reshapes; any other use allows any value.
+it first.  Followed are the uses of an input by the frontend's ``embedding`` kernels, by
+`relax.take` and by cross-entropy, directly or through casts and reshapes; any other use allows any
+value.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from tvm import ir, relax, tirx
 
+_EMBEDDING = re.compile(r"embedding\d*")
 _TRANSPARENT = frozenset(
     {"relax.astype", "relax.reshape", "relax.flatten", "relax.expand_dims", "relax.squeeze"}
 )
@@ -63,6 +66,10 @@ def _table_use(name: str, call: relax.Call) -> tuple[relax.Expr, IndexRange] | N
         axis = call.attrs.axis
         size = _extent(call.args[0], 0 if axis is None else int(axis))
         return None if size is None else (call.args[1], IndexRange(0, size - 1))
+    if name == "relax.call_tir" and _EMBEDDING.fullmatch(call.args[0].name_hint):
+        table, ids = call.args[1].fields[:2]
+        size = _extent(table, 0)
+        return None if size is None else (ids, IndexRange(0, size - 1))
     if name == "relax_disc.cross_entropy":
         size = _extent(call.args[0], 1)
         if size is None:

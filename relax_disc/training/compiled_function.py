@@ -159,6 +159,26 @@ class CompiledFunction:
             finished=facts.finished,
         )
 
+    def run(
+        self, args: Sequence[Any], named: Mapping[str, Any] | None = None
+    ) -> list[torch.Tensor]:
+        """Check and bind the arguments, run, return every output that replaces nothing, in order.
+
+        Raises
+        ------
+        InputMismatchError, ShapeRangeError
+            The arguments or the model do not fit what was compiled.
+        MemoryBudgetError
+            The shape cannot run inside the budget; nothing has run.
+        """
+        with self._lock:
+            self._check_mode()
+            tensors, values = self._schema.bind(args, named or {})
+            self._binding.refresh()
+            flat = self._call(tensors, values)
+            self._mark_written()
+            return flat
+
     def _state_bytes(self) -> int:
         by_kind = self._binding.bytes_by_kind
         return sum(by_kind.get(kind, 0) for kind in _STATE_KINDS)

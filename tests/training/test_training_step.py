@@ -234,7 +234,7 @@ def test_threads_take_turns(compiled):
     def work(seed):
         try:
             losses.append(float(step(*batch(1 + seed, seed))))
-        except Exception as error:  # noqa: BLE001 - reported below
+        except Exception as error:
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]

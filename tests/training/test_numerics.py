@@ -1,0 +1,91 @@
+"""Losses and gradients of whole models against float64, at several shapes from one build."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from relax_disc.compiler import build, describe_batch
+from relax_disc.frontend import capture_step
+from relax_disc.training.compiled_function import CompiledFunction
+from tests.frontend.models import MLP, Llama, dims, mlp_batch, token_batch
+
+SHAPES = [(1, 1), (8, 48), (3, 17), (1, 48), (5, 2)]
+
+
+def gradients(model, args, dtype):
+    """Loss and gradients by name, in PyTorch and a type."""
+    twin = copy.deepcopy(model).to(dtype)
+    output = twin(*[a.to(dtype) if a.is_floating_point() else a for a in args])
+    loss = output if isinstance(output, torch.Tensor) else output.loss
+    loss.backward()
+    grads = {n: p.grad.double() for n, p in twin.named_parameters() if p.grad is not None}
+    return loss.item(), grads
+
+
+def error(grads, exact):
+    """Norm of the difference over the norm, all gradients together."""
+    difference = sum(float((grads[n].double() - g).pow(2).sum()) for n, g in exact.items())
+    return (difference / sum(float(g.pow(2).sum()) for g in exact.values())) ** 0.5
+
+
+def hugging_face_llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    model = transformers.LlamaForCausalLM(config)
+
+    class WithLabels(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, labels):
+            return self.model(input_ids=ids, labels=labels).loss
+
+    return WithLabels()
+
+
+MODELS = {
+    "mlp": (MLP, mlp_batch),
+    "llama": (lambda: Llama(tied=False), token_batch),
+    "llama, attention by hand, tied": (lambda: Llama(whole=False, tied=True), token_batch),
+    "llama of hugging face": (hugging_face_llama, token_batch),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_as_good_as_torch_in_float32(name):
+    make, batch = MODELS[name]
+    torch.manual_seed(0)
+    model = make().train()
+    low = 2 if "hugging" in name else 1  # its loss shifts the labels by one
+    b, s = dims(low=low)
+    captured = capture_step(model, None, batch(3, 12), dynamic_shapes=({0: b, 1: s}, {0: b, 1: s}))
+    schema = describe_batch(captured, model)
+    function = CompiledFunction(captured, build(captured.module, "llvm"), schema, model, None)
+    for rows, length in SHAPES:
+        args = batch(rows, max(low, length))
+        found = function.run(args)
+        exact_loss, exact = gradients(model, args, torch.float64)
+        _, theirs = gradients(model, args, torch.float32)
+        assert found[0].item() == pytest.approx(exact_loss, rel=2e-6)
+        names = [out.name for out in captured.outputs]
+        mine = dict(zip(names, found, strict=True))
+        assert set(exact) <= set(mine)
+        ours = error({n: mine[n] for n in exact}, exact)
+        assert ours <= max(2 * error(theirs, exact), 1e-7), (rows, length)
+        assert ours <= 2e-6
+        report = function.memory_report()
+        assert report.peak_bytes == report.planned_peak_bytes
