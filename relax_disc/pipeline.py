@@ -17,6 +17,7 @@ from relax_disc.transform.insert_rematerialization import InsertRematerializatio
 from relax_disc.transform.lower_rematerialization import LowerRematerialization
 from relax_disc.transform.plan_arena import PlanArena
 from relax_disc.transform.schedule_kernels import ScheduleKernels
+from relax_disc.transform.schedule_ops import ScheduleOps
 from relax_disc.transform.simplify import Simplify
 from relax_disc.vm_builtins import runtime
 
@@ -33,6 +34,8 @@ class PipelineOptions:
         Fuse element-wise operators into one kernel.
     schedule_kernels : bool
         Give kernels loops for the target; off: as they were legalized, serial.
+    schedule_ops : bool
+        Reorder kernels so that less is live at once.
     rematerialize : bool
         Prepare tensors to be given up and computed again where a memory budget asks for it.
     plan_arena : bool
@@ -42,6 +45,7 @@ class PipelineOptions:
     chunk_vocabulary_head: bool = True
     fuse: bool = True
     schedule_kernels: bool = True
+    schedule_ops: bool = True
     rematerialize: bool = True
     plan_arena: bool = True
 
@@ -78,6 +82,7 @@ def passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
         *legalize_passes(target, options),
         *alias_passes(),
         *(kernel_passes(target) if options.schedule_kernels else []),
+        *(order_passes() if options.schedule_ops else []),
         *(rematerialization_passes() if options.rematerialize else []),
         *(memory_passes() if options.plan_arena else []),
         *leftover_passes(),
@@ -120,6 +125,11 @@ def alias_passes() -> list[Pass]:
 def kernel_passes(target: tvm.target.Target) -> list[Pass]:
     """Parallel, vectorised loops."""
     return [ScheduleKernels(target)]
+
+
+def order_passes() -> list[Pass]:
+    """One order of the kernels for all shapes."""
+    return [ScheduleOps()]
 
 
 def rematerialization_passes() -> list[Pass]:

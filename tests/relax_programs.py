@@ -115,7 +115,7 @@ class Program:
             return [emit(relax.call_dps_packed("test.total", args, relax.TensorType([], "float32")))]
         if name == "rows":
             return [emit(relax.call_dps_packed("test.rows", [relax.prim_value(n)], kind))]
-        if name == "scale":
+        if name.startswith("scale"):
             args = [*args, relax.prim_value(tirx.FloatImm("float64", number))]
         return [emit(relax.call_dps_packed(f"test.{name}", args, args[0].ty))]
 
@@ -137,7 +137,7 @@ class Program:
                 values.append(args[0].sum())
             elif name == "rows":
                 values.append(torch.arange(n, dtype=torch.float32)[:, None].repeat(1, WIDTH))
-            elif name == "scale":
+            elif name.startswith("scale"):
                 values.append(args[0] * number)
             elif name == "add":
                 values.append(args[0] + args[1])

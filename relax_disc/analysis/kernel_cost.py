@@ -77,10 +77,22 @@ def _vocabulary_head(products: int) -> _Count:
     return count
 
 
+def _vocabulary_head(products: int) -> _Count:
+    """Count so many products of rows x classes x width; the rows are those of the input."""
+
+    def count(views: list[View], numbers: list[int]) -> SymbolicExpr:
+        del numbers
+        return 2 * products * _elements(views[0].shape) * views[1].shape[0]
+
+    return count
+
+
 _COUNTS: dict[str, _Count] = {
     "matmul": _matmul,
     "matmul_add": _matmul,
     "batch_matmul": _batch_matmul,
+    "vocabulary_head": _vocabulary_head(3),
+    "vocabulary_head_frozen": _vocabulary_head(2),
     "attention": _attention(2, key=1),
     "attention_masked": _attention(2, key=1),
     "attention_backward": _attention(5, key=2),

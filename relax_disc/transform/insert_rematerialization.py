@@ -39,8 +39,10 @@ class InsertRematerialization:
                 extraction = extract(mod, variable.name_hint)
             except NotPlannableError:
                 continue
-            result.update_func(variable, _Marker(function, extraction).run())
-        return result
+            marker = _Marker(function, extraction)
+            if marker.found:
+                result.update_func(variable, marker.run())
+        return relax.transform.Normalize()(result)
 
 
 class _Marker:
@@ -64,6 +66,11 @@ class _Marker:
                 place = max(last, self._defined.get(used, -1))
                 self._evicted_after.setdefault(place, []).append(used)
                 self._regenerated_before.setdefault(following, []).append(used)
+
+    @property
+    def found(self) -> bool:
+        """Whether there is anything to mark."""
+        return bool(self._evicted_after)
 
     def run(self) -> relax.Function:
         """Return the function with marks."""

@@ -37,7 +37,7 @@ class LowerRematerialization:
             if kernels:
                 lowered = lowered.with_attr("relax_disc.recomputable", kernels)
             result.update_func(variable, lowered)
-        return result
+        return relax.transform.Normalize()(result)
 
 
 def recomputable_kernels(mod: tvm.IRModule, name: str) -> list[int]:
