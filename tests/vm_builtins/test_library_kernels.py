@@ -106,7 +106,7 @@ def test_batch_matmul(kind, data, dtype):
 
     left, a, a_axes = operand(m, k, True)
     right, b, b_axes = operand(k, n, True)
-    shape = np.broadcast_shapes(left.shape[:-2], right.shape[:-2]) + (m, n)
+    shape = (*np.broadcast_shapes(left.shape[:-2], right.shape[:-2]), m, n)
     order = [*data.draw(st.permutations(range(len(shape) - 1))), len(shape) - 1]
     c = np.full([shape[axis] for axis in order], np.nan, dtype)
     inverse = [order.index(axis) for axis in range(len(shape))]

@@ -9,6 +9,10 @@
 #include <cstring>
 #include <utility>
 
+#if defined(__FMA__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace relax_disc {
 
 #if defined(__AVX512F__)
@@ -48,6 +52,40 @@ constexpr int kTileColumns = kTileVectors * kLanes<T>;
 template <typename T>
 constexpr int kPitch = kDepth + kLanes<T>;
 
+/*!
+ * \brief a * b + c, rounded once where the processor can.
+ *
+ * Left to itself, GCC splits some chains of these into two operations (its tuning for Zen), and
+ * then an element would depend on the shape of its tile.
+ */
+template <typename V>
+inline V MultiplyAdd(V a, V b, V c) {
+  return a * b + c;
+}
+#if defined(__AVX512F__)
+template <>
+inline Vector<float>::Type MultiplyAdd(Vector<float>::Type a, Vector<float>::Type b,
+                                       Vector<float>::Type c) {
+  return (Vector<float>::Type)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+template <>
+inline Vector<double>::Type MultiplyAdd(Vector<double>::Type a, Vector<double>::Type b,
+                                        Vector<double>::Type c) {
+  return (Vector<double>::Type)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+}
+#elif defined(__FMA__)
+template <>
+inline Vector<float>::Type MultiplyAdd(Vector<float>::Type a, Vector<float>::Type b,
+                                       Vector<float>::Type c) {
+  return (Vector<float>::Type)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+template <>
+inline Vector<double>::Type MultiplyAdd(Vector<double>::Type a, Vector<double>::Type b,
+                                        Vector<double>::Type c) {
+  return (Vector<double>::Type)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+}
+#endif
+
 /*! \brief Operands of one register tile: C = A * B + addend over `depth` steps. */
 template <typename T>
 struct TileOperands {
@@ -84,7 +122,7 @@ void Tile(const TileOperands<T>& p) {
     for (int i = 0; i < Rows; ++i) {
       V value = V{} + (ByRows ? a[i * kPitch<T>] : a[i]);
 #pragma GCC unroll 4
-      for (int j = 0; j < Vectors; ++j) sum[i][j] += value * row[j];
+      for (int j = 0; j < Vectors; ++j) sum[i][j] = MultiplyAdd(value, row[j], sum[i][j]);
     }
     b += b_step;
     a += a_step;
