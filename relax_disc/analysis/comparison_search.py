@@ -33,7 +33,8 @@ EXHAUSTIVE_POINTS = 300_000  # 3 ms
 FEW = 12  # up to so many boxes are cut finely
 FINE_CUTS = (6, 4, 2, 1)
 DOUBTFUL_POINTS = 2000  # values too close to 0 for floats, evaluated one by one
-FARTHEST = 2**40  # no witness is looked for beyond
+FARTHEST = 2**40  # boxes without limit are not cut beyond; their cuts stay below NO_LIMIT
+NO_LIMIT = 2**50  # an upper end beyond is treated as none, and no witness is looked for there
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ def _samples(side: Side) -> tuple[int, ...]:
         last = (side.upper - side.lower) // side.step
         steps = [0, 1, last // 32, last // 8, last // 4, last // 2, last * 3 // 4, last]
     sizes = {side.lower + step * side.step for step in steps}
-    return tuple(sorted(size for size in sizes if side.upper is None or size <= side.upper))
+    last = NO_LIMIT if side.upper is None else side.upper
+    return tuple(sorted(size for size in sizes if size <= last))
 
 
 def exhaust(

@@ -24,6 +24,7 @@ from relax_disc.analysis.comparison_search import (
     FARTHEST,
     LIMIT,
     NEGATIVE,
+    NO_LIMIT,
     POSITIVE,
     ZERO,
     Side,
@@ -39,7 +40,7 @@ from relax_disc.analysis.symbolic_dim import SymbolicDim
 COMMON_DEGREE = 3  # tried before the degrees of the single dims are counted
 LARGEST_TENSOR = 2048
 FIRST_LIMIT = 400  # boxes to try before all points of a small box are evaluated
-NO_LIMIT = 2**50  # an upper end beyond is treated as none
+LARGEST_BITS = 900  # of a term; floats end at 1024
 
 
 def polynomial_signs(
@@ -76,13 +77,12 @@ def polynomial_signs(
     if any(side.lower > FARTHEST or side.step > FARTHEST for side in sides):
         return signs
     form, positions = _form(terms, tuple(names))
-    if form.size > LARGEST_TENSOR:
+    widest = max(side.upper or FARTHEST for side in sides).bit_length() * sum(form.degrees)
+    largest = max(max(terms.values()), -min(terms.values())).bit_length()
+    if form.size > LARGEST_TENSOR or largest + widest > LARGEST_BITS:
         return signs
     coefficients = np.zeros(form.size)
-    try:
-        coefficients[positions] = list(terms.values())
-    except OverflowError:
-        return signs
+    coefficients[positions] = list(terms.values())
     _corner_signs(coefficients, form, sides, signs)
     if not signs.settled:
         sample_grid(terms, coefficients, form, sides, signs)

@@ -189,6 +189,22 @@ def test_known_answers(left, right, order):
     assert opposite.order is mirrored.get(order, order)
 
 
+def test_huge_ranges_and_numbers():
+    x = SymbolicExpr.dim(SymbolicDim("x", 1, 2**51, 2**30))
+    y = SymbolicExpr.dim(SymbolicDim("y", 1, 10**30))
+    answer = compare(x * x, y * y * y)
+    assert answer.order is Order.INCOMPARABLE
+    for witness, less in ((answer.witness_less, True), (answer.witness_greater, False)):
+        assert witness["x"] in SymbolicDim("x", 1, 2**51, 2**30)
+        assert (witness["x"] ** 2 < witness["y"] ** 3) == less
+    assert compare(x, 2**60).order in (Order.LESS, Order.UNKNOWN)
+    assert compare(y * 10**400, y * y).order is Order.UNKNOWN
+    assert compare(y * 10**400, y).order is Order.GREATER
+    far = SymbolicExpr.dim(SymbolicDim("far", 2**45, 2**46))
+    assert compare(far, x).order in (Order.UNKNOWN, Order.INCOMPARABLE)
+    assert compare(far * far, far).order in (Order.UNKNOWN, Order.GREATER)
+
+
 def test_witnesses_hold_all_dims():
     left = SymbolicExpr.parse("seq*batch - 100*batch + vocab", REALISTIC)
     right = SymbolicExpr.parse("vocab", REALISTIC)
