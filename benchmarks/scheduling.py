@@ -1,0 +1,208 @@
+"""Peaks of live memory under orders by different rules, against a bound that no order can beat.
+
+For each graph and shape: the given order, the rule of BladeDISC++, torch inductor's three rules
+(written anew from their description), list scheduling, and `schedule_ops`.  Graphs with dims get
+one order for all shapes from the paper's rule and from ours, as both are symbolic; the other rules
+see the sizes of the last shape.  Graphs of numbers are also scheduled from three shuffled orders.
+
+Run ``python -m benchmarks.scheduling [--quick] [--capture]``; writes
+benchmarks/results/scheduling.json.  Graphs in ../shared/graphs/recorded take part where that folder
+is there.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import write_result
+from benchmarks.scheduling_graphs import LLAMA_STEP, OWN_GRAPHS
+from relax_disc.analysis import TensorGraph, schedule_ops
+from relax_disc.analysis.schedule import Schedule, Strategy
+from relax_disc.analysis.schedule_problem import peaks_at_points, problem_of
+
+RECORDED = Path(__file__).parents[2] / "shared" / "graphs" / "recorded"
+RULES: tuple[Strategy, ...] = (
+    "paper", "inductor_lpmf", "inductor_bfs", "inductor_dfs", "list", "list_backward",
+)  # fmt: skip
+HEADS = ("paper", "LPMF", "BFS", "DFS", "list", "backward")
+SHUFFLES = 3
+LLAMA_GRID = tuple(
+    {"batch": batch, "seq": seq}
+    for batch in (1, 2, 4, 8, 12, 18)
+    for seq in (16, 64, 128, 256, 512, 1024, 1896)
+)
+
+
+def graphs(quick: bool) -> Iterator[tuple[str, TensorGraph]]:
+    """Yield the graphs by name."""
+    for path in sorted(RECORDED.glob("*.json.gz")):
+        yield path.name.split(".")[0], TensorGraph.load(path)
+    for name, make in OWN_GRAPHS.items():
+        if not (quick and name.startswith(("irregular", "transformer 24"))):
+            yield name, make()
+
+
+def shuffled(graph: TensorGraph, seed: int) -> TensorGraph:
+    """Return the program in a random valid order."""
+    rng = random.Random(seed)
+    made = graph.producers()
+    left, followers = [], [[] for _ in graph.kernels]
+    for index, kernel in enumerate(graph.kernels):
+        need = {p for tensor in kernel.inputs if (p := made[tensor]) is not None}
+        need |= set(kernel.after)
+        left.append(len(need))
+        for other in sorted(need):
+            followers[other].append(index)
+    ready = [index for index, count in enumerate(left) if count == 0]
+    order = []
+    while ready:
+        index = ready.pop(rng.randrange(len(ready)))
+        order.append(index)
+        for other in followers[index]:
+            left[other] -= 1
+            if left[other] == 0:
+                ready.append(other)
+    return graph.reordered(order)
+
+
+def timed(graph: TensorGraph, shapes: Any = None) -> tuple[Schedule, float]:
+    """Return our schedule and the seconds that it took."""
+    start = time.perf_counter()
+    schedule = schedule_ops(graph, shapes)
+    return schedule, time.perf_counter() - start
+
+
+def measure(name: str, graph: TensorGraph) -> list[dict[str, Any]]:
+    """Return one row for each shape of a graph."""
+    ours, seconds = timed(graph)
+    shapes = [point.shape for point in ours.points]
+    problem = problem_of(graph, shapes)
+    given = peaks_at_points(problem, range(problem.ops))
+    peaks = {
+        rule: peaks_at_points(
+            problem, schedule_ops(graph, shapes, strategy=rule, work_limit=1).order
+        )
+        for rule in RULES
+    }
+    rows = [
+        {
+            "graph": name,
+            "kernels": len(graph.kernels),
+            "shape": dict(shape),
+            "given_bytes": given[k],
+            **{rule: peaks[rule][k] for rule in RULES},
+            "ours": point.peak_bytes,
+            "bound": point.lower_bound_bytes,
+            "seconds": round(seconds, 3),
+        }
+        for k, (shape, point) in enumerate(zip(shapes, ours.points, strict=True))
+    ]
+    if not graph.dims:
+        starts = [timed(shuffled(graph, seed)) for seed in range(SHUFFLES)]
+        rows[0]["from_shuffled"] = [schedule.peak_bytes for schedule, _ in starts]
+        rows[0]["seconds"] = round(max(seconds, *(took for _, took in starts)), 3)
+    return rows
+
+
+def grid_check(graph: TensorGraph) -> dict[str, Any]:
+    """Compare one order for all shapes with the best for each, over the grid of the Llama step."""
+    ours = schedule_ops(graph)
+    problem = problem_of(graph, LLAMA_GRID)
+    peaks = peaks_at_points(problem, ours.order)
+    given = peaks_at_points(problem, range(problem.ops))
+    alone = [schedule_ops(graph, shape) for shape in LLAMA_GRID]
+    return {
+        "shapes": len(LLAMA_GRID),
+        "worst_to_alone": max(p / a.peak_bytes for p, a in zip(peaks, alone, strict=True)),
+        "worst_alone_to_bound": max(a.peak_bytes / a.lower_bound_bytes for a in alone),
+        "worst_to_given": max(p / g for p, g in zip(peaks, given, strict=True)),
+    }
+
+
+def print_row(row: Mapping[str, Any]) -> None:
+    """Print one row: the given order's peak, and every other as a multiple of it."""
+    shape = " ".join(f"{key}={value}" for key, value in row["shape"].items()) or "-"
+    base = row["given_bytes"]
+    cells = [row[key] / base for key in (*RULES, "ours", "bound")]
+    print(
+        f"{row['graph']:15s}{row['kernels']:6d}  {shape:21s}{base / 2**20:10.1f}"
+        + "".join(f"{cell:9.4f}" for cell in cells)
+        + f"{row['seconds']:8.2f}"
+        + "".join(f" {peak / base:.4f}" for peak in row.get("from_shuffled", ()))
+    )
+
+
+def main(*options: str) -> None:
+    """Measure, print the table, write the figures."""
+    if "--capture" in options:
+        capture_llama().save(LLAMA_STEP)
+    print(
+        f"{'graph':15s}{'kernels':>6s} {'shape':22s}{'given MiB':>9s}"
+        + "".join(f"{head:>9s}" for head in (*HEADS, "ours", "bound"))
+        + f"{'s':>8s} ours from shuffled orders"
+    )
+    rows = []
+    for name, graph in graphs("--quick" in options):
+        for row in measure(name, graph):
+            print_row(row)
+            rows.append(row)
+    grid = grid_check(OWN_GRAPHS["llama step"]())
+    print(
+        f"llama step, one order over {grid['shapes']} shapes: worst {grid['worst_to_alone']:.4f} of "
+        f"the best for each shape alone, which is {grid['worst_alone_to_bound']:.4f} of its bound; "
+        f"at most {grid['worst_to_given']:.4f} of the given order"
+    )
+    settings = {"quick": "--quick" in options, "shuffles": SHUFFLES}
+    path = write_result("scheduling", settings, {"rows": rows, "llama_grid": grid})
+    print(f"peaks as multiples of the given order's; written to {path}")
+
+
+def capture_llama() -> TensorGraph:
+    """Compile the 4-layer Llama step up to kernels, and return its graph in program order."""
+    import torch
+    import tvm
+    from torch.export import Dim
+
+    from relax_disc import pipeline
+    from relax_disc.analysis.extraction import extract
+    from relax_disc.frontend import capture_step
+    from relax_disc.tir_kernels.target import cpu_target
+    from tutorials._llama import Llama, LlamaSizes
+
+    torch.manual_seed(0)
+    sizes = LlamaSizes(
+        vocabulary=1024, hidden=256, layers=4, heads=8, feed_forward=688, longest=2048
+    )
+    model = Llama(sizes)
+    shape = {0: Dim("batch", min=1, max=18), 1: Dim("seq", min=16, max=1896)}
+    ids = torch.randint(0, 1024, (3, 24))
+    captured = capture_step(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        (ids, ids.clone()),
+        dynamic_shapes={"ids": shape, "labels": shape},
+    )
+    target, options = cpu_target(), pipeline.PipelineOptions()
+    with target:
+        lowered = tvm.transform.Sequential(
+            [
+                *pipeline.simplify_passes(),
+                *pipeline.library_passes(target, options),
+                *pipeline.legalize_passes(target, options),
+                *pipeline.alias_passes(),
+                *pipeline.kernel_passes(target),
+            ]
+        )(captured.module)
+    graph = extract(lowered, "main").graph()
+    kernels = tuple(replace(kernel, source="") for kernel in graph.kernels)
+    return replace(graph, kernels=kernels, origin="Llama step, 4 layers of 256, AdamW, fused")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
