@@ -12,7 +12,7 @@ namespace relax_disc {
 namespace {
 
 // A few milliseconds, and none where greedy placement is within a percent of the live bytes.
-constexpr OffsetEffort kPlacementEffort{200'000, 100};
+constexpr OffsetEffort kPlacementEffort{100'000, 100};
 
 PlannerGraph Rounded(const PlannerGraph& graph, int64_t alignment) {
   PlannerGraph result = graph;

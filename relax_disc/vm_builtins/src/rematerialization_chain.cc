@@ -8,8 +8,8 @@ namespace {
 
 // Graphs with more kernels than this get fewer chains: they are slow, and vary less.
 constexpr int kLarge = 3000;
-// Work of Ruin per rung, in kernels: sets about 2 s for a graph of 300 kernels.
-constexpr int kRuinWork = 100000;
+// Iterations of Ruin per rung, and their number times the graph's kernels: about 2 s in all.
+constexpr int kMostRuins = 300, kRuinWork = 100'000;
 
 }  // namespace
 
@@ -103,7 +103,8 @@ bool Chain::Descend() {
     return false;
   }
   if (style_.ruins) {
-    search.Ruin(limit_, floor_, style_.search, std::max(4, kRuinWork / (model_.ops + 1)));
+    const int iterations = std::clamp(kRuinWork / (model_.ops + 1), 4, kMostRuins);
+    search.Ruin(limit_, floor_, style_.search, iterations);
   }
   floor_ = search.timeline.time();
   return true;

@@ -1,0 +1,137 @@
+"""Offsets for buffers with fixed lifetimes, in plain Python; twin of `src/offsets.cc`."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relax_disc.vm_builtins.offsets_twin_search import OffsetProblem, search_offsets
+
+_SEARCH_WORK = 2_000_000_000
+_MINIMIZE_WORK = 30_000_000
+_HEIGHTS = 4
+_SEARCHABLE = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetEffort:
+    """How hard to try.
+
+    Attributes
+    ----------
+    work : int
+        Bound on the work of searches, in buffers looked at.
+    tolerance : int
+        A height within the lower bound divided by this above it needs no search; 0: none does.
+    """
+
+    work: int
+    tolerance: int
+
+
+def plan_offsets(
+    lower: Sequence[int], upper: Sequence[int], size: Sequence[int], capacity: int
+) -> tuple[list[int], int]:
+    """Return offsets and the height used; twin of `PlanOffsets` (capacity < 0: make it small)."""
+    effort = OffsetEffort(_SEARCH_WORK if capacity >= 0 else _MINIMIZE_WORK, 0)
+    return plan_offsets_within(lower, upper, size, capacity, effort)
+
+
+def plan_offsets_within(
+    lower: Sequence[int],
+    upper: Sequence[int],
+    size: Sequence[int],
+    capacity: int,
+    effort: OffsetEffort,
+) -> tuple[list[int], int]:
+    """Return offsets and the height used; twin of `PlanOffsetsWithin`."""
+    problem = make_problem(lower, upper, size)
+    bound = problem.lower_bound
+    spare = bound // effort.tolerance if effort.tolerance and capacity < 0 else 0
+    enough = max(capacity, bound + spare)
+    best: list[int] = []
+    height: int | None = None
+    for order in _placement_orders(problem):
+        for smallest in (False, True):
+            if height is not None and height <= max(capacity, bound):
+                break
+            placed, reached = _place_in_order(problem, order, smallest)
+            if height is None or reached < height:
+                height, best = reached, placed
+    assert height is not None
+    hopeless = 0 <= capacity < bound
+    if height > enough and not hopeless and problem.count <= _SEARCHABLE:
+        target, work = enough, effort.work
+        for left in range(1 if capacity >= 0 else _HEIGHTS, 0, -1):
+            if target >= height:
+                break
+            share = work // left
+            work -= share
+            found, used = search_offsets(problem, target, share)
+            if found is not None:
+                best = found
+                height = max(o + s for o, s in zip(found, problem.size, strict=True))
+                break
+            work += share - used
+            target += max(1, (height - target) // 2)
+    offsets = [0] * len(size)
+    for buffer, offset in zip(problem.index, best, strict=True):
+        offsets[buffer] = offset
+    return offsets, height
+
+
+def make_problem(lower: Sequence[int], upper: Sequence[int], size: Sequence[int]) -> OffsetProblem:
+    """Cut time into sections and find what overlaps."""
+    index = [i for i in range(len(size)) if size[i] > 0 and lower[i] < upper[i]]
+    moments = sorted({m for i in index for m in (lower[i], upper[i])})
+    first = [bisect_left(moments, lower[i]) for i in index]
+    last = [bisect_left(moments, upper[i]) for i in index]
+    sizes = [size[i] for i in index]
+    load = [0] * max(0, len(moments) - 1)
+    for begin, end, bytes_ in zip(first, last, sizes, strict=True):
+        for t in range(begin, end):
+            load[t] += bytes_
+    overlaps: list[list[int]] = [[] for _ in index]
+    alive: list[int] = []
+    for i in sorted(range(len(index)), key=lambda i: first[i]):
+        alive = [j for j in alive if last[j] > first[i]]
+        for j in alive:
+            overlaps[i].append(j)
+            overlaps[j].append(i)
+        alive.append(i)
+    return OffsetProblem(index, first, last, sizes, overlaps, load, max(load, default=0))
+
+
+def _place_in_order(
+    problem: OffsetProblem, order: Sequence[int], smallest: bool
+) -> tuple[list[int], int]:
+    """Put each buffer into the lowest gap that holds it, or into the smallest one."""
+    offsets, height = [-1] * problem.count, 0
+    for i in order:
+        size = problem.size[i]
+        busy = sorted(
+            (offsets[j], offsets[j] + problem.size[j])
+            for j in problem.overlaps[i]
+            if offsets[j] >= 0
+        )
+        end, best, best_gap = 0, -1, None
+        for begin, stop in busy:
+            gap = begin - end
+            if gap >= size and (best_gap is None or gap < best_gap):
+                best, best_gap = end, gap
+                if not smallest:
+                    break
+            end = max(end, stop)
+        offsets[i] = best if best >= 0 else end
+        height = max(height, offsets[i] + size)
+    return offsets, height
+
+
+def _placement_orders(problem: OffsetProblem) -> list[list[int]]:
+    """Give the orders to place in, most promising first."""
+    width, area, crowd = problem.measures()
+    return [
+        sorted(range(problem.count), key=lambda i: (-major[i], -problem.size[i]))
+        for major in (width, area, problem.size, crowd)
+    ]
