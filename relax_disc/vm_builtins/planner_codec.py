@@ -7,12 +7,12 @@ with equal results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import chain
 
 import numpy as np
-import tvm_ffi
 
-from relax_disc.vm_builtins import native, offsets_twin, planner_twin
+from relax_disc.vm_builtins import offsets_twin, planner_twin
 from relax_disc.vm_builtins.planner_twin import ArenaPlan, Program, Version
 from relax_disc.vm_builtins.planner_twin_model import PlannerGraph
 
@@ -62,8 +62,16 @@ def encode_graph(graph: PlannerGraph) -> bytes:
     return _bytes(numbers)
 
 
+@cache
 def _native(name: str) -> Callable[..., bytes] | None:
-    return tvm_ffi.get_global_func(name) if native.load() is not None else None
+    # The planners need no TVM where they run as Python.
+    from relax_disc.vm_builtins import native
+
+    if native.load() is None:
+        return None
+    import tvm_ffi
+
+    return tvm_ffi.get_global_func(name)
 
 
 def _bytes(numbers: Sequence[int] | chain[int]) -> bytes:
