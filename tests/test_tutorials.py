@@ -134,3 +134,25 @@ def test_records_of_the_library(corpus):
     assert len(records) > 20
     assert all('"""' not in record.answer.split("\n")[0] for record in records)
     assert all(record.answer.lstrip().startswith(("def ", "async def ")) for record in records)
+
+
+def test_memory_budget_tutorial(repository):
+    script = repository / "tutorials" / "memory_budget.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--smoke"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "losses identical to the last bit: True" in done.stdout
+
+
+def test_shape_graph_tutorial(repository, tmp_path):
+    script = repository / "tutorials" / "shape_graph.py"
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env={**os.environ, "MPLBACKEND": "agg"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -82,19 +82,23 @@ def main(
     step = make_step("relax_disc", model, optimizer, batches[0])
     assert isinstance(step, TrainingStep)
 
-    # The budget counts everything on the device: what must be there anyway, and the share.
+    # The budget counts everything: what must be there anyway, and the share of the activations,
+    # or the least that a plan was found for.
     longest = max(batches, key=lambda batch: batch.ids.numel()).ids.shape
     plan = step.plan(batch=longest[0], length=longest[1])
     budget = plan.peak_bytes - int((1 - share) * plan.activation_peak_bytes)
+    step.memory_budget = budget
+    held = step.plan(batch=longest[0], length=longest[1])
+    if not held.fits:
+        budget = step.memory_budget = held.least_bytes
+        held = step.plan(batch=longest[0], length=longest[1])
     initial = [tensor.clone() for tensor in tensors_of(model, optimizer)]
     counter = MallocCounter()
     base = counter.live_bytes()
 
-    step.memory_budget = budget
     within = run_phase(step, batches, counter, base)
     for tensor, value in zip(tensors_of(model, optimizer), initial, strict=True):
         tensor.copy_(value)
-    held = step.plan(batch=longest[0], length=longest[1])
     step.memory_budget = None
     without = run_phase(step, batches, counter, base)
 
