@@ -135,7 +135,9 @@ class Graph:
         return self._builder.normalize(expr)
 
     def _write(self, var: Any, value: Any, span: Any = None) -> None:
-        if type(value.ty) is tvm.ir.Type:
+        if type(value.ty) is tvm.ir.Type or (
+            isinstance(value, relax.Call) and value.span is None and self._origin.span is not None
+        ):
             value = self._typed(value)
         self._values[var] = value
         self._bindings.append(relax.VarBinding(var, value, span or self._origin.span))

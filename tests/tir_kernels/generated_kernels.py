@@ -129,7 +129,9 @@ def _stage(draw, kind, values, name):
         compute, formula = BINARY[which]
         tensor = te.compute(
             _te_shape(shape),
-            lambda *i: compute(x.tensor[tuple(_pick(x.shape, i))], y.tensor[tuple(_pick(y.shape, i))]),
+            lambda *i: compute(
+                x.tensor[tuple(_pick(x.shape, i))], y.tensor[tuple(_pick(y.shape, i))]
+            ),
             name=name,
         )
         return Value(tensor, shape, lambda arrays: formula(x.numpy(arrays), y.numpy(arrays))), which

@@ -2,9 +2,17 @@
 
 import numpy as np
 import pytest
-from tests.tir_kernels.kernel_runs import Library, fused_kernel, rule_of, scheduled, set_threads, tensor
 from scipy import special
 from tvm import relax, te, tirx
+
+from tests.tir_kernels.kernel_runs import (
+    Library,
+    fused_kernel,
+    rule_of,
+    scheduled,
+    set_threads,
+    tensor,
+)
 
 op = relax.op
 N, M = tirx.Var("n", "int64"), tirx.Var("m", "int64")
@@ -22,7 +30,11 @@ def rms_norm(emit, x, w):
 
 def silu_gradient(emit, g, x):
     s = emit(op.sigmoid(x))
-    slope = emit(op.multiply(s, emit(op.add(emit(op.multiply(x, emit(op.subtract(const(1.0), s)))), const(1.0)))))
+    slope = emit(
+        op.multiply(
+            s, emit(op.add(emit(op.multiply(x, emit(op.subtract(const(1.0), s)))), const(1.0)))
+        )
+    )
     return op.multiply(g, slope)
 
 
@@ -146,7 +158,9 @@ CASES = {
         "Rows",
         [tensor("x", [N, M]), tensor("g", [M]), tensor("b", [M])],
         lambda emit, x, g, b: op.nn.layer_norm(x, g, b, [-1]),
-        lambda x, g, b: (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * g + b,
+        lambda x, g, b: (
+            (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * g + b
+        ),
         lambda n, m: [floats(n, m), floats(m), floats(m)],
     ),
     "row_max": (
@@ -261,7 +275,9 @@ def run(library, kernel, name, arrays, result):
 
 
 def result_type(kernel):
-    return np.dtype("bool" if str(kernel.params[-1].dtype) == "bool" else str(kernel.params[-1].dtype))
+    return np.dtype(
+        "bool" if str(kernel.params[-1].dtype) == "bool" else str(kernel.params[-1].dtype)
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,103 @@
+"""The pass: merging, attributes, what it leaves alone, and rules that fail."""
+
+import logging
+
+import pytest
+import tvm
+from tvm import relax, tirx
+from tvm.relax.backend.cpu_generic import pipeline as stock
+
+from relax_disc.tir_kernels import cpu_target
+from relax_disc.transform import schedule_kernels
+from relax_disc.transform.schedule_kernels import ScheduleKernels
+
+TARGET = cpu_target()
+N = tirx.Var("n", "int64")
+
+
+def legalized(build, *shapes):
+    params = [
+        relax.Var(f"x{index}", relax.TensorType(list(shape), "float32"))
+        for index, shape in enumerate(shapes)
+    ]
+    builder = relax.BlockBuilder()
+    with builder.function("main", params):
+        with builder.dataflow():
+            out = builder.emit_output(build(builder.emit, *params))
+        builder.emit_func_output(out)
+    with TARGET:
+        return tvm.transform.Sequential(stock.legalize_passes(TARGET))(builder.get())
+
+
+def kernels(mod):
+    return {v.name_hint: f for v, f in mod.functions.items() if isinstance(f, tirx.PrimFunc)}
+
+
+def test_scheduled_kernels_say_so():
+    mod = legalized(lambda emit, x: relax.op.exp(x), (N, 40))
+    (kernel,) = kernels(ScheduleKernels(TARGET)(mod)).values()
+    assert kernel.attrs["tirx.is_scheduled"]
+    assert [list(pair) for pair in kernel.attrs["relax_disc.inplace"]] == [[0, 1]]
+    assert "global_symbol" not in kernel.attrs
+
+
+def test_input_module_stays():
+    mod = legalized(lambda emit, x: relax.op.exp(x), (N, 40))
+    text = mod.script()
+    ScheduleKernels(TARGET)(mod)
+    assert mod.script() == text
+
+
+def test_a_second_time_changes_nothing():
+    mod = ScheduleKernels(TARGET)(legalized(lambda emit, x: relax.op.exp(x), (N, 40)))
+    tvm.ir.assert_structural_equal(ScheduleKernels(TARGET)(mod), mod)
+
+
+def test_reshapes_are_left_for_the_alias_pass():
+    mod = legalized(lambda emit, x: relax.op.reshape(x, (N * 40,)), (N, 40))
+    mod = ScheduleKernels(TARGET)(mod)
+    (kernel,) = kernels(mod).values()
+    assert relax.analysis.has_reshape_pattern(kernel)
+
+
+def test_equal_kernels_become_one():
+    # One kernel under two names, as fusion makes them for equal groups.
+    (kernel,) = kernels(legalized(lambda emit, x: relax.op.exp(x), (N, 40))).values()
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType([N, 40], "float32"))
+    with builder.function("main", [x]):
+        one = builder.add_func(kernel, "one")
+        other = builder.add_func(kernel.with_attr("other", 1), "other")
+        with builder.dataflow():
+            y = builder.emit(relax.call_tir(one, relax.Tuple([x]), x.ty))
+            out = builder.emit_output(relax.call_tir(other, relax.Tuple([y]), x.ty))
+        builder.emit_func_output(out)
+    mod = builder.get()
+    mod = tvm.IRModule(
+        {
+            var: func.without_attr("other") if var.name_hint == "other" else func
+            for var, func in mod.functions.items()
+        }
+    )
+    merged = ScheduleKernels(TARGET)(mod)
+    assert (len(kernels(mod)), len(kernels(merged))) == (2, 1)
+    relax.analysis.well_formed(merged)
+
+
+def test_a_failing_rule_is_said_and_the_kernel_kept(monkeypatch, caplog):
+    class Broken:
+        def apply(self, func, target, tunable):
+            raise ValueError("not today")
+
+    monkeypatch.setattr(schedule_kernels, "rules_for", lambda target: [Broken()])
+    mod = legalized(lambda emit, x: relax.op.exp(x), (N, 40))
+    with caplog.at_level(logging.WARNING):
+        kept = ScheduleKernels(TARGET)(mod)
+    assert "Broken failed on" in caplog.text
+    tvm.ir.assert_structural_equal(kept, mod)
+
+
+def test_a_target_is_needed():
+    mod = legalized(lambda emit, x: relax.op.exp(x), (N, 40))
+    with pytest.raises(tvm.error.InternalError, match="context required"):
+        ScheduleKernels()(mod)
