@@ -5,6 +5,7 @@ keeps its parameters in ``call.attrs`` (a ``DictAttrs``: ``call.attrs["scale"]``
 kernels later, by a dispatch pass or by its ``FLegalize`` rule.
 """
 
+from relax_disc.ops import legalize_attention as _legalize_attention  # noqa: F401
 from relax_disc.ops import legalize_cross_entropy as _legalize_cross_entropy  # noqa: F401
 from relax_disc.ops.attention import attention, attention_backward
 from relax_disc.ops.cross_entropy import cross_entropy, cross_entropy_backward

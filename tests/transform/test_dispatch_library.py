@@ -218,7 +218,29 @@ def test_attention_reads_and_writes_permuted_tensors(masked, dtype):
         np.testing.assert_allclose(ours, exact, rtol=tolerance, atol=tolerance * 4)
 
 
-def test_embedding_gradient():
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_attention_without_a_library_is_plain_operators(masked, dtype):
+    mod = attention_module(masked=masked, dtype=dtype)
+    generator = np.random.default_rng(0)
+    arrays = [
+        generator.standard_normal(shape).astype(dtype)
+        for shape in ((2, 7, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16), (2, 7, 64))
+    ]
+    if masked:
+        arrays.append(generator.standard_normal((2, 1, 7, 7)).astype("float32"))
+    tolerance = 5e-3 if dtype == "float16" else 1e-5
+    for ours, exact in zip(run(mod, *arrays), reference_attention(*arrays), strict=True):
+        np.testing.assert_allclose(ours, exact, rtol=tolerance, atol=tolerance * 4)
+
+
+def test_heads_wider_than_the_kernels_are_plain_operators():
+    mod = attention_module(dim=400)
+    calls, others = library_calls(DispatchLibrary(LLVM)(mod))
+    assert calls == [] and {"relax_disc.attention", "relax_disc.attention_backward"} < set(others)
+
+
+def embedding_module():
     b = tvm.tirx.Var("b", "int64")
     grad = relax.Var("grad", relax.TensorType([b, 8], "float32"))
     ids = relax.Var("ids", relax.TensorType([b], "int64"))
@@ -228,7 +250,13 @@ def test_embedding_gradient():
             call = ops.embedding_backward(grad, ids, num_embeddings=5, padding_idx=1)
             out = builder.emit_output(call)
         builder.emit_func_output(out)
-    dispatched = DispatchLibrary(LLVM)(builder.get())
+    return builder.get()
+
+
+@pytest.mark.parametrize("is_dispatched", [True, False])
+def test_embedding_gradient(is_dispatched):
+    mod = embedding_module()
+    dispatched = DispatchLibrary(LLVM)(mod) if is_dispatched else mod
     values = np.arange(32, dtype="float32").reshape(4, 8)
     (table,) = run(dispatched, values, np.array([3, 1, 3, 0]))
     expected = np.zeros((5, 8), "float32")

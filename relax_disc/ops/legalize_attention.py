@@ -1,0 +1,174 @@
+"""Attention and embedding gradients as plain operators, where no library takes them.
+
+These hold a matrix of scores, length by length; the library kernels do not.  Half precision is
+computed in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import relax, te, tirx
+
+import relax_disc.ops.attention
+import relax_disc.ops.embedding  # noqa: F401  both register the operators first
+from relax_disc.ops import registry
+
+_OP = relax.op
+
+
+class _Heads:
+    """Tensors of one call, query heads grouped by key head: ``[B, Hk, G, T, D]``."""
+
+    def __init__(self, builder: relax.BlockBuilder, attrs: Any, q: relax.Expr, k: relax.Expr):
+        self.builder = builder
+        batch, heads, self.rows, _ = registry.extents(q.ty)
+        _, key_heads, self.columns, _ = registry.extents(k.ty)
+        self.outer = [batch, key_heads, _quotient(heads, key_heads)]
+        self.heads = heads
+        self.dtype = registry.statistics_dtype(q.ty)
+        self.scale = relax.const(float(attrs["scale"]), self.dtype)
+        self.is_causal = bool(attrs["is_causal"])
+        self.hidden = relax.const(float("-inf"), self.dtype)
+        self.zero = relax.const(0.0, self.dtype)
+
+    def emit(self, expr: relax.Expr) -> relax.Var:
+        return self.builder.emit(expr)
+
+    def wide(self, expr: relax.Expr) -> relax.Expr:
+        same = registry.dtype_name(expr.ty) == self.dtype
+        return expr if same else self.emit(_OP.astype(expr, self.dtype))
+
+    def queries(self, expr: relax.Expr) -> relax.Var:
+        """``[B, H, T, D]`` to ``[B, Hk, G, T, D]``."""
+        last = registry.extents(expr.ty)[2:]
+        return self.emit(_OP.reshape(self.wide(expr), relax.ShapeExpr([*self.outer, *last])))
+
+    def keys(self, expr: relax.Expr) -> relax.Var:
+        """``[B, Hk, T, D]`` to ``[B, Hk, 1, T, D]``."""
+        return self.emit(_OP.expand_dims(self.wide(expr), 2))
+
+    def statistics(self, expr: relax.Expr) -> relax.Var:
+        """``[B, H, T]`` to ``[B, Hk, G, T, 1]``."""
+        shape = relax.ShapeExpr([*self.outer, self.rows, tirx.IntImm("int64", 1)])
+        return self.emit(_OP.reshape(self.wide(expr), shape))
+
+    def merged(self, expr: relax.Expr, *last: Any) -> relax.Var:
+        """``[B, Hk, G, ...]`` to ``[B, H, ...]``."""
+        return self.emit(_OP.reshape(expr, relax.ShapeExpr([self.outer[0], self.heads, *last])))
+
+    def product(self, a: relax.Expr, b: relax.Expr) -> relax.Var:
+        return self.emit(_OP.matmul(a, b))
+
+    def swapped(self, expr: relax.Expr) -> relax.Var:
+        return self.emit(_OP.permute_dims(expr, [0, 1, 2, 4, 3]))
+
+    def scores(self, q: relax.Expr, k: relax.Expr, mask: list[relax.Expr]) -> relax.Expr:
+        """Scores ``[B, Hk, G, Tq, Tk]``; what is hidden is -inf."""
+        scores = self.emit(_OP.multiply(self.product(q, self.swapped(k)), self.scale))
+        for extra in mask:
+            scores = self._masked(scores, extra)
+        if self.is_causal:
+            scores = self.builder.emit_te(_hide_later_columns, scores)
+        return scores
+
+    def _masked(self, scores: relax.Expr, mask: relax.Expr) -> relax.Var:
+        extents = registry.extents(mask.ty)
+        one = isinstance(extents[1], tirx.IntImm) and int(extents[1]) == 1
+        heads = [extents[1], extents[1]] if one else self.outer[1:]
+        shape = relax.ShapeExpr([extents[0], *heads, *extents[2:]])
+        if registry.dtype_name(mask.ty) == "bool":
+            seen = self.emit(_OP.reshape(mask, shape))
+            return self.emit(_OP.where(seen, scores, self.hidden))
+        return self.emit(_OP.add(scores, self.emit(_OP.reshape(self.wide(mask), shape))))
+
+    def weights(self, scores: relax.Expr, shift: relax.Expr) -> relax.Var:
+        """Exponentials of shifted scores: exactly 0 where hidden, and in rows shifted by -inf."""
+        empty = self.emit(_OP.equal(shift, self.hidden))
+        safe = self.emit(_OP.where(empty, self.zero, shift))
+        powers = self.emit(_OP.exp(self.emit(_OP.subtract(scores, safe))))
+        hidden = self.emit(_OP.equal(scores, self.hidden))
+        nothing = self.emit(_OP.logical_or(hidden, empty))
+        return self.emit(_OP.where(nothing, self.zero, powers))
+
+    def narrow(self, expr: relax.Expr, like: relax.Expr) -> relax.Expr:
+        dtype = registry.dtype_name(like.ty)
+        return expr if dtype == self.dtype else self.emit(_OP.astype(expr, dtype))
+
+
+def _attention(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    q, k, v, *mask = call.args
+    heads = _Heads(builder, call.attrs, q, k)
+    scores = heads.scores(heads.queries(q), heads.keys(k), mask)
+    top = heads.emit(_OP.max(scores, -1, keepdims=True))
+    weights = heads.weights(scores, top)
+    total = heads.emit(_OP.sum(weights, -1, keepdims=True))
+    empty = heads.emit(_OP.equal(total, heads.zero))
+    one = relax.const(1.0, heads.dtype)
+    divisor = heads.emit(_OP.where(empty, one, total))
+    shares = heads.emit(_OP.divide(weights, divisor))
+    out = heads.product(shares, heads.keys(v))
+    lse = heads.emit(_OP.add(top, heads.emit(_OP.log(divisor))))
+    lse = heads.emit(_OP.where(empty, heads.hidden, lse))
+    merged = heads.merged(out, heads.rows, registry.extents(v.ty)[3])
+    return relax.Tuple([heads.narrow(merged, q), heads.merged(lse, heads.rows)])
+
+
+def _attention_backward(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    grad, q, k, v, out, lse, *mask = call.args
+    heads = _Heads(builder, call.attrs, q, k)
+    queries, keys, grads = heads.queries(q), heads.keys(k), heads.queries(grad)
+    weights = heads.weights(heads.scores(queries, keys, mask), heads.statistics(lse))
+    product = heads.emit(_OP.multiply(grads, heads.queries(out)))
+    delta = heads.emit(_OP.sum(product, -1, keepdims=True))
+    by_weight = heads.product(grads, heads.swapped(heads.keys(v)))
+    difference = heads.emit(_OP.subtract(by_weight, delta))
+    by_score = heads.emit(_OP.multiply(heads.emit(_OP.multiply(weights, difference)), heads.scale))
+    dq = heads.merged(heads.product(by_score, keys), heads.rows, registry.extents(q.ty)[3])
+    dk, dv = (
+        heads.emit(_OP.sum(heads.product(heads.swapped(left), right), 2))
+        for left, right in ((by_score, queries), (weights, grads))
+    )
+    return relax.Tuple([heads.narrow(x, like) for x, like in ((dq, q), (dk, k), (dv, v))])
+
+
+def _embedding_backward(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    grad, ids = call.args
+    rows, padding = int(call.attrs["num_embeddings"]), int(call.attrs["padding_idx"])
+    wide = registry.statistics_dtype(grad.ty)
+    dtype = registry.dtype_name(grad.ty)
+
+    def table(grad: te.Tensor, ids: te.Tensor) -> te.Tensor:
+        axes = [te.reduce_axis((0, extent)) for extent in ids.shape]
+
+        def element(row: Any, column: Any) -> Any:
+            index = ids[tuple(axes)]
+            found = tirx.all(index == row.astype(index.dtype), index != padding)
+            value = grad[(*axes, column)].astype(wide)
+            return te.sum(tirx.if_then_else(found, value, tirx.const(0, wide)), axis=axes)
+
+        sums = te.compute((rows, grad.shape[-1]), element, name="embedding_backward")
+        if dtype == wide:
+            return sums
+        return te.compute(sums.shape, lambda *i: sums(*i).astype(dtype), name="narrow")
+
+    return builder.call_te(table, grad, ids)
+
+
+def _hide_later_columns(scores: te.Tensor) -> te.Tensor:
+    def element(*index: Any) -> Any:
+        hidden = tirx.const(float("-inf"), scores.dtype)
+        return tirx.if_then_else(index[-1] <= index[-2], scores(*index), hidden)
+
+    return te.compute(scores.shape, element, name="causal")
+
+
+def _quotient(heads: Any, key_heads: Any) -> Any:
+    if isinstance(heads, tirx.IntImm) and isinstance(key_heads, tirx.IntImm):
+        return tirx.IntImm("int64", int(heads) // int(key_heads))
+    return tirx.floordiv(heads, key_heads)
+
+
+registry.register_legalization("relax_disc.attention", _attention)
+registry.register_legalization("relax_disc.attention_backward", _attention_backward)
+registry.register_legalization("relax_disc.embedding_backward", _embedding_backward)
