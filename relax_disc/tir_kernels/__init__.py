@@ -18,6 +18,11 @@ def rules_for(target: Target) -> list[Any]:
     """List the rules for a target, in the order in which they are tried."""
     if target.kind.name == "llvm":
         return cpu_rules()
+    if target.kind.name == "cuda":
+        # dlight takes a second to import, so only where it is needed.
+        from relax_disc.tir_kernels.cuda import cuda_rules
+
+        return cuda_rules()
     return []
 
 

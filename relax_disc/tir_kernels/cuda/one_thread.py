@@ -1,0 +1,45 @@
+"""CUDA rule of last resort: the whole kernel in one thread, for raw loops that may conflict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm_ffi
+from tvm import s_tir, tirx
+from tvm.ir import Range
+from tvm.target import Target
+
+from relax_disc.tir_kernels.flat import INDEX, index_const
+
+
+class OneThread:
+    """Schedule rule for anything: slow and right."""
+
+    def apply(
+        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
+    ) -> s_tir.Schedule | None:
+        """Return the kernel with serial loops inside one thread of one block."""
+        root = func.body
+        if not isinstance(root, s_tir.SBlockRealize) or root.block.iter_vars:
+            return None
+        body = tvm_ffi.structural_mutate(root.block.body, (tirx.For, _serial))
+        for tag in ("threadIdx.x", "blockIdx.x"):
+            body = _bound(body, tag)
+        block = root.block
+        block = s_tir.SBlock(
+            [], [], [], "root", body, alloc_buffers=block.alloc_buffers, annotations={}
+        )
+        return s_tir.Schedule(func.with_body(s_tir.SBlockRealize([], True, block)))
+
+
+def _serial(loop: Any, mutator: Any) -> Any:
+    loop = mutator.default_mutate(loop)
+    return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
+
+
+def _bound(body: Any, tag: str) -> Any:
+    """Wrap statements in a loop of one iteration that is bound to ``tag``."""
+    var = tirx.Var(tag.replace(".", "_"), INDEX)
+    one = index_const(1)
+    thread = tirx.IterVar(Range(index_const(0), one), var, tirx.IterVar.ThreadIndex, tag)
+    return tirx.For(var, index_const(0), one, tirx.ForKind.THREAD_BINDING, body, thread)
