@@ -20,7 +20,9 @@ _OP = relax.op
 class _Heads:
     """Tensors of one call, query heads grouped by key head: ``[B, Hk, G, T, D]``."""
 
-    def __init__(self, builder: relax.BlockBuilder, attrs: Any, q: relax.Expr, k: relax.Expr):
+    def __init__(
+        self, builder: relax.BlockBuilder, attrs: Any, q: relax.Expr, k: relax.Expr
+    ) -> None:
         self.builder = builder
         batch, heads, self.rows, _ = registry.extents(q.ty)
         _, key_heads, self.columns, _ = registry.extents(k.ty)

@@ -73,6 +73,16 @@ RULES: dict[str, Rule] = {
 }
 
 
+def _install(family: str) -> None:
+    """Register the library's functions."""
+    if family == "relax_disc.cuda":
+        from relax_disc.vm_builtins import cuda_library  # imports torch, a second's work
+
+        cuda_library.install()
+    else:
+        library_kernels.install()
+
+
 @tvm.transform.module_pass(opt_level=0, name="DispatchLibrary")
 class DispatchLibrary:
     """Replace operators by library calls; see the module.
@@ -91,7 +101,7 @@ class DispatchLibrary:
         del ctx
         if self._family is None:
             return mod
-        library_kernels.install()
+        _install(self._family)
         result = tvm.IRModule(
             dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
         )

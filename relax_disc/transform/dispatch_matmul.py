@@ -50,8 +50,6 @@ def matmul(call: relax.Call, site: Site) -> relax.Expr | None:
 
 def add(call: relax.Call, site: Site) -> relax.Expr | None:
     """Fold an addition into the product that is one of its operands, if nothing else uses it."""
-    if not site.family.endswith(".cpu"):
-        return None
     for index in (1, 0):
         product = _only_product(site.original.args[index], site)
         if product is None:

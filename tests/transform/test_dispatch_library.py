@@ -267,3 +267,16 @@ def test_embedding_gradient(is_dispatched):
 def test_other_targets_are_left_alone():
     mod = DispatchLibrary(tvm.target.Target({"kind": "metal"}))(ByHand)
     assert library_calls(mod)[0] == []
+
+
+def test_cuda_gets_its_own_functions():
+    target = tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
+    dispatched = DispatchLibrary(target)(attention_module())
+    names = [
+        binding.value.args[0].global_symbol
+        for block in dispatched["main"].body.blocks
+        for binding in block.bindings
+        if isinstance(binding.value, relax.Call)
+        and binding.value.op.name == "relax.call_dps_packed"
+    ]
+    assert names == ["relax_disc.cuda.attention", "relax_disc.cuda.attention_backward"]

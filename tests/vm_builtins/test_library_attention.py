@@ -6,15 +6,21 @@ import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_disc.vm_builtins import library_kernels
+from relax_disc.vm_builtins import cuda_library, library_kernels
 
 IS_NATIVE = library_kernels.install()
-KINDS = ["native", "twin"] if IS_NATIVE else ["twin"]
+# The functions for CUDA run on any device of PyTorch, so that they are tested without a GPU.
+KINDS = ["native", "twin", "torch"] if IS_NATIVE else ["twin", "torch"]
 
 
 def call(kind, name, *arguments):
     full = f"relax_disc.cpu.{name}"
-    function = tvm_ffi.get_global_func(full) if kind == "native" else library_kernels.TWINS[full]
+    if kind == "torch":
+        function = cuda_library.FUNCTIONS[name]
+    elif kind == "native":
+        function = tvm_ffi.get_global_func(full)
+    else:
+        function = library_kernels.TWINS[full]
     function(*(tvm_ffi.from_dlpack(x) if isinstance(x, np.ndarray) else x for x in arguments))
 
 

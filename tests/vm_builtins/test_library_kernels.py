@@ -8,16 +8,19 @@ import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_disc.vm_builtins import library_kernels
+from relax_disc.vm_builtins import cuda_library, library_kernels
 from relax_disc.vm_builtins.library_arrays import pack_axes
 
 IS_NATIVE = library_kernels.install()
-KINDS = ["native", "twin"] if IS_NATIVE else ["twin"]
+# The functions for CUDA run on any device of PyTorch, so that they are tested without a GPU.
+KINDS = ["native", "twin", "torch"] if IS_NATIVE else ["twin", "torch"]
 dtypes = st.sampled_from(["float32", "float64"])
 
 
 def kernel(kind, name):
     full = f"relax_disc.cpu.{name}"
+    if kind == "torch":
+        return cuda_library.FUNCTIONS[name]
     return tvm_ffi.get_global_func(full) if kind == "native" else library_kernels.TWINS[full]
 
 
