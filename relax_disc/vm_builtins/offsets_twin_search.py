@@ -139,7 +139,8 @@ class _Search:
     def _bound(self, buffers: list[int], bottom: int) -> tuple[list[int], list[bool], int] | None:
         """Lowest offsets, whether they lack support, and the ceiling of what to try next."""
         problem, height = self._problem, self._height
-        floating, first = [], {}
+        floating: list[bool] = []
+        first: dict[int, int] = {}
         for i in buffers:
             least = max(bottom, self._barred[i])
             floating.append(self._lowest[i] < least)

@@ -1,0 +1,156 @@
+"""Plans of the C++ planner and of its Python twin: equal, valid, within budget, monotone."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_disc.vm_builtins import native, planner_codec, planner_twin
+from tests.vm_builtins.planner_graphs import (
+    ALIGNMENT,
+    fastest,
+    random_graph,
+    replay,
+    run_in_arena,
+)
+
+UNLIMITED = planner_twin.UNLIMITED
+SEEDS = st.integers(0, 2**32)
+PARTS = st.floats(0, 1.05)
+
+
+@pytest.fixture(scope="module")
+def library():
+    if native.load() is None:
+        pytest.skip("no C++ compiler")
+
+
+def resident_bytes(graph):
+    return sum(s for s, stays in zip(graph.sizes, graph.resident, strict=True) if stays)
+
+
+def check_equal(seed, part, effort):
+    graph = random_graph(seed)
+    whole = planner_codec.plan_arena(graph, UNLIMITED, ALIGNMENT, 0)
+    budget = int(whole.arena_bytes * part)
+    ours = planner_codec.plan_arena(graph, budget, ALIGNMENT, effort)
+    assert ours == planner_twin.plan_arena(graph, budget, ALIGNMENT, effort)
+    budget += resident_bytes(graph)
+    program = planner_codec.plan_rematerialization(graph, budget, effort)
+    assert program == planner_twin.plan_rematerialization(graph, budget, effort)
+
+
+def check_plans(seed, effort):
+    """Every plan down a ladder of budgets is valid, and time only grows."""
+    graph = random_graph(seed)
+    whole = planner_codec.plan_arena(graph, UNLIMITED, ALIGNMENT, effort)
+    run_in_arena(graph, whole)
+    assert whole.time_ns == sum(op.time_ns for op in graph.ops)
+    time, budget = whole.time_ns, whole.arena_bytes
+    for step in range(11, -1, -1):
+        plan = planner_codec.plan_arena(graph, budget * step // 12, ALIGNMENT, effort)
+        if not plan.feasible:
+            assert plan.least_bytes > budget * step // 12
+            plan = planner_codec.plan_arena(graph, plan.least_bytes, ALIGNMENT, effort)
+            assert plan.feasible
+        run_in_arena(graph, plan)
+        assert plan.lower_bound_bytes <= plan.live_peak_bytes <= plan.arena_bytes
+        assert plan.time_ns == replay(graph, plan.sequence)[1] >= time
+        time = plan.time_ns
+
+
+def check_programs(seed, effort):
+    graph = random_graph(seed)
+    resident = resident_bytes(graph)
+    whole = planner_codec.plan_rematerialization(graph, UNLIMITED, effort)
+    assert whole.sequence == tuple(range(len(graph.ops)))
+    time = whole.time_ns
+    for step in range(11, -1, -1):
+        budget = resident + (whole.peak_bytes - resident) * step // 12
+        program = planner_codec.plan_rematerialization(graph, budget, effort)
+        if not program.feasible:
+            assert program.least_bytes > budget
+            budget = program.least_bytes
+            program = planner_codec.plan_rematerialization(graph, budget, effort)
+        assert (program.peak_bytes, program.time_ns) == replay(graph, program.sequence)
+        assert program.lower_bound_bytes <= program.peak_bytes <= budget
+        assert program.time_ns >= time
+        time = program.time_ns
+
+
+@given(seed=SEEDS, part=PARTS, effort=st.sampled_from([0, 0, 1]))
+def test_python_equals_native(library, seed, part, effort):
+    check_equal(seed, part, effort)
+
+
+@given(seed=SEEDS, effort=st.sampled_from([0, 1]))
+def test_arena_plans_hold(seed, effort):
+    check_plans(seed, effort)
+
+
+@given(seed=SEEDS, effort=st.sampled_from([0, 1]))
+def test_programs_hold(seed, effort):
+    check_programs(seed, effort)
+
+
+@pytest.mark.slow
+@settings(max_examples=1200)
+@given(seed=SEEDS, part=PARTS)
+def test_python_equals_native_on_many_graphs(library, seed, part):
+    for effort in (0, 1):
+        check_equal(seed, part, effort)
+
+
+@pytest.mark.slow
+@settings(max_examples=1200)
+@given(seed=SEEDS)
+def test_plans_hold_on_many_graphs(seed):
+    check_plans(seed, 0)
+    check_programs(seed, 1)
+
+
+@settings(max_examples=4)
+@given(seed=SEEDS, part=PARTS)
+def test_python_equals_native_at_high_effort(library, seed, part):
+    check_equal(seed, part, 2)
+
+
+def test_near_the_optimum_of_small_graphs():
+    """Against exhaustion: never better, the bound proved, and seldom worse."""
+    exact = found = solved = 0
+    for seed in range(300):
+        graph = random_graph(seed, most=8, plain=True)
+        whole = planner_codec.plan_rematerialization(graph, UNLIMITED, 1)
+        for part in (0.7, 0.8, 0.9):
+            budget = int(whole.peak_bytes * part)
+            best = fastest(graph, budget)
+            program = planner_codec.plan_rematerialization(graph, budget, 1)
+            if best is None:
+                assert not program.feasible
+                continue
+            assert budget >= program.lower_bound_bytes
+            solved += 1
+            if program.feasible:
+                assert program.time_ns >= best
+                found += 1
+                exact += program.time_ns == best
+    assert solved >= 50
+    assert found >= 0.95 * solved
+    assert exact >= 0.88 * found
+
+
+def test_effort_only_helps():
+    for seed in range(40):
+        graph = random_graph(seed)
+        whole = planner_codec.plan_rematerialization(graph, UNLIMITED, 0)
+        budget = whole.peak_bytes * 2 // 3
+        plans = [
+            planner_codec.plan_rematerialization(graph, budget, effort) for effort in (0, 1, 2)
+        ]
+        times = [plan.time_ns for plan in plans if plan.feasible]
+        assert times == sorted(times, reverse=True)
+        assert [plan.feasible for plan in plans] == sorted(plan.feasible for plan in plans)
+
+
+def test_a_short_graph_is_refused(library):
+    with pytest.raises(ValueError, match="too few"):
+        planner_codec._native("relax_disc.plan_offsets")(b"\x05" + bytes(7), -1)
