@@ -39,10 +39,13 @@ def _layout(tensor: torch.Tensor) -> dict[str, object]:
 def as_runtime(tensor: torch.Tensor, what: str) -> tvm.runtime.Tensor:
     """View a torch tensor as TVM's, sharing memory.
 
+    A tensor that some file reader placed at an address that is no multiple of 64 bytes (safetensors
+    does) is moved first: the object stays, with memory of its own.
+
     Raises
     ------
     InputMismatchError
-        The tensor is not contiguous, or its address is no multiple of 64 bytes.
+        The tensor is not contiguous.
     """
     if not tensor.is_contiguous():
         raise InputMismatchError(
@@ -50,10 +53,7 @@ def as_runtime(tensor: torch.Tensor, what: str) -> tvm.runtime.Tensor:
             "tensors: assign `.contiguous()` to it."
         )
     if tensor.numel() and tensor.data_ptr() % _ALIGNMENT:
-        raise InputMismatchError(
-            f"{what} lies at an address that is no multiple of {_ALIGNMENT} bytes; assign "
-            "`.clone()` to it."
-        )
+        tensor.data = tensor.detach().clone()
     return tvm.runtime.from_dlpack(tensor.detach())
 
 
