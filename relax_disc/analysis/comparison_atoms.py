@@ -30,10 +30,11 @@ from relax_disc.analysis.symbolic_expr import Atom, ExprLike, SymbolicExpr, as_e
 
 SMALL_BOX = 4096  # points that are evaluated at once, before anything cleverer
 LARGE_BOX = 300_000  # the same as the last resort
-RESIDUE_CLASSES = 256
+FEW_SAMPLES, MANY_SAMPLES = 1000, 20_000  # shapes to try before and after proofs
+RESIDUE_CLASSES = 128
 HELPER = "__"  # begins the names of the dims that are made here
-BRANCHES = 32
-RELAXATION_LIMIT = 600  # boxes for each polynomial that an expression gives rise to
+WORK = 960  # boxes for all polynomials that an expression gives rise to
+LEAST_WORK = 30  # boxes for one of them; 32 branches at most
 
 
 def expression_signs(expr: SymbolicExpr) -> Signs:
@@ -49,10 +50,15 @@ def expression_signs(expr: SymbolicExpr) -> Signs:
     dims = expr.free_dims
     if any(dim.name.startswith(HELPER) for dim in dims):
         return signs  # such a dim could be taken for one of ours
+    if not all(map(_divides_safely, _atoms(expr))):
+        return signs  # at some shapes it has no value
     points = _count(dims)
     if points is not None and points <= SMALL_BOX and _evaluate_all(expr, dims, signs):
         return signs
-    for classes in (_residue_signs(expr, dims), _relaxed_signs(expr, BRANCHES)):
+    _sample(expr, dims, signs, FEW_SAMPLES)
+    if signs.settled:
+        return signs
+    for classes in (_residue_signs(expr, dims), _relaxed_signs(expr, WORK)):
         if classes is None:
             continue
         signs.possible &= classes.possible
@@ -60,7 +66,7 @@ def expression_signs(expr: SymbolicExpr) -> Signs:
             _note(expr, dims, point, signs)
         if signs.settled:
             return signs
-    _sample(expr, dims, signs)
+    _sample(expr, dims, signs, MANY_SAMPLES)
     if not signs.settled and points is not None and points <= LARGE_BOX:
         _evaluate_all(expr, dims, signs)
     return signs
@@ -113,10 +119,10 @@ def _note_grid(
     return True
 
 
-def _sample(expr: SymbolicExpr, dims: Sequence[SymbolicDim], signs: Signs) -> None:
+def _sample(expr: SymbolicExpr, dims: Sequence[SymbolicDim], signs: Signs, samples: int) -> None:
     """Look for witnesses on a grid that is fine near the ends."""
     axes = []
-    per_dim = max(3, int(20_000 ** (1 / len(dims))))
+    per_dim = max(3, int(samples ** (1 / len(dims))))
     for dim in dims:
         last = dim.first + dim.divisor * 2**20 if dim.last is None else dim.last
         steps = (last - dim.first) // dim.divisor
@@ -135,6 +141,14 @@ def _atoms(expr: SymbolicExpr) -> Iterator[Atom]:
             yield symbol
             for arg in symbol.args:
                 yield from _atoms(arg)
+
+
+def _divides_safely(atom: Atom) -> bool:
+    """Whether a divisor is certainly positive."""
+    if atom.kind in ("min", "max"):
+        return True
+    lowest = atom.args[1].bounds()[0]
+    return lowest is not None and lowest > 0
 
 
 def _periods(expr: SymbolicExpr) -> dict[str, int]:
@@ -171,7 +185,7 @@ def _residue_signs(expr: SymbolicExpr, dims: Sequence[SymbolicDim]) -> Signs | N
             quotient = SymbolicDim(f"{HELPER}quotient_of_{dim.name}", lower, upper)
             values[dim.name] = SymbolicExpr.dim(quotient) * step + residue
         else:
-            part = _relaxed_signs(substitute(expr, values), max(1, BRANCHES // classes))
+            part = _relaxed_signs(substitute(expr, values), max(LEAST_WORK, WORK // classes))
             joined.possible |= part.possible
             for sign, point in part.points.items():
                 joined.add(sign, _whole_point(dims, values, point))
@@ -192,11 +206,11 @@ def _whole_point(
     return whole
 
 
-def _relaxed_signs(expr: SymbolicExpr, branches: int) -> Signs:
+def _relaxed_signs(expr: SymbolicExpr, work: int) -> Signs:
     """Return a superset of the signs, and points worth trying, by removing one atom at a time."""
     if expr.is_polynomial:
         names = sorted(set(chain.from_iterable(expr.terms)))
-        return polynomial_signs(expr.terms, expr.symbols, names, RELAXATION_LIMIT)
+        return polynomial_signs(expr.terms, expr.symbols, names, work)
     factors = sorted({factor for monomial in expr.terms for factor in monomial})
     text, atom = next(
         (factor, symbol)
@@ -208,22 +222,22 @@ def _relaxed_signs(expr: SymbolicExpr, branches: int) -> Signs:
         # One spelling for both, so that min(a, b) + max(a, b) is a + b.
         least = atom.args[0].minimum(atom.args[1])
         value = atom.args[0] + atom.args[1] - least
-        return _relaxed_signs(_replace(expr, text, value), branches)
+        return _relaxed_signs(_replace(expr, text, value), work)
     if atom.kind in ("min", "max"):
-        if branches >= len(atom.args):
-            return _branch_signs(expr, text, atom, branches // len(atom.args))
-    elif (lowest := atom.args[1].bounds()[0]) is not None and lowest >= 1:
-        return _division_signs(expr, text, atom, branches)
+        if work >= LEAST_WORK * len(atom.args):
+            return _branch_signs(expr, text, atom, work // len(atom.args))
+    elif _divides_safely(atom):
+        return _division_signs(expr, text, atom, work)
     lower, upper = SymbolicExpr._make({(text,): 1}, {text: atom}).bounds()
     if lower is None and upper is None:
         return Signs()
     width = None if lower is None or upper is None else upper - lower
     free = SymbolicExpr.dim(SymbolicDim(f"{HELPER}value_of_{_label(text)}", 0, width))
     value = free + lower if lower is not None else (upper or 0) - free
-    return _relaxed_signs(_replace(expr, text, value), branches)
+    return _relaxed_signs(_replace(expr, text, value), work)
 
 
-def _division_signs(expr: SymbolicExpr, text: str, atom: Atom, branches: int) -> Signs:
+def _division_signs(expr: SymbolicExpr, text: str, atom: Atom, work: int) -> Signs:
     """Replace ``n // d`` by ``(n - r) / d`` and ``n % d`` by ``r``, with a new dim r below d."""
     numerator, divisor = atom.args
     # One name for // and %, which have the same remainder.
@@ -240,7 +254,7 @@ def _division_signs(expr: SymbolicExpr, text: str, atom: Atom, branches: int) ->
         # The divisor is greater than the remainder.
         excess = SymbolicExpr.dim(SymbolicDim(f"{HELPER}excess_of_{symbol.name}", 0, below))
         rewritten = substitute(rewritten, {symbol.name: remainder + excess + 1})
-    return _relaxed_signs(rewritten, branches)
+    return _relaxed_signs(rewritten, work)
 
 
 def _label(text: str) -> str:
@@ -262,9 +276,9 @@ def _replace(
     return result
 
 
-def _branch_signs(expr: SymbolicExpr, text: str, atom: Atom, branches: int) -> Signs:
+def _branch_signs(expr: SymbolicExpr, text: str, atom: Atom, work: int) -> Signs:
     """Join the signs with a minimum or maximum replaced by each argument."""
-    parts = [_relaxed_signs(_replace(expr, text, arg), branches) for arg in atom.args]
+    parts = [_relaxed_signs(_replace(expr, text, arg), work) for arg in atom.args]
     joined = Signs(possible=0)
     for part in parts:
         joined.possible |= part.possible

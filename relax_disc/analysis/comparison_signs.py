@@ -90,9 +90,11 @@ def polynomial_signs(
         quadratic_signs(terms, sides, signs)
     if not signs.settled:
         search(terms, coefficients, form, sides, signs, min(limit, FIRST_LIMIT))
-    if signs.settled or exhaust(terms, coefficients, form, sides, signs):
+    if signs.settled or limit <= FIRST_LIMIT:
         return signs
-    if limit > FIRST_LIMIT and signs.possible == NEGATIVE | ZERO | POSITIVE:
+    if exhaust(terms, coefficients, form, sides, signs):
+        return signs
+    if signs.possible == NEGATIVE | ZERO | POSITIVE:
         search(terms, coefficients, form, sides, signs, limit)
     return signs
 
