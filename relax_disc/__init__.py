@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from relax_disc import analysis, frontend, transform
     from relax_disc.compiler import compile, compile_forward
+    from relax_disc.memory_analysis import analyze_memory
     from relax_disc.training_step import TrainingStep
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "TrainingStep",
     "analysis",
+    "analyze_memory",
     "compile",
     "compile_forward",
     "errors",
@@ -41,6 +43,7 @@ __all__ = [
 
 _HOME = {
     "TrainingStep": "relax_disc.training_step",
+    "analyze_memory": "relax_disc.memory_analysis",
     "compile": "relax_disc.compiler",
     "compile_forward": "relax_disc.compiler",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from relax_disc.analysis.comparison import Comparison, Order, compare
+from relax_disc.analysis.memory import MemoryReport, ShapeMemory, report_memory
 from relax_disc.analysis.peak import LiveRange, live_ranges, live_trace, peak_bytes
 from relax_disc.analysis.schedule import Schedule, SchedulePoint, schedule_ops
 from relax_disc.analysis.shape_graph import SymbolicShapeGraph
@@ -14,9 +15,11 @@ __all__ = [
     "Comparison",
     "Kernel",
     "LiveRange",
+    "MemoryReport",
     "Order",
     "Schedule",
     "SchedulePoint",
+    "ShapeMemory",
     "SymbolicDim",
     "SymbolicExpr",
     "SymbolicShapeGraph",
@@ -25,5 +28,6 @@ __all__ = [
     "live_ranges",
     "live_trace",
     "peak_bytes",
+    "report_memory",
     "schedule_ops",
 ]

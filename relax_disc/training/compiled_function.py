@@ -73,6 +73,11 @@ class CompiledFunction:
         return self._schema.dims
 
     @property
+    def input_kinds(self) -> tuple[str, ...]:
+        """What each tensor is that the program takes: "batch", "parameter", "state", ..."""
+        return tuple(spec.kind for spec in self._captured.inputs if spec.kind != "shape")
+
+    @property
     def session(self) -> Session:
         """Run-time state of the compiled function: plans, arena, profile."""
         return self._session

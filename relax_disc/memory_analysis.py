@@ -1,0 +1,159 @@
+"""Memory of a training step before it is built: `analyze_memory` and `largest`.
+
+>>> report = relax_disc.analyze_memory(module, {"batch": 8, "seq": 512})
+>>> report.peak_bytes, report.worst.peak_source, report.symbolic_peak
+
+A module of operators is lowered to the kernels that would run, in their order, but no machine code
+is made.  The figures are those of a call without a memory budget: nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tvm
+from tvm import relax
+
+from relax_disc import pipeline
+from relax_disc.analysis.extract import NotPlannableError, function_dims
+from relax_disc.analysis.extraction import extract
+from relax_disc.analysis.memory import MemoryReport, Shape, fits_budget, report_memory
+from relax_disc.analysis.symbolic_dim import SymbolicDim
+from relax_disc.analysis.tensor_graph import TensorGraph, check_shape
+from relax_disc.bytes_text import parse_bytes
+from relax_disc.errors import GraphError, ShapeRangeError
+from relax_disc.tir_kernels.target import cpu_target
+from relax_disc.training.memory_plan import largest_that_fits
+from relax_disc.vm_builtins.plan_metadata import PlanMetadata
+
+if TYPE_CHECKING:
+    from relax_disc.frontend.spec import CapturedStep
+    from relax_disc.training.compiled_function import CompiledFunction
+
+    Source = tvm.IRModule | CapturedStep | CompiledFunction | TensorGraph
+
+
+def analyze_memory(
+    source: Source,
+    shapes: Shape | Sequence[Shape],
+    *,
+    target: str | tvm.target.Target = "llvm",
+) -> MemoryReport:
+    """Tell what a program needs of memory at some shapes, and where, without running it.
+
+    Parameters
+    ----------
+    source : tvm.IRModule, CapturedStep, TrainingStep, ForwardFunction or TensorGraph
+        The program.  Of a module the function ``main`` is taken.
+    shapes : mapping, or sequence of mappings
+        Values of the dims, by name.
+    target : str or tvm.target.Target
+        What a module is lowered for; ``"llvm"`` is this machine's processor.
+
+    Returns
+    -------
+    MemoryReport
+        Peak, what is alive there and which line of the model made it, parameters, state, inputs and
+        activations apart, and the peak as a maximum of polynomials.
+
+    Raises
+    ------
+    NotPlannableError
+        If the program has control flow, or shapes that are known only while it runs.
+    ShapeRangeError
+        If a shape does not fit the dims.
+    """
+    if isinstance(source, TensorGraph):
+        return report_memory(source, shapes)
+    table, kinds, dims = _table(source, target)
+    return report_memory(table, shapes, kinds=kinds, dims=dims)
+
+
+def largest(
+    source: Source,
+    dim: str,
+    *,
+    memory_budget: int | str,
+    target: str | tvm.target.Target = "llvm",
+    **other_dims: int,
+) -> int:
+    """Return the largest size of one dim at which a step runs inside a budget.
+
+    Parameters
+    ----------
+    source : tvm.IRModule, CapturedStep, TrainingStep or ForwardFunction
+        The program.
+    dim : str
+        The dim to maximise; it must have an upper bound.
+    memory_budget : int or str
+        Bytes, or text such as ``"8GiB"``; tensors are recomputed where that is needed to fit.
+    target : str or tvm.target.Target
+        As in `analyze_memory`.
+    **other_dims : int
+        Sizes of the other dims.
+
+    Returns
+    -------
+    int
+        The size; 0 where none fits.
+
+    Raises
+    ------
+    ShapeRangeError
+        If the dim is unknown or has no upper bound, or the others are not given in their ranges.
+    """
+    if isinstance(source, TensorGraph):
+        raise GraphError("largest() plans a program that can run: give the module or the step")
+    table, _, dims = _table(source, target)
+    budget = parse_bytes(memory_budget)
+    found = next((d for d in dims if d.name == dim), None)
+    if found is None or found.last is None:
+        names = ", ".join(d.name for d in dims)
+        raise ShapeRangeError(f"largest() needs one bounded dim of {names}; got {dim!r}")
+    check_shape(dims, {**other_dims, dim: found.last})
+    return largest_that_fits(
+        lambda size: fits_budget(table, {**other_dims, dim: size}, budget),
+        found.first,
+        found.last,
+        found.divisor,
+    )
+
+
+def _table(
+    source: Any, target: str | tvm.target.Target
+) -> tuple[PlanMetadata, tuple[str, ...], tuple[SymbolicDim, ...]]:
+    """Return what will run, the kinds of what the caller passes, and the dims."""
+    session = getattr(source, "session", None)
+    if session is not None:
+        return session.metadata, source.input_kinds, tuple(source.dims)
+    module = source if isinstance(source, tvm.IRModule) else source.module
+    function = module["main"]
+    try:
+        extraction = extract(module, "main")
+    except NotPlannableError:
+        extraction = extract(_lowered(module, target), "main")
+    attrs: Mapping[str, Any] = function.attrs or {}
+    kinds = tuple(str(kind) for kind in attrs.get("relax_disc.param_kinds") or ())
+    return (
+        extraction.metadata(),
+        tuple(kind for kind in kinds if kind != "shape"),
+        tuple(function_dims(function).values()),
+    )
+
+
+def _lowered(module: tvm.IRModule, target: str | tvm.target.Target) -> tvm.IRModule:
+    """Return the module's kernels in the order in which they would run."""
+    chosen = cpu_target() if target == "llvm" else tvm.target.Target(target)
+    options = pipeline.PipelineOptions()
+    passes = [
+        *pipeline.simplify_passes(),
+        *pipeline.library_passes(chosen, options),
+        *pipeline.legalize_passes(chosen, options),
+        *pipeline.alias_passes(),
+        *pipeline.kernel_passes(chosen),
+        *pipeline.order_passes(),
+        *pipeline.rematerialization_passes(),
+    ]
+    with chosen:
+        return tvm.transform.Sequential(passes)(relax.transform.Normalize()(module))
