@@ -11,6 +11,7 @@ import tvm
 from tvm import relax
 from tvm.ir.transform import Pass
 
+from relax_disc.transform.canonicalize_extents import CanonicalizeExtents
 from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead
 from relax_disc.transform.dispatch_library import DispatchLibrary
 from relax_disc.transform.insert_rematerialization import InsertRematerialization
@@ -91,8 +92,8 @@ def passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
 
 
 def simplify_passes() -> list[Pass]:
-    """Fewer views, powers, casts and broadcasts."""
-    return [Simplify()]
+    """Fewer views, powers, casts and broadcasts; TVM fuses inside dataflow blocks only."""
+    return [relax.transform.ConvertToDataflow(), Simplify()]
 
 
 def library_passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
@@ -108,7 +109,9 @@ def library_passes(target: tvm.target.Target, options: PipelineOptions) -> list[
 def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
     """Operators to kernels, fused."""
     if options.fuse:
-        return list(relax.pipeline.legalize_passes(target))
+        stock = list(relax.pipeline.legalize_passes(target))
+        fusion = next(k for k, stage in enumerate(stock) if stage.info.name == "FuseOps")
+        return [*stock[:fusion], CanonicalizeExtents(), *stock[fusion:]]
     return [relax.transform.LegalizeOps(), relax.transform.FoldConstant()]
 
 

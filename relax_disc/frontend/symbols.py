@@ -60,7 +60,8 @@ class SymbolTranslator:
             return tirx.IntImm("int64", value)
         expr = value.node.expr if isinstance(value, torch.SymInt) else value
         if expr not in self._cache:
-            self._cache[expr] = self._translate(expr, "int64")
+            # In TVM's own order of terms: FuseTIR tells `1 + s` and `s + 1` apart.
+            self._cache[expr] = self.analyzer.simplify(self._translate(expr, "int64"))
         return self._cache[expr]
 
     def text(self, value: int | torch.SymInt) -> int | str:

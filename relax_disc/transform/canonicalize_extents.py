@@ -1,0 +1,51 @@
+"""Write equal extents in one way, so that TVM's fusion recognises them.
+
+Extents that are sums come in several spellings (``1 + s`` from a concatenation, ``s + 1`` from
+elsewhere); `FuseTIR` of TVM 0.27 compares them term by term and fails on another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.sym.analyzer import Analyzer
+
+_COMPOSITE = (tirx.Add, tirx.Sub, tirx.Mul)
+
+
+@tvm.transform.module_pass(opt_level=0, name="CanonicalizeExtents")
+class CanonicalizeExtents:
+    """Simplify the integer sums in kernels and types into TVM's own order of terms."""
+
+    def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Rewrite every function in which an extent is a sum."""
+        del ctx
+        result = tvm.IRModule(
+            dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
+        )
+        analyzer = Analyzer()
+
+        def simplified(expr: Any, mutator: Any) -> Any:
+            del mutator
+            return analyzer.simplify(expr) if str(expr.ty) == "int64" else expr
+
+        for variable, function in mod.functions_items():
+            if isinstance(function, tirx.PrimFunc) and _has_sum(function):
+                changed = function
+                for kind in _COMPOSITE:
+                    changed = tvm_ffi.structural_mutate(changed, (kind, simplified))
+                result.update_func(variable, changed)
+        return result
+
+
+def _has_sum(function: tirx.PrimFunc) -> bool:
+    return any(
+        isinstance(extent, _COMPOSITE) for buffer in function.params for extent in _shape(buffer)
+    )
+
+
+def _shape(buffer: Any) -> list[Any]:
+    return list(getattr(buffer, "shape", ()))
