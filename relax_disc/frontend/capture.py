@@ -69,7 +69,7 @@ def capture_step(
         The arguments do not fit the model, or there is no loss.
     """
     exported = export(wrap_step(model, loss_fn), example_inputs, dynamic_shapes)
-    traced = trace_step(exported.program, model)
+    traced = trace_step(exported, model)
     refuse_unknown(traced)
     if not traced.gradients:
         raise InputMismatchError(
@@ -86,7 +86,7 @@ def capture_forward(model: nn.Module, example_inputs: Any, *, dynamic_shapes: An
     changes are outputs too.
     """
     exported = export(wrap_forward(model), example_inputs, dynamic_shapes)
-    traced = trace_forward(exported.program, model)
+    traced = trace_forward(exported, model)
     refuse_unknown(traced)
     return _build(exported, traced, None, None, forward=True)
 

@@ -7,6 +7,7 @@ of torch.export become this package's errors and name the line of the model.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -168,6 +169,8 @@ def _export(
     """Export; where torch cannot prove what it relies on, once more with assertions to check."""
 
     def attempt(deferred: bool) -> ExportedProgram:
+        # nn.LSTM and its like keep their weights in a list beside the parameters.
+        warnings.filterwarnings("ignore", message="The tensor attributes .* were assigned")
         return torch.export.export(
             wrapped,
             args,
@@ -178,12 +181,13 @@ def _export(
         )
 
     try:
-        try:
-            return attempt(deferred=False)
-        except UserError as error:
-            if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
-                raise
-            return attempt(deferred=True)
+        with warnings.catch_warnings():
+            try:
+                return attempt(deferred=False)
+            except UserError as error:
+                if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+                    raise
+                return attempt(deferred=True)
     except GuardOnDataDependentSymNode as error:
         raise _data_dependent(error) from error
     except UserError as error:

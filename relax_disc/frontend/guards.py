@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import sympy
+import torch
 from torch.export import ExportedProgram
 from torch.utils._sympy import functions as torch_sympy
 
@@ -63,6 +64,51 @@ def check_assertions(program: ExportedProgram, dims: DimTable) -> None:
         expr = getattr(getattr(value, "node", None), "expr", None)
         if isinstance(expr, sympy.Basic) and expr.free_symbols:
             _check(expr, dims, source_line(node))
+
+
+class GuardWatch:
+    """Finds what a trace has come to rely on since the watch began.
+
+    Parameters
+    ----------
+    fakes : sequence
+        Inputs of the trace; their shapes share one shape environment.
+    """
+
+    def __init__(self, fakes: Sequence[Any]) -> None:
+        modes = (getattr(fake, "fake_mode", None) for fake in fakes)
+        self._env = next((m.shape_env for m in modes if m is not None), None)
+        self._count = 0 if self._env is None else len(self._env.guards)
+        self._symbols = {
+            symbol
+            for fake in fakes
+            for extent in getattr(fake, "shape", ())
+            if isinstance(extent, torch.SymInt)
+            for symbol in extent.node.expr.free_symbols
+        }
+
+    def check(self, dims: DimTable) -> None:
+        """Check the new conditions over the ranges of the dims.
+
+        Raises
+        ------
+        ShapeRangeError
+            A condition fails at some size in range, or a dim was fixed to one size.
+        """
+        if self._env is None:
+            return
+        for symbol in sorted(self._symbols, key=str):
+            fixed = self._env.replacements.get(symbol)
+            if fixed is not None:
+                raise ShapeRangeError(
+                    f"Tracing fixed the dim {dims[symbol].name!r} to {fixed}: an operator of the "
+                    "model works for one size only; declare the dim static."
+                )
+        for guard in self._env.guards[self._count :]:
+            # No code of the user runs in a trace of operators: PyTorch's own "not equal" says
+            # that it took the general way, which holds for equal sizes as well.
+            if guard.expr.free_symbols and not isinstance(guard.expr, sympy.Ne):
+                _check(guard.expr, dims, SourceLine("", 0))
 
 
 def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:

@@ -29,6 +29,8 @@ _IGNORED = frozenset(
     {
         "aten._assert_tensor_metadata.default",
         "aten._assert_scalar.default",
+        "aten._assert_async.default",
+        "aten._assert_async.msg",
         "aten.sym_constrain_range.default",
         "aten.sym_constrain_range_for_size.default",
     }
@@ -77,7 +79,8 @@ def refuse_unknown(traced: Traced) -> None:
 def _origin(node: fx.Node) -> str:
     """Name the operator that the model calls, from which ``node`` was decomposed."""
     sources = node.meta.get("from_node") or []
-    return str(sources[0].target) if sources else str(node.target)
+    origin = str(sources[0].target) if sources else ""
+    return f"{origin} ({node.target})" if origin not in ("", str(node.target)) else str(node.target)
 
 
 def _makes_tensors(node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.export import ExportedProgram
@@ -24,7 +25,9 @@ from torch.utils import _pytree as pytree
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.decompositions import decomposition_table
-from relax_disc.frontend.export import MODEL
+from relax_disc.frontend.export import MODEL, Exported
+from relax_disc.frontend.guards import GuardWatch
+from relax_disc.frontend.source_lines import source_line
 from relax_disc.frontend.whole_operators import RULES
 
 
@@ -69,6 +72,17 @@ class Traced:
 class _StepInterpreter(fx.Interpreter):
     """Runs an exported graph, keeps some operators whole and enters nested graphs."""
 
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            return super().run_node(n)
+        except RuntimeError as error:
+            line = source_line(n)
+            raise UnsupportedOperatorError(
+                f"{line}: PyTorch cannot trace {n.target} with symbolic sizes: "
+                f"{str(error).splitlines()[0]}",
+                ((str(n.target), str(line)),),
+            ) from error
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         rule = RULES.get(target)
         if rule is not None and (result := rule(*args, **kwargs)) is not None:
@@ -84,26 +98,30 @@ class _StepInterpreter(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _enter(self, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
-        return _StepInterpreter(graph).run(*args)
+        return _StepInterpreter(graph, garbage_collect_values=False).run(*args)
 
 
-def trace_step(program: ExportedProgram, model: nn.Module) -> Traced:
+def trace_step(exported: Exported, model: nn.Module) -> Traced:
     """Trace the loss, its gradients by every parameter that requires them, and mutated buffers.
 
     Raises
     ------
     UnsupportedOperatorError
-        Two parameters share memory without being one parameter, or a batch tensor is mutated.
+        Two parameters share memory without being one parameter, or PyTorch cannot trace an
+        operator with symbolic sizes.
+    ShapeRangeError
+        The gradients rely on a condition that fails at some size in range.
     """
-    return _trace(program, model, with_gradients=True)
+    return _trace(exported, model, with_gradients=True)
 
 
-def trace_forward(program: ExportedProgram, model: nn.Module) -> Traced:
+def trace_forward(exported: Exported, model: nn.Module) -> Traced:
     """Trace the outputs alone; the first is in the place of the loss."""
-    return _trace(program, model, with_gradients=False)
+    return _trace(exported, model, with_gradients=False)
 
 
-def _trace(program: ExportedProgram, model: nn.Module, with_gradients: bool) -> Traced:
+def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced:
+    program = exported.program
     arguments, position = _arguments(program, model)
     trained = tuple(
         index
@@ -146,9 +164,11 @@ def _trace(program: ExportedProgram, model: nn.Module, with_gradients: bool) -> 
         return [found[0].detach(), *extras, *changed, *kept]
 
     fakes = _fakes(program, placeholders, position, len(arguments))
+    watch = GuardWatch(fakes)
     graph = _make_graph(step, fakes, mutates)
     if not mutates and _mutates(graph):  # a decomposition wrote in place
         graph = _make_graph(step, fakes, functionalize=True)
+    watch.check(exported.dims)
     graph.graph.eliminate_dead_code()
     kept = [i for i, there in zip(trained, outputs["grads"], strict=True) if there]
     return _drop_unchanged(graph, arguments, len(users) - 1, buffers, tuple(kept), program)
@@ -159,13 +179,35 @@ def _make_graph(step: Callable[..., Any], fakes: list[Any], functionalize: bool)
         mode = FunctionalTensorMode(pre_dispatch=False, _allow_token_discovery=False)
         step = dispatch_functionalize(step, mode)
     fake_mode = next(f.fake_mode for f in fakes if hasattr(f, "fake_mode"))
-    with fake_mode, _lines_of_the_model():
+    contexts = (
+        fake_mode,
+        _lines_of_the_model(),
+        enable_python_dispatcher(),  # decompositions that keep sizes symbolic
+        _without_mkldnn(),
+    )
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         return make_fx(
             step,
             decomposition_table=decomposition_table(),
             tracing_mode="real",
             _allow_non_fake_inputs=True,
         )(*fakes)
+
+
+@contextlib.contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """Keep operators of that library out of decompositions.
+
+    ``torch.backends.mkldnn.flags`` would also set precisions, and not restore them all.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @contextlib.contextmanager

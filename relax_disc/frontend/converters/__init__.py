@@ -1,10 +1,12 @@
 """Converters from ATen to Relax, one file for each family; importing it fills the table."""
 
 from relax_disc.frontend.converters import (
+    convolution,
     creation,
     elementwise,
     indexing,
     matrices,
+    pooling,
     reductions,
     scattering,
     shapes,
@@ -13,10 +15,12 @@ from relax_disc.frontend.converters.registry import TABLE
 
 __all__ = [
     "TABLE",
+    "convolution",
     "creation",
     "elementwise",
     "indexing",
     "matrices",
+    "pooling",
     "reductions",
     "scattering",
     "shapes",

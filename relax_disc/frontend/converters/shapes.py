@@ -26,6 +26,23 @@ def reshape(emitter: Emitter, x: Any, *_: Any) -> Any:
     return emitter.emit(op.reshape(x, relax.ShapeExpr(emitter.wanted_shape)))
 
 
+@converts("aten.as_strided.default")
+def as_strided(emitter: Emitter, x: Any, size: Any, stride: Any, offset: Any = None) -> Any:
+    """A view by strides, where the strides are those of a contiguous tensor."""
+    expected: Any = tirx.IntImm("int64", 1)
+    whole = offset in (None, 0) and emitter.value(emitter.node.args[0]).is_contiguous()
+    for n, given in reversed(list(zip(emitter.wanted_shape, stride, strict=True))):
+        given = tirx.IntImm("int64", given) if isinstance(given, int) else given
+        whole = whole and emitter.symbols.equal(given, expected)
+        expected = expected * n
+    count: Any = tirx.IntImm("int64", 1)
+    for n in emitter.shape(x):
+        count = count * n
+    if not whole or not emitter.symbols.equal(count, expected):
+        raise emitter.refuse("only strides of a contiguous tensor are supported")
+    return reshape(emitter, x)
+
+
 @converts("aten.expand.default")
 def expand(emitter: Emitter, x: Any, *_: Any, implicit: bool = False) -> Any:
     """Broadcast."""

@@ -1,0 +1,168 @@
+"""Convolutions, pooling, normalisation, recurrence, graphs: gradients against float64 PyTorch."""
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
+from relax_disc.frontend import capture_step
+from tests.frontend.running import Runner, check_gradients
+
+B, H, S, EDGES = (
+    Dim("b", min=1, max=4),
+    Dim("h", min=4, max=9),
+    Dim("s", min=3, max=12),
+    Dim("e", min=2, max=12),
+)
+SIZES = [(3, 6), (1, 4), (4, 9), (2, 7)]
+
+# Sums in these tests run one after the other in float32, as TVM writes them without the package's
+# schedules; PyTorch sums in blocks.
+LOOSE = 8e-6
+
+
+class Image(nn.Module):
+    def __init__(self, *layers, channels=8):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.last = nn.Linear(channels, 3)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.last(self.layers(x).flatten(2).mean(-1)), y)
+
+
+class Upscaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Conv2d(4, 8, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
+
+    def forward(self, x):
+        return (F.interpolate(self.up(F.silu(self.down(x))), scale_factor=2) ** 2).mean()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cell = kind(5, 6, batch_first=True)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.cell(x)[0]).square().mean()
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 2)
+
+    def forward(self, x, edges):
+        h = self.first(x)
+        h = F.relu(h + torch.zeros_like(h).index_add(0, edges[1], h[edges[0]]))
+        target = edges[1][:, None].expand(-1, 6)
+        h = h + torch.zeros_like(h).scatter_add(0, target, h[edges[0]])
+        return self.last(h).square().mean()
+
+
+def image(scale=1):
+    def batch(b, h):
+        g = torch.Generator().manual_seed(b * 100 + h)
+        x = torch.randn(b, 4, scale * h, scale * h, generator=g)
+        return x, torch.randint(0, 3, (b,), generator=g)
+
+    side = scale * H if scale > 1 else H
+    return batch, ({0: B, 2: side, 3: side}, {0: B})
+
+
+def random(*shape):
+    def batch(b, s):
+        sizes = [{"b": b, "s": s, "2s": 2 * s}.get(n, n) for n in shape]
+        return (torch.randn(*sizes, generator=torch.Generator().manual_seed(b * 100 + s)),)
+
+    axes = {"b": B, "s": S, "2s": 2 * H}
+    return batch, ({k: axes[n] for k, n in enumerate(shape) if n in axes},)
+
+
+def graph(b, s):
+    g = torch.Generator().manual_seed(b * 100 + s)
+    return torch.randn(b, 5, generator=g), torch.randint(0, b, (2, s), generator=g)
+
+
+CASES = {
+    "conv-batchnorm": lambda: (
+        Image(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        *image(),
+    ),
+    "conv-grouped-strided": lambda: (Image(nn.Conv2d(4, 8, 3, 2, 1, groups=2)), *image(2)),
+    "conv-depthwise-dilated": lambda: (
+        Image(nn.Conv2d(4, 8, 3, padding=2, dilation=2, groups=4)),
+        *image(),
+    ),
+    "pooling": lambda: (
+        Image(nn.Conv2d(4, 8, 3, padding=1), nn.MaxPool2d(2), nn.AvgPool2d(3, 2, 1)),
+        *image(4),
+    ),
+    "norms": lambda: (
+        Image(nn.GroupNorm(2, 4), nn.Tanh(), nn.InstanceNorm2d(4), nn.Tanh(), channels=4),
+        *image(),
+    ),
+    "upscaling": lambda: (Upscaled(), *random("b", 4, "2s", "2s")),
+    "conv1d": lambda: (
+        Image(nn.Conv1d(4, 8, 5, padding=2), nn.GELU()),
+        lambda b, s: (torch.randn(b, 4, s), torch.zeros(b, dtype=torch.int64)),
+        ({0: B, 2: S}, {0: B}),
+    ),
+    "lstm": lambda: (Recurrent(nn.LSTM), *random("b", 4, 5)),
+    "gru": lambda: (Recurrent(nn.GRU), *random("b", 4, 5)),
+    "encoder": lambda: (Encoder(), *random("b", "s", 16)),
+    "graph": lambda: (Graph(), graph, ({0: B}, {1: EDGES})),
+}
+SLOW = {"conv-depthwise-dilated", "lstm", "gru", "conv1d", "encoder"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
+)
+def test_gradients(name):
+    torch.manual_seed(0)
+    model, batch, shapes = CASES[name]()
+    captured = capture_step(model, None, batch(3, 6), dynamic_shapes=shapes)
+    check_gradients(captured, model, [batch(*size) for size in SIZES], least=LOOSE)
+
+
+def test_batch_norm_updates_its_statistics():
+    torch.manual_seed(0)
+    model = Image(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8))
+    batch, shapes = image()
+    captured = capture_step(model, None, batch(3, 6), dynamic_shapes=shapes)
+    found = dict(Runner(captured)(model, None, batch(2, 5))["buffer"])
+    model(*batch(2, 5))
+    expected = dict(model.named_buffers())
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+def test_evaluation_mode_keeps_the_statistics():
+    model = Image(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8)).eval()
+    batch, shapes = image()
+    captured = capture_step(model, None, batch(3, 6), dynamic_shapes=shapes)
+    assert not [out for out in captured.outputs if out.kind == "buffer"]
+    check_gradients(captured, model, [batch(2, 5)], least=LOOSE)
+
+
+def test_recurrence_over_a_dynamic_length_is_refused():
+    batch, shapes = random("b", "s", 5)
+    with pytest.raises((ShapeRangeError, UnsupportedOperatorError)):
+        capture_step(Recurrent(nn.LSTM), None, batch(3, 6), dynamic_shapes=shapes)
