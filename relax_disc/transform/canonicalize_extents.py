@@ -10,7 +10,7 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm import relax, tirx
+from tvm import tirx
 from tvm.sym.analyzer import Analyzer
 
 _COMPOSITE = (tirx.Add, tirx.Sub, tirx.Mul)
