@@ -51,5 +51,5 @@ def test_misaligned_state_and_parameters_are_moved():
         expected.backward()
         other.step()
         other.zero_grad()
-        torch.testing.assert_close(losses[-1], float(expected), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(losses[-1], expected.item(), rtol=1e-5, atol=1e-6)
     assert losses[2] < losses[0]
