@@ -201,7 +201,7 @@ def _at_shape(
     graph: TensorGraph, metadata: PlanMetadata | None, kind_of: Mapping[int, str], shape: Shape
 ) -> ShapeMemory:
     numeric = graph.at(shape)
-    sizes = [int(size) for size in numeric.sizes]
+    sizes = numeric.numbers()
     trace = live_trace(numeric)
     step = int(trace.argmax()) if len(trace) else -1
     outputs = frozenset(graph.outputs) - graph.written_in_place() - frozenset(graph.inputs)

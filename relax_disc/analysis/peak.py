@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -109,7 +110,7 @@ def live_trace(graph: TensorGraph, order: Sequence[int] | None = None) -> np.nda
     else:
         check_order(graph, order)
     ranges = live_ranges(graph, order)
-    sizes = [int(size) for size in graph.sizes]
+    sizes = graph.numbers()
     change = np.zeros(len(graph.kernels) + 1, dtype=np.int64)
     dies_at = {}
     for live in ranges:
@@ -131,11 +132,11 @@ def live_trace(graph: TensorGraph, order: Sequence[int] | None = None) -> np.nda
     return trace
 
 
-def overlaid_bytes(sizes: Sequence[int], pairs: Sequence[tuple[int, int]]) -> int:
+def overlaid_bytes(sizes: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> Any:
     """Return the bytes that in-place pairs save at a kernel at which all their inputs die.
 
     Pairs are taken in their order; each tensor takes part in at most one, and the two must have the
-    same size.
+    same size.  Sizes, and with them the result, are numbers or expressions.
     """
     saved, sources, targets = 0, set(), set()
     for source, target in pairs:
@@ -149,6 +150,7 @@ def overlaid_bytes(sizes: Sequence[int], pairs: Sequence[tuple[int, int]]) -> in
 
 def peak_bytes(graph: TensorGraph, order: Sequence[int] | None = None) -> int:
     """Return the most live bytes over all steps; see `live_trace`."""
-    resident = sum(int(graph.sizes[tensor]) for tensor in set(graph.inputs))
+    sizes = graph.numbers()
+    resident = sum(sizes[tensor] for tensor in graph.inputs)
     trace = live_trace(graph, order)
     return max(resident, int(trace.max())) if len(trace) else resident

@@ -124,6 +124,19 @@ class TensorGraph:
             for size in (*self.sizes, *(w for k in self.kernels for w in _kernel_sizes(k)))
         )
 
+    def numbers(self) -> list[int]:
+        """Return the sizes of a numeric graph in bytes.
+
+        Raises
+        ------
+        GraphError
+            If a size is an expression.
+        """
+        sizes = [size for size in self.sizes if isinstance(size, int)]
+        if len(sizes) != len(self.sizes):
+            raise GraphError("live bytes need a numeric graph: use graph.at(shape)")
+        return sizes
+
     def tensor_name(self, tensor: int) -> str:
         """Return the name of a tensor for messages."""
         return self.tensor_names[tensor] if self.tensor_names else f"tensor {tensor}"
@@ -282,7 +295,7 @@ def evaluate_sizes(sizes: Sequence[Size], shapes: Sequence[Mapping[str, int]]) -
         else:
             result[:, column] = size
     if result.size and result.min() < 0:
-        row, column = np.unravel_index(int(result.argmin()), result.shape)
+        row, column = divmod(int(result.argmin()), len(sizes))
         raise GraphError(
             f"size {sizes[column]} is {result[row, column]} bytes at {dict(shapes[row])}"
         )
