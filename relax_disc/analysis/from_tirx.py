@@ -37,6 +37,8 @@ def from_tirx(expr: Any, dims: Mapping[Any, ExprLike] | None = None) -> Symbolic
         case tirx.IntImm():
             return as_expr(int(expr.value))
         case tirx.Var():
+            if not _is_integer(expr):
+                raise _refuse(expr, f"it is a variable of type {expr.ty}, not an integer")
             if expr in table:
                 return as_expr(table[expr])
             if expr.name in table:
@@ -124,7 +126,8 @@ def _choose(
 
 
 def _is_integer(expr: Any) -> bool:
-    return str(expr.ty.dtype).startswith(("int", "uint", "bool"))
+    kind = expr.ty
+    return isinstance(kind, ir.PrimType) and str(kind.dtype).startswith(("int", "uint", "bool"))
 
 
 def _refuse(expr: Any, why: str) -> GraphError:

@@ -18,7 +18,7 @@ from tvm import relax
 
 from relax_disc.analysis.comparison import Comparison, compare
 from relax_disc.analysis.from_tirx import from_tirx
-from relax_disc.analysis.shape_graph_facts import Fact, tensors_of
+from relax_disc.analysis.shape_graph_facts import Fact, is_size, tensors_of
 from relax_disc.analysis.shape_graph_reader import ModuleReader
 from relax_disc.analysis.shape_graph_solver import Rule, ShapeConstraints
 from relax_disc.analysis.symbolic_dim import SymbolicDim
@@ -115,10 +115,12 @@ class SymbolicShapeGraph:
         Parameters
         ----------
         a, b : relax.Var, or what `canonical` takes
-            A variable stands for its bytes.
+            The variable of a tensor stands for its bytes.
         """
         left, right = (
-            self.bytes(size) if isinstance(size, relax.Var) else self.canonical(size)
+            self.bytes(size)
+            if isinstance(size, relax.Var) and not is_size(size)
+            else self.canonical(size)
             for size in (a, b)
         )
         return compare(left, right, self._constraints.dims)

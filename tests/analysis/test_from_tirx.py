@@ -67,6 +67,7 @@ def test_choices_that_the_ranges_decide(expr, text):
         tirx.Select(tirx.And(N > 0, M > 0), N, M),
         tirx.truncdiv(N - 5, 2),
         tirx.const(1.5, "float32"),
+        tirx.Var("x", "float32"),
         N > 1,
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 from tvm import relax, tirx
+from tvm.ir import PrimType
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -180,6 +181,41 @@ def test_derived_dims_come_in_as_shapes():
         builder.emit_func_output(builder.emit(relax.op.reshape(x, (4, base * 2))))
     graph = SymbolicShapeGraph.from_module(builder.get())
     assert str(graph.bytes("x")) == "16*base"
+
+
+def test_integer_parameters_are_dims():
+    builder = relax.BlockBuilder()
+    count = relax.Var("count", PrimType("int64"))
+    x = relax.Var("x", relax.TensorType((count * 8,), "float32"))
+    attrs = {"relax_disc.dims": {"count": [2, 9, 1]}}
+    with builder.function("main", [count, x], attrs=attrs):
+        builder.emit_func_output(builder.emit(relax.op.reshape(x, (8, count)), "rows"))
+    graph = SymbolicShapeGraph.from_module(builder.get())
+    assert graph.dims == (SymbolicDim("count", 2, 9),)
+    assert graph.compare(count, 10).order is Order.LESS
+    assert graph.compare(x, graph.canonical(count * 32)).order is Order.EQUAL
+
+
+def test_branches_teach_nothing():
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(
+            flag: R.Tensor((), "bool"),
+            x: R.Tensor(("n",), "float32"),
+            y: R.Tensor(("m",), "float32"),
+        ) -> R.Tensor(("n",), "float32"):
+            n = T.int64()
+            if flag:
+                same = R.match_cast(y, R.Tensor((n,), "float32"))
+                out = R.add(x, same)
+            else:
+                out = R.exp(x)
+            return out
+
+    graph = SymbolicShapeGraph.from_module(Module)
+    assert graph.canonical("n") != graph.canonical("m")
+    assert {dim.name for dim in graph.dims} == {"n", "m"}
 
 
 @I.ir_module
