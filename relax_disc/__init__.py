@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 
     from relax_disc import analysis, frontend, transform
     from relax_disc.compiler import compile, compile_forward
+    from relax_disc.forward_function import ForwardFunction
     from relax_disc.memory_analysis import analyze_memory
     from relax_disc.training_step import TrainingStep
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ForwardFunction",
     "TrainingStep",
     "analysis",
     "analyze_memory",
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "ForwardFunction": "relax_disc.forward_function",
     "TrainingStep": "relax_disc.training_step",
     "analyze_memory": "relax_disc.memory_analysis",
     "compile": "relax_disc.compiler",

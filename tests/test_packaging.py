@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tvm import relax
 
 import relax_disc
 from relax_disc import compatibility
@@ -96,3 +97,10 @@ def test_unknown_name_is_an_attribute_error():
 
 def test_every_public_name_is_listed_and_loads():
     assert set(relax_disc.__all__) <= set(dir(relax_disc))
+    for name in relax_disc.__all__:
+        assert getattr(relax_disc, name) is not None
+
+
+def test_the_import_registers_the_pipeline():
+    """`relax.build(mod, relax_pipeline="relax_disc")` finds it, whatever else was loaded."""
+    assert relax.get_pipeline("relax_disc").info.name == "relax_disc"
