@@ -1,0 +1,122 @@
+"""A budget changes when kernels run and never what they compute."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import relax_disc
+from relax_disc.errors import MemoryBudgetError
+from tests.frontend.models import Llama, dims, token_batch
+
+SHAPES = [(1, 1), (8, 48), (3, 17)]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A small Llama with its step, and the state from which every run starts."""
+    torch.manual_seed(0)
+    model = Llama(layers=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    b, s = dims()
+    step = relax_disc.compile(
+        model, optimizer, token_batch(3, 12), dynamic_shapes=({0: b, 1: s}, {0: b, 1: s})
+    )
+    step(*token_batch(2, 5))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    return model, optimizer, step, saved
+
+
+def run(trained, budget_of):
+    """Losses, parameters and states after one step at every shape from the saved state."""
+    model, optimizer, step, saved = trained
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    losses, recomputations = [], 0
+    for seed, (b, s) in enumerate(SHAPES):
+        step.memory_budget = budget_of(b, s)
+        plan = step.plan(b=b, s=s)
+        losses.append(step(*token_batch(b, s, seed)))
+        report = step.memory_report()
+        assert plan.fits
+        assert report.peak_bytes == report.planned_peak_bytes == plan.peak_bytes
+        if step.memory_budget is not None:
+            assert report.peak_bytes <= step.memory_budget
+        assert report.recomputations == len(plan.evicted)
+        recomputations += report.recomputations
+    step.memory_budget = None
+    tensors = [p.detach().clone() for p in model.parameters()]
+    for state in optimizer.state_dict()["state"].values():
+        tensors += [value.clone() for value in state.values()]
+    return losses, tensors, recomputations
+
+
+def least(step, **shape):
+    """The least budget that the planner finds for a shape."""
+    unlimited = step.memory_budget
+    step.memory_budget = step.plan(**shape).resident_bytes + 1
+    found = step.plan(**shape).least_bytes
+    step.memory_budget = unlimited
+    return found
+
+
+@pytest.mark.parametrize("fraction", [0.75, 0.5, 0.25, 0.0])
+def test_results_are_bit_identical_at_every_budget(trained, fraction):
+    step = trained[2]
+
+    def between(b, s):
+        low, high = least(step, b=b, s=s), step.plan(b=b, s=s).peak_bytes
+        return int(low + fraction * (high - low))
+
+    losses, tensors, none = run(trained, lambda b, s: None)
+    again, others, recomputations = run(trained, between)
+    assert none == 0
+    if fraction <= 0.5:
+        assert recomputations > 0
+    assert all(torch.equal(x, y) for x, y in zip(losses, again, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(tensors, others, strict=True))
+
+
+def test_more_memory_is_never_slower(trained):
+    step = trained[2]
+    low, high = least(step, b=8, s=48), step.plan(b=8, s=48).peak_bytes
+    ratios = []
+    for k in range(13):
+        step.memory_budget = low + (high - low) * k // 12
+        plan = step.plan(b=8, s=48)
+        assert plan.fits
+        ratios.append(plan.time_ratio)
+    step.memory_budget = None
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[0] > ratios[-1] == 1.0
+
+
+def test_an_earlier_budget_gives_the_earlier_plan(trained):
+    step = trained[2]
+    middle = (least(step, b=8, s=48) + step.plan(b=8, s=48).peak_bytes) // 2
+    step.memory_budget = middle
+    first = step.plan(b=8, s=48)
+    step.memory_budget = middle * 2
+    step.plan(b=8, s=48)
+    step.memory_budget = middle
+    assert step.plan(b=8, s=48) == first
+    step.memory_budget = None
+
+
+def test_what_cannot_fit_is_refused_with_a_way_out(trained):
+    model, _, step, _ = trained
+    step.memory_budget = least(step, b=2, s=20)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(MemoryBudgetError) as caught:
+        step(*token_batch(8, 48))
+    assert caught.value.lower_bound_bytes <= caught.value.least_bytes
+    assert all(torch.equal(x, y) for x, y in zip(before, model.parameters(), strict=True))
+    best = step.largest("s", b=2)
+    assert best >= 20
+    assert not step.plan(b=2, s=best + 1).fits
+    step(*token_batch(2, best))
+    step.memory_budget = caught.value.least_bytes
+    step(*token_batch(8, 48))
+    step.memory_budget = None
