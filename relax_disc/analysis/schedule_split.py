@@ -7,10 +7,10 @@ is a problem of the same kind: solve it, starting from list schedules in both di
 depth-first order, and join.  Where a side cannot be brought below the peak, the op that blocks it
 is forced to the other side of the cut, and the cut is made anew.
 
-On large irregular graphs one bad split high up spoils everything below.  So the whole is improved
-in windows first: a window of steps around the peak is a problem of the same kind too, and whatever
-order it gets, the steps outside are not affected.  Windows grow from 17 steps to the whole
-program; where none helps the whole is split.
+On large irregular graphs one bad split high up spoils everything below.  So where splitting ends
+the order is improved in windows: the steps around the peak are a problem of the same kind too, and
+whatever order they get, the steps outside are not affected.  Windows grow from 17 steps to the
+whole program; where none helps the whole is split again.
 
 Sizes are known at several points; the peak to be minimised is the greatest over the points.
 
@@ -39,6 +39,7 @@ _MAX_ROUNDS = 12  # splits of one part, one after the other
 _DEEP = 3  # depth from which a split is tried once only
 _TRIES = 8  # splits tried at one op above that
 _FIRST_REACH = 8  # steps of the first window on either side of the peak
+_FIRST_SHARE = 8  # part of the work that splitting alone may use at first
 _SPLIT_SHARE = 4  # part of the work left that one split of the whole may use
 # How hard a window is searched: part of the work left that it may use, and as at which depth.
 _EFFORTS = ((64, 3), (16, 2))
@@ -154,9 +155,18 @@ class _Search:
         self._measure(problem, state)
         self._seed(problem, starts, target, depth, state)
         if depth == 0:
+            with self._limit.grant(_FIRST_SHARE):
+                self._split_repeatedly(problem, target, depth, state)
             for share, window_depth in _EFFORTS:
                 self._polish(problem, target, share, window_depth, state)
-            return state
+        else:
+            self._split_repeatedly(problem, target, depth, state)
+        return state
+
+    def _split_repeatedly(
+        self, problem: ScheduleProblem, target: int, depth: int, state: _State
+    ) -> None:
+        """Split at the peak as long as it helps."""
         tried: set[tuple[int, int]] = set()
         rounds = 0
         while rounds < _MAX_ROUNDS and state.peak > target and depth <= _MAX_DEPTH:
@@ -166,7 +176,6 @@ class _Search:
             if not self._improve(problem, target, depth, state):
                 break
             rounds += 1
-        return state
 
     def _measure(self, problem: ScheduleProblem, state: _State) -> None:
         self._count_peak(problem)

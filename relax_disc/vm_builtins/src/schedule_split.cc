@@ -12,6 +12,7 @@ constexpr int kMaxRounds = 12;      // splits of one part, one after the other
 constexpr int kDeep = 3;            // depth from which a split is tried once only
 constexpr int kTries = 8;           // splits tried at one op above that
 constexpr int kFirstReach = 8;      // steps of the first window on either side of the peak
+constexpr int64_t kFirstShare = 8;  // part of the work that splitting alone may use at first
 constexpr int64_t kSplitShare = 4;  // part of the work left that one split of the whole may use
 
 // How hard a window is searched: part of the work left that it may use, and as at which depth.
@@ -38,13 +39,12 @@ class Search {
     Peak peak = Measure(problem, result.order);
     Seed(problem, starts, target, depth, &peak, &result.order);
     if (depth == 0) {
+      const int64_t saved = limit_->Grant(kFirstShare);
+      SplitRepeatedly(problem, target, depth, &peak, &result);
+      limit_->work_left += saved;
       for (const Effort& effort : kEfforts) Polish(problem, target, effort, &peak, &result);
     } else {
-      std::set<std::pair<int32_t, int32_t>> tried;
-      for (int round = 0; round < kMaxRounds && peak.bytes > target && depth <= kMaxDepth; ++round) {
-        if (!tried.insert({peak.op, peak.point}).second) break;
-        if (!Improve(problem, target, depth, &peak, &result)) break;
-      }
+      SplitRepeatedly(problem, target, depth, &peak, &result);
     }
     result.peak = peak.bytes;
     result.peak_op = peak.op;
@@ -83,6 +83,16 @@ class Search {
       if (consider(DepthFirstOrder(problem, point))) return;
     }
     if (depth == 0) consider(LevelOrder(problem));
+  }
+
+  // Split at the peak as long as it helps.
+  void SplitRepeatedly(const ScheduleProblem& problem, int64_t target, int depth, Peak* peak,
+                       Schedule* result) {
+    std::set<std::pair<int32_t, int32_t>> tried;
+    for (int round = 0; round < kMaxRounds && peak->bytes > target && depth <= kMaxDepth; ++round) {
+      if (!tried.insert({peak->op, peak->point}).second) break;
+      if (!Improve(problem, target, depth, peak, result)) break;
+    }
   }
 
   // Improve windows around the peak, and where none helps split the whole, as long as it helps.
