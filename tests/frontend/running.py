@@ -24,7 +24,9 @@ class Runner:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             module = plain_ops(captured.module)
-            self.executable = relax.build(module, "llvm")
+            # The code runs for milliseconds; LLVM need not optimise it for seconds.
+            target = tvm.target.Target({"kind": "llvm", "opt-level": 0})
+            self.executable = relax.build(module, target)
         self.vm = relax.VirtualMachine(self.executable, tvm.cpu())
 
     def __call__(self, model, optimizer, args=(), kwargs=None):
