@@ -16,7 +16,8 @@ import tvm
 from tvm import relax
 
 from relax_disc import pipeline
-from relax_disc.analysis.extract import NotPlannableError, function_dims
+from relax_disc.analysis.extract import function_dims
+from relax_disc.analysis.extract_table import NotPlannableError
 from relax_disc.analysis.extraction import extract
 from relax_disc.analysis.memory import MemoryReport, Shape, fits_budget, report_memory
 from relax_disc.analysis.symbolic_dim import SymbolicDim

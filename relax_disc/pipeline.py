@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import tvm
 from tvm import relax
-from tvm.ir.transform import Pass
 
 from relax_disc.transform.canonicalize_extents import CanonicalizeExtents
 from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead
@@ -21,6 +21,9 @@ from relax_disc.transform.schedule_kernels import ScheduleKernels
 from relax_disc.transform.schedule_ops import ScheduleOps
 from relax_disc.transform.simplify import Simplify
 from relax_disc.vm_builtins import runtime
+
+# TVM's decorators make passes of classes and functions, which a type checker cannot see.
+Pass = Any
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,9 @@ class Program:
             pair = emit(relax.call_dps_packed("test.split", args, [kind, kind]))
             return [emit(pair[0]), emit(pair[1])]
         if name == "total":
-            return [emit(relax.call_dps_packed("test.total", args, relax.TensorType([], "float32")))]
+            return [
+                emit(relax.call_dps_packed("test.total", args, relax.TensorType([], "float32")))
+            ]
         if name == "rows":
             return [emit(relax.call_dps_packed("test.rows", [relax.prim_value(n)], kind))]
         if name.startswith("scale"):
@@ -152,14 +154,27 @@ class Program:
         return [torch.randn(*shape, generator=generator) for shape in shapes]
 
 
-def draw_program(data, strategies, *, most=14):
+def draw_program(data, strategies, *, most=14, constants=True):
     """Draw a program with hypothesis: `data.draw` and the module of strategies."""
     program = Program(data.draw(strategies.integers(1, 2)), data.draw(strategies.integers(1, 3)))
     rows = list(range(program.inputs))
     flats, squares = [], list(range(program.inputs, program.inputs + program.weights))
     scalars = []
     count = program.inputs + program.weights
-    names = ["scale", "add", "matmul", "split", "flat", "unflat", "total", "rows", "constant", "step"]
+    names = [
+        "scale",
+        "add",
+        "matmul",
+        "split",
+        "flat",
+        "unflat",
+        "total",
+        "rows",
+        "constant",
+        "step",
+    ]
+    if not constants:
+        names.remove("constant")
     for _ in range(data.draw(strategies.integers(1, most))):
         name = data.draw(strategies.sampled_from(names))
         number = data.draw(strategies.sampled_from([0.5, -1.0, 1.25]))
@@ -196,7 +211,9 @@ def draw_program(data, strategies, *, most=14):
         program.steps.append(step)
         count += made
     everything = rows + flats + squares + scalars
-    program.outputs = data.draw(strategies.lists(strategies.sampled_from(everything), min_size=1, max_size=4))
+    program.outputs = data.draw(
+        strategies.lists(strategies.sampled_from(everything), min_size=1, max_size=4)
+    )
     weights = range(program.inputs, program.inputs + program.weights)
     for weight in weights:
         if data.draw(strategies.booleans()):
@@ -208,7 +225,10 @@ def draw_program(data, strategies, *, most=14):
 def compile_program(module):
     """Lower and load a module; return the virtual machine."""
     from relax_disc.pipeline import pipeline
+    from relax_disc.vm_builtins import runtime, runtime_twin
 
+    if not runtime.load():
+        runtime_twin.forget_sessions()
     executable = relax.build(module, tvm.target.Target("llvm"), relax_pipeline=pipeline())
     return relax.VirtualMachine(executable, tvm.cpu())
 

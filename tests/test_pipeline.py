@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tvm
 from tvm import relax
-from tvm.script import ir as I  # noqa: N812
-from tvm.script import relax as R  # noqa: N812
-from tvm.script import tirx as T  # noqa: N812
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
 
 from relax_disc.vm_builtins.session import Session
 
@@ -15,7 +15,7 @@ TARGET = tvm.target.Target("llvm")
 
 @I.ir_module
 class Mixed:
-    """Fused kernels, aliases of a parameter and of a result, tuples, scalars, integers, constants."""
+    """Fused kernels, aliases of parameters and results, tuples, scalars, integers, constants."""
 
     @R.function
     def main(
@@ -40,7 +40,6 @@ class Mixed:
     @R.function
     def second(x: R.Tensor(("m", "k"), "float32")):
         m = T.int64()
-        k = T.int64()
         with R.dataflow():
             y = R.add(x, x)
             z = R.sum(R.multiply(y, x), axis=1)
@@ -49,7 +48,9 @@ class Mixed:
         return out
 
     @R.function
-    def branch(flag: R.Tensor((), "bool"), x: R.Tensor(("n",), "float32")) -> R.Tensor(("n",), "float32"):
+    def branch(flag: R.Tensor((), "bool"), x: R.Tensor(("n",), "float32")) -> R.Tensor(
+        ("n",), "float32"
+    ):
         if flag:
             y = R.add(x, x)
         else:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from relax_disc.analysis.comparison import Order, compare
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
@@ -81,9 +82,7 @@ class _Search:
         producer, uses = self._made[tensor], self._uses[tensor]
         if producer is None or tensor in self._stays or len(uses) < 2:
             return None
-        gap, last, following = max(
-            (b - a, a, b) for a, b in zip(uses, uses[1:], strict=False)
-        )
+        gap, last, following = max((b - a, a, b) for a, b in pairwise(uses))
         if gap <= _LEAST_GAP:
             return None
         kernels = self._subgraph(tensor, producer, following)

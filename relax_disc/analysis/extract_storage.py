@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from tvm import relax
 
-from relax_disc.analysis.extract import FunctionTable, KernelCall, View
+from relax_disc.analysis.extract_table import FunctionTable, KernelCall, View
 from relax_disc.vm_builtins.plan_metadata import Storage
 
 MayOverwrite = Callable[[KernelCall, int, int], bool]
 """Whether a kernel may write an output (view position) over an input that it reads."""
 
-COPY = relax.ExternFunc("relax_disc.copy")
+_COPY_NAME: Any = "relax_disc.copy"
+COPY = relax.ExternFunc(_COPY_NAME)
 
 
 def place_results(
@@ -42,7 +44,11 @@ def place_results(
     only_copies : bool
         Copy every result that replaces a parameter at the end, which always has an order.
     """
-    given = {table.buffers[b].given: b for b in range(len(table.buffers)) if table.buffers[b].storage is Storage.GIVEN}
+    given = {
+        table.buffers[b].given: b
+        for b in range(len(table.buffers))
+        if table.buffers[b].storage is Storage.GIVEN
+    }
     results = table.flat_result()
     overwritten = {given[param] for param in pairs.values()}
     producers = {b: k for k, kernel in enumerate(table.kernels) for b in kernel.outputs}
@@ -55,11 +61,13 @@ def place_results(
         target = given[pairs[position]] if position in pairs else -1
         if target == buffer:
             continue
-        maker = producers.get(buffer)
-        movable = maker is not None and table.buffers[buffer].storage is Storage.ARENA
+        maker = producers.get(buffer, -1)
+        movable = maker >= 0 and table.buffers[buffer].storage is Storage.ARENA
         if target < 0:
             replacement[position] = _escape(table, leaf, overwritten, movable)
-        elif movable and not only_copies and _can_write(table, maker, buffer, target, may_overwrite):
+        elif (
+            movable and not only_copies and _can_write(table, maker, buffer, target, may_overwrite)
+        ):
             entry = table.buffers[buffer]
             entry.storage, entry.given = Storage.OVERWRITE, table.buffers[target].given
             kernel = table.kernels[maker]

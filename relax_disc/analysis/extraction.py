@@ -13,15 +13,14 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from relax_disc.analysis.extract import (
+from relax_disc.analysis.extract import inplace_pairs, read_function
+from relax_disc.analysis.extract_storage import execution_order, place_results
+from relax_disc.analysis.extract_table import (
     FunctionTable,
     KernelCall,
     NotPlannableError,
-    inplace_pairs,
     leaves,
-    read_function,
 )
-from relax_disc.analysis.extract_storage import execution_order, place_results
 from relax_disc.analysis.kernel_facts import KernelFacts
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.analysis.tensor_graph import Kernel, Size, TensorGraph
@@ -103,7 +102,9 @@ class Extraction:
                 )
             )
         stored = {
-            i for i, b in enumerate(table.buffers) if b.storage in (Storage.ESCAPING, Storage.OVERWRITE)
+            i
+            for i, b in enumerate(table.buffers)
+            if b.storage in (Storage.ESCAPING, Storage.OVERWRITE)
         }
         return TensorGraph(
             dims=tuple(table.dims.values()),
@@ -135,7 +136,9 @@ class Extraction:
             KernelEntry(
                 name=kernel.name,
                 source=kernel.source,
-                arguments=tuple(_argument(kind, value, program) for kind, value in kernel.arguments),
+                arguments=tuple(
+                    _argument(kind, value, program) for kind, value in kernel.arguments
+                ),
                 inputs=tuple(kernel.inputs),
                 outputs=tuple(kernel.outputs),
                 inplace=tuple(self._shared(kernel.inplace)),

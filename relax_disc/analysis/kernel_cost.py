@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from relax_disc.analysis.extract import FunctionTable, KernelCall, View
+from relax_disc.analysis.extract_table import FunctionTable, KernelCall, View
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 
 _Count = Callable[[list[View], list[int]], SymbolicExpr]
@@ -26,7 +26,8 @@ def library_flops(table: FunctionTable, kernel: KernelCall) -> SymbolicExpr:
     kernel : KernelCall
         With its arguments.
     """
-    count = _COUNTS.get(kernel.name.rpartition(".")[2]) if kernel.name.startswith("relax_disc.") else None
+    family, _, operation = kernel.name.rpartition(".")
+    count = _COUNTS.get(operation) if family.startswith("relax_disc.") else None
     if count is None:
         return SymbolicExpr()
     views = [table.views[value] for kind, value in kernel.arguments if kind == "view"]
@@ -68,16 +69,6 @@ def _attention(products: int, key: int) -> _Count:
 
 
 def _vocabulary_head(products: int) -> _Count:
-    """Count products of rows x width x classes, as if no row were ignored."""
-
-    def count(views: list[View], numbers: list[int]) -> SymbolicExpr:
-        del numbers
-        return 2 * products * _elements(views[0].shape) * views[1].shape[0]
-
-    return count
-
-
-def _vocabulary_head(products: int) -> _Count:
     """Count so many products of rows x classes x width; the rows are those of the input."""
 
     def count(views: list[View], numbers: list[int]) -> SymbolicExpr:
@@ -97,6 +88,4 @@ _COUNTS: dict[str, _Count] = {
     "attention_masked": _attention(2, key=1),
     "attention_backward": _attention(5, key=2),
     "attention_backward_masked": _attention(5, key=2),
-    "vocabulary_head": _vocabulary_head(3),
-    "vocabulary_head_frozen": _vocabulary_head(2),
 }

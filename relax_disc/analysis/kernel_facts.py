@@ -5,7 +5,7 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 
-from relax_disc.analysis.extract import FunctionTable, KernelCall
+from relax_disc.analysis.extract_table import FunctionTable, KernelCall
 from relax_disc.analysis.inplace import inplace_pairs
 from relax_disc.analysis.kernel_cost import library_flops
 
@@ -53,4 +53,3 @@ class KernelFacts:
                 pairs = frozenset(inplace_pairs(function))
             self._pairs[name] = pairs
         return self._pairs[name]
-

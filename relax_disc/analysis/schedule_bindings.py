@@ -20,14 +20,8 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from relax_disc.analysis.extract import (
-    dtype_bytes,
-    dtype_name,
-    function_dims,
-    inplace_pairs,
-    leaves,
-    source_line,
-)
+from relax_disc.analysis.extract import function_dims, inplace_pairs, source_line
+from relax_disc.analysis.extract_table import dtype_bytes, dtype_name, leaves
 from relax_disc.analysis.from_tirx import from_tirx
 from relax_disc.analysis.symbolic_expr import SymbolicDim, SymbolicExpr
 from relax_disc.analysis.tensor_graph import Kernel, Size, TensorGraph

@@ -30,7 +30,11 @@ class CanonicalizeExtents:
 
         def simplified(expr: Any, mutator: Any) -> Any:
             del mutator
-            return analyzer.simplify(expr) if str(expr.ty) == "int64" else expr
+            if str(expr.ty) != "int64":
+                return expr
+            # The same object where nothing changes: another one would make another buffer of it.
+            simpler = analyzer.simplify(expr)
+            return expr if tvm_ffi.structural_equal(simpler, expr) else simpler
 
         for variable, function in mod.functions_items():
             if isinstance(function, tirx.PrimFunc) and _has_sum(function):

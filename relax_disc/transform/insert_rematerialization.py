@@ -16,11 +16,14 @@ Limits: functions that `extract` can read; the others are left as they are.
 
 from __future__ import annotations
 
+from typing import Any
+
 import tvm
 from tvm import relax
 
 from relax_disc.analysis.candidates import find_candidates
-from relax_disc.analysis.extract import NotPlannableError, bindings_of, is_kernel_call
+from relax_disc.analysis.extract import bindings_of, is_kernel_call
+from relax_disc.analysis.extract_table import NotPlannableError
 from relax_disc.analysis.extraction import Extraction, extract
 from relax_disc.ops import evict, regenerate
 from relax_disc.transform.functions import copy_module, program_functions
@@ -115,13 +118,11 @@ class _Marker:
         bindings.append(relax.VarBinding(variable, value))
         return variable
 
-    def _rename(
-        self, binding: relax.Binding, renamed: dict[relax.Var, relax.Var]
-    ) -> relax.Binding:
+    def _rename(self, binding: relax.Binding, renamed: dict[relax.Var, relax.Var]) -> relax.Binding:
         call = binding.value
         if not renamed or not is_kernel_call(call):
             return binding
-        operands = [
+        operands: list[Any] = [
             renamed.get(operand, operand) if isinstance(operand, relax.Var) else operand
             for operand in call.args[1].fields
         ]

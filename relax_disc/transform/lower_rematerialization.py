@@ -1,18 +1,21 @@
 """Turn the marks of `InsertRematerialization` into a list of kernels that a plan may run again.
 
 The calls of `relax_disc.evict` and `relax_disc.regenerate` go; the function attribute
-``relax_disc.recomputable`` lists, in program order, the kernels that compute a marked tensor and all
-that those depend on, as far as running them twice gives the same.  `PlanArena` calls
+``relax_disc.recomputable`` lists, in program order, the kernels that compute a marked tensor and
+all that those depend on, as far as running them twice gives the same.  `PlanArena` calls
 `relax_disc.regenerate_before` in front of the kernels that read what such kernels make, and the
 plan of each shape says what is run there.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import tvm
 from tvm import relax
 
-from relax_disc.analysis.extract import NotPlannableError, bindings_of, read_function
+from relax_disc.analysis.extract import bindings_of, read_function
+from relax_disc.analysis.extract_table import NotPlannableError
 from relax_disc.transform.functions import copy_module, program_functions
 
 MARKS = ("relax_disc.evict", "relax_disc.regenerate")
@@ -60,9 +63,7 @@ def _bindings(function: relax.Function) -> list[relax.Binding]:
 
 def _is_mark(value: relax.Expr) -> bool:
     return (
-        isinstance(value, relax.Call)
-        and isinstance(value.op, tvm.ir.Op)
-        and value.op.name in MARKS
+        isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) and value.op.name in MARKS
     )
 
 
@@ -78,11 +79,12 @@ class _MarkRemover(relax.PyExprMutator):
         super().__init__()
         self._function = function
 
-    def run(self) -> relax.Function:
+    def run(self) -> Any:
         return self.visit_expr(self._function)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         if _is_mark(binding.value):
-            self.set_var_remap(binding.var, self.visit_expr(binding.value.args[0]))
+            kept: Any = self.visit_expr(binding.value.args[0])
+            self.set_var_remap(binding.var, kept)
         else:
             super().visit_var_binding_(binding)

@@ -27,7 +27,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from relax_disc.analysis.extract import NotPlannableError
+from relax_disc.analysis.extract_table import NotPlannableError
 from relax_disc.analysis.extraction import Extraction, extract
 from relax_disc.analysis.from_tirx import to_tirx
 from relax_disc.transform.functions import copy_module, program_functions
@@ -36,6 +36,10 @@ _logger = logging.getLogger(__name__)
 
 _ANY = relax.AnyType()
 _NOTHING = relax.TupleType([])
+
+
+def _extern(name: Any) -> Any:
+    return relax.ExternFunc(name)
 
 
 def session_name(function: str) -> str:
@@ -99,7 +103,7 @@ class _Lowering:
         arguments = relax.Tuple([text])
         call = relax.Call(
             tvm.ir.Op.get("relax.call_builtin_with_ctx"),
-            [relax.ExternFunc("relax_disc.open"), arguments],
+            [_extern("relax_disc.open"), arguments],
             ty_args=[_ANY],
         )
         binding = relax.VarBinding(opened, self._builder.normalize(call))
@@ -159,7 +163,7 @@ class _Lowering:
         return relax.TensorType([to_tirx(extent, names) for extent in entry.shape], entry.dtype)
 
     def _call(self, name: str, function: str, args: list[Any], kind: Any) -> relax.Var:
-        return self._bind(name, relax.Call(relax.ExternFunc(function), args, ty_args=[kind]), kind)
+        return self._bind(name, relax.Call(_extern(function), args, ty_args=[kind]), kind)
 
     def _bind(self, name: str, value: relax.Expr, kind: Any) -> relax.Var:
         variable = relax.Var(name, kind)

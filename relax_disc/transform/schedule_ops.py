@@ -20,7 +20,8 @@ from dataclasses import replace
 import tvm
 from tvm import relax
 
-from relax_disc.analysis.extract import NotPlannableError, is_kernel_call
+from relax_disc.analysis.extract import is_kernel_call
+from relax_disc.analysis.extract_table import NotPlannableError
 from relax_disc.analysis.extraction import Extraction, extract
 from relax_disc.analysis.schedule import Schedule, Strategy, schedule_ops
 from relax_disc.analysis.schedule_bindings import BindingGraph, is_movable

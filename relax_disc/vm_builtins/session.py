@@ -214,7 +214,7 @@ class Session:
         budget_bytes : int, optional
             None is no limit.
         """
-        shape = tvm_ffi.Shape([int(dim) for dim in dims])
+        shape = tvm_ffi.Shape(tuple(int(dim) for dim in dims))
         facts = dict(self._ask("plan", shape, -1 if budget_bytes is None else budget_bytes))
         facts.pop("values")
         sequence = tuple(facts.pop("sequence"))

@@ -3,9 +3,9 @@
 import pytest
 import tvm
 from tvm import relax
-from tvm.script import ir as I  # noqa: N812
-from tvm.script import relax as R  # noqa: N812
-from tvm.script import tirx as T  # noqa: N812
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
 
 from relax_disc.transform.plan_arena import PlanArena
 from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Storage, run_program
@@ -111,7 +111,9 @@ def test_a_cast_that_names_a_known_dim():
         def main(x: R.Tensor(("n", 8), "float32")):
             n = T.int64()
             m = T.int64()
-            y = R.call_dps_packed("test.scale", (x, T.float64(2)), out_ty=R.Tensor((n, 8), "float32"))
+            y = R.call_dps_packed(
+                "test.scale", (x, T.float64(2)), out_ty=R.Tensor((n, 8), "float32")
+            )
             z = R.match_cast(y, R.Tensor((m, 8), "float32"))
             out = R.call_dps_packed("test.add", (z, y), out_ty=R.Tensor((m, 8), "float32"))
             return out

@@ -285,7 +285,9 @@ def test_dry_run_counts_terabytes_without_touching_them():
     reserve = tvm_ffi.get_global_func("relax_disc.reserve")
     n = 2**33
     with session.dry_run():
-        machine["main"](reserve(tvm_ffi.Shape([n, 8]), "float32"), reserve(tvm_ffi.Shape([8, 8]), "float32"))
+        machine["main"](
+            reserve(tvm_ffi.Shape([n, 8]), "float32"), reserve(tvm_ffi.Shape([8, 8]), "float32")
+        )
     report = session.report()
     assert report.peak_bytes == report.planned_peak_bytes > 10**12
     run_and_compare(CHAIN, machine)
