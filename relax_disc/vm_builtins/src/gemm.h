@@ -32,10 +32,14 @@ struct Product {
   int64_t c_pitch;
 };
 
-/*! \brief Tile rows packed at once per thread: 20 tiles of AVX-512, 300 KiB, a third of L2. */
+/*! \brief Tile rows packed at once per thread: 20 tiles of AVX-512, 450 KiB, half of L2. */
 constexpr int64_t kBlockTiles = 20;
-/*! \brief Bytes of a row of the shared block of B: 2 MiB in all, which L3 holds. */
-constexpr int64_t kBlockRowBytes = 8192;
+/*! \brief Bytes of a row of a shared block of B: 1.5 MiB in all, which L3 holds. */
+constexpr int64_t kBlockRowBytes = 4096;
+/*! \brief Room of two such blocks, which may hold fewer columns over the whole depth instead... */
+constexpr int64_t kWholeBytes = 2 * kDepth * kBlockRowBytes;
+/*! \brief ...if they are at least so wide: each packing of A serves so many columns. */
+constexpr int64_t kWholeRowBytes = 2048;
 
 /*! \brief Barrier of the threads of one parallel region. */
 class Barrier {
@@ -75,47 +79,73 @@ class GemmTeam {
   GemmTeam(const Product<T>& product, int rows, int columns, Scratch* scratch)
       : p_(product), rows_(rows), columns_(columns), barrier_(rows * columns) {
     by_rows_ = product.a.column == 1 || product.a.row != 1;
-    block_rows_ = std::min<int64_t>((product.m + rows - 1) / rows, kBlockTiles * kTileRows);
-    int64_t tiles = (block_rows_ + kTileRows - 1) / kTileRows;
-    depth_steps_ = (product.k + kDepth - 1) / kDepth;
-    depth_ = (product.k + depth_steps_ - 1) / depth_steps_;
+    int64_t share = (product.m + rows - 1) / rows;
+    row_blocks_ = (share + kBlockTiles * kTileRows - 1) / (kBlockTiles * kTileRows);
+    int64_t tiles = ((share + row_blocks_ - 1) / row_blocks_ + kTileRows - 1) / kTileRows;
+    int64_t depth_steps = (product.k + kDepth - 1) / kDepth;
+    depth_ = (product.k + depth_steps - 1) / depth_steps;
     panel_ = by_rows_ ? kTileRows * kPitch<T> : kTileRows * depth_ + kTileCopy<T>;
     a_size_ = (tiles * panel_ + 15) / 16 * 16;
-    block_columns_ = std::min<int64_t>(RoundUp(product.n), kBlockRowBytes / sizeof(T));
-    b_size_ = block_columns_ * depth_;
-    bool single = product.n <= block_columns_ && depth_steps_ == 1;
-    T* memory = scratch->Get<T>((single ? 1 : 2) * b_size_ + rows * columns * a_size_);
+    const int64_t element = sizeof(T);
+    int64_t whole = kWholeBytes / element / product.k / kTileColumns<T> * kTileColumns<T>;
+    is_whole_ = whole * element >= kWholeRowBytes || whole >= product.n;
+    block_columns_ = std::min(RoundUp(product.n), is_whole_ ? whole : kBlockRowBytes / element);
+    int64_t b_size = block_columns_ * (is_whole_ ? product.k : depth_);
+    T* memory = scratch->Get<T>((is_whole_ ? 1 : 2) * b_size + rows * columns * a_size_);
     b_[0] = memory;
-    b_[1] = single ? memory : memory + b_size_;
-    a_ = memory + (single ? 1 : 2) * b_size_;
+    b_[1] = memory + b_size;
+    a_ = memory + (is_whole_ ? 1 : 2) * b_size;
   }
 
   /*! \brief The share of one thread; all threads of the team must call it. */
   void Run(int thread) {
-    auto [first_row, last_row] = Share(p_.m, 1, rows_, thread / columns_);
-    int which = 0;
+    if (is_whole_) {
+      RunWhole(thread);
+    } else {
+      RunDeep(thread);
+    }
+  }
+
+ private:
+  /*! \brief Whole columns of B at a time: a block of C stays in cache over the depth. */
+  void RunWhole(int thread) {
     for (int64_t j = 0; j < p_.n; j += block_columns_) {
       int64_t width = std::min(block_columns_, p_.n - j);
-      auto [left, right] = Share(width, kTileColumns<T>, columns_, thread % columns_);
-      for (int64_t k = 0; k < p_.k; k += depth_, which ^= 1) {
-        int64_t depth = std::min(depth_, p_.k - k);
-        PackBlock(thread, j, width, k, depth, b_[which]);
-        barrier_.Wait();
-        for (int64_t i = first_row; i < last_row; i += block_rows_) {
-          int64_t height = std::min(block_rows_, last_row - i);
-          Rows(i, height, j, left, right, k, depth, a_ + thread * a_size_, b_[which]);
+      if (j > 0) barrier_.Wait();  // until nobody reads the block before
+      for (int64_t k = 0; k < p_.k; k += depth_) {
+        PackBlock(thread, j, width, k, b_[0] + k * block_columns_);
+      }
+      barrier_.Wait();
+      for (int64_t block = 0; block < row_blocks_; ++block) {
+        for (int64_t k = 0; k < p_.k; k += depth_) {
+          Rows(thread, block, j, width, k, b_[0] + k * block_columns_);
         }
       }
     }
   }
 
- private:
+  /*! \brief One depth block of B at a time; two take turns, so that one barrier each is enough. */
+  void RunDeep(int thread) {
+    int which = 0;
+    for (int64_t j = 0; j < p_.n; j += block_columns_) {
+      int64_t width = std::min(block_columns_, p_.n - j);
+      for (int64_t k = 0; k < p_.k; k += depth_, which ^= 1) {
+        PackBlock(thread, j, width, k, b_[which]);
+        barrier_.Wait();
+        for (int64_t block = 0; block < row_blocks_; ++block) {
+          Rows(thread, block, j, width, k, b_[which]);
+        }
+      }
+    }
+  }
+
   static int64_t RoundUp(int64_t n) {
     return (n + kTileColumns<T> - 1) / kTileColumns<T> * kTileColumns<T>;
   }
 
   /*! \brief Pack this thread's panels of a block of B. */
-  void PackBlock(int thread, int64_t j, int64_t width, int64_t k, int64_t depth, T* block) {
+  void PackBlock(int thread, int64_t j, int64_t width, int64_t k, T* block) {
+    int64_t depth = std::min(depth_, p_.k - k);
     auto [left, right] = Share(width, kTileColumns<T>, rows_ * columns_, thread);
     for (int64_t x = left; x < right; x += kTileColumns<T>) {
       PackB(p_.b.At(k, j + x), depth, std::min<int64_t>(kTileColumns<T>, width - x),
@@ -123,10 +153,14 @@ class GemmTeam {
     }
   }
 
-  /*! \brief C[i : i + height, j + left : j + right] for one depth block. */
-  void Rows(int64_t i, int64_t height, int64_t j, int64_t left, int64_t right, int64_t k,
-            int64_t depth, T* panels, const T* block) {
+  /*! \brief This thread's columns of a block of its rows of C, for one depth block. */
+  void Rows(int thread, int64_t row_block, int64_t j, int64_t width, int64_t k, const T* block) {
+    auto [left, right] = Share(width, kTileColumns<T>, columns_, thread % columns_);
+    auto [first, last] = Share(p_.m, 1, rows_, thread / columns_);
+    auto [begin, end] = Share(last - first, 1, row_blocks_, row_block);
+    int64_t i = first + begin, height = end - begin, depth = std::min(depth_, p_.k - k);
     int64_t tiles = (height + kTileRows - 1) / kTileRows;
+    T* panels = a_ + thread * a_size_;
     PackA(p_.a.At(i, k), height, depth, tiles, by_rows_, panels, panel_);
     for (int64_t x = left; x < right; x += kTileColumns<T>) {
       int64_t columns = std::min<int64_t>(kTileColumns<T>, right - x);
@@ -184,8 +218,8 @@ class GemmTeam {
   Product<T> p_;
   int rows_, columns_;
   Barrier barrier_;
-  bool by_rows_;
-  int64_t block_rows_, block_columns_, depth_steps_, depth_, panel_, a_size_, b_size_;
+  bool by_rows_, is_whole_;
+  int64_t row_blocks_, block_columns_, depth_, panel_, a_size_;
   T* b_[2];
   T* a_;
 };
