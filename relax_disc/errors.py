@@ -53,6 +53,10 @@ class StepTornError(RelaxDiscError, RuntimeError):
     """A step failed after it had begun to write parameters; load a saved state to go on."""
 
 
+class NonFiniteLossError(RelaxDiscError, FloatingPointError):
+    """The loss is NaN or infinite; raised, where asked for, before a parameter is written."""
+
+
 class GraphError(RelaxDiscError, ValueError):
     """A tensor graph or its symbolic constraints are malformed or contradict each other."""
 

@@ -35,6 +35,12 @@ class TrainingStep(CompiledFunction):
         Its parameters and buffers are updated in place.
     optimizer : torch.optim.Optimizer
         Its state is updated in place; state that is missing is created as PyTorch would.
+
+    Attributes
+    ----------
+    check_finite : bool
+        Raise `NonFiniteLossError` before the first parameter is written when the loss is NaN or
+        infinite.  False by default; may be changed between calls.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class TrainingStep(CompiledFunction):
             length = int(spec.shape[0])
             self._vectors.append(bind_vector(self._binding, group.hyper_input, length, spec.dtype))
         self._optimizer = optimizer
+        self.check_finite = False
         self._torn_versions: list[tuple[torch.Tensor, int]] | None = None
         self._norm: torch.Tensor | None = None
 
@@ -79,6 +86,8 @@ class TrainingStep(CompiledFunction):
             The batch, the model or the optimizer does not fit the compiled step.
         MemoryBudgetError
             The shape cannot run inside the budget; nothing has run.
+        NonFiniteLossError
+            With `check_finite`, the loss is NaN or infinite; no parameter has been written.
         StepTornError
             A kernel failed after parameters had been written, now or at an earlier call.
         """
@@ -99,7 +108,7 @@ class TrainingStep(CompiledFunction):
         self._refuse_torn()
         self._check_mode()
         tensors, values = self._schema.bind(batch, named)
-        fill(self._vectors, self._counters)
+        fill(self._vectors, self._counters, check=self.check_finite)
         self._binding.refresh()
         try:
             flat = self._call(tensors, values)

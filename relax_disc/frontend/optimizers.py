@@ -8,13 +8,14 @@ Layout of the vector
 --------------------
 Adam and AdamW, `ADAM_HYPER`:
     ``sign, decay, coupled, one_minus_beta1, beta2, one_minus_beta2, step_size, root_correction,
-    eps`` with ``decay = 1 - lr * weight_decay`` for AdamW (else 1), ``coupled = weight_decay`` for
-    Adam (else 0), ``step_size = lr / (1 - beta1**t)``, ``root_correction = sqrt(1 - beta2**t)``.
+    eps, check`` with ``decay = 1 - lr * weight_decay`` for AdamW (else 1), ``coupled =
+    weight_decay`` for Adam (else 0), ``step_size = lr / (1 - beta1**t)``, ``root_correction = sqrt(1 - beta2**t)``.
 SGD, `SGD_HYPER`:
-    ``sign, lr, weight_decay, momentum, one_minus_dampening, nesterov, first`` where ``first`` is 1
-    at the step that makes the momentum buffer (which PyTorch sets to the gradient itself).
+    ``sign, lr, weight_decay, momentum, one_minus_dampening, nesterov, first, check`` where
+    ``first`` is 1 at the step that makes the momentum buffer (which PyTorch sets to the gradient itself).
 
-``sign`` is -1 for ``maximize``, else 1; flags are 0 or 1.
+``sign`` is -1 for ``maximize``, else 1; flags are 0 or 1.  With ``check`` a loss that is not finite
+stops the step before the first update (:mod:`relax_disc.vm_builtins.guard`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ ADAM_HYPER = (
     "step_size",
     "root_correction",
     "eps",
+    "check",
 )
 SGD_HYPER = (
     "sign",
@@ -49,6 +51,7 @@ SGD_HYPER = (
     "one_minus_dampening",
     "nesterov",
     "first",
+    "check",
 )
 
 # Flags that change what is computed, or where, in a way that the kernels do not follow.
@@ -99,7 +102,12 @@ def hyper_names(rule: Rule) -> tuple[str, ...]:
 
 
 def hyper_values(
-    optimizer: Optimizer, group: Mapping[str, Any], step: int, *, first: bool = False
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    step: int,
+    *,
+    first: bool = False,
+    check: bool = False,
 ) -> list[float]:
     """Compute the vector of hyper-parameters of a group for one step.
 
@@ -114,6 +122,8 @@ def hyper_values(
         not look at it.
     first : bool
         SGD with momentum: the buffers of these parameters do not exist yet.
+    check : bool
+        Stop before the first update when the loss is not finite.
 
     Returns
     -------
@@ -132,6 +142,7 @@ def hyper_values(
             1.0 - _number(group["dampening"]),
             float(bool(group["nesterov"])),
             float(first),
+            float(check),
         ]
     beta1, beta2 = (_number(beta) for beta in group["betas"])
     decoupled = isinstance(optimizer, AdamW) or bool(group.get("decoupled_weight_decay"))
@@ -145,6 +156,7 @@ def hyper_values(
         lr / (1.0 - beta1**step),
         math.sqrt(1.0 - beta2**step),
         _number(group["eps"]),
+        float(check),
     ]
 
 

@@ -25,6 +25,7 @@ from relax_disc.frontend.source_lines import SourceLine
 from relax_disc.frontend.spec import InputSpec, OutputSpec, UpdateGroup
 from relax_disc.frontend.trace import Traced
 from relax_disc.frontend.update_kernels import hyper_dtype, update_kernel
+from relax_disc.vm_builtins.guard import GUARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +165,12 @@ def emit_updates(
         values += grads
         return
     states: list[tuple[OutputSpec, Any]] = []
+    hyper = {
+        group.hyper_input: _guard(emitter, updates, group, values[0]) for group in updates.groups
+    }
     for item in updates.items:
-        results = _emit_update(emitter, updates, item, grads[item.gradient], coefficient)
+        grad = grads[item.gradient]
+        results = _emit_update(emitter, updates, item, grad, hyper[item.hyper], coefficient)
         outputs.append(OutputSpec(item.target, "parameter", item.parameter))
         values.append(results[0])
         for state, result in zip(item.states, results[1:], strict=True):
@@ -179,8 +184,15 @@ def _extra_end(outputs: Sequence[OutputSpec]) -> int:
     return sum(1 for output in outputs if output.kind in kinds)
 
 
+def _guard(emitter: Emitter, updates: Updates, group: UpdateGroup, loss: Any) -> relax.Var:
+    """Let the updates of a group wait for the check of the loss: they read what it passes on."""
+    hyper = updates.variables[group.hyper_input]
+    emitter.locate(f"{hyper.name}_checked", SourceLine("", 0))
+    return emitter.emit(relax.call_dps_packed(GUARD, [hyper, loss], hyper.ty))
+
+
 def _emit_update(
-    emitter: Emitter, updates: Updates, item: Update, grad: Any, coefficient: Any
+    emitter: Emitter, updates: Updates, item: Update, grad: Any, hyper: relax.Var, coefficient: Any
 ) -> list[relax.Var]:
     name = variable_name(item.target)
     emitter.locate(f"{name}_update", SourceLine("", 0))
@@ -188,7 +200,7 @@ def _emit_update(
     shape = tuple(int(n) for n in emitter.shape(parameter))
     dtype = emitter.dtype(parameter)
     args = [parameter, grad, *(updates.variables[k] for k in item.states)]
-    args.append(updates.variables[item.hyper])
+    args.append(hyper)
     if coefficient is not None:
         args.append(emitter.cast(coefficient, hyper_dtype(dtype)))
     kernel = update_kernel(item.rule, shape, dtype, coefficient is not None)

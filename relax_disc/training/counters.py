@@ -42,8 +42,13 @@ class StepCounters:
         self._step, self._first = 0, False
         self._read()
 
-    def values(self) -> list[float]:
+    def values(self, check: bool) -> list[float]:
         """Return the hyper-parameter vector of the coming step.
+
+        Parameters
+        ----------
+        check : bool
+            Stop before the first update when the loss is not finite.
 
         Raises
         ------
@@ -52,7 +57,9 @@ class StepCounters:
         """
         self._read()
         settings = self._optimizer.param_groups[self._group.param_group]
-        return hyper_values(self._optimizer, settings, self._step + 1, first=self._first)
+        return hyper_values(
+            self._optimizer, settings, self._step + 1, first=self._first, check=check
+        )
 
     def advance(self) -> None:
         """Count a finished step."""
@@ -94,7 +101,7 @@ class StepCounters:
         self._tensors, self._versions = found, [tensor._version for tensor in found]
 
 
-def fill(vectors: Sequence[torch.Tensor], counters: Sequence[StepCounters]) -> None:
+def fill(vectors: Sequence[torch.Tensor], counters: Sequence[StepCounters], *, check: bool) -> None:
     """Write every group's hyper-parameters into the vectors that the kernels read."""
     for vector, counter in zip(vectors, counters, strict=True):
-        vector.copy_(torch.tensor(counter.values(), dtype=torch.float64))
+        vector.copy_(torch.tensor(counter.values(check), dtype=torch.float64))

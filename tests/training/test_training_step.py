@@ -16,6 +16,7 @@ import relax_disc
 from relax_disc.errors import (
     InputMismatchError,
     MemoryBudgetError,
+    NonFiniteLossError,
     ShapeRangeError,
     StepTornError,
 )
@@ -334,3 +335,19 @@ def test_forward_function_runs_at_every_shape():
     for rows in (1, 32, 7):
         x = torch.randn(rows, 6)
         torch.testing.assert_close(forward(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "groups"])
+def test_refuses_a_loss_that_is_not_finite_when_asked(kind):
+    model, optimizer = make(OPTIMIZERS[kind])
+    step = relax_disc.compile(model, optimizer, batch(4), dynamic_shapes=SHAPES)
+    step(*batch(3))
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = batch(5)
+    step.check_finite = True
+    with pytest.raises(NonFiniteLossError, match="nan"):
+        step(x, y * float("nan"))
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+    assert torch.isfinite(step(x, y))
+    step.check_finite = False
+    assert torch.isnan(step(x, y * float("nan")))
