@@ -40,6 +40,8 @@ from relax_disc.analysis.symbolic_dim import SymbolicDim
 COMMON_DEGREE = 3  # tried before the degrees of the single dims are counted
 LARGEST_TENSOR = 2048
 FIRST_LIMIT = 400  # boxes to try before all points of a small box are evaluated
+FAR_STEPS = 4096  # how far to look on a side without limit, at first
+MANY_TERMS = 32  # from here on all corners together cost less than one by one
 LARGEST_BITS = 900  # of a term; floats end at 1024
 
 
@@ -68,7 +70,7 @@ def polynomial_signs(
         signs.possible = signs.found
         return signs
     sides = [_side(symbols[name]) for name in names]
-    if _one_sign(terms, sides, signs):
+    if _one_sign(terms, sides, signs) or _opposite_corners(terms, sides, signs):
         return signs
     if () not in terms:
         terms, names, sides = _without_common_factor(terms, names, sides)
@@ -120,6 +122,25 @@ def _one_sign(terms: Mapping[Monomial, int], sides: list[Side], signs: Signs) ->
         signs.add(sign_of(value_at(terms, highest)), highest)
     signs.possible = signs.found
     return True
+
+
+def _opposite_corners(terms: Mapping[Monomial, int], sides: list[Side], signs: Signs) -> bool:
+    """Look for both signs where all dims are large, none is, and one is: most pairs end here."""
+    if len(terms) > MANY_TERMS:
+        return False
+    lowest = {side.name: side.lower for side in sides}
+    highest = {
+        side.name: side.lower + FAR_STEPS * side.step if side.upper is None else side.upper
+        for side in sides
+    }
+    signs.add(sign_of(value_at(terms, lowest)), lowest)
+    signs.add(sign_of(value_at(terms, highest)), highest)
+    for side in sides:
+        if signs.found & BOTH == BOTH:
+            return True
+        point = {**lowest, side.name: highest[side.name]}
+        signs.add(sign_of(value_at(terms, point)), point)
+    return signs.found & BOTH == BOTH
 
 
 def _without_common_factor(
