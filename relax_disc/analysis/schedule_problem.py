@@ -207,6 +207,28 @@ def part_of(problem: ScheduleProblem, ops: Sequence[int], done: Sequence[bool]) 
     )
 
 
+def live_during(problem: ScheduleProblem, order: Sequence[int], point: int) -> list[int]:
+    """Return the live bytes during each step of an order at a point."""
+    count = problem.ops
+    size, extra = problem.size[point], problem.extra[point]
+    position = [0] * count
+    for step, op in enumerate(order):
+        position[op] = step
+    change = [0] * (count + 2)
+    last = []
+    for buffer, users in enumerate(problem.users):
+        steps = [position[op] for op in users]
+        last.append(count if problem.stays[buffer] else max(steps))
+        change[0 if problem.ready[buffer] else min(steps)] += size[buffer]
+        change[last[-1] + 1] -= size[buffer]
+    now, live = problem.base[point], []
+    for step, op in enumerate(order):
+        now += change[step]
+        dead = [pair for pair in problem.pair[op] if last[pair[0]] == step]
+        live.append(now + extra[op] - (overlaid_bytes(size, dead) if dead else 0))
+    return live
+
+
 def peak_of(
     problem: ScheduleProblem, order: Sequence[int], skip: range = range(0)
 ) -> tuple[int, int, int]:
@@ -214,32 +236,11 @@ def peak_of(
 
     The first point and the first step of several with the same bytes; steps in `skip` do not count.
     """
-    count = problem.ops
-    position = [0] * count
-    for step, op in enumerate(order):
-        position[op] = step
-    first, last = [], []
-    for buffer, users in enumerate(problem.users):
-        steps = [position[op] for op in users]
-        first.append(0 if problem.ready[buffer] else min(steps))
-        last.append(count if problem.stays[buffer] else max(steps))
     best = (-1, -1, 0)
-    for point, (size, extra) in enumerate(zip(problem.size, problem.extra, strict=True)):
-        change = [0] * (count + 2)
-        for bytes_, start, end in zip(size, first, last, strict=True):
-            change[start] += bytes_
-            change[end + 1] -= bytes_
-        live = problem.base[point]
-        for step, op in enumerate(order):
-            live += change[step]
-            if step in skip:
-                continue
-            during = live + extra[op]
-            if problem.pair[op]:
-                dead = [pair for pair in problem.pair[op] if last[pair[0]] == step]
-                during -= overlaid_bytes(size, dead)
-            if during > best[0]:
-                best = (during, op, point)
+    for point in range(problem.points):
+        for step, live in enumerate(live_during(problem, order, point)):
+            if live > best[0] and step not in skip:
+                best = (live, order[step], point)
     return best
 
 

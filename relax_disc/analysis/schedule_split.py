@@ -31,7 +31,12 @@ from dataclasses import dataclass, field
 
 from relax_disc.analysis.min_cut import Cut, Side, least_cut
 from relax_disc.analysis.schedule_native import native_split, split_natively
-from relax_disc.analysis.schedule_problem import ScheduleProblem, part_of, peak_of
+from relax_disc.analysis.schedule_problem import (
+    ScheduleProblem,
+    live_during,
+    part_of,
+    peak_of,
+)
 from relax_disc.analysis.schedule_rules import depth_first_order, level_order, list_order
 
 _MAX_DEPTH = 12  # of nested splits
@@ -40,6 +45,7 @@ _DEEP = 3  # depth from which a split is tried once only
 _TRIES = 8  # splits tried at one op above that
 _FIRST_REACH = 8  # steps of the first window on either side of the peak
 _FIRST_SHARE = 8  # part of the work that splitting alone may use at first
+_BOUND_SHARE = 8  # part of the work left that raising the bound may use
 _SPLIT_SHARE = 4  # part of the work left that one split of the whole may use
 # How hard a window is searched: part of the work left that it may use, and as at which depth.
 _EFFORTS = ((64, 3), (16, 2))
@@ -157,8 +163,10 @@ class _Search:
         if depth == 0:
             with self._limit.grant(_FIRST_SHARE):
                 self._split_repeatedly(problem, target, depth, state)
+            self._raise_bound(problem, target, state)
             for share, window_depth in _EFFORTS:
                 self._polish(problem, target, share, window_depth, state)
+            self._raise_bound(problem, target, state)
         else:
             self._split_repeatedly(problem, target, depth, state)
         return state
@@ -222,6 +230,20 @@ class _Search:
                     return
         if depth == 0:
             self._consider(problem, level_order(problem), state)
+
+    def _raise_bound(self, problem: ScheduleProblem, target: int, state: _State) -> None:
+        """Cut at the ops with the most live bytes: no op's cut is above what is live during it."""
+        with self._limit.grant(_BOUND_SHARE):
+            for point in range(problem.points):
+                live = live_during(problem, state.order, point)
+                for step in sorted(range(problem.ops), key=lambda k: -live[k]):
+                    settled = state.peak <= max(target, state.bound)
+                    if settled or live[step] <= state.bound or self._limit.exhausted():
+                        break
+                    cut = self._cut_in_place(
+                        problem, point, state.order[step], late=False, force=[]
+                    )
+                    state.bound = max(state.bound, cut.bytes if cut else 0)
 
     def _polish(
         self, problem: ScheduleProblem, target: int, share: int, window_depth: int, state: _State

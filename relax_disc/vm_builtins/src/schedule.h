@@ -56,6 +56,9 @@ struct Peak {
 // The part of a problem that runs `ops` (a legal order) after all ops with done[op].
 ScheduleProblem PartOf(const ScheduleProblem& problem, const std::vector<int32_t>& ops,
                        const std::vector<char>& done);
+// Live bytes during each step of an order at a point.
+std::vector<int64_t> LiveDuring(const ScheduleProblem& problem, const std::vector<int32_t>& order,
+                                int32_t point);
 // Steps from skip_from until before skip_to are not looked at.
 Peak PeakOf(const ScheduleProblem& problem, const std::vector<int32_t>& order,
             int32_t skip_from = 0, int32_t skip_to = 0);

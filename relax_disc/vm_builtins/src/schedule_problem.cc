@@ -82,50 +82,54 @@ ScheduleProblem PartOf(const ScheduleProblem& whole, const std::vector<int32_t>&
   return part;
 }
 
-Peak PeakOf(const ScheduleProblem& problem, const std::vector<int32_t>& order, int32_t skip_from,
-            int32_t skip_to) {
+std::vector<int64_t> LiveDuring(const ScheduleProblem& problem, const std::vector<int32_t>& order,
+                                int32_t point) {
   const int32_t n = problem.ops;
-  std::vector<int32_t> position(n), first(problem.buffers), last(problem.buffers);
+  std::vector<int32_t> position(n), last(problem.buffers);
   for (int32_t k = 0; k < n; ++k) position[order[k]] = k;
+  const int64_t* size = problem.sizes(point);
+  const int64_t* extra = problem.extras(point);
+  std::vector<int64_t> change(n + 2, 0), live(n);
   for (int32_t b = 0; b < problem.buffers; ++b) {
     int32_t low = n, high = 0;
     for (const int32_t* u = problem.users.from(b); u != problem.users.to(b); ++u) {
       low = std::min(low, position[*u]);
       high = std::max(high, position[*u]);
     }
-    first[b] = problem.ready[b] ? 0 : low;
     last[b] = problem.stays[b] ? n : high;
+    change[problem.ready[b] ? 0 : low] += size[b];
+    change[last[b] + 1] -= size[b];
   }
-  Peak best;
-  std::vector<int64_t> change(n + 2);
   std::vector<char> taken;
-  for (int32_t p = 0; p < problem.points; ++p) {
-    const int64_t* size = problem.sizes(p);
-    const int64_t* extra = problem.extras(p);
-    std::fill(change.begin(), change.end(), 0);
-    for (int32_t b = 0; b < problem.buffers; ++b) {
-      change[first[b]] += size[b];
-      change[last[b] + 1] -= size[b];
-    }
-    int64_t live = problem.base[p];
-    for (int32_t k = 0; k < n; ++k) {
-      live += change[k];
-      if (skip_from <= k && k < skip_to) continue;
-      const int32_t op = order[k];
-      int64_t bytes = live + extra[op];
-      const int32_t* pair = problem.pair.from(op);
-      const int32_t count = problem.pair.length(op) / 2;
-      taken.assign(count, 0);
-      for (int32_t i = 0; i < count; ++i) {
-        const int32_t source = pair[2 * i], target = pair[2 * i + 1];
-        bool fits = last[source] == k && size[source] == size[target];
-        for (int32_t j = 0; fits && j < i; ++j) {
-          fits = !taken[j] || (pair[2 * j] != source && pair[2 * j + 1] != target);
-        }
-        taken[i] = fits;
-        if (fits) bytes -= size[target];
+  int64_t now = problem.base[point];
+  for (int32_t k = 0; k < n; ++k) {
+    now += change[k];
+    const int32_t op = order[k];
+    live[k] = now + extra[op];
+    const int32_t* pair = problem.pair.from(op);
+    const int32_t count = problem.pair.length(op) / 2;
+    taken.assign(count, 0);
+    for (int32_t i = 0; i < count; ++i) {
+      const int32_t source = pair[2 * i], target = pair[2 * i + 1];
+      bool fits = last[source] == k && size[source] == size[target];
+      for (int32_t j = 0; fits && j < i; ++j) {
+        fits = !taken[j] || (pair[2 * j] != source && pair[2 * j + 1] != target);
       }
-      if (bytes > best.bytes) best = {bytes, op, p};
+      taken[i] = fits;
+      if (fits) live[k] -= size[target];
+    }
+  }
+  return live;
+}
+
+Peak PeakOf(const ScheduleProblem& problem, const std::vector<int32_t>& order, int32_t skip_from,
+            int32_t skip_to) {
+  Peak best;
+  for (int32_t p = 0; p < problem.points; ++p) {
+    const std::vector<int64_t> live = LiveDuring(problem, order, p);
+    for (int32_t k = 0; k < problem.ops; ++k) {
+      if (skip_from <= k && k < skip_to) continue;
+      if (live[k] > best.bytes) best = {live[k], order[k], p};
     }
   }
   return best;

@@ -13,6 +13,7 @@ constexpr int kDeep = 3;            // depth from which a split is tried once on
 constexpr int kTries = 8;           // splits tried at one op above that
 constexpr int kFirstReach = 8;      // steps of the first window on either side of the peak
 constexpr int64_t kFirstShare = 8;  // part of the work that splitting alone may use at first
+constexpr int64_t kBoundShare = 8;  // part of the work left that raising the bound may use
 constexpr int64_t kSplitShare = 4;  // part of the work left that one split of the whole may use
 
 // How hard a window is searched: part of the work left that it may use, and as at which depth.
@@ -42,7 +43,9 @@ class Search {
       const int64_t saved = limit_->Grant(kFirstShare);
       SplitRepeatedly(problem, target, depth, &peak, &result);
       limit_->work_left += saved;
+      RaiseBound(problem, target, peak, &result);
       for (const Effort& effort : kEfforts) Polish(problem, target, effort, &peak, &result);
+      RaiseBound(problem, target, peak, &result);
     } else {
       SplitRepeatedly(problem, target, depth, &peak, &result);
     }
@@ -93,6 +96,26 @@ class Search {
       if (!tried.insert({peak->op, peak->point}).second) break;
       if (!Improve(problem, target, depth, peak, result)) break;
     }
+  }
+
+  // Cut at the ops with the most live bytes: no op's cut is above what is live during it.
+  void RaiseBound(const ScheduleProblem& problem, int64_t target, const Peak& peak,
+                  Schedule* result) {
+    const int64_t saved = limit_->Grant(kBoundShare);
+    for (int32_t point = 0; point < problem.points; ++point) {
+      const std::vector<int64_t> live = LiveDuring(problem, result->order, point);
+      Order steps(problem.ops);
+      for (int32_t k = 0; k < problem.ops; ++k) steps[k] = k;
+      std::stable_sort(steps.begin(), steps.end(),
+                       [&](int32_t a, int32_t b) { return live[a] > live[b]; });
+      for (int32_t step : steps) {
+        const bool settled = peak.bytes <= std::max(target, result->bound);
+        if (settled || live[step] <= result->bound || limit_->Exhausted()) break;
+        const Cut cut = CutInPlace(problem, point, result->order[step], false, {});
+        result->bound = std::max(result->bound, cut.bytes);
+      }
+    }
+    limit_->work_left += saved;
   }
 
   // Improve windows around the peak, and where none helps split the whole, as long as it helps.
