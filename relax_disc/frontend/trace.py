@@ -8,6 +8,7 @@ decomposed into the operators that the importer knows.  The optimizer is not tra
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.decompositions import decomposition_table
 from relax_disc.frontend.export import MODEL, Exported
 from relax_disc.frontend.guards import GuardWatch
+from relax_disc.frontend.random_ops import Randomness
 from relax_disc.frontend.source_lines import source_line
 from relax_disc.frontend.whole_operators import RULES
 
@@ -40,7 +42,7 @@ class Argument:
     name : str
         Name in the exported program.
     kind : str
-        ``"batch"``, ``"parameter"``, ``"buffer"`` or ``"constant"``.
+        ``"batch"``, ``"parameter"``, ``"buffer"``, ``"constant"`` or ``"rng"``.
     target : str or int
         Full name in the model, or the index of the leaf of the batch.
     tensor : torch.Tensor or None
@@ -72,6 +74,11 @@ class Traced:
 class _StepInterpreter(fx.Interpreter):
     """Runs an exported graph, keeps some operators whole and enters nested graphs."""
 
+    def __init__(self, graph: fx.GraphModule, randomness: Randomness) -> None:
+        super().__init__(graph, garbage_collect_values=False)
+        self._randomness = randomness
+        self._random_rules = randomness.rules()
+
     def run_node(self, n: fx.Node) -> Any:
         try:
             return super().run_node(n)
@@ -84,9 +91,14 @@ class _StepInterpreter(fx.Interpreter):
             ) from error
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        rule = RULES.get(target)
+        rule = RULES.get(target) or self._random_rules.get(target)
         if rule is not None and (result := rule(*args, **kwargs)) is not None:
             return result
+        if target is torch.ops.aten.scaled_dot_product_attention.default:
+            call = inspect.signature(RULES[target]).bind(*args, **kwargs)
+            call.apply_defaults()
+            if call.arguments["dropout_p"] > 0:
+                return self._randomness.attention(*call.args, **call.kwargs)
         name = getattr(target, "__name__", "")
         if name == "wrap_with_set_grad_enabled":
             with torch.set_grad_enabled(args[0]):
@@ -98,7 +110,7 @@ class _StepInterpreter(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _enter(self, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
-        return _StepInterpreter(graph, garbage_collect_values=False).run(*args)
+        return _StepInterpreter(graph, self._randomness).run(*args)
 
 
 def trace_step(exported: Exported, model: nn.Module) -> Traced:
@@ -147,7 +159,8 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
             values[index] = values[index].requires_grad_(True)
         feed = [values[position[node.name]] for node in placeholders]
         with torch.set_grad_enabled(with_gradients):
-            produced = _StepInterpreter(program.graph_module).run(*feed)
+            randomness = Randomness(values[-1])
+            produced = _StepInterpreter(program.graph_module, randomness).run(*feed)
         found = [produced[index] for index in users]
         extras = [x.detach() if isinstance(x, Tensor) else x for x in found[1:]]
         grads: Sequence[Tensor | None] = ()
@@ -164,6 +177,9 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
         return [found[0].detach(), *extras, *changed, *kept]
 
     fakes = _fakes(program, placeholders, position, len(arguments))
+    arguments = (*arguments, Argument("rng", "rng", "rng", None))
+    with next(f.fake_mode for f in fakes if hasattr(f, "fake_mode")):
+        fakes.append(torch.empty(2, dtype=torch.int64))
     watch = GuardWatch(fakes)
     graph = _make_graph(step, fakes, mutates)
     if not mutates and _mutates(graph):  # a decomposition wrote in place

@@ -64,11 +64,6 @@ def cross_entropy(
     return loss.reshape(shape) if reduction == 0 else loss
 
 
-def dropout(tensor: Tensor, p: float, train: bool) -> Tensor | None:
-    """Leave out a dropout that drops nothing."""
-    return tensor if p == 0.0 or not train else None
-
-
 def cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """Write the similarity in smaller operators; PyTorch's own form needs numbers as sizes."""
     norms = [torch.linalg.vector_norm(t, dim=dim, keepdim=True).clamp_min(eps) for t in (x, y)]
@@ -78,6 +73,5 @@ def cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> 
 RULES: dict[Any, Rule] = {
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     torch.ops.aten.cross_entropy_loss.default: cross_entropy,
-    torch.ops.aten.dropout.default: dropout,
     torch.ops.aten.cosine_similarity.default: cosine_similarity,
 }

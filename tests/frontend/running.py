@@ -29,7 +29,7 @@ class Runner:
             self.executable = relax.build(module, target)
         self.vm = relax.VirtualMachine(self.executable, tvm.cpu())
 
-    def __call__(self, model, optimizer, args=(), kwargs=None):
+    def __call__(self, model, optimizer, args=(), kwargs=None, rng=(0, 0)):
         """Return the outputs by kind: a list of (name, tensor) for each kind."""
         captured = self.captured
         leaves = captured.batch.flatten(tuple(args), kwargs or {})
@@ -42,6 +42,8 @@ class Runner:
                 value = tvm.runtime.ShapeTuple([sizes[n] for n in spec.shape])
             elif spec.kind == "batch":
                 value = to_tvm(leaves[spec.target])
+            elif spec.kind == "rng":
+                value = tvm.runtime.tensor(np.asarray(rng, "int64"))
             elif spec.kind == "constant":
                 value = to_tvm(captured.constants[spec.target])
             elif spec.kind == "hyper":

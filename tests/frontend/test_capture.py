@@ -143,26 +143,22 @@ def test_forward():
     assert [out.kind for out in captured.outputs] == ["extra"]
 
 
-class Dropping(nn.Module):
+class Unknown(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(16, 16)
 
     def forward(self, x):
         x = self.linear(x)
-        x = F.dropout(x, 0.1)
-        x = torch.bernoulli(torch.sigmoid(x)) * x
-        return (x + torch.rand_like(x)).sum()
+        x = torch.sort(x, 1).values
+        return torch.special.i0(x).sum() + torch.fft.fft(x).abs().sum()
 
 
 def test_operators_that_are_refused_are_all_named_with_their_lines():
     with pytest.raises(UnsupportedOperatorError) as caught:
-        capture_step(
-            Dropping(), None, (torch.randn(4, 16),), dynamic_shapes=({0: Dim("n", max=9)},)
-        )
+        capture_step(Unknown(), None, (torch.randn(4, 16),), dynamic_shapes=({0: Dim("n", max=9)},))
     names = {name.split(".")[1] for name, _ in caught.value.operators}
-    assert names == {"dropout", "bernoulli", "rand_like"}
-    assert all("test_capture.py" in line for _, line in caught.value.operators)
+    assert names >= {"sort", "special_i0", "fft_fft"}
     assert all("test_capture.py" in line for _, line in caught.value.operators)
 
 

@@ -155,6 +155,7 @@ FAMILIES = {
         lambda x: aten.reshape(x, [x.numel()]),
         lambda x: aten.detach(x),
         lambda x: x.clone(),
+        lambda x, i: aten.copy(x, i[:1]),
         lambda x: aten.alias(x),
         lambda x: aten.lift_fresh(x),
         lambda x: aten.lift_fresh_copy(x),
@@ -302,7 +303,7 @@ FAMILIES = {
 
 SEEN: set[str] = set()
 
-# Run by test_networks.py and test_capture.py.
+# Run by test_networks.py, test_random.py and test_capture.py.
 IN_NETWORKS = {
     "aten.as_strided.default",
     "aten.avg_pool2d.default",
@@ -315,6 +316,7 @@ IN_NETWORKS = {
     "relax_disc.attention_backward.default",
     "relax_disc.cross_entropy.default",
     "relax_disc.cross_entropy_backward.default",
+    "relax_disc.uniform.default",
 }
 
 

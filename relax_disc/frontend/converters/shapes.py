@@ -51,6 +51,12 @@ def expand(emitter: Emitter, x: Any, *_: Any, implicit: bool = False) -> Any:
     return emitter.emit(op.broadcast_to(x, relax.ShapeExpr(emitter.wanted_shape)))
 
 
+@converts("aten.copy.default")
+def copy(emitter: Emitter, x: Any, source: Any, non_blocking: bool = False) -> Any:
+    """The values of ``source`` in shape and type of ``x``."""
+    return expand(emitter, emitter.cast(source, emitter.wanted_dtype))
+
+
 @converts("aten.permute.default")
 def permute(emitter: Emitter, x: Any, axes: Any) -> Any:
     """Permutation of the axes."""

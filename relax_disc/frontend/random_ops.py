@@ -1,0 +1,195 @@
+"""Randomness as a pure function: one torch operator, and random operators written with it.
+
+``relax_disc::uniform(rng, shape, stream)`` draws numbers in [0, 1) by Philox4x32-10 (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011), keyed by the seed; the counter holds the
+element's index, the stream (which operator of the model asks) and the offset (which step it is).
+Whatever is recomputed is therefore bit-identical, and no two operators or steps share numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+MANTISSA_BITS = 24
+"""Of the numbers drawn: every float32 in [0, 1) that is a multiple of 2**-24 is equally likely."""
+
+_WORD = 0xFFFFFFFF
+
+
+def philox(seed: int, offset: int, stream: int, count: int) -> Tensor:
+    """Return the first word of Philox4x32-10 for elements ``0 .. count - 1``, as int64."""
+    index = torch.arange(count, dtype=torch.int64)
+    words = [index & _WORD, (index >> 32) & _WORD]
+    words[1] = words[1] ^ stream
+    words += [
+        torch.full_like(index, offset & _WORD),
+        torch.full_like(index, (offset >> 32) & _WORD),
+    ]
+    for k in range(ROUNDS):
+        keys = [(seed + WEYL[0] * k) & _WORD, ((seed >> 32) + WEYL[1] * k) & _WORD]
+        (high0, low0), (high1, low1) = (
+            _product(words[0], MULTIPLIERS[0]),
+            _product(words[2], MULTIPLIERS[1]),
+        )
+        words = [high1 ^ words[1] ^ keys[0], low1, high0 ^ words[3] ^ keys[1], low0]
+    return words[0]
+
+
+def _product(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """Split the 64-bit product of two 32-bit words; int64 has one bit too few for it."""
+    low = (word & 0xFFFF) * factor
+    high = (word >> 16) * factor + (low >> 16)
+    return (high >> 16) & _WORD, ((high << 16) | (low & 0xFFFF)) & _WORD
+
+
+@torch.library.custom_op("relax_disc::uniform", mutates_args=())
+def uniform(rng: Tensor, shape: Sequence[int], stream: int) -> Tensor:
+    """Numbers in [0, 1), float32, from ``rng = [seed, offset]``."""
+    seed, offset = (int(v) for v in rng)
+    words = philox(seed, offset, stream, math.prod(shape))
+    drawn = (words >> (32 - MANTISSA_BITS)).to(torch.float32) * 2.0**-MANTISSA_BITS
+    return drawn.reshape(tuple(shape))
+
+
+@uniform.register_fake
+def _(rng: Tensor, shape: Sequence[int], stream: int) -> Tensor:
+    return torch.empty(tuple(shape), dtype=torch.float32, device=rng.device)
+
+
+class Randomness:
+    """The random operators of one traced function: each call gets a stream of its own.
+
+    Parameters
+    ----------
+    rng : torch.Tensor
+        The input ``[seed, offset]``, int64.
+    """
+
+    def __init__(self, rng: Tensor) -> None:
+        self._rng = rng
+        self._streams = 0
+
+    def uniform(self, shape: Sequence[Any]) -> Tensor:
+        """Draw numbers in [0, 1), float32."""
+        self._streams += 1
+        return torch.ops.relax_disc.uniform(self._rng, list(shape), self._streams - 1)
+
+    def normal(self, shape: Sequence[Any]) -> Tensor:
+        """Draw normal numbers by the method of Box and Muller."""
+        radius = torch.sqrt(-2.0 * torch.log1p(-self.uniform(shape)))
+        return radius * torch.cos(2.0 * math.pi * self.uniform(shape))
+
+    def keep(self, shape: Sequence[Any], p: float) -> Tensor:
+        """Draw a mask that is false with probability ``p``."""
+        return self.uniform(shape) >= p
+
+    # -- operators of ATen, with their own arguments ------------------------------------------
+
+    def dropout(self, x: Tensor, p: float, train: bool) -> Tensor:
+        """``aten.dropout``."""
+        return self._drop(x, x.shape, p) if train and p > 0 else x
+
+    def feature_dropout(self, x: Tensor, p: float, train: bool) -> Tensor:
+        """``aten.feature_dropout``: whole channels."""
+        shape = [*x.shape[:2], *([1] * (x.dim() - 2))]
+        return self._drop(x, shape, p) if train and p > 0 else x
+
+    def native_dropout(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+        """``aten.native_dropout``."""
+        if not train or p == 0:
+            return x, torch.ones_like(x, dtype=torch.bool)
+        mask = self.keep(x.shape, p)
+        return self._masked(x, mask, p), mask
+
+    def _drop(self, x: Tensor, shape: Sequence[Any], p: float) -> Tensor:
+        return torch.zeros_like(x) if p == 1 else self._masked(x, self.keep(shape, p), p)
+
+    @staticmethod
+    def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
+        return torch.where(mask, x * (1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype))
+
+    def bernoulli(self, probability: Tensor, *, generator: Any = None) -> Tensor:
+        """``aten.bernoulli``."""
+        return (self.uniform(probability.shape) < probability).to(probability.dtype)
+
+    def bernoulli_(self, x: Tensor, p: float = 0.5, *, generator: Any = None) -> Tensor:
+        """``aten.bernoulli_.float``: fill in place."""
+        return x.copy_(self.uniform(x.shape) < p)
+
+    def bernoulli_p(self, x: Tensor, p: float, *, generator: Any = None) -> Tensor:
+        """``aten.bernoulli.p``."""
+        return (self.uniform(x.shape) < p).to(x.dtype)
+
+    def rand(self, size: Sequence[Any], *, dtype: Any = None, **_: Any) -> Tensor:
+        """``aten.rand``."""
+        return self.uniform(size).to(dtype or torch.get_default_dtype())
+
+    def rand_like(self, x: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
+        """``aten.rand_like``."""
+        return self.uniform(x.shape).to(dtype or x.dtype)
+
+    def randn(self, size: Sequence[Any], *, dtype: Any = None, **_: Any) -> Tensor:
+        """``aten.randn``."""
+        return self.normal(size).to(dtype or torch.get_default_dtype())
+
+    def randn_like(self, x: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
+        """``aten.randn_like``."""
+        return self.normal(x.shape).to(dtype or x.dtype)
+
+    def randint(self, low: Any, high: Any, size: Sequence[Any], **options: Any) -> Tensor:
+        """``aten.randint.low``: of fewer than 2**24 values, the only ones drawn without holes."""
+        drawn = torch.floor(self.uniform(size) * (high - low)).to(torch.int64) + low
+        return drawn.to(options.get("dtype") or torch.int64)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        *,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor:
+        """Attention with dropout of its weights, in plain operators."""
+        if enable_gqa:
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
+        factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+        scores = (query @ key.transpose(-1, -2)) * factor
+        if is_causal:
+            ones = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
+            scores = scores.masked_fill(~ones.tril(), float("-inf"))
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return self.dropout(torch.softmax(scores, -1), dropout_p, True) @ value
+
+    def rules(self) -> dict[Any, Callable[..., Any]]:
+        """List the operators that draw numbers, with what traces them."""
+        aten = torch.ops.aten
+        return {
+            aten.dropout.default: self.dropout,
+            aten.feature_dropout.default: self.feature_dropout,
+            aten.native_dropout.default: self.native_dropout,
+            aten.bernoulli.default: self.bernoulli,
+            aten.bernoulli.p: self.bernoulli_p,
+            aten.bernoulli_.float: self.bernoulli_,
+            aten.rand.default: self.rand,
+            aten.rand_like.default: self.rand_like,
+            aten.randn.default: self.randn,
+            aten.randn_like.default: self.randn_like,
+            aten.randint.low: self.randint,
+            aten.randint.default: lambda high, size, **o: self.randint(0, high, size, **o),
+        }

@@ -1,0 +1,131 @@
+"""Random operators: pure functions of seed and offset, equal to their reference, well spread."""
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+from relax_disc.frontend import capture_forward, capture_step
+from relax_disc.frontend.random_ops import Randomness, philox
+from tests.frontend.running import Runner, eager, relative
+
+N = Dim("n", min=1, max=64)
+
+
+def test_philox_known_answers():
+    # From the Random123 distribution, kat_vectors: philox4x32 10.
+    assert int(philox(0, 0, 0, 1)[0]) == 0x6627E8D5
+    all_ones = 0xFFFFFFFFFFFFFFFF
+    assert int(philox(all_ones, 0, 0, 1)[0]) != int(philox(0, 0, 0, 1)[0])
+
+
+class Draws(nn.Module):
+    def forward(self, x):
+        return (
+            torch.rand_like(x),
+            torch.randn_like(x),
+            torch.rand(x.shape[0], 3),
+            torch.randint(2, 9, (x.shape[0],)),
+            F.dropout(torch.ones_like(x), 0.25),
+            F.dropout1d(torch.ones_like(x)[:, :, None].expand(-1, -1, 4), 0.5),
+            torch.bernoulli(torch.full_like(x, 0.7)),
+            x.new_empty(x.shape).bernoulli_(0.2),
+        )
+
+
+@pytest.fixture(scope="module")
+def drawing():
+    model = Draws()
+    captured = capture_forward(model, (torch.randn(4, 16),), dynamic_shapes=({0: N},))
+    return model, Runner(captured)
+
+
+def test_equal_to_the_reference_at_every_shape(drawing):
+    model, run = drawing
+    for n in (4, 1, 64):
+        ours = [t for _, t in run(model, None, (torch.randn(n, 16),), rng=(7, 3))["extra"]]
+        reference = Randomness(torch.tensor([7, 3]))
+        assert torch.equal(ours[0], reference.uniform((n, 16)))
+        torch.testing.assert_close(ours[1], reference.normal((n, 16)), rtol=1e-4, atol=1e-5)
+        assert torch.equal(ours[2], reference.uniform((n, 3)))
+
+
+def test_offset_and_seed_change_the_numbers(drawing):
+    model, run = drawing
+    x = (torch.randn(64, 16),)
+    same = [
+        run(model, None, x, rng=state)["extra"][0][1] for state in ((1, 0), (1, 0), (1, 1), (2, 0))
+    ]
+    assert torch.equal(same[0], same[1])
+    assert not torch.equal(same[0], same[2])
+    assert not torch.equal(same[0], same[3])
+
+
+def test_statistics(drawing):
+    model, run = drawing
+    draws = [run(model, None, (torch.randn(64, 16),), rng=(5, k))["extra"] for k in range(8)]
+    rand, normal, _, whole, drop, channels, ones, filled = (
+        torch.stack([d[k][1].float() for d in draws]) for k in range(8)
+    )
+    assert rand.min() >= 0 and rand.max() < 1
+    assert rand.mean().item() == pytest.approx(0.5, abs=0.02)
+    assert rand.var().item() == pytest.approx(1 / 12, abs=0.01)
+    assert normal.mean().item() == pytest.approx(0, abs=0.05)
+    assert normal.std().item() == pytest.approx(1, abs=0.05)
+    assert set(whole.unique().tolist()) == set(range(2, 9))
+    assert sorted(drop.unique().tolist()) == pytest.approx([0.0, 1 / 0.75])
+    assert (drop == 0).float().mean().item() == pytest.approx(0.25, abs=0.03)
+    assert torch.equal(channels[..., 0], channels[..., 3])
+    assert ones.mean().item() == pytest.approx(0.7, abs=0.03)
+    assert filled.mean().item() == pytest.approx(0.2, abs=0.03)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x, masks=None):
+        z = torch.tanh(self.first(x))
+        z = F.dropout(z, 0.4) if masks is None else z * masks / 0.6
+        z = z.view(-1, 2, 4, 2)
+        z = F.scaled_dot_product_attention(z, z, z, dropout_p=0.0)
+        return self.last(z.reshape(-1, 16)).square().mean()
+
+
+def test_gradients_with_our_mask_fed_to_pytorch():
+    torch.manual_seed(0)
+    model = Net()
+    captured = capture_step(model, None, (torch.randn(4, 16),), dynamic_shapes=({0: N},))
+    assert [spec.kind for spec in captured.inputs].count("rng") == 1
+    run = Runner(captured)
+    for n in (4, 1, 64):
+        x = torch.randn(n, 16)
+        found = run(model, None, (x,), rng=(11, 2))
+        mask = Randomness(torch.tensor([11, 2])).keep((n, 16), 0.4)
+        loss, grads = eager(model, (x, mask), torch.float64)
+        assert found["loss"][0][1].item() == pytest.approx(loss, rel=1e-5)
+        assert relative(dict(found["gradient"]), grads) < 1e-6
+
+
+def test_attention_dropout_drops_weights():
+    model = nn.Linear(8, 8)
+
+    def loss_fn(model, x):
+        z = model(x).view(-1, 4, 2, 4)
+        return F.scaled_dot_product_attention(z, z, z, dropout_p=0.5, is_causal=True).sum()
+
+    captured = capture_step(
+        model, None, (torch.randn(8, 8),), dynamic_shapes=({0: 4 * N},), loss_fn=loss_fn
+    )
+    assert [spec.kind for spec in captured.inputs].count("rng") == 1
+    run = Runner(captured)
+    losses = [run(model, None, (torch.ones(8, 8),), rng=(1, k))["loss"][0][1] for k in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_evaluation_mode_needs_no_randomness():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
+    captured = capture_forward(model, (torch.randn(3, 4),), dynamic_shapes=({0: N},))
+    assert "rng" not in [spec.kind for spec in captured.inputs]
