@@ -123,8 +123,9 @@ def _sample(expr: SymbolicExpr, dims: Sequence[SymbolicDim], signs: Signs, sampl
     """Look for witnesses on a grid that is fine near the ends."""
     axes = []
     per_dim = max(3, int(samples ** (1 / len(dims))))
+    reach = 2**20 if samples <= FEW_SAMPLES else 2**14  # beyond 64 bits each value costs 10 us
     for dim in dims:
-        last = dim.first + dim.divisor * 2**20 if dim.last is None else dim.last
+        last = dim.first + dim.divisor * reach if dim.last is None else dim.last
         steps = (last - dim.first) // dim.divisor
         near = np.arange(min(steps, per_dim // 3) + 1)
         spread = np.unique(np.geomspace(1, max(steps, 1), per_dim // 3 + 2).astype(np.int64))
