@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relax_disc.vm_builtins.offsets_twin_search import OffsetProblem, search_offsets
+from relax_disc.vm_builtins.planner_twin_model import Random
 
 _SEARCH_WORK = 2_000_000_000
 _MINIMIZE_WORK = 30_000_000
 _HEIGHTS = 4
 _SEARCHABLE = 3000
+_REPAIRS, _REPAIR_WORK, _REPAIR_PATIENCE = 120, 4_000_000, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ def plan_offsets_within(
     enough = max(capacity, bound + spare)
     best: list[int] = []
     height: int | None = None
-    for order in _placement_orders(problem):
+    orders = _placement_orders(problem)
+    for order in orders:
         for smallest in (False, True):
             if height is not None and height <= max(capacity, bound):
                 break
@@ -61,6 +64,9 @@ def plan_offsets_within(
                 height, best = reached, placed
     assert height is not None
     hopeless = 0 <= capacity < bound
+    if height > enough and not hopeless:
+        target = max(capacity, bound)
+        best, height = _repair(problem, orders, target, enough, best, height)
     if height > enough and not hopeless and problem.count <= _SEARCHABLE:
         target, work = enough, effort.work
         for left in range(1 if capacity >= 0 else _HEIGHTS, 0, -1):
@@ -101,6 +107,38 @@ def make_problem(lower: Sequence[int], upper: Sequence[int], size: Sequence[int]
             overlaps[j].append(i)
         alive.append(i)
     return OffsetProblem(index, first, last, sizes, overlaps, load, max(load, default=0))
+
+
+def _repair(
+    problem: OffsetProblem,
+    orders: list[list[int]],
+    target: int,
+    enough: int,
+    best: list[int],
+    height: int,
+) -> tuple[list[int], int]:
+    """Place again and again, moving what ends too high forward in the order."""
+    random, order, failed = Random(2), orders[0], 0
+    pairs = 1 + sum(len(others) for others in problem.overlaps)
+    for _ in range(min(_REPAIRS, _REPAIR_WORK // pairs)):
+        placed, reached = _place_in_order(problem, order, False)
+        failed += 1
+        if reached < height:
+            height, best, failed = reached, placed, 0
+        if height <= enough:
+            break
+        if failed > _REPAIR_PATIENCE:
+            order, failed = orders[random.below(len(orders))], 0
+            continue
+        low = target + (height - target) // 4 * random.below(4)
+        keys = [
+            2 * rank * random.below(100) // 100 - 1
+            if placed[i] + problem.size[i] > low
+            else 2 * rank
+            for rank, i in enumerate(order)
+        ]
+        order = [order[rank] for rank in sorted(range(len(order)), key=keys.__getitem__)]
+    return best, height
 
 
 def _place_in_order(

@@ -1,10 +1,12 @@
-// PlanOffsets: a few greedy placements, then a search where they leave a gap to the lower bound.
+// PlanOffsets: a few greedy placements; where they leave a gap to the lower bound, repairs of the
+// best one's order; then a search.
 #include "offsets.h"
 
 #include <algorithm>
 #include <numeric>
 
 #include "planner.h"
+#include "planner_random.h"
 
 namespace relax_disc {
 
@@ -18,6 +20,51 @@ constexpr int64_t kMinimizeWork = 30'000'000;
 constexpr int kHeights = 4;
 // Problems with more buffers than this are not searched: a run would not reach its end.
 constexpr int kSearchable = 3000;
+
+// Rounds of repair, and their number times the pairs of overlapping buffers: some milliseconds.
+constexpr int64_t kRepairs = 120, kRepairWork = 4'000'000;
+// Rounds without success before repair starts over with another order.
+constexpr int kRepairPatience = 10;
+
+// Place in order again and again, each time moving the buffers that end too high forward by a
+// random way ("squeaky wheel optimization", Joslin and Clements, JAIR 10, 1999).  Too high is above
+// the target, or a random part of the way from there to the best height.
+void Repair(const OffsetProblem& problem, const std::vector<std::vector<int>>& orders,
+            int64_t target, int64_t enough, int64_t* height, std::vector<int64_t>* best) {
+  int64_t pairs = 1;
+  for (const std::vector<int>& others : problem.overlaps) pairs += others.size();
+  Random random(2);
+  std::vector<int> order = orders[0];
+  std::vector<int64_t> placed;
+  std::vector<std::pair<int64_t, int>> keys;
+  int failed = 0;
+  for (int64_t left = std::min(kRepairs, kRepairWork / pairs); left > 0; --left) {
+    const int64_t reached = PlaceInOrder(problem, order, false, &placed);
+    ++failed;
+    if (reached < *height) {
+      *height = reached;
+      *best = placed;
+      failed = 0;
+    }
+    if (*height <= enough) return;
+    if (failed > kRepairPatience) {
+      order = orders[random.Below(static_cast<int>(orders.size()))];
+      failed = 0;
+      continue;
+    }
+    const int64_t low = target + (*height - target) / 4 * random.Below(4);
+    keys.clear();
+    for (std::size_t rank = 0; rank < order.size(); ++rank) {
+      const int i = order[rank];
+      const int64_t key = 2 * static_cast<int64_t>(rank);
+      const bool high = placed[i] + problem.size[i] > low;
+      keys.emplace_back(high ? key * random.Below(100) / 100 - 1 : key, i);
+    }
+    std::stable_sort(keys.begin(), keys.end(),
+                     [](const auto& a, const auto& b) { return a.first < b.first; });
+    for (std::size_t rank = 0; rank < order.size(); ++rank) order[rank] = keys[rank].second;
+  }
+}
 
 }  // namespace
 
@@ -123,7 +170,8 @@ int64_t PlanOffsetsWithin(const std::vector<int64_t>& lower, const std::vector<i
   const int64_t bound = problem.lower_bound;
   const int64_t spare = effort.tolerance && capacity < 0 ? bound / effort.tolerance : 0;
   const int64_t enough = std::max(capacity, bound + spare);
-  for (const std::vector<int>& order : PlacementOrders(problem)) {
+  const std::vector<std::vector<int>> orders = PlacementOrders(problem);
+  for (const std::vector<int>& order : orders) {
     for (const bool smallest : {false, true}) {
       if (height <= std::max(capacity, bound)) break;
       const int64_t reached = PlaceInOrder(problem, order, smallest, &placed);
@@ -134,6 +182,9 @@ int64_t PlanOffsetsWithin(const std::vector<int64_t>& lower, const std::vector<i
     }
   }
   const bool hopeless = capacity >= 0 && capacity < bound;
+  if (height > enough && !hopeless) {
+    Repair(problem, orders, std::max(capacity, bound), enough, &height, &best);
+  }
   if (height > enough && !hopeless && problem.count() <= kSearchable) {
     // Heights between the bound and the best are tried from below, each with a share of the work.
     int64_t target = enough, work = effort.work;
