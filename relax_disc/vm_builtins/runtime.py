@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import tvm_ffi
 
@@ -28,12 +29,26 @@ def load() -> bool:
         tvm_ffi.register_error(kind)
     # After its class, so that errors raised in Python keep their name on the way through C++.
     tvm_ffi.register_error("MemoryBudgetError", _BudgetErrorFromText)
+    tvm_ffi.register_global_func("relax_disc.device_allocate", _device_allocate, override=True)
+    tvm_ffi.register_global_func("relax_disc.device_copy", _device_copy, override=True)
     if native.load() is not None:
         return True
     from relax_disc.vm_builtins import runtime_twin
 
     runtime_twin.register()
     return False
+
+
+def _device_allocate(device: Any, size: int) -> Any:
+    from relax_disc.vm_builtins import cuda_memory  # imports torch, which the CPU does not need
+
+    return cuda_memory.allocate(device, size)
+
+
+def _device_copy(source: Any, target: Any) -> None:
+    from relax_disc.vm_builtins import cuda_memory
+
+    cuda_memory.copy(source, target)
 
 
 class _BudgetErrorFromText:

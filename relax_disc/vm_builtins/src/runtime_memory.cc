@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -31,6 +32,9 @@ bool FailsNow() {
   throw;  // not reached: the line above throws
 }
 
+// Below this a mapping costs more than it gives back: results such as a loss.
+constexpr int64_t kSmallBytes = 1 << 17;
+
 char* Map(int64_t bytes, Backing backing) {
   int flags = MAP_PRIVATE | MAP_ANONYMOUS;
   int protection = PROT_READ | PROT_WRITE;
@@ -40,6 +44,12 @@ char* Map(int64_t bytes, Backing backing) {
   }
   void* result = FailsNow() ? MAP_FAILED : mmap(nullptr, bytes, protection, flags, -1, 0);
   if (result == MAP_FAILED) Refuse(bytes);
+  return static_cast<char*>(result);
+}
+
+char* AllocateSmall(int64_t bytes) {
+  void* result = FailsNow() ? nullptr : std::aligned_alloc(64, RoundUp(bytes, 64));
+  if (result == nullptr) Refuse(bytes);
   return static_cast<char*>(result);
 }
 
@@ -64,7 +74,10 @@ BlockPtr MemoryBlock::Allocate(DLDevice device, int64_t bytes, Backing backing) 
   block->device_ = device;
   block->backing_ = backing;
   if (bytes > 0) {
-    if (device.device_type == kDLCPU || backing == Backing::kReserved) {
+    block->small_ = device.device_type == kDLCPU && backing == Backing::kReal && bytes < kSmallBytes;
+    if (block->small_) {
+      block->base_ = AllocateSmall(bytes);
+    } else if (device.device_type == kDLCPU || backing == Backing::kReserved) {
       block->base_ = Map(bytes, backing);
     } else {
       if (FailsNow()) Refuse(bytes);
@@ -80,15 +93,25 @@ BlockPtr MemoryBlock::Allocate(DLDevice device, int64_t bytes, Backing backing) 
 }
 
 MemoryBlock::~MemoryBlock() {
-  if (bytes_ > 0 && !owner_.defined()) munmap(base_, bytes_);
+  Free();
   allocated_bytes -= bytes_;
+}
+
+void MemoryBlock::Free() {
+  if (small_) {
+    std::free(base_);
+  } else if (bytes_ > 0 && !owner_.defined()) {
+    munmap(base_, bytes_);
+  }
+  base_ = nullptr;
+  small_ = false;
 }
 
 void MemoryBlock::Resize(int64_t bytes) {
   if (bytes == bytes_) return;
-  if (bytes_ == 0 || bytes == 0 || backing_ == Backing::kReserved) {
+  if (bytes_ == 0 || bytes == 0 || small_ || backing_ == Backing::kReserved) {
     char* fresh = bytes > 0 ? Map(bytes, backing_) : nullptr;
-    if (bytes_ > 0) munmap(base_, bytes_);
+    Free();
     base_ = fresh;
   } else {
 #ifdef MREMAP_MAYMOVE

@@ -48,7 +48,10 @@ class MemoryBlock : public tvm::ffi::Object {
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("relax_disc.MemoryBlock", MemoryBlock, tvm::ffi::Object);
 
  private:
+  void Free();
+
   DLDevice device_{kDLCPU, 0};
+  bool small_ = false;  // from the C library, not a mapping
   Backing backing_ = Backing::kReal;
   char* base_ = nullptr;
   int64_t bytes_ = 0;
