@@ -31,7 +31,7 @@ from relax_disc.analysis.symbolic_expr import Atom, ExprLike, SymbolicExpr, as_e
 SMALL_BOX = 4096  # points that are evaluated at once, before anything cleverer
 LARGE_BOX = 300_000  # the same as the last resort
 FEW_SAMPLES, MANY_SAMPLES = 1000, 20_000  # shapes to try before and after proofs
-RESIDUE_CLASSES = 128
+RESIDUE_CLASSES = 64
 HELPER = "__"  # begins the names of the dims that are made here
 WORK = 960  # boxes for all polynomials that an expression gives rise to
 LEAST_WORK = 30  # boxes for one of them; 32 branches at most
@@ -58,11 +58,13 @@ def expression_signs(expr: SymbolicExpr) -> Signs:
     _sample(expr, dims, signs, FEW_SAMPLES)
     if signs.settled:
         return signs
-    for classes in (_residue_signs(expr, dims), _relaxed_signs(expr, WORK)):
-        if classes is None:
+    # The relaxation is cheaper, the residue classes are exact.
+    for attempt in (lambda: _relaxed_signs(expr, WORK), lambda: _residue_signs(expr, dims)):
+        proof = attempt()
+        if proof is None:
             continue
-        signs.possible &= classes.possible
-        for point in classes.points.values():
+        signs.possible &= proof.possible
+        for point in proof.points.values():
             _note(expr, dims, point, signs)
         if signs.settled:
             return signs
