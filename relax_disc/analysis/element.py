@@ -16,6 +16,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import prim
 
+from relax_disc.analysis.half_precision import widen_bfloat16, widen_stage
 from relax_disc.analysis.loop_stages import (
     Axis,
     Stage,
@@ -74,10 +75,18 @@ def rewrite_loads(
     def on_load(load: Any, mutator: Any) -> Any:
         return read(load.source, [mutator.mutate(index) for index in load.indices])
 
+    def on_cast(cast: Any, mutator: Any) -> Any:
+        value = mutator.mutate(cast.value)
+        if isinstance(value, tvm.ir.TensorLoad) and str(value.ty.dtype) == "bfloat16":
+            value = widen_bfloat16(value)
+        dtype = str(cast.ty.dtype)
+        return value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)
+
     return tvm_ffi.structural_mutate(
         expr,
         [
             (tvm.ir.TensorLoad, on_load),
+            (prim.Cast, on_cast),
             (tvm.ir.Var, lambda var, mutator: mapping.get(var, var)),
         ],
     )
@@ -117,9 +126,10 @@ class Inliner:
 
     def __init__(self, kernel: StagedKernel, *, inline_outputs: bool) -> None:
         local = set(kernel.local)
+        stages = [widen_stage(stage) for stage in kernel.stages]
         self._producers = {
             stage.buffer: _without_lets(stage) if stage.buffer in local else stage
-            for stage in kernel.stages
+            for stage in stages
             if stage.combiner is None and (inline_outputs or stage.buffer in local)
         }
         self.inlinable = all(
@@ -137,7 +147,7 @@ class Inliner:
 
     def element(self, stage: Stage) -> Element:
         """Inline everything into one stage."""
-        return _ElementBuilder(self._producers).build(stage)
+        return _ElementBuilder(self._producers).build(widen_stage(stage))
 
     def elements(self, stages: Sequence[Stage]) -> list[Element]:
         """Inline everything into stages over the same axes, sharing intermediate values.
@@ -145,7 +155,8 @@ class Inliner:
         The axes of all stages are renamed to those of the first.
         """
         builder = _ElementBuilder(self._producers)
-        return [builder.build(_rename(stage, stages[0])) for stage in stages]
+        wide = [widen_stage(stage) for stage in stages]
+        return [builder.build(_rename(stage, wide[0])) for stage in wide]
 
 
 def _rename(stage: Stage, like: Stage) -> Stage:

@@ -1,8 +1,8 @@
-"""Replace exp, sigmoid, tanh and erf of float32 by formulas that turn into vector instructions.
+"""Replace exp, sigmoid, tanh, erf and rsqrt by formulas that turn into vector instructions.
 
 LLVM turns a vector of `exp` into one call of the C library for each lane.  The replacement happens
 inside the function at hand, so that other users of TVM in the process keep their own lowering.
-Half-precision arguments are computed in float32.
+Single precision; half-precision arguments are computed in float32.
 
 Largest error over a dense sweep (see the tests): exp 1.1 ulp, sigmoid 2.5, tanh 1.3, erf 5.5.
 Infinities and NaN come out as in the C library; results too small for a normal number are kept.
@@ -138,12 +138,27 @@ def erf(x: Any, name: Name) -> Any:
     return x * _polynomial(_ERF_P, z) / _polynomial(_ERF_Q, z)
 
 
+def rsqrt(x: Any, name: Name) -> Any:
+    """Build 1 / sqrt(x), which TVM does not widen to vectors by itself, for any float type."""
+    return tirx.const(1.0, str(x.ty.dtype)) / tirx.sqrt(x)
+
+
 _FORMULAS: dict[str, Callable[[Any, Name], Any]] = {
     "exp": exp,
     "sigmoid": sigmoid,
     "tanh": tanh,
     "erf": erf,
+    "rsqrt": rsqrt,
 }
+
+
+def has_formula(call: Any) -> bool:
+    """Whether `use_vector_math` replaces a call."""
+    space, _, function = getattr(call.op, "name", "").partition(".")
+    if space not in ("tirx", "prim") or function not in _FORMULAS:
+        return False
+    dtype = str(call.ty.dtype)
+    return dtype in (_FLOAT, *_HALF) or (function == "rsqrt" and dtype == "float64")
 
 
 def use_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -198,14 +213,11 @@ class _Rewriter:
         if is_guard(call):
             condition = mutator.mutate(call.args[0])
             return tirx.if_then_else(condition, *call.args[1:])
-        space, _, function = getattr(call.op, "name", "").partition(".")
-        formula = _FORMULAS.get(function) if space in ("tirx", "prim") else None
-        if formula is None:
+        if not has_formula(call):
             return mutator.default_mutate(call)
+        formula = _FORMULAS[call.op.name.partition(".")[2]]
         dtype = str(call.ty.dtype)
-        if dtype not in (_FLOAT, *_HALF):
-            return mutator.default_mutate(call)
         argument = mutator.mutate(call.args[0])
-        if dtype == _FLOAT:
+        if dtype not in _HALF:
             return formula(argument, self._name)
         return tirx.Cast(dtype, formula(tirx.Cast(_FLOAT, argument), self._name))

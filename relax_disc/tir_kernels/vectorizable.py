@@ -16,17 +16,10 @@ from tvm.ir import prim
 
 from relax_disc.analysis.element import is_guard
 from relax_disc.analysis.loop_stages import Axis, constant
+from relax_disc.tir_kernels.vector_math import has_formula
 
-# Vector forms exist, in LLVM or in `vector_math`.
-_VECTOR_CALLS = frozenset(
-    f"{space}.{name}"
-    for space in ("prim", "tirx")
-    for name in (
-        "bitwise_and bitwise_not bitwise_or bitwise_xor ceil erf exp fabs floor if_then_else "
-        "isnan log nearbyint pow reinterpret round rsqrt shift_left shift_right sigmoid sqrt "
-        "tanh trunc"
-    ).split()
-)
+# Besides what TVM marks as vectorizable; it knows how to widen these.
+_WIDENED = frozenset({"prim.if_then_else", "tirx.if_then_else", "tirx.reinterpret"})
 # A loop is cut at most this often: each part is a copy of the body.
 _MOST_PARTS = 4
 
@@ -51,14 +44,29 @@ def _calls(expressions: Sequence[Any]) -> list[Any]:
     return found
 
 
+def _has_vector_form(call: Any) -> bool:
+    if not isinstance(call.op, tvm.ir.Op):
+        return False
+    return call.op.name in _WIDENED or has_formula(call) or bool(call.op.get_attr("TVectorizable"))
+
+
 def vectorizable(expressions: Sequence[Any], var: Any) -> bool:
     """Whether the loop over ``var`` that evaluates ``expressions`` may become vectors."""
     for call in _calls(expressions):
-        if getattr(call.op, "name", "") not in _VECTOR_CALLS:
+        if not _has_vector_form(call):
             return False
         if is_guard(call) and _uses(call.args[0], var):
             return False
-    return all("bool" not in str(load.ty.dtype) for load in _loads(expressions))
+    return all(moves_in_vectors(load.source) for load in _loads(expressions))
+
+
+def moves_in_vectors(buffer: Any) -> bool:
+    """Whether vectors of a buffer's type are read and written right.
+
+    TVM 0.27 keeps truth values in bytes but addresses vectors of them as bits, and miscounts the
+    lanes of bfloat16 when it converts them; LLVM vectorises such loops where it can.
+    """
+    return str(buffer.dtype) not in ("bool", "bfloat16")
 
 
 def _loads(expressions: Sequence[Any]) -> list[Any]:
@@ -90,15 +98,15 @@ def segments(expressions: Sequence[Any], inner: Sequence[Axis]) -> list[tuple[in
     var = inner[-1].var
     seams = {0, extent}
     for call in _calls(expressions):
-        if getattr(call.op, "name", "") not in _VECTOR_CALLS:
+        if not _has_vector_form(call):
             return None
         if is_guard(call) and _uses(call.args[0], var):
             found = _seams(call.args[0], var)
             if found is None:
                 return None
             seams.update(seam for seam in found if 0 < seam < extent)
-    if len(seams) > _MOST_PARTS + 1 or any(
-        "bool" in str(load.ty.dtype) for load in _loads(expressions)
+    if len(seams) > _MOST_PARTS + 1 or not all(
+        moves_in_vectors(load.source) for load in _loads(expressions)
     ):
         return None
     ordered = sorted(seams)

@@ -1,13 +1,13 @@
 """Everything gets a schedule for CUDA that touches memory inside threads only; no GPU is needed."""
 
 import pytest
-from tests.tir_kernels.kernel_runs import fused_kernel, tensor
-from tests.tir_kernels.test_rules import CASES
 from tvm import relax, tirx
 
 from relax_disc.frontend.update_kernels import update_kernel
 from relax_disc.tir_kernels import cuda_target, rules_for
 from relax_disc.tir_kernels.cuda.guarded import Guarded, runs_on_device
+from tests.tir_kernels.kernel_runs import fused_kernel, tensor
+from tests.tir_kernels.test_rules import CASES
 
 N = tirx.Var("n", "int64")
 

@@ -34,7 +34,7 @@ from relax_disc.tir_kernels.loops import (
     vector_loop,
     with_body,
 )
-from relax_disc.tir_kernels.vectorizable import vectorizable
+from relax_disc.tir_kernels.vectorizable import moves_in_vectors, vectorizable
 
 # Four AVX-512 registers: 256 bytes of a row at a time, what one prefetch stream likes.
 TILE = 64
@@ -87,8 +87,10 @@ class _Emitter:
         self.unit = {}
         for element in kernel.elements:
             self.unit.update(unit_mapping(element.stage))
-        self.vector = vectorizable(self.first.expressions, self.columns[-1].var) and all(
-            vectorizable(element.expressions, self.columns[-1].var) for element in kernel.elements
+        self.vector = all(
+            vectorizable(element.expressions, self.columns[-1].var)
+            and moves_in_vectors(element.stage.buffer)
+            for element in kernel.elements
         )
 
     def emit(self) -> list[Any]:

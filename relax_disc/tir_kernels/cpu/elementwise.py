@@ -26,7 +26,7 @@ from relax_disc.tir_kernels.loops import (
     vector_loop,
     with_body,
 )
-from relax_disc.tir_kernels.vectorizable import segments, vectorizable
+from relax_disc.tir_kernels.vectorizable import moves_in_vectors, segments, vectorizable
 
 # Below this many elements starting the threads costs more than the work (2-5 us).
 SERIAL_ELEMENTS = 8192
@@ -115,6 +115,13 @@ def emit_outer(outer: list[list[Axis]], row: Any, spread: bool) -> list[Any]:
     return [loop("row", product(extents), body, kind)]
 
 
+def emit_scalars(inner: list[Axis], body: Any, spread: bool) -> list[Any]:
+    """Make the innermost loop, one element after the other."""
+    kind = tirx.ForKind.PARALLEL if spread else tirx.ForKind.SERIAL
+    extent = group_extent(inner)
+    return [loop("column", extent, lambda index: body(group_mapping(inner, index)), kind)]
+
+
 def emit_row(
     elements: list[Element],
     inner: list[Axis],
@@ -131,12 +138,13 @@ def emit_row(
         fresh = tirx.Var(var.name, str(var.ty.dtype))
         binds.append(tirx.Bind(fresh, flat.rewrite(expr, mapping)))
         mapping[var] = fresh
-    return binds + emit_inner(
-        inner,
-        expressions,
-        lambda last: emit_element(elements, flat, {**mapping, **last}),
-        spread,
-    )
+
+    def body(last: dict[Any, Any]) -> Any:
+        return emit_element(elements, flat, {**mapping, **last})
+
+    if not all(moves_in_vectors(element.stage.buffer) for element in elements):
+        return binds + emit_scalars(inner, body, spread)
+    return binds + emit_inner(inner, expressions, body, spread)
 
 
 def emit_inner(inner: list[Axis], expressions: list[Any], body: Any, spread: bool) -> list[Any]:
@@ -151,8 +159,7 @@ def emit_inner(inner: list[Axis], expressions: list[Any], body: Any, spread: boo
         return vector_loop("column", extent, at, parallel=spread)
     parts = segments(expressions, inner)
     if parts is None:
-        kind = tirx.ForKind.PARALLEL if spread else tirx.ForKind.SERIAL
-        return [loop("column", extent, at, kind)]
+        return emit_scalars(inner, body, spread)
     statements = []
     for start, end in parts:
         base = index_const(start)
@@ -179,6 +186,9 @@ def emit_element(elements: list[Element], flat: FlatBuffers, mapping: dict[Any, 
         value = flat.rewrite(element.value, mapping)
         if len(elements) > 1:
             value = bind(tirx.Var(f"{element.stage.name}_result", str(value.ty.dtype)), value)
+        buffer = element.stage.buffer
+        if str(value.ty.dtype) != str(buffer.dtype):
+            value = tirx.Cast(str(buffer.dtype), value)
         indices = [flat.rewrite(index, mapping) for index in element.stage.indices]
-        stores.append(flat.store(element.stage.buffer, indices, value))
+        stores.append(flat.store(buffer, indices, value))
     return sequence([*binds, *stores])
