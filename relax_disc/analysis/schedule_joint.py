@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from relax_disc.analysis.schedule_exact import exact_order
+from relax_disc.analysis.schedule_native import native_split
 from relax_disc.analysis.schedule_problem import (
     ScheduleProblem,
     at_points,
@@ -29,10 +30,11 @@ from relax_disc.analysis.tensor_graph import TensorGraph
 Shape = Mapping[str, int]
 
 WORK_LIMIT = 500_000_000  # arcs: 2 to 4 s of one core in C++; structured graphs need a hundredth
+_TWIN_SLOWNESS = 50  # times, in Python: the same time buys so much less work
 _TIME_LIMIT_S = 60.0  # a last resort: with it the result may depend on the machine
 _SCALE = 10**9  # units of one shape's best peak
 _ENOUGH = 1.001  # worst ratio at which to stop
-_AIMS = (1.005, 1.03)  # what the worst ratio may grow by for being nowhere worse than given
+_AIMS = (1.003, 1.01, 1.03, 1.1)  # growth of the worst ratio allowed for being nowhere worse
 _SMALL_OPS = 64  # up to which an exact search is worth a try, within so many states:
 _SMALL_STATES = 20_000
 
@@ -46,6 +48,8 @@ class JointSearch:
         The graph at the shapes to optimise for.
     bounds : list of int
         Per shape: no order has a smaller peak.
+    checked_shapes : int
+        Number of shapes at which the order is no worse than the given one.
     timed_out : bool
         Whether the time limit ended a search.
     """
@@ -64,13 +68,16 @@ class JointSearch:
         self._graph = graph
         self._shapes = tuple(shapes)
         self._all = tuple({tuple(s.items()): s for s in (*shapes, *checks)}.values())
+        self.checked_shapes = len(self._all)
         self._judge = problem_of(graph, self._all)
         self._given = list(range(self.problem.ops))
         self._limits = peaks_at_points(self._judge, self._given)
         self._best = [0] * len(shapes)
-        # Four searches for all shapes at once beside those for each shape alone.
-        self._share = work // (len(shapes) + 1 + len(_AIMS)) if len(self._all) > 1 else work
         self._native = native
+        if not native or native_split() is None:
+            work //= _TWIN_SLOWNESS
+        # A search for all shapes at once, and one for each aim, beside those for each shape alone.
+        self._share = work // (len(shapes) + 1 + len(_AIMS)) if len(self._all) > 1 else work
 
     def best_order(self) -> list[int]:
         """Return one order for all shapes."""

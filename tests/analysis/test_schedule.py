@@ -189,16 +189,14 @@ def test_sampled_shapes_are_in_range():
     assert {"a": 3, "b": 7} in sample_shapes(dims[:2])
 
 
-@pytest.mark.parametrize(
-    ("name", "limit", "optimal"),
-    [("resnet32", 1.0, True), ("unet", 1.0, True), ("lstm", 0.982, False)],
-)
-def test_recorded_steps(shared, name, limit, optimal):
+@pytest.mark.parametrize(("name", "limit"), [("resnet32", 1.0), ("unet", 1.0), ("lstm", 0.982)])
+def test_recorded_steps(shared, name, limit):
     graph = TensorGraph.load(shared / "graphs" / "recorded" / f"{name}.json.gz")
     recorded = peak_bytes(graph)
     for start in (graph, *(shuffled(graph, seed) for seed in range(3))):
         found = schedule_ops(start)
         assert found.peak_bytes <= limit * recorded
-        assert found.peak_bytes <= 1.004 * found.lower_bound_bytes
-        assert found.is_optimal or not optimal
-        assert replayed_peak(start, found.order) == found.peak_bytes if optimal else True
+        assert found.is_optimal or name == "lstm"  # where 4 of 4,198,271,732 bytes are missing
+        assert found.peak_bytes <= found.lower_bound_bytes + 4
+    if len(graph.kernels) < 1000:
+        assert replayed_peak(start, found.order) == found.peak_bytes
