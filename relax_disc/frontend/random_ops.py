@@ -64,6 +64,17 @@ def _(rng: Tensor, shape: Sequence[int], stream: int) -> Tensor:
     return torch.empty(tuple(shape), dtype=torch.float32, device=rng.device)
 
 
+@torch.library.custom_op("relax_disc::keep", mutates_args=())
+def keep(rng: Tensor, shape: Sequence[int], stream: int, p: float) -> Tensor:
+    """A mask that is false with probability ``p``: ``uniform(rng, shape, stream) >= p``."""
+    return uniform(rng, shape, stream) >= p
+
+
+@keep.register_fake
+def _(rng: Tensor, shape: Sequence[int], stream: int, p: float) -> Tensor:
+    return torch.empty(tuple(shape), dtype=torch.bool, device=rng.device)
+
+
 class Randomness:
     """The random operators of one traced function: each call gets a stream of its own.
 
@@ -79,8 +90,7 @@ class Randomness:
 
     def uniform(self, shape: Sequence[Any]) -> Tensor:
         """Draw numbers in [0, 1), float32."""
-        self._streams += 1
-        return torch.ops.relax_disc.uniform(self._rng, list(shape), self._streams - 1)
+        return torch.ops.relax_disc.uniform(self._rng, list(shape), self._stream())
 
     def normal(self, shape: Sequence[Any]) -> Tensor:
         """Draw normal numbers by the method of Box and Muller."""
@@ -89,7 +99,11 @@ class Randomness:
 
     def keep(self, shape: Sequence[Any], p: float) -> Tensor:
         """Draw a mask that is false with probability ``p``."""
-        return self.uniform(shape) >= p
+        return torch.ops.relax_disc.keep(self._rng, list(shape), self._stream(), p)
+
+    def _stream(self) -> int:
+        self._streams += 1
+        return self._streams - 1
 
     # -- operators of ATen, with their own arguments ------------------------------------------
 

@@ -66,6 +66,29 @@ class CompiledFunction:
         )
         self._returned = [out for out in captured.outputs if out.replaces is None]
         self._lock = threading.RLock()
+        self._rng: torch.Tensor | None = None
+        for index, spec in enumerate(captured.inputs):
+            if spec.kind == "rng":
+                self._rng = bind_vector(self._binding, index, 2, spec.dtype)
+                self._rng[0] = torch.randint(2**62, ())
+
+    @property
+    def rng_state(self) -> torch.Tensor | None:
+        """``[seed, calls so far]`` of the random operators, None where there are none; settable.
+
+        The seed is drawn from PyTorch's default generator when the step is compiled.
+        """
+        return None if self._rng is None else self._rng.clone()
+
+    @rng_state.setter
+    def rng_state(self, state: torch.Tensor) -> None:
+        if self._rng is None or state.shape != self._rng.shape or state.dtype != self._rng.dtype:
+            raise InputMismatchError(
+                "rng_state takes what rng_state returned: two int64 numbers, and only where the "
+                "model draws random numbers."
+            )
+        with self._lock:
+            self._rng.copy_(state)
 
     @property
     def dims(self) -> tuple[SymbolicDim, ...]:
@@ -230,6 +253,8 @@ class CompiledFunction:
         finally:
             for place in self._batch_places:
                 arguments[place] = None
+        if self._rng is not None:
+            self._rng[1] += 1
         flat = [outputs] if isinstance(outputs, tvm.runtime.Tensor) else list(outputs)
         return [torch.from_dlpack(tensor) for tensor in flat]
 

@@ -316,6 +316,7 @@ IN_NETWORKS = {
     "relax_disc.attention_backward.default",
     "relax_disc.cross_entropy.default",
     "relax_disc.cross_entropy_backward.default",
+    "relax_disc.keep.default",
     "relax_disc.uniform.default",
 }
 
