@@ -96,7 +96,7 @@ def test_bfloat16_is_computed_in_float32():
     ]
     got, gradient = function(*(tvm.runtime.tensor(array) for array in arrays))
     # One rounding to eight bits, of the result.
-    np.testing.assert_allclose(float(got.numpy()), float(loss), rtol=2**-8)
+    np.testing.assert_allclose(float(got.numpy()), loss.item(), rtol=2**-8)
     gradient = gradient.numpy().astype("float64")
     np.testing.assert_allclose(gradient, expected.numpy(), rtol=2**-8, atol=1e-7)
 
