@@ -67,7 +67,8 @@ def plan_offsets_within(
     if height > enough and not hopeless:
         target = max(capacity, bound)
         best, height = _repair(problem, orders, target, enough, best, height)
-    if height > enough and not hopeless and problem.count <= _SEARCHABLE:
+    searches = effort.work > 0 and problem.count <= _SEARCHABLE
+    if height > enough and not hopeless and searches:
         target, work = enough, effort.work
         for left in range(1 if capacity >= 0 else _HEIGHTS, 0, -1):
             if target >= height:

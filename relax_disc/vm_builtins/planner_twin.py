@@ -14,7 +14,7 @@ from relax_disc.vm_builtins.planner_twin_timeline import Timeline, Window
 
 UNLIMITED = (1 << 63) // 4 - 1
 
-_PLACEMENT_EFFORT = OffsetEffort(work=100_000, tolerance=100)
+_PLACEMENT_EFFORT = OffsetEffort(work=0, tolerance=100)
 
 
 @dataclass(frozen=True, slots=True)

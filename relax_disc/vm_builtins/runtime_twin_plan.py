@@ -11,7 +11,7 @@ from relax_disc.vm_builtins.planner_twin import plan_arena
 from relax_disc.vm_builtins.planner_twin_model import PlannerGraph, PlannerOp
 
 ALIGNMENT = 64
-EFFORT = 1
+EFFORT = 0
 UNLIMITED = (2**63 - 1) // 4
 
 

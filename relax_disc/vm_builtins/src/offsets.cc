@@ -185,7 +185,7 @@ int64_t PlanOffsetsWithin(const std::vector<int64_t>& lower, const std::vector<i
   if (height > enough && !hopeless) {
     Repair(problem, orders, std::max(capacity, bound), enough, &height, &best);
   }
-  if (height > enough && !hopeless && problem.count() <= kSearchable) {
+  if (height > enough && !hopeless && effort.work > 0 && problem.count() <= kSearchable) {
     // Heights between the bound and the best are tried from below, each with a share of the work.
     int64_t target = enough, work = effort.work;
     for (int left = capacity >= 0 ? 1 : kHeights; left > 0 && target < height; --left) {

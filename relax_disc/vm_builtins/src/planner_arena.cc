@@ -11,8 +11,8 @@ namespace relax_disc {
 
 namespace {
 
-// A few milliseconds, and none where greedy placement is within a percent of the live bytes.
-constexpr OffsetEffort kPlacementEffort{100'000, 100};
+// Greedy placement, repaired where it is not within a percent of the live bytes; no search.
+constexpr OffsetEffort kPlacementEffort{0, 100};
 
 PlannerGraph Rounded(const PlannerGraph& graph, int64_t alignment) {
   PlannerGraph result = graph;
