@@ -35,7 +35,7 @@ class TwinSession:
         self.text = text
         self.metadata = PlanMetadata.from_json(text)
         self.plans: OrderedDict[tuple[tuple[int, ...], int], TwinPlan] = OrderedDict()
-        self.plan_limit = 256
+        self.plan_limit = min(256, max(32, 100000 // max(len(self.metadata.kernels), 1)))
         self.budget = -1
         self.mode = _RUN
         self.torn = False

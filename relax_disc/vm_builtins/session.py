@@ -16,7 +16,8 @@ from typing import Any
 import tvm_ffi
 
 from relax_disc.vm_builtins import runtime
-from relax_disc.vm_builtins.plan_metadata import PlanMetadata
+from relax_disc.vm_builtins.plan_metadata import PlanMetadata, run_program
+from relax_disc.vm_builtins.runtime_twin_plan import CostModel
 
 _RUN, _DRY_RUN, _PROFILE = 0, 1, 2
 
@@ -285,6 +286,36 @@ class Session:
         """
         numbers = (float(flops_per_ns), float(bytes_per_ns), float(overhead_ns))
         self._ask("set_cost_model", *numbers, [float(factor) for factor in factors])
+
+    def calibrate(self) -> tuple[float, ...]:
+        """Correct the modelled times by those of the last profiled calls; drops all plans.
+
+        Returns
+        -------
+        tuple of float
+            Measured over modelled time of each kernel, for `set_cost_model` in another process.
+            The corrections hold at other shapes as far as the model's growth does.
+
+        Raises
+        ------
+        ValueError
+            If no call was profiled.
+        """
+        dims = self.report().dims
+        metadata = self.metadata
+        cost = CostModel()
+        factors = []
+        for kernel, (runs, time_ns) in zip(metadata.kernels, self.kernel_times(), strict=True):
+            if runs == 0:
+                raise ValueError("calibrate() needs a call inside profile() first.")
+            flops, moved = (
+                run_program(metadata.programs[program], dims)
+                for program in (kernel.flops, kernel.moved_bytes)
+            )
+            factors.append(time_ns / runs / cost.time(0, flops, moved))
+        rates = (cost.flops_per_ns, cost.bytes_per_ns, cost.overhead_ns)
+        self.set_cost_model(*rates, factors)
+        return tuple(factors)
 
     def set_plan_limit(self, plans: int) -> None:
         """Bound the number of plans that are remembered, least recently used first out."""

@@ -12,6 +12,7 @@ from hypothesis import given
 from relax_disc.errors import MemoryBudgetError
 from relax_disc.vm_builtins import runtime
 from relax_disc.vm_builtins.plan_metadata import Storage
+from relax_disc.vm_builtins.runtime_twin_plan import CostModel
 from relax_disc.vm_builtins.session import Session
 from tests.relax_programs import Program, call, compile_program, draw_program
 
@@ -312,3 +313,26 @@ def test_profile_counts_every_kernel():
         call(machine, CHAIN.arguments(6))
     assert [runs for runs, _ in session.kernel_times()] == [2] * len(session.kernel_names)
     assert all(time > 0 for _, time in session.kernel_times())
+
+
+def test_calibration_makes_modelled_times_those_that_were_measured():
+    machine = compile_program(CHAIN.module())
+    session = Session.of(machine)
+    with pytest.raises(ValueError, match="profile"):
+        session.calibrate()
+    with session.profile():
+        call(machine, CHAIN.arguments(50))
+    measured = sum(time for _, time in session.kernel_times())
+    factors = session.calibrate()
+    assert len(factors) == len(session.kernel_names)
+    assert session.plan([50]).base_time_ns == pytest.approx(measured, rel=0.01)
+    run_and_compare(CHAIN, machine)
+
+
+def test_defaults_of_the_cost_model_are_the_same_on_both_sides():
+    machine = compile_program(CHAIN.module())
+    session = Session.of(machine)
+    before = session.plan([7]).time_ns
+    model = CostModel()
+    session.set_cost_model(model.flops_per_ns, model.bytes_per_ns, model.overhead_ns)
+    assert session.plan([7]).time_ns == before

@@ -14,6 +14,7 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/object.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <list>
@@ -64,6 +65,9 @@ class Session : public tvm::ffi::Object {
     functions_.resize(metadata_.kernels.size());
     kernel_ns_.assign(metadata_.kernels.size(), 0);
     kernel_runs_.assign(metadata_.kernels.size(), 0);
+    // A plan takes about 400 bytes a kernel; some 40 MB in all.
+    const size_t kernels = std::max<size_t>(metadata_.kernels.size(), 1);
+    plan_limit_ = std::min<size_t>(256, std::max<size_t>(32, 100000 / kernels));
   }
 
   /*! \brief Begin a call: plan, check the budget, bind memory.  Nothing has run when it throws. */
