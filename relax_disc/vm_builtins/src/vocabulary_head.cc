@@ -104,9 +104,11 @@ struct Head {
     std::memset(grad_x, 0, sizeof(float) * count * width);
     if (rows.empty() && grad_weight) std::memset(grad_weight, 0, sizeof(float) * classes * width);
     std::vector<double> losses(rows.size());
-    for (size_t first = 0; first < rows.size(); first += chunk) {
-      Chunk(rows.data() + first, std::min<int64_t>(chunk, rows.size() - first), scale,
-            losses.data() + first, first == 0);
+    // Equal chunks: a last one of few rows would read the weight for little.
+    const int64_t wanted = rows.size(), chunks = (wanted + chunk - 1) / chunk;
+    for (int64_t i = 0; i < chunks; ++i) {
+      auto [first, last] = Share(wanted, 1, chunks, i);
+      Chunk(rows.data() + first, last - first, scale, losses.data() + first, i == 0);
     }
     double sum = 0;
     for (double value : losses) sum += value;
