@@ -49,6 +49,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPES[dtype]
 
 
+OPAQUE = 8
+"""TVM's ``kOpaque``: a kernel with this ``op_pattern`` is not fused with others."""
+
+
+def _is_symbolic_number(value: Any) -> bool:
+    is_number = isinstance(value, relax.Expr) and isinstance(value.ty, tvm.ir.PrimType)
+    return is_number and not isinstance(value, tirx.IntImm | tirx.FloatImm)
+
+
 class Emitter:
     """Emits bindings into a Relax function; one instance serves one function.
 
@@ -118,8 +127,16 @@ class Emitter:
         return var
 
     def te(self, name: str, compute: Callable[..., Any], *args: Any) -> relax.Var:
-        """Emit a kernel written in TE; sizes that ``compute`` uses must be among ``args``."""
-        return self.emit(self._builder.call_te(compute, *args, primfunc_name_hint=name))
+        """Emit a kernel written in TE; sizes that ``compute`` uses must be among ``args``.
+
+        A kernel with a symbolic number among its arguments stays alone: FuseTIR mistakes the number
+        when it fuses such a kernel with one whose extents are compound (``b * 4``).
+        """
+        alone = any(_is_symbolic_number(arg) for arg in args)
+        attrs = {"op_pattern": OPAQUE} if alone else None
+        return self.emit(
+            self._builder.call_te(compute, *args, primfunc_name_hint=name, primfunc_attrs=attrs)
+        )
 
     def kernel(
         self, function: tirx.PrimFunc, name: str, args: Sequence[Any], out: Any

@@ -14,14 +14,11 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder
 
 from relax_disc.frontend.converters.registry import converts
-from relax_disc.frontend.emitter import Emitter
+from relax_disc.frontend.emitter import OPAQUE, Emitter
 from relax_disc.frontend.random_ops import MANTISSA_BITS, MULTIPLIERS, ROUNDS, WEYL
 
 T: Any = builder
 op: Any = relax.op
-
-_OPAQUE = 8
-"""TVM's ``kOpaque``, which FuseOps leaves alone."""
 
 
 def _word(value: Any) -> Any:
@@ -69,7 +66,7 @@ def _draw(stream: int, dtype: str, finish: Callable[[Any], Any]) -> tirx.PrimFun
     with IRBuilder() as made:
         with T.prim_func(s_tir=True, private=True):
             T.func_name("draw")
-            T.func_attr({"tirx.noalias": True, "op_pattern": _OPAQUE})
+            T.func_attr({"tirx.noalias": True, "op_pattern": OPAQUE})
             rng = T.arg("rng", T.buffer((2,), "int64"))
             out = T.arg("out", T.buffer((count,), dtype))
             with T.grid(count) as loop:
