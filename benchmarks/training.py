@@ -28,6 +28,7 @@ from benchmarks.record import write_result
 from benchmarks.training_batches import real_batches, unseen_lengths
 from benchmarks.training_report import summarize, summary_table
 from benchmarks.training_worker import SIZES, VARIANTS
+from relax_disc.vm_builtins import native
 
 _WARM_UP = 2
 _ROOT = Path(__file__).parents[1]
@@ -127,6 +128,7 @@ def main(
         for value in given:
             if value not in known:
                 raise typer.BadParameter(f"{value!r} is no {kind}; known: {', '.join(known)}")
+    native.load()  # built once per machine: no part of a compilation
     console = Console()
     # The table has ten columns; a pipe would get 80 characters.
     console.width = max(console.width, 150)

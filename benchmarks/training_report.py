@@ -1,12 +1,20 @@
-"""Medians of paired ratios with their intervals, from the measurements of `benchmarks.training`."""
+"""Medians of paired ratios with their intervals, from the measurements of `benchmarks.training`.
+
+`python -m benchmarks.training_report [file.json]` prints a file of results as Markdown.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
+
+from benchmarks.record import RESULTS
 
 _RESAMPLES = 10_000
 _BASES = ("eager", "compile")
@@ -80,18 +88,46 @@ def _ratio(
 
 def summary_table(title: str, summary: Mapping[str, Mapping[str, Any]]) -> Table:
     """Lay out a summary for a terminal."""
-    bases = [base for base in _BASES if base in summary]
+    headings, *rows = _cells(summary)
     table = Table(title=title)
-    table.add_column("variant")
-    for heading in ("step, s", "real tokens/s", *(f"time / {base}" for base in bases)):
-        table.add_column(heading, justify="right")
-    for heading in ("highest peak, MiB", *(f"peak / {base}" for base in bases)):
-        table.add_column(heading, justify="right")
-    table.add_column("compile, s", justify="right")
-    table.add_column("first / second", justify="right")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "variant" else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def markdown(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Lay out the summaries of several models and batch sizes as one Markdown table."""
+    lines: list[str] = []
+    for run in runs:
+        headings, *rows = _cells(run["summary"])
+        if not lines:
+            lines = [_line(["Llama, batch", *headings]), _line(["---"] * (len(headings) + 1))]
+        lines += [_line([f"{run['size']}, {run['batch']}", *row]) for row in rows]
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cells(summary: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Headings, then a row for each variant."""
+    bases = [base for base in _BASES if base in summary]
+    yield [
+        "variant",
+        "step, s",
+        "real tokens/s",
+        *(f"time / {base}" for base in bases),
+        "highest peak, MiB",
+        *(f"peak / {base}" for base in bases),
+        "compile, s",
+        "first / second",
+    ]
     for name, row in summary.items():
         first = row["first_over_second"]
-        table.add_row(
+        yield [
             name,
             f"{row['step_seconds']:.3f}",
             f"{row['tokens_per_second']:,.0f}",
@@ -100,10 +136,14 @@ def summary_table(title: str, summary: Mapping[str, Mapping[str, Any]]) -> Table
             *(f"{row['peak_ratio'][base][0]:.3f}" for base in bases),
             f"{row['compile_seconds']:.1f}",
             _interval(first) if first else "-",
-        )
-    return table
+        ]
 
 
 def _interval(values: Sequence[float]) -> str:
     median, low, high = values
     return f"{median:.3f} ({low:.2f}-{high:.2f})"
+
+
+if __name__ == "__main__":
+    source = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "training.json"
+    print(markdown(json.loads(source.read_text())["results"]))

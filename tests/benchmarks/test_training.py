@@ -11,7 +11,7 @@ import pytest
 from benchmarks import record
 from benchmarks.malloc_counter import MallocCounter, preload_environment
 from benchmarks.training_batches import IGNORED, make_batch, real_batches, unseen_lengths
-from benchmarks.training_report import median_with_interval, summarize, summary_table
+from benchmarks.training_report import markdown, median_with_interval, summarize, summary_table
 
 _COUNTING = """
 import ctypes, json, mmap
@@ -111,6 +111,9 @@ def test_summary_pairs_batches():
     assert ours["compile_seconds"] == pytest.approx(3 + 9.5 - 2)
     assert ours["first_over_second"][0] == 0.5
     assert summary_table("title", summary).row_count == 2
+    lines = markdown([{"size": "S", "batch": 4, "summary": summary}]).splitlines()
+    assert len(lines) == 4
+    assert lines[3].startswith("| S, 4 | relax_disc | 1.000 | 86 | 0.500 (0.50-0.50) |")
 
 
 def test_result_file_says_commit_and_machine(tmp_path, monkeypatch):
