@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from relax_disc.analysis.comparison import Comparison, Order, compare
+from relax_disc.analysis.hoist import hoist_sinks
 from relax_disc.analysis.memory import MemoryReport, ShapeMemory, report_memory
 from relax_disc.analysis.peak import LiveRange, live_ranges, live_trace, peak_bytes
 from relax_disc.analysis.schedule import Schedule, SchedulePoint, schedule_ops
@@ -25,6 +26,7 @@ __all__ = [
     "SymbolicShapeGraph",
     "TensorGraph",
     "compare",
+    "hoist_sinks",
     "live_ranges",
     "live_trace",
     "peak_bytes",

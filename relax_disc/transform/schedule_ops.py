@@ -1,8 +1,9 @@
 """Reorder the bindings of Relax functions so that the peak of live memory falls.
 
-One order for all shapes: see `relax_disc.analysis.schedule_ops`.  Optimizer updates move to where
-their gradient is made, if that is good for the peak; an update that writes a parameter in place
-stays behind the parameter's readers.  A module that has been scheduled comes out again as good.
+One order for all shapes: see `relax_disc.analysis.schedule_ops`.  In a function of kernels the
+optimizer's updates then move to where their gradient is made (`relax_disc.analysis.hoist_sinks`),
+which budgets below the peak need.  An update that writes a parameter in place stays behind the
+parameter's readers.  A module that has been scheduled comes out again as good.
 
 On a function of kernels (call_tir form, after fusion) what is measured is what will run: extracted
 tensors, in-place places, copies.  On any other function sizes come from types, and runs of pure
@@ -23,6 +24,7 @@ from tvm import relax
 from relax_disc.analysis.extract import is_kernel_call
 from relax_disc.analysis.extract_table import NotPlannableError
 from relax_disc.analysis.extraction import Extraction, extract
+from relax_disc.analysis.hoist import hoist_sinks
 from relax_disc.analysis.schedule import Schedule, Strategy, schedule_ops
 from relax_disc.analysis.schedule_bindings import BindingGraph, is_movable
 from relax_disc.analysis.tensor_graph import TensorGraph
@@ -85,7 +87,9 @@ class ScheduleOps:
         graph = _ordered_overwrites(extraction)
         schedule = self._schedule(graph, name)
         # Copies that the extraction adds have no binding; they come where they can.
-        kernels = [extraction.order[k] for k in schedule.order]
+        shapes = [point.shape for point in schedule.points if point.shape]
+        hoisted = hoist_sinks(graph, schedule.order, shapes)
+        kernels = [extraction.order[k] for k in hoisted]
         order = [calls[k] for k in kernels if k < len(calls)]
         return _reordered(block, list(block.bindings), order)
 
