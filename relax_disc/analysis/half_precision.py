@@ -1,4 +1,4 @@
-"""Evaluate half-precision stages in float32, rounding once, where a value is stored.
+"""Evaluate half-precision stages in float32, rounding where a value is stored or cast explicitly.
 
 More exact than rounding after each operation, and what processors without half-precision
 arithmetic do anyway; PyTorch's own compiler does the same inside a fused kernel.
@@ -57,6 +57,18 @@ def widen_bfloat16(value: Any) -> Any:
     return tirx.reinterpret(_WIDE, bits << tirx.const(16, "uint32"))
 
 
+def _rounded(value: Any, dtype: str) -> Any:
+    """Round a float32 value to what ``dtype`` can hold."""
+    if dtype == "float16":
+        return tirx.Cast(_WIDE, tirx.Cast(dtype, value))
+    bits = tirx.reinterpret("uint32", value)
+    # To the nearest, ties to the even one: half of the last kept bit, less one if that bit is 0.
+    carry = ((bits >> tirx.const(16, "uint32")) & tirx.const(1, "uint32")) + tirx.const(
+        0x7FFF, "uint32"
+    )
+    return tirx.reinterpret(_WIDE, (bits + carry) & tirx.const(0xFFFF0000, "uint32"))
+
+
 def _has_half(expr: Any) -> bool:
     def stop(node: Any) -> Any:
         kind = getattr(node, "ty", None)
@@ -78,7 +90,12 @@ def _widen(expr: Any, mapping: dict[Any, Any]) -> Any:
 
     def on_cast(cast: Any, mutator: Any) -> Any:
         value = mutator.mutate(cast.value)
-        dtype = _WIDE if is_half(cast.ty.dtype) else str(cast.ty.dtype)
+        dtype = str(cast.ty.dtype)
+        if is_half(dtype):
+            # Integers up to 256 (bfloat16) or 2048 are exact; larger ones are rounded as well.
+            return _rounded(
+                value if str(value.ty.dtype) == _WIDE else tirx.Cast(_WIDE, value), dtype
+            )
         return value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)
 
     def on_select(select: Any, mutator: Any) -> Any:

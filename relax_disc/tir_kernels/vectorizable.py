@@ -18,8 +18,16 @@ from relax_disc.analysis.element import is_guard
 from relax_disc.analysis.loop_stages import Axis, constant
 from relax_disc.tir_kernels.vector_math import has_formula
 
-# Besides what TVM marks as vectorizable; it knows how to widen these.
-_WIDENED = frozenset({"prim.if_then_else", "tirx.if_then_else", "tirx.reinterpret"})
+# Functions of which TVM and LLVM make vectors, in all float types (tried one by one: TVM's own mark,
+# `TVectorizable`, is also on functions that cannot be lowered then), and what is widened anyway.
+_VECTOR_CALLS = frozenset(
+    f"{space}.{name}"
+    for space in ("prim", "tirx")
+    for name in (
+        "ceil cos exp exp10 exp2 fabs floor if_then_else log log10 log2 pow reinterpret round "
+        "sigmoid sin sqrt tan tanh trunc"
+    ).split()
+)
 # A loop is cut at most this often: each part is a copy of the body.
 _MOST_PARTS = 4
 
@@ -45,9 +53,7 @@ def _calls(expressions: Sequence[Any]) -> list[Any]:
 
 
 def _has_vector_form(call: Any) -> bool:
-    if not isinstance(call.op, tvm.ir.Op):
-        return False
-    return call.op.name in _WIDENED or has_formula(call) or bool(call.op.get_attr("TVectorizable"))
+    return getattr(call.op, "name", "") in _VECTOR_CALLS or has_formula(call)
 
 
 def vectorizable(expressions: Sequence[Any], var: Any) -> bool:

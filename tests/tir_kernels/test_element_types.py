@@ -32,6 +32,7 @@ REAL = {
     "log": lambda emit, x, y: op.log(emit(op.add(emit(op.abs(x)), y))),
     "rsqrt": lambda emit, x, y: op.rsqrt(emit(op.multiply(x, x))),
     "trigonometry": lambda emit, x, y: op.cos(emit(op.sin(x))),
+    "nearest": lambda emit, x, y: op.round(x),
     "rounding": lambda emit, x, y: op.round(emit(op.floor(x))),
     "softmax": lambda emit, x, y: op.nn.softmax(x, -1),
 }
