@@ -12,8 +12,8 @@ from relax_disc.vm_builtins.planner_twin_model import Random
 _SEARCH_WORK = 2_000_000_000
 _MINIMIZE_WORK = 30_000_000
 _HEIGHTS = 4
-_SEARCHABLE = 3000
-_REPAIRS, _REPAIR_WORK, _REPAIR_PATIENCE = 120, 4_000_000, 10
+_LARGE, _SEARCHABLE = 1200, 3000
+_REPAIRS, _REPAIR_WORK, _REPAIR_PATIENCE = 120, 60_000_000, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,10 @@ def plan_offsets_within(
     best: list[int] = []
     height: int | None = None
     orders = _placement_orders(problem)
+    sufficient = max(capacity, bound + (spare // 4 if problem.count > _LARGE else 0))
     for order in orders:
         for smallest in (False, True):
-            if height is not None and height <= max(capacity, bound):
+            if height is not None and height <= sufficient:
                 break
             placed, reached = _place_in_order(problem, order, smallest)
             if height is None or reached < height:
@@ -120,8 +121,7 @@ def _repair(
 ) -> tuple[list[int], int]:
     """Place again and again, moving what ends too high forward in the order."""
     random, order, failed = Random(2), orders[0], 0
-    pairs = 1 + sum(len(others) for others in problem.overlaps)
-    for _ in range(min(_REPAIRS, _REPAIR_WORK // pairs)):
+    for _ in range(min(_REPAIRS, _REPAIR_WORK // problem.count**2)):
         placed, reached = _place_in_order(problem, order, False)
         failed += 1
         if reached < height:

@@ -18,11 +18,13 @@ constexpr int64_t kSearchWork = 2'000'000'000;
 constexpr int64_t kMinimizeWork = 30'000'000;
 // Heights that are tried between the lower bound and the best height known.
 constexpr int kHeights = 4;
+// With more buffers than this the first order that is about good enough is taken, not the best.
+constexpr int kLarge = 1200;
 // Problems with more buffers than this are not searched: a run would not reach its end.
 constexpr int kSearchable = 3000;
 
-// Rounds of repair, and their number times the pairs of overlapping buffers: some milliseconds.
-constexpr int64_t kRepairs = 120, kRepairWork = 4'000'000;
+// Rounds of repair, and their number times the square of the buffers: some milliseconds.
+constexpr int64_t kRepairs = 120, kRepairWork = 60'000'000;
 // Rounds without success before repair starts over with another order.
 constexpr int kRepairPatience = 10;
 
@@ -31,8 +33,7 @@ constexpr int kRepairPatience = 10;
 // the target, or a random part of the way from there to the best height.
 void Repair(const OffsetProblem& problem, const std::vector<std::vector<int>>& orders,
             int64_t target, int64_t enough, int64_t* height, std::vector<int64_t>* best) {
-  int64_t pairs = 1;
-  for (const std::vector<int>& others : problem.overlaps) pairs += others.size();
+  const int64_t pairs = static_cast<int64_t>(problem.count()) * problem.count();
   Random random(2);
   std::vector<int> order = orders[0];
   std::vector<int64_t> placed;
@@ -91,14 +92,17 @@ OffsetProblem::OffsetProblem(const std::vector<int64_t>& lower, const std::vecto
     for (int t = first[i]; t < last[i]; ++t) load[t] += size[i];
   }
   for (int64_t bytes : load) lower_bound = std::max(lower_bound, bytes);
+}
 
-  overlaps.resize(count());
-  std::vector<int> order(count()), alive;
+std::vector<std::vector<int>> FindOverlaps(const OffsetProblem& problem) {
+  std::vector<std::vector<int>> overlaps(problem.count());
+  std::vector<int> order(problem.count()), alive;
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return first[a] < first[b]; });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return problem.first[a] < problem.first[b]; });
   for (int i : order) {
     alive.erase(std::remove_if(alive.begin(), alive.end(),
-                               [&](int j) { return last[j] <= first[i]; }),
+                               [&](int j) { return problem.last[j] <= problem.first[i]; }),
                 alive.end());
     for (int j : alive) {
       overlaps[i].push_back(j);
@@ -106,31 +110,39 @@ OffsetProblem::OffsetProblem(const std::vector<int64_t>& lower, const std::vecto
     }
     alive.push_back(i);
   }
+  return overlaps;
 }
 
 int64_t PlaceInOrder(const OffsetProblem& problem, const std::vector<int>& order, bool smallest,
                      std::vector<int64_t>* offsets) {
-  std::vector<std::pair<int64_t, int64_t>> busy;
+  struct Placed {
+    int first, last;
+    int64_t begin, end;
+  };
+  std::vector<Placed> stack;  // by offset
+  stack.reserve(problem.count());
   offsets->assign(problem.count(), -1);
   int64_t height = 0;
   for (int i : order) {
-    busy.clear();
-    for (int j : problem.overlaps[i]) {
-      if ((*offsets)[j] >= 0) busy.emplace_back((*offsets)[j], (*offsets)[j] + problem.size[j]);
-    }
-    std::sort(busy.begin(), busy.end());
+    const int first = problem.first[i], last = problem.last[i];
+    const int64_t size = problem.size[i];
     int64_t end = 0, best = -1, best_gap = INT64_MAX;
-    for (const auto& [begin, next] : busy) {
-      const int64_t gap = begin - end;
-      if (gap >= problem.size[i] && gap < best_gap) {
+    for (const Placed& other : stack) {
+      if (other.first >= last || first >= other.last) continue;
+      const int64_t gap = other.begin - end;
+      if (gap >= size && gap < best_gap) {
         best = end;
         best_gap = gap;
         if (!smallest) break;
       }
-      end = std::max(end, next);
+      end = std::max(end, other.end);
     }
-    (*offsets)[i] = best >= 0 ? best : end;
-    height = std::max(height, (*offsets)[i] + problem.size[i]);
+    const int64_t at = best >= 0 ? best : end;
+    (*offsets)[i] = at;
+    height = std::max(height, at + size);
+    const auto above = std::upper_bound(stack.begin(), stack.end(), at,
+                                        [](int64_t b, const Placed& p) { return b < p.begin; });
+    stack.insert(above, {first, last, at, at + size});
   }
   return height;
 }
@@ -170,10 +182,12 @@ int64_t PlanOffsetsWithin(const std::vector<int64_t>& lower, const std::vector<i
   const int64_t bound = problem.lower_bound;
   const int64_t spare = effort.tolerance && capacity < 0 ? bound / effort.tolerance : 0;
   const int64_t enough = std::max(capacity, bound + spare);
+  const int64_t sufficient =
+      problem.count() > kLarge ? std::max(capacity, bound + spare / 4) : std::max(capacity, bound);
   const std::vector<std::vector<int>> orders = PlacementOrders(problem);
   for (const std::vector<int>& order : orders) {
     for (const bool smallest : {false, true}) {
-      if (height <= std::max(capacity, bound)) break;
+      if (height <= sufficient) break;
       const int64_t reached = PlaceInOrder(problem, order, smallest, &placed);
       if (reached < height) {
         height = reached;

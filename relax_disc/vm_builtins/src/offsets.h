@@ -7,7 +7,7 @@
 
 namespace relax_disc {
 
-// Buffers with non-zero size and their overlaps in time.  Time is cut into *sections*, the
+// Buffers with non-zero size.  Time is cut into *sections*, the
 // stretches between moments at which some buffer comes or goes.
 struct OffsetProblem {
   OffsetProblem(const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,
@@ -18,10 +18,12 @@ struct OffsetProblem {
   std::vector<int> index;                   // per buffer: its number in the caller's lists
   std::vector<int> first, last;             // per buffer: sections [first, last)
   std::vector<int64_t> size;                // per buffer
-  std::vector<std::vector<int>> overlaps;   // per buffer: others alive at the same time
   std::vector<int64_t> load;                // per section: bytes alive
   int64_t lower_bound = 0;                  // largest load
 };
+
+// Per buffer: the others that are alive at the same time.
+std::vector<std::vector<int>> FindOverlaps(const OffsetProblem& problem);
 
 // Height of the placement that puts each buffer, in the given order, into the lowest gap that
 // holds it, or into the smallest one.

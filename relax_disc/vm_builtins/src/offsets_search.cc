@@ -45,6 +45,7 @@ class OffsetSearch {
   void Blame(const Level& level, int section);
 
   const OffsetProblem& problem_;
+  const std::vector<std::vector<int>> overlaps_;
   const int64_t height_;
   const std::vector<int64_t>* preference_ = nullptr;
   std::vector<int64_t> lowest_;  // per buffer: highest end of a placed buffer that overlaps it
@@ -66,6 +67,7 @@ constexpr int64_t kBlame = 5040;  // divisible by most small counts
 OffsetSearch::OffsetSearch(const OffsetProblem& problem, int64_t height)
     : failures(problem.count(), 0),
       problem_(problem),
+      overlaps_(FindOverlaps(problem)),
       height_(height),
       first_(problem.count(), 0),
       twin_(problem.count(), -1),
@@ -132,7 +134,7 @@ bool OffsetSearch::Bound(Level* level, int64_t bottom, int64_t* ceiling) {
     int64_t low = level->low[a];
     if (level->floating[a]) {
       int64_t support = INT64_MAX;
-      for (int j : problem_.overlaps[i]) {
+      for (int j : overlaps_[i]) {
         if (offsets[j] < 0) support = std::min(support, first_[j] + problem_.size[j]);
       }
       if (support == INT64_MAX) return false;
@@ -189,7 +191,7 @@ bool OffsetSearch::Solve(std::size_t depth, int64_t bottom) {
     const int64_t at = level.low[a], top = at + problem_.size[i];
     offsets[i] = at;
     bool lonely = true;
-    for (int j : problem_.overlaps[i]) {
+    for (int j : overlaps_[i]) {
       if (offsets[j] >= 0) continue;
       lowest_[j] = std::max(lowest_[j], top);
       lonely = false;
