@@ -1,0 +1,99 @@
+"""Models of Hugging Face, tiny and with random weights: gradients against float64 PyTorch."""
+
+import pytest
+import torch
+from torch.export import Dim
+
+from relax_disc.frontend import capture_step
+from tests.frontend.running import check_gradients
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = dict(vocab_size=64, num_hidden_layers=1, max_position_embeddings=64)
+HEADS = dict(num_attention_heads=4, num_key_value_heads=2)
+WIDTH = dict(hidden_size=32, intermediate_size=48)
+
+CASES = {
+    "llama": ("Llama", "CausalLM", {**SIZES, **HEADS, **WIDTH}, 2),
+    "llama-eager": ("Llama", "CausalLM", {**SIZES, **HEADS, **WIDTH}, 2),
+    "mistral": ("Mistral", "CausalLM", {**SIZES, **HEADS, **WIDTH, "sliding_window": 8}, 2),
+    "qwen3": ("Qwen3", "CausalLM", {**SIZES, **HEADS, **WIDTH, "head_dim": 8}, 2),
+    "gemma": ("Gemma", "CausalLM", {**SIZES, **HEADS, **WIDTH, "head_dim": 8}, 2),
+    "gpt2": (
+        "GPT2",
+        "LMHeadModel",
+        dict(
+            vocab_size=64,
+            n_embd=32,
+            n_layer=1,
+            n_head=4,
+            n_positions=64,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=1,
+            eos_token_id=1,
+        ),
+        2,
+    ),
+    "bert": (
+        "Bert",
+        "MaskedLM",
+        {
+            **SIZES,
+            **WIDTH,
+            "num_attention_heads": 4,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+        2,
+    ),
+    "t5": (
+        "T5",
+        "ConditionalGeneration",
+        dict(
+            vocab_size=64,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=1,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        ),
+        3,
+    ),
+}
+SLOW = set(CASES) - {"llama"}
+
+
+def make(name):
+    family, head, options, least = CASES[name]
+    config = getattr(transformers, f"{family}Config")(**options, use_cache=False)
+    config._attn_implementation = "eager" if name in ("llama-eager", "t5") else "sdpa"
+    for key in ("loss_type",):
+        setattr(config, key, "ForMaskedLM" if head == "MaskedLM" else "ForCausalLM")
+    prefix = "For" if head != "LMHeadModel" else ""
+    torch.manual_seed(0)
+    return getattr(transformers, f"{family}{prefix}{head}")(config).train(), least
+
+
+def batch(b, s):
+    g = torch.Generator().manual_seed(100 * b + s)
+    ids = torch.randint(0, 64, (b, s), generator=g)
+    mask, labels = torch.ones_like(ids), ids.clone()
+    if s > 4:
+        mask[0, -2:], labels[0, -2:] = 0, -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
+)
+def test_gradients(name):
+    model, least = make(name)
+    b, s = Dim("b", min=1, max=8), Dim("s", min=least, max=40)
+    shapes = {key: {0: b, 1: s} for key in batch(2, 3)}
+    captured = capture_step(model, None, batch(3, 12), dynamic_shapes=shapes)
+    assert [out.kind for out in captured.outputs].count("extra") == 0
+    check_gradients(captured, model, [batch(3, 12), batch(1, least), batch(5, 33), batch(8, 40)])
