@@ -14,6 +14,7 @@ from tvm import relax
 from relax_disc.transform.canonicalize_extents import CanonicalizeExtents
 from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead
 from relax_disc.transform.dispatch_library import DispatchLibrary
+from relax_disc.transform.hoist_workspace import HoistWorkspace
 from relax_disc.transform.insert_rematerialization import InsertRematerialization
 from relax_disc.transform.lower_rematerialization import LowerRematerialization
 from relax_disc.transform.plan_arena import PlanArena
@@ -86,6 +87,7 @@ def passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
         *legalize_passes(target, options),
         *alias_passes(),
         *(kernel_passes(target) if options.schedule_kernels else []),
+        *(workspace_passes() if options.plan_arena else []),
         *(order_passes() if options.schedule_ops else []),
         *(rematerialization_passes() if options.rematerialize else []),
         *(memory_passes() if options.plan_arena else []),
@@ -131,6 +133,11 @@ def alias_passes() -> list[Pass]:
 def kernel_passes(target: tvm.target.Target) -> list[Pass]:
     """Parallel, vectorised loops."""
     return [ScheduleKernels(target)]
+
+
+def workspace_passes() -> list[Pass]:
+    """Scratch memory of kernels as tensors of the plan."""
+    return [HoistWorkspace()]
 
 
 def order_passes() -> list[Pass]:
