@@ -3,8 +3,8 @@
     python -m benchmarks.kernels [--threads 2] [--rounds 30]
 
 The shapes are those of a Llama step (shared/peers, sizes S and M: hidden 256 and 512) at batch 4.
-Each round calls both once; figures are medians over the rounds, the ratio that of paired calls
-with its quartiles. Below 1 is faster than PyTorch.
+Each round calls both; figures are medians over the rounds, the ratio that of paired calls with its
+quartiles. Below 1 is faster than PyTorch.
 """
 
 from __future__ import annotations
@@ -128,12 +128,17 @@ def embedding(tokens: int, hidden: int) -> Pair:
 
 
 def measure(pair: Pair, rounds: int) -> Row:
-    """Call both in turn; the first two rounds warm up."""
+    """Call both in turn; the first two rounds warm up.
+
+    Each is called twice and the second call timed: the first wakes its own threads and lets the
+    other library's, which wait for work in a loop for a while, fall asleep.
+    """
     times = np.empty((rounds + 2, 2))
     for i in range(rounds + 2):
         order = (0, 1) if i % 2 == 0 else (1, 0)
         for which in order:
             function = (pair.ours, pair.theirs)[which]
+            function()
             start = time.perf_counter()
             function()
             times[i, which] = time.perf_counter() - start

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import tvm
 from tvm import relax, tirx
@@ -106,7 +107,7 @@ def definition(expr: relax.Expr, builder: relax.BlockBuilder) -> relax.Expr:
             return expr
 
 
-def is_call_of(expr: relax.Expr, name: str) -> bool:
+def is_call_of(expr: Any, name: str) -> TypeGuard[relax.Call]:
     """Whether an expression calls the operator `name`."""
     return isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == name
 
@@ -193,8 +194,8 @@ def _same_split(
     return None
 
 
-def _product(extents: Sequence[tvm.ir.Expr]) -> tvm.ir.Expr:
-    result: tvm.ir.Expr = tirx.const(1, "int64")
+def _product(extents: Sequence[Any]) -> Any:
+    result: Any = tirx.const(1, "int64")
     for extent in extents:
         result = result * extent
     return result

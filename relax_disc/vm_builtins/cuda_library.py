@@ -128,7 +128,7 @@ def attention_backward_masked(
     empty = _tensor(lse).isneginf()[..., None]
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        result = _attend(*leaves, extra, scale, bool(is_causal))
+        result = _attend(leaves[0], leaves[1], leaves[2], extra, scale, bool(is_causal))
         gradients = torch.autograd.grad(result, leaves, grad.masked_fill(empty, 0))
     for target, gradient in zip(targets, gradients, strict=True):
         target.copy_(gradient)

@@ -28,7 +28,7 @@ def array_of(tensor: Any) -> np.ndarray:
     size = math.prod(shape) * dtype.itemsize
     if size == 0:
         return np.empty(shape, dtype)
-    memory = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    memory: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
     return np.frombuffer(memory, dtype).reshape(shape)
 
 

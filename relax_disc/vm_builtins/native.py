@@ -39,6 +39,7 @@ _COMPILE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-Wall", "-Wno-unknown-pragmas")
 _INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
+@tvm_ffi.register_error
 class NativeBuildError(RelaxDiscError, RuntimeError):
     """The C++ sources do not compile on this machine; the message holds the compiler's."""
 

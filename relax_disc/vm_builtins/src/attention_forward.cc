@@ -52,15 +52,15 @@ struct Forward {
         int64_t visible = is_causal ? std::min(count, i + rows - key) : count;
         CopyRows<T>(q.At(b, h, i), q.row, rows, q.dim, scale * static_cast<T>(kLog2E), q.dim,
                     kPitch<T>, queries);
-        MultiplyCached<T>(rows, visible, q.dim, {queries, true, 1}, {keys, count, q.dim, 0}, nullptr,
-                          scores, kPitch<T>);
+        MultiplyCached<T>(rows, visible, q.dim, {queries, true, 1}, {keys, count, q.dim, 0},
+                          nullptr, scores, kPitch<T>);
         for (int64_t r = 0; r < rows; ++r) {
           Softmax(b, h, i + r, key, visible, scores + r * kPitch<T>, sums + (at + r) * width,
                   top + at + r, total + at + r);
         }
         T* target = sums + at * width;
-        MultiplyCached<T>(rows, width, visible, {scores, true, 1}, {values, v.dim, count, 0}, target,
-                          target, width);
+        MultiplyCached<T>(rows, width, visible, {scores, true, 1}, {values, v.dim, count, 0},
+                          target, target, width);
       }
     }
     for (int64_t i = first; i < last; ++i) {

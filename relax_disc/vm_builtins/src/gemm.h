@@ -2,8 +2,8 @@
 //
 // Blocked as in Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008):
 // a shared packed block of B (kDepth x kBlockColumns), packed rows of A per thread, register tiles.
-// Every element of C is a sum of depth blocks in ascending k, so results depend on neither the split
-// over threads nor the other rows and columns.
+// Every element of C is a sum of depth blocks in ascending k, so results depend on neither the
+// split over threads nor the other rows and columns.
 #ifndef RELAX_DISC_GEMM_H_
 #define RELAX_DISC_GEMM_H_
 

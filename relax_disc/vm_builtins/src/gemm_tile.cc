@@ -9,7 +9,8 @@ using TileFunction = void (*)(const TileOperands<T>&);
 
 template <typename T, int Vectors, bool ByRows, size_t... R>
 TileFunction<T> Choose(int64_t rows, std::index_sequence<R...>) {
-  static constexpr TileFunction<T> table[] = {&Tile<T, static_cast<int>(R) + 1, Vectors, ByRows>...};
+  static constexpr TileFunction<T> table[] = {
+      &Tile<T, static_cast<int>(R) + 1, Vectors, ByRows>...};
   return table[rows - 1];
 }
 

@@ -12,12 +12,14 @@ namespace relax_disc {
 
 static std::atomic<int> num_threads{0};
 
+/*! \brief Threads of TVM's pool. */
+static int PoolThreads() {
+  return std::max(tvm::ffi::Function::GetGlobalRequired("runtime.NumThreads")().cast<int>(), 1);
+}
+
 int NumThreads() {
   int count = num_threads.load(std::memory_order_relaxed);
-  if (count == 0) {
-    count = tvm::ffi::Function::GetGlobalRequired("runtime.NumThreads")().cast<int>();
-    num_threads = count = std::max(count, 1);
-  }
+  if (count == 0) num_threads = count = PoolThreads();
   return count;
 }
 
@@ -25,8 +27,10 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   namespace refl = tvm::ffi::reflection;
   refl::GlobalDef()
       .def("relax_disc.cpu.thread_count", []() -> int64_t { return NumThreads(); })
-      .def("relax_disc.cpu.set_thread_count",  // up to the size of TVM's pool; 0: all of it
-           [](int64_t count) { num_threads = static_cast<int>(std::max<int64_t>(count, 0)); });
+      .def("relax_disc.cpu.set_thread_count",  // at most TVM's pool; 0: all of it
+           [](int64_t count) {
+             num_threads = static_cast<int>(std::clamp<int64_t>(count, 0, PoolThreads()));
+           });
 }
 
 }  // namespace relax_disc
