@@ -21,7 +21,7 @@ from tvm import relax  # noqa: E402 - only after the check
 from relax_disc.vm_builtins import threads  # noqa: E402
 
 if TYPE_CHECKING:
-    from tvm.transform import Pass
+    from tvm.ir.transform import Pass
 
     from relax_disc import analysis, frontend, transform
     from relax_disc.compiler import compile, compile_forward

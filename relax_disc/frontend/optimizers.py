@@ -9,10 +9,12 @@ Layout of the vector
 Adam and AdamW, `ADAM_HYPER`:
     ``sign, decay, coupled, one_minus_beta1, beta2, one_minus_beta2, step_size, root_correction,
     eps, check`` with ``decay = 1 - lr * weight_decay`` for AdamW (else 1), ``coupled =
-    weight_decay`` for Adam (else 0), ``step_size = lr / (1 - beta1**t)``, ``root_correction = sqrt(1 - beta2**t)``.
+    weight_decay`` for Adam (else 0), ``step_size = lr / (1 - beta1**t)``, ``root_correction =
+    sqrt(1 - beta2**t)``.
 SGD, `SGD_HYPER`:
     ``sign, lr, weight_decay, momentum, one_minus_dampening, nesterov, first, check`` where
-    ``first`` is 1 at the step that makes the momentum buffer (which PyTorch sets to the gradient itself).
+    ``first`` is 1 at the step that makes the momentum buffer (which PyTorch sets to the gradient
+    itself).
 
 ``sign`` is -1 for ``maximize``, else 1; flags are 0 or 1.  With ``check`` a loss that is not finite
 stops the step before the first update (:mod:`relax_disc.vm_builtins.guard`).

@@ -66,7 +66,7 @@ class StepCounters:
         self._step, self._first = self._step + 1, False
         if self._tensors:
             with torch.no_grad():
-                torch._foreach_add_(self._tensors, 1)
+                torch._foreach_add_(self._tensors, 1)  # pyright: ignore[reportPrivateImportUsage]
             self._versions = [tensor._version for tensor in self._tensors]
 
     def _read(self) -> None:

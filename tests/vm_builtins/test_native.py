@@ -14,7 +14,8 @@ GOOD = """
 #include <tvm/ffi/tvm_ffi.h>
 #include "answer.h"
 TVM_FFI_STATIC_INIT_BLOCK() {
-  tvm::ffi::reflection::GlobalDef().def("relax_disc_test.answer", []() -> int64_t { return ANSWER; });
+  tvm::ffi::reflection::GlobalDef().def("relax_disc_test.answer",
+                                        []() -> int64_t { return ANSWER; });
 }
 """
 
