@@ -239,14 +239,15 @@ def kernel(frame: TwinFrame, k: int, function: Any) -> None:
     """Run kernel k, which is next in the plan."""
     if frame.plan.first_position[k] != frame.position:
         raise RuntimeError(f"kernel {k} is called where the plan has another one")
-    frame.session.functions.setdefault(k, function)
+    if frame.mode != _DRY_RUN:
+        frame.session.functions.setdefault(k, function)
     frame.run(function)
 
 
 def regenerate_before(frame: TwinFrame, k: int) -> None:
     """Run the recomputations that the plan lists before kernel k."""
     while frame.position < frame.plan.first_position[k]:
-        frame.run(frame.session.functions[frame.plan.sequence[frame.position]])
+        frame.run(frame.session.functions.get(frame.plan.sequence[frame.position]))
         frame.recomputations += 1
 
 

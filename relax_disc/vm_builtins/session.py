@@ -16,7 +16,7 @@ from typing import Any
 import tvm_ffi
 
 from relax_disc.vm_builtins import runtime
-from relax_disc.vm_builtins.plan_metadata import PlanMetadata, run_program
+from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Storage, run_program
 from relax_disc.vm_builtins.runtime_twin_plan import CostModel
 
 _RUN, _DRY_RUN, _PROFILE = 0, 1, 2
@@ -253,6 +253,40 @@ class Session:
             yield
         finally:
             self._ask("set_mode", _RUN)
+
+    def measure(self, dims: Sequence[int]) -> CallReport:
+        """Count the memory of a call of any size by a dry run, without inputs and results.
+
+        Parameters
+        ----------
+        dims : sequence of int
+            Values of `metadata.dims`; the session's budget holds.
+
+        Raises
+        ------
+        MemoryBudgetError
+            If the shape does not fit.
+        """
+        enter, before, kernel, leave, reserve = (
+            _function(f"relax_disc.{name}")
+            for name in ("enter", "regenerate_before", "kernel", "leave", "reserve")
+        )
+        metadata = self.metadata
+        given: dict[int, Any] = {}
+        for view in metadata.views:
+            entry = metadata.tensors[view.tensor]
+            if entry.storage is Storage.GIVEN and entry.given not in given:
+                shape = tuple(run_program(metadata.programs[i], dims) for i in view.shape)
+                given[entry.given] = reserve(tvm_ffi.Shape(shape), view.dtype)
+        nothing = tvm_ffi.convert(lambda *_: None)
+        with self.dry_run():
+            tensors = [given[index] for index in sorted(given)]
+            frame = enter(self._handle, tvm_ffi.Shape(tuple(dims)), *tensors)
+            for index in range(len(metadata.kernels)):
+                before(frame, index)
+                kernel(frame, index, nothing)
+            leave(frame)
+        return self.report()
 
     @contextmanager
     def profile(self) -> Iterator[None]:

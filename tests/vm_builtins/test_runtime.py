@@ -294,6 +294,15 @@ def test_dry_run_counts_terabytes_without_touching_them():
     run_and_compare(CHAIN, machine)
 
 
+def test_memory_of_any_size_is_measured_without_inputs():
+    machine = compile_program(CHAIN.module())
+    session = Session.of(machine)
+    for n in (1, 50, 2**33):
+        report = session.measure([n])
+        assert report.peak_bytes == report.planned_peak_bytes == session.plan([n]).peak_bytes
+    run_and_compare(CHAIN, machine)
+
+
 def test_plans_are_remembered_least_recently_used_first_out():
     machine = compile_program(CHAIN.module())
     session = Session.of(machine)

@@ -73,7 +73,7 @@ void Frame::Kernel(int64_t k, const ffi::Function& function) {
                                  << " is called where the plan has kernel " << step.kernel;
   }
   ffi::Function& known = session_->functions_[k];
-  if (!known.defined()) known = function;
+  if (!known.defined() && mode_ != Mode::kDryRun) known = function;
   Execute(step, plan_->steps[position_ + 1]);
 }
 
