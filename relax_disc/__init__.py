@@ -23,7 +23,7 @@ from relax_disc.vm_builtins import threads  # noqa: E402
 if TYPE_CHECKING:
     from tvm.ir.transform import Pass
 
-    from relax_disc import analysis, frontend, transform
+    from relax_disc import analysis, frontend, pipeline, transform
     from relax_disc.compiler import compile, compile_forward
     from relax_disc.forward_function import ForwardFunction
     from relax_disc.memory_analysis import analyze_memory
@@ -40,6 +40,7 @@ __all__ = [
     "compile_forward",
     "errors",
     "frontend",
+    "pipeline",
     "transform",
 ]
 
@@ -50,7 +51,7 @@ _HOME = {
     "compile": "relax_disc.compiler",
     "compile_forward": "relax_disc.compiler",
 }
-_SUBMODULES = frozenset({"analysis", "frontend", "transform"})
+_SUBMODULES = frozenset({"analysis", "frontend", "pipeline", "transform"})
 
 
 def _pipeline() -> Pass:

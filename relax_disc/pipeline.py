@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import tvm
@@ -174,3 +176,13 @@ def finalize_passes() -> list[Pass]:
         relax.transform.VMShapeLower(),
         relax.transform.AttachGlobalSymbol(),
     ]
+
+
+class _CallableModule(ModuleType):
+    """Lets `relax_disc.pipeline(options)` mean the function that has its module's name."""
+
+    def __call__(self, options: PipelineOptions | None = None) -> Pass:
+        return pipeline(options)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -104,3 +104,8 @@ def test_every_public_name_is_listed_and_loads():
 def test_the_import_registers_the_pipeline():
     """`relax.build(mod, relax_pipeline="relax_disc")` finds it, whatever else was loaded."""
     assert relax.get_pipeline("relax_disc").info.name == "relax_disc"
+
+
+def test_pipeline_is_a_function_under_its_public_name():
+    options = relax_disc.pipeline.PipelineOptions(plan_arena=False)
+    assert relax_disc.pipeline(options).info.name == "relax_disc"
