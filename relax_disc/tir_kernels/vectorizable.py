@@ -18,8 +18,8 @@ from relax_disc.analysis.element import is_guard
 from relax_disc.analysis.loop_stages import Axis, constant
 from relax_disc.tir_kernels.vector_math import has_formula
 
-# Functions of which TVM and LLVM make vectors, in all float types, and what is widened anyway.  They
-# were tried one by one: TVM's mark, `TVectorizable`, is also on some that cannot be lowered then.
+# Functions of which TVM and LLVM make vectors, in all float types, and what is widened anyway.
+# They were tried one by one: TVM's mark, `TVectorizable`, is on some that cannot be lowered then.
 _VECTOR_CALLS = frozenset(
     f"{space}.{name}"
     for space in ("prim", "tirx")

@@ -87,7 +87,8 @@ def generated(draw):
     text = []
     for step in range(draw(st.integers(1, 5))):
         name = f"stage{step}"
-        kind = draw(st.sampled_from(["unary", "binary", "binary", "reduce", "transpose"]))
+        kinds = ["unary", "binary", "binary", "reduce", "transpose", "join", "turn", "gather"]
+        kind = draw(st.sampled_from(kinds))
         made = _stage(draw, kind, values, name)
         if made is None:
             continue
@@ -135,6 +136,8 @@ def _stage(draw, kind, values, name):
             name=name,
         )
         return Value(tensor, shape, lambda arrays: formula(x.numpy(arrays), y.numpy(arrays))), which
+    if kind in ("join", "turn", "gather"):
+        return _moved(draw, kind, x, name)
     if kind == "transpose":
         if len(x.shape) < 2:
             return None
@@ -150,6 +153,43 @@ def _stage(draw, kind, values, name):
         tensor = te.compute(_te_shape(shape), moved, name=name)
         return Value(tensor, shape, lambda arrays: x.numpy(arrays).transpose(axes)), f"move{axes}"
     return _reduction(draw, x, name)
+
+
+def _moved(draw, kind, x, name):
+    """Elements from elsewhere along one axis: a seam, an order turned round, a computed place."""
+    axis = draw(st.integers(0, len(x.shape) - 1))
+    extent = _te_shape(x.shape)[axis]
+
+    def at(i, place):
+        return x.tensor[(*i[:axis], place, *i[axis + 1 :])]
+
+    if kind == "join":
+        # The first element, then the others negated: a concatenation's condition.
+        def element(*i):
+            return tirx.if_then_else(i[axis] < 1, at(i, i[axis]) * 2.0, at(i, i[axis] - 1) * -1.0)
+
+        def formula(array):
+            first = np.take(array, [0], axis)
+            moved = np.take(array, range(array.shape[axis] - 1), axis)
+            return np.concatenate([first * 2.0, moved * -1.0], axis)
+    elif kind == "turn":
+
+        def element(*i):
+            return at(i, extent - 1 - i[axis])
+
+        def formula(array):
+            return np.flip(array, axis)
+    else:
+
+        def element(*i):
+            return at(i, tirx.floormod(i[axis] * 3 + 1, extent))
+
+        def formula(array):
+            size = array.shape[axis]
+            return np.take(array, (np.arange(size) * 3 + 1) % size, axis)
+
+    tensor = te.compute(_te_shape(x.shape), element, name=name)
+    return Value(tensor, x.shape, lambda arrays: formula(x.numpy(arrays))), f"{kind}[{axis}]"
 
 
 def _reduction(draw, x, name):

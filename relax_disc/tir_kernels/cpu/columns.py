@@ -24,6 +24,7 @@ from relax_disc.tir_kernels.cpu.reductions import (
 from relax_disc.tir_kernels.cpu.rows import finished_stage, with_totals
 from relax_disc.tir_kernels.flat import FlatBuffers, as_index, index_const, product
 from relax_disc.tir_kernels.loops import (
+    LANES,
     Accumulator,
     combine,
     decode,
@@ -124,17 +125,28 @@ class _Emitter:
 
         if not self.vector:
             return [loop("column", extent, lambda column: tile(column, 1), kind)]
+        statements: list[Any] = []
         count = constant(extent)
-        whole = as_index(extent) // TILE if count is None else index_const(count // TILE)
-        statements = [
-            loop("tile", whole, lambda index: tile(index * TILE, TILE), kind),
-        ]
-        if count is None:
-            rest = as_index(extent) % TILE
-            base = whole * TILE
-            statements.append(loop("column", rest, lambda column: tile(base + column, 1), kind))
-        elif count % TILE:
-            statements.append(tile(index_const(count - count % TILE), count % TILE))
+        if count is not None:
+            statements = [
+                loop("tile", index_const(count // TILE), lambda at: tile(at * TILE, TILE), kind)
+            ]
+            if count % TILE:
+                statements.append(tile(index_const(count - count % TILE), count % TILE))
+            return statements
+        # Each pass over the rows takes as many columns as are left: whole tiles, vectors, single.
+        done: Any = index_const(0)
+        for width in (TILE, LANES, 1):
+            tiles = (as_index(extent) - done) // width
+            statements.append(
+                loop(
+                    f"tile_{width}",
+                    tiles,
+                    lambda at, done=done, width=width: tile(done + at * width, width),
+                    kind,
+                )
+            )
+            done = done + tiles * width
         return statements
 
     def _emit_chunked(self, columns: int) -> list[Any]:
