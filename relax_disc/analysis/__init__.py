@@ -5,7 +5,9 @@ from __future__ import annotations
 from relax_disc.analysis.comparison import Comparison, Order, compare
 from relax_disc.analysis.hoist import hoist_sinks
 from relax_disc.analysis.memory import MemoryReport, ShapeMemory, report_memory
+from relax_disc.analysis.offsets import plan_offsets
 from relax_disc.analysis.peak import LiveRange, live_ranges, live_trace, peak_bytes
+from relax_disc.analysis.rematerialization import RematerializationPlan, plan_rematerialization
 from relax_disc.analysis.schedule import Schedule, SchedulePoint, schedule_ops
 from relax_disc.analysis.shape_graph import SymbolicShapeGraph
 from relax_disc.analysis.symbolic_dim import SymbolicDim
@@ -18,6 +20,7 @@ __all__ = [
     "LiveRange",
     "MemoryReport",
     "Order",
+    "RematerializationPlan",
     "Schedule",
     "SchedulePoint",
     "ShapeMemory",
@@ -30,6 +33,8 @@ __all__ = [
     "live_ranges",
     "live_trace",
     "peak_bytes",
+    "plan_offsets",
+    "plan_rematerialization",
     "report_memory",
     "schedule_ops",
 ]
