@@ -38,15 +38,8 @@ class Cut:
     work: int
 
 
-def least_cut(
-    problem: ScheduleProblem,
-    point: int,
-    op: int,
-    *,
-    late: bool = False,
-    force: Sequence[tuple[int, Side]] = (),
-) -> Cut | None:
-    """Return the least live bytes at a point while `op` runs, and who runs before it.
+class CutNetwork:
+    """The network of the least live bytes at a point while an op runs.
 
     Parameters
     ----------
@@ -56,64 +49,118 @@ def least_cut(
         Whose sizes count.
     op : int
         The op that runs.
-    late : bool
-        Of several least cuts take that with the most ops before, else that with the fewest.
     force : sequence of (int, Side)
         Ops that must stand on a side.
+
+    Attributes
+    ----------
+    possible : bool
+        False where `force` contradicts the edges; then the rest means nothing.
+    bytes : int
+        The least live bytes over all legal orders.
+    """
+
+    def __init__(
+        self,
+        problem: ScheduleProblem,
+        point: int,
+        op: int,
+        force: Sequence[tuple[int, Side]] = (),
+    ) -> None:
+        state = [Side.FREE] * problem.ops
+        _put_on(Side.AFTER, op, problem, state)
+        state[op] = Side.FREE
+        _put_on(Side.BEFORE, op, problem, state)
+        self.possible = all(_put_on(side, other, problem, state) for other, side in force)
+        self.bytes = 0
+        self._state = state
+        if self.possible:
+            self._build(problem, point, op)
+
+    @property
+    def work(self) -> int:
+        """Arcs looked at so far."""
+        return self._network.work + self._touches
+
+    def is_free(self, op: int) -> bool:
+        """Whether an op may run before or after."""
+        return self._state[op] == Side.FREE
+
+    def done(self, *, late: bool = False) -> list[bool]:
+        """Return who runs before: of several least cuts the most ops if `late`, else the fewest."""
+        reached = self._network.source_side(late=late)
+        return [
+            side == Side.BEFORE or (side == Side.FREE and reached[node])
+            for side, node in zip(self._state, self._node, strict=True)
+        ]
+
+    def bytes_with(self, other: int, side: Side, enough: int) -> int:
+        """Return the least bytes with one more op on a side, or a number of at least `enough`."""
+        if self._state[other] != Side.FREE:
+            return self.bytes if self._state[other] == side else _NO_LIMIT
+        node, as_source = self._node[other], side == Side.BEFORE
+        return self.bytes + self._network.flow_from(
+            node, as_source=as_source, enough=enough - self.bytes
+        )
+
+    def _build(self, problem: ScheduleProblem, point: int, op: int) -> None:
+        state = self._state
+        node, nodes = [], 2
+        for side in state:
+            node.append({Side.FREE: nodes, Side.BEFORE: 0, Side.AFTER: 1}[side])
+            nodes += side == Side.FREE
+        network = FlowNetwork(nodes)
+        fixed = problem.base[point] + problem.extra[point][op]
+        for buffer, users in enumerate(problem.users):
+            size = problem.size[point][buffer]
+            before = problem.ready[buffer] or any(state[user] == Side.BEFORE for user in users)
+            after = problem.stays[buffer] or any(state[user] == Side.AFTER for user in users)
+            free = [user for user in users if state[user] == Side.FREE]
+            if op in users or (before and after):
+                fixed += size
+                continue
+            if not free or size == 0:
+                continue
+            # Without `before` the producer is free, and it is the first of them.
+            tail = 0 if before else node[free[0]]
+            readers = free if before else free[1:]
+            if after:
+                network.add_arc(tail, 1, size)
+            elif len(readers) == 1:
+                network.add_arc(tail, node[readers[0]], size)
+            elif readers:
+                middle = network.add_node()
+                network.add_arc(tail, middle, size)
+                for user in readers:
+                    network.add_arc(middle, node[user], _NO_LIMIT)
+        for user, side in enumerate(state):
+            if side == Side.FREE:
+                for other in problem.need[user]:
+                    if state[other] == Side.FREE:
+                        network.add_arc(node[user], node[other], _NO_LIMIT)
+        self.bytes = fixed + network.maximum_flow()
+        self._node, self._network, self._touches = node, network, problem.touches
+
+
+def least_cut(
+    problem: ScheduleProblem,
+    point: int,
+    op: int,
+    *,
+    late: bool = False,
+    force: Sequence[tuple[int, Side]] = (),
+) -> Cut | None:
+    """Return the least live bytes while `op` runs, and who runs before it; see `CutNetwork`.
 
     Returns
     -------
     Cut or None
         None where `force` contradicts the edges.
     """
-    state = [Side.FREE] * problem.ops
-    _put_on(Side.AFTER, op, problem, state)
-    state[op] = Side.FREE
-    _put_on(Side.BEFORE, op, problem, state)
-    for other, side in force:
-        if not _put_on(side, other, problem, state):
-            return None
-
-    node, nodes = [], 2
-    for side in state:
-        node.append({Side.FREE: nodes, Side.BEFORE: 0, Side.AFTER: 1}[side])
-        nodes += side == Side.FREE
-    network = FlowNetwork(nodes)
-    fixed = problem.base[point] + problem.extra[point][op]
-    for buffer, users in enumerate(problem.users):
-        size = problem.size[point][buffer]
-        before = problem.ready[buffer] or any(state[user] == Side.BEFORE for user in users)
-        after = problem.stays[buffer] or any(state[user] == Side.AFTER for user in users)
-        free = [user for user in users if state[user] == Side.FREE]
-        if op in users or (before and after):
-            fixed += size
-            continue
-        if not free or size == 0:
-            continue
-        # Without `before` the producer is free, and it is the first of them.
-        tail = 0 if before else node[free[0]]
-        readers = free if before else free[1:]
-        if after:
-            network.add_arc(tail, 1, size)
-        elif len(readers) == 1:
-            network.add_arc(tail, node[readers[0]], size)
-        elif readers:
-            middle = network.add_node()
-            network.add_arc(tail, middle, size)
-            for user in readers:
-                network.add_arc(middle, node[user], _NO_LIMIT)
-    for user, side in enumerate(state):
-        if side == Side.FREE:
-            for other in problem.need[user]:
-                if state[other] == Side.FREE:
-                    network.add_arc(node[user], node[other], _NO_LIMIT)
-    flow = network.maximum_flow()
-    reached = network.source_side(late=late)
-    done = [
-        side == Side.BEFORE or (side == Side.FREE and reached[node[user]])
-        for user, side in enumerate(state)
-    ]
-    return Cut(fixed + flow, done, network.work + problem.touches)
+    network = CutNetwork(problem, point, op, force)
+    if not network.possible:
+        return None
+    return Cut(network.bytes, network.done(late=late), network.work)
 
 
 def _put_on(side: Side, op: int, problem: ScheduleProblem, state: list[Side]) -> bool:
@@ -162,6 +209,44 @@ class FlowNetwork:
         flow = 0
         while self._find_levels():
             flow += self._augment()
+        return flow
+
+    def flow_from(self, node: int, *, as_source: bool, enough: int) -> int:
+        """Return how much more flow there is once `node` is joined to the source, or the sink.
+
+        Or at least `enough`; by shortest paths from the node, which stay near it.  Changes nothing.
+        """
+        begin, head, rest, reverse = self._begin, self._head, self._rest, self._reverse
+        goal = 1 if as_source else 0
+        pushed: list[tuple[int, int]] = []
+        flow = 0
+        while flow < enough:
+            arrived = {node: -1}
+            queue = [node]
+            for here in queue:
+                if goal in arrived:
+                    break
+                self.work += begin[here + 1] - begin[here]
+                for arc in range(begin[here], begin[here + 1]):
+                    along = arc if as_source else reverse[arc]
+                    if rest[along] > 0 and head[arc] not in arrived:
+                        arrived[head[arc]] = along
+                        queue.append(head[arc])
+            if goal not in arrived:
+                break
+            path, here = [], goal
+            while here != node:
+                path.append(arrived[here])
+                here = head[reverse[path[-1]]] if as_source else head[path[-1]]
+            amount = min(rest[arc] for arc in path)
+            for arc in path:
+                rest[arc] -= amount
+                rest[reverse[arc]] += amount
+                pushed.append((arc, amount))
+            flow += amount
+        for arc, amount in pushed:
+            rest[arc] += amount
+            rest[reverse[arc]] -= amount
         return flow
 
     def source_side(self, *, late: bool) -> list[bool]:

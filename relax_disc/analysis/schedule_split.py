@@ -12,6 +12,9 @@ the order is improved in windows: the steps around the peak are a problem of the
 whatever order they get, the steps outside are not affected.  Windows grow from 17 steps to the
 whole program; where none helps the whole is split again.
 
+At last the bound is raised: by cuts at more ops, and by edges that every better order has
+(`schedule_probe`).
+
 Sizes are known at several points; the peak to be minimised is the greatest over the points.
 
 Work is counted in arcs looked at, and limited: the same limit gives the same order on any machine.
@@ -25,12 +28,13 @@ an optimum, but is_optimal is a proof: the bound equals the peak.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from relax_disc.analysis.min_cut import Cut, Side, least_cut
+from relax_disc.analysis.schedule_limit import WorkLimit
 from relax_disc.analysis.schedule_native import native_split, split_natively
+from relax_disc.analysis.schedule_probe import forced_pairs, tightened
 from relax_disc.analysis.schedule_problem import (
     ScheduleProblem,
     live_during,
@@ -46,6 +50,8 @@ _TRIES = 8  # splits tried at one op above that
 _FIRST_REACH = 8  # steps of the first window on either side of the peak
 _FIRST_SHARE = 8  # part of the work that splitting alone may use at first
 _BOUND_SHARE = 8  # part of the work left that raising the bound may use
+_PROOF_SHARE = 4  # part of the work left that a proof may use
+_PROOF_ROUNDS = 6  # of finding edges
 _SPLIT_SHARE = 4  # part of the work left that one split of the whole may use
 # How hard a window is searched: part of the work left that it may use, and as at which depth.
 _EFFORTS = ((64, 3), (16, 2))
@@ -105,31 +111,9 @@ def split_search(
     function = native_split() if native else None
     if function is not None:
         return Found(*split_natively(function, problem, starts, target, work, seconds))
-    limit = _Limit(work, time.monotonic() + seconds)
+    limit = WorkLimit(work, time.monotonic() + seconds)
     solved = _Search(limit).solve(problem, target, 0, starts)
     return Found(solved.order, solved.peak, solved.bound, work - limit.left, limit.timed_out)
-
-
-@dataclass(slots=True)
-class _Limit:
-    left: int
-    deadline: float
-    timed_out: bool = False
-
-    def exhausted(self) -> bool:
-        if self.left <= 0:
-            return True
-        self.timed_out = self.timed_out or time.monotonic() > self.deadline
-        return self.timed_out
-
-    @contextmanager
-    def grant(self, share: int) -> Iterator[None]:
-        """Leave 1/share of the work inside."""
-        granted = max(self.left, 0) // share
-        saved = self.left - granted
-        self.left = granted
-        yield
-        self.left += saved
 
 
 @dataclass(slots=True)
@@ -144,7 +128,7 @@ class _State:
 
 
 class _Search:
-    def __init__(self, limit: _Limit) -> None:
+    def __init__(self, limit: WorkLimit) -> None:
         self._limit = limit
 
     def solve(
@@ -167,6 +151,8 @@ class _Search:
             for share, window_depth in _EFFORTS:
                 self._polish(problem, target, share, window_depth, state)
             self._raise_bound(problem, target, state)
+            with self._limit.grant(_PROOF_SHARE):
+                self._prove(problem, target, state)
         else:
             self._split_repeatedly(problem, target, depth, state)
         return state
@@ -244,6 +230,34 @@ class _Search:
                         problem, point, state.order[step], late=False, force=[]
                     )
                     state.bound = max(state.bound, cut.bytes if cut else 0)
+
+    def _prove(self, problem: ScheduleProblem, target: int, state: _State) -> None:
+        """Find edges that every better order has, and search with them."""
+        tight, names = problem, list(range(problem.ops))
+        order = state.order
+        for _ in range(_PROOF_ROUNDS if problem.points == 1 else 0):
+            # Where the bound is far off a proof is out of reach.
+            far = state.bound < state.peak - state.peak // 10
+            if far or state.peak <= max(target, state.bound) or self._limit.exhausted():
+                return
+            pairs, bound = forced_pairs(tight, order, state.peak, self._limit.spend)
+            state.bound = min(max(state.bound, bound), state.peak)
+            if not pairs or state.bound >= state.peak:
+                return
+            narrowed = tightened(tight, pairs, order)
+            if narrowed is None:
+                state.bound = state.peak
+                return
+            tight, names = narrowed[0], [names[op] for op in narrowed[1]]
+            with self._limit.grant(_SPLIT_SHARE):
+                found = self.solve(tight, target, 1)
+                self._measure(tight, found)
+                self._raise_bound(tight, target, found)
+            state.bound = max(state.bound, min(found.bound, state.peak))
+            order = list(found.order)
+            if found.peak < state.peak:
+                state.order = [names[op] for op in order]
+                self._measure(problem, state)
 
     def _polish(
         self, problem: ScheduleProblem, target: int, share: int, window_depth: int, state: _State

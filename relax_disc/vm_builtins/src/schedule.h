@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "schedule_flow.h"
+
 namespace relax_disc {
 
 // Rows of different lengths, one behind the other.
@@ -79,7 +81,30 @@ struct Cut {
   int64_t work = 0;        // arcs looked at
 };
 
-// `late` takes the largest set of done ops among the least cuts, else the smallest is taken.
+// The network of such a cut, to ask more of it.
+class CutNetwork {
+ public:
+  CutNetwork(const ScheduleProblem& problem, int32_t point, int32_t op,
+             const std::vector<std::pair<int32_t, Side>>& force);
+
+  // False if `force` contradicts the edges: then there is nothing to ask.
+  bool possible() const { return possible_; }
+  int64_t bytes() const { return bytes_; }
+  int64_t work() const { return network_.work() + own_work_; }
+  bool is_free(int32_t op) const { return state_[op] == kFree; }
+  // Of several least cuts `late` takes that with the most done ops, else the fewest are taken.
+  std::vector<char> Done(bool late);
+  // The least bytes with one more op on a side, or, where they are at least `enough`, such a number.
+  int64_t BytesWith(int32_t other, Side side, int64_t enough);
+
+ private:
+  bool possible_ = false;
+  int64_t bytes_ = 0, own_work_ = 0;
+  std::vector<char> state_;
+  std::vector<int32_t> node_;
+  FlowNetwork network_;
+};
+
 Cut LeastCut(const ScheduleProblem& problem, int32_t point, int32_t op, bool late,
              const std::vector<std::pair<int32_t, Side>>& force);
 
@@ -93,6 +118,19 @@ struct SearchLimit {
   // Leave 1/share of the work; returns the rest, to be added again.
   int64_t Grant(int64_t share);
 };
+
+// Pairs (a, b): in any order with a peak below `peak` a runs before b, as cuts at the ops with the
+// most live bytes of `order` show.  Raises `bound` to the least cut of each; once that is no less
+// than `peak` no such order exists.  For problems with one point.
+std::vector<std::pair<int32_t, int32_t>> ForcedPairs(const ScheduleProblem& problem,
+                                                     const std::vector<int32_t>& order,
+                                                     int64_t peak, SearchLimit* limit,
+                                                     int64_t* bound);
+// The problem with more edges, ops renumbered to a legal order near `order`; without ops if the
+// edges make a cycle.
+ScheduleProblem Tightened(const ScheduleProblem& problem,
+                          const std::vector<std::pair<int32_t, int32_t>>& edges,
+                          const std::vector<int32_t>& order);
 
 struct Schedule {
   int64_t peak = 0;   // greatest over the points

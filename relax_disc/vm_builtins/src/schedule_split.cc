@@ -12,8 +12,10 @@ constexpr int kMaxRounds = 12;      // splits of one part, one after the other
 constexpr int kDeep = 3;            // depth from which a split is tried once only
 constexpr int kTries = 8;           // splits tried at one op above that
 constexpr int kFirstReach = 8;      // steps of the first window on either side of the peak
+constexpr int kProofRounds = 6;     // of finding edges
 constexpr int64_t kFirstShare = 8;  // part of the work that splitting alone may use at first
 constexpr int64_t kBoundShare = 8;  // part of the work left that raising the bound may use
+constexpr int64_t kProofShare = 4;  // part of the work left that a proof may use
 constexpr int64_t kSplitShare = 4;  // part of the work left that one split of the whole may use
 
 // How hard a window is searched: part of the work left that it may use, and as at which depth.
@@ -46,6 +48,7 @@ class Search {
       RaiseBound(problem, target, peak, &result);
       for (const Effort& effort : kEfforts) Polish(problem, target, effort, &peak, &result);
       RaiseBound(problem, target, peak, &result);
+      Prove(problem, target, &peak, &result);
     } else {
       SplitRepeatedly(problem, target, depth, &peak, &result);
     }
@@ -116,6 +119,43 @@ class Search {
       }
     }
     limit_->work_left += saved;
+  }
+
+  // Find edges that every better order has, and search with them, until there is no such order.
+  void Prove(const ScheduleProblem& problem, int64_t target, Peak* peak, Schedule* result) {
+    const int64_t saved = limit_->Grant(kProofShare);
+    ProveWithin(problem, target, peak, result);
+    limit_->work_left += saved;
+  }
+
+  void ProveWithin(const ScheduleProblem& problem, int64_t target, Peak* peak, Schedule* result) {
+    ScheduleProblem tight = problem;
+    Order order = result->order;
+    for (int round = 0; round < kProofRounds && problem.points == 1; ++round) {
+      // Where the bound is far off a proof is out of reach.
+      const bool far = result->bound < peak->bytes - peak->bytes / 10;
+      if (far || peak->bytes <= std::max(target, result->bound) || limit_->Exhausted()) return;
+      int64_t bound = result->bound;
+      const auto pairs = ForcedPairs(tight, order, peak->bytes, limit_, &bound);
+      result->bound = std::min(bound, peak->bytes);
+      if (pairs.empty() || result->bound >= peak->bytes) return;
+      tight = Tightened(tight, pairs, order);
+      if (tight.ops < problem.ops) {  // a cycle
+        result->bound = peak->bytes;
+        return;
+      }
+      const int64_t saved = limit_->Grant(kSplitShare);
+      Schedule found = Solve(tight, nullptr, target, 1);
+      const Peak top = Measure(tight, found.order);
+      RaiseBound(tight, target, top, &found);
+      limit_->work_left += saved;
+      result->bound = std::max(result->bound, std::min(found.bound, peak->bytes));
+      order = found.order;
+      if (found.peak >= peak->bytes) continue;
+      for (int32_t& op : found.order) op = tight.id[op];
+      *peak = Measure(problem, found.order);
+      result->order = std::move(found.order);
+    }
   }
 
   // Improve windows around the peak, and where none helps split the whole, as long as it helps.
