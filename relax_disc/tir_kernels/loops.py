@@ -242,8 +242,21 @@ class Accumulator:
         return self.at(index_const(0))
 
 
-def with_body(func: tirx.PrimFunc, statements: Sequence[Any]) -> s_tir.Schedule:
-    """Give a function a new body of plain loops and wrap it as a schedule."""
-    block = s_tir.SBlock([], [], [], "root", sequence(statements))
+def with_body(
+    func: tirx.PrimFunc, statements: Sequence[Any], scratch: Sequence[Any] = ()
+) -> s_tir.Schedule:
+    """Give a function a new body of plain loops and wrap it as a schedule.
+
+    Parameters
+    ----------
+    func : tvm.tirx.PrimFunc
+        Its parameters and attributes stay.
+    statements : sequence
+        The body.
+    scratch : sequence of buffers
+        Allocated for the whole of the body, where `HoistWorkspace` finds them.
+    """
+    body = sequence(statements)
+    block = s_tir.SBlock([], [], [], "root", body, alloc_buffers=list(scratch))
     body = s_tir.SBlockRealize([], True, block)
     return s_tir.Schedule(func.with_body(body))

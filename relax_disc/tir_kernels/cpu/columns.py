@@ -66,7 +66,7 @@ class Columns:
             return None
         emitter = _Emitter(kernel)
         statements = emitter.emit()
-        return with_body(func, [*emitter.flat.declarations(), *statements])
+        return with_body(func, [*emitter.flat.declarations(), *statements], emitter.scratch)
 
 
 def _large(element: Element) -> list[Axis]:
@@ -79,6 +79,7 @@ class _Emitter:
     def __init__(self, kernel: RowKernel) -> None:
         self.kernel = kernel
         self.flat = FlatBuffers()
+        self.scratch: list[Any] = []
         self.first = kernel.elements[0]
         expressions = [expr for element in kernel.elements for expr in element.expressions]
         stores = [[e.stage.buffer, *e.stage.indices] for e in kernel.elements]
@@ -157,6 +158,7 @@ class _Emitter:
         partial = tirx.decl_buffer(
             (CHUNKS * columns,), str(stage.init.ty.dtype), f"{stage.name}_partial"
         )
+        self.scratch.append(partial)
 
         def chunk(index: Any) -> Any:
             start = index * step
@@ -194,7 +196,6 @@ class _Emitter:
             else [loop("column", index_const(columns), finish)]
         )
         return [
-            tirx.AllocBuffer(partial),
             loop("chunk", index_const(CHUNKS), chunk, tirx.ForKind.PARALLEL),
             *finished,
         ]
