@@ -117,3 +117,47 @@ def test_registered_by_name_and_does_not_change_its_input():
     before = Mixed.script()
     relax.build(Mixed, TARGET, relax_pipeline="relax_disc")
     assert Mixed.script() == before
+
+
+def test_functions_that_call_functions_and_the_same_tensor_twice():
+    @I.ir_module
+    class Calls:
+        @R.function(private=True)
+        def inner(x: R.Tensor(("n", 8), "float32")) -> R.Tensor(("n", 8), "float32"):
+            y = R.add(x, R.tanh(x))
+            return y
+
+        @R.function
+        def main(x: R.Tensor(("n", 8), "float32")):
+            cls = Calls
+            once = cls.inner(x)
+            twice = cls.inner(once)
+            return (R.multiply(twice, once), once, once)
+
+    ours = relax.build(Calls, TARGET, relax_pipeline="relax_disc")
+    stock = relax.build(Calls, TARGET, relax_pipeline=relax.get_default_pipeline(TARGET))
+    for n in (1, 6):
+        (x,) = tensors(n, (n, 8))
+        results = [flat(relax.VirtualMachine(each, tvm.cpu())["main"](x)) for each in (ours, stock)]
+        for mine, theirs in zip(*results, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+def test_overlapping_arguments_of_one_call():
+    """The caller may pass one tensor for two parameters; nothing is written into either."""
+
+    @I.ir_module
+    class Two:
+        @R.function
+        def main(x: R.Tensor(("n", 8), "float32"), y: R.Tensor(("n", 8), "float32")):
+            with R.dataflow():
+                z = R.subtract(R.multiply(x, y), R.add(x, y))
+                R.output(z)
+            return z
+
+    machine = relax.VirtualMachine(relax.build(Two, TARGET, relax_pipeline="relax_disc"), tvm.cpu())
+    (x,) = tensors(0, (5, 8))
+    before = x.numpy().copy()
+    result = machine["main"](x, x).numpy()
+    np.testing.assert_allclose(result, before * before - 2 * before, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(x.numpy(), before)

@@ -5,13 +5,14 @@ import pytest
 import torch
 import tvm
 import tvm_ffi
-from hypothesis import given, settings
-from tvm import relax
+from hypothesis import given
+from tvm import relax, tirx
 
 from relax_disc.errors import MemoryBudgetError
 from relax_disc.transform.insert_rematerialization import InsertRematerialization
 from relax_disc.transform.lower_rematerialization import LowerRematerialization
 from relax_disc.vm_builtins.session import Session
+from tests.placement import check_placement
 from tests.relax_programs import Program, call, compile_program, draw_program
 
 
@@ -109,6 +110,7 @@ def run_at_budgets(program, machine, n, fractions):
         report = session.report()
         assert report.peak_bytes == report.planned_peak_bytes == facts.peak_bytes
         assert report.recomputations == len(facts.recomputed)
+        check_placement(session, [n], budget)
         times.append(facts.time_ns)
     assert times == sorted(times)
     session.memory_budget = None
@@ -139,7 +141,6 @@ def test_budgets_may_change_between_calls_and_come_back():
     assert session.plan([16], tight).sequence == first.sequence
 
 
-@settings(max_examples=100)
 @given(st.data())
 def test_random_functions_at_every_budget(data):
     program = draw_program(data, st, most=20)
@@ -173,3 +174,44 @@ def test_failing_recomputation_leaves_the_session_usable():
     (result,) = call(machine, program.arguments(16))
     assert session.report().recomputations > 0
     assert torch.equal(result, program.expected(program.arguments(16))[0])
+
+
+def test_generated_kernels_in_place_at_every_budget():
+    """Compiled kernels write over their inputs where those die; the bits stay the same."""
+    n = tirx.Var("n", "int64")
+    x = relax.Var("x", relax.TensorType([n, 32], "float32"))
+    w = relax.Var("w", relax.TensorType([32, 32], "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, w]):
+        with builder.dataflow():
+            current, saved = x, []
+            for _ in range(6):
+                product = builder.emit(relax.op.matmul(current, w))
+                current = builder.emit(relax.op.tanh(builder.emit(relax.op.exp(product))))
+                saved.append((product, current))
+            for product, value in reversed(saved):
+                slope = builder.emit(relax.op.subtract(current, value))
+                current = builder.emit(
+                    relax.op.add(relax.op.matmul(slope, w), relax.op.multiply(product, value))
+                )
+            out = builder.emit_output(current)
+        builder.emit_func_output(out)
+    machine = compile_program(builder.get())
+    session = Session.of(machine)
+    assert any(kernel.inplace for kernel in session.metadata.kernels)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(50, 32, generator=generator), torch.randn(32, 32) * 0.1]
+    (expected,) = call(machine, tensors)
+    unlimited = session.plan([50])
+    recomputations = []
+    for part in range(1, 10):
+        budget = unlimited.peak_bytes - unlimited.arena_bytes * part // 10
+        facts = session.plan([50], budget)
+        session.memory_budget = budget if facts.feasible else facts.least_bytes
+        (result,) = call(machine, tensors)
+        assert torch.equal(result, expected)
+        report = session.report()
+        assert report.peak_bytes == report.planned_peak_bytes <= session.memory_budget
+        recomputations.append(report.recomputations)
+        check_placement(session, [50], session.memory_budget)
+    assert max(recomputations) > 5

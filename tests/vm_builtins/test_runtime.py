@@ -11,9 +11,9 @@ from hypothesis import given
 
 from relax_disc.errors import MemoryBudgetError
 from relax_disc.vm_builtins import runtime
-from relax_disc.vm_builtins.plan_metadata import Storage
 from relax_disc.vm_builtins.runtime_twin_plan import CostModel
 from relax_disc.vm_builtins.session import Session
+from tests.placement import check_placement
 from tests.relax_programs import Program, call, compile_program, draw_program
 
 CHAIN = Program(
@@ -22,38 +22,6 @@ CHAIN = Program(
     [("matmul", [0, 1], 0), ("scale", [2], 2.0), ("matmul", [3, 1], 0), ("add", [4, 2], 0)],
     [5],
 )
-
-
-def check_placement(session, dims):
-    """No two tensors that live at the same time overlap, judged from the plan's numbers alone."""
-    facts = session.plan(dims)
-    metadata = session.metadata
-    allowed = {
-        (k, source, target)
-        for k, kernel in enumerate(metadata.kernels)
-        for source, target in kernel.inplace
-    }
-    from relax_disc.vm_builtins.plan_metadata import run_program
-
-    placed = []
-    for version in facts.versions:
-        entry = metadata.tensors[version.tensor]
-        size = run_program(metadata.programs[entry.bytes], dims)
-        if entry.storage is Storage.ARENA and size:
-            assert version.offset % 64 == 0
-            assert version.offset + size <= facts.arena_bytes
-            placed.append((version, size))
-    for i, (a, a_size) in enumerate(placed):
-        for b, b_size in placed[i + 1 :]:
-            if a.last_use < b.created or b.last_use < a.created:
-                continue
-            if a.offset + a_size <= b.offset or b.offset + b_size <= a.offset:
-                continue
-            first, second = (a, b) if a.created < b.created else (b, a)
-            kernel = facts.sequence[second.created]
-            assert first.last_use == second.created and first.offset == second.offset
-            assert (kernel, first.tensor, second.tensor) in allowed
-    return facts
 
 
 def run_and_compare(program, machine, sizes=(3, 1, 8, 0, 2)):
