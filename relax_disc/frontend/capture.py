@@ -42,8 +42,8 @@ def capture_step(
     optimizer : Optimizer or None
         SGD, Adam or AdamW; with ``None`` the gradients themselves are returned.
     example_inputs : tuple, mapping or object
-        Positional arguments, keyword arguments, or the only argument of the step; sizes of dynamic
-        dims should be at least 2.
+        Positional arguments, keyword arguments, or the only argument of the step.  Its tensors
+        are only looked at; a dynamic axis of size 1 is traced as if it were longer.
     dynamic_shapes : object
         As ``torch.export.export`` takes it, for the arguments of the step.
     loss_fn : callable, optional

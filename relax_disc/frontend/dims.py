@@ -10,7 +10,6 @@ import sympy
 import torch
 from torch.export import ExportedProgram
 from torch.export.dynamic_shapes import _DerivedDim, _tree_map_with_path
-from torch.utils import _pytree as pytree
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.spec import DimSpec
@@ -43,18 +42,18 @@ class DimTable:
 
 
 def dim_table(
-    program: ExportedProgram, combined: Mapping[str, Any], dynamic_shapes: Any
+    program: ExportedProgram, leaves: Sequence[Any], declared: Mapping[int, Mapping[int, Any]]
 ) -> DimTable:
     """Match the symbols of an exported program with the user's dims.
 
     Parameters
     ----------
     program : ExportedProgram
-        Exported with ``dynamic_shapes``.
-    combined : mapping
-        The example inputs by argument name, as torch.export combines them.
-    dynamic_shapes : object
-        As given to torch.export.
+        Exported with dynamic shapes.
+    leaves : sequence
+        The example's leaves, in the order of the program's inputs.
+    declared : mapping of int to mapping of int to object
+        What `declared_dims` found for the same leaves.
 
     Returns
     -------
@@ -62,16 +61,56 @@ def dim_table(
         Dims that the user did not name (``Dim.AUTO``) keep the name of their symbol.  A lower bound
         of 0 becomes 1: a step over an empty batch means nothing.
     """
-    declared = _declared(combined, dynamic_shapes)
     names: dict[str, str] = {}
     specs: dict[str, DimSpec] = {}
-    fakes = _user_fakes(program)
-    for fake, dims in zip(fakes, declared, strict=True):
+    for fake, leaf in zip(_user_fakes(program), leaves, strict=True):
+        dims = declared.get(id(leaf), {})
         for axis, extent in enumerate(getattr(fake, "shape", ())):
             if isinstance(extent, torch.SymInt):
-                dim = dims.get(axis) if isinstance(dims, Mapping) else None
-                _note(extent.node.expr, dim, program, names, specs)
+                _note(extent.node.expr, dims.get(axis), program, names, specs)
     return DimTable(names, specs)
+
+
+def declared_dims(combined: Mapping[str, Any], dynamic_shapes: Any) -> dict[int, Mapping[int, Any]]:
+    """Find what ``dynamic_shapes`` says about each tensor, axis by axis.
+
+    Parameters
+    ----------
+    combined : mapping
+        The example inputs by argument name, as torch.export combines them; no tensor twice.
+    dynamic_shapes : object
+        As given to torch.export.
+
+    Returns
+    -------
+    dict of int to mapping of int to object
+        By ``id`` of the tensor; static axes are left out.
+    """
+    if dynamic_shapes is None:
+        return {}
+    if isinstance(dynamic_shapes, tuple | list):
+        dynamic_shapes = dict(zip(combined, dynamic_shapes, strict=False))
+    found: dict[int, Mapping[int, Any]] = {}
+
+    def note(_path: Any, leaf: Any, dims: Any = None) -> None:
+        if isinstance(leaf, torch.Tensor):
+            by_axis = dict(enumerate(dims)) if isinstance(dims, Sequence) else dims or {}
+            found[id(leaf)] = {axis: dim for axis, dim in by_axis.items() if _is_dynamic(dim)}
+
+    _tree_map_with_path(note, dict(combined), dict(dynamic_shapes), tree_name="inputs")
+    return found
+
+
+def _is_dynamic(dim: Any) -> bool:
+    return dim is not None and not isinstance(dim, int) and dim is not torch.export.Dim.STATIC
+
+
+def enlarge(tensor: torch.Tensor, dims: Mapping[int, Any]) -> torch.Tensor:
+    """Repeat an example along its dynamic axes of size 1, which torch.export would make static."""
+    for axis in dims:
+        if axis < tensor.dim() and tensor.shape[axis] == 1:
+            tensor = torch.cat([tensor, tensor], axis)
+    return tensor
 
 
 def _note(
@@ -110,19 +149,3 @@ def _user_fakes(program: ExportedProgram) -> list[Any]:
         for spec in program.graph_signature.input_specs
         if spec.kind.name == "USER_INPUT"
     ]
-
-
-def _declared(combined: Mapping[str, Any], dynamic_shapes: Any) -> list[Any]:
-    """List what ``dynamic_shapes`` says about each leaf, axis by axis, in the order of leaves."""
-    if dynamic_shapes is None:
-        return [{} for _ in pytree.tree_leaves(combined)]
-    if isinstance(dynamic_shapes, tuple | list):
-        dynamic_shapes = dict(zip(combined, dynamic_shapes, strict=False))
-    found: list[Any] = []
-
-    def note(_path: Any, leaf: Any, dims: Any = None) -> None:
-        by_axis = dict(enumerate(dims)) if isinstance(dims, Sequence) else dims or {}
-        found.append(by_axis if isinstance(leaf, torch.Tensor) else {})
-
-    _tree_map_with_path(note, dict(combined), dict(dynamic_shapes), tree_name="inputs")
-    return found

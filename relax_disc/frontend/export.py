@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
-from relax_disc.frontend.dims import DimTable, dim_table
+from relax_disc.frontend.dims import DimTable, declared_dims, dim_table, enlarge
 from relax_disc.frontend.guards import check_assertions
 from relax_disc.frontend.source_lines import parse_stack, source_line
 from relax_disc.frontend.spec import BatchSpec
@@ -154,13 +154,24 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
         combined = _combine_args(wrapped, args, kwargs)
     except TypeError as error:
         raise InputMismatchError(f"example_inputs do not fit the model: {error}") from error
-    program = _export(wrapped, args, kwargs, dynamic_shapes)
+    try:
+        declared = declared_dims(combined, dynamic_shapes)
+    except UserError as error:
+        raise _translate(error) from error
     leaves, structure = pytree.tree_flatten((args, kwargs))
+    program = _export(wrapped, *_enlarged(args, kwargs, declared), dynamic_shapes)
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     _refuse_data_dependent_sizes(program)
-    table = dim_table(program, combined, dynamic_shapes)
+    table = dim_table(program, leaves, declared)
     check_assertions(program, table)
     return Exported(program, table, BatchSpec(structure, fixed), tuple(leaves))
+
+
+def _enlarged(args: Any, kwargs: Any, declared: Mapping[int, Mapping[int, Any]]) -> Any:
+    """Make every dynamic axis of the example at least 2 long."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: enlarge(tensor, declared.get(id(tensor), {})), (args, kwargs)
+    )
 
 
 def _export(

@@ -103,6 +103,18 @@ def test_loss_function_keywords_and_pytrees():
         run(model, None, (), {"batch": batch(4)["batch"]})
 
 
+def test_an_example_of_size_one_and_keywords_in_another_order():
+    torch.manual_seed(0)
+    model = MLP()
+    x, y = mlp_batch(1, 1)
+    b, s = dims()
+    shapes = {"x": {0: b, 1: s}, "y": {0: b, 1: s}}
+    captured = capture_step(model, None, {"y": y, "x": x}, dynamic_shapes=shapes)
+    assert [spec.shape for spec in captured.inputs[:2]] == [("b", "s"), ("b", "s", 16)]
+    batches = [dict(zip("yx", mlp_batch(*size)[::-1], strict=True)) for size in SHAPES[:3]]
+    check_gradients(captured, model, batches)
+
+
 def test_derived_dims():
     torch.manual_seed(0)
     model = nn.Linear(8, 4)
