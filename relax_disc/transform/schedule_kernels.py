@@ -45,9 +45,13 @@ class ScheduleKernels:
         rules = rules_for(target)
         merged = _merge_equal_kernels(mod)
         result = tvm.IRModule(merged.functions, attrs=merged.attrs, global_infos=mod.global_infos)
-        for var, func in merged.functions.items():
-            if isinstance(func, tirx.PrimFunc) and not _is_final(func):
-                result.update_func(var, schedule_kernel(func, target, rules, var.name_hint))
+        scheduled = {
+            var: schedule_kernel(func, target, rules, var.name_hint)
+            for var, func in merged.functions.items()
+            if isinstance(func, tirx.PrimFunc) and not _is_final(func)
+        }
+        for var, func in _without_failures(scheduled, merged, target).items():
+            result.update_func(var, func)
         return result
 
 
@@ -89,6 +93,36 @@ def schedule_kernel(
         return scheduled.with_attrs({"tirx.is_scheduled": True, INPLACE_ATTRIBUTE: pairs})
     _logger.info("no schedule rule takes %s", name)
     return func
+
+
+def _without_failures(
+    scheduled: dict[Any, tirx.PrimFunc], mod: tvm.IRModule, target: Target
+) -> dict[Any, tirx.PrimFunc]:
+    """Put back kernels whose schedule TVM or LLVM cannot lower, which shows only in code."""
+    if target.kind.name != "llvm" or _lowers(list(scheduled.values()), target):
+        return scheduled
+    kept = {}
+    for var, func in scheduled.items():
+        if not func.same_as(mod[var]) and not _lowers([func], target):
+            _logger.warning("the schedule of %s cannot be lowered, kernel kept", var.name_hint)
+            func = mod[var]
+        kept[var] = func
+    return kept
+
+
+def _lowers(functions: Sequence[tirx.PrimFunc], target: Target) -> bool:
+    """Whether code can be made of kernels; without optimisation, which takes most of the time."""
+    named = {
+        f"kernel{index}": func.with_attr("global_symbol", f"kernel{index}")
+        for index, func in enumerate(functions)
+    }
+    quick = Target({**dict(target.export()), "opt-level": 0})
+    try:
+        tvm.compile(tvm.IRModule(named), quick)
+    except _FAILURES as error:
+        _logger.debug("lowering: %s", error)
+        return False
+    return True
 
 
 def _is_final(func: tirx.PrimFunc) -> bool:

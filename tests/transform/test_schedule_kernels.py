@@ -4,7 +4,8 @@ import logging
 
 import pytest
 import tvm
-from tvm import relax, tirx
+import tvm_ffi
+from tvm import relax, s_tir, tirx
 from tvm.relax.backend.cpu_generic import pipeline as stock
 
 from relax_disc.tir_kernels import cpu_target
@@ -101,3 +102,22 @@ def test_a_target_is_needed():
     mod = legalized(lambda emit, x: relax.op.exp(x), (N, 40))
     with pytest.raises(tvm.error.InternalError, match="context required"):
         ScheduleKernels()(mod)
+
+
+def test_a_schedule_that_makes_no_code_is_put_back(monkeypatch, caplog):
+    class Unknown:
+        """A rule whose kernel calls what LLVM does not know."""
+
+        def apply(self, func, target, tunable):
+            def call(value, mutator):
+                return tvm.ir.Call("tirx.cosh", [value.args[0]], ret_ty="float32x4")
+
+            body = tvm_ffi.structural_mutate(func.body, (tvm.ir.Call, call))
+            return s_tir.Schedule(func.with_body(body))
+
+    monkeypatch.setattr(schedule_kernels, "rules_for", lambda target: [Unknown()])
+    mod = legalized(lambda emit, x: relax.op.exp(x), (N, 40))
+    with caplog.at_level(logging.WARNING):
+        kept = ScheduleKernels(TARGET)(mod)
+    assert "cannot be lowered" in caplog.text
+    tvm.ir.assert_structural_equal(kept, mod)
