@@ -92,11 +92,18 @@ CASES = {
         lambda n, m: [floats(n, m, 2, 24), floats(m, 24), floats(m, 24)],
     ),
     "transpose": (
-        "Elementwise",
+        "Transpose",
         [tensor("x", [N, M])],
         lambda emit, x: op.permute_dims(x, [1, 0]),
         lambda x: x.T,
         lambda n, m: [floats(n, m)],
+    ),
+    "transpose_of_a_batch": (
+        "Transpose",
+        [tensor("x", [N, 12, M]), tensor("y", [N, M, 12])],
+        lambda emit, x, y: op.multiply(emit(op.permute_dims(x, [0, 2, 1])), y),
+        lambda x, y: x.transpose(0, 2, 1) * y,
+        lambda n, m: [floats(n, 12, m), floats(n, m, 12)],
     ),
     "gather": (
         "Elementwise",

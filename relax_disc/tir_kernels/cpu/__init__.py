@@ -10,11 +10,12 @@ from relax_disc.tir_kernels.cpu.parallel_blocks import ParallelBlocks
 from relax_disc.tir_kernels.cpu.raw_loops import RawLoops
 from relax_disc.tir_kernels.cpu.rows import Rows
 from relax_disc.tir_kernels.cpu.totals import Totals
+from relax_disc.tir_kernels.cpu.transpose import Transpose
 
 
 def cpu_rules() -> list[Any]:
     """List the rules in the order in which they are tried."""
-    return [Elementwise(), Totals(), Columns(), Rows(), RawLoops(), ParallelBlocks()]
+    return [Transpose(), Elementwise(), Totals(), Columns(), Rows(), RawLoops(), ParallelBlocks()]
 
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "RawLoops",
     "Rows",
     "Totals",
+    "Transpose",
     "cpu_rules",
 ]

@@ -1,0 +1,123 @@
+"""CPU rule: element-wise kernels that read along another axis than they write.
+
+Row after row, every element read would bring a cache line of which the next row needs the next
+element, long after the line has gone.  In tiles, the lines stay for the few rows that share them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import s_tir, tirx
+from tvm.target import Target
+
+from relax_disc.analysis.element import Element, Inliner
+from relax_disc.analysis.loop_stages import Axis, constant, loads_of, read_stages
+from relax_disc.tir_kernels.cpu.elementwise import (
+    SERIAL_ELEMENTS,
+    emit_element,
+    emit_outer,
+    unit_mapping,
+)
+from relax_disc.tir_kernels.flat import FlatBuffers, as_index, index_const, product
+from relax_disc.tir_kernels.loops import (
+    LANES,
+    group_mapping,
+    loop,
+    sequence,
+    vector_loop,
+    with_body,
+)
+from relax_disc.tir_kernels.vectorizable import moves_in_vectors, vectorizable
+
+# Rows that share what was read: two cache lines of float32.  Sixteen lanes of them are 2 KiB.
+TILE = 32
+# Along a shorter axis a line is used up at once.
+_SHORTEST = 8
+
+
+class Transpose:
+    """Schedule rule for one output, written along one axis and read along another."""
+
+    def apply(
+        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
+    ) -> s_tir.Schedule | None:
+        """Return the scheduled kernel, or None when it is another rule's."""
+        kernel = read_stages(func)
+        if kernel is None or any(stage.combiner is not None for stage in kernel.stages):
+            return None
+        inliner = Inliner(kernel, inline_outputs=True)
+        remaining = inliner.remaining(kernel)
+        if not inliner.inlinable or len(remaining) != 1:
+            return None
+        (element,) = inliner.elements(remaining)
+        axes = [axis for axis in element.stage.axes if constant(axis.extent) != 1]
+        read = _read_axis(element, axes)
+        size = constant(product([axis.extent for axis in axes]))
+        if read is None or (size is not None and size <= SERIAL_ELEMENTS):
+            return None
+        flat = FlatBuffers()
+        statements = _emit(element, axes, read, flat)
+        return with_body(func, [*flat.declarations(), *statements])
+
+
+def _read_axis(element: Element, axes: list[Axis]) -> Axis | None:
+    """Return the axis along which some input is contiguous, if it is not the written one."""
+    if len(axes) < 2:
+        return None
+    written = axes[-1]
+    buffer = element.stage.buffer
+    if not (
+        element.stage.indices[-1].same_as(written.var)
+        and vectorizable(element.expressions, written.var)
+        and moves_in_vectors(buffer)
+        and _is_long(written)
+    ):
+        return None
+    for expr in element.expressions:
+        for load in loads_of(expr):
+            for axis in axes[:-1]:
+                uses_written = any(index.same_as(written.var) for index in load.indices)
+                if uses_written and load.indices[-1].same_as(axis.var) and _is_long(axis):
+                    return axis
+    return None
+
+
+def _is_long(axis: Axis) -> bool:
+    extent = constant(axis.extent)
+    return extent is None or extent >= _SHORTEST
+
+
+def _emit(element: Element, axes: list[Axis], read: Axis, flat: FlatBuffers) -> list[Any]:
+    written = axes[-1]
+    others = [[axis] for axis in axes[:-1] if axis is not read]
+    extent = as_index(read.extent)
+    tiles = Axis(tirx.Var("tile", str(read.var.ty.dtype)), (extent + (TILE - 1)) // TILE, False)
+    unit = unit_mapping(element.stage)
+
+    def tile(mapping: dict[Any, Any]) -> list[Any]:
+        first = as_index(mapping.pop(tiles.var)) * TILE
+        count = tirx.min(index_const(TILE), extent - first)
+
+        def rows(start: Any, lanes: int) -> Any:
+            def row(index: Any) -> Any:
+                here = {**unit, **mapping, **group_mapping([read], first + index)}
+                body = vector_loop(
+                    "column",
+                    index_const(lanes),
+                    lambda column: emit_element(
+                        [element], flat, {**here, **group_mapping([written], start + column)}
+                    ),
+                )
+                return sequence(body)
+
+            return loop("row_of_tile", count, row)
+
+        whole = as_index(written.extent) // LANES
+        rest = as_index(written.extent) % LANES
+        return [
+            loop("columns", whole, lambda at: rows(at * LANES, LANES)),
+            loop("column", rest, lambda at: rows(whole * LANES + at, 1)),
+        ]
+
+    return emit_outer([*others, [tiles]], tile, True)
