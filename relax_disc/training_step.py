@@ -7,13 +7,16 @@ refused is refused before the first kernel, when nothing has changed yet.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+import tvm
 from tvm import relax
 
 from relax_disc.errors import InputMismatchError, StepTornError
 from relax_disc.frontend.spec import CapturedStep
+from relax_disc.training import saved_step
 from relax_disc.training.batch import BatchSchema
 from relax_disc.training.compiled_function import CompiledFunction, bind_vector
 from relax_disc.training.counters import StepCounters, fill
@@ -27,7 +30,7 @@ class TrainingStep(CompiledFunction):
     ----------
     captured : CapturedStep
         What was captured: inputs, outputs, dims, update groups.
-    executable : tvm.relax.VMExecutable
+    executable : tvm.relax.VMExecutable or tvm.runtime.Module
         The program, for every shape.
     schema : BatchSchema
         What a batch must look like.
@@ -35,6 +38,8 @@ class TrainingStep(CompiledFunction):
         Its parameters and buffers are updated in place.
     optimizer : torch.optim.Optimizer
         Its state is updated in place; state that is missing is created as PyTorch would.
+    library : bytes, optional
+        The executable as a shared library, where it is known already.
 
     Attributes
     ----------
@@ -46,10 +51,11 @@ class TrainingStep(CompiledFunction):
     def __init__(
         self,
         captured: CapturedStep,
-        executable: relax.VMExecutable,
+        executable: relax.VMExecutable | tvm.runtime.Module,
         schema: BatchSchema,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
+        library: bytes | None = None,
     ) -> None:
         # Before the binding, which creates the state whose absence the counters look for.
         self._counters = [StepCounters(group, model, optimizer) for group in captured.update_groups]
@@ -60,6 +66,7 @@ class TrainingStep(CompiledFunction):
             length = int(spec.shape[0])
             self._vectors.append(bind_vector(self._binding, group.hyper_input, length, spec.dtype))
         self._optimizer = optimizer
+        self._library = library
         self.check_finite = False
         self._torn_versions: list[tuple[torch.Tensor, int]] | None = None
         self._norm: torch.Tensor | None = None
@@ -103,6 +110,57 @@ class TrainingStep(CompiledFunction):
     def gradient_norm(self) -> torch.Tensor | None:
         """Global norm of the last step's gradients before clipping; None without clipping."""
         return self._norm
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the compiled step into one file, without weights and optimizer state.
+
+        The file appears whole or not at all, and holds native code for this processor and these
+        library versions.  What training goes on from is saved beside it as usual:
+        ``model.state_dict()``, ``optimizer.state_dict()`` and, with dropout, `rng_state`.
+
+        Raises
+        ------
+        ArtefactError
+            The batch holds something besides tensors that cannot be written down.
+        """
+        with self._lock:
+            program = saved_step.Program(
+                self._captured, self._schema, self._executable, self._library
+            )
+            settings = {"memory_budget": self.memory_budget, "check_finite": self.check_finite}
+            saved_step.save(path, {"step": program}, settings, self._model, self._optimizer)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ) -> TrainingStep:
+        """Load a saved step for a model and an optimizer like those that it was compiled for.
+
+        The file holds native code, which runs when the step does: load files that you trust only.
+
+        Parameters
+        ----------
+        path : path-like
+            Written by `save`.
+        model, optimizer
+            With the same modules, modes, tensors and parameter groups as when compiled; values and
+            hyper-parameters may differ.
+
+        Raises
+        ------
+        ArtefactError
+            The file is damaged, or was made with other versions, for another processor, model or
+            optimizer.  Nothing of it has been executed.
+        """
+        programs, settings = saved_step.load(path, model, optimizer)
+        main = programs["step"]
+        step = cls(main.captured, main.executable, main.schema, model, optimizer, main.library)
+        step.memory_budget = settings["memory_budget"]
+        step.check_finite = settings["check_finite"]
+        return step
 
     def _run(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._refuse_torn()

@@ -30,7 +30,7 @@ class CompiledFunction:
     ----------
     captured : CapturedStep
         What was captured: inputs, outputs, dims.
-    executable : tvm.relax.VMExecutable
+    executable : tvm.relax.VMExecutable or tvm.runtime.Module
         The program, for every shape.
     schema : BatchSchema
         What a batch must look like.
@@ -43,7 +43,7 @@ class CompiledFunction:
     def __init__(
         self,
         captured: CapturedStep,
-        executable: relax.VMExecutable,
+        executable: relax.VMExecutable | tvm.runtime.Module,
         schema: BatchSchema,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,

@@ -1,0 +1,119 @@
+"""The file of a saved step: one header, then raw parts, under one checksum.
+
+Layout, numbers little-endian: 16 bytes that name the kind of file, 32 bytes SHA-256 of all that
+follows, 8 bytes size of the header, the header (JSON), the parts one after another in the order and
+with the sizes that the header's ``"parts"`` lists.  Nothing is pickled.  A checksum finds damage,
+not malice: the parts are native code, so open files that you trust only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tvm
+
+from relax_disc.errors import ArtefactError
+
+FORMAT = 1
+"""Version of the header's contents; raised with every change of them or of the run time."""
+
+_MAGIC = b"relax_disc step\n"
+_DIGEST_BYTES, _SIZE_BYTES = 32, 8
+
+
+def write(
+    path: str | os.PathLike[str], header: Mapping[str, Any], parts: Mapping[str, bytes]
+) -> None:
+    """Write a file that appears whole or not at all.
+
+    Parameters
+    ----------
+    path : path-like
+        Replaced if it exists.
+    header : mapping
+        What JSON can hold; must have no key ``"parts"``.
+    parts : mapping of str to bytes
+        By name.
+    """
+    listed = [[name, len(content)] for name, content in parts.items()]
+    text = json.dumps({**header, "parts": listed}, sort_keys=True).encode()
+    body = b"".join((len(text).to_bytes(_SIZE_BYTES, "little"), text, *parts.values()))
+    write_whole(Path(path), _MAGIC + hashlib.sha256(body).digest() + body)
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Read a file and check every byte of it.
+
+    Returns
+    -------
+    header : dict
+        As written, with ``"parts"``.
+    parts : dict of str to bytes
+        By name.
+
+    Raises
+    ------
+    ArtefactError
+        The file is none of ours, damaged, or of another format.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ArtefactError(f"{path} cannot be read: {error.strerror}.") from error
+    start = len(_MAGIC) + _DIGEST_BYTES
+    if not content.startswith(_MAGIC):
+        raise ArtefactError(f"{path} is no saved step; it was not written by TrainingStep.save.")
+    if hashlib.sha256(content[start:]).digest() != content[len(_MAGIC) : start]:
+        raise ArtefactError(
+            f"{path} is damaged: its checksum does not fit its {len(content)} bytes. Copy it again "
+            "or save the step again."
+        )
+    size = int.from_bytes(content[start : start + _SIZE_BYTES], "little")
+    start += _SIZE_BYTES
+    header = json.loads(content[start : start + size])
+    if header.get("format") != FORMAT:
+        raise ArtefactError(
+            f"{path} has format {header.get('format')}, this version reads {FORMAT}; compile the "
+            "step again and save it."
+        )
+    parts, start = {}, start + size
+    for name, length in header["parts"]:
+        parts[name] = content[start : start + length]
+        start += length
+    return header, parts
+
+
+def export_library(executable: Any) -> bytes:
+    """Turn a built executable into the content of a shared library."""
+    with tempfile.TemporaryDirectory(prefix="relax_disc-") as folder:
+        path = Path(folder) / "program.so"
+        executable.export_library(str(path))
+        return path.read_bytes()
+
+
+def load_library(content: bytes) -> tvm.runtime.Module:
+    """Load a shared library; from here on its native code can run."""
+    with tempfile.TemporaryDirectory(prefix="relax_disc-") as folder:
+        path = Path(folder) / "program.so"
+        path.write_bytes(content)
+        return tvm.runtime.load_module(str(path))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file beside its place and move it there, so that no reader sees a part of it."""
+    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(draft).replace(path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise

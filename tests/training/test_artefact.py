@@ -1,0 +1,223 @@
+"""Saved steps: they go on training, hold no weights, and a bad file is refused before it runs."""
+
+import copy
+import random
+import re
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import relax_disc
+from relax_disc.errors import ArtefactError
+from relax_disc.training import artefact, saved_step
+
+
+class Net(nn.Module):
+    """Tied weights, a fixed number in the batch, a constant tensor, dropout and a buffer."""
+
+    def __init__(self, width=8, rate=0.0):
+        super().__init__()
+        self.table = nn.Embedding(11, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.drop = nn.Dropout(rate)
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, batch, power=2):
+        weights = torch.tensor([0.5, 1.5], dtype=torch.float32)
+        hidden = self.drop(self.norm(self.table(batch["ids"])))
+        loss = nn.functional.cross_entropy(self.head(hidden), batch["labels"])
+        return loss + (hidden**power).mean() * weights.sum(), hidden
+
+
+def batch(rows, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids, labels = torch.randint(0, 11, (2, rows), generator=generator)
+    return {"ids": ids, "labels": labels}
+
+
+SHAPES = ({"ids": {0: Dim("rows", min=2, max=64)}, "labels": {0: Dim("rows", min=2, max=64)}}, None)
+
+
+def make(width=8, rate=0.0, kind=torch.optim.AdamW):
+    torch.manual_seed(0)
+    model = Net(width, rate)
+    return model, kind(model.parameters(), lr=1e-2)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A saved step and what it was made of."""
+    model, optimizer = make()
+    step = relax_disc.compile(model, optimizer, (batch(4), 2), dynamic_shapes=SHAPES)
+    step.memory_budget = "1GiB"
+    step(batch(5), 2)
+    path = tmp_path_factory.mktemp("saved") / "step.relax"
+    step.save(path)
+    return path, step, model, optimizer
+
+
+def test_goes_on_training(saved):
+    path, step, model, optimizer = saved
+    other, other_optimizer = make()
+    start = time.perf_counter()
+    loaded = relax_disc.TrainingStep.load(path, other, other_optimizer)
+    assert time.perf_counter() - start < 1.0
+    assert loaded.memory_budget == 2**30
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for rows in (2, 64, 7):
+        mine, theirs = step(batch(rows, rows), 2), loaded(batch(rows, rows), 2)
+        assert torch.equal(mine[0], theirs[0])
+        assert torch.equal(mine[1][0], theirs[1][0])
+    for first, second in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(first, second)
+    assert loaded.plan(rows=9) == step.plan(rows=9)
+
+
+def test_can_be_saved_again(saved, tmp_path):
+    path = saved[0]
+    relax_disc.TrainingStep.load(path, *make()).save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["again"]
+
+
+def test_holds_no_weights(saved):
+    path, _, model, optimizer = saved
+    content = path.read_bytes()
+    tensors = [*model.parameters(), *(s["exp_avg"] for s in optimizer.state.values())]
+    for tensor in tensors:
+        assert tensor.detach().numpy().tobytes()[:32] not in content
+
+
+@pytest.fixture
+def no_code(monkeypatch):
+    """Fails the test when native code is loaded."""
+
+    def refuse(content):
+        raise AssertionError("native code was loaded")
+
+    monkeypatch.setattr(artefact, "load_library", refuse)
+
+
+def load(path, model=None, optimizer=None):
+    made = make() if model is None else (model, optimizer)
+    return relax_disc.TrainingStep.load(path, *made)
+
+
+@pytest.mark.usefixtures("no_code")
+def test_refuses_any_flipped_byte_and_any_cut(saved, tmp_path):
+    content = saved[0].read_bytes()
+    path = tmp_path / "bad"
+    chosen = random.Random(0)
+    places = [*range(64), *(chosen.randrange(len(content)) for _ in range(60)), len(content) - 1]
+    for place in places:
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << chosen.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(ArtefactError):
+            load(path)
+    for size in (0, 5, 40, 60, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(ArtefactError):
+            load(path)
+    path.write_bytes(content + b"x")
+    with pytest.raises(ArtefactError, match="damaged"):
+        load(path)
+    with pytest.raises(ArtefactError, match="cannot be read"):
+        load(tmp_path / "missing")
+
+
+HEADERS = {
+    "format": (lambda h: h.update(format=99), "format 99"),
+    "version": (lambda h: h["versions"].update(tvm="0.1"), "tvm 0.1"),
+    "processor": (lambda h: h["processor"]["features"].append("sve9"), "sve9"),
+    "architecture": (lambda h: h["processor"].update(machine="riscv"), "riscv"),
+}
+
+
+@pytest.mark.usefixtures("no_code")
+@pytest.mark.parametrize("kind", HEADERS)
+def test_refuses_other_versions_and_processors(saved, tmp_path, kind):
+    change, words = HEADERS[kind]
+    header, parts = artefact.read(saved[0])
+    change(header)
+    del header["parts"]
+    artefact.write(tmp_path / "other", header, parts)
+    with pytest.raises(ArtefactError, match=words):
+        load(tmp_path / "other")
+
+
+def untied():
+    model, _ = make()
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def frozen():
+    model, optimizer = make()
+    model.norm.bias.requires_grad_(False)
+    return model, optimizer
+
+
+def double():
+    model, optimizer = make()
+    return model.double(), optimizer
+
+
+def evaluating():
+    model, optimizer = make()
+    return model.eval(), optimizer
+
+
+def grouped():
+    model, _ = make()
+    groups = [{"params": [p]} for p in model.parameters()]
+    return model, torch.optim.AdamW(groups)
+
+
+MODELS = {
+    "shape": (lambda: make(width=16), "table"),
+    "setting": (lambda: make(rate=0.5), "drop"),
+    "dtype": (double, "float64"),
+    "tying": (untied, "head.weight"),
+    "frozen": (frozen, "norm.bias"),
+    "mode": (evaluating, "training"),
+    "optimizer": (lambda: make(kind=torch.optim.SGD), "SGD"),
+    "groups": (grouped, "parameter groups"),
+}
+
+
+@pytest.mark.usefixtures("no_code")
+@pytest.mark.parametrize("kind", MODELS)
+def test_refuses_another_model_or_optimizer(saved, kind):
+    change, words = MODELS[kind]
+    with pytest.raises(ArtefactError, match=re.escape(words)):
+        load(saved[0], *change())
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "step"
+    path.write_bytes(b"old")
+
+    def fail(_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(artefact.os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        artefact.write(path, {"format": 1}, {})
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
+
+
+def test_refuses_to_save_what_json_cannot_hold(saved):
+    _, step, model, optimizer = saved
+    captured = copy.copy(step._captured)
+    object.__setattr__(captured, "batch", copy.copy(captured.batch))
+    object.__setattr__(captured.batch, "fixed", {2: object()})
+    program = saved_step.Program(captured, step._schema, step._executable)
+    with pytest.raises(ArtefactError, match="cannot be saved"):
+        saved_step.save("nowhere", {"step": program}, {}, model, optimizer)
