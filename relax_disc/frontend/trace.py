@@ -30,7 +30,7 @@ from relax_disc.frontend.export import MODEL, Exported
 from relax_disc.frontend.guards import GuardWatch
 from relax_disc.frontend.random_ops import Randomness
 from relax_disc.frontend.source_lines import source_line
-from relax_disc.frontend.whole_operators import RULES
+from relax_disc.frontend.whole_operators import RULES, under_autocast
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,8 @@ class _StepInterpreter(fx.Interpreter):
             ) from error
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in RULES:
+            args, kwargs = under_autocast(target, args, kwargs)
         rule = RULES.get(target) or self._random_rules.get(target)
         if rule is not None and (result := rule(*args, **kwargs)) is not None:
             return result

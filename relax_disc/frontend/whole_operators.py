@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from relax_disc.frontend import torch_ops  # noqa: F401  registers torch.ops.relax_disc
 
@@ -68,6 +69,27 @@ def cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> 
     """Write the similarity in smaller operators; PyTorch's own form needs numbers as sizes."""
     norms = [torch.linalg.vector_norm(t, dim=dim, keepdim=True).clamp_min(eps) for t in (x, y)]
     return ((x / norms[0]) * (y / norms[1])).sum(dim)
+
+
+def under_autocast(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Convert the operands as autocast would: its rules know ATen's operators, not ours.
+
+    On the CPU it runs attention in its lower precision and cross-entropy in float32.
+    """
+    if not torch.is_autocast_enabled("cpu"):
+        return args, kwargs
+    chosen = {
+        torch.ops.aten.scaled_dot_product_attention.default: torch.get_autocast_dtype("cpu"),
+        torch.ops.aten.cross_entropy_loss.default: torch.float32,
+    }
+    if target not in chosen:
+        return args, kwargs
+
+    def convert(tensor: Tensor) -> Tensor:
+        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(chosen[target]) if eligible else tensor
+
+    return pytree.tree_map_only(Tensor, convert, (args, kwargs))
 
 
 RULES: dict[Any, Rule] = {

@@ -25,7 +25,25 @@ class _Plain(PyExprMutator):
     def visit_call_(self, call):
         call = self.visit_expr_post_order(call)
         rule = self.rules.get(getattr(call.op, "name", ""))
-        return rule(call.attrs, *call.args) if rule else call
+        if not rule:
+            return call
+        result = rule(call.attrs, *(self.wide(arg) for arg in call.args))
+        return self.narrow(self.builder_.normalize(result), call.ty)
+
+    def wide(self, x):
+        half = str(x.ty.dtype.dtype) in ("bfloat16", "float16")
+        return self.emit(op.astype(x, "float32")) if half else x
+
+    def narrow(self, x, kind):
+        if isinstance(kind, relax.TupleType):
+            fields = (
+                x.fields if isinstance(x, relax.Tuple) else [x[k] for k in range(len(kind.fields))]
+            )
+            return relax.Tuple(
+                [self.emit(self.narrow(f, t)) for f, t in zip(fields, kind.fields, strict=True)]
+            )
+        wanted = str(kind.dtype.dtype)
+        return x if str(x.ty.dtype.dtype) == wanted else op.astype(self.emit(x), wanted)
 
     def emit(self, expr):
         return self.builder_.emit(expr)

@@ -13,7 +13,7 @@ from tests.frontend.plain_ops import plain_ops
 
 
 def to_tvm(tensor):
-    return tvm.runtime.tensor(tensor.detach().contiguous().numpy())
+    return tvm.runtime.from_dlpack(tensor.detach().contiguous().clone())
 
 
 class Runner:

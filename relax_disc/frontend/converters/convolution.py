@@ -14,6 +14,7 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
+from relax_disc.frontend.converters.matrices import product
 from relax_disc.frontend.converters.registry import converts
 from relax_disc.frontend.emitter import Emitter
 
@@ -169,8 +170,8 @@ def to_outer(
     if geometry.groups == 1:
         windows = _windows_matrix(emitter, inner, geometry, shape[2:], taps)
         flat = _flat_weight(emitter, weight)
-        product = emitter.emit(op.matmul(windows, emitter.emit(op.permute_dims(flat, [1, 0]))))
-        return _from_rows(emitter, product, shape)
+        made = product(emitter, windows, emitter.emit(op.permute_dims(flat, [1, 0])))
+        return _from_rows(emitter, made, shape)
 
     def compute(a: Any, w: Any, shape: Any) -> Any:
         c = te.reduce_axis((0, w.shape[1]), "c")
@@ -197,9 +198,9 @@ def to_inner(
     rank = len(taps)
     if geometry.groups == 1:
         flat = _flat_weight(emitter, weight)
-        product = emitter.emit(op.matmul(_rows(emitter, outer), flat))
+        made = product(emitter, _rows(emitter, outer), flat)
         split = [outer_shape[0], *outer_shape[2:], weight_shape[1], *taps]
-        spread = emitter.emit(op.reshape(product, relax.ShapeExpr(split)))
+        spread = emitter.emit(op.reshape(made, relax.ShapeExpr(split)))
 
         def gather(a: Any, shape: Any) -> Any:
             tap = [te.reduce_axis((0, k), f"k{d}") for d, k in enumerate(taps)]
@@ -240,8 +241,8 @@ def to_weight(
     if geometry.groups == 1:
         windows = _windows_matrix(emitter, inner, geometry, emitter.shape(outer)[2:], taps)
         rows = emitter.emit(op.permute_dims(_rows(emitter, outer), [1, 0]))
-        product = emitter.emit(op.matmul(rows, windows))
-        return emitter.emit(op.reshape(product, relax.ShapeExpr(list(shape))))
+        made = product(emitter, rows, windows)
+        return emitter.emit(op.reshape(made, relax.ShapeExpr(list(shape))))
 
     def compute(a: Any, g: Any, shape: Any) -> Any:
         n = te.reduce_axis((0, g.shape[0]), "n")

@@ -10,19 +10,17 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
-from relax_disc.frontend.converters.registry import axes_of, axis_of, converts
+from relax_disc.frontend.converters.registry import WIDE, axes_of, axis_of, converts
 from relax_disc.frontend.emitter import Emitter
 
 op: Any = relax.op
-
-_WIDE = {"bfloat16": "float32", "float16": "float32"}
 
 
 def _reduce(
     emitter: Emitter, build: Callable[..., Any], x: Any, axes: Any, keepdim: bool, dtype: str
 ) -> Any:
     """Reduce in ``dtype`` (sums of short floats in float32) and convert to the wanted type."""
-    x = emitter.cast(x, _WIDE.get(dtype, dtype))
+    x = emitter.cast(x, WIDE.get(dtype, dtype))
     if len(emitter.shape(x)) > 0:
         x = emitter.emit(build(x, axes_of(emitter, x, axes), keepdims=keepdim))
     return emitter.cast(x, emitter.wanted_dtype)
@@ -86,7 +84,7 @@ def vector_norm(
     dtype: Any = None,
 ) -> Any:
     """Norm of order 1, 2 or infinity."""
-    x = emitter.cast(x, _WIDE.get(emitter.wanted_dtype, emitter.wanted_dtype))
+    x = emitter.cast(x, WIDE.get(emitter.wanted_dtype, emitter.wanted_dtype))
     axes = axes_of(emitter, x, axes)
     size = emitter.emit(op.abs(x))
     if order == 2:
@@ -115,7 +113,7 @@ def variance(
     """Variance in two passes."""
     axes = axes_of(emitter, x, axes)
     dtype = emitter.dtype(x)
-    wide = _WIDE.get(dtype, dtype)
+    wide = WIDE.get(dtype, dtype)
     x = emitter.cast(x, wide)
     shape = emitter.shape(x)
     count = functools.reduce(operator.mul, [shape[a] for a in axes], tirx.IntImm("int64", 1))
@@ -142,7 +140,7 @@ def variance(
 def softmax(emitter: Emitter, x: Any, axis: int, half_to_float: Any = False) -> Any:
     """Softmax along one axis; the safe one gives zeros in a row of -inf alone."""
     dtype = emitter.wanted_dtype
-    x = emitter.cast(x, _WIDE.get(dtype, dtype))
+    x = emitter.cast(x, WIDE.get(dtype, dtype))
     axis = axis_of(emitter, x, axis)
     result = emitter.emit(op.nn.softmax(x, axis))
     if "_safe_softmax" in str(emitter.node.target):
@@ -157,7 +155,7 @@ def softmax(emitter: Emitter, x: Any, axis: int, half_to_float: Any = False) -> 
 def log_softmax(emitter: Emitter, x: Any, axis: int, half_to_float: bool = False) -> Any:
     """Logarithm of the softmax."""
     dtype = emitter.wanted_dtype
-    x = emitter.cast(x, _WIDE.get(dtype, dtype))
+    x = emitter.cast(x, WIDE.get(dtype, dtype))
     axis = axis_of(emitter, x, axis)
     shifted = emitter.emit(op.subtract(x, emitter.emit(op.max(x, [axis], keepdims=True))))
     total = emitter.emit(op.sum(emitter.emit(op.exp(shifted)), [axis], keepdims=True))

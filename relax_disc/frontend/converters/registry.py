@@ -9,6 +9,9 @@ from relax_disc.frontend.emitter import Emitter
 
 Converter = Callable[..., Any]
 
+WIDE = {"bfloat16": "float32", "float16": "float32"}
+"""Types whose sums are kept in a wider one."""
+
 TABLE: dict[str, Converter] = {}
 """From the full name of an operator, ``"aten.add.Tensor"``, to its converter."""
 
