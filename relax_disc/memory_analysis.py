@@ -19,7 +19,13 @@ from relax_disc import pipeline
 from relax_disc.analysis.extract import function_dims
 from relax_disc.analysis.extract_table import NotPlannableError
 from relax_disc.analysis.extraction import extract
-from relax_disc.analysis.memory import MemoryReport, Shape, fits_budget, report_memory
+from relax_disc.analysis.memory import (
+    MemoryReport,
+    Shape,
+    fits_budget,
+    graph_of_table,
+    report_memory,
+)
 from relax_disc.analysis.symbolic_dim import SymbolicDim
 from relax_disc.analysis.tensor_graph import TensorGraph, check_shape
 from relax_disc.bytes_text import parse_bytes
@@ -46,7 +52,7 @@ def analyze_memory(
     Parameters
     ----------
     source : tvm.IRModule, CapturedStep, TrainingStep, ForwardFunction or TensorGraph
-        The program.  Of a module the function ``main`` is taken.
+        The program.  Of a module the function ``main`` is taken, or the only one.
     shapes : mapping, or sequence of mappings
         Values of the dims, by name.
     target : str or tvm.target.Target
@@ -121,6 +127,31 @@ def largest(
     )
 
 
+def step_graph(
+    source: Source,
+    *,
+    scheduled: bool = True,
+    target: str | tvm.target.Target = "llvm",
+) -> TensorGraph:
+    """Return the tensor graph of the kernels that a program comes down to.
+
+    Parameters
+    ----------
+    source : tvm.IRModule, CapturedStep, TrainingStep or ForwardFunction
+        The program; a built one is scheduled already.
+    scheduled : bool
+        In the order in which they would run; else as the model was written.
+    target : str or tvm.target.Target
+        As in `analyze_memory`.
+    """
+    if getattr(source, "session", None) is not None:
+        table, _, dims = _table(source, target)
+        return graph_of_table(table, dims)
+    module = source if isinstance(source, tvm.IRModule) else source.module
+    lowered = _lowered(module, target, scheduled=scheduled)
+    return extract(lowered, _main_of(lowered)).graph()
+
+
 def _table(
     source: Any, target: str | tvm.target.Target
 ) -> tuple[PlanMetadata, tuple[str, ...], tuple[SymbolicDim, ...]]:
@@ -129,11 +160,12 @@ def _table(
     if session is not None:
         return session.metadata, source.input_kinds, tuple(source.dims)
     module = source if isinstance(source, tvm.IRModule) else source.module
-    function = module["main"]
+    name = _main_of(module)
+    function = module[name]
     try:
-        extraction = extract(module, "main")
+        extraction = extract(module, name)
     except NotPlannableError:
-        extraction = extract(_lowered(module, target), "main")
+        extraction = extract(_lowered(module, target), name)
     attrs: Mapping[str, Any] = function.attrs or {}
     kinds = tuple(str(kind) for kind in attrs.get("relax_disc.param_kinds") or ())
     return (
@@ -143,8 +175,22 @@ def _table(
     )
 
 
-def _lowered(module: tvm.IRModule, target: str | tvm.target.Target) -> tvm.IRModule:
-    """Return the module's kernels in the order in which they would run."""
+def _main_of(module: tvm.IRModule) -> str:
+    """Return the name of ``main``, or of the only Relax function."""
+    names = [
+        variable.name_hint
+        for variable, function in module.functions_items()
+        if isinstance(function, relax.Function)
+    ]
+    if "main" in names or len(names) != 1:
+        return "main"
+    return names[0]
+
+
+def _lowered(
+    module: tvm.IRModule, target: str | tvm.target.Target, *, scheduled: bool = True
+) -> tvm.IRModule:
+    """Return the module's kernels, in the order in which they would run if `scheduled`."""
     chosen = cpu_target() if target == "llvm" else tvm.target.Target(target)
     options = pipeline.PipelineOptions()
     passes = [
@@ -153,8 +199,8 @@ def _lowered(module: tvm.IRModule, target: str | tvm.target.Target) -> tvm.IRMod
         *pipeline.legalize_passes(chosen, options),
         *pipeline.alias_passes(),
         *pipeline.kernel_passes(chosen),
-        *pipeline.order_passes(),
-        *pipeline.rematerialization_passes(),
+        *(pipeline.order_passes() if scheduled else []),
+        *(pipeline.rematerialization_passes() if scheduled else []),
     ]
     with chosen:
         return tvm.transform.Sequential(passes)(relax.transform.Normalize()(module))
