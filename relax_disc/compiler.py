@@ -23,6 +23,7 @@ from relax_disc.frontend.spec import CapturedStep
 from relax_disc.pipeline import PipelineOptions, pipeline
 from relax_disc.tir_kernels.target import cpu_target
 from relax_disc.training.batch import BatchLeaf, BatchSchema
+from relax_disc.training.compile_cache import build_cached
 from relax_disc.training_step import TrainingStep
 
 
@@ -80,9 +81,9 @@ def compile(
         loss_fn=loss_fn,
         max_grad_norm=max_grad_norm,
     )
-    step = TrainingStep(
-        captured, build(captured.module, target), describe_batch(captured, model), model, optimizer
-    )
+    schema = describe_batch(captured, model)
+    executable, library = build_or_reuse(captured.module, target)
+    step = TrainingStep(captured, executable, schema, model, optimizer, library)
     step.memory_budget = budget
     return step
 
@@ -106,9 +107,8 @@ def compile_forward(
     """
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     captured = capture_forward(model, example_inputs, dynamic_shapes=dynamic_shapes)
-    function = ForwardFunction(
-        captured, build(captured.module, target), describe_batch(captured, model), model, None
-    )
+    executable, _ = build_or_reuse(captured.module, target)
+    function = ForwardFunction(captured, executable, describe_batch(captured, model), model, None)
     function.memory_budget = budget
     return function
 
@@ -128,6 +128,22 @@ def build(
         Switches of the pipeline.
     """
     return relax.build(module, _resolve(target), relax_pipeline=pipeline(options))
+
+
+def build_or_reuse(
+    module: tvm.IRModule, target: str | tvm.target.Target, options: PipelineOptions | None = None
+) -> tuple[relax.VMExecutable | tvm.runtime.Module, bytes | None]:
+    """Like `build`, but look into the cache of compiled programs first.
+
+    Returns
+    -------
+    executable : tvm.relax.VMExecutable or tvm.runtime.Module
+        For `tvm.relax.VirtualMachine`.
+    library : bytes or None
+        The code as a shared library; None when the cache is off.
+    """
+    resolved = _resolve(target)
+    return build_cached(module, resolved, options, lambda: build(module, resolved, options))
 
 
 def _resolve(target: str | tvm.target.Target) -> tvm.target.Target:

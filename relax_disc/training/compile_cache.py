@@ -1,0 +1,152 @@
+"""Keep compiled programs between processes, so that a second start does not compile again.
+
+A program's file is named by a hash of everything that its code depends on: the captured module,
+the options, the target, the versions of the libraries, the processor and the package's own sources.
+It holds a checksum and a shared library; a damaged file counts as absent.  Files live in the
+`programs` folder of the cache directory (`RELAX_DISC_CACHE`, else below the user's cache), appear
+whole or not at all, and the least recently used ones go when they exceed `RELAX_DISC_CACHE_BYTES`
+(2 GiB).  `RELAX_DISC_COMPILE_CACHE=0` switches the cache off.
+
+Limits: two processes that miss the same program at once both compile it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import tvm
+
+from relax_disc.errors import ArtefactError
+from relax_disc.pipeline import PipelineOptions
+from relax_disc.training import artefact
+from relax_disc.training.artefact_check import processor, versions
+from relax_disc.vm_builtins import native, runtime
+
+_logger = logging.getLogger(__name__)
+
+_LIMIT_BYTES = 2 * 2**30
+_SUFFIX = ".program"
+
+
+def enabled() -> bool:
+    """Whether compiled programs are kept, as `RELAX_DISC_COMPILE_CACHE` says now."""
+    return os.environ.get("RELAX_DISC_COMPILE_CACHE", "1") != "0"
+
+
+def program_key(
+    module: tvm.IRModule, target: tvm.target.Target, options: PipelineOptions | None
+) -> str:
+    """Hash everything that the code of a module depends on.
+
+    Parameters
+    ----------
+    module : tvm.IRModule
+        As captured, with its source lines, which reports show.
+    target : tvm.target.Target
+        What to generate code for.
+    options : PipelineOptions or None
+        Switches of the pipeline; None is the defaults.
+    """
+    facts: dict[str, Any] = {
+        "target": str(target),
+        "options": asdict(options or PipelineOptions()),
+        "versions": versions(),
+        "processor": processor(),
+        "native": native.load() is not None,
+        "sources": _sources(),
+    }
+    state = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    state.update(tvm.ir.save_json(module).encode())
+    return state.hexdigest()
+
+
+def build_cached(
+    module: tvm.IRModule,
+    target: tvm.target.Target,
+    options: PipelineOptions | None,
+    build: Callable[[], Any],
+) -> tuple[Any, bytes | None]:
+    """Return a module's code from the cache, or build it and keep it.
+
+    Parameters
+    ----------
+    module, target, options
+        What the code depends on, as in `program_key`.
+    build : callable
+        Compiles; called when the cache has nothing that can be used.
+
+    Returns
+    -------
+    executable : tvm.relax.VMExecutable or tvm.runtime.Module
+        For `tvm.relax.VirtualMachine`.
+    library : bytes or None
+        The code as a shared library; None when the cache is off.
+    """
+    if not enabled():
+        return build(), None
+    folder = native.cache_directory() / "programs"
+    path = folder / f"{program_key(module, target, options)}{_SUFFIX}"
+    library = _look_up(path)
+    if library is not None:
+        runtime.load()
+        return artefact.load_library(library), library
+    executable = build()
+    library = artefact.export_library(executable)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        artefact.write(path, {"format": artefact.FORMAT}, {"library": library})
+        _trim(folder, keep=path)
+    except OSError as error:  # a full or read-only disk must not stop the training
+        _logger.warning("the compiled program is not kept in %s: %s", folder, error)
+    return executable, library
+
+
+def _look_up(path: Path) -> bytes | None:
+    """Read a program and mark it as used; None where there is none that can be used."""
+    if not path.exists():
+        return None
+    try:
+        _, parts = artefact.read(path)
+    except ArtefactError as error:
+        _logger.warning("compiling again: %s", error)
+        return None
+    with contextlib.suppress(OSError):  # another process may have removed it, or disallows this
+        os.utime(path)
+    return parts["library"]
+
+
+def _trim(folder: Path, keep: Path) -> None:
+    """Remove the least recently used programs beyond the bound, never the one just written."""
+    limit = int(os.environ.get("RELAX_DISC_CACHE_BYTES", _LIMIT_BYTES))
+    found = []
+    for path in folder.glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):  # another process trims too
+            facts = path.stat()
+            found.append((path != keep, -facts.st_mtime_ns, path.name, facts.st_size, path))
+    total = 0
+    for is_other, _, _, size, path in sorted(found):
+        total += size
+        if is_other and total > limit:
+            path.unlink(missing_ok=True)
+
+
+@functools.cache
+def _sources() -> str:
+    """Hash of the package's own sources, which decide what code is generated."""
+    root = Path(__file__).resolve().parents[1]
+    state = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".cc", ".h"):
+            content = path.read_bytes()
+            name = path.relative_to(root).as_posix().encode()
+            state.update(name + b"\0" + len(content).to_bytes(8, "little") + content)
+    return state.hexdigest()
