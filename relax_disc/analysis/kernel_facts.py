@@ -10,6 +10,11 @@ from relax_disc.analysis.inplace import inplace_pairs
 from relax_disc.analysis.kernel_cost import library_flops
 
 
+# (input, output) among the arguments of library functions that may write over an input: a product
+# reads each element of its addend just before it writes the sum there (vm_builtins/src/gemm.h).
+_LIBRARY_PAIRS = {"relax_disc.cpu.matmul_add": frozenset({(2, 7)})}
+
+
 class KernelFacts:
     """Facts about the kernels of one function; PrimFuncs are analysed once each."""
 
@@ -33,12 +38,16 @@ class KernelFacts:
         return (source, target) in set(self._buffer_pairs(kernel))
 
     def _buffer_pairs(self, kernel: KernelCall) -> list[tuple[int, int]]:
-        if not isinstance(kernel.callee, tvm.ir.GlobalVar):
+        if isinstance(kernel.callee, tvm.ir.GlobalVar):
+            pairs = self._parameter_pairs(kernel.callee)
+        else:
+            pairs = _LIBRARY_PAIRS.get(kernel.name, frozenset())
+        if not pairs:
             return []
         views = [value if kind == "view" else None for kind, value in kernel.arguments]
         buffers = [None if view is None else self._table.views[view].buffer for view in views]
         found = []
-        for source, target in sorted(self._parameter_pairs(kernel.callee)):
+        for source, target in sorted(pairs):
             first, second = buffers[source], buffers[target]
             if first is not None and second is not None and buffers.count(first) == 1:
                 found.append((first, second))

@@ -9,6 +9,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from relax_disc import ops
+from relax_disc.analysis.extraction import extract
 from relax_disc.transform.dispatch_library import DispatchLibrary
 
 LLVM = tvm.target.Target("llvm")
@@ -79,6 +80,31 @@ def test_projections_fold_transpositions_reshapes_and_additions():
     ]
     assert others == []
     agrees(Projections, [(2, 3, 8), (6, 8), (6,), (2, 3, 6)])
+
+
+def test_a_sum_may_lie_over_its_addend():
+    b = tvm.tirx.Var("b", "int64")
+    x = relax.Var("x", relax.TensorType([b, 8], "float32"))
+    w = relax.Var("w", relax.TensorType([8, 8], "float32"))
+    bias = relax.Var("bias", relax.TensorType([8], "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, w, bias]):
+        with builder.dataflow():
+            first = builder.emit(relax.op.matmul(x, w))
+            second = builder.emit(relax.op.add(first, builder.emit(relax.op.matmul(x, w))))
+            third = builder.emit(relax.op.add(builder.emit(relax.op.matmul(second, w)), bias))
+            out = builder.emit_output(third)
+        builder.emit_func_output(out)
+    mod = relax.transform.ToNonDataflow()(DispatchLibrary(LLVM)(builder.get()))
+    kernels = extract(mod, "main").graph().kernels
+    assert [kernel.name for kernel in kernels] == [
+        "relax_disc.cpu.matmul",
+        "relax_disc.cpu.matmul_add",
+        "relax_disc.cpu.matmul_add",
+    ]
+    pairs = [kernel.inplace for kernel in kernels]
+    assert pairs[0] == () and len(pairs[1]) == 1 and pairs[2] == ()
+    assert pairs[1][0] == (kernels[0].outputs[0], kernels[1].outputs[0])
 
 
 @I.ir_module

@@ -72,6 +72,19 @@ def test_matmul(kind, m, n, k, transpose_a, transpose_b, addend, dtype, seed):
     assert_near(c, exact, dtype, bound.max(initial=0) + 1)
 
 
+@pytest.mark.parametrize("m", [1, 15, 300])
+@pytest.mark.parametrize("k", [3, 500])
+def test_a_sum_may_be_written_over_its_addend(m, k):
+    generator = np.random.default_rng(0)
+    a = generator.standard_normal((m, k)).astype("float32")
+    b = generator.standard_normal((k, 37)).astype("float32")
+    extra = generator.standard_normal((m, 37)).astype("float32")
+    apart = np.empty((m, 37), "float32")
+    call(KINDS[0], "matmul_add", a, b, extra, 1, 1, 0, 0, apart)
+    call(KINDS[0], "matmul_add", a, b, extra, 1, 1, 0, 0, extra)
+    np.testing.assert_array_equal(extra, apart)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_operands_of_any_rank(kind):
     generator = np.random.default_rng(0)
