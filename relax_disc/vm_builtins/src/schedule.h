@@ -94,7 +94,7 @@ class CutNetwork {
   bool is_free(int32_t op) const { return state_[op] == kFree; }
   // Of several least cuts `late` takes that with the most done ops, else the fewest are taken.
   std::vector<char> Done(bool late);
-  // The least bytes with one more op on a side, or, where they are at least `enough`, such a number.
+  // The least bytes with one more op on a side, or a number of at least `enough` if they are.
   int64_t BytesWith(int32_t other, Side side, int64_t enough);
 
  private:
@@ -140,8 +140,9 @@ struct Schedule {
 };
 
 // Minimise the greatest peak over the points; stop at `target` or when the limit is exhausted.
-Schedule SplitSearch(const ScheduleProblem& problem, const std::vector<std::vector<int32_t>>& starts,
-                     int64_t target, SearchLimit* limit);
+Schedule SplitSearch(const ScheduleProblem& problem,
+                     const std::vector<std::vector<int32_t>>& starts, int64_t target,
+                     SearchLimit* limit);
 
 }  // namespace relax_disc
 

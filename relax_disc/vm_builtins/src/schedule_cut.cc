@@ -1,7 +1,7 @@
 // The least live memory while one op runs, as a minimum cut.
 //
-// Nodes: the ops that are free to run before or after `op`.  An arc v -> w without limit for every w
-// that v needs; for every buffer an arc of its size from its producer to a node from which arcs
+// Nodes: the ops that are free to run before or after `op`.  An arc v -> w without limit for every
+// w that v needs; for every buffer an arc of its size from its producer to a node from which arcs
 // without limit lead to its readers.  The source side runs before: a buffer is paid for when its
 // producer does and some reader does not.
 #include <algorithm>

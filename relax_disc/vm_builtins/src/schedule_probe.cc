@@ -1,7 +1,7 @@
 // What every order with a smaller peak has in common.
 //
-// Force a free op to the side of an op's cut that it is not on.  If the cut is then no less than the
-// best peak known, every better order has the two the other way round: a new edge.
+// Force a free op to the side of an op's cut that it is not on.  If the cut is then no less than
+// the best peak known, every better order has the two the other way round: a new edge.
 #include <algorithm>
 #include <functional>
 #include <queue>

@@ -28,9 +28,9 @@ constexpr Effort kEfforts[] = {{64, 3}, {16, 2}};
 using Force = std::vector<std::pair<int32_t, Side>>;
 using Order = std::vector<int32_t>;
 
-class Search {
+class SplitSearcher {
  public:
-  explicit Search(SearchLimit* limit) : limit_(limit) {}
+  explicit SplitSearcher(SearchLimit* limit) : limit_(limit) {}
 
   Schedule Solve(const ScheduleProblem& problem, const std::vector<Order>* starts, int64_t target,
                  int depth) {
@@ -309,9 +309,10 @@ bool SearchLimit::Exhausted() {
   return timed_out;
 }
 
-Schedule SplitSearch(const ScheduleProblem& problem, const std::vector<std::vector<int32_t>>& starts,
-                     int64_t target, SearchLimit* limit) {
-  return Search(limit).Solve(problem, &starts, target, 0);
+Schedule SplitSearch(const ScheduleProblem& problem,
+                     const std::vector<std::vector<int32_t>>& starts, int64_t target,
+                     SearchLimit* limit) {
+  return SplitSearcher(limit).Solve(problem, &starts, target, 0);
 }
 
 }  // namespace relax_disc
