@@ -9,7 +9,6 @@ from relax_disc.analysis.extract_table import FunctionTable, KernelCall
 from relax_disc.analysis.inplace import inplace_pairs
 from relax_disc.analysis.kernel_cost import library_flops
 
-
 # (input, output) among the arguments of library functions that may write over an input: a product
 # reads each element of its addend just before it writes the sum there (vm_builtins/src/gemm.h).
 _LIBRARY_PAIRS = {"relax_disc.cpu.matmul_add": frozenset({(2, 7)})}
