@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from tvm import relax, tirx
 
 from relax_disc.errors import InputMismatchError
+from relax_disc.frontend.accumulation import declare_gradients, emit_sums
 from relax_disc.frontend.emitter import Emitter
 from relax_disc.frontend.export import Exported, export, wrap_forward, wrap_step
 from relax_disc.frontend.importer import Parameters, declare, refuse_unknown, translate
@@ -30,6 +31,7 @@ def capture_step(
     dynamic_shapes: Any,
     loss_fn: Callable[..., Any] | None = None,
     max_grad_norm: float | None = None,
+    accumulate: bool = False,
 ) -> CapturedStep:
     """Capture forward, gradients and optimizer update as one Relax function.
 
@@ -53,11 +55,14 @@ def capture_step(
     max_grad_norm : float, optional
         Clip the gradients of all trained parameters by their global norm; the norm becomes an
         output.
+    accumulate : bool
+        Without an optimizer: add the gradients to inputs of kind ``"gradient"``, in place.
 
     Returns
     -------
     CapturedStep
-        The function ``main`` returns ``(loss, *extras[, norm], *buffers, *parameters, *states)``.
+        The function ``main`` returns ``(loss, *extras[, norm], *buffers, *parameters, *states)``,
+        with gradients in the place of parameters and states when there is no optimizer.
 
     Raises
     ------
@@ -68,6 +73,8 @@ def capture_step(
     InputMismatchError
         The arguments do not fit the model, or there is no loss.
     """
+    if accumulate and optimizer is not None:
+        raise InputMismatchError("accumulate=True takes no optimizer: nothing is updated.")
     exported = export(wrap_step(model, loss_fn), example_inputs, dynamic_shapes)
     traced = trace_step(exported, model)
     refuse_unknown(traced)
@@ -76,7 +83,7 @@ def capture_step(
             "The loss does not depend on any parameter that requires a gradient; "
             "use capture_forward for inference."
         )
-    return _build(exported, traced, optimizer, max_grad_norm)
+    return _build(exported, traced, optimizer, max_grad_norm, accumulate=accumulate)
 
 
 def capture_forward(model: nn.Module, example_inputs: Any, *, dynamic_shapes: Any) -> CapturedStep:
@@ -97,6 +104,7 @@ def _build(
     optimizer: Optimizer | None,
     max_grad_norm: float | None,
     forward: bool = False,
+    accumulate: bool = False,
 ) -> CapturedStep:
     builder = relax.BlockBuilder()
     symbols = SymbolTranslator(exported.dims)
@@ -104,13 +112,17 @@ def _build(
     parameters = Parameters()
     env = declare(traced, emitter, parameters)
     _add_shape_parameter(parameters, symbols.used)
+    sums = declare_gradients(traced, parameters) if accumulate else ()
     updates = plan_updates(traced, optimizer, max_grad_norm, parameters)
     with builder.function("main", parameters.variables):
         with builder.dataflow():
             flat = translate(traced, emitter, env)
             outputs, values = _outputs(traced, flat, parameters.specs, forward)
             grads = flat[len(flat) - len(traced.gradients) :] if traced.gradients else []
-            emit_updates(emitter, updates, grads, outputs, values)
+            if accumulate:
+                emit_sums(emitter, parameters, sums, grads, outputs, values)
+            else:
+                emit_updates(emitter, updates, grads, outputs, values)
             bound: list[Any] = [_bound(emitter, value) for value in values]
             result = builder.emit_output(relax.Tuple(bound))
         builder.emit_func_output(result)

@@ -159,7 +159,8 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
     except UserError as error:
         raise _translate(error) from error
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    program = _export(wrapped, *_enlarged(args, kwargs, declared), dynamic_shapes)
+    larger_args, larger_kwargs = _enlarged(args, kwargs, declared)
+    program = _export(wrapped, larger_args, larger_kwargs, dynamic_shapes)
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     _refuse_data_dependent_sizes(program)
     table = dim_table(program, leaves, declared)

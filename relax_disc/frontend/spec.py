@@ -12,7 +12,9 @@ from torch.utils import _pytree as pytree
 
 from relax_disc.errors import InputMismatchError
 
-InputKind = Literal["shape", "batch", "parameter", "buffer", "constant", "rng", "state", "hyper"]
+InputKind = Literal[
+    "shape", "batch", "parameter", "buffer", "constant", "rng", "gradient", "state", "hyper"
+]
 OutputKind = Literal["loss", "extra", "norm", "gradient", "buffer", "parameter", "state"]
 
 
@@ -37,8 +39,8 @@ class InputSpec:
         ``"shape"`` (a tuple of the dims' sizes, there only when a dim is no extent of a batch
         tensor), ``"batch"``, ``"parameter"``, ``"buffer"``, ``"constant"`` (a tensor of the model
         that is neither), ``"rng"`` (``[seed, offset]``, int64, there only when the model draws
-        random numbers; the caller raises the offset by one after each step), ``"state"`` (of the
-        optimizer) or ``"hyper"`` (:mod:`.optimizers`).
+        random numbers; the caller raises the offset by one after each step), ``"gradient"`` (the
+        sum so far), ``"state"`` (of the optimizer) or ``"hyper"`` (:mod:`.optimizers`).
     target : str or int
         Full name in the model (``"state"``: of its parameter; ``"hyper"``: of the first parameter
         of its update group); for ``"batch"`` the index of the leaf of the flattened batch.

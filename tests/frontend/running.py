@@ -48,6 +48,8 @@ class Runner:
                 value = to_tvm(captured.constants[spec.target])
             elif spec.kind == "hyper":
                 value = tvm.runtime.tensor(self.hyper(spec, optimizer, named))
+            elif spec.kind == "gradient":
+                value = to_tvm(named[spec.target].grad)
             elif spec.kind == "state":
                 state = optimizer.state[named[spec.target]].get(spec.state_key)
                 zero = torch.zeros_like(named[spec.target])

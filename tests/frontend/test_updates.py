@@ -181,6 +181,38 @@ def test_an_optimizer_of_another_model_is_refused():
         capture_step(Small(), optimizer, batch(4), dynamic_shapes=shapes())
 
 
+def test_gradients_add_up():
+    torch.manual_seed(0)
+    model = Small()
+    captured = capture_step(model, None, batch(4), dynamic_shapes=shapes(), accumulate=True)
+    run = Runner(captured)
+    trained = {
+        out.name: p
+        for out in captured.outputs
+        for n, p in model.named_parameters()
+        if out.kind == "gradient" and out.name == n
+    }
+    assert set(trained) == {n for n, p in model.named_parameters() if p.requires_grad} - {"unused"}
+    for parameter in trained.values():
+        parameter.grad = torch.zeros_like(parameter)
+    for n in (4, 1, 16):
+        for name, value in run(model, None, batch(n))["gradient"]:
+            trained[name].grad = value
+    reference = copy.deepcopy(model).double()
+    reference.zero_grad()
+    for n in (4, 1, 16):
+        x, y = batch(n)
+        reference(x.double(), y).backward()
+    for name, parameter in reference.named_parameters():
+        if name in trained:
+            torch.testing.assert_close(
+                trained[name].grad.double(), parameter.grad, rtol=1e-5, atol=1e-6
+            )
+    with pytest.raises(InputMismatchError, match="accumulate"):
+        optimizer = torch.optim.AdamW(model.parameters())
+        capture_step(model, optimizer, batch(4), dynamic_shapes=shapes(), accumulate=True)
+
+
 def test_bfloat16_parameters_are_updated_in_float32():
     torch.manual_seed(0)
     model = nn.Linear(8, 4).bfloat16()
