@@ -116,8 +116,8 @@ class Extraction:
             origin=table.name,
         )
 
-    def metadata(self) -> PlanMetadata:
-        """Return the table that the run time executes."""
+    def metadata(self, alignment: int = 64) -> PlanMetadata:
+        """Return the table that the run time executes, in memory of an alignment in bytes."""
         table = self.table
         names = [dim.name for dim in table.dims.values()]
         programs = ProgramTable()
@@ -157,6 +157,7 @@ class Extraction:
             views=views,
             kernels=kernels,
             outputs=tuple(self.result_views()),
+            alignment=alignment,
         )
 
     def _moved(self, kernel: KernelCall) -> SymbolicExpr:

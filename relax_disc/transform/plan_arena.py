@@ -66,6 +66,12 @@ class PlanArena:
         return result
 
 
+def _alignment() -> int:
+    """Alignment of memory for the target in whose scope the pass runs."""
+    target = tvm.target.Target.current(allow_none=True)
+    return 64 if target is None or target.kind.name == "llvm" else 256
+
+
 class _Lowering:
     def __init__(
         self, mod: tvm.IRModule, variable: tvm.ir.GlobalVar, extraction: Extraction
@@ -98,7 +104,7 @@ class _Lowering:
                 self._mod.update_func(overlaid, kernel.without_attr("tirx.noalias"))
 
     def _add_session_function(self, name: str) -> tvm.ir.GlobalVar:
-        text = tvm.ir.StringImm(self._extraction.metadata().to_json())
+        text = tvm.ir.StringImm(self._extraction.metadata(_alignment()).to_json())
         opened = relax.Var("session", _ANY)
         arguments = relax.Tuple([text])
         call = relax.Call(

@@ -109,6 +109,8 @@ class PlanMetadata:
         The tables.
     outputs : tuple of int
         Views that the function returns, in order.
+    alignment : int
+        Bytes that every size and offset is a multiple of: 64 on CPUs, 256 on GPUs.
     """
 
     function: str
@@ -118,6 +120,7 @@ class PlanMetadata:
     views: tuple[ViewEntry, ...]
     kernels: tuple[KernelEntry, ...]
     outputs: tuple[int, ...]
+    alignment: int = 64
 
     def to_json(self) -> str:
         """Write the table as text."""
@@ -131,6 +134,7 @@ class PlanMetadata:
                 "views": [[v.tensor, v.dtype, v.shape] for v in self.views],
                 "kernels": [asdict(kernel) for kernel in self.kernels],
                 "outputs": self.outputs,
+                "alignment": self.alignment,
             },
             separators=(",", ":"),
         )
@@ -155,6 +159,7 @@ class PlanMetadata:
             views=tuple(ViewEntry(t, d, tuple(s)) for t, d, s in data["views"]),
             kernels=tuple(_kernel(entry) for entry in data["kernels"]),
             outputs=tuple(data["outputs"]),
+            alignment=data["alignment"],
         )
 
 

@@ -49,7 +49,7 @@ void Frame::Bind() {
     if (!tensor.defined()) {
       const DLDevice device = arena_->device();
       const int64_t bytes =
-          RoundUp(plan_->values[metadata.tensors[view.tensor].bytes], Alignment(device));
+          RoundUp(plan_->values[metadata.tensors[view.tensor].bytes], metadata.alignment);
       tensor = ViewOfBlock(MemoryBlock::Allocate(device, bytes, backing), 0, own.shape, view.dtype);
       escaping_bytes_ += bytes;
     }

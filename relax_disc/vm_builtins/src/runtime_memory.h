@@ -19,9 +19,6 @@ namespace relax_disc {
 /*! \brief Whether memory can be used, or is address space only (dry runs of any size). */
 enum class Backing : int32_t { kReal = 0, kReserved = 1 };
 
-/*! \brief Bytes that every size and offset on a device is a multiple of. */
-inline int64_t Alignment(DLDevice device) { return device.device_type == kDLCPU ? 64 : 256; }
-
 inline int64_t RoundUp(int64_t bytes, int64_t alignment) {
   return (bytes + alignment - 1) / alignment * alignment;
 }

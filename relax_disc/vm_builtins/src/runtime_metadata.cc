@@ -158,6 +158,7 @@ Metadata Metadata::Parse(const ffi::String& text) {
     }
   }
   result.outputs = Integers(Field(object, "outputs"));
+  result.alignment = Field(object, "alignment").cast<int64_t>();
   return result;
 }
 

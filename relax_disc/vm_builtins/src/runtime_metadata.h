@@ -69,6 +69,7 @@ struct Metadata {
   std::vector<KernelEntry> kernels;
   std::vector<int32_t> outputs;  // views, in the order of the flat result
   int32_t given_count = 0;
+  int64_t alignment = 64;  // bytes that every size and offset is a multiple of
 
   /*! \brief Parse the JSON text of plan_metadata.py. */
   static Metadata Parse(const tvm::ffi::String& text);

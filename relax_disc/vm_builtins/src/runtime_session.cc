@@ -24,7 +24,7 @@ PlanPtr Session::Lookup(const Key& key, bool* hit) {
   PlanRequest request;
   request.dims = key.first;
   request.budget_bytes = key.second;
-  request.alignment = Alignment(device_);
+  request.alignment = metadata_.alignment;
   PlanPtr plan = MakePlan(metadata_, cost_, request);
   recent_.push_front(key);
   plans_[key] = {plan, nullptr, recent_.begin()};
