@@ -143,8 +143,9 @@ def test_memory_budget_tutorial(repository):
     assert "losses identical to the last bit: True" in done.stdout
 
 
-def test_shape_graph_tutorial(repository, tmp_path):
-    script = repository / "tutorials" / "shape_graph.py"
+@pytest.mark.parametrize("name", ["scheduling", "shape_graph"])
+def test_tutorial_runs(repository, tmp_path, name):
+    script = repository / "tutorials" / f"{name}.py"
     done = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
@@ -154,3 +155,4 @@ def test_shape_graph_tutorial(repository, tmp_path):
         env={**os.environ, "MPLBACKEND": "agg"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout
