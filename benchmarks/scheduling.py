@@ -155,8 +155,8 @@ def main(*options: str) -> None:
     grid = grid_check(OWN_GRAPHS["llama step"]())
     print(
         f"llama step, one order over {grid['shapes']} shapes: worst {grid['worst_to_alone']:.4f} "
-        f"of the best for each shape alone, which is {grid['worst_alone_to_bound']:.4f} of its bound; "
-        f"at most {grid['worst_to_given']:.4f} of the given order"
+        f"of the best for each shape alone, which is {grid['worst_alone_to_bound']:.4f} of its "
+        f"bound; at most {grid['worst_to_given']:.4f} of the given order"
     )
     settings = {"quick": "--quick" in options, "shuffles": SHUFFLES}
     path = write_result("scheduling", settings, {"rows": rows, "llama_grid": grid})
