@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from relax_disc.forward_function import ForwardFunction
     from relax_disc.memory_analysis import analyze_memory
     from relax_disc.training_step import TrainingStep
+    from relax_disc.verification import verify
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "frontend",
     "pipeline",
     "transform",
+    "verify",
 ]
 
 _HOME = {
@@ -50,6 +52,7 @@ _HOME = {
     "analyze_memory": "relax_disc.memory_analysis",
     "compile": "relax_disc.compiler",
     "compile_forward": "relax_disc.compiler",
+    "verify": "relax_disc.verification",
 }
 _SUBMODULES = frozenset({"analysis", "frontend", "pipeline", "transform"})
 

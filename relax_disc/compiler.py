@@ -85,6 +85,7 @@ def compile(
     executable, library = build_or_reuse(captured.module, target)
     step = TrainingStep(captured, executable, schema, model, optimizer, library)
     step.memory_budget = budget
+    step.loss_fn, step.max_grad_norm = loss_fn, max_grad_norm
     return step
 
 

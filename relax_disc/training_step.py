@@ -7,7 +7,9 @@ refused is refused before the first kernel, when nothing has changed yet.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,6 +48,10 @@ class TrainingStep(CompiledFunction):
     check_finite : bool
         Raise `NonFiniteLossError` before the first parameter is written when the loss is NaN or
         infinite.  False by default; may be changed between calls.
+    loss_fn : callable or None
+        As given to `relax_disc.compile`; None after `load`.
+    max_grad_norm : float or None
+        As given to `relax_disc.compile`.
     """
 
     def __init__(
@@ -67,6 +73,8 @@ class TrainingStep(CompiledFunction):
             self._vectors.append(bind_vector(self._binding, group.hyper_input, length, spec.dtype))
         self._optimizer = optimizer
         self._library = library
+        self.loss_fn: Callable[..., Any] | None = None
+        self.max_grad_norm: float | None = None
         self.check_finite = False
         self._torn_versions: list[tuple[torch.Tensor, int]] | None = None
         self._norm: torch.Tensor | None = None
@@ -111,6 +119,69 @@ class TrainingStep(CompiledFunction):
         """Global norm of the last step's gradients before clipping; None without clipping."""
         return self._norm
 
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model whose parameters the step updates."""
+        return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer whose state the step updates."""
+        return self._optimizer
+
+    def first_use(self, target: str) -> str:
+        """Return the model's line, ``"file:line"``, of the first kernel that reads a tensor.
+
+        Parameters
+        ----------
+        target : str
+            Full name of a parameter or buffer; ``""`` is returned where nothing is known.
+        """
+        given = [spec for spec in self._captured.inputs if spec.kind != "shape"]
+        places = {
+            index
+            for index, spec in enumerate(given)
+            if spec.target == target and spec.kind in ("parameter", "buffer")
+        }
+        metadata = self._session.metadata
+        for kernel in metadata.kernels:
+            if kernel.source and any(metadata.tensors[k].given in places for k in kernel.inputs):
+                return kernel.source
+        return ""
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put parameters, buffers, optimizer state and counts back when the block ends."""
+        with self._lock:
+            self._binding.refresh()
+            tensors = [self._binding.tensor(index) for index in self._written]
+            for counter in self._counters:
+                tensors += counter.tensors
+            saved = [tensor.detach().clone() for tensor in tensors]
+            marks = [counter.mark() for counter in self._counters]
+            rng = self.rng_state
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for tensor, value in zip(tensors, saved, strict=True):
+                        tensor.copy_(value)
+                for counter, mark in zip(self._counters, marks, strict=True):
+                    counter.restore(mark)
+                if rng is not None:
+                    self.rng_state = rng
+
+    def forget_new_momentum(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Remove momentum buffers that were made for the step but hold nothing yet.
+
+        Parameters
+        ----------
+        model, optimizer
+            The step's own, or copies, on which PyTorch is about to take its first step.
+        """
+        for counter in self._counters:
+            counter.forget_new_momentum(model, optimizer)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the compiled step into one file, without weights and optimizer state.
 
@@ -127,7 +198,11 @@ class TrainingStep(CompiledFunction):
             program = saved_step.Program(
                 self._captured, self._schema, self._executable, self._library
             )
-            settings = {"memory_budget": self.memory_budget, "check_finite": self.check_finite}
+            settings = {
+                "memory_budget": self.memory_budget,
+                "check_finite": self.check_finite,
+                "max_grad_norm": self.max_grad_norm,
+            }
             saved_step.save(path, {"step": program}, settings, self._model, self._optimizer)
 
     @classmethod
@@ -160,6 +235,7 @@ class TrainingStep(CompiledFunction):
         step = cls(main.captured, main.executable, main.schema, model, optimizer, main.library)
         step.memory_budget = settings["memory_budget"]
         step.check_finite = settings["check_finite"]
+        step.max_grad_norm = settings["max_grad_norm"]
         return step
 
     def _run(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:

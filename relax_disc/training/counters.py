@@ -69,6 +69,27 @@ class StepCounters:
                 torch._foreach_add_(self._tensors, 1)  # pyright: ignore[reportPrivateImportUsage]
             self._versions = [tensor._version for tensor in self._tensors]
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The counts that PyTorch keeps."""
+        self._read()
+        return tuple(self._tensors)
+
+    def mark(self) -> tuple[int, bool]:
+        """Return what `restore` needs besides the tensors' values."""
+        return self._step, self._first
+
+    def restore(self, mark: tuple[int, bool]) -> None:
+        """Go back to a mark, once the tensors have their values of then."""
+        self._step, self._first = mark
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def forget_new_momentum(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Remove momentum buffers of a model's optimizer that PyTorch has not filled yet."""
+        if self._first:
+            for name in self._group.targets:
+                optimizer.state[model.get_parameter(name)].pop("momentum_buffer", None)
+
     def _read(self) -> None:
         state = self._optimizer.state
         if not self._counted:

@@ -1,0 +1,241 @@
+"""Run PyTorch beside a compiled step and name the first tensor that differs beyond rounding.
+
+For each batch both start from the same state; then loss, extra outputs, buffers, optimizer states
+and parameters are compared.  A difference counts beyond ``tolerance`` times the largest change of
+the tensor in PyTorch's own step, with a floor relative to the largest gradient of the model, below
+which gradients are rounding noise.  Model and optimizer are left as they were.
+
+Limits: tensors inside the program are not seen, so a wrong operator shows in the first parameter or
+output behind it; what Adam does to elements whose gradient is noise is not judged.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from relax_disc.errors import InputMismatchError
+from relax_disc.frontend.export import wrap_step
+from relax_disc.training_step import TrainingStep
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-4}
+_HALF_TOLERANCE = 5e-2
+_FLOOR = 1e-2
+"""Times the tolerance: gradients this far below the model's largest are noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that differs beyond rounding.
+
+    Attributes
+    ----------
+    batch : int
+        Number of the batch, from 0.
+    tensor : str
+        What it is: ``"loss"``, ``"parameter head.weight"``, ...
+    source : str
+        The model's line that uses it first, ``"file:line"``, or ``""`` where unknown.
+    error, allowed : float
+        Largest absolute difference, and what rounding explains.
+    """
+
+    batch: int
+    tensor: str
+    source: str
+    error: float
+    allowed: float
+
+    def __str__(self) -> str:
+        where = f" (used at {self.source})" if self.source else ""
+        return (
+            f"batch {self.batch}: {self.tensor}{where} differs by {self.error:.3g}, rounding "
+            f"explains {self.allowed:.3g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationReport:
+    """What `verify` found.
+
+    Attributes
+    ----------
+    batches, tensors : int
+        How many batches were run, and how many tensors were compared.
+    differences : tuple of Difference
+        In the order of batches and, within one, of the program; empty when all agree.
+    """
+
+    batches: int
+    tensors: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs beyond rounding."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        head = f"{self.batches} batches, {self.tensors} tensors compared with PyTorch: "
+        if self.ok:
+            return head + "all agree within rounding"
+        lines = [f"{len(self.differences)} differ; the first:", *map(str, self.differences[:5])]
+        return head + "\n  ".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One tensor after both steps, and before them; ``judged`` marks elements that count."""
+
+    name: str
+    target: str
+    mine: torch.Tensor
+    theirs: torch.Tensor
+    before: torch.Tensor | None
+    judged: torch.Tensor | None = None
+
+
+def verify(
+    step: TrainingStep,
+    batches: Iterable[tuple[Any, ...]],
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+) -> VerificationReport:
+    """Compare a compiled step with PyTorch on some batches; changes nothing.
+
+    Parameters
+    ----------
+    step : TrainingStep
+        Without random operators, whose numbers differ from PyTorch's.
+    batches : iterable of tuple
+        Positional arguments of the step, one tuple for each call.
+    loss_fn : callable, optional
+        As given to `relax_disc.compile`; needed for a loaded step that was compiled with one.
+
+    Raises
+    ------
+    InputMismatchError
+        The step draws random numbers, or a batch does not fit it.
+    """
+    if step.rng_state is not None:
+        raise InputMismatchError(
+            "The step draws random numbers (dropout), which PyTorch would draw otherwise; compile "
+            "it with dropout probability 0 or in eval() mode to verify it."
+        )
+    found: list[Difference] = []
+    count = compared = 0
+    for number, batch in enumerate(batches):
+        pairs = _run_both(step, batch, loss_fn or step.loss_fn)
+        count, compared = number + 1, compared + len(pairs)
+        found += _judge(step, number, pairs)
+    return VerificationReport(count, compared, tuple(found))
+
+
+def _run_both(
+    step: TrainingStep, batch: tuple[Any, ...], loss_fn: Callable[..., Any] | None
+) -> list[_Pair]:
+    model, optimizer = copy.deepcopy((step.model, step.optimizer))
+    step.forget_new_momentum(model, optimizer)
+    with step.restored():
+        before = {name: tensor.clone() for name, _, tensor in _state(step.model, step.optimizer)}
+        output = step(*batch)
+        mine = {name: tensor.clone() for name, _, tensor in _state(step.model, step.optimizer)}
+    optimizer.zero_grad()
+    loss, extras = wrap_step(model, loss_fn)(*batch)
+    loss.backward()
+    if step.max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), step.max_grad_norm)
+    type(optimizer).step(optimizer)
+    flat = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    expected = [loss, *(x for x in pytree.tree_leaves(extras) if isinstance(x, torch.Tensor))]
+    pairs = [
+        _Pair("loss" if k == 0 else f"extra output {k}", "", a, b.detach(), None)
+        for k, (a, b) in enumerate(zip(flat, expected, strict=False))
+    ]
+    momenta = {}
+    for name, target, theirs in _state(model, optimizer):
+        if name not in mine:
+            continue
+        if name.startswith("exp_avg of"):
+            momenta[target] = theirs.abs()
+        judged = _well_above_noise(momenta, target) if name.startswith("parameter") else None
+        pairs.append(_Pair(name, target, mine[name], theirs, before.get(name), judged))
+    return pairs
+
+
+def _well_above_noise(momenta: dict[str, torch.Tensor], target: str) -> torch.Tensor | None:
+    """Mark the elements whose Adam step rounding cannot turn round; None without Adam."""
+    mine = momenta.get(target)
+    if mine is None or not mine.numel():
+        return None
+    strongest = max(float(tensor.max()) for tensor in momenta.values() if tensor.numel())
+    tolerance = _TOLERANCE.get(mine.dtype, _HALF_TOLERANCE)
+    return mine > max(_FLOOR * float(mine.max()), tolerance * strongest)
+
+
+def _state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """List (name, owner, tensor): buffers, states, parameters; each in the model's order."""
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name}", name, buffer
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and key != "step":
+                yield f"{key} of {name}", name, value
+    for name, parameter in model.named_parameters():
+        yield f"parameter {name}", name, parameter.detach()
+
+
+def _judge(step: TrainingStep, number: int, pairs: list[_Pair]) -> list[Difference]:
+    scales: dict[str, float] = {}
+    for pair in pairs:
+        kind = _kind(pair)
+        scales[kind] = max(scales.get(kind, 0.0), _change(pair))
+    return [
+        Difference(number, pair.name, step.first_use(pair.target), *numbers)
+        for pair in pairs
+        if (numbers := _excess(pair, scales[_kind(pair)])) is not None
+    ]
+
+
+def _kind(pair: _Pair) -> str:
+    return pair.name.partition(" ")[0]
+
+
+def _values(pair: _Pair, tensor: torch.Tensor) -> torch.Tensor:
+    """Take the root of second moments, so that they grow with the gradient as all others do."""
+    wide = tensor.double()
+    return wide.sqrt() if _kind(pair) == "exp_avg_sq" else wide
+
+
+def _change(pair: _Pair) -> float:
+    if not pair.theirs.numel():
+        return 0.0
+    theirs = _values(pair, pair.theirs)
+    if pair.before is not None and pair.before.shape == pair.theirs.shape:
+        theirs = theirs - _values(pair, pair.before)
+    return float(theirs.abs().max())
+
+
+def _excess(pair: _Pair, scale: float) -> tuple[float, float] | None:
+    """Return (error, allowed) where a pair differs beyond rounding."""
+    if not pair.theirs.numel():
+        return None
+    mine, theirs = _values(pair, pair.mine), _values(pair, pair.theirs)
+    if not pair.theirs.dtype.is_floating_point:
+        error = float((mine - theirs).abs().max())
+        return (error, 0.0) if error else None
+    tolerance = _TOLERANCE.get(pair.theirs.dtype, _HALF_TOLERANCE)
+    rounding = 8 * torch.finfo(pair.theirs.dtype).eps * float(theirs.abs().max())
+    allowed = tolerance * (_change(pair) + _FLOOR * scale) + rounding
+    wrong = torch.where(mine.isnan() & theirs.isnan(), 0.0, (mine - theirs).abs())
+    if pair.judged is not None:
+        wrong = wrong[pair.judged]
+    error = float(wrong.max()) if wrong.numel() else 0.0
+    return None if error <= allowed else (error, allowed)
