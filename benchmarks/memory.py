@@ -89,7 +89,9 @@ def _row(
 def sweep(size: str, batch: int, count: int) -> list[dict[str, Any]]:
     """Take real steps at every budget, in turn; one row per budget."""
     torch.manual_seed(0)
-    sizes = LlamaSizes(vocabulary=VOCABULARY, layers=4, heads=8, longest=LONGEST, **SIZES[size])
+    sizes = LlamaSizes(
+        vocabulary=VOCABULARY, layers=4, heads=8, longest=LONGEST, attention="fused", **SIZES[size]
+    )
     step = _compile(Llama(sizes), batch=64, longest=LONGEST)
     taken: dict[float, list[dict[str, float]]] = {f: [] for f in (1.0, *FRACTIONS)}
     for index, lengths in enumerate([*real_batches(batch, 2), *real_batches(batch, count)]):
