@@ -30,14 +30,23 @@ def plan_rematerialization(graph: PlannerGraph, budget: int, effort: int) -> Pro
 
 def plan_arena(graph: PlannerGraph, budget: int, alignment: int, effort: int) -> ArenaPlan:
     """Find a program and places for its tensors in an arena within a budget."""
-    function = _native("relax_disc.plan_arena")
-    if function is None:
-        return planner_twin.plan_arena(graph, budget, alignment, effort)
-    feasible, arena, peak, time, least, bound, count, *rest = _numbers(
-        function(encode_graph(graph), budget, alignment, effort)
-    )
+    answer = arena_call(graph, budget, alignment, effort)()
+    if isinstance(answer, ArenaPlan):
+        return answer
+    feasible, arena, peak, time, least, bound, count, *rest = _numbers(answer)
     versions = tuple(Version(*rest[at : at + 4]) for at in range(count, len(rest), 4))
     return ArenaPlan(bool(feasible), tuple(rest[:count]), versions, arena, peak, time, least, bound)
+
+
+def arena_call(
+    graph: PlannerGraph, budget: int, alignment: int, effort: int
+) -> Callable[[], ArenaPlan | bytes]:
+    """Return `plan_arena` with its arguments coded already and its answer not yet decoded."""
+    function = _native("relax_disc.plan_arena")
+    if function is None:
+        return lambda: planner_twin.plan_arena(graph, budget, alignment, effort)
+    data = encode_graph(graph)
+    return lambda: function(data, budget, alignment, effort)
 
 
 def plan_offsets(

@@ -11,6 +11,7 @@ from relax_disc.vm_builtins.planner_twin_timeline import Timeline, Window
 
 _PATIENCE, _RUIN_PATIENCE = 60, 10
 _SLOWEST = 6
+_SHRINK_WORK = 10_000_000
 _RETREATS = 6
 
 
@@ -62,6 +63,7 @@ class Search:
         self._banned: set[int] = set()
         self._noise: Random | None = None
         self._ruin_time = 0
+        self._work = 0  # kernels that `_cost` went through
 
     def shrink(self, limit: int, floor: int, style: SearchStyle) -> bool:
         """Evict until the peak is within the limit, through states that take `floor` or more."""
@@ -70,8 +72,9 @@ class Search:
             self._ruin_time + self._ruin_time // 8 if ruins else _SLOWEST * self._model.base_time
         )
         best, stalled = timeline.overflow(limit), 0
+        last_work = timeline.work + self._work + _SHRINK_WORK
         while timeline.peak() > limit:
-            if timeline.time > slowest:
+            if timeline.time > slowest or timeline.work + self._work > last_work:
                 return False
             overflow, time = timeline.overflow(limit), timeline.time
             chosen: tuple[float, int, Window] | None = None
@@ -156,6 +159,7 @@ class Search:
             if model.deadline[op] < block:
                 return None
             cost += model.rerun[op]
+            self._work += 1
             seen.update(model.outputs[op])
             for source in model.inputs[op]:
                 if source not in seen:

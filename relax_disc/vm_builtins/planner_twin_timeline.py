@@ -38,6 +38,7 @@ class Timeline:
         self.executions: list[list[int]] = [[] for _ in range(model.ops + 1)]
         self.peak_position = [0] * (model.ops + 1)
         self.time = model.base_time
+        self.work = 0  # executions gone through so far
         self._touched: list[dict[int, list[int]]] = [{} for _ in range(model.ops + 1)]
         self._local_peak = [0] * (model.ops + 1)
         self._late = [0] * (model.ops + 1)
@@ -169,6 +170,7 @@ class Timeline:
             self.time -= model.rerun[op]
         for op in executions[:-1]:
             self.time += model.rerun[op]
+        self.work += len(executions)
         self._late[block] = sum(model.deadline[op] < block for op in executions[:-1])
         old = self._touched[block]
         self.executions[block] = executions

@@ -12,6 +12,8 @@ constexpr int kPatience = 60;
 constexpr int kRuinPatience = 10;
 // Give up when the program takes so many times as long as without recomputation.
 constexpr int64_t kSlowest = 6;
+// Give up after so many kernels looked at, in all that is tried: some 300 ms.
+constexpr int64_t kShrinkWork = 10'000'000;
 // Most windows that Relax tries in place of one.
 constexpr std::size_t kRetreats = 6;
 
@@ -36,6 +38,7 @@ int64_t Search::Cost(int tensor, int block) {
     stack_.pop_back();
     if (model_.deadline[op] < block) return kImpossible;
     cost += model_.rerun[op];
+    ++work_;
     for (int i = model_.outputs.begin[op]; i < model_.outputs.begin[op + 1]; ++i) {
       mark_[model_.outputs.values[i]] = stamp_;
     }
@@ -119,9 +122,10 @@ bool Search::Shrink(int64_t limit, int64_t floor, const SearchStyle& style) {
   int64_t best = timeline.Overflow(limit);
   const int patience = noise_ ? kRuinPatience : kPatience;
   const int64_t slowest = noise_ ? ruin_time_ + ruin_time_ / 8 : kSlowest * model_.base_time;
+  const int64_t last_work = timeline.work() + work_ + kShrinkWork;
   int stalled = 0;
   while (timeline.Peak() > limit) {
-    if (timeline.time() > slowest) return false;
+    if (timeline.time() > slowest || timeline.work() + work_ > last_work) return false;
     Collect(limit, style);
     std::make_heap(candidates_.begin(), candidates_.end(), worse);
     const int64_t overflow = timeline.Overflow(limit);

@@ -63,6 +63,7 @@ class Search {
   const Model& model_;
   std::vector<int> mark_;
   int stamp_ = 0;
+  int64_t work_ = 0;  // kernels that Cost went through
   std::vector<int> stack_, overfull_;
   std::vector<Candidate> candidates_;  // a heap, best first
   std::vector<std::pair<int, Window>> journal_;  // gaps and their windows before

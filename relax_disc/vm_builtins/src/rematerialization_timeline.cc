@@ -223,6 +223,7 @@ void Timeline::Rebuild(int block) {
     Replace(tensor, block, existed ? &copy : nullptr, &next_touches_[i]);
   }
   late_ += next_.late - old.late;
+  work_ += static_cast<int64_t>(next_.executions.size());
   std::swap(old.executions, next_.executions);
   std::swap(old.touched, next_.touched);
   old.late = next_.late;

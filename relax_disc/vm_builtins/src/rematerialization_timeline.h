@@ -56,6 +56,8 @@ class Timeline {
   const std::vector<Touch>& touches(int tensor) const { return touches_[tensor]; }
   const std::vector<int>& executions(int block) const { return blocks_[block].executions; }
   int64_t time() const { return time_; }
+  // Executions gone through so far, which measures what the search costs.
+  int64_t work() const { return work_; }
   // False if some kernel would run again after its input's buffer was overwritten.
   bool valid() const { return late_ == 0; }
   int64_t BlockPeak(int block) const { return carried_[block] + blocks_[block].local_peak; }
@@ -99,7 +101,7 @@ class Timeline {
   std::vector<std::vector<Touch>> touches_;  // per tensor, by block
   std::vector<Block> blocks_;
   std::vector<int64_t> carried_;  // per block: bytes alive across its start
-  int64_t time_ = 0;
+  int64_t time_ = 0, work_ = 0;
   int late_ = 0;
 
   // Work space of Rebuild.
