@@ -24,6 +24,7 @@ from relax_disc.pipeline import PipelineOptions, pipeline
 from relax_disc.tir_kernels.target import cpu_target
 from relax_disc.training.batch import BatchLeaf, BatchSchema
 from relax_disc.training.compile_cache import build_cached
+from relax_disc.training.saved_step import Program
 from relax_disc.training_step import TrainingStep
 
 
@@ -86,6 +87,15 @@ def compile(
     step = TrainingStep(captured, executable, schema, model, optimizer, library)
     step.memory_budget = budget
     step.loss_fn, step.max_grad_norm = loss_fn, max_grad_norm
+
+    def gradient_program() -> Program:
+        gradients = capture_step(
+            model, None, example_inputs, dynamic_shapes=dynamic_shapes, loss_fn=loss_fn
+        )
+        code, shared = build_or_reuse(gradients.module, target)
+        return Program(gradients, describe_batch(gradients, model), code, shared)
+
+    step.gradient_program = gradient_program
     return step
 
 

@@ -19,6 +19,7 @@ from tvm import relax
 from relax_disc.errors import InputMismatchError, StepTornError
 from relax_disc.frontend.spec import CapturedStep
 from relax_disc.training import saved_step
+from relax_disc.training.accumulation import GradientFunction
 from relax_disc.training.batch import BatchSchema
 from relax_disc.training.compiled_function import CompiledFunction, bind_vector
 from relax_disc.training.counters import StepCounters, fill
@@ -52,6 +53,8 @@ class TrainingStep(CompiledFunction):
         As given to `relax_disc.compile`; None after `load`.
     max_grad_norm : float or None
         As given to `relax_disc.compile`.
+    gradient_program : callable or None
+        Makes the program that accumulation needs; None after `load`.
     """
 
     def __init__(
@@ -75,6 +78,9 @@ class TrainingStep(CompiledFunction):
         self._library = library
         self.loss_fn: Callable[..., Any] | None = None
         self.max_grad_norm: float | None = None
+        self.gradient_program: Callable[[], saved_step.Program] | None = None
+        self._gradients: tuple[saved_step.Program, GradientFunction] | None = None
+        self._accumulated = False
         self.check_finite = False
         self._torn_versions: list[tuple[torch.Tensor, int]] | None = None
         self._norm: torch.Tensor | None = None
@@ -87,7 +93,10 @@ class TrainingStep(CompiledFunction):
         *batch, **named
             As in ``example_inputs``, at any shape in the ranges.
         update : bool
-            False, gradient accumulation, is refused by this version.
+            False adds the batch's gradients into ``p.grad`` and updates nothing; the next call
+            with True adds its own, updates once from the sum and sets ``p.grad`` to None, like
+            ``optimizer.step(); optimizer.zero_grad()``.  Gradients are summed: for a mean over N
+            batches divide the loss by N in ``loss_fn``.  The first use compiles a second program.
 
         Returns
         -------
@@ -106,13 +115,13 @@ class TrainingStep(CompiledFunction):
         StepTornError
             A kernel failed after parameters had been written, now or at an earlier call.
         """
-        if not update:
-            raise InputMismatchError(
-                "update=False (gradient accumulation) is not supported by this version; pass the "
-                "whole batch at once under a memory_budget."
-            )
         with self._lock, deferred_interrupt():
-            return self._run(batch, named)
+            if update and not self._has_accumulated():
+                return self._run(batch, named)
+            result = self._accumulate(batch, named)
+            if update:
+                self._update_from_sum()
+            return result
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
@@ -195,15 +204,19 @@ class TrainingStep(CompiledFunction):
             The batch holds something besides tensors that cannot be written down.
         """
         with self._lock:
-            program = saved_step.Program(
-                self._captured, self._schema, self._executable, self._library
-            )
+            programs = {
+                "step": saved_step.Program(
+                    self._captured, self._schema, self._executable, self._library
+                )
+            }
+            if self._gradients is not None:
+                programs["gradients"] = self._gradients[0]
             settings = {
                 "memory_budget": self.memory_budget,
                 "check_finite": self.check_finite,
                 "max_grad_norm": self.max_grad_norm,
             }
-            saved_step.save(path, {"step": program}, settings, self._model, self._optimizer)
+            saved_step.save(path, programs, settings, self._model, self._optimizer)
 
     @classmethod
     def load(
@@ -233,10 +246,73 @@ class TrainingStep(CompiledFunction):
         programs, settings = saved_step.load(path, model, optimizer)
         main = programs["step"]
         step = cls(main.captured, main.executable, main.schema, model, optimizer, main.library)
+        if "gradients" in programs:
+            step._bind_gradients(programs["gradients"])
         step.memory_budget = settings["memory_budget"]
         step.check_finite = settings["check_finite"]
         step.max_grad_norm = settings["max_grad_norm"]
         return step
+
+    def _has_accumulated(self) -> bool:
+        """Whether gradients were added that nobody has cleared since."""
+        if not self._accumulated or self._gradients is None:
+            return False
+        return any(p.grad is not None for p in self._gradients[1].parameters())
+
+    def _accumulate(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        self._refuse_torn()
+        self._check_mode()
+        function = self._gradient_function()
+        if self.memory_budget is not None:
+            self._session.release()  # two arenas at once would break the budget
+        rng = self.rng_state
+        if rng is not None:
+            function.rng_state = rng
+        held = self._binding.bytes_by_kind.get("state", 0)
+        try:
+            loss, extras = function.add_gradients(
+                batch, named, budget=self.memory_budget, held=held, check=self.check_finite
+            )
+        finally:
+            if self.memory_budget is not None:
+                function.session.release()
+        moved = function.rng_state
+        if moved is not None:
+            self.rng_state = moved
+        self._accumulated = True
+        has_extras = any(out.kind == "extra" for out in self._returned)
+        return (loss, extras) if has_extras else loss
+
+    def _update_from_sum(self) -> None:
+        """Let PyTorch's optimizer update from ``p.grad``, and clear it."""
+        function = self._gradient_function()
+        parameters = function.parameters()
+        if self.max_grad_norm is not None:
+            self._norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        self.forget_new_momentum(self._model, self._optimizer)
+        self._optimizer.step()
+        for counter in self._counters:
+            counter.note_filled()
+        for parameter in parameters:
+            parameter.grad = None
+        self._accumulated = False
+
+    def _gradient_function(self) -> GradientFunction:
+        if self._gradients is None:
+            if self.gradient_program is None:
+                raise InputMismatchError(
+                    "This step was saved without a program for update=False; call it once with "
+                    "update=False before saving it."
+                )
+            self._bind_gradients(self.gradient_program())
+        assert self._gradients is not None
+        return self._gradients[1]
+
+    def _bind_gradients(self, program: saved_step.Program) -> None:
+        function = GradientFunction(
+            program.captured, program.executable, program.schema, self._model, None
+        )
+        self._gradients = program, function
 
     def _run(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._refuse_torn()
