@@ -195,7 +195,11 @@ class Randomness:
         aten = torch.ops.aten
         return {
             aten.dropout.default: self.dropout,
+            aten.dropout_.default: lambda x, p, train: x.copy_(self.dropout(x, p, train)),
             aten.feature_dropout.default: self.feature_dropout,
+            aten.feature_dropout_.default: lambda x, p, train: x.copy_(
+                self.feature_dropout(x, p, train)
+            ),
             aten.native_dropout.default: self.native_dropout,
             aten.bernoulli.default: self.bernoulli,
             aten.bernoulli.p: self.bernoulli_p,

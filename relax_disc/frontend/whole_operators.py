@@ -71,6 +71,17 @@ def cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> 
     return ((x / norms[0]) * (y / norms[1])).sum(dim)
 
 
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Write weight normalisation in smaller operators, whose gradients are known."""
+    axes = [axis for axis in range(v.dim()) if axis != dim % v.dim()]
+    return v * (g / torch.linalg.vector_norm(v, dim=axes, keepdim=True))
+
+
+def weight_norm_interface(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    """``aten._weight_norm_interface``: the weight, and the norms that only its gradient reads."""
+    return weight_norm(v, g, dim), torch.zeros_like(g)
+
+
 def under_autocast(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Convert the operands as autocast would: its rules know ATen's operators, not ours.
 
@@ -96,4 +107,6 @@ RULES: dict[Any, Rule] = {
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     torch.ops.aten.cross_entropy_loss.default: cross_entropy,
     torch.ops.aten.cosine_similarity.default: cosine_similarity,
+    torch.ops.aten._weight_norm.default: weight_norm,
+    torch.ops.aten._weight_norm_interface.default: weight_norm_interface,
 }

@@ -62,6 +62,19 @@ class Encoder(nn.Module):
         return self.layer(x).square().mean()
 
 
+class Normed(nn.Module):
+    """Weights normalised by a parametrization, over another axis than the first."""
+
+    def __init__(self):
+        super().__init__()
+        weight_norm = nn.utils.parametrizations.weight_norm
+        self.conv = weight_norm(nn.Conv1d(4, 6, 3, padding=1), dim=2)
+        self.last = weight_norm(nn.Linear(6, 3))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.conv(x)).mean(-1)).square().mean()
+
+
 class Graph(nn.Module):
     def __init__(self):
         super().__init__()
@@ -126,6 +139,7 @@ CASES = {
     "lstm": lambda: (Recurrent(nn.LSTM), *random("b", 4, 5)),
     "gru": lambda: (Recurrent(nn.GRU), *random("b", 4, 5)),
     "encoder": lambda: (Encoder(), *random("b", "s", 16)),
+    "weight-norm": lambda: (Normed(), *random("b", 4, 5)),
     "graph": lambda: (Graph(), graph, ({0: B}, {1: EDGES})),
 }
 SLOW = {"conv-depthwise-dilated", "lstm", "gru", "conv1d", "encoder"}

@@ -31,6 +31,7 @@ class Draws(nn.Module):
             F.dropout1d(torch.ones_like(x)[:, :, None].expand(-1, -1, 4), 0.5),
             torch.bernoulli(torch.full_like(x, 0.7)),
             x.new_empty(x.shape).bernoulli_(0.2),
+            F.dropout(torch.ones_like(x), 0.25, inplace=True),
         )
 
 
@@ -65,8 +66,8 @@ def test_offset_and_seed_change_the_numbers(drawing):
 def test_statistics(drawing):
     model, run = drawing
     draws = [run(model, None, (torch.randn(64, 16),), rng=(5, k))["extra"] for k in range(8)]
-    rand, normal, _, whole, drop, channels, ones, filled = (
-        torch.stack([d[k][1].float() for d in draws]) for k in range(8)
+    rand, normal, _, whole, drop, channels, ones, filled, in_place = (
+        torch.stack([d[k][1].float() for d in draws]) for k in range(9)
     )
     assert rand.min() >= 0 and rand.max() < 1
     assert rand.mean().item() == pytest.approx(0.5, abs=0.02)
@@ -76,6 +77,7 @@ def test_statistics(drawing):
     assert set(whole.unique().tolist()) == set(range(2, 9))
     assert sorted(drop.unique().tolist()) == pytest.approx([0.0, 1 / 0.75])
     assert (drop == 0).float().mean().item() == pytest.approx(0.25, abs=0.03)
+    assert sorted(in_place.unique().tolist()) == pytest.approx([0.0, 1 / 0.75])
     assert torch.equal(channels[..., 0], channels[..., 3])
     assert ones.mean().item() == pytest.approx(0.7, abs=0.03)
     assert filled.mean().item() == pytest.approx(0.2, abs=0.03)
