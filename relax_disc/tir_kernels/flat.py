@@ -12,6 +12,10 @@ from relax_disc.analysis.element import rewrite_loads
 
 INDEX = "int64"
 
+# TVM 0.27 puts small buffers of this scope on the stack, where LLVM turns them into registers;
+# those of scope "local" it takes from a pool, each time anew (10 times slower).
+STACK = "global"
+
 
 def index_const(value: int) -> Any:
     """Make a constant index."""

@@ -13,7 +13,7 @@ from tvm import s_tir, tirx
 from tvm.ir import prim
 
 from relax_disc.analysis.loop_stages import Axis, Combiner, constant
-from relax_disc.tir_kernels.flat import INDEX, as_index, index_const, product
+from relax_disc.tir_kernels.flat import INDEX, STACK, as_index, index_const, product
 
 # One AVX-512 register of float32; narrower machines split it in two or four.
 LANES = 16
@@ -169,7 +169,7 @@ class Accumulator:
         self.combiner: Combiner = combiner
         self.init = init
         self.lanes = lanes
-        self.buffer = tirx.decl_buffer((lanes,), str(init.ty.dtype), name, scope="local")
+        self.buffer = tirx.decl_buffer((lanes,), str(init.ty.dtype), name, scope=STACK)
 
     def start(self) -> list[Any]:
         """Allocate the lanes and set them to the neutral element."""

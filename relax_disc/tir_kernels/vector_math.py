@@ -21,6 +21,7 @@ from tvm import tirx
 from tvm.ir import prim
 
 from relax_disc.analysis.element import is_guard
+from relax_disc.tir_kernels.binding import keep
 
 _FLOAT = "float32"
 _HALF = ("float16", "bfloat16")
@@ -71,7 +72,7 @@ _ERF_Q = (
 )
 
 
-# Names a value that is used more than once: ``name(hint, value)`` returns a variable.
+# Names a value that is used more than once: ``name(hint, value)`` returns what stands for it.
 Name = Callable[[str, Any], Any]
 
 
@@ -205,9 +206,9 @@ class _Rewriter:
         return tvm_ffi.structural_mutate(statement, (tvm.ir.Call, self._on_call))
 
     def _name(self, hint: str, value: Any) -> Any:
-        var = tirx.Var(hint, str(value.ty.dtype))
-        self._binds.append(tirx.Bind(var, value))
-        return var
+        statements, kept = keep(hint, value)
+        self._binds += statements
+        return kept
 
     def _on_call(self, call: Any, mutator: Any) -> Any:
         if is_guard(call):

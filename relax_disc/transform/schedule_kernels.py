@@ -17,6 +17,7 @@ from tvm.target import Target
 
 from relax_disc.analysis.inplace import INPLACE_ATTRIBUTE, inplace_pairs
 from relax_disc.tir_kernels import rules_for
+from relax_disc.tir_kernels.binding import keep_in_buffers
 from relax_disc.tir_kernels.vector_math import use_vector_math
 
 _logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def schedule_kernel(
             continue
         scheduled = schedule.mod["main"]
         if target.kind.name == "llvm":
-            scheduled = use_vector_math(scheduled)
+            scheduled = keep_in_buffers(use_vector_math(scheduled))
         if "global_symbol" not in func.attrs and "global_symbol" in scheduled.attrs:
             scheduled = scheduled.without_attr("global_symbol")
         pairs = [list(pair) for pair in inplace_pairs(func)]

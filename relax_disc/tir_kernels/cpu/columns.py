@@ -14,6 +14,7 @@ from tvm.target import Target
 
 from relax_disc.analysis.element import Element, collapse
 from relax_disc.analysis.loop_stages import Axis, constant
+from relax_disc.tir_kernels.binding import keep
 from relax_disc.tir_kernels.cpu.elementwise import emit_element, emit_outer, unit_mapping
 from relax_disc.tir_kernels.cpu.reductions import (
     RowKernel,
@@ -257,7 +258,7 @@ class _Emitter:
         stage = self.first.stage
         mapping = {**self.unit, **mapping}
         var = tirx.Var(stage.name, str(total.ty.dtype))
-        statements: list[Any] = [tirx.Bind(var, total)]
+        statements, mapping[var] = keep(stage.name, total)
         if stage.buffer in self.kernel.kernel.outputs:
             result = Element(finished_stage(stage), (), var)
             statements.append(emit_element([result], self.flat, mapping))

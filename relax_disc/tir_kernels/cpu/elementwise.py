@@ -14,6 +14,7 @@ from tvm.target import Target
 
 from relax_disc.analysis.element import Element, Inliner, collapse
 from relax_disc.analysis.loop_stages import Axis, Stage, constant, read_stages, same_expr
+from relax_disc.tir_kernels.binding import keep
 from relax_disc.tir_kernels.flat import FlatBuffers, index_const, product
 from relax_disc.tir_kernels.hoist import hoist
 from relax_disc.tir_kernels.loops import (
@@ -133,11 +134,10 @@ def emit_row(
     fixed, elements = hoist(elements, {axis.var for axis in inner})
     expressions = [expr for element in elements for expr in element.expressions]
     mapping = dict(mapping)
-    binds = []
+    binds: list[Any] = []
     for var, expr in fixed:
-        fresh = tirx.Var(var.name, str(var.ty.dtype))
-        binds.append(tirx.Bind(fresh, flat.rewrite(expr, mapping)))
-        mapping[var] = fresh
+        made, mapping[var] = keep(str(var.name), flat.rewrite(expr, mapping))
+        binds += made
 
     def body(last: dict[Any, Any]) -> Any:
         return emit_element(elements, flat, {**mapping, **last})
@@ -175,17 +175,14 @@ def emit_element(elements: list[Element], flat: FlatBuffers, mapping: dict[Any, 
     binds: list[Any] = []
     stores: list[Any] = []
 
-    def bind(var: Any, expr: Any) -> Any:
-        fresh = tirx.Var(var.name, str(var.ty.dtype))
-        binds.append(tirx.Bind(fresh, expr))
-        return fresh
-
     for element in elements:
         for var, expr in element.lets:
-            mapping[var] = bind(var, flat.rewrite(expr, mapping))
+            made, mapping[var] = keep(str(var.name), flat.rewrite(expr, mapping))
+            binds += made
         value = flat.rewrite(element.value, mapping)
         if len(elements) > 1:
-            value = bind(tirx.Var(f"{element.stage.name}_result", str(value.ty.dtype)), value)
+            made, value = keep(f"{element.stage.name}_result", value)
+            binds += made
         buffer = element.stage.buffer
         if str(value.ty.dtype) != str(buffer.dtype):
             value = tirx.Cast(str(buffer.dtype), value)

@@ -19,6 +19,7 @@ from relax_disc.analysis.loop_stages import (
     read_stages,
     same_expr,
 )
+from relax_disc.tir_kernels.binding import keep
 from relax_disc.tir_kernels.cpu.elementwise import emit_element, emit_row, unit_mapping
 from relax_disc.tir_kernels.flat import FlatBuffers, index_const
 from relax_disc.tir_kernels.hoist import hoist
@@ -181,12 +182,11 @@ def _combiner(stage: Stage) -> Any:
 def bind_lets(
     lets: Sequence[tuple[Any, Any]], flat: FlatBuffers, mapping: dict[Any, Any]
 ) -> list[Any]:
-    """Bind fresh variables to values and enter them in ``mapping``."""
-    statements = []
+    """Evaluate values and enter what stands for them in ``mapping``."""
+    statements: list[Any] = []
     for var, expr in lets:
-        fresh = tirx.Var(var.name, str(var.ty.dtype))
-        statements.append(tirx.Bind(fresh, flat.rewrite(expr, mapping)))
-        mapping[var] = fresh
+        made, mapping[var] = keep(str(var.name), flat.rewrite(expr, mapping))
+        statements += made
     return statements
 
 

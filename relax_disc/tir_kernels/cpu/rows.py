@@ -15,6 +15,7 @@ from tvm.target import Target
 
 from relax_disc.analysis.element import Element, collapse
 from relax_disc.analysis.loop_stages import Stage, constant
+from relax_disc.tir_kernels.binding import keep
 from relax_disc.tir_kernels.cpu.elementwise import SERIAL_ELEMENTS, emit_outer
 from relax_disc.tir_kernels.cpu.reductions import (
     RowKernel,
@@ -64,6 +65,7 @@ def emit_rows(rows: RowKernel, flat: FlatBuffers) -> list[Any]:
 def emit_row_stages(rows: RowKernel, flat: FlatBuffers, mapping: dict[Any, Any]) -> list[Any]:
     """Compute all stages of one row; ``mapping`` gives the row."""
     statements: list[Any] = []
+    mapping = dict(mapping)
     totals: dict[Any, Any] = {}
     outputs = set(rows.kernel.outputs)
     for element in rows.elements:
@@ -74,8 +76,10 @@ def emit_row_stages(rows: RowKernel, flat: FlatBuffers, mapping: dict[Any, Any])
             continue
         reduced, total = emit_reduction(element, flat, mapping, f"{stage.name}_total")
         var = tirx.Var(stage.name, str(total.ty.dtype))
-        statements += [*reduced, tirx.Bind(var, total)]
+        kept, value = keep(stage.name, total)
+        statements += [*reduced, *kept]
         totals[stage.buffer] = var
+        mapping[var] = value
         if stage.buffer in outputs:
             written = Element(finished_stage(stage), (), var)
             statements += emit_output(written, flat, mapping)

@@ -13,6 +13,7 @@ from tvm.target import Target
 
 from relax_disc.analysis.element import Element, collapse
 from relax_disc.analysis.loop_stages import constant
+from relax_disc.tir_kernels.binding import keep
 from relax_disc.tir_kernels.cpu.elementwise import SERIAL_ELEMENTS, emit_outer, unit_mapping
 from relax_disc.tir_kernels.cpu.reductions import (
     RowKernel,
@@ -101,13 +102,14 @@ def _emit_total(kernel: RowKernel, flat: FlatBuffers, mapping: dict[Any, Any]) -
         return total.add(index_const(0), tirx.BufferLoad(partial, [index]))
 
     var = tirx.Var(stage.name, str(stage.init.ty.dtype))
+    kept, mapping[var] = keep(stage.name, total.total())
     statements = [
         *binds,
         tirx.AllocBuffer(partial),
         loop("chunk", index_const(CHUNKS), chunk, tirx.ForKind.PARALLEL),
         *total.start(),
         loop("chunk", index_const(CHUNKS), join),
-        tirx.Bind(var, total.total()),
+        *kept,
     ]
     if stage.buffer in kernel.kernel.outputs:
         statements += emit_output(Element(finished_stage(stage), (), var), flat, mapping)
