@@ -83,6 +83,7 @@ class Binding:
         self._model, self._optimizer = model, optimizer
         self.arguments: list[object] = [None] * len(self._specs)
         self._slots: list[_Slot] = []
+        self._by_input: dict[int, _Slot] = {}
         self._parents: list[tuple[dict, str, object]] = []
         for index, spec in enumerate(self._specs):
             if spec.kind in ("parameter", "buffer"):
@@ -109,7 +110,7 @@ class Binding:
 
     def tensor(self, index: int) -> torch.Tensor:
         """Return the torch tensor bound to an input of the function."""
-        return next(slot.tensor for slot in self._slots if slot.index == index)
+        return self._by_input[index].tensor
 
     def refresh(self) -> bool:
         """Bind anew whatever PyTorch has replaced since the last call.
@@ -154,6 +155,7 @@ class Binding:
         self.arguments[index] = as_runtime(tensor, what)
         slot = _Slot(index, what, look, tensor, tensor.data_ptr(), _layout(tensor))
         self._slots.append(slot)
+        self._by_input[index] = slot
 
     def _model_tensor(self, spec: InputSpec) -> Callable[[], torch.Tensor | None]:
         *path, leaf = str(spec.target).split(".")
