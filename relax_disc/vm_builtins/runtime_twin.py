@@ -28,6 +28,20 @@ _RUN, _DRY_RUN, _PROFILE = 0, 1, 2
 _COUNTERS = ("calls", "hits", "misses", "failures", "recomputations", "evicted_plans")
 
 
+class SharedArena:
+    """The arena of one session, or of several whose calls take turns."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.block: Block | None = None
+        self.taken = False
+
+    @property
+    def size(self) -> int:
+        """Bytes held."""
+        return 0 if self.block is None else self.block.size
+
+
 class TwinSession:
     """See `runtime_session.h`."""
 
@@ -40,8 +54,7 @@ class TwinSession:
         self.mode = _RUN
         self.torn = False
         self.cost = CostModel()
-        self.arena: Block | None = None
-        self.arena_taken = False
+        self.arena = SharedArena()
         self.functions: dict[int, Any] = {}
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self.last: dict[str, Any] = _empty_report()
@@ -65,19 +78,21 @@ class TwinSession:
 
     def take_arena(self, size: int, outside: int) -> tuple[Block, bool]:
         """Return the session's arena, resized, or one of the call's own."""
-        if self.arena_taken or self.mode == _DRY_RUN:
-            return Block(size, reserved=self.mode == _DRY_RUN), False
-        breaks = self.arena is not None and 0 <= self.budget < outside + self.arena.size
-        if self.arena is None or self.arena.size < size or breaks:
-            self.arena = None
-            self.arena = Block(size)
-        self.arena_taken = True
-        return self.arena, True
+        arena = self.arena
+        with arena.lock:
+            if arena.taken or self.mode == _DRY_RUN:
+                return Block(size, reserved=self.mode == _DRY_RUN), False
+            breaks = arena.block is not None and 0 <= self.budget < outside + arena.size
+            if arena.block is None or arena.size < size or breaks:
+                arena.block = None
+                arena.block = Block(size)
+            arena.taken = True
+            return arena.block, True
 
     @property
     def held(self) -> int:
         """Bytes of the arena."""
-        return 0 if self.arena is None else self.arena.size
+        return self.arena.size
 
 
 class TwinFrame:
@@ -97,6 +112,7 @@ class TwinFrame:
                 raise _budget_error(session.metadata, self.plan)
             self.mode = session.mode
             outside = self.plan.resident_bytes + self.plan.escaping_bytes
+            self.arena = session.arena
             self.block, self.owns = session.take_arena(self.plan.arena_bytes, outside)
         self.offsets: dict[int, int] = {}
         self.next_version = 0
@@ -181,7 +197,7 @@ class TwinFrame:
         session = self.session
         with session.lock:
             if self.owns:
-                session.arena_taken, self.owns = False, False
+                self.arena.taken, self.owns = False, False
             if not self.finished:
                 session.counters["failures"] += 1
                 session.torn |= self.wrote
@@ -304,17 +320,32 @@ def set_cost_model(
     bytes_per_ns: float,
     overhead_ns: float,
     factors: Sequence[float],
+    fixed_ns: Sequence[float],
 ) -> None:
     """Set what times are modelled by, and drop all plans."""
-    session.cost = CostModel(flops_per_ns, bytes_per_ns, overhead_ns, tuple(factors))
+    numbers = (flops_per_ns, bytes_per_ns, overhead_ns)
+    session.cost = CostModel(*numbers, tuple(factors), tuple(fixed_ns))
     session.plans.clear()
 
 
 def release(session: TwinSession) -> None:
     """Give back the arena and all plans."""
     session.plans.clear()
-    if not session.arena_taken:
-        session.arena = None
+    with session.arena.lock:
+        if not session.arena.taken:
+            session.arena.block = None
+
+
+def share_arena(session: TwinSession, other: TwinSession) -> None:
+    """Use the arena of another session."""
+    session.arena = other.arena
+
+
+def check_budget(session: TwinSession, dims: Sequence[int]) -> None:
+    """Raise what a call at this shape would raise for its budget."""
+    plan, _ = session.plan(tuple(int(dim) for dim in dims), session.budget)
+    if not plan.feasible:
+        raise _budget_error(session.metadata, plan)
 
 
 def reserve(shape: Sequence[int], dtype: str) -> tvm.runtime.Tensor:
@@ -337,6 +368,8 @@ def register() -> None:
         "set_cost_model": set_cost_model,
         "set_plan_limit": lambda s, plans: setattr(s, "plan_limit", max(plans, 1)),
         "release": release,
+        "share_arena": share_arena,
+        "check_budget": check_budget,
         "torn": lambda s: s.torn,
         "clear_torn": lambda s: setattr(s, "torn", False),
     }

@@ -28,12 +28,17 @@ class CostModel:
     bytes_per_ns: float = 10.0
     overhead_ns: float = 3000.0
     factors: tuple[float, ...] = ()
+    fixed_ns: tuple[float, ...] = ()
 
     def time(self, kernel: int, flops: int, moved_bytes: int) -> int:
         """Modelled nanoseconds."""
-        work = max(flops / self.flops_per_ns, moved_bytes / self.bytes_per_ns)
         factor = self.factors[kernel] if kernel < len(self.factors) else 1.0
-        return int((work + self.overhead_ns) * factor) + 1
+        fixed = self.fixed_ns[kernel] if kernel < len(self.fixed_ns) else self.overhead_ns
+        return int(self.work(flops, moved_bytes) * factor + fixed) + 1
+
+    def work(self, flops: int, moved_bytes: int) -> float:
+        """Nanoseconds of arithmetic or memory traffic, whichever takes longer."""
+        return max(flops / self.flops_per_ns, moved_bytes / self.bytes_per_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ import tvm_ffi
 
 from relax_disc.vm_builtins import runtime
 from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Storage, run_program
-from relax_disc.vm_builtins.runtime_twin_plan import CostModel
 
 _RUN, _DRY_RUN, _PROFILE = 0, 1, 2
 
@@ -308,48 +307,34 @@ class Session:
         bytes_per_ns: float,
         overhead_ns: float,
         factors: Sequence[float] = (),
+        fixed_ns: Sequence[float] = (),
     ) -> None:
         """Set what kernels' times are modelled by; drops all plans.
 
         Parameters
         ----------
         flops_per_ns, bytes_per_ns, overhead_ns : float
-            time = max(flops / flops_per_ns, bytes / bytes_per_ns) + overhead_ns.
-        factors : sequence of float
-            Measured over modelled time, per kernel.
+            work = max(flops / flops_per_ns, bytes / bytes_per_ns); time = work + overhead_ns.
+        factors, fixed_ns : sequence of float
+            Measured, per kernel: time = work * factor + fixed_ns.
         """
         numbers = (float(flops_per_ns), float(bytes_per_ns), float(overhead_ns))
-        self._ask("set_cost_model", *numbers, [float(factor) for factor in factors])
+        lists = ([float(number) for number in values] for values in (factors, fixed_ns))
+        self._ask("set_cost_model", *numbers, *lists)
 
-    def calibrate(self) -> tuple[float, ...]:
-        """Correct the modelled times by those of the last profiled calls; drops all plans.
-
-        Returns
-        -------
-        tuple of float
-            Measured over modelled time of each kernel, for `set_cost_model` in another process.
-            The corrections hold at other shapes as far as the model's growth does.
+    def check_budget(self, dims: Sequence[int]) -> None:
+        """Plan a shape under the present budget, running nothing.
 
         Raises
         ------
-        ValueError
-            If no call was profiled.
+        MemoryBudgetError
+            If the shape does not fit.
         """
-        dims = self.report().dims
-        metadata = self.metadata
-        cost = CostModel()
-        factors = []
-        for kernel, (runs, time_ns) in zip(metadata.kernels, self.kernel_times(), strict=True):
-            if runs == 0:
-                raise ValueError("calibrate() needs a call inside profile() first.")
-            flops, moved = (
-                run_program(metadata.programs[program], dims)
-                for program in (kernel.flops, kernel.moved_bytes)
-            )
-            factors.append(time_ns / runs / cost.time(0, flops, moved))
-        rates = (cost.flops_per_ns, cost.bytes_per_ns, cost.overhead_ns)
-        self.set_cost_model(*rates, factors)
-        return tuple(factors)
+        self._ask("check_budget", tvm_ffi.Shape(tuple(int(dim) for dim in dims)))
+
+    def share_arena(self, other: Session) -> None:
+        """Use the arena of another session from now on; calls of both then take turns."""
+        self._ask("share_arena", other._handle)
 
     def set_plan_limit(self, plans: int) -> None:
         """Bound the number of plans that are remembered, least recently used first out."""

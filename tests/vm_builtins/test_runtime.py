@@ -292,20 +292,6 @@ def test_profile_counts_every_kernel():
     assert all(time > 0 for _, time in session.kernel_times())
 
 
-def test_calibration_makes_modelled_times_those_that_were_measured():
-    machine = compile_program(CHAIN.module())
-    session = Session.of(machine)
-    with pytest.raises(ValueError, match="profile"):
-        session.calibrate()
-    with session.profile():
-        call(machine, CHAIN.arguments(50))
-    measured = sum(time for _, time in session.kernel_times())
-    factors = session.calibrate()
-    assert len(factors) == len(session.kernel_names)
-    assert session.plan([50]).base_time_ns == pytest.approx(measured, rel=0.01)
-    run_and_compare(CHAIN, machine)
-
-
 def test_defaults_of_the_cost_model_are_the_same_on_both_sides():
     machine = compile_program(CHAIN.module())
     session = Session.of(machine)

@@ -146,8 +146,10 @@ void Enter(ffi::PackedArgs args, ffi::Any* result) {
 }
 
 void SetCostModel(const ffi::ObjectRef& session, double flops_per_ns, double bytes_per_ns,
-                  double overhead_ns, const ffi::Array<double>& factors) {
-  CostModel cost{flops_per_ns, bytes_per_ns, overhead_ns, {factors.begin(), factors.end()}};
+                  double overhead_ns, const ffi::Array<double>& factors,
+                  const ffi::Array<double>& fixed_ns) {
+  CostModel cost{flops_per_ns, bytes_per_ns, overhead_ns, {factors.begin(), factors.end()},
+                 {fixed_ns.begin(), fixed_ns.end()}};
   SessionOf(session)->SetCostModel(std::move(cost));
 }
 
@@ -193,6 +195,12 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("relax_disc.session.set_plan_limit",
            [](const Object& s, int64_t plans) { SessionOf(s)->SetPlanLimit(plans); })
       .def("relax_disc.session.release", [](const Object& s) { SessionOf(s)->Release(); })
+      .def("relax_disc.session.share_arena",
+           [](const Object& s, const Object& other) {
+             SessionOf(s)->ShareArena(SessionOf(other));
+           })
+      .def("relax_disc.session.check_budget",
+           [](const Object& s, const ffi::Shape& dims) { SessionOf(s)->CheckBudget(Values(dims)); })
       .def("relax_disc.session.torn", [](const Object& s) { return SessionOf(s)->torn(); })
       .def("relax_disc.session.clear_torn", [](const Object& s) { SessionOf(s)->clear_torn(); })
       .def("relax_disc.reserve", Reserve)

@@ -80,11 +80,7 @@ BlockPtr MemoryBlock::Allocate(DLDevice device, int64_t bytes, Backing backing) 
     } else if (device.device_type == kDLCPU || backing == Backing::kReserved) {
       block->base_ = Map(bytes, backing);
     } else {
-      if (FailsNow()) Refuse(bytes);
-      static ffi::Function allocate = ffi::Function::GetGlobalRequired("relax_disc.device_allocate");
-      ffi::Tensor owner = allocate(device, bytes).cast<ffi::Tensor>();
-      block->base_ = static_cast<char*>(owner.data_ptr()) + owner.byte_offset();
-      block->owner_ = owner;
+      block->AllocateOnDevice(bytes);
     }
     block->bytes_ = bytes;
     allocated_bytes += bytes;
@@ -107,9 +103,22 @@ void MemoryBlock::Free() {
   small_ = false;
 }
 
+void MemoryBlock::AllocateOnDevice(int64_t bytes) {
+  if (FailsNow()) Refuse(bytes);
+  static ffi::Function allocate = ffi::Function::GetGlobalRequired("relax_disc.device_allocate");
+  ffi::Tensor owner = allocate(device_, bytes).cast<ffi::Tensor>();
+  base_ = static_cast<char*>(owner.data_ptr()) + owner.byte_offset();
+  owner_ = owner;
+}
+
 void MemoryBlock::Resize(int64_t bytes) {
   if (bytes == bytes_) return;
-  if (bytes_ == 0 || bytes == 0 || small_ || backing_ == Backing::kReserved) {
+  if (device_.device_type != kDLCPU && backing_ == Backing::kReal) {
+    Free();
+    owner_ = ffi::ObjectRef();
+    allocated_bytes -= std::exchange(bytes_, 0);
+    if (bytes > 0) AllocateOnDevice(bytes);
+  } else if (bytes_ == 0 || bytes == 0 || small_ || backing_ == Backing::kReserved) {
     char* fresh = bytes > 0 ? Map(bytes, backing_) : nullptr;
     Free();
     base_ = fresh;

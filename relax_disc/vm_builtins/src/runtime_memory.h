@@ -33,7 +33,11 @@ class MemoryBlock : public tvm::ffi::Object {
   static tvm::ffi::ObjectPtr<MemoryBlock> Allocate(DLDevice device, int64_t bytes, Backing backing);
   ~MemoryBlock();
 
-  /*! \brief Change the size, contents lost or kept; the base may move.  CPU blocks only. */
+  /*!
+   * \brief Change the size, contents lost or kept; the base may move.
+   *
+   * Memory of a device is given back first, so that there are never two; on failure none is left.
+   */
   void Resize(int64_t bytes);
 
   char* base() const { return base_; }
@@ -45,6 +49,7 @@ class MemoryBlock : public tvm::ffi::Object {
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("relax_disc.MemoryBlock", MemoryBlock, tvm::ffi::Object);
 
  private:
+  void AllocateOnDevice(int64_t bytes);
   void Free();
 
   DLDevice device_{kDLCPU, 0};

@@ -159,7 +159,8 @@ int64_t CostModel::Time(size_t kernel, int64_t flops, int64_t moved_bytes) const
   double work = std::max(static_cast<double>(flops) / flops_per_ns,
                          static_cast<double>(moved_bytes) / bytes_per_ns);
   double factor = kernel < factors.size() ? factors[kernel] : 1.0;
-  return static_cast<int64_t>((work + overhead_ns) * factor) + 1;
+  double fixed = kernel < fixed_ns.size() ? fixed_ns[kernel] : overhead_ns;
+  return static_cast<int64_t>(work * factor + fixed) + 1;
 }
 
 std::vector<int64_t> ShapeAt(const std::vector<int32_t>& programs,

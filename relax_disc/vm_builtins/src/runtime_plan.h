@@ -23,7 +23,8 @@ struct CostModel {
   double flops_per_ns = 100.0;  // two cores of a desktop; calibration replaces all of these
   double bytes_per_ns = 10.0;
   double overhead_ns = 3000.0;
-  std::vector<double> factors;  // measured time over modelled time, per kernel; empty: 1
+  // Per kernel, as measured: time = work * factor + fixed.  Empty: 1 and overhead_ns.
+  std::vector<double> factors, fixed_ns;
 
   int64_t Time(size_t kernel, int64_t flops, int64_t moved_bytes) const;
 };

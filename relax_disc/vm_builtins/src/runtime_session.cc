@@ -46,6 +46,11 @@ PlanPtr Session::PlanFor(const std::vector<int64_t>& dims, int64_t budget_bytes,
   return Lookup({dims, budget_bytes}, hit);
 }
 
+void Session::CheckBudget(const std::vector<int64_t>& dims) {
+  PlanPtr plan = PlanFor(dims, budget_bytes_);
+  if (!plan->feasible) RefuseBudget(*plan);
+}
+
 void Session::RefuseBudget(const Plan& plan) const {
   const int64_t outside = plan.resident_bytes + plan.escaping_bytes;
   std::string shape;
@@ -81,7 +86,7 @@ ffi::ObjectPtr<Frame> Session::Enter(const std::vector<int64_t>& dims,
     frame->report_.cache_hit = hit;
     TakeArena(frame.get());
     frame->session_ = ffi::details::ObjectUnsafe::ObjectPtrFromUnowned<Session>(this);
-    frame->binding_ = TakeBinding(plan, frame->arena_, frame->owns_session_arena_);
+    frame->binding_ = TakeBinding(plan, frame->arena_, frame->taken_from_ != nullptr);
   }
   frame->given_ = std::move(given);
   frame->start_ = start;
@@ -95,28 +100,27 @@ ffi::ObjectPtr<Frame> Session::Enter(const std::vector<int64_t>& dims,
 void Session::TakeArena(Frame* frame) {
   const int64_t wanted = frame->plan_->arena.arena_bytes;
   const Backing backing = mode_ == Mode::kDryRun ? Backing::kReserved : Backing::kReal;
-  if (arena_taken_ || backing == Backing::kReserved) {
+  std::lock_guard<std::mutex> lock(arena_->mutex);
+  BlockPtr& block = arena_->block;
+  if (arena_->taken || backing == Backing::kReserved) {
     frame->arena_ = MemoryBlock::Allocate(device_, wanted, backing);
     return;
   }
-  const bool same_device = arena_ != nullptr && arena_->device().device_type == device_.device_type &&
-                           arena_->device().device_id == device_.device_id;
+  const bool same_device = block != nullptr && block->device().device_type == device_.device_type &&
+                           block->device().device_id == device_.device_id;
   const int64_t outside = frame->plan_->resident_bytes + frame->plan_->escaping_bytes;
-  const bool breaks_budget = arena_ != nullptr && budget_bytes_ >= 0 &&
-                             outside + arena_->bytes() > budget_bytes_;
-  if (!same_device || arena_->bytes() < wanted || breaks_budget) {
-    if (same_device && device_.device_type == kDLCPU) {
-      arena_->Resize(wanted);
-    } else {
-      arena_ = nullptr;  // the old one first: never both
-      for (const Key& key : bound_) plans_.at(key).binding = nullptr;
-      bound_.clear();
-      arena_ = MemoryBlock::Allocate(device_, wanted, Backing::kReal);
-    }
+  const bool breaks_budget = block != nullptr && budget_bytes_ >= 0 &&
+                             outside + block->bytes() > budget_bytes_;
+  if (!same_device) {
+    if (block != nullptr) block->Resize(0);  // bindings may keep the block, never its memory
+    block = nullptr;
+    block = MemoryBlock::Allocate(device_, wanted, Backing::kReal);
+  } else if (block->bytes() < wanted || breaks_budget) {
+    block->Resize(wanted);
   }
-  frame->arena_ = arena_;
-  frame->owns_session_arena_ = true;
-  arena_taken_ = true;
+  frame->arena_ = block;
+  frame->taken_from_ = arena_;
+  arena_->taken = true;
 }
 
 std::shared_ptr<Binding> Session::TakeBinding(const PlanPtr& plan, const BlockPtr& arena,
@@ -161,8 +165,11 @@ std::shared_ptr<Binding> Session::TakeBinding(const PlanPtr& plan, const BlockPt
 
 void Session::Return(Frame* frame) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (frame->owns_session_arena_) {
-    arena_taken_ = false;
+  if (frame->taken_from_ != nullptr) {
+    {
+      std::lock_guard<std::mutex> arena_lock(frame->taken_from_->mutex);
+      frame->taken_from_->taken = false;
+    }
     auto found = plans_.find({frame->plan_->dims, frame->plan_->budget_bytes});
     const bool current = found != plans_.end() && found->second.plan == frame->plan_;
     if (current && frame->binding_ != nullptr && found->second.binding == nullptr) {
@@ -180,7 +187,7 @@ void Session::Return(Frame* frame) {
   }
   counters_.recomputations += frame->report_.recomputations;
   frame->report_.finished = frame->finished_;
-  frame->report_.held_bytes = arena_ != nullptr ? arena_->bytes() : 0;
+  frame->report_.held_bytes = HeldBytes();
   last_ = frame->report_;
 }
 
@@ -216,7 +223,28 @@ void Session::Release() {
   plans_.clear();
   recent_.clear();
   bound_.clear();
-  if (!arena_taken_) arena_ = nullptr;
+  GiveArenaBack();
+}
+
+void Session::GiveArenaBack() {
+  std::lock_guard<std::mutex> lock(arena_->mutex);
+  if (arena_->taken || arena_->block == nullptr) return;
+  arena_->block->Resize(0);  // bindings of other sessions may keep the block, never its memory
+  arena_->block = nullptr;
+}
+
+void Session::ShareArena(Session* other) {
+  if (other == this) return;
+  std::shared_ptr<SharedArena> arena;
+  {
+    std::lock_guard<std::mutex> lock(other->mutex_);
+    arena = other->arena_;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (arena == arena_) return;
+  for (const Key& key : bound_) plans_.at(key).binding = nullptr;
+  bound_.clear();
+  arena_ = std::move(arena);
 }
 
 Report Session::last_report() const {
@@ -231,7 +259,12 @@ Counters Session::counters() const {
 
 int64_t Session::held_bytes() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return arena_ != nullptr ? arena_->bytes() : 0;
+  return HeldBytes();
+}
+
+int64_t Session::HeldBytes() const {
+  std::lock_guard<std::mutex> lock(arena_->mutex);
+  return arena_->block != nullptr ? arena_->block->bytes() : 0;
 }
 
 int64_t Session::plan_count() const {

@@ -2,9 +2,9 @@
  * \file runtime_session.h
  * \brief State of one compiled function in one virtual machine, and one call of it.
  *
- * A Session owns the arena, the plans and the counters; a Frame is one call.  The first call to
- * arrive takes the session's arena, a call that arrives meanwhile (another thread, or a kernel that
- * calls back) gets an arena of its own for its duration.
+ * A Session owns the plans and the counters, and an arena that it may share with other sessions; a
+ * Frame is one call.  The first call to arrive takes the arena, a call that arrives meanwhile
+ * (another thread, or a kernel that calls back) gets an arena of its own for its duration.
  */
 #ifndef RELAX_DISC_RUNTIME_SESSION_H_
 #define RELAX_DISC_RUNTIME_SESSION_H_
@@ -55,6 +55,13 @@ struct Counters {
   int64_t calls = 0, hits = 0, misses = 0, failures = 0, recomputations = 0, evicted_plans = 0;
 };
 
+/*! \brief The arena of one session, or of several whose calls take turns. */
+struct SharedArena {
+  std::mutex mutex;  // taken while a session's own may be held, never the other way round
+  BlockPtr block;
+  bool taken = false;
+};
+
 enum class Mode : int32_t { kRun = 0, kDryRun = 1, kProfile = 2 };
 
 class Frame;
@@ -77,7 +84,11 @@ class Session : public tvm::ffi::Object {
   /*! \brief The plan of a shape under a budget (negative: the session's). */
   PlanPtr PlanFor(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit = nullptr);
 
-  [[noreturn]] void RefuseBudget(const Plan& plan) const;
+  /*! \brief Throw what a call at this shape would throw for its budget. */
+  void CheckBudget(const std::vector<int64_t>& dims);
+
+  /*! \brief From now on use the arena of another session; the own one is given back. */
+  void ShareArena(Session* other);
 
   void SetBudget(int64_t bytes);
   void SetMode(Mode mode);
@@ -110,10 +121,13 @@ class Session : public tvm::ffi::Object {
     std::list<Key>::iterator use;
   };
 
+  [[noreturn]] void RefuseBudget(const Plan& plan) const;
   PlanPtr Lookup(const Key& key, bool* hit);  // mutex held
   void TakeArena(Frame* frame);               // mutex held
   std::shared_ptr<Binding> TakeBinding(const PlanPtr& plan, const BlockPtr& arena, bool primary);
   void Return(Frame* frame);
+  int64_t HeldBytes() const;  // mutex held
+  void GiveArenaBack();       // mutex held
 
   const tvm::ffi::String text_;
   const Metadata metadata_;
@@ -122,8 +136,7 @@ class Session : public tvm::ffi::Object {
   std::list<Key> recent_;  // most recently used first
   std::list<Key> bound_;   // plans that keep a binding, newest first
   size_t plan_limit_ = 256;
-  BlockPtr arena_;
-  bool arena_taken_ = false;
+  std::shared_ptr<SharedArena> arena_ = std::make_shared<SharedArena>();
   DLDevice device_{kDLCPU, 0};
   CostModel cost_;
   int64_t budget_bytes_ = -1;
@@ -163,7 +176,8 @@ class Frame : public tvm::ffi::Object {
   PlanPtr plan_;
   Mode mode_ = Mode::kRun;
   BlockPtr arena_;
-  bool owns_session_arena_ = false, finished_ = false, wrote_given_ = false;
+  std::shared_ptr<SharedArena> taken_from_;  // null: an arena of the call's own
+  bool finished_ = false, wrote_given_ = false;
   std::shared_ptr<Binding> binding_;
   std::vector<tvm::ffi::Tensor> given_, given_views_, escaping_views_;
   int32_t position_ = 0;
