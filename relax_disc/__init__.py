@@ -23,7 +23,7 @@ from relax_disc.vm_builtins import threads  # noqa: E402
 if TYPE_CHECKING:
     from tvm.ir.transform import Pass
 
-    from relax_disc import analysis, frontend, pipeline, transform
+    from relax_disc import analysis, frontend, ops, pipeline, tir_kernels, transform
     from relax_disc.compiler import compile, compile_forward
     from relax_disc.forward_function import ForwardFunction
     from relax_disc.memory_analysis import analyze_memory
@@ -41,7 +41,9 @@ __all__ = [
     "compile_forward",
     "errors",
     "frontend",
+    "ops",
     "pipeline",
+    "tir_kernels",
     "transform",
     "verify",
 ]
@@ -54,7 +56,7 @@ _HOME = {
     "compile_forward": "relax_disc.compiler",
     "verify": "relax_disc.verification",
 }
-_SUBMODULES = frozenset({"analysis", "frontend", "pipeline", "transform"})
+_SUBMODULES = frozenset({"analysis", "frontend", "ops", "pipeline", "tir_kernels", "transform"})
 
 
 def _pipeline() -> Pass:

@@ -168,6 +168,8 @@ def _table(
         extraction = extract(_lowered(module, target), name)
     attrs: Mapping[str, Any] = function.attrs or {}
     kinds = tuple(str(kind) for kind in attrs.get("relax_disc.param_kinds") or ())
+    if not kinds:  # a module from elsewhere
+        kinds = tuple("input" for p in function.params if isinstance(p.ty, relax.TensorType))
     return (
         extraction.metadata(),
         tuple(kind for kind in kinds if kind != "shape"),
