@@ -123,6 +123,11 @@ class TrainingStep(CompiledFunction):
                 self._update_from_sum()
             return result
 
+    def __repr__(self) -> str:
+        dims = ", ".join(str(dim) for dim in self.dims) or "fixed shapes"
+        budget = "no" if self.memory_budget is None else f"{self.memory_budget:,} bytes"
+        return f"TrainingStep({type(self._model).__name__}, {dims}, memory budget: {budget})"
+
     @property
     def gradient_norm(self) -> torch.Tensor | None:
         """Global norm of the last step's gradients before clipping; None without clipping."""

@@ -13,6 +13,7 @@ forward pass alone.  The function ``main`` of the module carries the attributes
 and every binding has a span with the line of the model that it stems from.
 """
 
+from relax_disc.frontend.batch_spec import BatchSpec
 from relax_disc.frontend.capture import capture_forward, capture_step
 from relax_disc.frontend.optimizers import (
     ADAM_HYPER,
@@ -23,7 +24,6 @@ from relax_disc.frontend.optimizers import (
     update_rule,
 )
 from relax_disc.frontend.spec import (
-    BatchSpec,
     CapturedStep,
     DimSpec,
     InputSpec,

@@ -21,10 +21,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
+from relax_disc.frontend.batch_spec import BatchSpec
 from relax_disc.frontend.dims import DimTable, declared_dims, dim_table, enlarge
 from relax_disc.frontend.guards import check_assertions
 from relax_disc.frontend.source_lines import parse_stack, source_line
-from relax_disc.frontend.spec import BatchSpec
 
 MODEL = "model"
 """Name of the user's model inside the exported module; stripped from every full name."""
@@ -165,7 +165,15 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
     _refuse_data_dependent_sizes(program)
     table = dim_table(program, leaves, declared)
     check_assertions(program, table)
-    return Exported(program, table, BatchSpec(structure, fixed), tuple(leaves))
+    batch = BatchSpec(structure, fixed, _positional(wrapped.forward))
+    return Exported(program, table, batch, tuple(leaves))
+
+
+def _positional(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the parameters that can be given by place and by name."""
+    by_both = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind is by_both)
 
 
 def _enlarged(args: Any, kwargs: Any, declared: Mapping[int, Mapping[int, Any]]) -> Any:

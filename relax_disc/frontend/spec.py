@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import tvm
 from torch.utils import _pytree as pytree
 
-from relax_disc.errors import InputMismatchError
+from relax_disc.frontend.batch_spec import BatchSpec
 
 InputKind = Literal[
     "shape", "batch", "parameter", "buffer", "constant", "rng", "gradient", "state", "hyper"
@@ -90,55 +90,6 @@ class UpdateGroup:
     param_group: int
     targets: tuple[str, ...]
     hyper_input: int
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSpec:
-    """The structure of a batch: which leaves are tensors, and what the others were.
-
-    Attributes
-    ----------
-    structure : TreeSpec
-        Of ``(args, kwargs)``.
-    fixed : mapping of int to object
-        Leaves that are no tensors, by index; a batch must repeat them.
-    """
-
-    structure: pytree.TreeSpec
-    fixed: Mapping[int, Any]
-
-    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """List the leaves of a batch in the order in which ``InputSpec.target`` counts.
-
-        Raises
-        ------
-        InputMismatchError
-            The structure differs from the example's, or a leaf that is no tensor changed.
-        """
-        ordered = self._in_order(kwargs)
-        leaves, structure = pytree.tree_flatten((tuple(args), ordered))
-        if structure != self.structure:
-            raise InputMismatchError(
-                f"The batch is laid out as {structure}, but the step was compiled for "
-                f"{self.structure}; pass the arguments as in example_inputs."
-            )
-        for index, value in self.fixed.items():
-            given = leaves[index]
-            if isinstance(given, torch.Tensor) or given != value:
-                raise InputMismatchError(
-                    f"Leaf {index} of the batch is {given!r}, but it was {value!r} when the step "
-                    "was compiled; only tensors may change, compile again for another value."
-                )
-        return leaves
-
-    def _in_order(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        expected = self.structure.children()[1].context or []
-        if set(expected) != set(kwargs):
-            raise InputMismatchError(
-                f"The batch has the keyword arguments {sorted(kwargs)}, but the step was compiled "
-                f"for {sorted(expected)}."
-            )
-        return {key: kwargs[key] for key in expected}
 
 
 @dataclass(frozen=True, slots=True)

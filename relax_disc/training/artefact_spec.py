@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from relax_disc.analysis.symbolic_dim import SymbolicDim
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.errors import ArtefactError
+from relax_disc.frontend.batch_spec import BatchSpec
 from relax_disc.frontend.spec import (
-    BatchSpec,
     CapturedStep,
     DimSpec,
     InputSpec,
@@ -40,6 +40,7 @@ def describe_captured(captured: CapturedStep, schema: BatchSchema) -> dict[str, 
         "dims": [list(astuple(spec)) for spec in captured.dims],
         "groups": [list(astuple(group)) for group in captured.update_groups],
         "structure": _dump_structure(captured.batch.structure),
+        "parameters": list(captured.batch.parameters),
         "fixed": [[index, _scalar(value)] for index, value in captured.batch.fixed.items()],
         "extras": None if captured.extras is None else _dump_structure(captured.extras),
         "constants": {
@@ -70,7 +71,8 @@ def restore_captured(
         The batch's containers are not known to PyTorch here.
     """
     dims = tuple(DimSpec(*fields) for fields in facts["dims"])
-    batch = BatchSpec(_load_structure(facts["structure"]), dict(facts["fixed"]))
+    structure = _load_structure(facts["structure"])
+    batch = BatchSpec(structure, dict(facts["fixed"]), tuple(facts["parameters"]))
     device = torch.device(facts["device"])
     captured = CapturedStep(
         module=tvm.IRModule({}),

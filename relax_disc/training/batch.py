@@ -16,7 +16,7 @@ import torch
 from relax_disc.analysis.symbolic_dim import SymbolicDim
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.errors import InputMismatchError, ShapeRangeError
-from relax_disc.frontend.spec import BatchSpec
+from relax_disc.frontend.batch_spec import BatchSpec
 
 Extent = int | SymbolicExpr
 

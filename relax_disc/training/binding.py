@@ -29,6 +29,7 @@ class _Slot:
     tensor: torch.Tensor
     address: int
     layout: dict[str, object]
+    trained: bool
 
 
 def _layout(tensor: torch.Tensor) -> dict[str, object]:
@@ -135,12 +136,15 @@ class Binding:
         for slot in self._slots:
             tensor = slot.look()
             if tensor is slot.tensor and tensor.data_ptr() == slot.address:
+                if tensor.requires_grad is not slot.trained and self._optimizer is not None:
+                    self._refuse_thaw(slot)
                 continue
             if tensor is None:
                 raise InputMismatchError(
                     f"{slot.what} no longer exists; compile the step again for the changed model."
                 )
             self._check_same(slot, tensor)
+            self._check_known(slot, tensor)
             self.arguments[slot.index] = as_runtime(tensor, slot.what)
             slot.tensor, slot.address = tensor, tensor.data_ptr()
             changed = True
@@ -153,7 +157,9 @@ class Binding:
         if tensor is None:
             raise InputMismatchError(f"{what} does not exist.")
         self.arguments[index] = as_runtime(tensor, what)
-        slot = _Slot(index, what, look, tensor, tensor.data_ptr(), _layout(tensor))
+        slot = _Slot(
+            index, what, look, tensor, tensor.data_ptr(), _layout(tensor), tensor.requires_grad
+        )
         self._slots.append(slot)
         self._by_input[index] = slot
 
@@ -188,6 +194,14 @@ class Binding:
         return look
 
     @staticmethod
+    def _refuse_thaw(slot: _Slot) -> None:
+        was, now = ("trained", "frozen") if slot.trained else ("frozen", "trained")
+        raise InputMismatchError(
+            f"{slot.what} was {was} when the step was compiled and is {now} now "
+            "(requires_grad); set it back or compile again."
+        )
+
+    @staticmethod
     def _check_same(slot: _Slot, tensor: torch.Tensor) -> None:
         for what, now in _layout(tensor).items():
             if now != slot.layout[what]:
@@ -195,6 +209,19 @@ class Binding:
                     f"{slot.what} changed its {what} from {slot.layout[what]} to {now} after "
                     "compiling; compile the step again."
                 )
+
+    def _check_known(self, slot: _Slot, tensor: torch.Tensor) -> None:
+        """Refuse a new object in place of a parameter that the optimizer goes on updating."""
+        spec = self._specs[slot.index]
+        if self._optimizer is None or spec.kind != "parameter" or tensor is slot.tensor:
+            return
+        known = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
+        if id(slot.tensor) in known and id(tensor) not in known:
+            raise InputMismatchError(
+                f"{slot.what} was replaced by another object, which the optimizer does not know "
+                "(load_state_dict(assign=True) does this): copy values into the old one, or make "
+                "a new optimizer and compile again."
+            )
 
     def _check_tying(self) -> None:
         """Refuse tensors that share memory now but did not when the step was compiled."""

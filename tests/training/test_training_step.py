@@ -158,7 +158,9 @@ def test_clips_the_global_norm():
 BAD = {
     "rank": (lambda x, y: (x[0], y), InputMismatchError, "rank 2"),
     "dtype": (lambda x, y: (x.double(), y), InputMismatchError, "float32"),
-    "structure": (lambda x, y: (x,), InputMismatchError, "example_inputs"),
+    "missing": (lambda x, y: (x,), InputMismatchError, "lacks y; the step was compiled for x, y"),
+    "too many": (lambda x, y: (x, y, y), InputMismatchError, "3 arguments"),
+    "a list": (lambda x, y: (x, y.tolist()), InputMismatchError, "y must be a tensor.*got list"),
     "type": (lambda x, y: (x.numpy(), y), InputMismatchError, "torch.Tensor"),
     "fixed dim": (lambda x, y: (x[:, :5], y), ShapeRangeError, "expected 6"),
     "too long": (lambda x, y: (x.repeat(40, 1), y.repeat(40)), ShapeRangeError, "1 .. 64"),
@@ -181,9 +183,37 @@ def test_refuses_bad_input_and_goes_on(compiled, kind):
     assert torch.isfinite(step(*batch(4)))
 
 
+def test_arguments_by_place_or_by_name(compiled):
+    _, _, step = compiled
+    x, y = batch(4)
+    with step.restored():
+        first = step(x, y)
+    with step.restored():
+        assert torch.equal(step(y=y, x=x), first)
+    with step.restored():
+        assert torch.equal(step(x, y=y), first)
+    with pytest.raises(InputMismatchError, match="x twice"):
+        step(x, x=x, y=y)
+    with pytest.raises(InputMismatchError, match="has z too"):
+        step(x, y=y, z=y)
+
+
 def test_refuses_changed_parameters():
     model, optimizer = make(adamw)
     step = relax_disc.compile(model, optimizer, batch(4), dynamic_shapes=SHAPES)
+    model.first.weight.requires_grad_(False)
+    with pytest.raises(InputMismatchError, match=r"first\.weight was trained .* is frozen now"):
+        step(*batch(4))
+    model.first.weight.requires_grad_(True)
+    saved = copy.deepcopy(model.state_dict())
+    old = dict(model.named_parameters())
+    model.load_state_dict(saved, assign=True)
+    with pytest.raises(InputMismatchError, match="assign=True"):
+        step(*batch(4))
+    for name in ("first", "second"):
+        for leaf in ("weight", "bias"):
+            setattr(getattr(model, name), leaf, old[f"{name}.{leaf}"])
+    step(*batch(4))
     model.double()
     with pytest.raises(InputMismatchError, match="dtype"):
         step(*batch(4))

@@ -8,7 +8,6 @@ import tvm
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
-from tvm.script import tirx as T
 
 import relax_disc
 
@@ -17,7 +16,6 @@ import relax_disc
 class Softmax:
     @R.function
     def main(x: R.Tensor(("n", "m"), "float32")) -> R.Tensor(("n", "m"), "float32"):
-        n, m = T.int64(), T.int64()
         with R.dataflow():
             power = R.exp(x)
             total = R.sum(power, axis=1, keepdims=True)

@@ -1,0 +1,124 @@
+"""How the arguments of a call are laid out: which go where, which are tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from relax_disc.errors import InputMismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """The structure of a batch: its arguments, which leaves are tensors, and what the others were.
+
+    Attributes
+    ----------
+    structure : TreeSpec
+        Of ``(args, kwargs)``.
+    fixed : mapping of int to object
+        Leaves that are no tensors, by index; a batch must repeat them.
+    parameters : tuple of str
+        Names of the positional parameters, so that an argument may be given either way; empty
+        where the function takes ``*args``.
+    """
+
+    structure: pytree.TreeSpec
+    fixed: Mapping[int, Any]
+    parameters: tuple[str, ...] = ()
+
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """List the leaves of a batch in the order in which ``InputSpec.target`` counts.
+
+        Raises
+        ------
+        InputMismatchError
+            Arguments are missing or too many, the structure of one differs from the example's, or
+            a leaf that is no tensor changed.
+        """
+        batch = self._arranged(tuple(args), kwargs)
+        leaves, structure = pytree.tree_flatten(batch)
+        if structure != self.structure:
+            self._refuse_structure(batch)
+        for index, value in self.fixed.items():
+            given = leaves[index]
+            if isinstance(given, torch.Tensor) or given != value:
+                raise InputMismatchError(
+                    f"Leaf {index} of the batch is {given!r}, but it was {value!r} when the step "
+                    "was compiled; only tensors may change, compile again for another value."
+                )
+        return leaves
+
+    @property
+    def _count(self) -> int:
+        """How many arguments the example gave by place."""
+        return self.structure.children()[0].num_children
+
+    @property
+    def _keywords(self) -> list[str]:
+        return list(self.structure.children()[1].context or [])
+
+    @property
+    def _names(self) -> list[str]:
+        """A name for every argument of the example."""
+        known = self.parameters[: self._count]
+        unnamed = (f"argument {place}" for place in range(len(known), self._count))
+        return [*known, *unnamed, *self._keywords]
+
+    def _arranged(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give each argument the place, or the keyword, that it had in the example."""
+        count, keywords = self._count, self._keywords
+        if len(args) == count and set(kwargs) == set(keywords):
+            return args, {key: kwargs[key] for key in keywords}
+        order = [*self._names[:count], *self.parameters[count:]]
+        if len(args) > len(order):
+            raise InputMismatchError(
+                f"The batch has {len(args)} arguments; {self._compiled_for()}."
+            )
+        given = dict(zip(order, args, strict=False))
+        if twice := [name for name in kwargs if name in given]:
+            raise InputMismatchError(f"The batch gives {_listed(twice)} twice.")
+        given.update(kwargs)
+        if missing := [name for name in self._names if name not in given]:
+            raise InputMismatchError(f"The batch lacks {_listed(missing)}; {self._compiled_for()}.")
+        if unknown := [name for name in given if name not in self._names]:
+            raise InputMismatchError(
+                f"The batch has {_listed(unknown)} too; {self._compiled_for()}. Give it in "
+                "example_inputs and compile again."
+            )
+        placed = tuple(given[name] for name in self._names[:count])
+        return placed, {key: given[key] for key in keywords}
+
+    def _compiled_for(self) -> str:
+        return f"the step was compiled for {_listed(self._names)}"
+
+    def _refuse_structure(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        """Name the first argument whose structure is not the example's."""
+        values = [*batch[0], *batch[1].values()]
+        expected = [part for side in self.structure.children() for part in side.children()]
+        for name, value, wanted in zip(self._names, values, expected, strict=True):
+            found = pytree.tree_structure(value)
+            if found != wanted:
+                raise InputMismatchError(
+                    f"batch argument {name} must be {_described(wanted)}, as in example_inputs; "
+                    f"got {_described(found)}."
+                )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "no arguments"
+
+
+def _described(structure: pytree.TreeSpec) -> str:
+    """Say what a value is, containers as Python writes them, ``*`` for a leaf."""
+    if structure.is_leaf():
+        return "a tensor or a plain value"
+    text = str(pytree.tree_unflatten(["*"] * structure.num_leaves, structure)).replace("'*'", "*")
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    return f"{getattr(structure.type, '__name__', structure.type)} {shown}"
