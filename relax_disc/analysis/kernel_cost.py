@@ -78,8 +78,18 @@ def _vocabulary_head(products: int) -> _Count:
     return count
 
 
+def _recurrence(views: list[View], numbers: list[int]) -> SymbolicExpr:
+    """Count the recurrent products: what the weight has for each row of the first operand."""
+    del numbers
+    rows = views[0].shape[0] * views[0].shape[1]
+    weight = next(view for view in views if len(view.shape) == 2)
+    return 2 * rows * _elements(weight.shape)
+
+
 _COUNTS: dict[str, _Count] = {
     "matmul": _matmul,
+    "recurrence": _recurrence,
+    "recurrence_backward": _recurrence,
     "matmul_add": _matmul,
     "batch_matmul": _batch_matmul,
     "vocabulary_head": _vocabulary_head(3),

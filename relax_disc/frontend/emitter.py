@@ -126,6 +126,12 @@ class Emitter:
         self._builder.emit_normalized(relax.VarBinding(var, expr, self._span))
         return var
 
+    def fields(self, call: relax.Call) -> tuple[relax.Var, ...]:
+        """Emit a call that returns a tuple, and take the tuple apart."""
+        whole = self.emit(call)
+        count = len(whole.ty.fields)
+        return tuple(self.emit(relax.TupleGetItem(whole, k)) for k in range(count))
+
     def te(self, name: str, compute: Callable[..., Any], *args: Any) -> relax.Var:
         """Emit a kernel written in TE; sizes that ``compute`` uses must be among ``args``.
 

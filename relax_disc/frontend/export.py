@@ -24,6 +24,7 @@ from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOp
 from relax_disc.frontend.batch_spec import BatchSpec
 from relax_disc.frontend.dims import DimTable, declared_dims, dim_table, enlarge
 from relax_disc.frontend.guards import check_assertions
+from relax_disc.frontend.recurrent_layers import WholeRecurrence
 from relax_disc.frontend.source_lines import parse_stack, source_line
 
 MODEL = "model"
@@ -191,14 +192,15 @@ def _export(
     def attempt(deferred: bool) -> ExportedProgram:
         # nn.LSTM and its like keep their weights in a list beside the parameters.
         warnings.filterwarnings("ignore", message="The tensor attributes .* were assigned")
-        return torch.export.export(
-            wrapped,
-            args,
-            kwargs,
-            dynamic_shapes=dynamic_shapes,
-            strict=False,
-            prefer_deferred_runtime_asserts_over_guards=deferred,
-        )
+        with WholeRecurrence():
+            return torch.export.export(
+                wrapped,
+                args,
+                kwargs,
+                dynamic_shapes=dynamic_shapes,
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=deferred,
+            )
 
     try:
         with warnings.catch_warnings():

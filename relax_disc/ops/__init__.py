@@ -11,6 +11,7 @@ from relax_disc.ops.attention import attention, attention_backward
 from relax_disc.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from relax_disc.ops.embedding import embedding_backward
 from relax_disc.ops.memory import evict, regenerate
+from relax_disc.ops.recurrence import recurrence, recurrence_backward
 
 __all__ = [
     "attention",
@@ -19,5 +20,7 @@ __all__ = [
     "cross_entropy_backward",
     "embedding_backward",
     "evict",
+    "recurrence",
+    "recurrence_backward",
     "regenerate",
 ]

@@ -1,8 +1,9 @@
 """Calls of library functions in place of operators that libraries do better than generated code.
 
-Matrix products, attention and its gradient, the gradient of an embedding table. Each becomes a
-`call_dps_packed` of `relax_disc.cpu.*` or `relax_disc.cuda.*`, whose arguments are described in
-`vm_builtins/library_kernels.py`. Permutations and reshapes of operands are folded into strides.
+Matrix products, attention and recurrent layers with their gradients, the gradient of an embedding
+table. Each becomes a `call_dps_packed` of `relax_disc.cpu.*` or `relax_disc.cuda.*`, whose
+arguments are described in `vm_builtins/library_kernels.py`. Permutations and reshapes of
+operands are folded into strides.
 
 A rule is `rule(call, site) -> Expr or None`; None means "not mine", and `LegalizeOps` does it.
 """
@@ -17,7 +18,12 @@ import tvm
 from tvm import relax
 from tvm.sym.analyzer import Analyzer
 
-from relax_disc.transform import dispatch_attention, dispatch_embedding, dispatch_matmul
+from relax_disc.transform import (
+    dispatch_attention,
+    dispatch_embedding,
+    dispatch_matmul,
+    dispatch_recurrence,
+)
 from relax_disc.transform.operand_views import Uses, definition, is_call_of, permutation_of
 from relax_disc.vm_builtins import library_kernels
 
@@ -70,6 +76,8 @@ RULES: dict[str, Rule] = {
     "relax_disc.attention": dispatch_attention.attention,
     "relax_disc.attention_backward": dispatch_attention.attention_backward,
     "relax_disc.embedding_backward": dispatch_embedding.embedding_backward,
+    "relax_disc.recurrence": dispatch_recurrence.recurrence,
+    "relax_disc.recurrence_backward": dispatch_recurrence.recurrence,
 }
 
 

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional
 import tvm_ffi
 
+from relax_disc.recurrence_kinds import KINDS
+from relax_disc.vm_builtins import recurrence_steps
 from relax_disc.vm_builtins.library_arrays import unpack_axes
 
 _ROWS = 1024  # of scores at a time, for the log-sum-exp
@@ -145,6 +147,64 @@ def embedding_backward(grad: Any, ids: Any, padding_idx: int, out: Any) -> None:
     )
 
 
+def recurrence(
+    projected: Any,
+    state: Any,
+    weight: Any,
+    bias: Any,
+    kind: int,
+    batch_first: int,
+    reverse: int,
+    out: Any,
+    last: Any,
+    reserve: Any,
+) -> None:
+    """Run a recurrent layer, a few of PyTorch's kernels for each step."""
+    recurrence_steps.forward(
+        torch.tanh,
+        _tensor(projected),
+        _tensor(state),
+        _tensor(weight),
+        _tensor(bias),
+        tuple(KINDS)[kind],
+        bool(batch_first),
+        bool(reverse),
+        _tensor(out),
+        _tensor(last),
+        _tensor(reserve),
+    )
+
+
+def recurrence_backward(
+    grad_out: Any,
+    grad_last: Any,
+    state: Any,
+    weight: Any,
+    out: Any,
+    reserve: Any,
+    kind: int,
+    batch_first: int,
+    reverse: int,
+    gradients: Any,
+    grad_state: Any,
+) -> None:
+    """Run the gradient of a recurrent layer."""
+    recurrence_steps.backward(
+        torch.tanh,
+        _tensor(grad_out),
+        _tensor(grad_last),
+        _tensor(state),
+        _tensor(weight),
+        _tensor(out),
+        _tensor(reserve),
+        tuple(KINDS)[kind],
+        bool(batch_first),
+        bool(reverse),
+        _tensor(gradients),
+        _tensor(grad_state),
+    )
+
+
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -243,4 +303,6 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "attention_backward": attention_backward,
     "attention_backward_masked": attention_backward_masked,
     "embedding_backward": embedding_backward,
+    "recurrence": recurrence,
+    "recurrence_backward": recurrence_backward,
 }

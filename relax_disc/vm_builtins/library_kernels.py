@@ -12,6 +12,8 @@ be built, else the twins here. The twins are also the oracle of the tests.
 `relax_disc.cpu.attention_backward`          see `library_attention`
 `relax_disc.cpu.attention_backward_masked`   see `library_attention`
 `relax_disc.cpu.embedding_backward`          grad, ids, padding_idx, out
+`relax_disc.cpu.recurrence`                  see `library_recurrence`
+`relax_disc.cpu.recurrence_backward`         see `library_recurrence`
 `relax_disc.cpu.vocabulary_head`             see `library_vocabulary_head`
 `relax_disc.cpu.vocabulary_head_frozen`      see `library_vocabulary_head`
 `relax_disc.cpu.scratch_bytes`               () -> bytes of fixed memory of all native functions
@@ -35,6 +37,7 @@ import tvm_ffi
 
 from relax_disc.vm_builtins import (
     library_attention,
+    library_recurrence,
     library_vocabulary_head,
     native,
     threads,
@@ -125,6 +128,8 @@ TWINS: dict[str, Callable[..., Any]] = {
     "relax_disc.cpu.attention_backward": library_attention.attention_backward,
     "relax_disc.cpu.attention_backward_masked": library_attention.attention_backward_masked,
     "relax_disc.cpu.embedding_backward": embedding_backward,
+    "relax_disc.cpu.recurrence": library_recurrence.recurrence,
+    "relax_disc.cpu.recurrence_backward": library_recurrence.recurrence_backward,
     "relax_disc.cpu.vocabulary_head": library_vocabulary_head.vocabulary_head,
     "relax_disc.cpu.vocabulary_head_frozen": library_vocabulary_head.vocabulary_head_frozen,
     "relax_disc.cpu.scratch_bytes": scratch_bytes,

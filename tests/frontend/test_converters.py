@@ -318,6 +318,9 @@ IN_NETWORKS = {
     "relax_disc.cross_entropy_backward.default",
     "relax_disc.keep.default",
     "relax_disc.uniform.default",
+    # Run by tests/training/test_recurrence.py, which has the library.
+    "relax_disc.recurrence.default",
+    "relax_disc.recurrence_backward.default",
 }
 
 

@@ -1,4 +1,4 @@
-"""Convolutions, pooling, normalisation, recurrence, graphs: gradients against float64 PyTorch."""
+"""Convolutions, pooling, normalisation, graphs: gradients against float64 PyTorch."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
 
-from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend import capture_step
 from tests.frontend.running import Runner, check_gradients
 
@@ -41,16 +40,6 @@ class Upscaled(nn.Module):
 
     def forward(self, x):
         return (F.interpolate(self.up(F.silu(self.down(x))), scale_factor=2) ** 2).mean()
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.cell = kind(5, 6, batch_first=True)
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.last(self.cell(x)[0]).square().mean()
 
 
 class Encoder(nn.Module):
@@ -136,13 +125,11 @@ CASES = {
         lambda b, s: (torch.randn(b, 4, s), torch.zeros(b, dtype=torch.int64)),
         ({0: B, 2: S}, {0: B}),
     ),
-    "lstm": lambda: (Recurrent(nn.LSTM), *random("b", 4, 5)),
-    "gru": lambda: (Recurrent(nn.GRU), *random("b", 4, 5)),
     "encoder": lambda: (Encoder(), *random("b", "s", 16)),
     "weight-norm": lambda: (Normed(), *random("b", 4, 5)),
     "graph": lambda: (Graph(), graph, ({0: B}, {1: EDGES})),
 }
-SLOW = {"conv-depthwise-dilated", "lstm", "gru", "conv1d", "encoder"}
+SLOW = {"conv-depthwise-dilated", "conv1d", "encoder"}
 
 
 @pytest.mark.parametrize(
@@ -174,9 +161,3 @@ def test_evaluation_mode_keeps_the_statistics():
     captured = capture_step(model, None, batch(3, 6), dynamic_shapes=shapes)
     assert not [out for out in captured.outputs if out.kind == "buffer"]
     check_gradients(captured, model, [batch(2, 5)], least=LOOSE)
-
-
-def test_recurrence_over_a_dynamic_length_is_refused():
-    batch, shapes = random("b", "s", 5)
-    with pytest.raises((ShapeRangeError, UnsupportedOperatorError)):
-        capture_step(Recurrent(nn.LSTM), None, batch(3, 6), dynamic_shapes=shapes)

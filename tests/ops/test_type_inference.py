@@ -54,6 +54,22 @@ def test_embedding_backward(dims):
     assert str(kind) == 'R.Tensor((1000, 64), dtype="float32")'
 
 
+def test_recurrence(dims):
+    b, t = dims
+    projected, state = tensor("projected", [b, t, 32]), tensor("state", [2, b, 8])
+    weight, bias = tensor("weight", [32, 8]), tensor("bias", [32])
+    options = {"kind": "lstm", "batch_first": True, "reverse": False}
+    kind = inferred(ops.recurrence(projected, state, weight, bias, **options))
+    assert str(kind.fields[0]) == 'R.Tensor((b, t, 8), dtype="float32")'
+    assert str(kind.fields[1]) == str(state.ty)
+    assert str(kind.fields[2]) == 'R.Tensor((b, t, 40), dtype="float32")'
+    out, reserve = tensor("out", [b, t, 8]), tensor("reserve", [b, t, 40])
+    back = inferred(ops.recurrence_backward(out, state, state, weight, out, reserve, **options))
+    assert [str(x) for x in back.fields] == [str(projected.ty), str(state.ty)]
+    with pytest.raises(ValueError, match="kind"):
+        ops.recurrence(projected, state, weight, bias, **{**options, "kind": "lstmp"})
+
+
 def test_marks_are_the_identity(dims):
     x = tensor("x", list(dims))
     assert str(inferred(ops.evict(x))) == str(x.ty)

@@ -31,7 +31,7 @@ def attention(
     emitter: Emitter, q: Any, k: Any, v: Any, mask: Any, scale: float, is_causal: bool
 ) -> Any:
     """Attention, whole."""
-    return _pair(emitter, ops.attention(q, k, v, mask, scale=scale, is_causal=is_causal))
+    return emitter.fields(ops.attention(q, k, v, mask, scale=scale, is_causal=is_causal))
 
 
 @converts("relax_disc.attention_backward.default")
@@ -49,7 +49,7 @@ def attention_backward(
 ) -> Any:
     """Gradients of attention, whole."""
     call = ops.attention_backward(grad, q, k, v, out, lse, mask, scale=scale, is_causal=is_causal)
-    return _pair(emitter, call)
+    return emitter.fields(call)
 
 
 @converts("relax_disc.cross_entropy.default")
@@ -71,7 +71,7 @@ def cross_entropy(
         label_smoothing=label_smoothing,
         reduction=reduction,
     )
-    return _pair(emitter, call)
+    return emitter.fields(call)
 
 
 @converts("relax_disc.cross_entropy_backward.default")
@@ -101,9 +101,3 @@ def cross_entropy_backward(
             reduction=reduction,
         )
     )
-
-
-def _pair(emitter: Emitter, call: relax.Call) -> tuple[Any, ...]:
-    """Emit a call that returns a tuple, and take the tuple apart."""
-    whole = emitter.emit(call)
-    return tuple(emitter.emit(relax.TupleGetItem(whole, k)) for k in range(len(whole.ty.fields)))

@@ -1,0 +1,165 @@
+"""The recurrent part of RNN, GRU and LSTM layers, step by step, over numpy arrays or torch tensors.
+
+Only indexing, arithmetic and the `tanh` that is passed in are used, so that one text serves the
+numpy twins, PyTorch's tracer and CUDA.  The order of gates is in `relax_disc.recurrence_kinds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from relax_disc.recurrence_kinds import KINDS
+
+Tanh = Callable[[Any], Any]
+
+
+def forward(
+    tanh: Tanh,
+    projected: Any,
+    state: Any,
+    weight: Any,
+    bias: Any,
+    kind: str,
+    batch_first: bool,
+    reverse: bool,
+    out: Any,
+    last: Any,
+    reserve: Any,
+) -> None:
+    """Run a layer in one direction.
+
+    Parameters
+    ----------
+    tanh : callable
+        Hyperbolic tangent of the arrays' library.
+    projected : array
+        Input times input weights plus their bias, ``[T, B, gates H]``, or ``[B, T, ...]`` if
+        `batch_first`, as all arrays with a time axis.
+    state : array
+        First state ``[states, B, H]``: hidden, and the cell of an LSTM.
+    weight, bias : array
+        Of the recurrent product, ``[gates H, H]`` and ``[gates H]``.
+    kind : str
+        A key of `KINDS`.
+    batch_first, reverse : bool
+        Whether the batch is the first axis; whether time runs from the end to the start.
+    out, last, reserve : array
+        Results: hidden states ``[T, B, H]``, state after the last step like `state`, and what the
+        gradient needs, ``[T, B, reserve H]``.
+    """
+    width = weight.shape[1]
+    projected, out, reserve = (_by_time(x, batch_first) for x in (projected, out, reserve))
+    hidden = state[0]
+    cell = state[1] if kind == "lstm" else None
+    for t in _times(projected.shape[0], reverse):
+        product = hidden @ weight.T + bias
+        if kind == "lstm":
+            i, f, g, o = _parts(projected[t] + product, width)
+            i, f, g, o = _sigmoid(tanh, i), _sigmoid(tanh, f), tanh(g), _sigmoid(tanh, o)
+            cell = f * cell + i * g
+            hidden = o * tanh(cell)
+            _store(reserve[t], width, (i, f, g, o, cell))
+        elif kind == "gru":
+            (r, z, n), (by_r, by_z, q) = _parts(projected[t], width), _parts(product, width)
+            r, z = _sigmoid(tanh, r + by_r), _sigmoid(tanh, z + by_z)
+            n = tanh(n + r * q)
+            hidden = n + z * (hidden - n)
+            _store(reserve[t], width, (r, z, n, q))
+        else:
+            value = projected[t] + product
+            hidden = tanh(value) if kind == "rnn_tanh" else value * (value > 0)
+        out[t] = hidden
+    last[0] = hidden
+    if kind == "lstm":
+        last[1] = cell
+
+
+def backward(
+    tanh: Tanh,
+    grad_out: Any,
+    grad_last: Any,
+    state: Any,
+    weight: Any,
+    out: Any,
+    reserve: Any,
+    kind: str,
+    batch_first: bool,
+    reverse: bool,
+    gradients: Any,
+    grad_state: Any,
+) -> None:
+    """Run the gradient of `forward` against its direction of time.
+
+    Parameters
+    ----------
+    grad_out, grad_last : array
+        Gradients of `out` and `last`.
+    state, weight, out, reserve, kind, batch_first, reverse
+        As in `forward`.
+    gradients, grad_state : array
+        Results: gradients before the activations, ``[T, B, gradients H]`` (see the module), and
+        those of `state`.
+    """
+    width = weight.shape[1]
+    grad_out, out, reserve, gradients = (
+        _by_time(x, batch_first) for x in (grad_out, out, reserve, gradients)
+    )
+    by_hidden = grad_last[0]
+    by_cell = grad_last[1] if kind == "lstm" else None
+    recurrent = KINDS[kind].gates * width
+    steps = _times(out.shape[0], reverse)
+    for k in range(len(steps) - 1, -1, -1):
+        t = steps[k]
+        by_hidden = by_hidden + grad_out[t]
+        kept: Any = 0
+        if kind == "lstm":
+            i, f, g, o, cell = _parts(reserve[t], width)
+            before = reserve[steps[k - 1]][..., 4 * width :] if k > 0 else state[1]
+            bent = tanh(cell)
+            by_cell = by_cell + by_hidden * o * (1 - bent * bent)
+            parts = (
+                by_cell * g * i * (1 - i),
+                by_cell * before * f * (1 - f),
+                by_cell * i * (1 - g * g),
+                by_hidden * bent * o * (1 - o),
+            )
+            by_cell = by_cell * f
+        elif kind == "gru":
+            r, z, n, q = _parts(reserve[t], width)
+            before = out[steps[k - 1]] if k > 0 else state[0]
+            by_n = by_hidden * (1 - z) * (1 - n * n)
+            by_r = by_n * q * r * (1 - r)
+            by_z = by_hidden * (before - n) * z * (1 - z)
+            kept = by_hidden * z
+            parts = (by_r, by_z, by_n * r, by_n)
+        elif kind == "rnn_tanh":
+            parts = (by_hidden * (1 - out[t] * out[t]),)
+        else:
+            parts = (by_hidden * (out[t] > 0),)
+        _store(gradients[t], width, parts)
+        by_hidden = gradients[t][..., :recurrent] @ weight + kept
+    grad_state[0] = by_hidden
+    if kind == "lstm":
+        grad_state[1] = by_cell
+
+
+def _times(length: int, reverse: bool) -> range:
+    return range(length - 1, -1, -1) if reverse else range(length)
+
+
+def _by_time(array: Any, batch_first: bool) -> Any:
+    return array.swapaxes(0, 1) if batch_first else array
+
+
+def _parts(array: Any, width: int) -> list[Any]:
+    return [array[..., k : k + width] for k in range(0, array.shape[-1], width)]
+
+
+def _store(target: Any, width: int, parts: tuple[Any, ...]) -> None:
+    for k, part in enumerate(parts):
+        target[..., k * width : (k + 1) * width] = part
+
+
+def _sigmoid(tanh: Tanh, x: Any) -> Any:
+    return 0.5 * tanh(0.5 * x) + 0.5
