@@ -18,7 +18,7 @@ from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
 from relax_disc.errors import InputMismatchError
 from relax_disc.forward_function import ForwardFunction
-from relax_disc.frontend import capture_forward, capture_step
+from relax_disc.frontend import capture_accumulation, capture_forward, capture_step
 from relax_disc.frontend.spec import CapturedStep
 from relax_disc.pipeline import PipelineOptions, pipeline
 from relax_disc.tir_kernels.target import cpu_target
@@ -88,14 +88,21 @@ def compile(
     step.memory_budget = budget
     step.loss_fn, step.max_grad_norm = loss_fn, max_grad_norm
 
-    def gradient_program() -> Program:
-        gradients = capture_step(
-            model, None, example_inputs, dynamic_shapes=dynamic_shapes, loss_fn=loss_fn
+    def accumulation_programs() -> tuple[Program, Program]:
+        functions = capture_accumulation(
+            model,
+            optimizer,
+            example_inputs,
+            dynamic_shapes=dynamic_shapes,
+            loss_fn=loss_fn,
+            max_grad_norm=max_grad_norm,
+            groups=captured.update_groups,
         )
-        code, shared = build_or_reuse(gradients.module, target)
-        return Program(gradients, describe_batch(gradients, model), code, shared)
+        code, shared = build_or_reuse(functions[0].module, target)
+        adding, updating = (Program(each, schema, code, shared) for each in functions)
+        return adding, updating
 
-    step.gradient_program = gradient_program
+    step.accumulation_programs = accumulation_programs
     return step
 
 
@@ -167,7 +174,7 @@ def _resolve(target: str | tvm.target.Target) -> tvm.target.Target:
 
 def describe_batch(captured: CapturedStep, model: torch.nn.Module) -> BatchSchema:
     """Describe the batch that the captured function takes."""
-    ranges = index_ranges(captured.module["main"])
+    ranges = index_ranges(captured.module[captured.function])
     leaves = []
     for spec in captured.inputs:
         if spec.kind != "batch":

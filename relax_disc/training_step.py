@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,11 +19,15 @@ from tvm import relax
 from relax_disc.errors import InputMismatchError, StepTornError
 from relax_disc.frontend.spec import CapturedStep
 from relax_disc.training import saved_step
-from relax_disc.training.accumulation import GradientFunction
+from relax_disc.training.accumulation import Accumulation, SummingFunction
 from relax_disc.training.batch import BatchSchema
-from relax_disc.training.compiled_function import CompiledFunction, bind_vector
+from relax_disc.training.compiled_function import CompiledFunction
 from relax_disc.training.counters import StepCounters, fill
 from relax_disc.training.interrupt import deferred_interrupt
+from relax_disc.training.memory_plan import MemoryPlan, MemoryReport
+from relax_disc.training.tear import Tear
+
+_Programs = tuple[saved_step.Program, saved_step.Program]
 
 
 class TrainingStep(CompiledFunction):
@@ -53,8 +57,8 @@ class TrainingStep(CompiledFunction):
         As given to `relax_disc.compile`; None after `load`.
     max_grad_norm : float or None
         As given to `relax_disc.compile`.
-    gradient_program : callable or None
-        Makes the program that accumulation needs; None after `load`.
+    accumulation_programs : callable or None
+        Makes the programs that accumulation needs; None after `load`.
     """
 
     def __init__(
@@ -69,20 +73,22 @@ class TrainingStep(CompiledFunction):
         # Before the binding, which creates the state whose absence the counters look for.
         self._counters = [StepCounters(group, model, optimizer) for group in captured.update_groups]
         super().__init__(captured, executable, schema, model, optimizer)
-        self._vectors = []
-        for group in captured.update_groups:
-            spec = captured.inputs[group.hyper_input]
-            length = int(spec.shape[0])
-            self._vectors.append(bind_vector(self._binding, group.hyper_input, length, spec.dtype))
+        hyper = [captured.inputs[group.hyper_input] for group in captured.update_groups]
+        self._vectors = [
+            torch.zeros(int(spec.shape[0]), dtype=getattr(torch, spec.dtype)) for spec in hyper
+        ]
+        self.bind_hyper_parameters(self._vectors)
         self._optimizer = optimizer
         self._library = library
         self.loss_fn: Callable[..., Any] | None = None
         self.max_grad_norm: float | None = None
-        self.gradient_program: Callable[[], saved_step.Program] | None = None
-        self._gradients: tuple[saved_step.Program, GradientFunction] | None = None
+        self.accumulation_programs: Callable[[], _Programs] | None = None
+        self._loaded_programs: _Programs | None = None
+        self._accumulation: Accumulation | None = None
         self._accumulated = False
         self.check_finite = False
-        self._torn_versions: list[tuple[torch.Tensor, int]] | None = None
+        self._last: CompiledFunction = self
+        self._tear: Tear | None = None
         self._norm: torch.Tensor | None = None
 
     def __call__(self, *batch: Any, update: bool = True, **named: Any) -> Any:
@@ -94,9 +100,10 @@ class TrainingStep(CompiledFunction):
             As in ``example_inputs``, at any shape in the ranges.
         update : bool
             False adds the batch's gradients into ``p.grad`` and updates nothing; the next call
-            with True adds its own, updates once from the sum and sets ``p.grad`` to None, like
-            ``optimizer.step(); optimizer.zero_grad()``.  Gradients are summed: for a mean over N
-            batches divide the loss by N in ``loss_fn``.  The first use compiles a second program.
+            with True adds its own, clips and updates once from the sum and sets ``p.grad`` to None,
+            like ``optimizer.step(); optimizer.zero_grad()``.  Gradients are summed: for a mean over
+            N batches divide the loss by N in ``loss_fn``.  The first use compiles two more
+            functions; they share the step's arena and budget.
 
         Returns
         -------
@@ -111,17 +118,37 @@ class TrainingStep(CompiledFunction):
         MemoryBudgetError
             The shape cannot run inside the budget; nothing has run.
         NonFiniteLossError
-            With `check_finite`, the loss is NaN or infinite; no parameter has been written.
+            With `check_finite`, the loss is NaN or infinite; no parameter and no gradient has been
+            written.
         StepTornError
-            A kernel failed after parameters had been written, now or at an earlier call.
+            A kernel failed after parameters or gradients had been written, now or at an earlier
+            call.
         """
         with self._lock, deferred_interrupt():
-            if update and not self._has_accumulated():
-                return self._run(batch, named)
-            result = self._accumulate(batch, named)
-            if update:
-                self._update_from_sum()
-            return result
+            return self._run(self._function_for(update), batch, named)
+
+    def plan(self, *, update: bool = True, **dims: int) -> MemoryPlan:
+        """Tell the memory and modelled time of a shape under the present budget; runs nothing.
+
+        Parameters
+        ----------
+        update : bool
+            As in the call that is asked about.  While there are sums of gradients they count as
+            resident; with False they do before there are any, and the first use compiles.
+        **dims : int
+            A size for every dim, by its name.
+
+        Raises
+        ------
+        ShapeRangeError
+            A dim is missing, unknown or out of its range.
+        """
+        with self._lock:
+            return self._function_for(update)._plan(dims, self.memory_budget)
+
+    def memory_report(self) -> MemoryReport:
+        """Tell what the last call used, counted while it ran."""
+        return super().memory_report() if self._last is self else self._last.memory_report()
 
     def __repr__(self) -> str:
         dims = ", ".join(str(dim) for dim in self.dims) or "fixed shapes"
@@ -165,7 +192,10 @@ class TrainingStep(CompiledFunction):
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Put parameters, buffers, optimizer state and counts back when the block ends."""
+        """Put parameters, buffers, optimizer state and counts back when the block ends.
+
+        Sums of gradients are put aside meanwhile: inside there are none.
+        """
         with self._lock:
             self._binding.refresh()
             tensors = [self._binding.tensor(index) for index in self._written]
@@ -173,10 +203,21 @@ class TrainingStep(CompiledFunction):
                 tensors += counter.tensors
             saved = [tensor.detach().clone() for tensor in tensors]
             marks = [counter.mark() for counter in self._counters]
-            rng = self.rng_state
+            rng, accumulated = self.rng_state, self._accumulated
+            sums = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
+            for parameter, _ in sums:
+                parameter.grad = None
+            self._accumulated = False
             try:
                 yield
             finally:
+                for parameter in self._model.parameters():
+                    parameter.grad = None
+                for parameter, gradient in sums:
+                    parameter.grad = gradient
+                self._accumulated = accumulated
+                if self._accumulation is not None:
+                    self._accumulation.forget_gradients()
                 with torch.no_grad():
                     for tensor, value in zip(tensors, saved, strict=True):
                         tensor.copy_(value)
@@ -214,8 +255,9 @@ class TrainingStep(CompiledFunction):
                     self._captured, self._schema, self._executable, self._library
                 )
             }
-            if self._gradients is not None:
-                programs["gradients"] = self._gradients[0]
+            accumulation = self._known_programs()
+            if accumulation is not None:
+                programs["adding"], programs["updating"] = accumulation
             settings = {
                 "memory_budget": self.memory_budget,
                 "check_finite": self.check_finite,
@@ -251,117 +293,92 @@ class TrainingStep(CompiledFunction):
         programs, settings = saved_step.load(path, model, optimizer)
         main = programs["step"]
         step = cls(main.captured, main.executable, main.schema, model, optimizer, main.library)
-        if "gradients" in programs:
-            step._bind_gradients(programs["gradients"])
+        if "adding" in programs:
+            step._loaded_programs = programs["adding"], programs["updating"]
         step.memory_budget = settings["memory_budget"]
         step.check_finite = settings["check_finite"]
         step.max_grad_norm = settings["max_grad_norm"]
         return step
 
-    def _has_accumulated(self) -> bool:
-        """Whether gradients were added that nobody has cleared since."""
-        if not self._accumulated or self._gradients is None:
+    def _functions(self) -> tuple[CompiledFunction, ...]:
+        if self._accumulation is None:
+            return (self,)
+        return (self, self._accumulation.adding, self._accumulation.updating)
+
+    def _fits(self, dims: Mapping[str, int], budget: int) -> bool:
+        """While gradients are summed both kinds of call must fit."""
+        function = self._function_for(True)
+        if not function._plan(dims, budget).fits:
             return False
-        return any(p.grad is not None for p in self._gradients[1].parameters())
+        return function is self or self._function_for(False)._plan(dims, budget).fits
 
-    def _accumulate(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        self._refuse_torn()
-        self._check_mode()
-        function = self._gradient_function()
-        if self.memory_budget is not None:
-            self._session.release()  # two arenas at once would break the budget
-        rng = self.rng_state
-        if rng is not None:
-            function.rng_state = rng
-        held = self._binding.bytes_by_kind.get("state", 0)
-        try:
-            loss, extras = function.add_gradients(
-                batch, named, budget=self.memory_budget, held=held, check=self.check_finite
-            )
-        finally:
-            if self.memory_budget is not None:
-                function.session.release()
-        moved = function.rng_state
-        if moved is not None:
-            self.rng_state = moved
-        self._accumulated = True
-        has_extras = any(out.kind == "extra" for out in self._returned)
-        return (loss, extras) if has_extras else loss
+    def _function_for(self, update: bool) -> CompiledFunction:
+        """Choose what a call runs: the plain step where nobody has summed gradients before."""
+        if update and not (self._accumulated and self._summing().has_sums()):
+            return self
+        return self._summing().updating if update else self._summing().adding
 
-    def _update_from_sum(self) -> None:
-        """Let PyTorch's optimizer update from ``p.grad``, and clear it."""
-        function = self._gradient_function()
-        parameters = function.parameters()
-        if self.max_grad_norm is not None:
-            self._norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-        self.forget_new_momentum(self._model, self._optimizer)
-        self._optimizer.step()
-        for counter in self._counters:
-            counter.note_filled()
-        for parameter in parameters:
-            parameter.grad = None
-        self._accumulated = False
+    def _summing(self) -> Accumulation:
+        if self._accumulation is None:
+            programs = self._known_programs()
+            if programs is None:
+                if self.accumulation_programs is None:
+                    raise InputMismatchError(
+                        "This step was saved without the functions for update=False; call it once "
+                        "with update=False before saving it."
+                    )
+                programs = self.accumulation_programs()
+            self._accumulation = Accumulation(programs, self, self._optimizer, self._vectors)
+        return self._accumulation
 
-    def _gradient_function(self) -> GradientFunction:
-        if self._gradients is None:
-            if self.gradient_program is None:
-                raise InputMismatchError(
-                    "This step was saved without a program for update=False; call it once with "
-                    "update=False before saving it."
-                )
-            self._bind_gradients(self.gradient_program())
-        assert self._gradients is not None
-        return self._gradients[1]
+    def _known_programs(self) -> _Programs | None:
+        """The programs of accumulation, if they were compiled or loaded."""
+        return self._loaded_programs if self._accumulation is None else self._accumulation.programs
 
-    def _bind_gradients(self, program: saved_step.Program) -> None:
-        function = GradientFunction(
-            program.captured, program.executable, program.schema, self._model, None
-        )
-        self._gradients = program, function
-
-    def _run(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _run(
+        self, function: CompiledFunction, batch: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
         self._refuse_torn()
         self._check_mode()
         tensors, values = self._schema.bind(batch, named)
         fill(self._vectors, self._counters, check=self.check_finite)
-        self._binding.refresh()
+        if isinstance(function, SummingFunction):
+            function.set_check(self.check_finite)
+        self._last = function
         try:
-            flat = self._call(tensors, values)
+            flat = function._execute(tensors, values)
         except Exception as error:
-            self._note_failure(error)
+            self._note_failure(function, error)
             raise
-        self._mark_written()
+        kinds = [out.kind for out in function._returned]
+        if "norm" in kinds:
+            self._norm = flat[kinds.index("norm")]
+        if self._accumulation is not None and function is self._accumulation.adding:
+            self._accumulated = True
+        else:
+            self._count_update(function)
+        return (flat[0], function._extras(flat)) if "extra" in kinds else flat[0]
+
+    def _count_update(self, function: CompiledFunction) -> None:
+        """Do what is due after an update."""
         for counter in self._counters:
             counter.advance()
         # What the wrapper that a learning-rate scheduler puts round optimizer.step would set.
         self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-        kinds = [out.kind for out in self._returned]
-        if "norm" in kinds:
-            self._norm = flat[kinds.index("norm")]
-        return (flat[0], self._extras(flat)) if "extra" in kinds else flat[0]
+        if function is not self:
+            self._summing().clear()
+            self._accumulated = False
 
-    def _note_failure(self, error: Exception) -> None:
+    def _note_failure(self, function: CompiledFunction, error: Exception) -> None:
         """Remember what was written, so that a later call knows when it has been loaded again."""
-        if not self._session.torn:
+        if not function._session.torn:
             return
-        written = [self._binding.tensor(index) for index in self._written]
-        self._torn_versions = [(tensor, tensor._version) for tensor in written]
+        self._tear = Tear(function)
         raise StepTornError(
-            f"The step failed after some parameters had been written ({error}). Load a saved state "
-            "into the model and the optimizer before the next step."
+            f"The step failed after some tensors had been written ({error}). {self._tear.advice}"
         ) from error
 
     def _refuse_torn(self) -> None:
-        if self._torn_versions is None:
-            return
-        self._binding.refresh()
-        for (old, version), index in zip(self._torn_versions, self._written, strict=True):
-            now = self._binding.tensor(index)
-            if now is old and now._version == version:
-                raise StepTornError(
-                    "An earlier step failed half-way, and "
-                    f"{self._captured.inputs[index].name} has not been loaded again since. Load a "
-                    "saved state into the model and the optimizer before the next step."
-                )
-        self._torn_versions = None
-        self._session.clear_torn()
+        if self._tear is not None:
+            self._tear.mend()
+            self._tear = None

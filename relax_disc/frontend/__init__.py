@@ -1,7 +1,8 @@
 """From a PyTorch model to one Relax function with symbolic shapes.
 
 :func:`capture_step` captures forward, gradients and optimizer update; :func:`capture_forward` the
-forward pass alone.  The function ``main`` of the module carries the attributes
+forward pass alone; :func:`capture_accumulation` two functions that sum gradients over batches.
+The function, ``main`` unless the result says otherwise, carries the attributes
 
 ``relax_disc.dims``
     ``{name: [lower, upper, divisor]}``, an upper bound of -1 for none.
@@ -14,10 +15,11 @@ and every binding has a span with the line of the model that it stems from.
 """
 
 from relax_disc.frontend.batch_spec import BatchSpec
-from relax_disc.frontend.capture import capture_forward, capture_step
+from relax_disc.frontend.capture import capture_accumulation, capture_forward, capture_step
 from relax_disc.frontend.optimizers import (
     ADAM_HYPER,
     SGD_HYPER,
+    SUM_HYPER,
     hyper_values,
     required_state,
     state_step,
@@ -34,12 +36,14 @@ from relax_disc.frontend.spec import (
 __all__ = [
     "ADAM_HYPER",
     "SGD_HYPER",
+    "SUM_HYPER",
     "BatchSpec",
     "CapturedStep",
     "DimSpec",
     "InputSpec",
     "OutputSpec",
     "UpdateGroup",
+    "capture_accumulation",
     "capture_forward",
     "capture_step",
     "hyper_values",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,10 +18,32 @@ from relax_disc.frontend.accumulation import declare_gradients, emit_sums
 from relax_disc.frontend.emitter import Emitter
 from relax_disc.frontend.export import Exported, export, wrap_forward, wrap_step
 from relax_disc.frontend.importer import Parameters, declare, refuse_unknown, translate
-from relax_disc.frontend.spec import CapturedStep, DimSpec, InputSpec, OutputSpec
+from relax_disc.frontend.spec import (
+    CapturedStep,
+    DimSpec,
+    InputSpec,
+    OutputSpec,
+    UpdateGroup,
+)
 from relax_disc.frontend.symbols import SymbolTranslator
 from relax_disc.frontend.trace import Traced, trace_forward, trace_step
 from relax_disc.frontend.updates import emit_updates, plan_updates
+
+ADDING, UPDATING = "add_gradients", "update_from_sum"
+"""Names of the functions of `capture_accumulation`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wanted:
+    """What one function shall do with what was traced."""
+
+    function: str = "main"
+    optimizer: Optimizer | None = None
+    max_grad_norm: float | None = None
+    forward: bool = False
+    accumulate: bool = False
+    update: bool = True
+    groups: Sequence[UpdateGroup] | None = None
 
 
 def capture_step(
@@ -31,7 +54,6 @@ def capture_step(
     dynamic_shapes: Any,
     loss_fn: Callable[..., Any] | None = None,
     max_grad_norm: float | None = None,
-    accumulate: bool = False,
 ) -> CapturedStep:
     """Capture forward, gradients and optimizer update as one Relax function.
 
@@ -55,8 +77,6 @@ def capture_step(
     max_grad_norm : float, optional
         Clip the gradients of all trained parameters by their global norm; the norm becomes an
         output.
-    accumulate : bool
-        Without an optimizer: add the gradients to inputs of kind ``"gradient"``, in place.
 
     Returns
     -------
@@ -73,8 +93,55 @@ def capture_step(
     InputMismatchError
         The arguments do not fit the model, or there is no loss.
     """
-    if accumulate and optimizer is not None:
-        raise InputMismatchError("accumulate=True takes no optimizer: nothing is updated.")
+    exported, traced = _trace(model, example_inputs, dynamic_shapes, loss_fn)
+    wanted = _Wanted(optimizer=optimizer, max_grad_norm=max_grad_norm)
+    return _build(exported, traced, [wanted])[0]
+
+
+def capture_accumulation(
+    model: nn.Module,
+    optimizer: Optimizer,
+    example_inputs: Any,
+    *,
+    dynamic_shapes: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    max_grad_norm: float | None = None,
+    groups: Sequence[UpdateGroup] | None = None,
+) -> tuple[CapturedStep, CapturedStep]:
+    """Capture the two functions that sum gradients over batches, in one module.
+
+    Both take the optimizer's state, so that it counts as memory of the call, and the sums, which
+    they write in place.
+
+    Parameters
+    ----------
+    groups : sequence of UpdateGroup, optional
+        Update groups of the function that `capture_step` made; by default as it would make them.
+    model, optimizer, example_inputs, dynamic_shapes, loss_fn, max_grad_norm
+        See `capture_step`, as are the errors.
+
+    Returns
+    -------
+    adding : CapturedStep
+        ``(loss, *extras, *buffers, *sums)``; updates nothing else.
+    updating : CapturedStep
+        ``(loss, *extras[, norm], *buffers, *sums, *parameters, *states)``: the sums include this
+        batch's gradients; they are clipped, and the update is made from them.
+    """
+    exported, traced = _trace(model, example_inputs, dynamic_shapes, loss_fn)
+    common: dict[str, Any] = {"optimizer": optimizer, "groups": groups, "accumulate": True}
+    adding = _Wanted(function=ADDING, update=False, **common)
+    updating = _Wanted(function=UPDATING, max_grad_norm=max_grad_norm, **common)
+    first, second = _build(exported, traced, [adding, updating])
+    return first, second
+
+
+def _trace(
+    model: nn.Module,
+    example_inputs: Any,
+    dynamic_shapes: Any,
+    loss_fn: Callable[..., Any] | None,
+) -> tuple[Exported, Traced]:
     exported = export(wrap_step(model, loss_fn), example_inputs, dynamic_shapes)
     traced = trace_step(exported, model)
     refuse_unknown(traced)
@@ -83,7 +150,7 @@ def capture_step(
             "The loss does not depend on any parameter that requires a gradient; "
             "use capture_forward for inference."
         )
-    return _build(exported, traced, optimizer, max_grad_norm, accumulate=accumulate)
+    return exported, traced
 
 
 def capture_forward(model: nn.Module, example_inputs: Any, *, dynamic_shapes: Any) -> CapturedStep:
@@ -95,55 +162,62 @@ def capture_forward(model: nn.Module, example_inputs: Any, *, dynamic_shapes: An
     exported = export(wrap_forward(model), example_inputs, dynamic_shapes)
     traced = trace_forward(exported, model)
     refuse_unknown(traced)
-    return _build(exported, traced, None, None, forward=True)
+    return _build(exported, traced, [_Wanted(forward=True)])[0]
 
 
-def _build(
-    exported: Exported,
-    traced: Traced,
-    optimizer: Optimizer | None,
-    max_grad_norm: float | None,
-    forward: bool = False,
-    accumulate: bool = False,
-) -> CapturedStep:
+def _build(exported: Exported, traced: Traced, wanted: Sequence[_Wanted]) -> list[CapturedStep]:
+    """Emit functions of one trace into one module, in which they share kernels."""
     builder = relax.BlockBuilder()
+    made = [_emit(builder, exported, traced, each) for each in wanted]
+    attrs = {step.function: _attributes(step.inputs, step.outputs, step.dims) for step in made}
+    module = builder.get()
+    module = tvm.IRModule(
+        {
+            where: f.with_attrs(attrs[where.name_hint]) if where.name_hint in attrs else f
+            for where, f in module.functions.items()
+        }
+    )
+    return [replace(step, module=module) for step in made]
+
+
+def _emit(
+    builder: relax.BlockBuilder, exported: Exported, traced: Traced, wanted: _Wanted
+) -> CapturedStep:
+    """Emit one function; the module of the result is yet to come."""
     symbols = SymbolTranslator(exported.dims)
     emitter = Emitter(builder, symbols)
     parameters = Parameters()
     env = declare(traced, emitter, parameters)
     _add_shape_parameter(parameters, symbols.used)
-    sums = declare_gradients(traced, parameters) if accumulate else ()
-    updates = plan_updates(traced, optimizer, max_grad_norm, parameters)
-    with builder.function("main", parameters.variables):
+    sums = declare_gradients(traced, parameters) if wanted.accumulate else ()
+    updates = plan_updates(
+        traced, wanted.optimizer, wanted.max_grad_norm, parameters, wanted.groups
+    )
+    with builder.function(wanted.function, parameters.variables):
         with builder.dataflow():
             flat = translate(traced, emitter, env)
-            outputs, values = _outputs(traced, flat, parameters.specs, forward)
+            outputs, values = _outputs(traced, flat, parameters.specs, wanted.forward)
             grads = flat[len(flat) - len(traced.gradients) :] if traced.gradients else []
-            if accumulate:
-                emit_sums(emitter, parameters, sums, grads, outputs, values)
-            else:
+            if wanted.accumulate:
+                added, grads = emit_sums(emitter, parameters, sums, grads, values[0])
+                outputs += added
+                values += grads
+            if wanted.update:
                 emit_updates(emitter, updates, grads, outputs, values)
             bound: list[Any] = [_bound(emitter, value) for value in values]
             result = builder.emit_output(relax.Tuple(bound))
         builder.emit_func_output(result)
     specs = tuple(parameters.specs)
-    attrs = _attributes(specs, outputs, [spec for spec, _ in symbols.used])
-    module = builder.get()
-    module = tvm.IRModule(
-        {
-            where: f.with_attrs(attrs) if where.name_hint == "main" else f
-            for where, f in module.functions.items()
-        }
-    )
     return CapturedStep(
-        module=module,
+        module=tvm.IRModule({}),
         inputs=specs,
         outputs=tuple(outputs),
         dims=tuple(spec for spec, _ in symbols.used),
         batch=exported.batch,
         constants=_constants(traced, specs),
         update_groups=updates.groups,
-        extras=_extras_structure(traced, forward),
+        extras=_extras_structure(traced, wanted.forward),
+        function=wanted.function,
     )
 
 

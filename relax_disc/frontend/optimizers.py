@@ -15,6 +15,8 @@ SGD, `SGD_HYPER`:
     ``sign, lr, weight_decay, momentum, one_minus_dampening, nesterov, first, check`` where
     ``first`` is 1 at the step that makes the momentum buffer (which PyTorch sets to the gradient
     itself).
+The sum of gradients over batches, no optimizer's rule but a kernel like theirs, `SUM_HYPER`:
+    ``sign, check``.
 
 ``sign`` is -1 for ``maximize``, else 1; flags are 0 or 1.  With ``check`` a loss that is not finite
 stops the step before the first update (:mod:`relax_disc.vm_builtins.guard`).
@@ -31,7 +33,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from relax_disc.errors import UnsupportedOperatorError
 
-Rule = Literal["adam", "sgd", "sgd_momentum"]
+Rule = Literal["adam", "sgd", "sgd_momentum", "sum"]
 
 ADAM_HYPER = (
     "sign",
@@ -55,6 +57,8 @@ SGD_HYPER = (
     "first",
     "check",
 )
+
+SUM_HYPER = ("sign", "check")
 
 # Flags that change what is computed, or where, in a way that the kernels do not follow.
 # `foreach` and `fused` only choose among PyTorch's own implementations and are accepted.
@@ -100,6 +104,8 @@ def required_state(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str,
 
 def hyper_names(rule: Rule) -> tuple[str, ...]:
     """Name the entries of the vector that the kernel of a rule reads."""
+    if rule == "sum":
+        return SUM_HYPER
     return ADAM_HYPER if rule == "adam" else SGD_HYPER
 
 

@@ -13,7 +13,16 @@ from torch.utils import _pytree as pytree
 from relax_disc.frontend.batch_spec import BatchSpec
 
 InputKind = Literal[
-    "shape", "batch", "parameter", "buffer", "constant", "rng", "gradient", "state", "hyper"
+    "shape",
+    "batch",
+    "parameter",
+    "buffer",
+    "constant",
+    "rng",
+    "gradient",
+    "adding",
+    "state",
+    "hyper",
 ]
 OutputKind = Literal["loss", "extra", "norm", "gradient", "buffer", "parameter", "state"]
 
@@ -40,10 +49,12 @@ class InputSpec:
         tensor), ``"batch"``, ``"parameter"``, ``"buffer"``, ``"constant"`` (a tensor of the model
         that is neither), ``"rng"`` (``[seed, offset]``, int64, there only when the model draws
         random numbers; the caller raises the offset by one after each step), ``"gradient"`` (the
-        sum so far), ``"state"`` (of the optimizer) or ``"hyper"`` (:mod:`.optimizers`).
+        sum so far), ``"adding"`` (what the addition of gradients reads: `SUM_HYPER` of
+        :mod:`.optimizers`), ``"state"`` (of the optimizer) or ``"hyper"`` (:mod:`.optimizers`).
     target : str or int
         Full name in the model (``"state"``: of its parameter; ``"hyper"``: of the first parameter
-        of its update group); for ``"batch"`` the index of the leaf of the flattened batch.
+        of its update group; ``"adding"``: the element type); for ``"batch"`` the index of the leaf
+        of the flattened batch.
     state_key : str
         For ``"state"`` the key in ``optimizer.state[parameter]``.
     group : int
@@ -99,9 +110,9 @@ class CapturedStep:
     Attributes
     ----------
     module : tvm.IRModule
-        Holds ``main``; its attributes are listed in :mod:`relax_disc.frontend`.
+        Holds the function; its attributes are listed in :mod:`relax_disc.frontend`.
     inputs, outputs : tuple
-        Parameters of ``main``, and the tensors of the tuple that it returns, in order.
+        Parameters of the function, and the tensors of the tuple that it returns, in order.
     dims : tuple of DimSpec
         The free dims.
     batch : BatchSpec
@@ -112,6 +123,8 @@ class CapturedStep:
         Empty when nothing is updated.
     extras : TreeSpec or None
         Structure of the outputs of kind ``"extra"``.
+    function : str
+        Its name in the module.
     """
 
     module: tvm.IRModule
@@ -122,3 +135,4 @@ class CapturedStep:
     constants: Mapping[str, torch.Tensor]
     update_groups: tuple[UpdateGroup, ...] = ()
     extras: pytree.TreeSpec | None = None
+    function: str = "main"

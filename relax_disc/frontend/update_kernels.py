@@ -1,4 +1,4 @@
-"""The optimizer's update of one parameter as one kernel, written as a PrimFunc.
+"""The optimizer's update of one parameter, or of a sum of gradients, as one kernel, a PrimFunc.
 
 One block reads the parameter, its gradient, its states and the hyper-parameters, binds the new
 values, and only then stores them: so the results may be written over the inputs they replace.
@@ -23,6 +23,7 @@ _STATES: dict[Rule, tuple[str, ...]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd_momentum": ("momentum_buffer",),
     "sgd": (),
+    "sum": (),
 }
 
 
@@ -38,7 +39,8 @@ def update_kernel(rule: Rule, shape: tuple[int, ...], dtype: str, clipped: bool)
     Parameters
     ----------
     rule : str
-        Which formula, see :func:`relax_disc.frontend.optimizers.update_rule`.
+        Which formula, see :func:`relax_disc.frontend.optimizers.update_rule`; ``"sum"`` adds the
+        gradient to that of earlier batches, which stands in the parameter's place.
     shape : tuple of int
         Of the parameter.
     dtype : str
@@ -138,8 +140,15 @@ def _sgd_momentum(h: dict[str, Any], p: Any, g: Any, buffer: Any) -> tuple[Any, 
     return p - h["lr"] * step, buffer
 
 
+def _sum(h: dict[str, Any], total: Any, g: Any) -> tuple[Any, ...]:
+    """``loss.backward()`` where there is a gradient already."""
+    del h
+    return (total + g,)
+
+
 _FORMULAS: dict[Rule, Callable[..., tuple[Any, ...]]] = {
     "adam": _adam,
     "sgd": _sgd,
     "sgd_momentum": _sgd_momentum,
+    "sum": _sum,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,12 +57,14 @@ def plan_updates(
     optimizer: Optimizer | None,
     max_grad_norm: float | None,
     parameters: Parameters,
+    like: Sequence[UpdateGroup] | None = None,
 ) -> Updates:
     """Decide which parameters are updated how; declare states and hyper-parameters.
 
     Parameters of one ``param_group`` whose counts of steps differ, or whose types differ, go into
     update groups of their own, because one vector of hyper-parameters holds one bias correction.
-    Parameters that the optimizer does not hold, or that get no gradient, are left alone.
+    Parameters that the optimizer does not hold, or that get no gradient, are left alone.  With
+    ``like`` the groups are those of another function of the same model and optimizer.
 
     Raises
     ------
@@ -79,20 +81,19 @@ def plan_updates(
     position = {s.target: k for k, s in enumerate(parameters.specs) if s.kind == "parameter"}
     items: list[Update] = []
     groups: list[UpdateGroup] = []
-    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+    for index, grads in _members(optimizer, gradient_of, targets, like):
         assert optimizer is not None
-        rule = update_rule(optimizer, group)
-        for members in _split(optimizer, group, gradient_of):
-            number = len(groups)
-            grads = [gradient_of[id(tensor)] for tensor in members]
-            names = tuple(targets[k] for k in grads)
-            dtype = dtype_name(members[0].dtype)
-            hyper = _declare_hyper(parameters, rule, number, names[0], dtype)
-            for name, tensor, grad in zip(names, members, grads, strict=True):
-                keys = required_state(optimizer, group)
-                states = _declare_states(parameters, name, number, tensor, dtype, keys)
-                items.append(Update(name, rule, position[name], grad, states, hyper))
-            groups.append(UpdateGroup(index, names, hyper))
+        group = optimizer.param_groups[index]
+        rule, keys = update_rule(optimizer, group), required_state(optimizer, group)
+        number = len(groups)
+        names = tuple(targets[k] for k in grads)
+        dtype = dtype_name(_tensor(tensors, grads[0]).dtype)
+        hyper = _declare_hyper(parameters, rule, number, names[0], dtype)
+        for name, grad in zip(names, grads, strict=True):
+            tensor = _tensor(tensors, grad)
+            states = _declare_states(parameters, name, number, tensor, dtype, keys)
+            items.append(Update(name, rule, position[name], grad, states, hyper))
+        groups.append(UpdateGroup(index, names, hyper))
     if optimizer is not None and not items:
         raise InputMismatchError(
             "None of the optimizer's parameters gets a gradient from this loss; was the optimizer "
@@ -106,6 +107,30 @@ def plan_updates(
         targets,
         max_grad_norm,
     )
+
+
+def _members(
+    optimizer: Optimizer | None,
+    gradient_of: dict[int, int],
+    targets: Sequence[str],
+    like: Sequence[UpdateGroup] | None,
+) -> Iterator[tuple[int, list[int]]]:
+    """List update groups: the index of the ``param_group``, and which gradients."""
+    if like is not None:
+        gradient = {target: k for k, target in enumerate(targets)}
+        for group in like:
+            yield group.param_group, [gradient[target] for target in group.targets]
+        return
+    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        assert optimizer is not None
+        for members in _split(optimizer, group, gradient_of):
+            yield index, [gradient_of[id(tensor)] for tensor in members]
+
+
+def _tensor(tensors: Sequence[torch.Tensor | None], index: int) -> torch.Tensor:
+    tensor = tensors[index]
+    assert tensor is not None
+    return tensor
 
 
 def _split(

@@ -1,11 +1,8 @@
-"""Add gradients of several batches into ``p.grad``, and update from their sum.
+"""Sum gradients over batches into ``p.grad``, and update from the sum: two functions of a step.
 
-A second program, compiled at the first use from the same model and batch, returns the gradients;
-they are added into PyTorch's own ``p.grad``.  The update from the sum is PyTorch's own optimizer:
-its result is what eager accumulation gives, and it happens once for many batches.
-
-Limits: the gradients of one batch are all alive at the end of the program, and count in its peak;
-what PyTorch's optimizer allocates while it updates does not.
+They are compiled at their first use, from the same model and batch, into one module.  One adds a
+batch's gradients in place; the other adds those of the last batch, clips and updates.  Both work in
+the step's own arena, under its budget, which counts the sums as memory that is there.
 """
 
 from __future__ import annotations
@@ -15,66 +12,35 @@ from typing import Any
 
 import torch
 
-from relax_disc.errors import MemoryBudgetError, NonFiniteLossError
-from relax_disc.training.compiled_function import CompiledFunction
+from relax_disc.training.compiled_function import CompiledFunction, bind_vector
+from relax_disc.training.saved_step import Program
 
 
-class GradientFunction(CompiledFunction):
-    """Forward and gradients without an update; calls return the outputs that replace nothing."""
+class SummingFunction(CompiledFunction):
+    """A function that reads and writes ``p.grad``; its tensors are bound while they exist.
 
-    def add_gradients(
-        self,
-        args: Sequence[Any],
-        named: Mapping[str, Any],
-        *,
-        budget: int | None,
-        held: int,
-        check: bool,
-    ) -> tuple[torch.Tensor, Any]:
-        """Run a batch and add its gradients into ``p.grad``; return the loss and the extras.
+    Parameters
+    ----------
+    program : Program
+        What was captured, with its code.
+    sibling : CompiledFunction
+        The function whose model, arena, budget and random state it shares.
+    optimizer : torch.optim.Optimizer
+        Owner of the state.
+    """
 
-        Parameters
-        ----------
-        args, named
-            The batch.
-        budget : int or None
-            Bytes for all device memory of the call.
-        held : int
-            Bytes that the program does not see: optimizer state.
-        check : bool
-            Refuse a loss that is not finite.
-
-        Raises
-        ------
-        InputMismatchError, ShapeRangeError
-            The batch or the model does not fit.
-        MemoryBudgetError
-            The shape cannot run inside the budget; nothing has been added.
-        NonFiniteLossError
-            With ``check``, the loss is NaN or infinite; nothing has been added.
-        """
-        parameters = self.parameters()
-        persistent = held + sum(p.numel() * p.element_size() for p in parameters)
-        if budget is not None and budget <= persistent:
-            raise MemoryBudgetError(
-                f"Gradients and optimizer state alone take {persistent} bytes, the budget is "
-                f"{budget}; raise it above that.",
-                persistent,
-                persistent,
-            )
-        self.memory_budget = None if budget is None else budget - persistent
-        flat = self.run(args, named)
-        if check and not torch.isfinite(flat[0]):
-            raise NonFiniteLossError(f"The loss is {flat[0].item()}; no gradient has been added.")
-        gradients = [
-            t for t, out in zip(flat, self._returned, strict=True) if out.kind == "gradient"
+    def __init__(
+        self, program: Program, sibling: CompiledFunction, optimizer: torch.optim.Optimizer
+    ) -> None:
+        captured = program.captured
+        super().__init__(
+            captured, program.executable, program.schema, sibling._model, optimizer, sibling
+        )
+        self._adding = [
+            bind_vector(self._binding, index, int(spec.shape[0]), spec.dtype)
+            for index, spec in enumerate(captured.inputs)
+            if spec.kind == "adding"
         ]
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                parameter.grad += gradient
-        return flat[0], self._extras(flat)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """List the parameters that get gradients, in the order of the program."""
@@ -83,3 +49,82 @@ class GradientFunction(CompiledFunction):
             for out in self._captured.outputs
             if out.kind == "gradient"
         ]
+
+    def set_check(self, check: bool) -> None:
+        """Refuse a loss that is not finite before anything is added."""
+        for vector in self._adding:
+            vector.copy_(torch.tensor([1.0, float(check)]))
+
+    def forget_gradients(self) -> None:
+        """Let go of the sums' memory."""
+        self._binding.release_gradients()
+
+    def _execute(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int]) -> list[Any]:
+        """Run with sums that begin at zero where there are none; a refusal leaves none behind."""
+        missing = [p for p in self.parameters() if p.grad is None]
+        if missing:
+            # Before their memory is taken: what does not fit must not be there for a moment.
+            self._session.check_budget([values[name] for name in self._session.metadata.dims])
+        try:
+            for parameter in missing:
+                parameter.grad = torch.zeros_like(
+                    parameter, memory_format=torch.contiguous_format, requires_grad=False
+                )
+            return super()._execute(tensors, values)
+        except Exception:
+            if not self._session.torn:
+                for parameter in missing:
+                    parameter.grad = None
+                if missing:
+                    self.forget_gradients()
+            raise
+
+
+class Accumulation:
+    """The pair of functions.
+
+    Parameters
+    ----------
+    programs : tuple of Program
+        That which adds, and that which updates, of one executable.
+    step : CompiledFunction
+        The plain step.
+    optimizer : torch.optim.Optimizer
+        Owner of the state.
+    vectors : sequence of torch.Tensor
+        Hyper-parameters of the update groups, which all functions read.
+
+    Attributes
+    ----------
+    adding, updating : SummingFunction
+    programs : tuple of Program
+        As given.
+    """
+
+    def __init__(
+        self,
+        programs: tuple[Program, Program],
+        step: CompiledFunction,
+        optimizer: torch.optim.Optimizer,
+        vectors: Sequence[torch.Tensor],
+    ) -> None:
+        self.programs = programs
+        self.adding = SummingFunction(programs[0], step, optimizer)
+        self.updating = SummingFunction(programs[1], self.adding, optimizer)
+        for function in (self.adding, self.updating):
+            function.bind_hyper_parameters(vectors)
+
+    def has_sums(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self.adding.parameters())
+
+    def clear(self) -> None:
+        """Drop the sums, like ``zero_grad()``."""
+        for parameter in self.adding.parameters():
+            parameter.grad = None
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """Let go of the sums' memory, which their owner has dropped or put aside."""
+        self.adding.forget_gradients()
+        self.updating.forget_gradients()

@@ -20,7 +20,7 @@ import tvm
 
 from relax_disc.errors import ArtefactError
 
-FORMAT = 2
+FORMAT = 3
 """Version of the header's contents; raised with every change of them or of the run time."""
 
 _MAGIC = b"relax_disc step\n"

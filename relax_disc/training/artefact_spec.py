@@ -47,6 +47,7 @@ def describe_captured(captured: CapturedStep, schema: BatchSchema) -> dict[str, 
             name: [list(tensor.shape), _dtype_text(tensor.dtype)]
             for name, tensor in captured.constants.items()
         },
+        "function": captured.function,
         "leaves": [_describe_leaf(leaf) for leaf in schema.leaves],
         "device": str(schema.device),
     }
@@ -88,6 +89,7 @@ def restore_captured(
             UpdateGroup(*(_tuples(field) for field in group)) for group in facts["groups"]
         ),
         extras=None if facts["extras"] is None else _load_structure(facts["extras"]),
+        function=facts["function"],
     )
     ranges = tuple(SymbolicDim(dim.name, dim.lower, dim.upper) for dim in dims)
     leaves = tuple(_restore_leaf(leaf) for leaf in facts["leaves"])

@@ -26,7 +26,7 @@ class _Slot:
     index: int
     what: str
     look: Callable[[], torch.Tensor | None]
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None  # None: not bound now
     address: int
     layout: dict[str, object]
     trained: bool
@@ -92,6 +92,8 @@ class Binding:
             elif spec.kind == "constant":
                 tensor = constants[str(spec.target)]
                 self._bind(index, f"constant {spec.target}", lambda tensor=tensor: tensor)
+            elif spec.kind == "gradient":
+                self._await_gradient(index, spec)
             elif spec.kind == "state":
                 self._bind(index, f"state {spec.state_key} of {spec.target}", self._state(spec))
 
@@ -101,7 +103,7 @@ class Binding:
         result: dict[str, int] = {}
         seen: set[int] = set()
         for slot in self._slots:
-            if slot.address in seen and slot.tensor.numel():
+            if slot.tensor is None or (slot.address in seen and slot.tensor.numel()):
                 continue
             seen.add(slot.address)
             kind = self._specs[slot.index].kind
@@ -111,7 +113,20 @@ class Binding:
 
     def tensor(self, index: int) -> torch.Tensor:
         """Return the torch tensor bound to an input of the function."""
-        return self._by_input[index].tensor
+        tensor = self._by_input[index].tensor
+        assert tensor is not None
+        return tensor
+
+    def look(self, index: int) -> torch.Tensor | None:
+        """Return the tensor that PyTorch has now for an input, bound or not."""
+        return self._by_input[index].look()
+
+    def release_gradients(self) -> None:
+        """Let go of the gradients, so that their memory is free when PyTorch drops them."""
+        for slot in self._slots:
+            if self._specs[slot.index].kind == "gradient":
+                self.arguments[slot.index] = slot.tensor = None
+                slot.address = 0
 
     def refresh(self) -> bool:
         """Bind anew whatever PyTorch has replaced since the last call.
@@ -135,7 +150,7 @@ class Binding:
         changed = False
         for slot in self._slots:
             tensor = slot.look()
-            if tensor is slot.tensor and tensor.data_ptr() == slot.address:
+            if tensor is not None and tensor is slot.tensor and tensor.data_ptr() == slot.address:
                 if tensor.requires_grad is not slot.trained and self._optimizer is not None:
                     self._refuse_thaw(slot)
                 continue
@@ -173,8 +188,29 @@ class Binding:
             if not any(known[0] is link[0] and known[1] == name for known in self._parents):
                 self._parents.append(link)
             module = child
-        table = module._parameters if spec.kind == "parameter" else module._buffers
+        table = module._buffers if spec.kind == "buffer" else module._parameters
         return lambda: table.get(leaf)
+
+    def _await_gradient(self, index: int, spec: InputSpec) -> None:
+        """Find ``p.grad`` at each call; it comes and goes."""
+        owner = self._model_tensor(spec)
+        parameter = owner()
+        assert parameter is not None
+
+        def look() -> torch.Tensor | None:
+            current = owner()
+            gradient = None if current is None else current.grad
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise InputMismatchError(
+                    f"The gradient of {spec.target} is {gradient.layout}; the compiled step adds "
+                    "to dense gradients only: clear it."
+                )
+            return gradient
+
+        what = f"gradient of {spec.target}"
+        slot = _Slot(index, what, look, None, 0, _layout(parameter), trained=False)
+        self._slots.append(slot)
+        self._by_input[index] = slot
 
     def _state(self, spec: InputSpec) -> Callable[[], torch.Tensor | None]:
         optimizer = self._optimizer
@@ -227,7 +263,7 @@ class Binding:
         """Refuse tensors that share memory now but did not when the step was compiled."""
         owner: dict[int, _Slot] = {}
         for slot in self._slots:
-            if slot.tensor.numel() == 0:
+            if slot.tensor is None or slot.tensor.numel() == 0:
                 continue
             other = owner.setdefault(slot.address, slot)
             if other is not slot:

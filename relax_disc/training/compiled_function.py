@@ -38,6 +38,9 @@ class CompiledFunction:
         Owner of parameters and buffers.
     optimizer : torch.optim.Optimizer or None
         Owner of the state.
+    sibling : CompiledFunction, optional
+        A function of the same model that takes turns with this one: they share one arena, one
+        budget at the start, and the state of the random operators.
     """
 
     def __init__(
@@ -47,14 +50,18 @@ class CompiledFunction:
         schema: BatchSchema,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
+        sibling: CompiledFunction | None = None,
     ) -> None:
         self._captured, self._executable, self._schema = captured, executable, schema
         self._model = model
         self._modes = tuple((module, module.training) for module in model.modules())
         device = tvm.runtime.device(schema.device.type, schema.device.index or 0)
-        self._machine = relax.VirtualMachine(executable, device)
-        self._function = self._machine["main"]
-        self._session = Session.of(self._machine, "main")
+        if sibling is not None and sibling._executable is executable:
+            self._machine = sibling._machine
+        else:
+            self._machine = relax.VirtualMachine(executable, device)
+        self._function = self._machine[captured.function]
+        self._session = Session.of(self._machine, captured.function)
         self._binding = Binding(captured.inputs, model, optimizer, dict(captured.constants))
         self._arguments = self._binding.arguments
         places = {spec.target: k for k, spec in enumerate(captured.inputs) if spec.kind == "batch"}
@@ -65,12 +72,11 @@ class CompiledFunction:
             {out.replaces for out in captured.outputs if out.replaces is not None}
         )
         self._returned = [out for out in captured.outputs if out.replaces is None]
-        self._lock = threading.RLock()
-        self._rng: torch.Tensor | None = None
-        for index, spec in enumerate(captured.inputs):
-            if spec.kind == "rng":
-                self._rng = bind_vector(self._binding, index, 2, spec.dtype)
-                self._rng[0] = torch.randint(2**62, ())
+        self._lock = threading.RLock() if sibling is None else sibling._lock
+        self._rng = self._bind_rng(None if sibling is None else sibling._rng)
+        if sibling is not None:
+            self._session.share_arena(sibling._session)
+            self._session.memory_budget = sibling._session.memory_budget
 
     @property
     def rng_state(self) -> torch.Tensor | None:
@@ -114,7 +120,8 @@ class CompiledFunction:
     def memory_budget(self, value: int | str | None) -> None:
         budget = None if value is None else parse_bytes(value)
         with self._lock:
-            self._session.memory_budget = budget
+            for function in self._functions():
+                function._session.memory_budget = budget
 
     def plan(self, **dims: int) -> MemoryPlan:
         """Tell the memory and modelled time of a shape under the present budget; runs nothing.
@@ -163,7 +170,7 @@ class CompiledFunction:
         if budget is None:
             return found.last
         return largest_that_fits(
-            lambda size: self._plan({**other_dims, dim: size}, budget).fits,
+            lambda size: self._fits({**other_dims, dim: size}, budget),
             found.first,
             found.last,
             found.divisor,
@@ -201,11 +208,33 @@ class CompiledFunction:
         """
         with self._lock:
             self._check_mode()
-            tensors, values = self._schema.bind(args, named or {})
-            self._binding.refresh()
-            flat = self._call(tensors, values)
-            self._mark_written()
-            return flat
+            return self._execute(*self._schema.bind(args, named or {}))
+
+    def bind_hyper_parameters(self, vectors: Sequence[torch.Tensor]) -> None:
+        """Let the program read the vectors of hyper-parameters, one for each update group."""
+        for group, vector in zip(self._captured.update_groups, vectors, strict=True):
+            self._arguments[group.hyper_input] = as_runtime(vector, "hyper-parameters")
+
+    def _execute(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int]) -> list[Any]:
+        """Bind what PyTorch has replaced, run, tell autograd; return as `_call`."""
+        self._binding.refresh()
+        flat = self._call(tensors, values)
+        self._mark_written()
+        return flat
+
+    def _functions(self) -> tuple[CompiledFunction, ...]:
+        """The functions that share this one's budget."""
+        return (self,)
+
+    def _bind_rng(self, shared: torch.Tensor | None) -> torch.Tensor | None:
+        """Bind the state of the random operators, a sibling's or one with a new seed."""
+        for index, spec in enumerate(self._captured.inputs):
+            if spec.kind == "rng":
+                if shared is None:
+                    shared = torch.tensor([int(torch.randint(2**62, ())), 0], dtype=torch.int64)
+                self._arguments[index] = as_runtime(shared, "rng_state")
+                return shared
+        return None
 
     def _state_bytes(self) -> int:
         by_kind = self._binding.bytes_by_kind
@@ -230,6 +259,9 @@ class CompiledFunction:
             evicted=tuple(kernels[kernel] for kernel in facts.recomputed),
             least_bytes=facts.least_bytes,
         )
+
+    def _fits(self, dims: Mapping[str, int], budget: int) -> bool:
+        return self._plan(dims, budget).fits
 
     def _check_dims(self, given: Mapping[str, int]) -> None:
         names = [dim.name for dim in self.dims]

@@ -90,10 +90,6 @@ class StepCounters:
             for name in self._group.targets:
                 optimizer.state[model.get_parameter(name)].pop("momentum_buffer", None)
 
-    def note_filled(self) -> None:
-        """Note that PyTorch took a step, so that momentum buffers hold something."""
-        self._first = False
-
     def _read(self) -> None:
         state = self._optimizer.state
         if not self._counted:

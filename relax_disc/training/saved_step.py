@@ -67,11 +67,15 @@ def save(
     """
     parts: dict[str, bytes] = {}
     facts = {}
+    libraries: dict[int, str] = {}  # functions of one executable share its code
     for name, program in programs.items():
         facts[name] = describe_captured(program.captured, program.schema)
         for constant, content in constant_parts(program.captured).items():
             parts[f"{name}/constants/{constant}"] = content
-        parts[f"{name}/library"] = program.exported()
+        owner = libraries.setdefault(id(program.executable), name)
+        facts[name]["library"] = f"{owner}/library"
+        if owner == name:
+            parts[f"{name}/library"] = program.exported()
     header = {
         "format": artefact.FORMAT,
         "versions": versions(),
@@ -117,7 +121,10 @@ def load(
         restored[name] = restore_captured(facts, constants)
     runtime.load()
     programs = {}
+    loaded: dict[str, Any] = {}
     for name, (captured, schema) in restored.items():
-        library = parts[f"{name}/library"]
-        programs[name] = Program(captured, schema, artefact.load_library(library), library)
+        part = header["programs"][name]["library"]
+        if part not in loaded:
+            loaded[part] = artefact.load_library(parts[part])
+        programs[name] = Program(captured, schema, loaded[part], parts[part])
     return programs, header["settings"]

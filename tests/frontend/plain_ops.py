@@ -174,8 +174,9 @@ class _Plain(PyExprMutator):
 
 @tvm.transform.module_pass(opt_level=0, name="PlainOps")
 def plain_ops(mod, _context):
-    """Rewrite `main`."""
+    """Rewrite all Relax functions."""
     rewriter = _Plain(mod)
-    where = mod.get_global_var("main")
-    rewriter.builder_.update_func(where, rewriter.visit_expr(mod[where]))
+    for where, function in mod.functions.items():
+        if isinstance(function, relax.Function):
+            rewriter.builder_.update_func(where, rewriter.visit_expr(function))
     return rewriter.builder_.get()

@@ -48,6 +48,8 @@ class Runner:
                 value = to_tvm(captured.constants[spec.target])
             elif spec.kind == "hyper":
                 value = tvm.runtime.tensor(self.hyper(spec, optimizer, named))
+            elif spec.kind == "adding":
+                value = tvm.runtime.tensor(np.asarray([1, 0], spec.dtype))
             elif spec.kind == "gradient":
                 value = to_tvm(named[spec.target].grad)
             elif spec.kind == "state":
@@ -58,7 +60,7 @@ class Runner:
                 value = to_tvm(named[spec.target])
             values.append(value)
         found = {}
-        for spec, out in zip(captured.outputs, self.vm["main"](*values), strict=True):
+        for spec, out in zip(captured.outputs, self.vm[captured.function](*values), strict=True):
             found.setdefault(spec.kind, []).append((spec.name, torch.from_dlpack(out).clone()))
         return found
 

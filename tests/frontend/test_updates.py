@@ -10,7 +10,12 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
-from relax_disc.frontend import capture_step, hyper_values, required_state
+from relax_disc.frontend import (
+    capture_accumulation,
+    capture_step,
+    hyper_values,
+    required_state,
+)
 from tests.frontend.running import Runner
 
 
@@ -184,7 +189,8 @@ def test_an_optimizer_of_another_model_is_refused():
 def test_gradients_add_up():
     torch.manual_seed(0)
     model = Small()
-    captured = capture_step(model, None, batch(4), dynamic_shapes=shapes(), accumulate=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    captured, _ = capture_accumulation(model, optimizer, batch(4), dynamic_shapes=shapes())
     run = Runner(captured)
     trained = {
         out.name: p
@@ -196,7 +202,7 @@ def test_gradients_add_up():
     for parameter in trained.values():
         parameter.grad = torch.zeros_like(parameter)
     for n in (4, 1, 16):
-        for name, value in run(model, None, batch(n))["gradient"]:
+        for name, value in run(model, optimizer, batch(n))["gradient"]:
             trained[name].grad = value
     reference = copy.deepcopy(model).double()
     reference.zero_grad()
@@ -208,9 +214,29 @@ def test_gradients_add_up():
             torch.testing.assert_close(
                 trained[name].grad.double(), parameter.grad, rtol=1e-5, atol=1e-6
             )
-    with pytest.raises(InputMismatchError, match="accumulate"):
-        optimizer = torch.optim.AdamW(model.parameters())
-        capture_step(model, optimizer, batch(4), dynamic_shapes=shapes(), accumulate=True)
+
+
+def test_functions_of_accumulation_share_kernels_and_groups():
+    model = Small()
+    optimizer = torch.optim.AdamW(groups(model))
+    plain = capture_step(model, optimizer, batch(4), dynamic_shapes=shapes())
+    for parameter in model.parameters():  # a count that differs would make groups of its own
+        optimizer.state[parameter]["step"] = torch.tensor(float(parameter.dim()))
+    adding, updating = capture_accumulation(
+        model, optimizer, batch(4), dynamic_shapes=shapes(), groups=plain.update_groups
+    )
+    assert adding.module is updating.module
+    described = [
+        [(g.param_group, g.targets) for g in each.update_groups] for each in (plain, adding)
+    ]
+    assert described[0] == described[1]
+    assert {out.kind for out in adding.outputs} == {"loss", "gradient"}
+    assert {out.kind for out in updating.outputs} == {"loss", "gradient", "parameter", "state"}
+    names = [v.name_hint for v in adding.module.get_global_vars()]
+    assert {adding.function, updating.function} < set(names)
+    assert sum("update_sum" in name for name in names) <= len(
+        {tuple(p.shape) for p in model.parameters()}
+    )
 
 
 def test_bfloat16_parameters_are_updated_in_float32():

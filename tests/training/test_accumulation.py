@@ -1,6 +1,7 @@
-"""Gradient accumulation: like eager's, and like one batch of the whole size."""
+"""Gradient accumulation: like eager's, like one batch of the whole size, in the step's memory."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -8,7 +9,15 @@ from torch import nn
 from torch.export import Dim
 
 import relax_disc
-from relax_disc.errors import InputMismatchError, MemoryBudgetError, NonFiniteLossError
+from relax_disc import compiler
+from relax_disc.errors import (
+    InputMismatchError,
+    MemoryBudgetError,
+    NonFiniteLossError,
+    StepTornError,
+)
+from relax_disc.vm_builtins import native
+from tests.frontend.models import Llama, dims, token_batch
 
 
 class Net(nn.Module):
@@ -129,6 +138,177 @@ def test_keeps_to_the_budget_and_refuses_bad_losses():
         step(x * float("nan"), update=False)
     assert torch.equal(before, step.model.first.weight.grad)
     step(x)
+
+
+def gradient_bytes(step):
+    return sum(p.numel() * p.element_size() for p in step.model.parameters())
+
+
+def test_sums_count_as_resident_memory_while_they_are_there():
+    step = make(max_grad_norm=1.0)
+    (x,) = batches(1, 7)
+    plain = step.plan(rows=7)
+    adding = step.plan(update=False, rows=7)
+    assert all(p.grad is None for p in step.model.parameters())
+    assert adding.resident_bytes - plain.resident_bytes == gradient_bytes(step) + 8
+    assert step.plan(rows=7) == plain
+    step(x, update=False)
+    report = step.memory_report()
+    assert report.peak_bytes == report.planned_peak_bytes == adding.peak_bytes
+    assert report.state_bytes == plain.state_bytes
+    updating = step.plan(rows=7)
+    assert updating.resident_bytes - plain.resident_bytes == gradient_bytes(step) + 8
+    kept = weakref.ref(step.model.first.weight.grad)
+    step(x)
+    report = step.memory_report()
+    assert report.peak_bytes == report.planned_peak_bytes == updating.peak_bytes
+    assert kept() is None
+    assert step.plan(rows=7) == plain
+    step(x)
+    assert step.memory_report().peak_bytes == plain.peak_bytes
+
+
+def test_all_functions_share_one_arena_and_one_budget():
+    step = make()
+    x, small = torch.ones(64, 6), torch.ones(2, 6)
+    step(x)
+    held = step.session.counters().held_bytes
+    step(small, update=False)
+    assert step.memory_report().held_bytes == held
+    step(small)
+    assert step.memory_report().held_bytes == held
+    step.memory_budget = "2MB"
+    for update in (False, True):
+        step(x, update=update)
+        assert step.memory_report().budget_bytes == 2 * 10**6
+    step.memory_budget = None
+    step(x, update=False)
+    room = step.plan(rows=64).peak_bytes
+    assert step.largest("rows", memory_budget=room) == 64
+    assert step.largest("rows", memory_budget=room - 1) < 64
+    step.optimizer.zero_grad()
+    assert step.largest("rows", memory_budget=room - 1) == 64
+
+
+def test_is_compiled_once_and_only_when_it_is_used(tmp_path, monkeypatch):
+    native.load()
+    monkeypatch.setenv("RELAX_DISC_CACHE", str(tmp_path))
+    monkeypatch.delenv("RELAX_DISC_COMPILE_CACHE", raising=False)
+    builds = []
+    original = compiler.build
+    monkeypatch.setattr(compiler, "build", lambda *a: builds.append(1) or original(*a))
+    step = make()
+    step(torch.ones(3, 6))
+    assert len(builds) == 1
+    for rows in (3, 9):
+        step(torch.ones(rows, 6), update=False)
+        step(torch.ones(rows, 6))
+    assert len(builds) == 2
+    again = make()
+    again(torch.ones(3, 6), update=False)
+    assert len(builds) == 2
+
+
+def test_what_failed_half_way_must_be_cleared(monkeypatch):
+    step = make()
+    (x,) = batches(1, 5)
+    step(x, update=False)
+    adding = step._accumulation.adding
+
+    class TornSession:
+        torn = True
+
+        def __getattr__(self, name):
+            return getattr(session, name)
+
+    def fail(*_):
+        raise RuntimeError("a kernel failed")
+
+    session = adding._session
+    with monkeypatch.context() as patch:
+        patch.setattr(adding, "_session", TornSession())
+        patch.setattr(adding, "_call", fail)
+        with pytest.raises(StepTornError, match="zero_grad"):
+            step(x, update=False)
+    for update in (True, False):
+        with pytest.raises(StepTornError, match="first_weight_grad"):
+            step(x, update=update)
+    step.model.zero_grad(set_to_none=False)
+    step(x)
+
+
+def test_a_failure_before_anything_was_written_leaves_no_gradient(monkeypatch):
+    step = make()
+    (x,) = batches(1, 5)
+    step.plan(update=False, rows=5)
+
+    def fail(*_):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step._accumulation.adding, "_call", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            step(x, update=False)
+    assert all(p.grad is None for p in step.model.parameters())
+    step(x)
+
+
+def test_gradients_that_are_not_dense_are_refused():
+    step = make()
+    weight = step.model.first.weight
+    weight.grad = weight.detach().to_sparse()
+    with pytest.raises(InputMismatchError, match="clear it"):
+        step(torch.ones(3, 6), update=False)
+
+
+def least(step, update, **shape):
+    """The least budget that the planner finds for a call."""
+    unlimited = step.memory_budget
+    step.memory_budget = step.plan(update=update, **shape).resident_bytes + 1
+    found = step.plan(update=update, **shape).least_bytes
+    step.memory_budget = unlimited
+    return found
+
+
+def test_results_are_bit_identical_at_every_budget():
+    torch.manual_seed(0)
+    model = Llama(layers=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    b, s = dims()
+    step = relax_disc.compile(
+        model,
+        optimizer,
+        token_batch(3, 12),
+        dynamic_shapes=({0: b, 1: s}, {0: b, 1: s}),
+        max_grad_norm=0.5,
+    )
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    shapes = [(6, 40), (2, 48), (8, 33)]
+
+    def train(fraction):
+        model.load_state_dict(start[0])
+        optimizer.load_state_dict(copy.deepcopy(start[1]))
+        losses, again = [], 0
+        for k, (rows, length) in enumerate(shapes):
+            update = k == len(shapes) - 1
+            step.memory_budget = None
+            high = step.plan(update=update, b=rows, s=length).peak_bytes
+            low = least(step, update, b=rows, s=length)
+            if fraction is not None:
+                step.memory_budget = int(low + fraction * (high - low))
+            losses.append(step(*token_batch(rows, length, k), update=update))
+            report = step.memory_report()
+            assert report.peak_bytes == report.planned_peak_bytes <= (step.memory_budget or high)
+            again += report.recomputations
+        step.memory_budget = None
+        return [*losses, *(p.detach().clone() for p in model.parameters())], again
+
+    free, none = train(None)
+    assert none == 0
+    for fraction in (0.0, 0.4):
+        tight, recomputations = train(fraction)
+        assert recomputations > 0
+        assert all(map(torch.equal, free, tight))
 
 
 def test_is_saved_once_it_was_used(tmp_path):
