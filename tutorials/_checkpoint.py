@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -64,9 +64,13 @@ def load(
     Raises
     ------
     ValueError
-        If the file is of another kind, or of a run with other settings; names those.
+        If the file is damaged, of another kind, or of a run with other settings; names those.
     """
-    with safe_open(path, framework="pt") as file:
+    try:
+        reader = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file ({error})") from error
+    with reader as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != _FORMAT:
             raise ValueError(f"{path} was not saved by this program")

@@ -47,7 +47,7 @@ def make_step(
     """Prepare the step; `relax_disc` compiles here, once, for every batch size and length."""
     if engine == "eager":
         return EagerStep(model, optimizer)
-    batch = Dim("batch", min=1, max=64)
+    batch = Dim("batch", min=1, max=max(64, len(example.ids)))
     length = Dim("length", min=1, max=model.sizes.longest)
     shape = {0: batch, 1: length}
     return relax_disc.compile(

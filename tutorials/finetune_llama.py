@@ -33,6 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from relax_disc.bytes_text import format_bytes
+from relax_disc.errors import InputMismatchError, RelaxDiscError
 from relax_disc.vm_builtins import native
 
 _WARM_UP_STEPS = 20
@@ -145,6 +146,8 @@ def main(
         learning_rate=learning_rate,
         seed=seed,
     )
+    if engine == "eager" and budget is not None:
+        raise typer.BadParameter("PyTorch cannot keep inside a budget", param_hint="--budget")
     if smoke:
         settings, steps = smoke_settings(settings), min(steps, 12)
     console = Console()
@@ -163,7 +166,10 @@ def main(
         with console.status("building the C++ runtime, once per machine"):
             native.load()
     start = time.perf_counter()
-    step = make_step(engine, model, optimizer, batches[0], memory_budget=budget)
+    try:
+        step = make_step(engine, model, optimizer, batches[0], memory_budget=budget)
+    except InputMismatchError as error:
+        raise typer.BadParameter(str(error), param_hint="--budget") from error
     compile_seconds = time.perf_counter() - start
     compilations = 0 if engine == "eager" else 1
     if compilations:
@@ -175,6 +181,11 @@ def main(
             done, rng_state = _checkpoint.load(resume, model, optimizer, settings=asdict(settings))
         except (OSError, ValueError) as error:
             raise typer.BadParameter(str(error), param_hint="--resume") from error
+        if done >= steps:
+            raise typer.BadParameter(
+                f"{resume} has done {done} steps already; ask for more than that",
+                param_hint="--steps",
+            )
         if rng_state is not None:
             step.rng_state = rng_state  # type: ignore[attr-defined]
         console.print(f"continuing after step {done} of {resume}")
@@ -226,4 +237,7 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except RelaxDiscError as error:  # says what to do next; where it was raised helps nobody
+        sys.exit(f"{type(error).__name__}: {error}")
