@@ -11,7 +11,11 @@ from relax_disc.analysis.kernel_cost import library_flops
 
 # (input, output) among the arguments of library functions that may write over an input: a product
 # reads each element of its addend just before it writes the sum there (vm_builtins/src/gemm.h).
-_LIBRARY_PAIRS = {"relax_disc.cpu.matmul_add": frozenset({(2, 7)})}
+# The gradient of a tied table is added up where the other gradient lies (src/embedding.cc).
+_LIBRARY_PAIRS = {
+    "relax_disc.cpu.matmul_add": frozenset({(2, 7)}),
+    "relax_disc.cpu.embedding_backward_add": frozenset({(2, 4)}),
+}
 
 
 class KernelFacts:

@@ -70,9 +70,19 @@ class Site:
 
 Rule = Callable[[relax.Call, Site], "relax.Expr | None"]
 
+
+def _first_of(*rules: Rule) -> Rule:
+    """Try rules in turn."""
+
+    def apply(call: relax.Call, site: Site) -> relax.Expr | None:
+        return next((new for rule in rules if (new := rule(call, site)) is not None), None)
+
+    return apply
+
+
 RULES: dict[str, Rule] = {
     "relax.matmul": dispatch_matmul.matmul,
-    "relax.add": dispatch_matmul.add,
+    "relax.add": _first_of(dispatch_matmul.add, dispatch_embedding.add),
     "relax_disc.attention": dispatch_attention.attention,
     "relax_disc.attention_backward": dispatch_attention.attention_backward,
     "relax_disc.embedding_backward": dispatch_embedding.embedding_backward,

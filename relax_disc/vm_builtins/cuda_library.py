@@ -147,6 +147,15 @@ def embedding_backward(grad: Any, ids: Any, padding_idx: int, out: Any) -> None:
     )
 
 
+def embedding_backward_add(grad: Any, ids: Any, addend: Any, padding_idx: int, out: Any) -> None:
+    """Sum rows of `grad` by their id onto `addend`."""
+    target = _tensor(out)
+    rows = torch.ops.aten.embedding_dense_backward(
+        _tensor(grad), _tensor(ids), target.shape[0], padding_idx, False
+    )
+    torch.add(_tensor(addend), rows, out=target)
+
+
 def recurrence(
     projected: Any,
     state: Any,
@@ -303,6 +312,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "attention_backward": attention_backward,
     "attention_backward_masked": attention_backward_masked,
     "embedding_backward": embedding_backward,
+    "embedding_backward_add": embedding_backward_add,
     "recurrence": recurrence,
     "recurrence_backward": recurrence_backward,
 }

@@ -12,6 +12,7 @@ be built, else the twins here. The twins are also the oracle of the tests.
 `relax_disc.cpu.attention_backward`          see `library_attention`
 `relax_disc.cpu.attention_backward_masked`   see `library_attention`
 `relax_disc.cpu.embedding_backward`          grad, ids, padding_idx, out
+`relax_disc.cpu.embedding_backward_add`      grad, ids, addend, padding_idx, out
 `relax_disc.cpu.recurrence`                  see `library_recurrence`
 `relax_disc.cpu.recurrence_backward`         see `library_recurrence`
 `relax_disc.cpu.vocabulary_head`             see `library_vocabulary_head`
@@ -107,6 +108,15 @@ def embedding_backward(grad: Any, ids: Any, padding_idx: int, out: Any) -> None:
     np.add.at(target, rows[kept], values[kept])
 
 
+def embedding_backward_add(grad: Any, ids: Any, addend: Any, padding_idx: int, out: Any) -> None:
+    """Sum rows of `grad` by their id, in order, onto `addend`; `out` may be `addend` itself."""
+    target, rows = array_of(out), array_of(ids).reshape(-1)
+    values = array_of(grad).reshape(rows.size, target.shape[1])
+    target[...] = array_of(addend)
+    kept = rows != padding_idx
+    np.add.at(target, rows[kept], values[kept])
+
+
 def scratch_bytes() -> int:
     """Bytes of memory that the functions hold beside their arguments; 0 for the twins."""
     return 0
@@ -128,6 +138,7 @@ TWINS: dict[str, Callable[..., Any]] = {
     "relax_disc.cpu.attention_backward": library_attention.attention_backward,
     "relax_disc.cpu.attention_backward_masked": library_attention.attention_backward_masked,
     "relax_disc.cpu.embedding_backward": embedding_backward,
+    "relax_disc.cpu.embedding_backward_add": embedding_backward_add,
     "relax_disc.cpu.recurrence": library_recurrence.recurrence,
     "relax_disc.cpu.recurrence_backward": library_recurrence.recurrence_backward,
     "relax_disc.cpu.vocabulary_head": library_vocabulary_head.vocabulary_head,

@@ -266,14 +266,17 @@ def test_heads_wider_than_the_kernels_are_plain_operators():
     assert calls == [] and {"relax_disc.attention", "relax_disc.attention_backward"} < set(others)
 
 
-def embedding_module():
+def embedding_module(is_tied=False):
     b = tvm.tirx.Var("b", "int64")
     grad = relax.Var("grad", relax.TensorType([b, 8], "float32"))
     ids = relax.Var("ids", relax.TensorType([b], "int64"))
+    other = relax.Var("other", relax.TensorType([5, 8], "float32"))
     builder = relax.BlockBuilder()
-    with builder.function("main", [grad, ids]):
+    with builder.function("main", [grad, ids, *([other] if is_tied else [])]):
         with builder.dataflow():
             call = ops.embedding_backward(grad, ids, num_embeddings=5, padding_idx=1)
+            if is_tied:
+                call = relax.op.add(relax.op.negative(other), builder.emit(call))
             out = builder.emit_output(call)
         builder.emit_func_output(out)
     return builder.get()
@@ -287,6 +290,20 @@ def test_embedding_gradient(is_dispatched):
     (table,) = run(dispatched, values, np.array([3, 1, 3, 0]))
     expected = np.zeros((5, 8), "float32")
     expected[3], expected[0] = values[0] + values[2], values[3]
+    np.testing.assert_array_equal(table, expected)
+
+
+@pytest.mark.parametrize("is_dispatched", [True, False])
+def test_gradient_of_a_tied_table(is_dispatched):
+    mod = embedding_module(is_tied=True)
+    dispatched = DispatchLibrary(LLVM)(mod) if is_dispatched else mod
+    assert library_calls(dispatched)[0] == ([("embedding_backward_add", [1])] * is_dispatched)
+    values = np.arange(32, dtype="float32").reshape(4, 8)
+    other = np.ones((5, 8), "float32")
+    (table,) = run(dispatched, values, np.array([3, 1, 3, 0]), other)
+    expected = -other
+    expected[3] += values[0] + values[2]
+    expected[0] += values[3]
     np.testing.assert_array_equal(table, expected)
 
 

@@ -172,19 +172,31 @@ def test_shapes_that_do_not_fit_are_refused():
     padding_idx=st.integers(-1, 3),
     index=st.sampled_from(["int32", "int64"]),
     dtype=dtypes,
+    onto=st.sampled_from(["nothing", "another", "itself"]),
 )
-@settings(max_examples=40)
-def test_embedding_backward(kind, count, rows, dim, padding_idx, index, dtype):
+@settings(max_examples=60)
+def test_embedding_backward(kind, count, rows, dim, padding_idx, index, dtype, onto):
     generator = np.random.default_rng(count)
     grad = generator.standard_normal((count, dim)).astype(dtype)
     ids = generator.integers(0, rows, count).astype(index)
     out = np.full((rows, dim), np.nan, dtype)
-    call(kind, "embedding_backward", grad, ids, padding_idx, out)
     expected = np.zeros((rows, dim), dtype)
+    if onto == "nothing":
+        call(kind, "embedding_backward", grad, ids, padding_idx, out)
+    else:
+        addend = generator.standard_normal((rows, dim)).astype(dtype)
+        expected[...] = addend
+        if onto == "itself":
+            out = addend
+        call(kind, "embedding_backward_add", grad, ids, addend, padding_idx, out)
     for i in range(count):
         if ids[i] != padding_idx:
             expected[ids[i]] += grad[i]
-    np.testing.assert_array_equal(out, expected)
+    if kind == "torch" and onto != "nothing":  # sums the rows before it adds them
+        tolerance = 1e-5 if dtype == "float32" else 1e-12
+        np.testing.assert_allclose(out, expected, tolerance, tolerance)
+    else:
+        np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.skipif(not IS_NATIVE, reason="no C++ compiler")

@@ -1,4 +1,5 @@
-// relax_disc.cpu.embedding_backward: rows of a gradient added up by their index.
+// relax_disc.cpu.embedding_backward: rows of a gradient added up by their index, onto nothing or
+// (embedding_backward_add) onto another gradient of a tied table, whose place the sum may take.
 //
 // The threads share out the columns, so that no two write one element and every element is summed
 // in the order of the rows, whatever the number of threads.
@@ -18,9 +19,17 @@ namespace {
 constexpr int64_t kElementsPerThread = 1 << 14;
 
 template <typename T, typename Index>
-void EmbeddingBackward(TensorView grad_view, TensorView ids_view, int64_t padding_idx,
-                       TensorView out_view) {
+void EmbeddingBackward(TensorView grad_view, TensorView ids_view, const TensorView* addend_view,
+                       int64_t padding_idx, TensorView out_view) {
   Tensor<T> grad(grad_view), out(out_view);
+  const T* addend = nullptr;
+  if (addend_view != nullptr) {
+    Tensor<T> onto(*addend_view);
+    TVM_FFI_CHECK(onto.Size(0, onto.ndim) == out.Size(0, out.ndim), ValueError)
+        << "embedding_backward_add: " << onto.Size(0, onto.ndim) << " elements to add to "
+        << out.Size(0, out.ndim);
+    addend = onto.data;
+  }
   Tensor<Index> ids(ids_view);
   TVM_FFI_CHECK(out.ndim == 2, ValueError) << "embedding_backward: out has rank " << out.ndim;
   const int64_t rows = out.shape[0], dim = out.shape[1], count = ids.Size(0, ids.ndim);
@@ -36,10 +45,12 @@ void EmbeddingBackward(TensorView grad_view, TensorView ids_view, int64_t paddin
   auto parts = [](int64_t elements, int64_t most) {
     return std::clamp<int64_t>(std::min(elements / kElementsPerThread, most), 1, NumThreads());
   };
-  int64_t fills = parts(rows * dim, rows);
+  int64_t fills = addend == out.data ? 0 : parts(rows * dim, rows);
   ParallelFor(fills, [&](int64_t part) {
     auto [first, last] = Share(rows, 1, fills, part);
-    std::memset(out.data + first * dim, 0, (last - first) * dim * sizeof(T));
+    T* start = out.data + first * dim;
+    const size_t bytes = (last - first) * dim * sizeof(T);
+    addend ? std::memcpy(start, addend + first * dim, bytes) : std::memset(start, 0, bytes);
   });
   int64_t adds = parts(count * dim, (dim + kLanes<T> - 1) / kLanes<T>);
   ParallelFor(adds, [&](int64_t part) {
@@ -54,20 +65,29 @@ void EmbeddingBackward(TensorView grad_view, TensorView ids_view, int64_t paddin
 }
 
 template <typename T>
-void WithIndex(TensorView grad, TensorView ids, int64_t padding_idx, TensorView out) {
+void WithIndex(TensorView grad, TensorView ids, const TensorView* addend, int64_t padding_idx,
+               TensorView out) {
   auto function = ids.dtype().bits == 64 ? &EmbeddingBackward<T, int64_t>
                                          : &EmbeddingBackward<T, int32_t>;
-  function(grad, ids, padding_idx, out);
+  function(grad, ids, addend, padding_idx, out);
+}
+
+void Dispatch(TensorView grad, TensorView ids, const TensorView* addend, int64_t padding_idx,
+              TensorView out) {
+  (IsDouble(out) ? &WithIndex<double> : &WithIndex<float>)(grad, ids, addend, padding_idx, out);
 }
 
 }  // namespace
 
 TVM_FFI_STATIC_INIT_BLOCK() {
-  tvm::ffi::reflection::GlobalDef().def(
-      "relax_disc.cpu.embedding_backward",
-      [](TensorView grad, TensorView ids, int64_t padding_idx, TensorView out) {
-        (IsDouble(out) ? &WithIndex<double> : &WithIndex<float>)(grad, ids, padding_idx, out);
-      });
+  tvm::ffi::reflection::GlobalDef()
+      .def("relax_disc.cpu.embedding_backward",
+           [](TensorView grad, TensorView ids, int64_t padding_idx, TensorView out) {
+             Dispatch(grad, ids, nullptr, padding_idx, out);
+           })
+      .def("relax_disc.cpu.embedding_backward_add",
+           [](TensorView grad, TensorView ids, TensorView addend, int64_t padding_idx,
+              TensorView out) { Dispatch(grad, ids, &addend, padding_idx, out); });
 }
 
 }  // namespace relax_disc
