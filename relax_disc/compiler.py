@@ -23,7 +23,8 @@ from relax_disc.frontend.spec import CapturedStep
 from relax_disc.pipeline import PipelineOptions, pipeline
 from relax_disc.tir_kernels.target import cpu_target
 from relax_disc.training.batch import BatchLeaf, BatchSchema
-from relax_disc.training.compile_cache import build_cached
+from relax_disc.training.calibration import machine_name, read
+from relax_disc.training.compile_cache import CachedProgram, build_cached
 from relax_disc.training.saved_step import Program
 from relax_disc.training_step import TrainingStep
 
@@ -83,8 +84,9 @@ def compile(
         max_grad_norm=max_grad_norm,
     )
     schema = describe_batch(captured, model)
-    executable, library = build_or_reuse(captured.module, target)
-    step = TrainingStep(captured, executable, schema, model, optimizer, library)
+    built = build_or_reuse(captured.module, target)
+    step = TrainingStep(captured, built.executable, schema, model, optimizer, built.library)
+    _calibrate_from_cache(step, built, machine_name(schema.device))
     step.memory_budget = budget
     step.loss_fn, step.max_grad_norm = loss_fn, max_grad_norm
 
@@ -98,12 +100,23 @@ def compile(
             max_grad_norm=max_grad_norm,
             groups=captured.update_groups,
         )
-        code, shared = build_or_reuse(functions[0].module, target)
-        adding, updating = (Program(each, schema, code, shared) for each in functions)
+        both = build_or_reuse(functions[0].module, target)
+        adding, updating = (
+            Program(each, schema, both.executable, both.library) for each in functions
+        )
         return adding, updating
 
-    step.accumulation_programs = accumulation_programs
+    step.accumulation.compile = accumulation_programs
     return step
+
+
+def _calibrate_from_cache(step: TrainingStep, built: CachedProgram, machine: str) -> None:
+    """Use the kernels' times that were measured of the same program on such a machine."""
+    step.calibration_path = built.calibration_path(machine)
+    if step.calibration_path is not None:
+        known = read(step.calibration_path, machine)
+        if known is not None:
+            step.use_calibration(known, step.calibration_path)
 
 
 def compile_forward(
@@ -125,8 +138,9 @@ def compile_forward(
     """
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     captured = capture_forward(model, example_inputs, dynamic_shapes=dynamic_shapes)
-    executable, _ = build_or_reuse(captured.module, target)
-    function = ForwardFunction(captured, executable, describe_batch(captured, model), model, None)
+    built = build_or_reuse(captured.module, target)
+    schema = describe_batch(captured, model)
+    function = ForwardFunction(captured, built.executable, schema, model, None)
     function.memory_budget = budget
     return function
 
@@ -150,16 +164,8 @@ def build(
 
 def build_or_reuse(
     module: tvm.IRModule, target: str | tvm.target.Target, options: PipelineOptions | None = None
-) -> tuple[relax.VMExecutable | tvm.runtime.Module, bytes | None]:
-    """Like `build`, but look into the cache of compiled programs first.
-
-    Returns
-    -------
-    executable : tvm.relax.VMExecutable or tvm.runtime.Module
-        For `tvm.relax.VirtualMachine`.
-    library : bytes or None
-        The code as a shared library; None when the cache is off.
-    """
+) -> CachedProgram:
+    """Like `build`, but look into the cache of compiled programs first."""
     resolved = _resolve(target)
     return build_cached(module, resolved, options, lambda: build(module, resolved, options))
 

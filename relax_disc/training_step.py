@@ -8,8 +8,10 @@ refused is refused before the first kernel, when nothing has changed yet.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +23,20 @@ from relax_disc.frontend.spec import CapturedStep
 from relax_disc.training import saved_step
 from relax_disc.training.accumulation import Accumulation, SummingFunction
 from relax_disc.training.batch import BatchSchema
+from relax_disc.training.calibration import (
+    Calibration,
+    apply_to,
+    machine_name,
+    profile,
+    usable,
+    write,
+)
 from relax_disc.training.compiled_function import CompiledFunction
 from relax_disc.training.counters import StepCounters, fill
 from relax_disc.training.interrupt import deferred_interrupt
 from relax_disc.training.memory_plan import MemoryPlan, MemoryReport
+from relax_disc.training.snapshot import restored, without_gradients
 from relax_disc.training.tear import Tear
-
-_Programs = tuple[saved_step.Program, saved_step.Program]
 
 
 class TrainingStep(CompiledFunction):
@@ -57,8 +66,10 @@ class TrainingStep(CompiledFunction):
         As given to `relax_disc.compile`; None after `load`.
     max_grad_norm : float or None
         As given to `relax_disc.compile`.
-    accumulation_programs : callable or None
-        Makes the programs that accumulation needs; None after `load`.
+    accumulation : Accumulation
+        The functions that sum gradients, compiled when they are first needed.
+    calibration_path : pathlib.Path or None
+        Where `calibrate` keeps what it measured, besides in the step.
     """
 
     def __init__(
@@ -82,14 +93,13 @@ class TrainingStep(CompiledFunction):
         self._library = library
         self.loss_fn: Callable[..., Any] | None = None
         self.max_grad_norm: float | None = None
-        self.accumulation_programs: Callable[[], _Programs] | None = None
-        self._loaded_programs: _Programs | None = None
-        self._accumulation: Accumulation | None = None
-        self._accumulated = False
+        self.accumulation = Accumulation(self, optimizer, self._vectors, self._model_times)
         self.check_finite = False
         self._last: CompiledFunction = self
         self._tear: Tear | None = None
         self._norm: torch.Tensor | None = None
+        self._calibration: Calibration | None = None
+        self.calibration_path: Path | None = None
 
     def __call__(self, *batch: Any, update: bool = True, **named: Any) -> Any:
         """Run one step.
@@ -125,7 +135,7 @@ class TrainingStep(CompiledFunction):
             call.
         """
         with self._lock, deferred_interrupt():
-            return self._run(self._function_for(update), batch, named)
+            return self._run(self.accumulation.function_for(update), batch, named)
 
     def plan(self, *, update: bool = True, **dims: int) -> MemoryPlan:
         """Tell the memory and modelled time of a shape under the present budget; runs nothing.
@@ -144,7 +154,7 @@ class TrainingStep(CompiledFunction):
             A dim is missing, unknown or out of its range.
         """
         with self._lock:
-            return self._function_for(update)._plan(dims, self.memory_budget)
+            return self.accumulation.function_for(update)._plan(dims, self.memory_budget)
 
     def memory_report(self) -> MemoryReport:
         """Tell what the last call used, counted while it ran."""
@@ -170,61 +180,64 @@ class TrainingStep(CompiledFunction):
         """The optimizer whose state the step updates."""
         return self._optimizer
 
-    def first_use(self, target: str) -> str:
-        """Return the model's line, ``"file:line"``, of the first kernel that reads a tensor.
-
-        Parameters
-        ----------
-        target : str
-            Full name of a parameter or buffer; ``""`` is returned where nothing is known.
-        """
-        given = [spec for spec in self._captured.inputs if spec.kind != "shape"]
-        places = {
-            index
-            for index, spec in enumerate(given)
-            if spec.target == target and spec.kind in ("parameter", "buffer")
-        }
-        metadata = self._session.metadata
-        for kernel in metadata.kernels:
-            if kernel.source and any(metadata.tensors[k].given in places for k in kernel.inputs):
-                return kernel.source
-        return ""
-
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Put parameters, buffers, optimizer state and counts back when the block ends.
 
         Sums of gradients are put aside meanwhile: inside there are none.
         """
-        with self._lock:
+        with self._lock, without_gradients(self._model):
             self._binding.refresh()
             tensors = [self._binding.tensor(index) for index in self._written]
-            for counter in self._counters:
-                tensors += counter.tensors
-            saved = [tensor.detach().clone() for tensor in tensors]
-            marks = [counter.mark() for counter in self._counters]
-            rng, accumulated = self.rng_state, self._accumulated
-            sums = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
-            for parameter, _ in sums:
-                parameter.grad = None
-            self._accumulated = False
+            rng, started = self.rng_state, self.accumulation.started
+            self.accumulation.started = False
             try:
-                yield
+                with restored(tensors, self._counters):
+                    yield
             finally:
-                for parameter in self._model.parameters():
-                    parameter.grad = None
-                for parameter, gradient in sums:
-                    parameter.grad = gradient
-                self._accumulated = accumulated
-                if self._accumulation is not None:
-                    self._accumulation.forget_gradients()
-                with torch.no_grad():
-                    for tensor, value in zip(tensors, saved, strict=True):
-                        tensor.copy_(value)
-                for counter, mark in zip(self._counters, marks, strict=True):
-                    counter.restore(mark)
+                self.accumulation.started = started
+                self.accumulation.forget_gradients()
                 if rng is not None:
                     self.rng_state = rng
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What `calibrate` measured, here or before the step was saved; None: nothing."""
+        return self._calibration
+
+    def calibrate(self, *batch: Any, repeats: int = 3, **named: Any) -> None:
+        """Measure the kernels on a batch, so that plans weigh them by their times on this machine.
+
+        Runs the step ``repeats + 1`` times and puts back what that changed, of which it takes a
+        copy meanwhile, outside the budget.  Times at other shapes are modelled from those measured:
+        calibrate at a small and at a large shape.  All plans are dropped; results stay the same to
+        the last bit.  What was measured is saved with the step and kept beside its compiled program
+        in the cache, for this kind of machine.  The functions of accumulation are measured too, if
+        they have been used.
+
+        Parameters
+        ----------
+        *batch, **named
+            As for a call.
+        repeats : int
+            How many runs are timed; the median counts.
+
+        Raises
+        ------
+        InputMismatchError, ShapeRangeError, MemoryBudgetError, NonFiniteLossError
+            As for a call.
+        """
+        if repeats < 1:
+            raise InputMismatchError(f"calibrate() times at least one run, not {repeats}.")
+        with self._lock, deferred_interrupt(), self.restored():
+            calibration = self._calibration or Calibration(machine_name(self._schema.device))
+            for function in self._functions():
+                run = functools.partial(self._run, function, batch, named)
+                measurement = profile(function.session, run, repeats)
+                calibration = calibration.adding(function.name, measurement)
+        self._use_calibration(calibration)
+        if self.calibration_path is not None:
+            write(self.calibration_path, calibration)
 
     def forget_new_momentum(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Remove momentum buffers that were made for the step but hold nothing yet.
@@ -255,13 +268,13 @@ class TrainingStep(CompiledFunction):
                     self._captured, self._schema, self._executable, self._library
                 )
             }
-            accumulation = self._known_programs()
-            if accumulation is not None:
-                programs["adding"], programs["updating"] = accumulation
+            if self.accumulation.programs is not None:
+                programs["adding"], programs["updating"] = self.accumulation.programs
             settings = {
                 "memory_budget": self.memory_budget,
                 "check_finite": self.check_finite,
                 "max_grad_norm": self.max_grad_norm,
+                "calibration": None if self._calibration is None else self._calibration.describe(),
             }
             saved_step.save(path, programs, settings, self._model, self._optimizer)
 
@@ -294,46 +307,50 @@ class TrainingStep(CompiledFunction):
         main = programs["step"]
         step = cls(main.captured, main.executable, main.schema, model, optimizer, main.library)
         if "adding" in programs:
-            step._loaded_programs = programs["adding"], programs["updating"]
+            step.accumulation.programs = programs["adding"], programs["updating"]
+        if settings["calibration"] is not None:
+            saved = Calibration.restore(settings["calibration"])
+            step.use_calibration(saved, path)
         step.memory_budget = settings["memory_budget"]
         step.check_finite = settings["check_finite"]
         step.max_grad_norm = settings["max_grad_norm"]
         return step
 
+    def use_calibration(self, saved: Calibration, where: object) -> None:
+        """Plan by times that were measured before, unless on another kind of machine.
+
+        Parameters
+        ----------
+        saved : Calibration
+            As `calibration` gave it.
+        where : object
+            Where it was found, for the message that says that it is not used.
+        """
+        with self._lock:
+            found = usable(saved, machine_name(self._schema.device), where)
+            if found is not None:
+                self._use_calibration(found)
+
+    def _use_calibration(self, calibration: Calibration) -> None:
+        self._calibration = calibration
+        for function in self._functions():
+            self._model_times(function)
+
+    def _model_times(self, function: CompiledFunction) -> None:
+        """Plan a function by the measured times of its kernels, if there are any."""
+        if self._calibration is not None:
+            apply_to(function.session, self._calibration.of(function.name))
+
     def _functions(self) -> tuple[CompiledFunction, ...]:
-        if self._accumulation is None:
-            return (self,)
-        return (self, self._accumulation.adding, self._accumulation.updating)
+        return (self, *self.accumulation.known())
 
     def _fits(self, dims: Mapping[str, int], budget: int) -> bool:
-        """While gradients are summed both kinds of call must fit."""
-        function = self._function_for(True)
-        if not function._plan(dims, budget).fits:
-            return False
-        return function is self or self._function_for(False)._plan(dims, budget).fits
-
-    def _function_for(self, update: bool) -> CompiledFunction:
-        """Choose what a call runs: the plain step where nobody has summed gradients before."""
-        if update and not (self._accumulated and self._summing().has_sums()):
-            return self
-        return self._summing().updating if update else self._summing().adding
-
-    def _summing(self) -> Accumulation:
-        if self._accumulation is None:
-            programs = self._known_programs()
-            if programs is None:
-                if self.accumulation_programs is None:
-                    raise InputMismatchError(
-                        "This step was saved without the functions for update=False; call it once "
-                        "with update=False before saving it."
-                    )
-                programs = self.accumulation_programs()
-            self._accumulation = Accumulation(programs, self, self._optimizer, self._vectors)
-        return self._accumulation
-
-    def _known_programs(self) -> _Programs | None:
-        """The programs of accumulation, if they were compiled or loaded."""
-        return self._loaded_programs if self._accumulation is None else self._accumulation.programs
+        """While gradients wait both kinds of call must fit."""
+        function = self.accumulation.function_for(True)
+        calls = [function]
+        if function is not self:
+            calls.append(self.accumulation.function_for(False))
+        return all(call._plan(dims, budget).fits for call in calls)
 
     def _run(
         self, function: CompiledFunction, batch: tuple[Any, ...], named: dict[str, Any]
@@ -353,21 +370,12 @@ class TrainingStep(CompiledFunction):
         kinds = [out.kind for out in function._returned]
         if "norm" in kinds:
             self._norm = flat[kinds.index("norm")]
-        if self._accumulation is not None and function is self._accumulation.adding:
-            self._accumulated = True
-        else:
-            self._count_update(function)
+        if self.accumulation.note(function):
+            for counter in self._counters:
+                counter.advance()
+            # What the wrapper that a learning-rate scheduler puts round optimizer.step would set.
+            self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         return (flat[0], function._extras(flat)) if "extra" in kinds else flat[0]
-
-    def _count_update(self, function: CompiledFunction) -> None:
-        """Do what is due after an update."""
-        for counter in self._counters:
-            counter.advance()
-        # What the wrapper that a learning-rate scheduler puts round optimizer.step would set.
-        self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-        if function is not self:
-            self._summing().clear()
-            self._accumulated = False
 
     def _note_failure(self, function: CompiledFunction, error: Exception) -> None:
         """Remember what was written, so that a later call knows when it has been loaded again."""

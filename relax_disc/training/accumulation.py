@@ -7,13 +7,16 @@ the step's own arena, under its budget, which counts the sums as memory that is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from relax_disc.errors import InputMismatchError
 from relax_disc.training.compiled_function import CompiledFunction, bind_vector
 from relax_disc.training.saved_step import Program
+
+Programs = tuple[Program, Program]
 
 
 class SummingFunction(CompiledFunction):
@@ -81,50 +84,92 @@ class SummingFunction(CompiledFunction):
 
 
 class Accumulation:
-    """The pair of functions.
+    """The functions of a step that sum gradients, made when they are first needed.
 
     Parameters
     ----------
-    programs : tuple of Program
-        That which adds, and that which updates, of one executable.
     step : CompiledFunction
         The plain step.
     optimizer : torch.optim.Optimizer
         Owner of the state.
     vectors : sequence of torch.Tensor
         Hyper-parameters of the update groups, which all functions read.
+    ready : callable
+        Gets each function when it has been made.
 
     Attributes
     ----------
-    adding, updating : SummingFunction
-    programs : tuple of Program
-        As given.
+    compile : callable or None
+        Makes the programs, that which adds and that which updates, of one executable.
+    programs : tuple of Program or None
+        What was compiled or loaded.
+    started : bool
+        Whether gradients were added since the last update.
     """
 
     def __init__(
         self,
-        programs: tuple[Program, Program],
         step: CompiledFunction,
         optimizer: torch.optim.Optimizer,
         vectors: Sequence[torch.Tensor],
+        ready: Callable[[CompiledFunction], None],
     ) -> None:
-        self.programs = programs
-        self.adding = SummingFunction(programs[0], step, optimizer)
-        self.updating = SummingFunction(programs[1], self.adding, optimizer)
-        for function in (self.adding, self.updating):
-            function.bind_hyper_parameters(vectors)
+        self._step, self._optimizer, self._vectors, self._ready = step, optimizer, vectors, ready
+        self._made: tuple[SummingFunction, SummingFunction] | None = None
+        self.compile: Callable[[], Programs] | None = None
+        self.programs: Programs | None = None
+        self.started = False
 
-    def has_sums(self) -> bool:
-        """Whether any parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self.adding.parameters())
+    def known(self) -> tuple[SummingFunction, ...]:
+        """Return the functions, if they have been needed."""
+        return self._made or ()
 
-    def clear(self) -> None:
-        """Drop the sums, like ``zero_grad()``."""
-        for parameter in self.adding.parameters():
+    def function_for(self, update: bool) -> CompiledFunction:
+        """Choose what a call runs: the plain step where no gradients wait.
+
+        Raises
+        ------
+        InputMismatchError
+            The functions are needed and cannot be made: the step was saved without them.
+        """
+        waiting = self.started and any(
+            p.grad is not None for p in self._functions()[0].parameters()
+        )
+        if update and not waiting:
+            return self._step
+        return self._functions()[int(update)]
+
+    def note(self, function: CompiledFunction) -> bool:
+        """Do what is due after a call: drop the sums when they were used; return if it updated."""
+        if self._made is None or function is self._step:
+            return True
+        if function is self._made[0]:
+            self.started = True
+            return False
+        for parameter in self._made[0].parameters():
             parameter.grad = None
         self.forget_gradients()
+        self.started = False
+        return True
 
     def forget_gradients(self) -> None:
         """Let go of the sums' memory, which their owner has dropped or put aside."""
-        self.adding.forget_gradients()
-        self.updating.forget_gradients()
+        for function in self.known():
+            function.forget_gradients()
+
+    def _functions(self) -> tuple[SummingFunction, SummingFunction]:
+        if self._made is None:
+            if self.programs is None:
+                if self.compile is None:
+                    raise InputMismatchError(
+                        "This step was saved without the functions for update=False; call it once "
+                        "with update=False before saving it."
+                    )
+                self.programs = self.compile()
+            adding = SummingFunction(self.programs[0], self._step, self._optimizer)
+            updating = SummingFunction(self.programs[1], adding, self._optimizer)
+            self._made = adding, updating
+            for function in self._made:
+                function.bind_hyper_parameters(self._vectors)
+                self._ready(function)
+        return self._made

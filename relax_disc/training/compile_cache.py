@@ -5,7 +5,8 @@ the options, the target, the versions of the libraries, the processor and the pa
 It holds a checksum and a shared library; a damaged file counts as absent.  Files live in the
 `programs` folder of the cache directory (`RELAX_DISC_CACHE`, else below the user's cache), appear
 whole or not at all, and the least recently used ones go when they exceed `RELAX_DISC_CACHE_BYTES`
-(2 GiB).  `RELAX_DISC_COMPILE_CACHE=0` switches the cache off.
+(2 GiB).  `RELAX_DISC_COMPILE_CACHE=0` switches the cache off.  Beside a program lie the times that
+were measured of its kernels, one file for each kind of machine.
 
 Limits: two processes that miss the same program at once both compile it.
 """
@@ -19,7 +20,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,37 @@ from relax_disc.errors import ArtefactError
 from relax_disc.pipeline import PipelineOptions
 from relax_disc.training import artefact
 from relax_disc.training.artefact_check import processor, versions
+from relax_disc.training.calibration import SUFFIX as CALIBRATION_SUFFIX
+from relax_disc.training.calibration import cache_file
 from relax_disc.vm_builtins import native, runtime
 
 _logger = logging.getLogger(__name__)
 
 _LIMIT_BYTES = 2 * 2**30
 _SUFFIX = ".program"
+
+
+@dataclass(frozen=True, slots=True)
+class CachedProgram:
+    """A program as the cache knows it.
+
+    Attributes
+    ----------
+    executable : tvm.relax.VMExecutable or tvm.runtime.Module
+        For `tvm.relax.VirtualMachine`.
+    library : bytes or None
+        The code as a shared library; None when the cache is off.
+    path : pathlib.Path or None
+        Its file; None when the cache is off.
+    """
+
+    executable: Any
+    library: bytes | None = None
+    path: Path | None = None
+
+    def calibration_path(self, machine: str) -> Path | None:
+        """Name the file of the program's calibration on a machine."""
+        return None if self.path is None else cache_file(self.path.parent, self.path.stem, machine)
 
 
 def enabled() -> bool:
@@ -74,7 +100,7 @@ def build_cached(
     target: tvm.target.Target,
     options: PipelineOptions | None,
     build: Callable[[], Any],
-) -> tuple[Any, bytes | None]:
+) -> CachedProgram:
     """Return a module's code from the cache, or build it and keep it.
 
     Parameters
@@ -86,19 +112,17 @@ def build_cached(
 
     Returns
     -------
-    executable : tvm.relax.VMExecutable or tvm.runtime.Module
-        For `tvm.relax.VirtualMachine`.
-    library : bytes or None
-        The code as a shared library; None when the cache is off.
+    CachedProgram
+        Without a library and a path when the cache is off.
     """
     if not enabled():
-        return build(), None
+        return CachedProgram(build())
     folder = native.cache_directory() / "programs"
     path = folder / f"{program_key(module, target, options)}{_SUFFIX}"
     library = _look_up(path)
     if library is not None:
         runtime.load()
-        return artefact.load_library(library), library
+        return CachedProgram(artefact.load_library(library), library, path)
     executable = build()
     library = artefact.export_library(executable)
     try:
@@ -107,7 +131,7 @@ def build_cached(
         _trim(folder, keep=path)
     except OSError as error:  # a full or read-only disk must not stop the training
         _logger.warning("the compiled program is not kept in %s: %s", folder, error)
-    return executable, library
+    return CachedProgram(executable, library, path)
 
 
 def _look_up(path: Path) -> bytes | None:
@@ -137,6 +161,8 @@ def _trim(folder: Path, keep: Path) -> None:
         total += size
         if is_other and total > limit:
             path.unlink(missing_ok=True)
+            for measured in folder.glob(f"{path.stem}-*{CALIBRATION_SUFFIX}"):
+                measured.unlink(missing_ok=True)
 
 
 @functools.cache

@@ -97,6 +97,11 @@ class CompiledFunction:
             self._rng.copy_(state)
 
     @property
+    def name(self) -> str:
+        """The function's name in its program."""
+        return self._captured.function
+
+    @property
     def dims(self) -> tuple[SymbolicDim, ...]:
         """The symbolic dims, with their ranges."""
         return self._schema.dims
@@ -193,6 +198,26 @@ class CompiledFunction:
             recomputations=facts.recomputations,
             finished=facts.finished,
         )
+
+    def first_use(self, target: str) -> str:
+        """Return the model's line, ``"file:line"``, of the first kernel that reads a tensor.
+
+        Parameters
+        ----------
+        target : str
+            Full name of a parameter or buffer; ``""`` is returned where nothing is known.
+        """
+        given = [spec for spec in self._captured.inputs if spec.kind != "shape"]
+        places = {
+            index
+            for index, spec in enumerate(given)
+            if spec.target == target and spec.kind in ("parameter", "buffer")
+        }
+        metadata = self._session.metadata
+        for kernel in metadata.kernels:
+            if kernel.source and any(metadata.tensors[k].given in places for k in kernel.inputs):
+                return kernel.source
+        return ""
 
     def run(
         self, args: Sequence[Any], named: Mapping[str, Any] | None = None

@@ -213,7 +213,7 @@ def test_what_failed_half_way_must_be_cleared(monkeypatch):
     step = make()
     (x,) = batches(1, 5)
     step(x, update=False)
-    adding = step._accumulation.adding
+    adding = step.accumulation.known()[0]
 
     class TornSession:
         torn = True
@@ -246,7 +246,7 @@ def test_a_failure_before_anything_was_written_leaves_no_gradient(monkeypatch):
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(step._accumulation.adding, "_call", fail)
+        patch.setattr(step.accumulation.known()[0], "_call", fail)
         with pytest.raises(RuntimeError, match="no memory"):
             step(x, update=False)
     assert all(p.grad is None for p in step.model.parameters())
@@ -272,7 +272,7 @@ def least(step, update, **shape):
 
 def test_results_are_bit_identical_at_every_budget():
     torch.manual_seed(0)
-    model = Llama(layers=2)
+    model = Llama(layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     b, s = dims()
     step = relax_disc.compile(
@@ -305,7 +305,7 @@ def test_results_are_bit_identical_at_every_budget():
 
     free, none = train(None)
     assert none == 0
-    for fraction in (0.0, 0.4):
+    for fraction in (0.0, 0.3):
         tight, recomputations = train(fraction)
         assert recomputations > 0
         assert all(map(torch.equal, free, tight))

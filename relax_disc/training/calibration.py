@@ -1,0 +1,151 @@
+"""Measured times of a step's kernels: made by a short run, kept with the step and in the cache.
+
+They decide which kernels a plan runs again, never what is computed.  They hold for one kind of
+machine, which they name; another machine does not use them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from relax_disc.errors import ArtefactError
+from relax_disc.training import artefact
+from relax_disc.vm_builtins import threads
+from relax_disc.vm_builtins.calibration import Measurement, apply_measurements, measured
+from relax_disc.vm_builtins.session import Session
+
+_logger = logging.getLogger(__name__)
+
+SUFFIX = ".calibration"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was measured on one kind of machine.
+
+    Attributes
+    ----------
+    machine : str
+        As `machine_name` gives it.
+    measurements : mapping of str to tuple of Measurement
+        By the function's name in its program, each shape once, in the order of the shapes.
+    """
+
+    machine: str
+    measurements: Mapping[str, tuple[Measurement, ...]] = field(default_factory=dict)
+
+    def of(self, function: str) -> tuple[Measurement, ...]:
+        """Return the measurements of a function."""
+        return self.measurements.get(function, ())
+
+    def adding(self, function: str, measurement: Measurement) -> Calibration:
+        """Return a calibration with one more shape, or with another result for a known one."""
+        shapes = {known.dims: known for known in self.of(function)}
+        shapes[measurement.dims] = measurement
+        ordered = tuple(shapes[dims] for dims in sorted(shapes))
+        return Calibration(self.machine, {**self.measurements, function: ordered})
+
+    def describe(self) -> dict[str, Any]:
+        """Describe it in what JSON can hold."""
+        return {
+            "machine": self.machine,
+            "functions": {
+                name: [[list(each.dims), list(each.times_ns)] for each in found]
+                for name, found in sorted(self.measurements.items())
+            },
+        }
+
+    @staticmethod
+    def restore(facts: Mapping[str, Any]) -> Calibration:
+        """Undo `describe`."""
+        functions = {
+            name: tuple(Measurement(tuple(dims), tuple(times)) for dims, times in found)
+            for name, found in facts["functions"].items()
+        }
+        return Calibration(facts["machine"], functions)
+
+
+def machine_name(device: torch.device) -> str:
+    """Name what kernels' times depend on: processor, number of threads, accelerator."""
+    name = f"{platform.machine()} {_processor_name()}, {threads.configure()} threads"
+    if device.type == "cpu":
+        return name
+    return f"{name}, {torch.cuda.get_device_name(device)}"
+
+
+def _processor_name() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or "processor"
+
+
+def profile(session: Session, run: Callable[[], object], repeats: int) -> Measurement:
+    """Run something several times and take each kernel's median time; the first run only warms."""
+    found: list[Measurement] = []
+    run()
+    for _ in range(repeats):
+        with session.profile():
+            run()
+        found.append(measured(session))
+    times = zip(*(each.times_ns for each in found), strict=True)
+    return Measurement(found[0].dims, tuple(statistics.median(column) for column in times))
+
+
+def usable(saved: Calibration | None, machine: str, where: object) -> Calibration | None:
+    """Return a calibration if it was made on this machine; say so if it was not."""
+    if saved is None or saved.machine == machine:
+        return saved
+    _logger.warning(
+        "the calibration in %s was measured on %s and is not used on %s; call step.calibrate()",
+        where, saved.machine, machine,
+    )  # fmt: skip
+    return None
+
+
+def cache_file(folder: Path, key: str, machine: str) -> Path:
+    """Name the file of a program's calibration on a machine."""
+    return folder / f"{key}-{hashlib.sha256(machine.encode()).hexdigest()[:16]}{SUFFIX}"
+
+
+def read(path: Path, machine: str) -> Calibration | None:
+    """Read a calibration from the cache; None where there is none that can be used."""
+    if not path.exists():
+        return None
+    try:
+        header, _ = artefact.read(path)
+    except ArtefactError as error:
+        _logger.warning("kernels are not calibrated: %s", error)
+        return None
+    return usable(Calibration.restore(header["calibration"]), machine, path)
+
+
+def write(path: Path, calibration: Calibration) -> None:
+    """Keep a calibration in the cache, if the disk takes it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        header = {"format": artefact.FORMAT, "calibration": calibration.describe()}
+        artefact.write(path, header, {})
+    except OSError as error:  # a full or read-only disk must not stop the training
+        _logger.warning("the calibration is not kept in %s: %s", path.parent, error)
+
+
+def apply_to(session: Session, measurements: Sequence[Measurement]) -> None:
+    """Plan by measured times, but for those of another table of kernels: an old cache's."""
+    metadata = session.metadata
+    size = len(metadata.dims), len(metadata.kernels)
+    apply_measurements(
+        session, [each for each in measurements if (len(each.dims), len(each.times_ns)) == size]
+    )
