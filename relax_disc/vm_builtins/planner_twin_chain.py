@@ -40,7 +40,7 @@ class ChainStyle:
 
 def chain_styles(model: Model, effort: int) -> list[ChainStyle]:
     """Return the chains of an effort; a higher effort has all of a lower one's."""
-    table = [(80, 100, 6, False), (80, 100, 1, False)]
+    table = [(80, 80, 1, False), (20, 80, 12, False), (80, 100, 6, False)]
     if effort >= EFFORT_NORMAL:
         table += [(10, 70, 6, True), (20, 100, 12, True)]
         if model.ops <= _LARGE:

@@ -15,8 +15,9 @@ constexpr int kMostRuins = 300, kRuinWork = 100'000;
 
 std::vector<ChainStyle> ChainStyles(const Model& model, int effort) {
   std::vector<ChainStyle> styles{
+      {80, {80, 1, false}, false},
+      {20, {80, 12, false}, false},
       {80, {100, 6, false}, false},
-      {80, {100, 1, false}, false},
   };
   if (effort >= kEffortNormal) {
     styles.push_back({10, {70, 6, true}, false});
