@@ -185,6 +185,7 @@ class GemmTeam {
           tile.addend = p_.addend + (i + top) * p_.addend_pitch + j + x;
           tile.addend_pitch = p_.addend_pitch;
         }
+        for (int64_t r = 0; r < rows; ++r) PrefetchRow(c + r * p_.c_pitch, columns);
         if (columns == tile.b_step) {
           RunTile(rows, vectors, by_rows_, tile);
         } else {
