@@ -20,7 +20,7 @@ from relax_disc.analysis.extract import function_dims
 from relax_disc.analysis.extract_table import NotPlannableError
 from relax_disc.analysis.extraction import extract
 from relax_disc.analysis.memory import (
-    MemoryReport,
+    MemoryAnalysis,
     Shape,
     fits_budget,
     graph_of_table,
@@ -46,7 +46,7 @@ def analyze_memory(
     shapes: Shape | Sequence[Shape],
     *,
     target: str | tvm.target.Target = "llvm",
-) -> MemoryReport:
+) -> MemoryAnalysis:
     """Tell what a program needs of memory at some shapes, and where, without running it.
 
     Parameters
@@ -60,7 +60,7 @@ def analyze_memory(
 
     Returns
     -------
-    MemoryReport
+    MemoryAnalysis
         Peak, what is alive there and which line of the model made it, parameters, state, inputs and
         activations apart, and the peak as a maximum of polynomials.
 

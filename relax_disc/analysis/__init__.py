@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from relax_disc.analysis.comparison import Comparison, Order, compare
 from relax_disc.analysis.hoist import hoist_sinks
-from relax_disc.analysis.memory import MemoryReport, ShapeMemory, report_memory
+from relax_disc.analysis.memory import MemoryAnalysis, ShapeMemory, report_memory
 from relax_disc.analysis.offsets import plan_offsets
 from relax_disc.analysis.peak import LiveRange, live_ranges, live_trace, peak_bytes
 from relax_disc.analysis.rematerialization import RematerializationPlan, plan_rematerialization
@@ -18,7 +18,7 @@ __all__ = [
     "Comparison",
     "Kernel",
     "LiveRange",
-    "MemoryReport",
+    "MemoryAnalysis",
     "Order",
     "RematerializationPlan",
     "Schedule",

@@ -58,6 +58,28 @@ def is_guard(expr: object) -> bool:
     return isinstance(expr, tvm.ir.Call) and getattr(expr.op, "name", "") in _GUARDS
 
 
+class GuardDepth:
+    """Base of mutations that do otherwise inside a guard: counts the guards around a place.
+
+    Attributes
+    ----------
+    guards : int
+        How many are open where the mutation is.
+    """
+
+    guards = 0
+
+    def mutate_guard(self, guard: Any, mutator: Any) -> Any:
+        """Mutate a guard: its condition as what is around it, its branches as guarded."""
+        condition = mutator.mutate(guard.args[0])
+        self.guards += 1
+        try:
+            branches = [mutator.mutate(branch) for branch in guard.args[1:]]
+        finally:
+            self.guards -= 1
+        return tirx.if_then_else(condition, *branches)
+
+
 def substitute(expr: Any, mapping: Mapping[Any, Any]) -> Any:
     """Replace variables (axes, lets) in an expression."""
     if not mapping:
@@ -185,7 +207,7 @@ def _without_lets(stage: Stage) -> Stage:
     return replace(stage, value=substitute(stage.value, mapping), lets=())
 
 
-class _ElementBuilder:
+class _ElementBuilder(GuardDepth):
     """Evaluates expressions once each, as named values, in order of need."""
 
     def __init__(self, producers: Mapping[Any, Stage]) -> None:
@@ -193,7 +215,6 @@ class _ElementBuilder:
         self._known: dict[Any, Any] = {}
         self._bound: dict[Any, Any] = {}
         self._lets: list[tuple[Any, Any]] = []
-        self._guards = 0
 
     def build(self, stage: Stage) -> Element:
         start = len(self._lets)
@@ -240,7 +261,7 @@ class _ElementBuilder:
         if mapping is None:
             raise AssertionError(f"{producer.name} cannot be inlined")
         value = self._run(substitute(_without_lets(producer).value, mapping))
-        if self._guards:
+        if self.guards:
             return value
         self._known[key] = value = self._name(producer.name, value)
         return value
@@ -248,15 +269,7 @@ class _ElementBuilder:
     def _on_call(self, call: Any, mutator: Any) -> Any:
         if not is_guard(call):
             return mutator.default_mutate(call)
-        condition = mutator.mutate(call.args[0])
-        return tirx.if_then_else(condition, *self._guarded(mutator, list(call.args[1:])))
-
-    def _guarded(self, mutator: Any, branches: list[Any]) -> list[Any]:
-        self._guards += 1
-        try:
-            return [mutator.mutate(branch) for branch in branches]
-        finally:
-            self._guards -= 1
+        return self.mutate_guard(call, mutator)
 
 
 def _on_cast(cast: Any, mutator: Any) -> Any:

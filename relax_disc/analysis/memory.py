@@ -112,7 +112,7 @@ class ShapeMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryReport:
+class MemoryAnalysis:
     """The memory of a program at some shapes.
 
     Attributes
@@ -162,7 +162,7 @@ def report_memory(
     *,
     kinds: Sequence[str] = (),
     dims: Sequence[SymbolicDim] = (),
-) -> MemoryReport:
+) -> MemoryAnalysis:
     """Analyse a program's memory without running it.
 
     Parameters
@@ -194,7 +194,7 @@ def report_memory(
     padded = [*kinds, *[missing] * len(graph.inputs)]
     kind_of = dict(zip(graph.inputs, padded, strict=False))
     reports = tuple(_at_shape(graph, metadata, kind_of, shape) for shape in points)
-    return MemoryReport(reports, symbolic_peak(graph))
+    return MemoryAnalysis(reports, symbolic_peak(graph))
 
 
 def _at_shape(

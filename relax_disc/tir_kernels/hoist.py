@@ -14,7 +14,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import prim
 
-from relax_disc.analysis.element import Element, is_guard
+from relax_disc.analysis.element import Element, GuardDepth, is_guard
 from relax_disc.tir_kernels.vectorizable import uses_any
 
 _OPERATIONS = (
@@ -63,12 +63,11 @@ def hoist(
     return hoister.fixed, [hoister.element(element) for element in elements]
 
 
-class _Hoister:
+class _Hoister(GuardDepth):
     def __init__(self, inner: Collection[Any]) -> None:
         self.fixed: list[tuple[Any, Any]] = []
         self._varying = set(inner)
         self._known: dict[Any, Any] = {}
-        self._guards = 0
 
     def element(self, element: Element) -> Element:
         lets = []
@@ -87,19 +86,11 @@ class _Hoister:
         return tvm_ffi.structural_mutate(expr, (_OPERATIONS, self._on_operation))
 
     def _on_operation(self, expr: Any, mutator: Any) -> Any:
-        if not self._guards and _reads(expr) and self._is_fixed(expr):
+        if not self.guards and _reads(expr) and self._is_fixed(expr):
             return self._name(expr)
         if not is_guard(expr):
             return mutator.default_mutate(expr)
-        condition = mutator.mutate(expr.args[0])
-        return tirx.if_then_else(condition, *self._guarded(mutator, list(expr.args[1:])))
-
-    def _guarded(self, mutator: Any, branches: list[Any]) -> list[Any]:
-        self._guards += 1
-        try:
-            return [mutator.mutate(branch) for branch in branches]
-        finally:
-            self._guards -= 1
+        return self.mutate_guard(expr, mutator)
 
     def _name(self, expr: Any) -> Any:
         key = tvm_ffi.StructuralKey(expr)

@@ -22,7 +22,7 @@ import tvm_ffi
 
 from relax_disc.recurrence_kinds import KINDS
 from relax_disc.vm_builtins import recurrence_steps
-from relax_disc.vm_builtins.library_arrays import unpack_axes
+from relax_disc.vm_builtins.library_arrays import as_matrix, unpack_axes, without_mask
 
 _ROWS = 1024  # of scores at a time, for the log-sum-exp
 
@@ -38,7 +38,8 @@ def matmul(
     a: Any, b: Any, a_split: int, b_split: int, transpose_a: int, transpose_b: int, c: Any
 ) -> None:
     """Compute c = a' @ b'."""
-    left, right = _as_matrix(a, a_split, transpose_a), _as_matrix(b, b_split, transpose_b)
+    left = as_matrix(_tensor(a), a_split, transpose_a)
+    right = as_matrix(_tensor(b), b_split, transpose_b)
     torch.mm(left, right, out=_tensor(c).view(left.shape[0], right.shape[1]))
 
 
@@ -53,7 +54,8 @@ def matmul_add(
     c: Any,
 ) -> None:
     """Compute c = a' @ b' + addend."""
-    left, right = _as_matrix(a, a_split, transpose_a), _as_matrix(b, b_split, transpose_b)
+    left = as_matrix(_tensor(a), a_split, transpose_a)
+    right = as_matrix(_tensor(b), b_split, transpose_b)
     target = _tensor(c).view(left.shape[0], right.shape[1])
     extra = _tensor(addend)
     rows = left.shape[0] if extra.numel() == target.numel() else 1
@@ -69,13 +71,6 @@ def batch_matmul(a: Any, b: Any, a_axes: int, b_axes: int, c_axes: int, c: Any) 
     torch.matmul(left, right, out=target)
 
 
-def attention(
-    q: Any, k: Any, v: Any, scale: float, is_causal: int, layout: int, out: Any, lse: Any
-) -> None:
-    """Compute attention and the log of its sums."""
-    attention_masked(q, k, v, None, scale, is_causal, layout, out, lse)
-
-
 def attention_masked(
     q: Any, k: Any, v: Any, mask: Any, scale: float, is_causal: int, layout: int, out: Any, lse: Any
 ) -> None:
@@ -87,26 +82,6 @@ def attention_masked(
     result = _attend(query, key, value, extra, scale, bool(is_causal))
     # PyTorch's kernels differ in what a row that sees nothing gets.
     target.copy_(result.masked_fill(sums.isneginf()[..., None], 0))
-
-
-def attention_backward(
-    grad_out: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    scale: float,
-    is_causal: int,
-    layout: int,
-    dq: Any,
-    dk: Any,
-    dv: Any,
-) -> None:
-    """Compute the gradients of q, k and v."""
-    attention_backward_masked(
-        grad_out, q, k, v, out, lse, None, scale, is_causal, layout, dq, dk, dv
-    )
 
 
 def attention_backward_masked(
@@ -135,6 +110,10 @@ def attention_backward_masked(
     for target, gradient in zip(targets, gradients, strict=True):
         target.copy_(gradient)
     targets[0].masked_fill_(empty, 0)
+
+
+attention = without_mask(attention_masked, 3)
+attention_backward = without_mask(attention_backward_masked, 6)
 
 
 def embedding_backward(grad: Any, ids: Any, padding_idx: int, out: Any) -> None:
@@ -266,13 +245,6 @@ def _log_sums(
 
 def _tensor(value: Any) -> torch.Tensor:
     return torch.from_dlpack(value)
-
-
-def _as_matrix(value: Any, split: int, transpose: int) -> torch.Tensor:
-    tensor = _tensor(value)
-    rows, columns = math.prod(tensor.shape[:split]), math.prod(tensor.shape[split:])
-    matrix = tensor.view(rows, columns)
-    return matrix.T if transpose else matrix
 
 
 def _views(values: tuple[Any, ...], layout: int) -> list[torch.Tensor]:

@@ -1,10 +1,10 @@
-"""Numpy arrays over the memory of tensors that the runtime passes to library functions."""
+"""Arguments of library functions: arrays over the runtime's memory, matrices, left-out masks."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,32 @@ def array_of(tensor: Any) -> np.ndarray:
         return np.empty(shape, dtype)
     memory: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
     return np.frombuffer(memory, dtype).reshape(shape)
+
+
+def as_matrix(values: Any, split: int, transpose: int) -> Any:
+    """View a compact numpy array or torch tensor as a matrix, or as its transpose.
+
+    Parameters
+    ----------
+    values : numpy.ndarray or torch.Tensor
+        Of any rank.
+    split : int
+        How many axes, from the first, count as rows; the others are columns.
+    transpose : int
+        Whether rows and columns change places.
+    """
+    rows, columns = math.prod(values.shape[:split]), math.prod(values.shape[split:])
+    matrix = values.reshape(rows, columns)
+    return matrix.T if transpose else matrix
+
+
+def without_mask(function: Callable[..., None], position: int) -> Callable[..., None]:
+    """Make the form of an attention function that gets no mask: None takes its position."""
+
+    def run(*arguments: Any) -> None:
+        function(*arguments[:position], None, *arguments[position:])
+
+    return run
 
 
 def unpack_axes(code: int, rank: int) -> tuple[int, ...]:

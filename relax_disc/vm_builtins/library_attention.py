@@ -20,14 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_disc.vm_builtins.library_arrays import array_of
-
-
-def attention(
-    q: Any, k: Any, v: Any, scale: float, is_causal: int, layout: int, out: Any, lse: Any
-) -> None:
-    """Compute out = softmax(scale * q @ k^T) @ v and the log of the softmax's sums."""
-    attention_masked(q, k, v, None, scale, is_causal, layout, out, lse)
+from relax_disc.vm_builtins.library_arrays import array_of, without_mask
 
 
 def attention_masked(
@@ -44,26 +37,6 @@ def attention_masked(
         array_of(lse)[...] = np.where(total > 0, top + np.log(total), -np.inf)
         sums = weights @ np.repeat(value, group, 1)
         target[...] = np.where(total[..., None] > 0, sums / total[..., None], 0)
-
-
-def attention_backward(
-    grad_out: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    scale: float,
-    is_causal: int,
-    layout: int,
-    dq: Any,
-    dk: Any,
-    dv: Any,
-) -> None:
-    """Compute the gradients of q, k and v."""
-    attention_backward_masked(
-        grad_out, q, k, v, out, lse, None, scale, is_causal, layout, dq, dk, dv
-    )
 
 
 def attention_backward_masked(
@@ -98,6 +71,10 @@ def attention_backward_masked(
     ):
         batch, heads, length, dim = target.shape
         target[...] = full.reshape(batch, heads, group, length, dim).sum(2)
+
+
+attention = without_mask(attention_masked, 3)
+attention_backward = without_mask(attention_backward_masked, 6)
 
 
 def _views(tensors: tuple[Any, ...], layout: int) -> list[np.ndarray]:

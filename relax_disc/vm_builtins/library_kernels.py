@@ -29,7 +29,6 @@ operand is axis `axes[i]` of the tensor as stored; the columns of c must be stor
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +42,7 @@ from relax_disc.vm_builtins import (
     native,
     threads,
 )
-from relax_disc.vm_builtins.library_arrays import array_of, unpack_axes
+from relax_disc.vm_builtins.library_arrays import array_of, as_matrix, unpack_axes
 
 
 @functools.cache
@@ -67,7 +66,8 @@ def matmul(
     a: Any, b: Any, a_split: int, b_split: int, transpose_a: int, transpose_b: int, c: Any
 ) -> None:
     """Compute c = a' @ b' for matrices a', b' that are a, b or their transposes."""
-    left, right = _as_matrix(a, a_split, transpose_a), _as_matrix(b, b_split, transpose_b)
+    left = as_matrix(array_of(a), a_split, transpose_a)
+    right = as_matrix(array_of(b), b_split, transpose_b)
     target = array_of(c)
     target[...] = (left @ right).reshape(target.shape)
 
@@ -83,7 +83,8 @@ def matmul_add(
     c: Any,
 ) -> None:
     """Compute c = a' @ b' + addend, which has as many elements as c or as one row of c."""
-    left, right = _as_matrix(a, a_split, transpose_a), _as_matrix(b, b_split, transpose_b)
+    left = as_matrix(array_of(a), a_split, transpose_a)
+    right = as_matrix(array_of(b), b_split, transpose_b)
     extra, target = array_of(addend), array_of(c)
     rows = left.shape[0] if extra.size == target.size else 1
     product = left @ right + extra.reshape(rows, right.shape[1])
@@ -120,13 +121,6 @@ def embedding_backward_add(grad: Any, ids: Any, addend: Any, padding_idx: int, o
 def scratch_bytes() -> int:
     """Bytes of memory that the functions hold beside their arguments; 0 for the twins."""
     return 0
-
-
-def _as_matrix(tensor: Any, split: int, transpose: int) -> np.ndarray:
-    values = array_of(tensor)
-    rows, columns = math.prod(values.shape[:split]), math.prod(values.shape[split:])
-    matrix = values.reshape(rows, columns)
-    return matrix.T if transpose else matrix
 
 
 TWINS: dict[str, Callable[..., Any]] = {

@@ -11,7 +11,7 @@ import relax_disc
 from relax_disc.errors import MemoryBudgetError
 from tests.frontend.models import Llama, dims, token_batch
 
-SHAPES = [(1, 1), (8, 48), (3, 17)]
+SHAPES = [(8, 48), (1, 1), (3, 17), (8, 48)]
 
 
 @pytest.fixture(scope="module")
