@@ -201,6 +201,7 @@ def _lowered(
         *pipeline.legalize_passes(chosen, options),
         *pipeline.alias_passes(),
         *pipeline.kernel_passes(chosen),
+        *pipeline.workspace_passes(),
         *(pipeline.order_passes() if scheduled else []),
         *(pipeline.rematerialization_passes() if scheduled else []),
     ]

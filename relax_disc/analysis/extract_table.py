@@ -52,6 +52,7 @@ class KernelCall:
     copies: list[tuple[int, int]] = field(default_factory=list)
     after: set[int] = field(default_factory=set)
     flops: SymbolicExpr = field(default_factory=SymbolicExpr)
+    workspace: tuple[str, tuple[SymbolicExpr, ...]] = ("", ())
     recomputable: bool = True
     may_rerun: bool = False
     source: str = ""

@@ -146,6 +146,10 @@ class Extraction:
                 flops=program(kernel.flops),
                 moved_bytes=program(self._moved(kernel)),
                 recomputable=kernel.may_rerun and kernel.recomputable,
+                workspace=(
+                    kernel.workspace[0],
+                    tuple(program(number) for number in kernel.workspace[1]),
+                ),
             )
             for kernel in self.kernels
         )

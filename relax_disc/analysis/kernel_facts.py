@@ -8,6 +8,7 @@ from tvm import tirx
 from relax_disc.analysis.extract_table import FunctionTable, KernelCall
 from relax_disc.analysis.inplace import inplace_pairs
 from relax_disc.analysis.kernel_cost import library_flops
+from relax_disc.analysis.kernel_workspace import library_workspace
 
 # (input, output) among the arguments of library functions that may write over an input: a product
 # reads each element of its addend just before it writes the sum there (vm_builtins/src/gemm.h).
@@ -27,9 +28,10 @@ class KernelFacts:
         self._pairs: dict[str, frozenset[tuple[int, int]]] = {}
 
     def annotate(self) -> None:
-        """Add arithmetic, and pairs of buffers where a kernel may write over an input."""
+        """Add arithmetic, workspace, and pairs of buffers where a kernel may write over an input."""
         for kernel in self._table.kernels:
             kernel.flops = library_flops(self._table, kernel)
+            kernel.workspace = library_workspace(self._table, kernel)
             kernel.inplace += [
                 (source, target)
                 for source, target in self._buffer_pairs(kernel)

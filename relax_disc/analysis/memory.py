@@ -21,13 +21,14 @@ from relax_disc.analysis.tensor_graph import Kernel, TensorGraph
 from relax_disc.errors import GraphError
 from relax_disc.vm_builtins import planner_codec
 from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Program, Storage, run_program
+from relax_disc.vm_builtins.planner_twin import ArenaPlan
 from relax_disc.vm_builtins.runtime_twin_plan import (
     ALIGNMENT,
     EFFORT,
     UNLIMITED,
     CostModel,
+    outside_bytes,
     planner_graph,
-    round_up,
 )
 
 Shape = Mapping[str, int]
@@ -45,7 +46,8 @@ class LiveTensor:
         Its name in the program.
     kind : str
         "parameter", "buffer", "state", "batch", "constant", ... for what the caller passes
-        ("input" where nobody said); "output" for what outlives the call; else "activation".
+        ("input" where nobody said); "output" for what outlives the call; "workspace" for what
+        nobody reads; else "activation".
     bytes : int
         Its size.
     made_by, source : str
@@ -72,12 +74,14 @@ class ShapeMemory:
     shape : mapping of str to int
         The shape.
     peak_bytes : int
-        All memory of a call: resident + arena + escaping where the plan is known, else
+        All memory of a call: resident + arena + escaping + workspace where the plan is known, else
         `live_peak_bytes`.
     live_peak_bytes : int
         Most live bytes of tensors of every kind, and workspaces, without rounding.
     resident_bytes, escaping_bytes : int
         What the caller passes; outputs that outlive the call.
+    workspace_bytes : int
+        Memory that library kernels share beside their arguments; 0 for a bare graph.
     arena_bytes : int or None
         Height of the planned arena; None for a bare graph.
     bytes_by_kind : mapping of str to int
@@ -97,6 +101,7 @@ class ShapeMemory:
     live_peak_bytes: int
     resident_bytes: int
     escaping_bytes: int
+    workspace_bytes: int
     arena_bytes: int | None
     bytes_by_kind: Mapping[str, int]
     peak_step: int
@@ -206,13 +211,16 @@ def _at_shape(
     step = int(trace.argmax()) if len(trace) else -1
     outputs = frozenset(graph.outputs) - graph.written_in_place() - frozenset(graph.inputs)
     made = graph.producers()
+    read = {tensor for kernel in graph.kernels for tensor in kernel.inputs}
     live = []
     for interval in live_ranges(numeric):
         if step >= 0 and not interval.first <= step <= interval.last_use:
             continue
         maker = made[interval.tensor]
         kernel = graph.kernels[maker] if maker is not None else None
-        default = "output" if interval.tensor in outputs else "activation"
+        default = "activation" if interval.tensor in read else "workspace"
+        if interval.tensor in outputs:
+            default = "output"
         live.append(
             LiveTensor(
                 name=graph.tensor_name(interval.tensor),
@@ -230,13 +238,18 @@ def _at_shape(
     resident = sum(sizes[tensor] for tensor in graph.inputs)
     live_peak = max(resident, int(trace[step])) if step >= 0 else resident
     if step >= 0:
-        by_kind["workspace"] = int(numeric.kernels[step].workspace_bytes)  # type: ignore[arg-type]
+        beside = int(numeric.kernels[step].workspace_bytes)  # type: ignore[arg-type]
+        by_kind["workspace"] = by_kind.get("workspace", 0) + beside
     escaping = sum(sizes[tensor] for tensor in outputs)
-    arena, peak = None, live_peak
+    arena, workspace, peak = None, 0, live_peak
     if metadata is not None:
-        escaping = sum(round_up(sizes[tensor]) for tensor in outputs)
-        arena = planned_arena_bytes(metadata, [shape[name] for name in metadata.dims])
-        peak = resident + escaping + arena
+        dims = [shape[name] for name in metadata.dims]
+        values = tuple(run_program(program, dims) for program in metadata.programs)
+        resident, escaping, workspace = outside_bytes(metadata, values)
+        arena = _planned(metadata, values, UNLIMITED).arena_bytes
+        peak = resident + escaping + workspace + arena
+    if workspace:
+        by_kind["workspace"] = by_kind.get("workspace", 0) + workspace
     live.sort(key=lambda tensor: -tensor.bytes)
     at_peak = graph.kernels[step] if step >= 0 else None
     return ShapeMemory(
@@ -245,6 +258,7 @@ def _at_shape(
         live_peak_bytes=live_peak,
         resident_bytes=resident,
         escaping_bytes=escaping,
+        workspace_bytes=workspace,
         arena_bytes=arena,
         bytes_by_kind={kind: size for kind, size in by_kind.items() if size},
         peak_step=step,
@@ -255,28 +269,18 @@ def _at_shape(
     )
 
 
-def planned_arena_bytes(metadata: PlanMetadata, dims: Sequence[int]) -> int:
-    """Return the height of the arena that the run time will plan at a shape without a budget."""
-    values = tuple(run_program(program, dims) for program in metadata.programs)
-    graph = planner_graph(metadata, CostModel(), values)
-    return planner_codec.plan_arena(graph, UNLIMITED, ALIGNMENT, EFFORT).arena_bytes
-
-
 def fits_budget(metadata: PlanMetadata, shape: Shape, budget_bytes: int) -> bool:
     """Whether the run time will find a plan within a budget of all memory, recomputing or not."""
     dims = [shape[name] for name in metadata.dims]
     values = tuple(run_program(program, dims) for program in metadata.programs)
-    outside = 0
-    for entry in metadata.tensors:
-        if entry.storage is Storage.GIVEN:
-            outside += values[entry.bytes]
-        elif entry.storage is Storage.ESCAPING:
-            outside += round_up(values[entry.bytes])
-    room = budget_bytes - outside
-    if room < 0:
-        return False
+    room = budget_bytes - sum(outside_bytes(metadata, values))
+    return room >= 0 and _planned(metadata, values, room).feasible
+
+
+def _planned(metadata: PlanMetadata, values: Sequence[int], room: int) -> ArenaPlan:
+    """Plan the arena as the run time will, inside so many bytes."""
     graph = planner_graph(metadata, CostModel(), values)
-    return planner_codec.plan_arena(graph, room, ALIGNMENT, EFFORT).feasible
+    return planner_codec.plan_arena(graph, room, ALIGNMENT, EFFORT)
 
 
 def graph_of_table(metadata: PlanMetadata, dims: Sequence[SymbolicDim] = ()) -> TensorGraph:

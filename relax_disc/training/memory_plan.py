@@ -22,7 +22,7 @@ class MemoryPlan:
         Whether the step runs within the budget.  If not, the other figures describe the least
         plan that was found.
     peak_bytes : int
-        All device memory of the step: resident + arena + escaping.
+        All device memory of the step: resident + arena + escaping + workspace.
     resident_bytes : int
         Parameters, buffers, optimizer state, persistent gradients, batch and constants.
     state_bytes : int
@@ -33,6 +33,8 @@ class MemoryPlan:
         Most live tensor bytes inside the arena; the arena can be no smaller.
     escaping_bytes : int
         Outputs that live on after the call.
+    workspace_bytes : int
+        Memory that library kernels share beside their arguments.
     time_ratio : float
         Modelled time over the modelled time without any recomputation; 1.0 = nothing recomputed.
     evicted : tuple of str
@@ -50,6 +52,7 @@ class MemoryPlan:
     arena_bytes: int
     live_peak_bytes: int
     escaping_bytes: int
+    workspace_bytes: int
     time_ratio: float
     evicted: tuple[str, ...]
     least_bytes: int
@@ -82,7 +85,7 @@ class MemoryReport:
         The budget that held.
     planned_peak_bytes, peak_bytes : int
         As promised at entry, and as counted from the memory that kernels were given.
-    resident_bytes, state_bytes, arena_bytes, escaping_bytes : int
+    resident_bytes, state_bytes, arena_bytes, escaping_bytes, workspace_bytes : int
         As in `MemoryPlan`.
     held_bytes : int
         What stays allocated between calls.
@@ -100,6 +103,7 @@ class MemoryReport:
     state_bytes: int
     arena_bytes: int
     escaping_bytes: int
+    workspace_bytes: int
     held_bytes: int
     recomputations: int
     finished: bool

@@ -17,7 +17,8 @@ be built, else the twins here. The twins are also the oracle of the tests.
 `relax_disc.cpu.recurrence_backward`         see `library_recurrence`
 `relax_disc.cpu.vocabulary_head`             see `library_vocabulary_head`
 `relax_disc.cpu.vocabulary_head_frozen`      see `library_vocabulary_head`
-`relax_disc.cpu.scratch_bytes`               () -> bytes of fixed memory of all native functions
+`relax_disc.cpu.workspace_bytes`             formula, parameters -> bytes beside the arguments
+`relax_disc.cpu.own_workspace_bytes`         () -> bytes kept for calls that were lent none
 ============================================ ====================================================
 
 All tensors are compact, float32 or float64 alike within a call; results are written into the last.
@@ -118,8 +119,14 @@ def embedding_backward_add(grad: Any, ids: Any, addend: Any, padding_idx: int, o
     np.add.at(target, rows[kept], values[kept])
 
 
-def scratch_bytes() -> int:
-    """Bytes of memory that the functions hold beside their arguments; 0 for the twins."""
+def workspace_bytes(formula: str, numbers: Any) -> int:
+    """Bytes that a kernel takes from its step's workspace; 0 for the twins."""
+    del formula, numbers
+    return 0
+
+
+def own_workspace_bytes() -> int:
+    """Bytes that threads keep for calls from outside a step; 0 for the twins."""
     return 0
 
 
@@ -137,5 +144,6 @@ TWINS: dict[str, Callable[..., Any]] = {
     "relax_disc.cpu.recurrence_backward": library_recurrence.recurrence_backward,
     "relax_disc.cpu.vocabulary_head": library_vocabulary_head.vocabulary_head,
     "relax_disc.cpu.vocabulary_head_frozen": library_vocabulary_head.vocabulary_head_frozen,
-    "relax_disc.cpu.scratch_bytes": scratch_bytes,
+    "relax_disc.cpu.workspace_bytes": workspace_bytes,
+    "relax_disc.cpu.own_workspace_bytes": own_workspace_bytes,
 }

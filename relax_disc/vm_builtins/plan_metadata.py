@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Program = tuple[int, ...]
 
@@ -79,6 +79,9 @@ class KernelEntry:
         Indices of programs.
     recomputable : bool
         Whether it may run again.
+    workspace : (str, tuple of int)
+        Formula of the memory that a library kernel needs beside its arguments, and the programs of
+        its parameters (`workspace.cc`); ("", ()) for others.
     """
 
     name: str
@@ -91,6 +94,7 @@ class KernelEntry:
     flops: int = 0
     moved_bytes: int = 0
     recomputable: bool = True
+    workspace: tuple[str, tuple[int, ...]] = ("", ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +172,8 @@ def _kernel(entry: dict[str, Any]) -> KernelEntry:
         name: tuple(tuple(x) if isinstance(x, list) else x for x in entry[name])
         for name in ("arguments", "inputs", "outputs", "inplace", "copies")
     }
-    return KernelEntry(**{**entry, **tuples})
+    formula, numbers = entry["workspace"]
+    return KernelEntry(**{**entry, **tuples, "workspace": (formula, tuple(numbers))})
 
 
 class ProgramTable:

@@ -25,21 +25,59 @@ from relax_disc.vm_builtins.runtime_twin_memory import Block, Memory, copy, tens
 from relax_disc.vm_builtins.runtime_twin_plan import CostModel, TwinPlan, make_plan, round_up
 
 _RUN, _DRY_RUN, _PROFILE = 0, 1, 2
+_IDLE_CALLS = 64
 _COUNTERS = ("calls", "hits", "misses", "failures", "recomputations", "evicted_plans")
 
 
 class SharedArena:
-    """The arena of one session, or of several whose calls take turns."""
+    """The arena of one session, or of several whose calls take turns; see `runtime_arena.h`."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.block: Block | None = None
+        self.workspace = 0  # bytes; numpy's own, so that there is nothing to lend
         self.taken = False
+        self.idle_calls = self.idle_need = 0
+
+    def take(self, needed: int, workspace: int, room: int | None) -> Block | None:
+        """Lend the arena, grown or shrunk; None if a call has it."""
+        with self.lock:
+            if self.taken:
+                return None
+            size = 0 if self.block is None else self.block.size
+            least = max(needed, size)
+            beside = max(workspace, self.workspace)
+            if self._is_idle(needed, size):
+                least = self.idle_need
+            if room is not None and least + beside > room:
+                least, beside = needed, workspace
+            if self.block is None or least != size:
+                self.block = None
+                self.block = Block(least)
+            self.workspace = beside
+            self.taken = True
+            return self.block
+
+    def _is_idle(self, needed: int, size: int) -> bool:
+        """Count a call's need; whether the arena has been too large for a while."""
+        small = self.block is not None and needed <= size // 2
+        self.idle_calls = self.idle_calls + 1 if small else 0
+        self.idle_need = max(self.idle_need, needed) if small else 0
+        if self.idle_calls < _IDLE_CALLS:
+            return False
+        self.idle_calls = 0
+        return True
+
+    def give_back_above(self, size: int) -> None:
+        """Give everything back if more than so many bytes are held and no call has it."""
+        with self.lock:
+            if not self.taken and self.size > size:
+                self.block, self.workspace = None, 0
 
     @property
     def size(self) -> int:
         """Bytes held."""
-        return 0 if self.block is None else self.block.size
+        return self.workspace + (0 if self.block is None else self.block.size)
 
 
 class TwinSession:
@@ -76,22 +114,17 @@ class TwinSession:
                 self.counters["evicted_plans"] += 1
             return plan, False
 
-    def take_arena(self, size: int, outside: int) -> tuple[Block, bool]:
+    def take_arena(self, plan: TwinPlan) -> tuple[Block, bool]:
         """Return the session's arena, resized, or one of the call's own."""
-        arena = self.arena
-        with arena.lock:
-            if arena.taken or self.mode == _DRY_RUN:
-                return Block(size, reserved=self.mode == _DRY_RUN), False
-            breaks = arena.block is not None and 0 <= self.budget < outside + arena.size
-            if arena.block is None or arena.size < size or breaks:
-                arena.block = None
-                arena.block = Block(size)
-            arena.taken = True
-            return arena.block, True
+        if self.mode == _DRY_RUN:
+            return Block(plan.arena_bytes, reserved=True), False
+        room = self.budget - plan.resident_bytes - plan.escaping_bytes if self.budget >= 0 else None
+        shared = self.arena.take(plan.arena_bytes, plan.workspace_bytes, room)
+        return (Block(plan.arena_bytes), False) if shared is None else (shared, True)
 
     @property
     def held(self) -> int:
-        """Bytes of the arena."""
+        """Bytes of arena and workspace."""
         return self.arena.size
 
 
@@ -111,9 +144,8 @@ class TwinFrame:
             if not self.plan.feasible:
                 raise _budget_error(session.metadata, self.plan)
             self.mode = session.mode
-            outside = self.plan.resident_bytes + self.plan.escaping_bytes
             self.arena = session.arena
-            self.block, self.owns = session.take_arena(self.plan.arena_bytes, outside)
+            self.block, self.owns = session.take_arena(self.plan)
         self.offsets: dict[int, int] = {}
         self.next_version = 0
         self.escaping: dict[int, Block] = {}
@@ -179,10 +211,11 @@ class TwinFrame:
             "dims": tvm_ffi.Shape(self.plan.dims),
             "budget_bytes": self.plan.budget,
             "planned_peak_bytes": self.plan.peak_bytes,
-            "peak_bytes": self.peak + self.escaping_bytes + resident,
+            "peak_bytes": self.peak + self.escaping_bytes + resident + self.plan.workspace_bytes,
             "arena_bytes": self.peak,
             "resident_bytes": resident,
             "escaping_bytes": self.escaping_bytes,
+            "workspace_bytes": self.plan.workspace_bytes,
             "held_bytes": self.session.held,
             "recomputations": self.recomputations,
             "planning_ns": 0 if self.hit else self.plan.planning_ns,
@@ -212,13 +245,13 @@ class TwinFrame:
 
 def _budget_error(metadata: PlanMetadata, plan: TwinPlan) -> MemoryBudgetError:
     shape = ", ".join(f"{n}={v}" for n, v in zip(metadata.dims, plan.dims, strict=True))
-    outside = plan.resident_bytes + plan.escaping_bytes
+    outside = plan.outside_bytes
     least = outside + plan.least_arena_bytes
     bound = outside + plan.lower_bound_bytes
     return MemoryBudgetError(
         f"{metadata.function} at {shape} does not fit into the memory budget of {plan.budget} "
         f"bytes: the least found feasible is {least} bytes, of which {outside} are parameters, "
-        f"inputs and results; no plan can do with less than {bound} bytes. Raise the budget or "
+        f"inputs, results and workspace; no plan can do with less than {bound} bytes. Raise the budget or "
         "lower the shape.",
         least,
         bound,
@@ -226,7 +259,8 @@ def _budget_error(metadata: PlanMetadata, plan: TwinPlan) -> MemoryBudgetError:
 
 
 def _empty_report() -> dict[str, Any]:
-    names = ("planned_peak_bytes", "peak_bytes", "arena_bytes", "resident_bytes", "escaping_bytes")
+    names = ("planned_peak_bytes", "peak_bytes", "arena_bytes", "resident_bytes")
+    names += ("escaping_bytes", "workspace_bytes")
     times = ("held_bytes", "recomputations", "planning_ns", "entry_ns", "time_ns")
     flags = {"cache_hit": False, "finished": False}
     start = {"dims": tvm_ffi.Shape(()), "budget_bytes": -1}
@@ -281,7 +315,7 @@ def leave(frame: TwinFrame) -> None:
 def plan_facts(session: TwinSession, dims: Sequence[int], budget: int) -> dict[str, Any]:
     """See `PlanFacts` in `src/runtime_api.cc`."""
     plan, hit = session.plan(tuple(int(dim) for dim in dims), budget)
-    outside = plan.resident_bytes + plan.escaping_bytes
+    outside = plan.outside_bytes
     return {
         "feasible": plan.feasible,
         "peak_bytes": outside + (plan.arena_bytes if plan.feasible else plan.least_arena_bytes),
@@ -289,6 +323,7 @@ def plan_facts(session: TwinSession, dims: Sequence[int], budget: int) -> dict[s
         "live_peak_bytes": plan.live_peak_bytes,
         "resident_bytes": plan.resident_bytes,
         "escaping_bytes": plan.escaping_bytes,
+        "workspace_bytes": plan.workspace_bytes,
         "least_bytes": outside + plan.least_arena_bytes,
         "lower_bound_bytes": outside + plan.lower_bound_bytes,
         "time_ns": plan.time_ns,
@@ -304,6 +339,14 @@ def plan_facts(session: TwinSession, dims: Sequence[int], budget: int) -> dict[s
 def counter_facts(session: TwinSession) -> dict[str, int]:
     """Totals since the session was opened."""
     return {**session.counters, "plans": len(session.plans), "held_bytes": session.held}
+
+
+def set_budget(session: TwinSession, value: int) -> None:
+    """Set the budget; what would break it between calls goes at once."""
+    session.budget = value
+    outside = session.last["resident_bytes"] + session.last["escaping_bytes"]
+    if value >= 0:
+        session.arena.give_back_above(value - outside)
 
 
 def set_mode(session: TwinSession, mode: int) -> None:
@@ -331,9 +374,7 @@ def set_cost_model(
 def release(session: TwinSession) -> None:
     """Give back the arena and all plans."""
     session.plans.clear()
-    with session.arena.lock:
-        if not session.arena.taken:
-            session.arena.block = None
+    session.arena.give_back_above(0)
 
 
 def share_arena(session: TwinSession, other: TwinSession) -> None:
@@ -363,7 +404,7 @@ def register() -> None:
         "counters": counter_facts,
         "profile": lambda s: [tvm_ffi.Shape(s.runs), tvm_ffi.Shape(s.times)],
         "budget": lambda s: s.budget,
-        "set_budget": lambda s, value: setattr(s, "budget", value),
+        "set_budget": set_budget,
         "set_mode": set_mode,
         "set_cost_model": set_cost_model,
         "set_plan_limit": lambda s, plans: setattr(s, "plan_limit", max(plans, 1)),

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import tvm_ffi
+
 from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Storage, run_program
 from relax_disc.vm_builtins.planner_twin import plan_arena
 from relax_disc.vm_builtins.planner_twin_model import PlannerGraph, PlannerOp
@@ -60,12 +62,18 @@ class TwinPlan:
     lower_bound_bytes: int
     resident_bytes: int
     escaping_bytes: int
+    workspace_bytes: int
     planning_ns: int
+
+    @property
+    def outside_bytes(self) -> int:
+        """What is there beside the arena, whatever is planned."""
+        return self.resident_bytes + self.escaping_bytes + self.workspace_bytes
 
     @property
     def peak_bytes(self) -> int:
         """All memory of the call."""
-        return self.resident_bytes + self.escaping_bytes + self.arena_bytes
+        return self.outside_bytes + self.arena_bytes
 
 
 def planner_graph(metadata: PlanMetadata, cost: CostModel, values: Sequence[int]) -> PlannerGraph:
@@ -99,17 +107,38 @@ def planner_graph(metadata: PlanMetadata, cost: CostModel, values: Sequence[int]
     )
 
 
+def workspace_bytes(metadata: PlanMetadata, values: Sequence[int]) -> int:
+    """Memory that library kernels share beside their arguments, at values of the programs.
+
+    The numpy twins of the kernels take theirs from Python: 0.
+    """
+    ask = tvm_ffi.get_global_func("relax_disc.cpu.workspace_bytes", allow_missing=True)
+    wanted = {
+        (formula, tuple(values[number] for number in numbers))
+        for formula, numbers in (kernel.workspace for kernel in metadata.kernels)
+        if formula
+    }
+    if ask is None or not wanted:
+        return 0
+    return round_up(max(ask(formula, tvm_ffi.Shape(numbers)) for formula, numbers in wanted))
+
+
+def outside_bytes(metadata: PlanMetadata, values: Sequence[int]) -> tuple[int, int, int]:
+    """Bytes beside the arena: resident, escaping and workspace."""
+    tensors = metadata.tensors
+    resident = sum(values[t.bytes] for t in tensors if t.storage is Storage.GIVEN)
+    escaping = sum(round_up(values[t.bytes]) for t in tensors if t.storage is Storage.ESCAPING)
+    return resident, escaping, workspace_bytes(metadata, values)
+
+
 def make_plan(
     metadata: PlanMetadata, cost: CostModel, dims: tuple[int, ...], budget: int
 ) -> TwinPlan:
     """Plan one shape under a budget of all memory (negative: none)."""
     start = time.perf_counter_ns()
     values = tuple(run_program(program, dims) for program in metadata.programs)
-    resident = sum(values[t.bytes] for t in metadata.tensors if t.storage is Storage.GIVEN)
-    escaping = sum(
-        round_up(values[t.bytes]) for t in metadata.tensors if t.storage is Storage.ESCAPING
-    )
-    room = budget - resident - escaping if budget >= 0 else UNLIMITED
+    resident, escaping, workspace = outside_bytes(metadata, values)
+    room = budget - resident - escaping - workspace if budget >= 0 else UNLIMITED
     graph = planner_graph(metadata, cost, values)
     arena = plan_arena(graph, max(room, 0), ALIGNMENT, EFFORT)
     first: dict[int, int] = {}
@@ -131,5 +160,6 @@ def make_plan(
         lower_bound_bytes=arena.lower_bound_bytes,
         resident_bytes=resident,
         escaping_bytes=escaping,
+        workspace_bytes=workspace,
         planning_ns=time.perf_counter_ns() - start,
     )

@@ -50,11 +50,13 @@ class ArenaFacts:
     feasible : bool
         Whether the call fits; if not, the other figures are of the least plan found.
     peak_bytes : int
-        resident + escaping + arena: what a budget bounds.
+        resident + escaping + workspace + arena: what a budget bounds.
     arena_bytes, live_peak_bytes : int
         Highest end offset, and most live bytes inside the arena.
     resident_bytes, escaping_bytes : int
         What the caller passes, and what is returned.
+    workspace_bytes : int
+        Memory that library kernels share beside their arguments.
     least_bytes, lower_bound_bytes : int
         Least peak found feasible, and a bound below which no plan can be.
     time_ns, base_time_ns : int
@@ -77,6 +79,7 @@ class ArenaFacts:
     live_peak_bytes: int
     resident_bytes: int
     escaping_bytes: int
+    workspace_bytes: int
     least_bytes: int
     lower_bound_bytes: int
     time_ns: int
@@ -105,7 +108,7 @@ class CallReport:
         The budget.
     planned_peak_bytes, peak_bytes : int
         As promised at entry, and as counted from the memory that kernels touched.
-    arena_bytes, resident_bytes, escaping_bytes : int
+    arena_bytes, resident_bytes, escaping_bytes, workspace_bytes : int
         The parts of `peak_bytes`.
     held_bytes : int
         What the session keeps until the next call.
@@ -126,6 +129,7 @@ class CallReport:
     arena_bytes: int
     resident_bytes: int
     escaping_bytes: int
+    workspace_bytes: int
     held_bytes: int
     recomputations: int
     planning_ns: int
@@ -150,7 +154,7 @@ class SessionCounters:
     plans, evicted_plans : int
         Plans in the cache, and those dropped from it.
     held_bytes : int
-        Size of the arena.
+        Size of the arena and the workspace.
     """
 
     calls: int
@@ -341,7 +345,7 @@ class Session:
         self._ask("set_plan_limit", plans)
 
     def release(self) -> None:
-        """Give back the arena and all plans."""
+        """Give back arena, workspace and all plans."""
         self._ask("release")
 
     def _ask(self, what: str, *args: Any) -> Any:

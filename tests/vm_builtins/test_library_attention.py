@@ -198,7 +198,7 @@ def test_results_do_not_depend_on_threads():
 
 @pytest.mark.skipif(not IS_NATIVE, reason="no C++ compiler")
 def test_scratch_is_bounded_whatever_the_length():
-    held = tvm_ffi.get_global_func("relax_disc.cpu.scratch_bytes")
+    held = tvm_ffi.get_global_func("relax_disc.cpu.own_workspace_bytes")
     generator = np.random.default_rng(0)
     sizes = []
     for length in (600, 2000):

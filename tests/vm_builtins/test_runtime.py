@@ -103,6 +103,37 @@ def test_arena_serves_all_lengths_and_grows_only_with_the_largest():
     run_and_compare(CHAIN, machine)
 
 
+def test_memory_is_given_back_when_short_calls_go_on():
+    machine = compile_program(CHAIN.module())
+    session = Session.of(machine)
+    call(machine, CHAIN.arguments(400))
+    large = session.report().arena_bytes
+    for _ in range(63):
+        call(machine, CHAIN.arguments(40))
+    assert session.report().held_bytes == large
+    call(machine, CHAIN.arguments(100))
+    assert session.report().held_bytes == session.report().arena_bytes < large
+    for _ in range(63):
+        call(machine, CHAIN.arguments(40))
+    call(machine, CHAIN.arguments(90))  # more than half: the count begins anew
+    call(machine, CHAIN.arguments(40))
+    assert session.report().held_bytes == session.plan([100]).arena_bytes
+
+
+def test_a_lower_budget_gives_memory_back_at_once():
+    machine = compile_program(CHAIN.module())
+    session = Session.of(machine)
+    call(machine, CHAIN.arguments(400))
+    assert session.counters().held_bytes > 0
+    session.memory_budget = session.report().peak_bytes
+    assert session.counters().held_bytes > 0
+    session.memory_budget = session.report().peak_bytes - 1
+    assert session.counters().held_bytes == 0
+    call(machine, CHAIN.arguments(40))
+    session.memory_budget = None
+    run_and_compare(CHAIN, machine)
+
+
 def test_budget_refuses_before_any_kernel_and_names_the_least():
     program = Program(1, 1, [("fail", [0], 0)], [2])
     machine = compile_program(program.module())

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "attention_math.h"
+#include "attention_workspace.h"
 #include "gemm.h"
 #include "tensor_view.h"
 
@@ -78,11 +79,6 @@ struct Mask {
     }
   }
 };
-
-template <typename T>
-inline int64_t RoundUpLanes(int64_t n) {
-  return (n + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
-}
 
 /*! \brief Pack the transposes of `count` rows as panels [dim, tile columns] of operand B. */
 template <typename T>

@@ -13,8 +13,7 @@
 namespace relax_disc {
 namespace {
 
-constexpr int64_t kQueries = 4 * kTileRows;  // rows of scores at a time
-constexpr int64_t kKeys = kDepth / 2;        // keys at a time: all operands together fit L2
+constexpr int64_t kQueries = kBackwardQueries, kKeys = kBackwardKeys;
 
 template <typename T>
 struct Backward {
@@ -35,10 +34,6 @@ struct Backward {
 
   int64_t QueryWidth() const { return RoundUpLanes<T>(q.dim); }
   int64_t ValueWidth() const { return RoundUpLanes<T>(v.dim); }
-  int64_t ScratchElements() const {
-    int64_t widths = 2 * QueryWidth() + ValueWidth();
-    return kKeys * (q.dim + v.dim + widths) + kQueries * (4 * kPitch<T> + QueryWidth()) + 64;
-  }
 
   Block Carve(T* memory) const {
     Block block{};
@@ -164,8 +159,11 @@ struct Backward {
       std::fill_n(dq.data, q.batches * q.heads * q.length * q.dim, T(0));
       return;
     }
-    ParallelFor(k.batches * k.heads, [&](int64_t task) {
-      KeyHead(task / k.heads, task % k.heads, ThreadScratch().Get<T>(ScratchElements()));
+    const int64_t bytes = PieceBytes(AttentionBackwardElements<T>(q.dim, v.dim) * sizeof(T));
+    WorkspaceScope workspace;
+    char* memory = workspace.Take<char>(NumThreads() * bytes);
+    ParallelFor(k.batches * k.heads, NumThreads(), [&](int64_t task, int thread) {
+      KeyHead(task / k.heads, task % k.heads, reinterpret_cast<T*>(memory + thread * bytes));
     });
   }
 };

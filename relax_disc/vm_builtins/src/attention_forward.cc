@@ -11,9 +11,7 @@
 namespace relax_disc {
 namespace {
 
-constexpr int64_t kQueries = 2 * kTileRows;  // rows of scores at a time: 45 KiB, about L1
-constexpr int64_t kChunk = 16 * kQueries;    // rows of one task; keys are packed once for each
-constexpr int64_t kKeys = kDepth;            // keys at a time
+constexpr int64_t kQueries = kForwardQueries, kChunk = kForwardChunk, kKeys = kForwardKeys;
 
 template <typename T>
 struct Forward {
@@ -22,11 +20,6 @@ struct Forward {
   Mask<T> mask;
   T scale;
   bool is_causal;
-
-  int64_t ScratchElements() const {
-    return kKeys * (k.dim + RoundUpLanes<T>(v.dim)) + 2 * kQueries * kPitch<T> +
-           kChunk * (RoundUpLanes<T>(v.dim) + 2);
-  }
 
   /*! \brief Rows [first, last) of one head. */
   void Chunk(int64_t b, int64_t h, int64_t first, int64_t last, T* scratch) const {
@@ -124,14 +117,17 @@ struct Forward {
         << kMostHeadDim;
     // Chunks of equal size: short sequences give one, long ones as many as keep scratch small.
     int64_t chunks = std::max<int64_t>((q.length + kChunk - 1) / kChunk, 1);
-    ParallelFor(q.batches * q.heads * chunks, [&](int64_t task) {
+    const int64_t bytes = PieceBytes(AttentionElements<T>(k.dim, v.dim) * sizeof(T));
+    WorkspaceScope workspace;
+    char* memory = workspace.Take<char>(NumThreads() * bytes);
+    ParallelFor(q.batches * q.heads * chunks, NumThreads(), [&](int64_t task, int thread) {
       // Late chunks of a causal head see more keys: they go first.
       int64_t chunk = chunks - 1 - task / (q.batches * q.heads);
       int64_t index = task % (q.batches * q.heads);
       auto [first, last] = Share(q.length, kQueries, chunks, chunk);
       if (first < last) {
         Chunk(index / q.heads, index % q.heads, first, last,
-              ThreadScratch().Get<T>(ScratchElements()));
+              reinterpret_cast<T*>(memory + thread * bytes));
       }
     });
   }

@@ -96,12 +96,13 @@ void BatchMatmul(TensorView a_view, TensorView b_view, int64_t a_axes, int64_t b
   };
   int64_t work = c.Rows() * c.Columns() * a.Columns();
   if (count >= 2 * NumThreads() || count * work < kWorkPerThread) {
-    auto run = [&](int64_t i) { MultiplySerial(product(i), &ThreadScratch()); };
-    if (count * work < kWorkPerThread) {
-      for (int64_t i = 0; i < count; ++i) run(i);
-    } else {
-      ParallelFor(count, run);
-    }
+    const int threads = count * work < kWorkPerThread ? 1 : NumThreads();
+    const int64_t bytes = PieceBytes(GemmBytes<T>(c.Rows(), c.Columns(), a.Columns(), 1));
+    WorkspaceScope workspace;
+    char* memory = workspace.Take<char>(threads * bytes);
+    ParallelFor(count, threads, [&](int64_t i, int thread) {
+      MultiplySerial(product(i), memory + thread * bytes, bytes);
+    });
   } else {
     for (int64_t i = 0; i < count; ++i) Multiply(product(i));
   }
@@ -145,7 +146,8 @@ void Multiply(const Product<T>& product) {
   int64_t work = product.m * product.n * product.k;
   int threads = static_cast<int>(std::clamp<int64_t>(work / kWorkPerThread, 1, NumThreads()));
   auto [rows, columns] = ChooseGrid(product, threads);
-  GemmTeam<T> team(product, rows, columns, &ThreadScratch());
+  WorkspaceScope workspace;
+  GemmTeam<T> team(product, rows, columns, &workspace);
   ParallelRegion(rows * columns, [&](int thread, int) { team.Run(thread); });
 }
 

@@ -17,7 +17,7 @@
 
 #include "gemm_pack.h"
 #include "parallel.h"
-#include "scratch.h"
+#include "workspace.h"
 
 namespace relax_disc {
 
@@ -72,11 +72,28 @@ inline std::pair<int64_t, int64_t> Share(int64_t count, int64_t unit, int64_t pa
           std::min(count, units * (index + 1) / parts * unit)};
 }
 
+/*! \brief Columns in whole register tiles. */
+template <typename T>
+inline int64_t RoundUpColumns(int64_t n) {
+  return (n + kTileColumns<T> - 1) / kTileColumns<T> * kTileColumns<T>;
+}
+
+/*! \brief Most bytes that a product takes beside its operands on at most so many threads. */
+template <typename T>
+int64_t GemmBytes(int64_t m, int64_t n, int64_t k, int64_t threads) {
+  if (m == 0 || n == 0 || k == 0) return 0;
+  const int64_t element = sizeof(T);
+  int64_t shared = std::min(kWholeBytes, RoundUpColumns<T>(n) * k * element);
+  int64_t tiles = std::min<int64_t>(kBlockTiles, (m + kTileRows - 1) / kTileRows);
+  int64_t panels = (tiles * kTileRows * kPitch<T> + 15) / 16 * 16 * element;
+  return PieceBytes(shared + threads * panels);
+}
+
 /*! \brief One product computed by a team of threads arranged as rows x columns of C. */
 template <typename T>
 class GemmTeam {
  public:
-  GemmTeam(const Product<T>& product, int rows, int columns, Scratch* scratch)
+  GemmTeam(const Product<T>& product, int rows, int columns, WorkspaceScope* workspace)
       : p_(product), rows_(rows), columns_(columns), barrier_(rows * columns) {
     by_rows_ = product.a.column == 1 || product.a.row != 1;
     int64_t share = (product.m + rows - 1) / rows;
@@ -89,9 +106,10 @@ class GemmTeam {
     const int64_t element = sizeof(T);
     int64_t whole = kWholeBytes / element / product.k / kTileColumns<T> * kTileColumns<T>;
     is_whole_ = whole * element >= kWholeRowBytes || whole >= product.n;
-    block_columns_ = std::min(RoundUp(product.n), is_whole_ ? whole : kBlockRowBytes / element);
+    block_columns_ =
+        std::min(RoundUpColumns<T>(product.n), is_whole_ ? whole : kBlockRowBytes / element);
     int64_t b_size = block_columns_ * (is_whole_ ? product.k : depth_);
-    T* memory = scratch->Get<T>((is_whole_ ? 1 : 2) * b_size + rows * columns * a_size_);
+    T* memory = workspace->Take<T>((is_whole_ ? 1 : 2) * b_size + rows * columns * a_size_);
     b_[0] = memory;
     b_[1] = memory + b_size;
     a_ = memory + (is_whole_ ? 1 : 2) * b_size;
@@ -137,10 +155,6 @@ class GemmTeam {
         }
       }
     }
-  }
-
-  static int64_t RoundUp(int64_t n) {
-    return (n + kTileColumns<T> - 1) / kTileColumns<T> * kTileColumns<T>;
   }
 
   /*! \brief Pack this thread's panels of a block of B. */
@@ -237,11 +251,13 @@ bool FillIfNoDepth(const Product<T>& p) {
   return true;
 }
 
-/*! \brief Whole product on the calling thread alone. */
+/*! \brief Whole product on the calling thread alone, in memory that it is given. */
 template <typename T>
-void MultiplySerial(const Product<T>& product, Scratch* scratch) {
+void MultiplySerial(const Product<T>& product, char* memory, int64_t bytes) {
   if (FillIfNoDepth(product)) return;
-  GemmTeam<T>(product, 1, 1, scratch).Run(0);
+  LentWorkspace lent(memory, bytes);
+  WorkspaceScope workspace;
+  GemmTeam<T>(product, 1, 1, &workspace).Run(0);
 }
 
 /*! \brief Whole product on the thread pool. */

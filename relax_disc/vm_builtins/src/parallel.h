@@ -21,6 +21,9 @@ int TVMBackendParallelLaunch(int (*task)(int, RelaxDiscParallelEnv*, void*), voi
 
 namespace relax_disc {
 
+/*! \brief Threads of TVM's pool. */
+int PoolThreads();
+
 /*! \brief Threads that a parallel region uses: all of TVM's pool unless set otherwise. */
 int NumThreads();
 
@@ -58,21 +61,28 @@ void ParallelRegion(int tasks, const F& body) {
 }
 
 /*!
- * \brief Run body(i) for i in [0, count): the threads take the next index as they become free.
+ * \brief Run body(i, thread index) for i in [0, count): threads take the next i as they are free.
  *
- * Which thread runs an index varies, so body must compute the same whoever runs it.
+ * Which thread runs an index varies, so body must compute the same whoever runs it; at most
+ * `threads` have an index, from 0 on.
  */
 template <typename F>
-void ParallelFor(int64_t count, const F& body) {
-  int tasks = static_cast<int>(std::min<int64_t>(count, NumThreads()));
+void ParallelFor(int64_t count, int threads, const F& body) {
+  int tasks = static_cast<int>(std::min<int64_t>(count, std::min(threads, NumThreads())));
   if (tasks <= 1) {
-    for (int64_t i = 0; i < count; ++i) body(i);
+    for (int64_t i = 0; i < count; ++i) body(i, 0);
     return;
   }
   std::atomic<int64_t> next{0};
-  ParallelRegion(tasks, [&](int, int) {
-    for (int64_t i = next++; i < count; i = next++) body(i);
+  ParallelRegion(tasks, [&](int thread, int) {
+    for (int64_t i = next++; i < count; i = next++) body(i, thread);
   });
+}
+
+/*! \brief Run body(i) for i in [0, count) on all threads. */
+template <typename F>
+void ParallelFor(int64_t count, const F& body) {
+  ParallelFor(count, NumThreads(), [&](int64_t i, int) { body(i); });
 }
 
 }  // namespace relax_disc

@@ -75,7 +75,8 @@ void Backward(TensorView grad_out_view, TensorView grad_last_view, TensorView st
   const int64_t threads = RecurrentThreads(s, depth * width);
   const int64_t most = (s.batch + threads - 1) / threads, pitch = Packed::Pitch(width);
   const int64_t room = Packed::kWorkspace + most * (pitch + width);
-  T* memory = ThreadScratch().Get<T>(Packed::Size(depth, width) + threads * room);
+  WorkspaceScope scope;
+  T* memory = scope.Take<T>(Packed::Size(depth, width) + threads * room);
   const Packed packed(Matrix<T>{weight.data, width, 1}, depth, width, memory);
   T* rooms = memory + Packed::Size(depth, width);
 

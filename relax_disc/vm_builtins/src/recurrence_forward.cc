@@ -79,7 +79,8 @@ void Forward(TensorView projected_view, TensorView state_view, TensorView weight
   const int64_t threads = RecurrentThreads(s, columns * width);
   const int64_t most = (s.batch + threads - 1) / threads, pitch = Packed::Pitch(columns);
   const int64_t room = Packed::kWorkspace + most * pitch;
-  T* memory = ThreadScratch().Get<T>(Packed::Size(width, columns) + threads * room);
+  WorkspaceScope scope;
+  T* memory = scope.Take<T>(Packed::Size(width, columns) + threads * room);
   const Packed packed(Matrix<T>{weight.data, 1, width}, width, columns, memory);
   T* rooms = memory + Packed::Size(width, columns);
 

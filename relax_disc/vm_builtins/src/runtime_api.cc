@@ -75,7 +75,7 @@ Facts PlanFacts(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t bu
   Session* session = SessionOf(object);
   bool hit = false;
   PlanPtr plan = session->PlanFor(Values(dims), budget_bytes, &hit);
-  const int64_t outside = plan->resident_bytes + plan->escaping_bytes;
+  const int64_t outside = plan->outside_bytes();
   const ArenaPlan& arena = plan->arena;
   std::vector<int64_t> versions;
   for (const Version& version : arena.versions) {
@@ -89,6 +89,7 @@ Facts PlanFacts(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t bu
                {"live_peak_bytes", arena.live_peak_bytes},
                {"resident_bytes", plan->resident_bytes},
                {"escaping_bytes", plan->escaping_bytes},
+               {"workspace_bytes", plan->workspace_bytes},
                {"least_bytes", outside + (arena.feasible ? arena.arena_bytes : arena.least_bytes)},
                {"lower_bound_bytes", outside + arena.lower_bound_bytes},
                {"time_ns", arena.time_ns},
@@ -109,6 +110,7 @@ Facts LastReport(const ffi::ObjectRef& object) {
                {"arena_bytes", report.arena_bytes},
                {"resident_bytes", report.resident_bytes},
                {"escaping_bytes", report.escaping_bytes},
+               {"workspace_bytes", report.workspace_bytes},
                {"held_bytes", report.held_bytes},
                {"recomputations", report.recomputations},
                {"planning_ns", report.planning_ns},

@@ -35,16 +35,71 @@ bool FailsNow() {
 // Below this a mapping costs more than it gives back: results such as a loss.
 constexpr int64_t kSmallBytes = 1 << 17;
 
+// x86-64 and most of aarch64; elsewhere the alignment is of no use and does no harm.
+constexpr int64_t kHugePage = 1 << 21;
+constexpr int64_t kPage = 1 << 12;
+
+/*! \brief Address space for `bytes` from a multiple of the huge page on; null if there is none. */
+char* ReserveAligned(int64_t bytes) {
+  const int64_t wanted = RoundUp(bytes, kPage) + kHugePage;
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* found = mmap(nullptr, wanted, PROT_NONE, flags, -1, 0);
+  if (found == MAP_FAILED) return nullptr;
+  char* start = static_cast<char*>(found);
+  const int64_t before = -reinterpret_cast<int64_t>(start) & (kHugePage - 1);
+  if (before > 0) munmap(start, before);
+  if (before < kHugePage) munmap(start + wanted - (kHugePage - before), kHugePage - before);
+  return start + before;
+}
+
+/*! \brief Ask for huge pages; where the system has none, nothing changes. */
+void AdviseHuge(char* base, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  if (bytes >= kHugePage) madvise(base, RoundUp(bytes, kPage), MADV_HUGEPAGE);
+#else
+  (void)base;
+  (void)bytes;
+#endif
+}
+
 char* Map(int64_t bytes, Backing backing) {
-  int flags = MAP_PRIVATE | MAP_ANONYMOUS;
-  int protection = PROT_READ | PROT_WRITE;
+  if (FailsNow()) Refuse(bytes);
   if (backing == Backing::kReserved) {
-    flags |= MAP_NORESERVE;
-    protection = PROT_NONE;
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* result = mmap(nullptr, bytes, PROT_NONE, flags, -1, 0);
+    if (result == MAP_FAILED) Refuse(bytes);
+    return static_cast<char*>(result);
   }
-  void* result = FailsNow() ? MAP_FAILED : mmap(nullptr, bytes, protection, flags, -1, 0);
-  if (result == MAP_FAILED) Refuse(bytes);
+  char* place = bytes >= kHugePage ? ReserveAligned(bytes) : nullptr;
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (place != nullptr ? MAP_FIXED : 0);
+  void* result = mmap(place, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (result == MAP_FAILED) {
+    if (place != nullptr) munmap(place, RoundUp(bytes, kPage));
+    Refuse(bytes);
+  }
+  AdviseHuge(static_cast<char*>(result), bytes);
   return static_cast<char*>(result);
+}
+
+/*! \brief Change the size of a mapping; pages that were touched stay.  Null if the system refuses. */
+char* Remap(char* base, int64_t bytes, int64_t wanted) {
+#ifdef MREMAP_MAYMOVE
+  if (wanted > bytes && FailsNow()) return nullptr;
+  char* place = wanted > bytes && wanted >= kHugePage ? ReserveAligned(wanted) : nullptr;
+  void* moved = place != nullptr
+                    ? mremap(base, bytes, wanted, MREMAP_MAYMOVE | MREMAP_FIXED, place)
+                    : mremap(base, bytes, wanted, MREMAP_MAYMOVE);
+  if (moved == MAP_FAILED) {
+    if (place != nullptr) munmap(place, RoundUp(wanted, kPage));
+    return nullptr;
+  }
+  AdviseHuge(static_cast<char*>(moved), wanted);
+  return static_cast<char*>(moved);
+#else
+  char* fresh = Map(wanted, Backing::kReal);
+  munmap(base, bytes);
+  return fresh;
+#endif
 }
 
 char* AllocateSmall(int64_t bytes) {
@@ -123,17 +178,10 @@ void MemoryBlock::Resize(int64_t bytes) {
     Free();
     base_ = fresh;
   } else {
-#ifdef MREMAP_MAYMOVE
-    // Pages that were touched once stay touched: a longer batch pays only for its new pages.
-    void* moved = bytes > bytes_ && FailsNow() ? MAP_FAILED
-                                               : mremap(base_, bytes_, bytes, MREMAP_MAYMOVE);
-    if (moved == MAP_FAILED) Refuse(bytes);
-    base_ = static_cast<char*>(moved);
-#else
-    char* fresh = Map(bytes, backing_);
-    munmap(base_, bytes_);
-    base_ = fresh;
-#endif
+    // A longer batch pays only for its new pages.
+    char* moved = Remap(base_, bytes_, bytes);
+    if (moved == nullptr) Refuse(bytes);
+    base_ = moved;
   }
   allocated_bytes += bytes - bytes_;
   bytes_ = bytes;

@@ -3,7 +3,8 @@
  * \brief Memory of the run time: the arena of a session, tensors that escape, and views of both.
  *
  * On the CPU an arena is a mapping of its own, so that growing and shrinking give pages back to the
- * system at once and keep the pages that stay.  On other devices a registered function allocates.
+ * system at once and keep the pages that stay; it lies so that the system can use huge pages, of
+ * which the first touch costs a tenth.  On other devices a registered function allocates.
  */
 #ifndef RELAX_DISC_RUNTIME_MEMORY_H_
 #define RELAX_DISC_RUNTIME_MEMORY_H_

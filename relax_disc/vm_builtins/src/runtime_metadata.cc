@@ -15,7 +15,7 @@ namespace json = tvm::ffi::json;
 
 namespace {
 
-constexpr int64_t kVersion = 1;
+constexpr int64_t kVersion = 2;
 
 json::Array List(const ffi::Any& value) { return value.cast<json::Array>(); }
 
@@ -84,6 +84,9 @@ KernelEntry ParseKernel(const ffi::Any& value) {
   result.flops = static_cast<int32_t>(Field(object, "flops").cast<int64_t>());
   result.moved_bytes = static_cast<int32_t>(Field(object, "moved_bytes").cast<int64_t>());
   result.recomputable = Field(object, "recomputable").cast<bool>();
+  json::Array workspace = List(Field(object, "workspace"));
+  result.workspace = std::string(workspace[0].cast<ffi::String>());
+  result.workspace_numbers = Integers(workspace[1]);
   return result;
 }
 

@@ -56,6 +56,8 @@ struct KernelEntry {
   std::vector<std::pair<int32_t, int32_t>> inplace;  // may share: (input, output)
   std::vector<std::pair<int32_t, int32_t>> copies;   // views copied before: (from, to)
   int32_t flops = 0, moved_bytes = 0;  // programs
+  std::string workspace;                   // formula of `WorkspaceBytes`; empty: none
+  std::vector<int32_t> workspace_numbers;  // programs
   bool recomputable = true;
   bool overwrites = false;  // whether a given tensor's buffer is written
 };

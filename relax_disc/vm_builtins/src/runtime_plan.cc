@@ -1,16 +1,11 @@
 #include "runtime_plan.h"
 
-#include <tvm/ffi/container/shape.h>
-#include <tvm/ffi/dtype.h>
-#include <tvm/ffi/error.h>
-
 #include <algorithm>
 #include <chrono>
-#include <utility>
+
+#include "workspace.h"
 
 namespace relax_disc {
-
-namespace ffi = tvm::ffi;
 
 namespace {
 
@@ -51,107 +46,16 @@ PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
   return graph;
 }
 
-/*! \brief Turns the planner's answer into the arguments of every execution. */
-class Builder {
- public:
-  Builder(const Metadata& metadata, Plan* plan, int64_t alignment)
-      : metadata_(metadata), plan_(*plan), alignment_(alignment) {
-    const size_t views = metadata.views.size();
-    offset_.assign(metadata.tensors.size(), 0);
-    arena_view_.assign(views, {0, -1});
-    own_view_.assign(views, -1);
-    escaping_.assign(metadata.tensors.size(), -1);
+/*! \brief Workspace of a call: kernels run one after the other, so they share it. */
+int64_t WorkspaceAt(const Metadata& metadata, const std::vector<int64_t>& values,
+                    int64_t alignment) {
+  int64_t most = 0;
+  for (const KernelEntry& kernel : metadata.kernels) {
+    if (kernel.workspace.empty()) continue;
+    most = std::max(most, WorkspaceBytes(kernel.workspace, ShapeAt(kernel.workspace_numbers, values)));
   }
-
-  void Build() {
-    const std::vector<int32_t>& sequence = plan_.arena.sequence;
-    const std::vector<Version>& versions = plan_.arena.versions;
-    plan_.first_position.assign(metadata_.kernels.size(), -1);
-    size_t next = 0;
-    for (size_t i = 0; i < sequence.size(); ++i) {
-      const int32_t position = static_cast<int32_t>(i);
-      const KernelEntry& kernel = metadata_.kernels[sequence[i]];
-      Step step{sequence[i], Count(plan_.arguments), Count(plan_.copies), 0};
-      // No kernel reads a tensor that it makes, so its new versions can be known at once.
-      for (; next < versions.size() && versions[next].created == position; ++next) {
-        if (versions[next].tensor >= 0) offset_[versions[next].tensor] = versions[next].offset;
-      }
-      arena_end_ = 0;
-      for (const auto& [from, to] : kernel.copies) {
-        plan_.copies.push_back(SourceOf(from));
-        plan_.copies.push_back(SourceOf(to));
-      }
-      for (const Argument& argument : kernel.arguments) Add(argument);
-      step.arena_end = arena_end_;
-      plan_.steps.push_back(step);
-      if (plan_.first_position[sequence[i]] < 0) plan_.first_position[sequence[i]] = position;
-    }
-    plan_.steps.push_back({-1, Count(plan_.arguments), Count(plan_.copies), 0});
-    for (int32_t view : metadata_.outputs) plan_.outputs.push_back(SourceOf(view));
-  }
-
- private:
-  template <typename T>
-  static int32_t Count(const std::vector<T>& list) {
-    return static_cast<int32_t>(list.size());
-  }
-
-  ArgumentSource SourceOf(int32_t view) {
-    const int32_t tensor = metadata_.views[view].tensor;
-    const TensorEntry& entry = metadata_.tensors[tensor];
-    if (entry.storage == Storage::kArena) {
-      const int64_t offset = offset_[tensor];
-      arena_end_ =
-          std::max(arena_end_, offset + RoundUp(plan_.values[entry.bytes], alignment_));
-      auto& [known_offset, index] = arena_view_[view];
-      if (index < 0 || known_offset != offset) {
-        known_offset = offset;
-        index = Count(plan_.arena_views);
-        plan_.arena_views.push_back({view, offset});
-      }
-      return {ArgumentSource::kArenaView, index};
-    }
-    const bool escapes = entry.storage == Storage::kEscaping;
-    std::vector<OwnView>& list = escapes ? plan_.escaping_views : plan_.given_views;
-    if (own_view_[view] < 0) {
-      own_view_[view] = Count(list);
-      if (escapes && escaping_[tensor] < 0) escaping_[tensor] = plan_.escaping_count++;
-      list.push_back({view, escapes ? escaping_[tensor] : entry.given,
-                      ShapeAt(metadata_.views[view].shape, plan_.values)});
-    }
-    return {escapes ? ArgumentSource::kEscapingView : ArgumentSource::kGivenView, own_view_[view]};
-  }
-
-  void Add(const Argument& argument) {
-    switch (argument.kind) {
-      case ArgumentKind::kView:
-        plan_.arguments.push_back(SourceOf(argument.index));
-        return;
-      case ArgumentKind::kInteger:
-        plan_.arguments.push_back({ArgumentSource::kInteger, plan_.values[argument.index]});
-        return;
-      case ArgumentKind::kConstant:
-        AddConstant(argument.constant);
-        return;
-      case ArgumentKind::kShape:
-        AddConstant(ffi::Shape(ShapeAt(argument.items, plan_.values)));
-        return;
-    }
-  }
-
-  void AddConstant(ffi::Any value) {
-    plan_.arguments.push_back({ArgumentSource::kConstant, Count(plan_.constants)});
-    plan_.constants.push_back(std::move(value));
-  }
-
-  const Metadata& metadata_;
-  Plan& plan_;
-  int64_t alignment_, arena_end_ = 0;
-  std::vector<int64_t> offset_;                          // of each tensor's current version
-  std::vector<std::pair<int64_t, int32_t>> arena_view_;  // per view: last offset and its index
-  std::vector<int32_t> own_view_;                        // per view outside the arena: its index
-  std::vector<int32_t> escaping_;                        // per tensor: which escaping one it is
-};
+  return RoundUp(most, alignment);
+}
 
 }  // namespace
 
@@ -185,15 +89,13 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const PlanRequ
       plan->escaping_bytes += RoundUp(bytes, request.alignment);
     }
   }
+  plan->workspace_bytes = WorkspaceAt(metadata, plan->values, request.alignment);
   int64_t room = kUnlimited;
-  if (request.budget_bytes >= 0) {
-    room = request.budget_bytes - plan->resident_bytes - plan->escaping_bytes;
-  }
+  if (request.budget_bytes >= 0) room = request.budget_bytes - plan->outside_bytes();
   PlannerGraph graph = GraphAt(metadata, cost, plan->values, request.alignment);
   for (const PlannerOp& op : graph.ops) plan->base_time_ns += op.time_ns;
   plan->arena = PlanArena(graph, std::max<int64_t>(room, 0), request.alignment, request.effort);
   plan->feasible = plan->arena.feasible && room >= 0;
-  if (plan->feasible) Builder(metadata, plan.get(), request.alignment).Build();
   plan->planning_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
                           std::chrono::steady_clock::now() - start)
                           .count();

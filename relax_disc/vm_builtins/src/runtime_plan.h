@@ -1,15 +1,12 @@
 /*!
  * \file runtime_plan.h
- * \brief What one shape under one budget runs: the sequence of kernels, and where each argument is.
+ * \brief What one shape under one budget runs: the sequence of kernels, and where each tensor is.
  */
 #ifndef RELAX_DISC_RUNTIME_PLAN_H_
 #define RELAX_DISC_RUNTIME_PLAN_H_
 
-#include <tvm/ffi/container/tensor.h>
-
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "planner.h"
@@ -29,54 +26,20 @@ struct CostModel {
   int64_t Time(size_t kernel, int64_t flops, int64_t moved_bytes) const;
 };
 
-/*! \brief Where an argument of one execution comes from. */
-struct ArgumentSource {
-  enum Kind : int32_t { kArenaView, kGivenView, kEscapingView, kInteger, kConstant } kind;
-  int64_t value;  // index into the lists of the plan; the number itself for kInteger
-};
-
-/*! \brief A view whose place is known: bytes at an offset of the arena, or a tensor's own. */
-struct PlacedView {
-  int32_t view;
-  int64_t offset;
-};
-
-/*! \brief A view of a tensor outside the arena. */
-struct OwnView {
-  int32_t view;
-  int32_t owner;  // which given tensor, or which escaping one in order of first view
-  std::vector<int64_t> shape;
-};
-
-/*! \brief One execution of a kernel. */
-struct Step {
-  int32_t kernel;
-  int32_t first_argument;  // of Plan::arguments
-  int32_t first_copy;      // of Plan::copies, as pairs (from, to)
-  int64_t arena_end;       // highest arena byte that the kernel may touch, plus one
-};
-
+/*! \brief Small, since many are remembered: what a call needs beside it is in a Binding. */
 struct Plan {
   std::vector<int64_t> dims, values;  // values: of the metadata's programs
   int64_t budget_bytes = 0;
   bool feasible = true;
   ArenaPlan arena;
   int64_t resident_bytes = 0, escaping_bytes = 0;
+  int64_t workspace_bytes = 0;  // of the hungriest library kernel; they take turns
   int64_t planning_ns = 0;
   int64_t base_time_ns = 0;  // modelled, without recomputations
-  std::vector<Step> steps;  // one more at the end, empty
-  std::vector<int32_t> first_position;  // of each kernel; executions after it are recomputations
-  std::vector<ArgumentSource> arguments, copies;
-  std::vector<PlacedView> arena_views;
-  std::vector<OwnView> given_views, escaping_views;
-  int32_t escaping_count = 0;  // tensors
-  std::vector<tvm::ffi::Any> constants;
-  std::vector<ArgumentSource> outputs;
 
-  int64_t peak_bytes() const { return resident_bytes + escaping_bytes + arena.arena_bytes; }
-  int64_t recomputations() const {
-    return static_cast<int64_t>(arena.sequence.size() - first_position.size());
-  }
+  /*! \brief What is there beside the arena, whatever is planned. */
+  int64_t outside_bytes() const { return resident_bytes + escaping_bytes + workspace_bytes; }
+  int64_t peak_bytes() const { return outside_bytes() + arena.arena_bytes; }
 };
 
 using PlanPtr = std::shared_ptr<const Plan>;

@@ -10,8 +10,9 @@ namespace relax_disc {
 namespace ffi = tvm::ffi;
 
 namespace {
-// A binding takes about 100 bytes an argument; shapes that come back soon keep theirs.
-constexpr size_t kBindingLimit = 16;
+// A binding takes some 100 bytes an argument.  One serves all shapes without a budget; under one,
+// the shapes that come back soon find theirs.
+constexpr size_t kBindingLimit = 4;
 }  // namespace
 
 PlanPtr Session::Lookup(const Key& key, bool* hit) {
@@ -27,9 +28,8 @@ PlanPtr Session::Lookup(const Key& key, bool* hit) {
   request.alignment = metadata_.alignment;
   PlanPtr plan = MakePlan(metadata_, cost_, request);
   recent_.push_front(key);
-  plans_[key] = {plan, nullptr, recent_.begin()};
+  plans_[key] = {plan, recent_.begin()};
   while (plans_.size() > plan_limit_) {
-    bound_.remove(recent_.back());
     plans_.erase(recent_.back());
     recent_.pop_back();
     ++counters_.evicted_plans;
@@ -52,7 +52,7 @@ void Session::CheckBudget(const std::vector<int64_t>& dims) {
 }
 
 void Session::RefuseBudget(const Plan& plan) const {
-  const int64_t outside = plan.resident_bytes + plan.escaping_bytes;
+  const int64_t outside = plan.outside_bytes();
   std::string shape;
   for (size_t i = 0; i < plan.dims.size(); ++i) {
     shape += (i > 0 ? ", " : "") + metadata_.dims[i] + "=" + std::to_string(plan.dims[i]);
@@ -63,8 +63,8 @@ void Session::RefuseBudget(const Plan& plan) const {
   TVM_FFI_THROW(MemoryBudgetError)
       << metadata_.function << " at " << shape << " does not fit into the memory budget of "
       << plan.budget_bytes << " bytes: the least found feasible is " << least << " bytes, of which "
-      << outside << " are parameters, inputs and results; no plan can do with less than " << bound
-      << " bytes. Raise the budget or lower the shape.";
+      << outside << " are parameters, inputs, results and workspace; no plan can do with less than "
+      << bound << " bytes. Raise the budget or lower the shape.";
 }
 
 ffi::ObjectPtr<Frame> Session::Enter(const std::vector<int64_t>& dims,
@@ -86,7 +86,7 @@ ffi::ObjectPtr<Frame> Session::Enter(const std::vector<int64_t>& dims,
     frame->report_.cache_hit = hit;
     TakeArena(frame.get());
     frame->session_ = ffi::details::ObjectUnsafe::ObjectPtrFromUnowned<Session>(this);
-    frame->binding_ = TakeBinding(plan, frame->arena_, frame->taken_from_ != nullptr);
+    frame->binding_ = TakeBinding(plan, frame->memory_.arena);
   }
   frame->given_ = std::move(given);
   frame->start_ = start;
@@ -98,88 +98,45 @@ ffi::ObjectPtr<Frame> Session::Enter(const std::vector<int64_t>& dims,
 }
 
 void Session::TakeArena(Frame* frame) {
-  const int64_t wanted = frame->plan_->arena.arena_bytes;
-  const Backing backing = mode_ == Mode::kDryRun ? Backing::kReserved : Backing::kReal;
-  std::lock_guard<std::mutex> lock(arena_->mutex);
-  BlockPtr& block = arena_->block;
-  if (arena_->taken || backing == Backing::kReserved) {
-    frame->arena_ = MemoryBlock::Allocate(device_, wanted, backing);
-    return;
+  const Plan& plan = *frame->plan_;
+  const ArenaNeed need{device_, plan.arena.arena_bytes, plan.workspace_bytes,
+                       budget_bytes_ < 0 ? -1 : budget_bytes_ - plan.resident_bytes -
+                                                    plan.escaping_bytes};
+  if (mode_ == Mode::kDryRun) {
+    frame->memory_ = SharedArena::Own(need, Backing::kReserved);
+  } else if (arena_->Take(need, &frame->memory_)) {
+    frame->taken_from_ = arena_;
+  } else {
+    frame->memory_ = SharedArena::Own(need, Backing::kReal);
   }
-  const bool same_device = block != nullptr && block->device().device_type == device_.device_type &&
-                           block->device().device_id == device_.device_id;
-  const int64_t outside = frame->plan_->resident_bytes + frame->plan_->escaping_bytes;
-  const bool breaks_budget = block != nullptr && budget_bytes_ >= 0 &&
-                             outside + block->bytes() > budget_bytes_;
-  if (!same_device) {
-    if (block != nullptr) block->Resize(0);  // bindings may keep the block, never its memory
-    block = nullptr;
-    block = MemoryBlock::Allocate(device_, wanted, Backing::kReal);
-  } else if (block->bytes() < wanted || breaks_budget) {
-    block->Resize(wanted);
-  }
-  frame->arena_ = block;
-  frame->taken_from_ = arena_;
-  arena_->taken = true;
 }
 
-std::shared_ptr<Binding> Session::TakeBinding(const PlanPtr& plan, const BlockPtr& arena,
-                                              bool primary) {
-  if (primary) {
-    auto found = plans_.find({plan->dims, plan->budget_bytes});
-    if (found != plans_.end() && found->second.binding != nullptr) {
-      std::shared_ptr<Binding> kept = std::move(found->second.binding);
-      found->second.binding = nullptr;
-      bound_.remove(found->first);
-      if (kept->base == arena->base() && kept->plan == plan) return kept;
-    }
+std::unique_ptr<Binding> Session::TakeBinding(const PlanPtr& plan, const BlockPtr& arena) {
+  auto chosen = std::find_if(bindings_.begin(), bindings_.end(), [&](const auto& kept) {
+    return kept->Holds(plan, arena->base());
+  });
+  if (chosen == bindings_.end()) {
+    chosen = std::find_if(bindings_.begin(), bindings_.end(),
+                          [&](const auto& kept) { return kept->Serves(*plan); });
   }
-  auto binding = std::make_shared<Binding>();
-  binding->plan = plan;
-  binding->base = arena->base();
-  binding->arena_views.reserve(plan->arena_views.size());
-  for (const PlacedView& placed : plan->arena_views) {
-    const ViewEntry& view = metadata_.views[placed.view];
-    std::vector<int64_t> shape = ShapeAt(view.shape, plan->values);
-    binding->arena_views.push_back(ViewOfBlock(arena, placed.offset, shape, view.dtype));
+  std::unique_ptr<Binding> binding;
+  if (chosen != bindings_.end()) {
+    binding = std::move(*chosen);
+    bindings_.erase(chosen);
+  } else {
+    binding = std::make_unique<Binding>(metadata_, *plan);
   }
-  auto fill = [&](const std::vector<ArgumentSource>& sources, std::vector<ffi::AnyView>* values,
-                  std::vector<std::pair<int32_t, int32_t>>* patches) {
-    values->resize(sources.size());
-    for (size_t i = 0; i < sources.size(); ++i) {
-      const ArgumentSource& source = sources[i];
-      const int32_t at = static_cast<int32_t>(i), entry = static_cast<int32_t>(source.value);
-      switch (source.kind) {
-        case ArgumentSource::kArenaView: (*values)[i] = binding->arena_views[entry]; break;
-        case ArgumentSource::kInteger: (*values)[i] = source.value; break;
-        case ArgumentSource::kConstant: (*values)[i] = plan->constants[entry]; break;
-        case ArgumentSource::kGivenView: patches->emplace_back(at, entry); break;
-        case ArgumentSource::kEscapingView: patches->emplace_back(at, -1 - entry); break;
-      }
-    }
-  };
-  fill(plan->arguments, &binding->arguments, &binding->patches);
-  fill(plan->copies, &binding->copies, &binding->copy_patches);
+  if (!binding->Holds(plan, arena->base())) binding->Fill(plan, *arena);
   return binding;
 }
 
 void Session::Return(Frame* frame) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (frame->taken_from_ != nullptr) {
-    {
-      std::lock_guard<std::mutex> arena_lock(frame->taken_from_->mutex);
-      frame->taken_from_->taken = false;
-    }
-    auto found = plans_.find({frame->plan_->dims, frame->plan_->budget_bytes});
-    const bool current = found != plans_.end() && found->second.plan == frame->plan_;
-    if (current && frame->binding_ != nullptr && found->second.binding == nullptr) {
-      found->second.binding = std::move(frame->binding_);
-      bound_.push_front(found->first);
-      while (bound_.size() > kBindingLimit) {
-        plans_.at(bound_.back()).binding = nullptr;
-        bound_.pop_back();
-      }
-    }
+  if (frame->taken_from_ != nullptr) frame->taken_from_->Return();
+  frame->memory_ = {};
+  if (frame->binding_ != nullptr) {
+    bindings_.push_front(std::move(frame->binding_));
+    if (bindings_.size() > kBindingLimit) bindings_.pop_back();
   }
   if (!frame->finished_) {
     ++counters_.failures;
@@ -187,13 +144,15 @@ void Session::Return(Frame* frame) {
   }
   counters_.recomputations += frame->report_.recomputations;
   frame->report_.finished = frame->finished_;
-  frame->report_.held_bytes = HeldBytes();
+  frame->report_.held_bytes = arena_->held_bytes();
   last_ = frame->report_;
 }
 
 void Session::SetBudget(int64_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   budget_bytes_ = bytes;
+  // Nothing in the arena outlives a call, so what would break the budget goes at once.
+  if (bytes >= 0) arena_->GiveBackAbove(bytes - last_.resident_bytes - last_.escaping_bytes);
 }
 
 void Session::SetMode(Mode mode) {
@@ -210,7 +169,7 @@ void Session::SetCostModel(CostModel cost) {
   cost_ = std::move(cost);
   plans_.clear();
   recent_.clear();
-  bound_.clear();
+  bindings_.clear();
 }
 
 void Session::SetPlanLimit(int64_t plans) {
@@ -222,15 +181,8 @@ void Session::Release() {
   std::lock_guard<std::mutex> lock(mutex_);
   plans_.clear();
   recent_.clear();
-  bound_.clear();
-  GiveArenaBack();
-}
-
-void Session::GiveArenaBack() {
-  std::lock_guard<std::mutex> lock(arena_->mutex);
-  if (arena_->taken || arena_->block == nullptr) return;
-  arena_->block->Resize(0);  // bindings of other sessions may keep the block, never its memory
-  arena_->block = nullptr;
+  bindings_.clear();
+  arena_->GiveBackAbove(0);
 }
 
 void Session::ShareArena(Session* other) {
@@ -241,9 +193,6 @@ void Session::ShareArena(Session* other) {
     arena = other->arena_;
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  if (arena == arena_) return;
-  for (const Key& key : bound_) plans_.at(key).binding = nullptr;
-  bound_.clear();
   arena_ = std::move(arena);
 }
 
@@ -259,12 +208,7 @@ Counters Session::counters() const {
 
 int64_t Session::held_bytes() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return HeldBytes();
-}
-
-int64_t Session::HeldBytes() const {
-  std::lock_guard<std::mutex> lock(arena_->mutex);
-  return arena_->block != nullptr ? arena_->block->bytes() : 0;
+  return arena_->held_bytes();
 }
 
 int64_t Session::plan_count() const {

@@ -25,41 +25,26 @@
 #include <utility>
 #include <vector>
 
+#include "runtime_arena.h"
+#include "runtime_binding.h"
 #include "runtime_memory.h"
 #include "runtime_metadata.h"
 #include "runtime_plan.h"
 
 namespace relax_disc {
 
-/*! \brief Arguments of every execution of a plan, made for one place of the arena. */
-struct Binding {
-  PlanPtr plan;
-  char* base = nullptr;
-  std::vector<tvm::ffi::Tensor> arena_views;
-  std::vector<tvm::ffi::AnyView> arguments, copies;  // parallel to the plan's
-  std::vector<std::pair<int32_t, int32_t>> patches;  // argument -> entry set anew at each call
-  std::vector<std::pair<int32_t, int32_t>> copy_patches;
-};
-
 /*! \brief What a call did; `peak_bytes` is counted while it runs, not taken from the plan. */
 struct Report {
   std::vector<int64_t> dims;
   int64_t budget_bytes = -1;
   int64_t planned_peak_bytes = 0, peak_bytes = 0, arena_bytes = 0, resident_bytes = 0;
-  int64_t escaping_bytes = 0, held_bytes = 0, recomputations = 0, planning_ns = 0, time_ns = 0;
-  int64_t entry_ns = 0;
+  int64_t escaping_bytes = 0, workspace_bytes = 0, held_bytes = 0, recomputations = 0;
+  int64_t planning_ns = 0, entry_ns = 0, time_ns = 0;
   bool cache_hit = false, finished = false;
 };
 
 struct Counters {
   int64_t calls = 0, hits = 0, misses = 0, failures = 0, recomputations = 0, evicted_plans = 0;
-};
-
-/*! \brief The arena of one session, or of several whose calls take turns. */
-struct SharedArena {
-  std::mutex mutex;  // taken while a session's own may be held, never the other way round
-  BlockPtr block;
-  bool taken = false;
 };
 
 enum class Mode : int32_t { kRun = 0, kDryRun = 1, kProfile = 2 };
@@ -72,7 +57,7 @@ class Session : public tvm::ffi::Object {
     functions_.resize(metadata_.kernels.size());
     kernel_ns_.assign(metadata_.kernels.size(), 0);
     kernel_runs_.assign(metadata_.kernels.size(), 0);
-    // A plan takes about 400 bytes a kernel; some 40 MB in all.
+    // A plan takes some 20 bytes a kernel and tensor; a few MB in all.
     const size_t kernels = std::max<size_t>(metadata_.kernels.size(), 1);
     plan_limit_ = std::min<size_t>(256, std::max<size_t>(32, 100000 / kernels));
   }
@@ -117,24 +102,21 @@ class Session : public tvm::ffi::Object {
   using Key = std::pair<std::vector<int64_t>, int64_t>;
   struct Cached {
     PlanPtr plan;
-    std::shared_ptr<Binding> binding;  // null while a call has it, or when others were used since
     std::list<Key>::iterator use;
   };
 
   [[noreturn]] void RefuseBudget(const Plan& plan) const;
   PlanPtr Lookup(const Key& key, bool* hit);  // mutex held
   void TakeArena(Frame* frame);               // mutex held
-  std::shared_ptr<Binding> TakeBinding(const PlanPtr& plan, const BlockPtr& arena, bool primary);
+  std::unique_ptr<Binding> TakeBinding(const PlanPtr& plan, const BlockPtr& arena);
   void Return(Frame* frame);
-  int64_t HeldBytes() const;  // mutex held
-  void GiveArenaBack();       // mutex held
 
   const tvm::ffi::String text_;
   const Metadata metadata_;
   mutable std::mutex mutex_;
   std::map<Key, Cached> plans_;
   std::list<Key> recent_;  // most recently used first
-  std::list<Key> bound_;   // plans that keep a binding, newest first
+  std::list<std::unique_ptr<Binding>> bindings_;  // that no call has, last used first
   size_t plan_limit_ = 256;
   std::shared_ptr<SharedArena> arena_ = std::make_shared<SharedArena>();
   DLDevice device_{kDLCPU, 0};
@@ -170,16 +152,17 @@ class Frame : public tvm::ffi::Object {
  private:
   friend class Session;
   void Bind();
+  const Binding& Bound() const;
   void Execute(const Step& step, const Step& next);
 
   SessionPtr session_;
   PlanPtr plan_;
   Mode mode_ = Mode::kRun;
-  BlockPtr arena_;
-  std::shared_ptr<SharedArena> taken_from_;  // null: an arena of the call's own
+  ArenaMemory memory_;
+  std::shared_ptr<SharedArena> taken_from_;  // null: memory of the call's own
   bool finished_ = false, wrote_given_ = false;
-  std::shared_ptr<Binding> binding_;
-  std::vector<tvm::ffi::Tensor> given_, given_views_, escaping_views_;
+  std::unique_ptr<Binding> binding_;
+  std::vector<tvm::ffi::Tensor> given_, escaping_;
   int32_t position_ = 0;
   int64_t arena_peak_ = 0, escaping_bytes_ = 0, resident_bytes_ = 0;
   Report report_;

@@ -12,9 +12,11 @@ namespace relax_disc {
 
 static std::atomic<int> num_threads{0};
 
-/*! \brief Threads of TVM's pool. */
-static int PoolThreads() {
-  return std::max(tvm::ffi::Function::GetGlobalRequired("runtime.NumThreads")().cast<int>(), 1);
+int PoolThreads() {
+  // The pool never changes its size, and plans ask often.
+  static const int count = std::max(
+      tvm::ffi::Function::GetGlobalRequired("runtime.NumThreads")().cast<int>(), 1);
+  return count;
 }
 
 int NumThreads() {

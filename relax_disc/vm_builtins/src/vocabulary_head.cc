@@ -11,7 +11,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <vector>
 
 #include "gemm.h"
 #include "parallel.h"
@@ -90,28 +89,29 @@ struct Head {
     const int64_t chunk = workspace.shape[0], count = target.Size(0, target.ndim);
     TVM_FFI_CHECK(x.Size(0, x.ndim) == count * width, ValueError)
         << "vocabulary_head: " << x.Size(0, x.ndim) << " inputs for " << count << " labels";
-    std::vector<int64_t> rows;
-    rows.reserve(count);
+    WorkspaceScope scope;
+    int64_t* rows = scope.Take<int64_t>(count);
+    double* losses = scope.Take<double>(count);
+    int64_t wanted = 0;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t label = target.data[i];
       if (label == options.ignore_index) continue;
       TVM_FFI_CHECK(label >= 0 && label < classes, ValueError)
           << "label " << label << " of row " << i << " is outside 0 .. " << classes - 1;
-      rows.push_back(i);
+      rows[wanted++] = i;
     }
-    const double counted = static_cast<double>(rows.size());
+    const double counted = static_cast<double>(wanted);
     const float scale = mean ? static_cast<float>(grad_loss / counted) : grad_loss;
     std::memset(grad_x, 0, sizeof(float) * count * width);
-    if (rows.empty() && grad_weight) std::memset(grad_weight, 0, sizeof(float) * classes * width);
-    std::vector<double> losses(rows.size());
+    if (wanted == 0 && grad_weight) std::memset(grad_weight, 0, sizeof(float) * classes * width);
     // Equal chunks: a last one of few rows would read the weight for little.
-    const int64_t wanted = rows.size(), chunks = (wanted + chunk - 1) / chunk;
+    const int64_t chunks = (wanted + chunk - 1) / chunk;
     for (int64_t i = 0; i < chunks; ++i) {
       auto [first, last] = Share(wanted, 1, chunks, i);
-      Chunk(rows.data() + first, last - first, scale, losses.data() + first, i == 0);
+      Chunk(rows + first, last - first, scale, losses + first, i == 0);
     }
     double sum = 0;
-    for (double value : losses) sum += value;
+    for (int64_t i = 0; i < wanted; ++i) sum += losses[i];
     *loss = static_cast<float>(mean ? sum / counted : sum);
   }
 

@@ -1,0 +1,89 @@
+"""Steps under a counter of malloc and mmap: planned and measured peaks, as JSON on stdout.
+
+Run by `test_measured_peak.py` in a process of its own, with the counter preloaded.
+"""
+
+import gc
+import json
+import sys
+
+import torch
+from torch import nn
+
+import relax_disc
+from benchmarks.malloc_counter import MallocCounter
+from tests.frontend.models import Llama, dims, token_batch
+
+SHAPES = [(1, 8), (3, 40), (8, 30), (8, 48)]
+FRACTIONS = [0.8, 0.5, 0.3, 0.0]
+
+
+class WithHidden(nn.Module):
+    """A Llama that returns something large beside its loss."""
+
+    def __init__(self, **sizes):
+        super().__init__()
+        self.inner = Llama(**sizes)
+
+    def forward(self, ids, labels):
+        return self.inner(ids, labels), self.inner.table(ids) * 2.0
+
+
+MODELS = {
+    "whole attention": lambda: Llama(layers=3, width=256),
+    "written out": lambda: Llama(layers=3, width=256, whole=False, tied=False),
+    "large output": lambda: WithHidden(layers=2, width=256),
+}
+
+
+def main(name):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    b, s = dims()
+    step = relax_disc.compile(
+        model, optimizer, token_batch(3, 12), dynamic_shapes=({0: b, 1: s}, {0: b, 1: s})
+    )
+    batches = {shape: token_batch(*shape) for shape in SHAPES}
+    counter, rows = MallocCounter(), []
+    # The analysis computes with numpy, whose BLAS keeps a buffer from its first product on.
+    relax_disc.analyze_memory(step, {"b": 1, "s": 1})
+    gc.collect()
+    base = counter.live_bytes()
+
+    def measure(shape):
+        plan = step.plan(b=shape[0], s=shape[1])
+        analysed = relax_disc.analyze_memory(step, {"b": shape[0], "s": shape[1]})
+        counter.reset_peak()
+        step(*batches[shape])
+        report = step.memory_report()
+        rows.append(
+            {
+                "shape": shape,
+                "budget": step.memory_budget,
+                "planned": plan.peak_bytes,
+                "reported": report.peak_bytes,
+                "analysed": analysed.peak_bytes,
+                "measured": counter.peak_bytes() - base + plan.resident_bytes,
+                "workspace": plan.workspace_bytes,
+                "escaping": plan.escaping_bytes,
+                "recomputations": report.recomputations,
+            }
+        )
+
+    for shape in SHAPES:  # each needs more than those before it
+        measure(shape)
+    for shape in reversed(SHAPES):
+        for fraction in FRACTIONS:
+            step.memory_budget = None
+            plan = step.plan(b=shape[0], s=shape[1])
+            step.memory_budget = plan.peak_bytes - int((1 - fraction) * plan.arena_bytes)
+            held = step.plan(b=shape[0], s=shape[1])
+            if not held.fits:
+                step.memory_budget = held.least_bytes
+            measure(shape)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,99 @@
+"""The workspace that a plan counts is enough for every library kernel, and is all that it takes."""
+
+import numpy as np
+import pytest
+import tvm_ffi
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_disc.vm_builtins import library_kernels
+from relax_disc.vm_builtins.library_arrays import pack_axes
+
+pytestmark = pytest.mark.skipif(not library_kernels.install(), reason="no C++ compiler")
+
+dtypes = st.sampled_from(["float32", "float64"])
+extents = st.one_of(st.integers(1, 40), st.sampled_from([97, 280, 281, 385, 700, 1100, 1800]))
+
+
+def call(formula, numbers, name, *arguments):
+    """Call a kernel with the workspace of a formula; it must not use memory of its own."""
+    own = tvm_ffi.get_global_func("relax_disc.cpu.own_workspace_bytes")
+    size = tvm_ffi.get_global_func("relax_disc.cpu.workspace_bytes")(
+        formula, tvm_ffi.Shape(numbers)
+    )
+    before = own()
+    values = [tvm_ffi.from_dlpack(x) if isinstance(x, np.ndarray) else x for x in arguments]
+    tvm_ffi.get_global_func("relax_disc.cpu.call_with_workspace")(
+        size, tvm_ffi.get_global_func(f"relax_disc.cpu.{name}"), *values
+    )
+    assert own() == before
+    return size
+
+
+@given(m=extents, n=extents, k=extents, a=st.booleans(), b=st.booleans(), dtype=dtypes)
+@settings(max_examples=60)
+def test_matmul(m, n, k, a, b, dtype):
+    left = np.ones((k, m) if a else (m, k), dtype)
+    right = np.ones((n, k) if b else (k, n), dtype)
+    out = np.empty((m, n), dtype)
+    numbers = (out.itemsize, m, n, k)
+    size = call("matmul", numbers, "matmul", left, right, 1, 1, int(a), int(b), out)
+    np.testing.assert_array_equal(out, np.full((m, n), k, dtype))
+    assert size <= 16 << 20
+
+
+@given(count=st.integers(1, 9), m=extents, n=extents, k=extents, dtype=dtypes)
+@settings(max_examples=30)
+def test_batch_matmul(count, m, n, k, dtype):
+    m, n = min(m, 300), min(n, 300)
+    left, right = np.ones((count, m, k), dtype), np.ones((count, k, n), dtype)
+    out = np.empty((count, m, n), dtype)
+    axes = pack_axes(range(3))
+    numbers = (out.itemsize, count, m, n, k)
+    call("batch_matmul", numbers, "batch_matmul", left, right, axes, axes, axes, out)
+    assert (out == k).all()
+
+
+@given(length=st.integers(1, 500), key=st.integers(1, 64), value=st.integers(1, 64), dtype=dtypes)
+@settings(max_examples=20)
+def test_attention(length, key, value, dtype):
+    q, k = (np.zeros((1, 3, length, key), dtype) for _ in range(2))
+    v, out, lse = (np.ones((1, 3, length, width), dtype) for width in (value, value, 1))
+    numbers = (out.itemsize, key, value)
+    call("attention", numbers, "attention", q, k, v, 1.0, 1, 0, out, lse[..., 0])
+    np.testing.assert_allclose(out, 1, rtol=1e-6)
+    gradients = [np.full_like(x, np.nan) for x in (q, k, v)]
+    arguments = (v, q, k, v, out, lse[..., 0], 1.0, 1, 0, *gradients)
+    call("attention_backward", numbers, "attention_backward", *arguments)
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+
+
+@given(rows=st.integers(1, 300), classes=extents, width=extents, chunk=st.integers(1, 150))
+@settings(max_examples=20)
+def test_vocabulary_head(rows, classes, width, chunk):
+    x, weight = np.zeros((rows, width), "float32"), np.ones((classes, width), "float32")
+    target, grad = np.zeros(rows, "int64"), np.ones((), "float32")
+    loss = np.empty((), "float32")
+    results = (loss, np.empty_like(x), np.empty_like(weight))
+    chunks = np.empty((chunk, classes + 2 * width), "float32")
+    numbers = (4, rows, chunk, classes, width)
+    arguments = (x, weight, target, grad, -100, 0.0, 1, *results, chunks)
+    call("vocabulary_head", numbers, "vocabulary_head", *arguments)
+    np.testing.assert_allclose(loss, np.log(classes), rtol=1e-5, atol=1e-6)
+
+
+def test_a_workspace_that_is_too_small_is_refused():
+    x = np.ones((50, 50), "float32")
+    call_with = tvm_ffi.get_global_func("relax_disc.cpu.call_with_workspace")
+    operands = [tvm_ffi.from_dlpack(x) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="bytes of workspace, planned were 64"):
+        call_with(
+            64,
+            tvm_ffi.get_global_func("relax_disc.cpu.matmul"),
+            *operands,
+            1,
+            1,
+            0,
+            0,
+            tvm_ffi.from_dlpack(np.empty((50, 50), "float32")),
+        )
