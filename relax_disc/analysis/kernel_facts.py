@@ -28,7 +28,7 @@ class KernelFacts:
         self._pairs: dict[str, frozenset[tuple[int, int]]] = {}
 
     def annotate(self) -> None:
-        """Add arithmetic, workspace, and pairs of buffers where a kernel may write over an input."""
+        """Add arithmetic, workspace, and pairs of buffers where it may write over an input."""
         for kernel in self._table.kernels:
             kernel.flops = library_flops(self._table, kernel)
             kernel.workspace = library_workspace(self._table, kernel)

@@ -1,9 +1,10 @@
-"""Memory of the Python run time; the twin of `src/runtime_memory.cc`."""
+"""Memory of the Python run time; the twin of `src/runtime_memory.cc` and `src/runtime_arena.cc`."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 import tvm
 
 from relax_disc.vm_builtins.runtime_twin_plan import ALIGNMENT
+
+_IDLE_CALLS = 64
 
 
 class Memory:
@@ -56,6 +59,57 @@ class Block:
         start = offset if size else 0
         piece = self.data[start : start + max(size, 1)]
         return tvm.runtime.from_dlpack(piece)._create_view(list(shape), dtype, 0)
+
+
+class SharedArena:
+    """The arena of one session, or of several whose calls take turns; see `runtime_arena.h`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.block: Block | None = None
+        self.workspace = 0  # bytes; numpy's own, so that there is nothing to lend
+        self.taken = False
+        self.idle_calls = self.idle_need = 0
+
+    def take(self, needed: int, workspace: int, room: int | None) -> Block | None:
+        """Lend the arena, grown or shrunk; None if a call has it."""
+        with self.lock:
+            if self.taken:
+                return None
+            size = 0 if self.block is None else self.block.size
+            least = max(needed, size)
+            beside = max(workspace, self.workspace)
+            if self._is_idle(needed, size):
+                least = self.idle_need
+            if room is not None and least + beside > room:
+                least, beside = needed, workspace
+            if self.block is None or least != size:
+                self.block = None
+                self.block = Block(least)
+            self.workspace = beside
+            self.taken = True
+            return self.block
+
+    def _is_idle(self, needed: int, size: int) -> bool:
+        """Count a call's need; whether the arena has been too large for a while."""
+        small = self.block is not None and needed <= size // 2
+        self.idle_calls = self.idle_calls + 1 if small else 0
+        self.idle_need = max(self.idle_need, needed) if small else 0
+        if self.idle_calls < _IDLE_CALLS:
+            return False
+        self.idle_calls = 0
+        return True
+
+    def give_back_above(self, size: int) -> None:
+        """Give everything back if more than so many bytes are held and no call has it."""
+        with self.lock:
+            if not self.taken and self.size > size:
+                self.block, self.workspace = None, 0
+
+    @property
+    def size(self) -> int:
+        """Bytes held."""
+        return self.workspace + (0 if self.block is None else self.block.size)
 
 
 def copy(source: Any, target: Any) -> None:
