@@ -16,7 +16,6 @@ from relax_disc.analysis.index_ranges import index_ranges
 from relax_disc.analysis.symbolic_dim import SymbolicDim
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
-from relax_disc.errors import InputMismatchError
 from relax_disc.forward_function import ForwardFunction
 from relax_disc.frontend import capture_accumulation, capture_forward, capture_step
 from relax_disc.frontend.spec import CapturedStep
@@ -199,9 +198,7 @@ def describe_batch(captured: CapturedStep, model: torch.nn.Module) -> BatchSchem
                 ignored_value=None if known is None else known.ignored,
             )
         )
-    devices = {tensor.device for tensor in model.parameters()}
-    if len(devices) > 1:
-        raise InputMismatchError(f"The model lies on several devices: {sorted(map(str, devices))}.")
+    devices = {tensor.device for tensor in model.parameters()}  # one: the capture refuses more
     dims = tuple(SymbolicDim(dim.name, dim.lower, dim.upper) for dim in captured.dims)
     return BatchSchema(
         captured.batch, tuple(leaves), dims, devices.pop() if devices else torch.device("cpu")

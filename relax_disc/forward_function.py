@@ -23,4 +23,5 @@ class ForwardFunction(CompiledFunction):
         MemoryBudgetError
             The shape cannot run inside the budget; nothing has run.
         """
-        return self._extras(self.run(args, named))
+        with self._lock:
+            return self._extras(self.run(args, named))

@@ -375,7 +375,7 @@ class TrainingStep(CompiledFunction):
                 counter.advance()
             # What the wrapper that a learning-rate scheduler puts round optimizer.step would set.
             self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-        return (flat[0], function._extras(flat)) if "extra" in kinds else flat[0]
+        return (flat[0], function._extras(flat)) if function._has_extras else flat[0]
 
     def _note_failure(self, function: CompiledFunction, error: Exception) -> None:
         """Remember what was written, so that a later call knows when it has been loaded again."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import tvm
-from torch import nn
+from torch import fx, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from tvm import relax, tirx
@@ -18,11 +18,13 @@ from relax_disc.frontend.accumulation import declare_gradients, emit_sums
 from relax_disc.frontend.emitter import Emitter
 from relax_disc.frontend.export import Exported, export, wrap_forward, wrap_step
 from relax_disc.frontend.importer import Parameters, declare, refuse_unknown, translate
+from relax_disc.frontend.refusals import refuse_model
 from relax_disc.frontend.spec import (
     CapturedStep,
     DimSpec,
     InputSpec,
     OutputSpec,
+    SizeOutput,
     UpdateGroup,
 )
 from relax_disc.frontend.symbols import SymbolTranslator
@@ -142,6 +144,7 @@ def _trace(
     dynamic_shapes: Any,
     loss_fn: Callable[..., Any] | None,
 ) -> tuple[Exported, Traced]:
+    refuse_model(model, trained=True)
     exported = export(wrap_step(model, loss_fn), example_inputs, dynamic_shapes)
     traced = trace_step(exported, model)
     refuse_unknown(traced)
@@ -159,6 +162,7 @@ def capture_forward(model: nn.Module, example_inputs: Any, *, dynamic_shapes: An
     Parameters, errors and the result are as in :func:`capture_step`; buffers that the forward pass
     changes are outputs too.
     """
+    refuse_model(model, trained=False)
     exported = export(wrap_forward(model), example_inputs, dynamic_shapes)
     traced = trace_forward(exported, model)
     refuse_unknown(traced)
@@ -197,6 +201,7 @@ def _emit(
         with builder.dataflow():
             flat = translate(traced, emitter, env)
             outputs, values = _outputs(traced, flat, parameters.specs, wanted.forward)
+            plain = _plain_extras(traced, flat, symbols, wanted.forward)
             grads = flat[len(flat) - len(traced.gradients) :] if traced.gradients else []
             if wanted.accumulate:
                 added, grads = emit_sums(emitter, parameters, sums, grads, values[0])
@@ -217,6 +222,7 @@ def _emit(
         constants=_constants(traced, specs),
         update_groups=updates.groups,
         extras=_extras_structure(traced, wanted.forward),
+        plain_extras=plain,
         function=wanted.function,
     )
 
@@ -232,7 +238,7 @@ def _outputs(
     outputs = [OutputSpec("output_0", "extra") if forward else OutputSpec("loss", "loss")]
     values = [flat[0]]
     for k, value in enumerate(flat[1 : 1 + traced.extra_count]):
-        if isinstance(value, relax.Expr):
+        if _is_tensor(value):
             outputs.append(OutputSpec(f"output_{k + 1}", "extra"))
             values.append(value)
     position = {spec.target: k for k, spec in enumerate(specs) if spec.kind == "buffer"}
@@ -242,6 +248,32 @@ def _outputs(
         outputs.append(OutputSpec(target, "buffer", position[target]))
         values.append(flat[first + k])
     return outputs, values
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, relax.Expr) and isinstance(value.ty, relax.TensorType)
+
+
+def _plain_extras(
+    traced: Traced, flat: Sequence[Any], symbols: SymbolTranslator, forward: bool
+) -> dict[int, Any]:
+    """Find the extra outputs that are numbers, text or None."""
+    nodes: Any = traced.graph.graph.output_node().args[0]
+    found: dict[int, Any] = {}
+    for k in range(1, 1 + traced.extra_count):
+        if _is_tensor(flat[k]):
+            continue
+        value = nodes[k].meta["val"] if isinstance(nodes[k], fx.Node) else nodes[k]
+        if isinstance(value, torch.SymFloat | torch.SymBool):
+            raise InputMismatchError(
+                f"Output {k} is {value}, computed from sizes; return the sizes themselves, or a "
+                "tensor."
+            )
+        if isinstance(value, torch.SymInt):
+            text = symbols.text(value)
+            value = SizeOutput(text) if isinstance(text, str) else text
+        found[k if forward else k - 1] = value
+    return found
 
 
 def _extras_structure(traced: Traced, forward: bool) -> pytree.TreeSpec | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,15 @@ from torch.utils import _pytree as pytree
 
 from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend.batch_spec import BatchSpec
+from relax_disc.frontend.causal_hint import masks_unread
+from relax_disc.frontend.checkpointing import inlined_checkpoints
+from relax_disc.frontend.containers import register_containers, shapes_as_lists
 from relax_disc.frontend.dims import DimTable, declared_dims, dim_table, enlarge
+from relax_disc.frontend.fixed_sizes import lines_that_fix_sizes
 from relax_disc.frontend.guards import check_assertions
 from relax_disc.frontend.recurrent_layers import WholeRecurrence
-from relax_disc.frontend.source_lines import parse_stack, source_line
+from relax_disc.frontend.source_lines import SourceLine, parse_stack, source_line
+from relax_disc.frontend.symbolic_len import symbolic_len
 
 MODEL = "model"
 """Name of the user's model inside the exported module; stripped from every full name."""
@@ -44,13 +49,20 @@ class Exported:
 class _Wrapped(nn.Module):
     """A module around the user's, with the signature that the user sees."""
 
-    def __init__(self, model: nn.Module, function: Callable[..., Any], sign: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        function: Callable[..., Any],
+        sign: Any,
+        loss_fn: Callable[..., Any] | None = None,
+    ) -> None:
         super().__init__()
         self.training = model.training
         self.add_module(MODEL, model)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs)
+            with symbolic_len(model, loss_fn):
+                return function(*args, **kwargs)
 
         forward.__signature__ = sign  # pyright: ignore[reportFunctionMemberAccess]
         self.forward = forward
@@ -69,7 +81,7 @@ def wrap_step(model: nn.Module, loss_fn: Callable[..., Any] | None) -> nn.Module
     if rest and rest[0].kind is not inspect.Parameter.VAR_POSITIONAL:
         rest = rest[1:]
     sign = sign.replace(parameters=rest)
-    return _Wrapped(model, lambda *a, **k: split_loss(loss_fn(model, *a, **k)), sign)
+    return _Wrapped(model, lambda *a, **k: split_loss(loss_fn(model, *a, **k)), sign, loss_fn)
 
 
 def wrap_forward(model: nn.Module) -> nn.Module:
@@ -104,6 +116,7 @@ def split_loss(output: Any) -> tuple[torch.Tensor, Any]:
             f"The model returns {type(output).__name__}, in which no loss can be found: return the "
             "loss, (loss, ...), or something with .loss, or pass loss_fn(model, *batch)."
         )
+    register_containers(extras)
     if loss.numel() != 1 or not loss.dtype.is_floating_point:
         raise InputMismatchError(
             f"The loss must be one floating-point number, but it has the shape "
@@ -150,15 +163,23 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
     InputMismatchError
         The arguments do not fit the model.
     """
-    args, kwargs = _distinct(split_example(example_inputs))
+    args, kwargs = split_example(example_inputs)
+    register_containers((args, kwargs))
+    _name_keywords(wrapped, kwargs)
+    args, kwargs = _distinct((args, kwargs))
     try:
         combined = _combine_args(wrapped, args, kwargs)
     except TypeError as error:
         raise InputMismatchError(f"example_inputs do not fit the model: {error}") from error
+    dynamic_shapes = _shapes_like(dynamic_shapes, combined)
     try:
         declared = declared_dims(combined, dynamic_shapes)
     except UserError as error:
         raise _translate(error) from error
+    except ValueError as error:
+        raise InputMismatchError(
+            f"dynamic_shapes do not fit the example inputs: {error}"
+        ) from error
     leaves, structure = pytree.tree_flatten((args, kwargs))
     larger_args, larger_kwargs = _enlarged(args, kwargs, declared)
     program = _export(wrapped, larger_args, larger_kwargs, dynamic_shapes)
@@ -175,6 +196,31 @@ def _positional(function: Callable[..., Any]) -> tuple[str, ...]:
     by_both = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = inspect.signature(function).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is by_both)
+
+
+def _shapes_like(dynamic_shapes: Any, combined: Mapping[str, Any]) -> Any:
+    if isinstance(dynamic_shapes, tuple | list):
+        arguments = [combined[key] for key in combined][: len(dynamic_shapes)]
+        return shapes_as_lists(list(dynamic_shapes), arguments)
+    return shapes_as_lists(dynamic_shapes, combined)
+
+
+def _name_keywords(wrapped: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Write the keywords that go into ``**kwargs`` into the signature, one by one.
+
+    torch.export's parts do not agree about how shapes of ``**kwargs`` are nested.
+    """
+    sign = _signature(wrapped)
+    plain = [p for p in sign.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if len(plain) == len(sign.parameters):
+        return
+    named = {p.name for p in plain}
+    plain += [
+        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY) for key in kwargs if key not in named
+    ]
+    wrapped.forward.__signature__ = sign.replace(  # pyright: ignore[reportFunctionMemberAccess]
+        parameters=plain
+    )
 
 
 def _enlarged(args: Any, kwargs: Any, declared: Mapping[int, Mapping[int, Any]]) -> Any:
@@ -202,8 +248,14 @@ def _export(
                 prefer_deferred_runtime_asserts_over_guards=deferred,
             )
 
+    lines: list[SourceLine] = []
     try:
-        with warnings.catch_warnings():
+        with (
+            warnings.catch_warnings(),
+            inlined_checkpoints(),
+            masks_unread(),
+            lines_that_fix_sizes() as lines,
+        ):
             try:
                 return attempt(deferred=False)
             except UserError as error:
@@ -213,12 +265,14 @@ def _export(
     except GuardOnDataDependentSymNode as error:
         raise _data_dependent(error) from error
     except UserError as error:
-        raise _translate(error) from error
+        raise _translate(error, lines) from error
 
 
-def _translate(error: UserError) -> Exception:
+def _translate(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
     if error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
-        return ShapeRangeError(f"The model contradicts dynamic_shapes: {_first_part(error)}")
+        places = ", ".join(str(line) for line in lines[:4])
+        where = f" Sizes become fixed numbers at {places}." if lines else ""
+        return ShapeRangeError(f"The model contradicts dynamic_shapes: {_first_part(error)}{where}")
     if error.error_type is UserErrorType.INVALID_INPUT:
         return InputMismatchError(f"dynamic_shapes do not fit the example inputs: {error}")
     return _data_dependent(error)
@@ -251,7 +305,7 @@ def _data_dependent(error: Exception) -> UnsupportedOperatorError:
         line = parse_stack(_traceback(error))
     return UnsupportedOperatorError(
         f"{line}: the model decides from data (control flow or a shape that depends on the values "
-        f"of a tensor), which one compiled program cannot follow: {error}",
+        f"of a tensor), which one compiled program cannot follow: {str(error).splitlines()[0]}",
         (("data-dependent control flow", str(line)),),
     )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import tvm
@@ -104,6 +104,13 @@ class UpdateGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeOutput:
+    """An extra output that is a number which follows from the dims, ``"b*s"`` say."""
+
+    expression: str
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedStep:
     """A PyTorch function as one Relax function with symbolic shapes.
 
@@ -122,7 +129,10 @@ class CapturedStep:
     update_groups : tuple of UpdateGroup
         Empty when nothing is updated.
     extras : TreeSpec or None
-        Structure of the outputs of kind ``"extra"``.
+        Structure of the outputs of kind ``"extra"`` and of ``plain_extras`` together.
+    plain_extras : mapping of int to object
+        Extra outputs that are no tensors, by their place among the leaves of ``extras``:
+        `SizeOutput`, or the value itself.
     function : str
         Its name in the module.
     """
@@ -135,4 +145,5 @@ class CapturedStep:
     constants: Mapping[str, torch.Tensor]
     update_groups: tuple[UpdateGroup, ...] = ()
     extras: pytree.TreeSpec | None = None
+    plain_extras: Mapping[int, Any] = field(default_factory=dict)
     function: str = "main"

@@ -29,6 +29,7 @@ from relax_disc.frontend.decompositions import decomposition_table
 from relax_disc.frontend.export import MODEL, Exported
 from relax_disc.frontend.guards import GuardWatch
 from relax_disc.frontend.random_ops import Randomness
+from relax_disc.frontend.refusals import refuse_autocast
 from relax_disc.frontend.source_lines import source_line
 from relax_disc.frontend.whole_operators import RULES, under_autocast
 
@@ -80,6 +81,8 @@ class _StepInterpreter(fx.Interpreter):
         self._random_rules = randomness.rules()
 
     def run_node(self, n: fx.Node) -> Any:
+        if getattr(n.target, "__name__", "") == "wrap_with_autocast" and torch.is_grad_enabled():
+            self._check_autocast(n)
         try:
             return super().run_node(n)
         except RuntimeError as error:
@@ -110,6 +113,16 @@ class _StepInterpreter(fx.Interpreter):
             with torch.autocast(device, dtype, enabled, cache):
                 return self._enter(args[4], args[5:])
         return super().call_function(target, args, kwargs)
+
+    def _check_autocast(self, node: fx.Node) -> None:
+        """Refuse a region in float16; the region's first operator says where it is."""
+        _, dtype, enabled, _, inner = node.args[:5]
+        if not enabled:
+            return
+        assert isinstance(inner, fx.Node) and isinstance(dtype, torch.dtype)
+        region = self.fetch_attr(str(inner.target))
+        lines = [source_line(n) for n in region.graph.nodes if n.op == "call_function"]
+        refuse_autocast(dtype, str(next((line for line in lines if line.file), source_line(node))))
 
     def _enter(self, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
         return _StepInterpreter(graph, self._randomness).run(*args)
@@ -201,7 +214,7 @@ def _make_graph(step: Callable[..., Any], fakes: list[Any], functionalize: bool)
         fake_mode,
         _lines_of_the_model(),
         enable_python_dispatcher(),  # decompositions that keep sizes symbolic
-        _without_mkldnn(),
+        _without_libraries(),
     )
     with contextlib.ExitStack() as stack:
         for context in contexts:
@@ -215,15 +228,17 @@ def _make_graph(step: Callable[..., Any], fakes: list[Any], functionalize: bool)
 
 
 @contextlib.contextmanager
-def _without_mkldnn() -> Iterator[None]:
-    """Keep operators of that library out of decompositions.
+def _without_libraries() -> Iterator[None]:
+    """Keep operators of mkldnn out of decompositions, and nnpack's limits out of the guards.
 
+    PyTorch would give a convolution over fewer than 16 pictures to nnpack, and guard on that.
     ``torch.backends.mkldnn.flags`` would also set precisions, and not restore them all.
     """
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        yield
+        with torch.backends.nnpack.flags(enabled=False):
+            yield
     finally:
         torch._C._set_mkldnn_enabled(before)
 

@@ -7,7 +7,7 @@ Each rule takes the operator's own arguments and returns its result built from
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,13 @@ def weight_norm_interface(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, T
     return weight_norm(v, g, dim), torch.zeros_like(g)
 
 
+def adaptive_average(x: Tensor, output_size: Sequence[int]) -> Tensor | None:
+    """Average over whole planes; PyTorch's own form plays with strides, as if memory were known."""
+    if any(not isinstance(size, int) or size != 1 for size in output_size):
+        return None
+    return x.mean(tuple(range(-len(output_size), 0)), keepdim=True)
+
+
 def under_autocast(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Convert the operands as autocast would: its rules know ATen's operators, not ours.
 
@@ -107,6 +114,9 @@ RULES: dict[Any, Rule] = {
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     torch.ops.aten.cross_entropy_loss.default: cross_entropy,
     torch.ops.aten.cosine_similarity.default: cosine_similarity,
+    torch.ops.aten.adaptive_avg_pool1d.default: adaptive_average,
+    torch.ops.aten.adaptive_avg_pool2d.default: adaptive_average,
+    torch.ops.aten.adaptive_avg_pool3d.default: adaptive_average,
     torch.ops.aten._weight_norm.default: weight_norm,
     torch.ops.aten._weight_norm_interface.default: weight_norm_interface,
 }

@@ -18,6 +18,7 @@ from relax_disc.frontend.spec import (
     DimSpec,
     InputSpec,
     OutputSpec,
+    SizeOutput,
     UpdateGroup,
 )
 from relax_disc.training.batch import BatchLeaf, BatchSchema
@@ -43,6 +44,12 @@ def describe_captured(captured: CapturedStep, schema: BatchSchema) -> dict[str, 
         "parameters": list(captured.batch.parameters),
         "fixed": [[index, _scalar(value)] for index, value in captured.batch.fixed.items()],
         "extras": None if captured.extras is None else _dump_structure(captured.extras),
+        "plain_extras": [
+            [k, "size", value.expression]
+            if isinstance(value, SizeOutput)
+            else [k, "value", _scalar(value)]
+            for k, value in captured.plain_extras.items()
+        ],
         "constants": {
             name: [list(tensor.shape), _dtype_text(tensor.dtype)]
             for name, tensor in captured.constants.items()
@@ -89,6 +96,10 @@ def restore_captured(
             UpdateGroup(*(_tuples(field) for field in group)) for group in facts["groups"]
         ),
         extras=None if facts["extras"] is None else _load_structure(facts["extras"]),
+        plain_extras={
+            k: SizeOutput(value) if kind == "size" else value
+            for k, kind, value in facts["plain_extras"]
+        },
         function=facts["function"],
     )
     ranges = tuple(SymbolicDim(dim.name, dim.lower, dim.upper) for dim in dims)

@@ -12,9 +12,10 @@ from torch.utils import _pytree as pytree
 from tvm import relax
 
 from relax_disc.analysis.symbolic_dim import SymbolicDim
+from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
 from relax_disc.errors import InputMismatchError, ShapeRangeError
-from relax_disc.frontend.spec import CapturedStep
+from relax_disc.frontend.spec import CapturedStep, SizeOutput
 from relax_disc.training.batch import BatchSchema
 from relax_disc.training.binding import Binding, as_runtime
 from relax_disc.training.memory_plan import MemoryPlan, MemoryReport, largest_that_fits
@@ -73,6 +74,7 @@ class CompiledFunction:
         )
         self._returned = [out for out in captured.outputs if out.replaces is None]
         self._lock = threading.RLock() if sibling is None else sibling._lock
+        self._sizes: Mapping[str, int] = {}
         self._rng = self._bind_rng(None if sibling is None else sibling._rng)
         if sibling is not None:
             self._session.share_arena(sibling._session)
@@ -303,6 +305,7 @@ class CompiledFunction:
     def _call(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int]) -> list[Any]:
         """Run the program; return the outputs that replace nothing, as torch tensors."""
         arguments = self._arguments
+        self._sizes = values
         for place, tensor in zip(self._batch_places, tensors, strict=True):
             arguments[place] = _batch_argument(tensor)
         if self._shape_names:
@@ -321,9 +324,26 @@ class CompiledFunction:
         """Put the extra outputs into the structure in which the model returned them."""
         found = [t for t, out in zip(flat, self._returned, strict=True) if out.kind == "extra"]
         structure = self._captured.extras
-        if structure is None or structure.num_leaves != len(found):
+        if structure is None:
             return tuple(found)
-        return pytree.tree_unflatten(found, structure)
+        tensors = iter(found)
+        leaves = [
+            self._plain_extra(place) if place in self._captured.plain_extras else next(tensors)
+            for place in range(structure.num_leaves)
+        ]
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _plain_extra(self, place: int) -> Any:
+        """Return an extra output that is no tensor, for the sizes of the last call."""
+        value = self._captured.plain_extras[place]
+        if isinstance(value, SizeOutput):
+            return int(SymbolicExpr.parse(value.expression).evaluate(self._sizes))
+        return value
+
+    @property
+    def _has_extras(self) -> bool:
+        structure = self._captured.extras
+        return structure is not None and structure.num_leaves > 0
 
     def _mark_written(self) -> None:
         """Tell autograd that the tensors written in place changed."""

@@ -1,0 +1,103 @@
+"""The table of models: `python -m benchmarks.models` fills it, `--write-docs` prints it as docs.
+
+Every model is compiled and trained in a process of its own with a limit of time, so that one
+failure does not stop the table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.models.catalogue import ENTRIES
+from benchmarks.models.document import PAGE, summary_table, write_page
+from benchmarks.models.entry import Entry
+from benchmarks.record import write_result
+from relax_disc.vm_builtins import native
+
+_ROOT = Path(__file__).parents[2]
+
+
+def judged(entry: Entry, limit_seconds: float) -> dict[str, Any]:
+    """Judge one model in a process of its own; what goes wrong there becomes the verdict."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TVM_NUM_THREADS": "1",
+        "RELAX_DISC_COMPILE_CACHE": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    facts = {"model": entry.name, "source": entry.source, "symbols": list(entry.ranges)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.models.worker", entry.name],
+            capture_output=True,
+            text=True,
+            timeout=limit_seconds,
+            cwd=_ROOT,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        return {**facts, "verdict": "failed", "message": f"not done in {limit_seconds:.0f} s"}
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+        message = f"the process ended with {done.returncode}: {last}"
+        return {**facts, "verdict": "failed", "message": message}
+    return {**facts, **json.loads(done.stdout)}
+
+
+def chosen(only: str) -> Sequence[Entry]:
+    """Entries whose name contains one of the words, separated by commas; all without words."""
+    words = [word.strip().lower() for word in only.split(",") if word.strip()]
+    found = [e for e in ENTRIES if not words or any(word in e.name.lower() for word in words)]
+    if not found:
+        raise typer.BadParameter(f"no model's name contains {only!r}")
+    return found
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Words in the names of models, by commas.")] = "",
+    limit_seconds: Annotated[float, typer.Option(help="Of one model's process.")] = 600.0,
+    name: Annotated[str, typer.Option(help="Of the file of results.")] = "models",
+    write_docs: Annotated[
+        bool, typer.Option("--write-docs", help="Write docs/models.md from the results; run none.")
+    ] = False,
+) -> None:
+    """Judge the models; prints a table, writes benchmarks/results/<name>.json."""
+    console = Console()
+    console.width = max(console.width, 150)
+    if write_docs:
+        write_page()
+        console.print(f"written to {PAGE}")
+        return
+    native.load()  # built once per machine: no part of a compilation
+    results = []
+    with Progress(console=console) as progress:
+        for entry in progress.track(chosen(only), description="models"):
+            results.append(judged(entry, limit_seconds))
+            progress.console.print(f"{entry.name}: {results[-1]['verdict']}")
+    console.print(summary_table(results))
+    settings = {
+        "threads": 1,
+        "limit_seconds": limit_seconds,
+        "optimizer": "SGD, momentum 0.9",
+        "transformers": metadata.version("transformers"),
+    }
+    console.print(f"written to {write_result(name, settings, results)}")
+    if name == "models" and not only:
+        write_page()
+        console.print(f"written to {PAGE}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,161 @@
+"""Networks of torch.nn's building blocks over sequences of dynamic length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.models.entry import Batch, Entry, seeded
+
+VOCABULARY = 64
+TAGS = 7
+LONGEST = 32
+
+
+class Translator(nn.Module):
+    """`nn.Transformer` between two sequences, with a causal mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 32)
+        self.places = nn.Embedding(LONGEST, 32)
+        self.body = nn.Transformer(
+            32,
+            4,
+            num_encoder_layers=1,
+            num_decoder_layers=1,
+            dim_feedforward=64,
+            dropout=0.0,
+            batch_first=True,
+        )
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self.table(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+
+    def forward(self, source: Tensor, target: Tensor, labels: Tensor) -> Tensor:
+        """Return the cross-entropy of the target's tokens."""
+        length = target.shape[1]
+        hidden = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
+        out = self.body(self._embed(source), self._embed(target), tgt_mask=hidden)
+        return F.cross_entropy(self.head(out).flatten(0, 1), labels.flatten())
+
+
+class Tagger(nn.Module):
+    """A bidirectional recurrence with a class for every token."""
+
+    def __init__(self, cell: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 16, padding_idx=0)
+        self.cell = cell(16, 24, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(48, TAGS)
+
+    def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
+        """Return the cross-entropy, padding left out."""
+        out, _ = self.cell(self.table(ids))
+        return F.cross_entropy(self.head(out).flatten(0, 1), tags.flatten(), ignore_index=-100)
+
+
+class _CausalBlock(nn.Module):
+    def __init__(self, width: int, dilation: int) -> None:
+        super().__init__()
+        self.padding = 2 * dilation
+        self.convolution = nn.utils.parametrizations.weight_norm(
+            nn.Conv1d(width, width, 3, dilation=dilation)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.relu(self.convolution(F.pad(x, (self.padding, 0))))
+
+
+class TemporalConvolution(nn.Module):
+    """Dilated causal convolutions with weight norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 24)
+        self.blocks = nn.Sequential(*(_CausalBlock(24, 2**k) for k in range(3)))
+        self.head = nn.Linear(24, TAGS)
+
+    def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
+        """Return the cross-entropy, padding left out."""
+        out = self.blocks(self.table(ids).transpose(1, 2)).transpose(1, 2)
+        return F.cross_entropy(self.head(out).flatten(0, 1), tags.flatten(), ignore_index=-100)
+
+
+class DenseExperts(nn.Module):
+    """A softmax mixture in which every expert sees every token, one of einsum's uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 24)
+        self.gate = nn.Linear(24, 4)
+        self.inner = nn.Parameter(torch.randn(4, 24, 48) / 5)
+        self.outer = nn.Parameter(torch.randn(4, 48, 24) / 7)
+        self.head = nn.Linear(24, TAGS)
+
+    def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
+        """Return the cross-entropy plus a loss that balances the experts."""
+        x = self.table(ids)
+        weight = self.gate(x).softmax(-1)
+        inner = F.gelu(torch.einsum("bld,edf->blef", x, self.inner))
+        x = x + torch.einsum("blef,efd,ble->bld", inner, self.outer, weight)
+        balance = weight.mean((0, 1)).square().sum()
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), tags.flatten(), ignore_index=-100)
+        return loss + 0.01 * balance
+
+
+def tagged(batch: int, length: int) -> Batch:
+    """Ids and tags; one row ends in padding."""
+    generator = seeded(batch, length)
+    ids = torch.randint(1, VOCABULARY, (batch, length), generator=generator)
+    tags = torch.randint(0, TAGS, (batch, length), generator=generator)
+    if length > 4:
+        ids[0, -2:], tags[0, -2:] = 0, -100
+    return {"ids": ids, "tags": tags}
+
+
+def translated(batch: int, source: int, target: int) -> Batch:
+    """Source and target ids of independent lengths, and labels for the target."""
+    generator = seeded(batch, source, target)
+
+    def ids(length: int) -> Tensor:
+        return torch.randint(0, VOCABULARY, (batch, length), generator=generator)
+
+    return {"source": ids(source), "target": ids(target), "labels": ids(target)}
+
+
+def _of_tags(name: str, make: Callable[[], nn.Module]) -> Entry:
+    return Entry(
+        name=name,
+        source="torch.nn",
+        make=make,
+        batch=tagged,
+        ranges={"batch": (1, 8), "length": (1, LONGEST)},
+        axes={key: {0: "batch", 1: "length"} for key in ("ids", "tags")},
+        sizes=[(3, 12), (1, 1), (8, LONGEST), (5, 23)],
+    )
+
+
+ENTRIES = [
+    Entry(
+        name="nn.Transformer",
+        source="torch.nn",
+        make=Translator,
+        batch=translated,
+        ranges={"batch": (1, 8), "source": (1, LONGEST), "target": (1, LONGEST)},
+        axes={
+            "source": {0: "batch", 1: "source"},
+            "target": {0: "batch", 1: "target"},
+            "labels": {0: "batch", 1: "target"},
+        },
+        sizes=[(3, 12, 9), (1, 1, 1), (8, LONGEST, LONGEST), (4, 7, 30)],
+    ),
+    _of_tags("LSTM tagger", lambda: Tagger(nn.LSTM)),
+    _of_tags("GRU tagger", lambda: Tagger(nn.GRU)),
+    _of_tags("Temporal convolution, weight norm", TemporalConvolution),
+    _of_tags("Mixture of experts, dense", DenseExperts),
+]

@@ -1,0 +1,124 @@
+"""Make the containers of a batch known to PyTorch's pytrees: dataclasses, and mappings like dict.
+
+torch.export takes a container that it does not know for one opaque value.  Registration lasts as
+long as the process and has no effect on the class itself.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def register_containers(tree: Any) -> None:
+    """Register the classes of all dataclasses and mappings in a tree that pytrees do not know.
+
+    Parameters
+    ----------
+    tree : object
+        Of containers, tensors and other values.
+    """
+    while True:
+        unknown = {type(leaf) for leaf in pytree.tree_leaves(tree) if _is_container(leaf)}
+        if not unknown:
+            return
+        for kind in sorted(unknown, key=_name):
+            if dataclasses.is_dataclass(kind):
+                _register_dataclass(kind)
+            else:
+                _register_mapping(kind)
+
+
+def shapes_as_lists(shapes: Any, tree: Any) -> Any:
+    """Write shapes the way torch.export wants them: lists in the place of registered containers.
+
+    Parameters
+    ----------
+    shapes : object
+        ``dynamic_shapes`` as the user wrote them; a dataclass may be described by an instance, by a
+        mapping from names of fields, or by a list.
+    tree : object
+        The arguments that they describe, with `register_containers` done.
+    """
+    if shapes is None or isinstance(tree, torch.Tensor):
+        return shapes
+    if dataclasses.is_dataclass(tree):
+        if isinstance(shapes, list | tuple):
+            return shapes
+        return [
+            shapes_as_lists(_field(shapes, field.name), getattr(tree, field.name))
+            for field in dataclasses.fields(tree)
+        ]
+    if isinstance(tree, Mapping) and isinstance(shapes, Mapping):
+        by_key = {key: shapes_as_lists(shapes[key], tree.get(key)) for key in shapes}
+        known = type(tree) in (dict, collections.OrderedDict, collections.defaultdict)
+        return by_key if known else [by_key.get(key) for key in tree]
+    if type(tree) in (list, tuple) and type(shapes) in (list, tuple) and len(tree) == len(shapes):
+        return type(shapes)(shapes_as_lists(s, t) for s, t in zip(shapes, tree, strict=True))
+    return shapes
+
+
+def _field(shapes: Any, name: str) -> Any:
+    return shapes.get(name) if isinstance(shapes, Mapping) else getattr(shapes, name, None)
+
+
+def _is_container(leaf: Any) -> bool:
+    return isinstance(leaf, Mapping) or (dataclasses.is_dataclass(leaf) and type(leaf) is not type)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _register_dataclass(kind: type[Any]) -> None:
+    """Register all fields, those that are None too: a batch keeps its layout whatever it holds."""
+    names = [field.name for field in dataclasses.fields(kind)]
+
+    def flatten(value: Any) -> tuple[list[Any], None]:
+        return [getattr(value, name) for name in names], None
+
+    def flatten_with_keys(value: Any) -> tuple[list[Any], None]:
+        return [(pytree.GetAttrKey(name), getattr(value, name)) for name in names], None
+
+    def unflatten(values: Any, _context: None) -> Any:
+        return _made(kind, dict(zip(names, values, strict=True)))
+
+    pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=_name(kind),
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
+def _made(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Make an instance without running its constructor, which may want values of other kinds."""
+    made = object.__new__(kind)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _register_mapping(kind: type[Any]) -> None:
+    def flatten(mapping: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
+        return list(mapping.values()), list(mapping)
+
+    def flatten_with_keys(mapping: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
+        return [(pytree.MappingKey(key), mapping[key]) for key in mapping], list(mapping)
+
+    def unflatten(values: Any, keys: list[str]) -> Any:
+        return kind(dict(zip(keys, values, strict=True)))
+
+    pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=_name(kind),
+        flatten_with_keys_fn=flatten_with_keys,
+    )

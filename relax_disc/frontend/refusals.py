@@ -1,0 +1,130 @@
+"""Refuse by name models that one compiled program on one device cannot train as PyTorch would."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from relax_disc.errors import UnsupportedOperatorError
+
+_WRAPPERS = (
+    ("torch.nn.parallel", "DistributedDataParallel", "the gradients' exchange between processes"),
+    ("torch.nn.parallel", "DataParallel", "the copies on several devices"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "parameters kept in shards"),
+    ("torch.distributed.fsdp", "FSDPModule", "parameters kept in shards"),
+    ("torch.distributed.pipelining", "PipelineStage", "the exchange between stages"),
+)
+_QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.qat", "bitsandbytes.", "torchao.quantization")
+_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def refuse_model(model: nn.Module, trained: bool) -> None:
+    """Look at a model before anything is traced.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The user's.
+    trained : bool
+        Gradients will be taken.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        The model is wrapped for several processes or devices, lies on several devices or on none,
+        is quantised, or trains in float16, which needs loss scaling.
+    """
+    for name, module in model.named_modules():
+        where = name or "the model"
+        _refuse_wrapper(module, where)
+        if type(module).__module__.startswith(_QUANTISED):
+            raise _refusal(module, where, "is quantised", "train the model before it is quantised")
+    devices: dict[torch.device, str] = {}
+    for name, tensor in _tensors(model):
+        _refuse_tensor(name, tensor, trained)
+        devices.setdefault(tensor.device, name)
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise UnsupportedOperatorError(
+            f"The model lies on several devices ({places}); one compiled step runs on one. Move it "
+            "with .to(device).",
+            (("several devices", "the model"),),
+        )
+    for device, name in devices.items():
+        if device.type == "meta":
+            raise UnsupportedOperatorError(
+                f"{name} is on the meta device and has no values; load the model first.",
+                (("meta device", name),),
+            )
+    if trained:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                refuse_autocast(torch.get_autocast_dtype(kind), "the caller of compile")
+
+
+def refuse_autocast(dtype: torch.dtype, where: str) -> None:
+    """Refuse a region in float16.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Of ``torch.autocast``.
+    where : str
+        The line of the region.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        The type is float16.
+    """
+    if dtype == torch.float16:
+        raise UnsupportedOperatorError(
+            f"{where}: autocast to float16 needs loss scaling, which a compiled step does not do: "
+            "small gradients would become 0. Use torch.autocast with bfloat16.",
+            (("autocast float16", where),),
+        )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _refuse_wrapper(module: nn.Module, where: str) -> None:
+    for home, name, what in _WRAPPERS:
+        # A module that was never imported wraps nothing.
+        wrapper = getattr(sys.modules.get(home), name, None)
+        if wrapper is not None and isinstance(module, wrapper):
+            advice = "compile the module inside it"
+            raise _refusal(module, where, f"adds {what} ({name})", advice)
+
+
+def _refuse_tensor(name: str, tensor: torch.Tensor, trained: bool) -> None:
+    if type(tensor) not in _TYPES:
+        raise UnsupportedOperatorError(
+            f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor with "
+            "rules of its own (quantised, sharded, or not made yet); only plain tensors can be "
+            "compiled.",
+            ((type(tensor).__qualname__, name),),
+        )
+    if tensor.is_quantized:
+        raise UnsupportedOperatorError(
+            f"{name} is quantised ({tensor.dtype}); train the model before it is quantised.",
+            ((str(tensor.dtype), name),),
+        )
+    if trained and tensor.requires_grad and tensor.dtype == torch.float16:
+        raise UnsupportedOperatorError(
+            f"{name} is trained in float16, which needs loss scaling: small gradients would become "
+            "0. Use .to(torch.bfloat16), or float32 parameters under torch.autocast with bfloat16.",
+            (("float16", name),),
+        )
+
+
+def _refusal(module: nn.Module, where: str, what: str, advice: str) -> UnsupportedOperatorError:
+    kind = type(module).__qualname__
+    return UnsupportedOperatorError(
+        f"{where} ({kind}) {what}, which one compiled step cannot do; {advice}.", ((kind, where),)
+    )

@@ -1,0 +1,110 @@
+"""Models that cannot be trained by one program on one device are refused by name, at compile."""
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend import capture_forward, capture_step
+
+SHAPES = ({0: Dim("rows", min=1, max=9)},)
+
+
+class Net(nn.Module):
+    def __init__(self, region=None):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 1)
+        self.region = region
+
+    def forward(self, x):
+        if self.region is None:
+            return self.last(self.first(x)).square().mean()
+        with torch.autocast("cpu", self.region):
+            y = self.first(x)
+        return self.last(y.float()).square().mean()
+
+
+def capture(model, dtype=torch.float32):
+    return capture_step(model, None, (torch.ones(3, 6, dtype=dtype),), dynamic_shapes=SHAPES)
+
+
+def test_float16_without_loss_scaling():
+    with pytest.raises(UnsupportedOperatorError, match=r"first\.weight .*float16.*loss scaling"):
+        capture(Net().half(), torch.float16)
+    frozen = Net()
+    frozen.first.half().requires_grad_(False)  # nothing underflows where nothing is trained
+    with pytest.raises(RuntimeError, match="dtype"):  # PyTorch's own: the model does not run
+        frozen(torch.ones(3, 6, dtype=torch.float16))
+    with pytest.raises(UnsupportedOperatorError, match=r"test_refusals\.py:\d+.*float16"):
+        capture(Net(torch.float16))
+    assert capture(Net(torch.bfloat16)).outputs
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(UnsupportedOperatorError, match="the caller"),
+    ):
+        capture(Net())
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization.*:DeprecationWarning")
+def test_quantised():
+    linear = Net().first
+    model = nn.Sequential(torch.ao.nn.quantized.dynamic.Linear(6, 4))
+    with pytest.raises(UnsupportedOperatorError, match=r"0 .*Linear.*quantised"):
+        capture(model)
+    linear.register_buffer("table", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+    with pytest.raises(UnsupportedOperatorError, match="table is quantised"):
+        capture(linear)
+
+
+class Packed(torch.Tensor):
+    """Stands for the packed weights of a quantisation library."""
+
+
+def test_tensors_with_rules_of_their_own():
+    model = Net()
+    packed = torch.ones(4, 6).as_subclass(Packed)
+    model.first.register_buffer("packed", packed)
+    with pytest.raises(UnsupportedOperatorError, match=r"first\.packed is a .*Packed"):
+        capture(model)
+    with pytest.raises(UnsupportedOperatorError, match="UninitializedParameter"):
+        capture(nn.LazyLinear(3))
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A process group of this process alone."""
+    distributed = torch.distributed
+    if not distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_wrapped_for_several_processes(group):
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    wrapped = nn.parallel.DistributedDataParallel(Net())
+    for model in (wrapped, nn.Sequential(wrapped), nn.DataParallel(Net())):
+        with pytest.raises(UnsupportedOperatorError, match="DataParallel"):
+            capture(model)
+    with pytest.raises(UnsupportedOperatorError, match="DistributedDataParallel"):
+        capture_forward(wrapped, (torch.ones(3, 6),), dynamic_shapes=SHAPES)
+    sharded = Net()
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    fully_shard(sharded, mesh=mesh)
+    assert isinstance(sharded, FSDPModule)
+    with pytest.raises(UnsupportedOperatorError, match="FSDPModule"):
+        capture(sharded)
+
+
+def test_several_devices_and_none():
+    model = Net()
+    model.last.to("meta")
+    with pytest.raises(UnsupportedOperatorError, match=r"first\.weight on cpu.*last\.weight on me"):
+        capture(model)
+    with pytest.raises(UnsupportedOperatorError, match="meta device and has no values"):
+        capture(model.to("meta"))
