@@ -43,8 +43,9 @@ class _Float64(TorchFunctionMode):
         def widen(value: Any) -> Any:
             return torch.float64 if value is torch.float32 else value
 
-        args, kwargs = pytree.tree_map(widen, (tuple(args), dict(kwargs or {})))
-        return func(*args, **kwargs)
+        wide_args = pytree.tree_map(widen, tuple(args))
+        wide_kwargs: dict[str, Any] = pytree.tree_map(widen, dict(kwargs or {}))
+        return func(*wide_args, **wide_kwargs)
 
 
 def reference(model: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype) -> Reference:

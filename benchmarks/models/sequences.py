@@ -47,7 +47,7 @@ class Translator(nn.Module):
 class Tagger(nn.Module):
     """A bidirectional recurrence with a class for every token."""
 
-    def __init__(self, cell: type[nn.RNNBase]) -> None:
+    def __init__(self, cell: Callable[..., nn.Module]) -> None:
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, 16, padding_idx=0)
         self.cell = cell(16, 24, batch_first=True, bidirectional=True)

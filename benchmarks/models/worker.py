@@ -114,7 +114,8 @@ def _train(
     before = {name: p.detach().double() for name, p in model.named_parameters()}
     for state in optimizer.state.values():
         state["momentum_buffer"].zero_()
-    result = step(**batch)
+    named: dict[str, Any] = dict(batch)
+    result = step(**named)
     loss = result[0] if isinstance(result, tuple) else result
     named = dict(model.named_parameters())
     gradients = {

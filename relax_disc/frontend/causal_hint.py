@@ -1,7 +1,7 @@
 """Do not let nn.Transformer look into a mask to find out whether it is causal.
 
-Its layers compare the mask with a causal one to pass a hint on, which decides nothing where the mask
-itself is applied; one compiled program cannot decide from data.
+Its layers compare the mask with a causal one to pass a hint on, which decides nothing where the
+mask itself is applied; one compiled program cannot decide from data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find the lines of a model that fix a dim to the size of the example while it is exported.
 
-``for i in range(x.shape[1])`` is such a line: it runs as often as the example is long.  torch.export
-then says which dim is fixed; the line is seen here only, in the moment when it happens.
+``for i in range(x.shape[1])`` is such a line: it runs as often as the example is long.  Later
+torch.export says which dim is fixed; the line is seen here only, in the moment when it happens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from relax_disc.frontend.source_lines import SourceLine, parse_stack
-
 
 _WRAPPER = "frontend/export.py"
 

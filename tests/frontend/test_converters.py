@@ -310,6 +310,7 @@ IN_NETWORKS = {
     "aten.avg_pool2d_backward.default",
     "aten.convolution.default",
     "aten.convolution_backward.default",
+    "aten.histc.default",
     "aten.max_pool2d_with_indices.default",
     "aten.max_pool2d_with_indices_backward.default",
     "relax_disc.attention.default",
@@ -318,6 +319,8 @@ IN_NETWORKS = {
     "relax_disc.cross_entropy_backward.default",
     "relax_disc.keep.default",
     "relax_disc.uniform.default",
+    "transformers.grouped_mm_fallback.default",
+    "transformers.grouped_mm_fallback_backward.default",
     # Run by tests/training/test_recurrence.py, which has the library.
     "relax_disc.recurrence.default",
     "relax_disc.recurrence_backward.default",
