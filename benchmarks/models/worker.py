@@ -93,9 +93,9 @@ def _compiled(
     )
     found["capture_seconds"] = _cpu_seconds() - start
     start = _cpu_seconds()
-    executable, library = build_or_reuse(captured.module, "llvm")
+    built = build_or_reuse(captured.module, "llvm")
     schema = describe_batch(captured, model)
-    step = TrainingStep(captured, executable, schema, model, optimizer, library)
+    step = TrainingStep(captured, built.executable, schema, model, optimizer, built.library)
     found["compile_seconds"] = _cpu_seconds() - start
     return step
 
