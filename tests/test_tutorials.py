@@ -164,7 +164,13 @@ def test_memory_budget_tutorial(repository):
 
 WORDS = {
     "scheduling": ("optimal: True", "live bytes are the maximum of:"),
-    "shape_graph": (),
+    "shape_graph": (
+        "S0 == 12*S1  from main: rows = relax.reshape",
+        "11008*S1 < 1024*S0, which is 12288*S1",
+        "seq in 2 .. 4096",
+        "scores and logits: 4*4*batch*seq**2 <> 4*512*batch*seq",
+        "refused: main: gv = relax.reshape",
+    ),
 }
 
 
@@ -180,5 +186,5 @@ def test_tutorial_runs(repository, tmp_path, name):
         env={**os.environ, "MPLBACKEND": "agg"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout
-    assert all(words in done.stdout for words in WORDS[name])
+    for words in WORDS[name]:
+        assert words in done.stdout
