@@ -132,13 +132,16 @@ class Emitter:
         count = len(whole.ty.fields)
         return tuple(self.emit(relax.TupleGetItem(whole, k)) for k in range(count))
 
-    def te(self, name: str, compute: Callable[..., Any], *args: Any) -> relax.Var:
+    def te(
+        self, name: str, compute: Callable[..., Any], *args: Any, alone: bool = False
+    ) -> relax.Var:
         """Emit a kernel written in TE; sizes that ``compute`` uses must be among ``args``.
 
         A kernel with a symbolic number among its arguments stays alone: FuseTIR mistakes the number
-        when it fuses such a kernel with one whose extents are compound (``b * 4``).
+        when it fuses such a kernel with one whose extents are compound (``b * 4``). So does, if
+        ``alone`` is set, a kernel written in loops, of which it mistakes the buffers.
         """
-        alone = any(_is_symbolic_number(arg) for arg in args)
+        alone = alone or any(_is_symbolic_number(arg) for arg in args)
         attrs = {"op_pattern": OPAQUE} if alone else None
         return self.emit(
             self._builder.call_te(compute, *args, primfunc_name_hint=name, primfunc_attrs=attrs)

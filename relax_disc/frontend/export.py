@@ -15,6 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.exc import UserError, UserErrorType
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.export import ExportedProgram
 from torch.export.dynamic_shapes import _combine_args
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -26,9 +31,9 @@ from relax_disc.frontend.causal_hint import masks_unread
 from relax_disc.frontend.checkpointing import inlined_checkpoints
 from relax_disc.frontend.containers import register_containers, shapes_as_lists
 from relax_disc.frontend.dims import DimTable, declared_dims, dim_table, enlarge
+from relax_disc.frontend.export_mode import ExportMode
 from relax_disc.frontend.fixed_sizes import lines_that_fix_sizes
 from relax_disc.frontend.guards import check_assertions
-from relax_disc.frontend.recurrent_layers import WholeRecurrence
 from relax_disc.frontend.source_lines import SourceLine, parse_stack, source_line
 from relax_disc.frontend.symbolic_len import symbolic_len
 
@@ -238,7 +243,7 @@ def _export(
     def attempt(deferred: bool) -> ExportedProgram:
         # nn.LSTM and its like keep their weights in a list beside the parameters.
         warnings.filterwarnings("ignore", message="The tensor attributes .* were assigned")
-        with WholeRecurrence():
+        with ExportMode():
             return torch.export.export(
                 wrapped,
                 args,
@@ -262,8 +267,14 @@ def _export(
                 if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
                     raise
                 return attempt(deferred=True)
-    except GuardOnDataDependentSymNode as error:
+    except (
+        GuardOnDataDependentSymNode,
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    ) as error:
         raise _data_dependent(error) from error
+    except UnsupportedOperatorException as error:
+        raise _untraceable(error) from error
     except UserError as error:
         raise _translate(error, lines) from error
 
@@ -307,6 +318,13 @@ def _data_dependent(error: Exception) -> UnsupportedOperatorError:
         f"{line}: the model decides from data (control flow or a shape that depends on the values "
         f"of a tensor), which one compiled program cannot follow: {str(error).splitlines()[0]}",
         (("data-dependent control flow", str(line)),),
+    )
+
+
+def _untraceable(error: UnsupportedOperatorException) -> UnsupportedOperatorError:
+    line, name = parse_stack(_traceback(error)), str(error.func)
+    return UnsupportedOperatorError(
+        f"{line}: PyTorch cannot trace {name} with symbolic sizes.", ((name, str(line)),)
     )
 
 

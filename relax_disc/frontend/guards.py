@@ -46,6 +46,9 @@ _FOLDS: tuple[tuple[Any, Callable[[Any, Any], Any]], ...] = (
     ((torch_sympy.FloorDiv, torch_sympy.CleanDiv), np.floor_divide),
     ((torch_sympy.Mod, torch_sympy.PythonMod, sympy.Mod), np.mod),
     (torch_sympy.PowByNatural, np.power),
+    ((sympy.Pow, torch_sympy.FloatPow), np.float_power),
+    ((torch_sympy.IntTrueDiv, torch_sympy.FloatTrueDiv), np.true_divide),
+    (torch_sympy.ToFloat, operator.add),
 )
 
 
@@ -150,6 +153,8 @@ def evaluate(expr: Any, values: Mapping[sympy.Symbol, np.ndarray]) -> Any:
         return values[expr]
     if expr.is_Integer:
         return np.int64(int(expr))
+    if expr.is_number and expr.is_real:
+        return np.float64(float(expr))
     if expr in (sympy.true, sympy.false):
         return np.bool_(expr == sympy.true)
     args = [evaluate(arg, values) for arg in expr.args]

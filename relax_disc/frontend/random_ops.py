@@ -18,6 +18,8 @@ from torch import Tensor
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
+_TINY = 2.0**-25
+"""Half of the least step of a number drawn: keeps exponential numbers above 0."""
 MANTISSA_BITS = 24
 """Of the numbers drawn: every float32 in [0, 1) that is a multiple of 2**-24 is equally likely."""
 
@@ -163,6 +165,52 @@ class Randomness:
         drawn = torch.floor(self.uniform(size) * (high - low)).to(torch.int64) + low
         return drawn.to(options.get("dtype") or torch.int64)
 
+    def exponential(self, x: Tensor, rate: float = 1.0) -> Tensor:
+        """Draw exponential numbers, above 0."""
+        return (-torch.log1p(-self.uniform(x.shape)) / rate).clamp_min(_TINY).to(x.dtype)
+
+    def normal_of(self, mean: Any, std: Any, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """Draw normal numbers of given means and deviations."""
+        return (self.normal(shape) * std + mean).to(dtype)
+
+    def fill_normal(self, x: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
+        """``aten.normal_``."""
+        return x.copy_(self.normal_of(mean, std, x.shape, x.dtype))
+
+    def fill_uniform(self, x: Tensor, low: float = 0.0, high: float = 1.0, **_: Any) -> Tensor:
+        """``aten.uniform_``."""
+        return x.copy_((self.uniform(x.shape) * (high - low) + low).to(x.dtype))
+
+    def fill_exponential(self, x: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
+        """``aten.exponential_``."""
+        return x.copy_(self.exponential(x, rate))
+
+    def randint_like(
+        self, x: Tensor, low: Any, high: Any, *, dtype: Any = None, **_: Any
+    ) -> Tensor:
+        """``aten.randint_like.low_dtype``."""
+        return self.randint(low, high, x.shape, dtype=dtype or x.dtype)
+
+    def randperm(self, count: Any, *, dtype: Any = None, **_: Any) -> Tensor:
+        """``aten.randperm``: the order of numbers drawn."""
+        return torch.argsort(self.uniform([count])).to(dtype or torch.int64)
+
+    def multinomial(
+        self, weights: Tensor, count: int, replacement: bool = False, **_: Any
+    ) -> Tensor | None:
+        """``aten.multinomial`` of one draw, or several without replacement (Efraimidis, 2006)."""
+        if replacement and count != 1:
+            return None
+        keys = weights / self.exponential(torch.empty_like(weights))
+        return torch.topk(keys, count, -1)[1]
+
+    def rrelu(
+        self, x: Tensor, low: float = 0.125, high: float = 1 / 3, train: bool = False, **_: Any
+    ) -> Tensor:
+        """``aten.rrelu``: random slopes below zero, their mean in evaluation."""
+        slope = self.uniform(x.shape) * (high - low) + low if train else (low + high) / 2
+        return torch.where(x < 0, x * slope, x)
+
     def attention(
         self,
         query: Tensor,
@@ -209,5 +257,18 @@ class Randomness:
             aten.randn.default: self.randn,
             aten.randn_like.default: self.randn_like,
             aten.randint.low: self.randint,
+            aten.randint_like.low_dtype: self.randint_like,
+            aten.randint_like.default: lambda x, high, **o: self.randint_like(x, 0, high, **o),
+            aten.randperm.default: self.randperm,
+            aten.multinomial.default: self.multinomial,
+            aten.rrelu.default: self.rrelu,
+            aten.normal_.default: self.fill_normal,
+            aten.uniform_.default: self.fill_uniform,
+            aten.exponential_.default: self.fill_exponential,
+            aten.normal.Tensor_float: lambda m, s=1.0, **_: self.normal_of(m, s, m.shape, m.dtype),
+            aten.normal.float_Tensor: lambda m, s, **_: self.normal_of(m, s, s.shape, s.dtype),
+            aten.normal.Tensor_Tensor: lambda m, s, **_: self.normal_of(
+                m, s, torch.broadcast_shapes(m.shape, s.shape), m.dtype
+            ),
             aten.randint.default: lambda high, size, **o: self.randint(0, high, size, **o),
         }

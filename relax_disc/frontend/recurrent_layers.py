@@ -1,52 +1,39 @@
 """Export `nn.LSTM`, `nn.GRU` and `nn.RNN` as whole layers over a symbolic length.
 
-PyTorch's own tracing writes such a layer step by step, which fixes its length.  While a model is
-exported, :class:`WholeRecurrence` replaces the calls that these modules make by products of the
-inputs, one operator for the recurrent part of each layer and direction, and dropout in between.
+PyTorch's own tracing writes such a layer step by step, which fixes its length.  Here it becomes
+products of the inputs, one operator for the recurrent part of each layer and direction, and dropout
+in between.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend import torch_recurrence  # noqa: F401  registers torch.ops.relax_disc
 from relax_disc.frontend.source_lines import parse_stack
 from relax_disc.recurrence_kinds import KINDS
 
-_LAYERS: dict[Any, str] = {
-    torch.lstm: "lstm",
-    torch.gru: "gru",
-    torch.rnn_tanh: "rnn_tanh",
-    torch.rnn_relu: "rnn_relu",
-}
-_PACKING = (torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence)
 
+def refuse_packing(name: str) -> NoReturn:
+    """Raise, since the model packs sequences.
 
-class WholeRecurrence(TorchFunctionMode):
-    """While active, recurrent layers are traced whole; packed sequences are refused."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Replace the call of a layer."""
-        if func in _LAYERS:
-            return _layers(_LAYERS[func], *args, **(kwargs or {}))
-        if func in _PACKING:
-            raise _refuse(
-                func.__name__.lstrip("_"),
-                "the layout of a packed sequence depends on the data of the lengths; give the "
-                "layer the padded tensor, and mask what lies beyond each length (in the loss, "
-                "ignore_index does)",
-            )
-        return func(*args, **(kwargs or {}))
+    Raises
+    ------
+    UnsupportedOperatorError
+        Always.
+    """
+    raise _refuse(
+        name,
+        "the layout of a packed sequence depends on the data of the lengths; give the layer the "
+        "padded tensor, and mask what lies beyond each length (in the loss, ignore_index does)",
+    )
 
 
 def _refuse(name: str, why: str) -> UnsupportedOperatorError:
@@ -54,7 +41,7 @@ def _refuse(name: str, why: str) -> UnsupportedOperatorError:
     return UnsupportedOperatorError(f"{line}: {name}: {why}.", ((name, str(line)),))
 
 
-def _layers(
+def recurrent_layers(
     kind: str,
     x: Tensor,
     first: Any,

@@ -23,6 +23,9 @@ _MODULI = (torch_sympy.Mod, torch_sympy.PythonMod, sympy.Mod)
 _TRUE_DIVISIONS = (torch_sympy.IntTrueDiv, torch_sympy.FloatTrueDiv)
 _POWERS = (sympy.Pow, torch_sympy.PowByNatural, torch_sympy.FloatPow)
 
+_MOST_DIVISOR = 64
+"""A size times such a fraction is exact in floating point, so that cutting off is a division."""
+
 
 class SymbolTranslator:
     """Gives each free dim one TVM variable, named as the user named it.
@@ -105,12 +108,21 @@ class SymbolTranslator:
         return self._fold(expr, kind)
 
     def _integer(self, expr: Any) -> Any:
+        if isinstance(expr, torch_sympy.TruncToInt):
+            return self._truncated(expr.args[0])
         args = [self._translate(arg, "int64") for arg in expr.args]
-        if isinstance(expr, _FLOOR_DIVISIONS):
-            return tirx.floordiv(*args)
-        if isinstance(expr, _MODULI):
-            return tirx.floormod(*args)
-        raise _unknown(expr)
+        return (tirx.floordiv if isinstance(expr, _FLOOR_DIVISIONS) else tirx.floormod)(*args)
+
+    def _truncated(self, expr: Any) -> Any:
+        """Translate a float cut to an integer, exactly: a size times 2.0, 0.5 or 1.5."""
+        exact = expr.replace(torch_sympy.ToFloat, lambda x: x)
+        exact = exact.replace(torch_sympy.IntTrueDiv, lambda x, y: x / y)
+        exact = exact.xreplace({f: sympy.Rational(f) for f in exact.atoms(sympy.Float)})
+        above, below = sympy.fraction(sympy.together(exact))
+        if not below.is_Integer or int(below) > _MOST_DIVISOR:
+            raise _unknown(expr)
+        above = self._translate(sympy.expand(above), "int64")
+        return above if int(below) == 1 else tirx.floordiv(above, int(below))
 
     def _power(self, expr: Any, kind: str) -> Any:
         base, exponent = expr.args

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ from relax_disc.frontend.random_ops import Randomness
 from relax_disc.frontend.refusals import refuse_autocast
 from relax_disc.frontend.source_lines import source_line
 from relax_disc.frontend.whole_operators import RULES, under_autocast
+
+_WITHOUT_GRADIENT = re.compile(r"derivative for (\S+) is not implemented")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,7 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
             if found[0].requires_grad:
                 _keep_lines(found[0])
                 wanted = [values[index] for index in trained]
-                grads = torch.autograd.grad(found[0], wanted, allow_unused=True)
+                grads = _gradients(found[0], wanted)
             else:
                 grads = [None] * len(trained)
         outputs["grads"] = [g is not None for g in grads]
@@ -253,6 +256,19 @@ def _lines_of_the_model() -> Iterator[None]:
             yield
     finally:
         torch.autograd.set_detect_anomaly(before, check_nan)
+
+
+def _gradients(loss: Tensor, wanted: list[Tensor]) -> Sequence[Tensor | None]:
+    try:
+        return torch.autograd.grad(loss, wanted, allow_unused=True)
+    except RuntimeError as error:
+        found = _WITHOUT_GRADIENT.search(str(error))
+        if found is None:
+            raise
+        raise UnsupportedOperatorError(
+            f"PyTorch has no gradient for {found[1]}; detach what goes into it.",
+            ((found[1], "an unknown line"),),
+        ) from error
 
 
 def _keep_lines(loss: Tensor) -> None:

@@ -7,7 +7,7 @@ Each rule takes the operator's own arguments and returns its result built from
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from relax_disc.frontend import torch_ops  # noqa: F401  registers torch.ops.relax_disc
+from relax_disc.frontend.rewrites import REWRITES
 
 Rule = Callable[..., Any]
 
@@ -65,30 +66,6 @@ def cross_entropy(
     return loss.reshape(shape) if reduction == 0 else loss
 
 
-def cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Write the similarity in smaller operators; PyTorch's own form needs numbers as sizes."""
-    norms = [torch.linalg.vector_norm(t, dim=dim, keepdim=True).clamp_min(eps) for t in (x, y)]
-    return ((x / norms[0]) * (y / norms[1])).sum(dim)
-
-
-def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """Write weight normalisation in smaller operators, whose gradients are known."""
-    axes = [axis for axis in range(v.dim()) if axis != dim % v.dim()]
-    return v * (g / torch.linalg.vector_norm(v, dim=axes, keepdim=True))
-
-
-def weight_norm_interface(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
-    """``aten._weight_norm_interface``: the weight, and the norms that only its gradient reads."""
-    return weight_norm(v, g, dim), torch.zeros_like(g)
-
-
-def adaptive_average(x: Tensor, output_size: Sequence[int]) -> Tensor | None:
-    """Average over whole planes; PyTorch's own form plays with strides, as if memory were known."""
-    if any(not isinstance(size, int) or size != 1 for size in output_size):
-        return None
-    return x.mean(tuple(range(-len(output_size), 0)), keepdim=True)
-
-
 def under_autocast(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Convert the operands as autocast would: its rules know ATen's operators, not ours.
 
@@ -113,10 +90,5 @@ def under_autocast(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 RULES: dict[Any, Rule] = {
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     torch.ops.aten.cross_entropy_loss.default: cross_entropy,
-    torch.ops.aten.cosine_similarity.default: cosine_similarity,
-    torch.ops.aten.adaptive_avg_pool1d.default: adaptive_average,
-    torch.ops.aten.adaptive_avg_pool2d.default: adaptive_average,
-    torch.ops.aten.adaptive_avg_pool3d.default: adaptive_average,
-    torch.ops.aten._weight_norm.default: weight_norm,
-    torch.ops.aten._weight_norm_interface.default: weight_norm_interface,
+    **REWRITES,
 }

@@ -12,6 +12,7 @@ from relax_disc.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from relax_disc.ops.embedding import embedding_backward
 from relax_disc.ops.memory import evict, regenerate
 from relax_disc.ops.recurrence import recurrence, recurrence_backward
+from relax_disc.ops.sort import sort
 
 __all__ = [
     "attention",
@@ -23,4 +24,5 @@ __all__ = [
     "recurrence",
     "recurrence_backward",
     "regenerate",
+    "sort",
 ]

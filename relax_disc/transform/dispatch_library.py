@@ -1,7 +1,7 @@
 """Calls of library functions in place of operators that libraries do better than generated code.
 
 Matrix products, attention and recurrent layers with their gradients, the gradient of an embedding
-table. Each becomes a `call_dps_packed` of `relax_disc.cpu.*` or `relax_disc.cuda.*`, whose
+table, sorting. Each becomes a `call_dps_packed` of `relax_disc.cpu.*` or `relax_disc.cuda.*`, whose
 arguments are described in `vm_builtins/library_kernels.py`. Permutations and reshapes of
 operands are folded into strides.
 
@@ -23,6 +23,7 @@ from relax_disc.transform import (
     dispatch_embedding,
     dispatch_matmul,
     dispatch_recurrence,
+    dispatch_sort,
 )
 from relax_disc.transform.operand_views import Uses, definition, is_call_of, permutation_of
 from relax_disc.vm_builtins import library_kernels
@@ -88,6 +89,7 @@ RULES: dict[str, Rule] = {
     "relax_disc.embedding_backward": dispatch_embedding.embedding_backward,
     "relax_disc.recurrence": dispatch_recurrence.recurrence,
     "relax_disc.recurrence_backward": dispatch_recurrence.recurrence,
+    "relax_disc.sort": dispatch_sort.sort,
 }
 
 

@@ -193,6 +193,14 @@ def recurrence_backward(
     )
 
 
+def sort(x: Any, descending: int, values: Any, positions: Any) -> None:
+    """Write the first elements of each sorted row, as many as `values` has columns."""
+    found = torch.sort(_tensor(x), dim=-1, descending=bool(descending), stable=True)
+    for target, part in zip((values, positions), found, strict=True):
+        result = _tensor(target)
+        result.copy_(part[..., : result.shape[-1]])
+
+
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -287,4 +295,5 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "embedding_backward_add": embedding_backward_add,
     "recurrence": recurrence,
     "recurrence_backward": recurrence_backward,
+    "sort": sort,
 }

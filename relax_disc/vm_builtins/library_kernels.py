@@ -15,6 +15,7 @@ be built, else the twins here. The twins are also the oracle of the tests.
 `relax_disc.cpu.embedding_backward_add`      grad, ids, addend, padding_idx, out
 `relax_disc.cpu.recurrence`                  see `library_recurrence`
 `relax_disc.cpu.recurrence_backward`         see `library_recurrence`
+`relax_disc.cpu.sort`                        x, descending, values, positions
 `relax_disc.cpu.vocabulary_head`             see `library_vocabulary_head`
 `relax_disc.cpu.vocabulary_head_frozen`      see `library_vocabulary_head`
 `relax_disc.cpu.workspace_bytes`             formula, parameters -> bytes beside the arguments
@@ -39,6 +40,7 @@ import tvm_ffi
 from relax_disc.vm_builtins import (
     library_attention,
     library_recurrence,
+    library_sort,
     library_vocabulary_head,
     native,
     threads,
@@ -142,6 +144,7 @@ TWINS: dict[str, Callable[..., Any]] = {
     "relax_disc.cpu.embedding_backward_add": embedding_backward_add,
     "relax_disc.cpu.recurrence": library_recurrence.recurrence,
     "relax_disc.cpu.recurrence_backward": library_recurrence.recurrence_backward,
+    "relax_disc.cpu.sort": library_sort.sort,
     "relax_disc.cpu.vocabulary_head": library_vocabulary_head.vocabulary_head,
     "relax_disc.cpu.vocabulary_head_frozen": library_vocabulary_head.vocabulary_head_frozen,
     "relax_disc.cpu.workspace_bytes": workspace_bytes,

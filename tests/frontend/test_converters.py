@@ -237,6 +237,65 @@ FAMILIES = {
         lambda x, y: F.cosine_similarity(x, y),
         lambda x: torch.prod(torch.tanh(x), 1),
     ],
+    "ranks": [
+        lambda x: torch.max(x, 1)[0],
+        lambda x: torch.max(x, 1)[1],
+        lambda x: torch.min(x, 0, keepdim=True)[1],
+        lambda x: torch.searchsorted(torch.arange(-2.0, 2.0), x),
+        lambda j: torch.bucketize(j, torch.arange(-2, 2), right=True, out_int32=True),
+        lambda x: torch.cumprod(x, 1),
+        lambda i: torch.cumprod(i, 0),
+        lambda x, y: torch.ops.relax_disc.cumprod_backward(y, x, torch.cumprod(x, 1), 1),
+        lambda x: x.prod(),
+        *[
+            lambda x, i, y, r=r: x.scatter_reduce(1, i, y, r)
+            for r in ("sum", "mean", "prod", "amax", "amin")
+        ],
+        *[
+            lambda x, i, y, r=r: x.scatter_reduce(1, i, y, r, include_self=False)
+            for r in ("sum", "mean", "prod", "amax", "amin")
+        ],
+        lambda j, i: j.scatter_reduce(1, i, j, "amax", include_self=False),
+    ],
+    "pools": [
+        lambda x: F.adaptive_avg_pool2d(x[None], (2, 3)),
+        lambda x: aten._adaptive_avg_pool2d_backward(torch.ones(1, 2, 3), x[None]),
+        lambda x: F.adaptive_avg_pool3d(x[None, :, :, None], (2, 3, 1)),
+        lambda x: aten._adaptive_avg_pool3d_backward(torch.ones(1, 2, 3, 1), x[None, :, :, None]),
+        lambda x: F.adaptive_max_pool2d(x[None], (2, 3)),
+        lambda x: F.adaptive_max_pool3d(x[None, :, :, None], (2, 3, 1)),
+        lambda x: aten.adaptive_max_pool2d_backward(
+            torch.ones(1, 2, 3), x[None], aten.adaptive_max_pool2d(x[None], [2, 3])[1]
+        ),
+        lambda x: aten.adaptive_max_pool3d_backward(
+            torch.ones(1, 2, 3, 1),
+            x[None, :, :, None],
+            aten.adaptive_max_pool3d(x[None, :, :, None], [2, 3, 1])[1],
+        ),
+        lambda x: F.max_pool3d(x[None, None, None], (1, 1, 2)),
+        lambda x: F.avg_pool3d(x[None, None, None], (1, 1, 2)),
+        lambda x: aten.max_pool3d_with_indices_backward(
+            torch.ones_like(x)[None, :, :, None],
+            x[None, :, :, None],
+            [1, 1, 1],
+            [1, 1, 1],
+            [0, 0, 0],
+            [1, 1, 1],
+            False,
+            aten.max_pool3d_with_indices(x[None, :, :, None], [1, 1, 1])[1],
+        ),
+        lambda x: aten.avg_pool3d_backward(
+            x[None, :, :, None], x[None, :, :, None], [1, 1, 1], [], [0], False, True, None
+        ),
+    ],
+    "diagonals": [
+        lambda x: torch.diagonal(x[:, None] * x[:, :, None], 1, 1, 2),
+        lambda x: torch.diagonal_scatter(x[:, None] * x[:, :, None], x[:, 1:] + 1, -1, 2, 1),
+        lambda x: x[0, torch.tril_indices(3, 5, 1)[1]],
+        lambda x: x[0, torch.triu_indices(3, 5)[1]],
+        lambda x: torch.where(x < 9, x, x.new_empty_strided(x.shape, (x.shape[1], 1))),
+        lambda x: torch.exp2(x),
+    ],
     "matrices": [
         lambda x, y: x @ y.t(),
         lambda x, y: torch.bmm(x[:, None], y[:, :, None]),
@@ -324,6 +383,10 @@ IN_NETWORKS = {
     # Run by tests/training/test_recurrence.py, which has the library.
     "relax_disc.recurrence.default",
     "relax_disc.recurrence_backward.default",
+    # Run by tests/training/test_operators.py.
+    "aten.sort.default",
+    "aten.sort.stable",
+    "aten.topk.default",
 }
 
 

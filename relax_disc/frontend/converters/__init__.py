@@ -1,12 +1,16 @@
 """Converters from ATen to Relax, one file for each family; importing it fills the table."""
 
 from relax_disc.frontend.converters import (
+    adaptive_pooling,
     convolution,
     creation,
+    cumulation,
+    diagonals,
     elementwise,
     experts,
     indexing,
     matrices,
+    ordering,
     pooling,
     random,
     recurrence,
@@ -18,12 +22,16 @@ from relax_disc.frontend.converters.registry import TABLE
 
 __all__ = [
     "TABLE",
+    "adaptive_pooling",
     "convolution",
     "creation",
+    "cumulation",
+    "diagonals",
     "elementwise",
     "experts",
     "indexing",
     "matrices",
+    "ordering",
     "pooling",
     "random",
     "recurrence",

@@ -33,7 +33,9 @@ def scalar_tensor(emitter: Emitter, value: Any, dtype: Any = None) -> Any:
     return _filled(emitter, value)
 
 
-@converts("aten.empty.memory_format", "aten.empty_permuted.default")
+@converts(
+    "aten.empty.memory_format", "aten.empty_permuted.default", "aten.new_empty_strided.default"
+)
 def zeros(emitter: Emitter, *_: Any, **__: Any) -> Any:
     """Zeros; memory left undefined by PyTorch is zero here."""
     return _filled(emitter, 0)

@@ -200,7 +200,13 @@ def absolute(emitter: Emitter, x: Any) -> Any:
     return apply(emitter, KIND.DEFAULT, op.abs, (x,))
 
 
-@converts("aten.log1p.default", "aten.expm1.default", "aten.log2.default", "aten.log10.default")
+@converts(
+    "aten.log1p.default",
+    "aten.expm1.default",
+    "aten.log2.default",
+    "aten.log10.default",
+    "aten.exp2.default",
+)
 def elementary(emitter: Emitter, x: Any) -> Any:
     """Functions that Relax does not have, through TVM's intrinsics."""
     name = str(emitter.node.target).split(".")[1]
@@ -209,6 +215,7 @@ def elementary(emitter: Emitter, x: Any) -> Any:
         "expm1": _expm1,
         "log2": tirx.log2,
         "log10": tirx.log10,
+        "exp2": tirx.exp2,
     }[name]
     dtype = compute_dtype(emitter, KIND.INT_TO_FLOAT, *emitter.node.args[:1])
     result = emitter.te(

@@ -1,4 +1,4 @@
-"""Pooling over one or two spatial axes, and its gradients.
+"""Pooling over one, two or three spatial axes, and its gradients.
 
 Gradients gather: an element of the input sums over the windows that hold it.
 """
@@ -45,7 +45,7 @@ def _flat(place: Sequence[Any], extents: Sequence[Any]) -> Any:
     return result
 
 
-@converts("aten.max_pool2d_with_indices.default")
+@converts("aten.max_pool2d_with_indices.default", "aten.max_pool3d_with_indices.default")
 def max_pool(
     emitter: Emitter,
     x: Any,
@@ -90,7 +90,10 @@ def max_pool(
     return top, emitter.te("max_pool_position", position, x, top)
 
 
-@converts("aten.max_pool2d_with_indices_backward.default")
+@converts(
+    "aten.max_pool2d_with_indices_backward.default",
+    "aten.max_pool3d_with_indices_backward.default",
+)
 def max_pool_backward(
     emitter: Emitter,
     grad: Any,
@@ -147,7 +150,7 @@ def _divisor(
     return count.astype(dtype)
 
 
-@converts("aten.avg_pool2d.default")
+@converts("aten.avg_pool2d.default", "aten.avg_pool3d.default")
 def avg_pool(
     emitter: Emitter,
     x: Any,
@@ -190,7 +193,7 @@ def avg_pool(
     return emitter.te("avg_pool", total, x, relax.ShapeExpr(emitter.wanted_shape))
 
 
-@converts("aten.avg_pool2d_backward.default")
+@converts("aten.avg_pool2d_backward.default", "aten.avg_pool3d_backward.default")
 def avg_pool_backward(
     emitter: Emitter,
     grad: Any,

@@ -1,4 +1,4 @@
-"""Sums, means, extrema, softmax and cumulative sums."""
+"""Sums, means, extrema, norms and softmax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from tvm import relax, te, tirx
+from tvm import relax, tirx
 
 from relax_disc.frontend.converters.registry import WIDE, axes_of, axis_of, converts
 from relax_disc.frontend.emitter import Emitter
@@ -66,11 +66,12 @@ def min_all(emitter: Emitter, x: Any) -> Any:
     return _reduce(emitter, op.min, x, None, False, emitter.wanted_dtype)
 
 
-@converts("aten.prod.dim_int")
+@converts("aten.prod.dim_int", "aten.prod.default")
 def prod(
     emitter: Emitter, x: Any, axis: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Any:
     """Product."""
+    axis = None if "default" in str(emitter.node.target) else axis
     return _reduce(emitter, op.prod, x, axis, keepdim, emitter.wanted_dtype)
 
 
@@ -83,7 +84,7 @@ def vector_norm(
     keepdim: bool = False,
     dtype: Any = None,
 ) -> Any:
-    """Norm of order 1, 2 or infinity."""
+    """Norm of any order; of order 0, the count of what is not zero."""
     x = emitter.cast(x, WIDE.get(emitter.wanted_dtype, emitter.wanted_dtype))
     axes = axes_of(emitter, x, axes)
     size = emitter.emit(op.abs(x))
@@ -92,10 +93,15 @@ def vector_norm(
         result = emitter.emit(op.sqrt(emitter.emit(op.sum(squares, axes, keepdim))))
     elif order == 1:
         result = emitter.emit(op.sum(size, axes, keepdim))
-    elif order == math.inf:
-        result = emitter.emit(op.max(size, axes, keepdim))
+    elif abs(order) == math.inf:
+        result = emitter.emit((op.max if order > 0 else op.min)(size, axes, keepdim))
+    elif order == 0:
+        there = emitter.emit(op.not_equal(x, emitter.const(0, emitter.dtype(x))))
+        result = emitter.emit(op.sum(emitter.cast(there, emitter.dtype(x)), axes, keepdim))
     else:
-        raise emitter.refuse(f"a norm of order {order} is not supported")
+        power, root = (emitter.const(e, emitter.dtype(x)) for e in (order, 1.0 / order))
+        total = emitter.emit(op.sum(emitter.emit(op.power(size, power)), axes, keepdim))
+        result = emitter.emit(op.power(total, root))
     return emitter.cast(result, emitter.wanted_dtype)
 
 
@@ -160,27 +166,6 @@ def log_softmax(emitter: Emitter, x: Any, axis: int, half_to_float: bool = False
     shifted = emitter.emit(op.subtract(x, emitter.emit(op.max(x, [axis], keepdims=True))))
     total = emitter.emit(op.sum(emitter.emit(op.exp(shifted)), [axis], keepdims=True))
     return emitter.cast(emitter.emit(op.subtract(shifted, emitter.emit(op.log(total)))), dtype)
-
-
-@converts("aten.cumsum.default")
-def cumsum(emitter: Emitter, x: Any, axis: int, dtype: Any = None) -> Any:
-    """Cumulative sum along one axis."""
-    x = emitter.cast(x, emitter.wanted_dtype)
-    if not emitter.shape(x):
-        return x
-    axis = axis_of(emitter, x, axis)
-
-    def compute(a: Any) -> Any:
-        k = te.reduce_axis((0, a.shape[axis]), "k")
-
-        def element(*i: Any) -> Any:
-            term = a(*(k if d == axis else j for d, j in enumerate(i)))
-            zero = tirx.const(0, a.dtype)
-            return te.sum(tirx.if_then_else(k <= i[axis], term, zero), axis=k)
-
-        return te.compute(a.shape, element, name="cumsum")
-
-    return emitter.te("cumsum", compute, x)
 
 
 @converts("aten.argmax.default", "aten.argmin.default")

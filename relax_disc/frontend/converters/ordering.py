@@ -1,0 +1,114 @@
+"""Sorting, selection by rank, extrema with positions, and places in sorted boundaries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import relax, te
+
+from relax_disc import ops
+from relax_disc.frontend.converters.registry import WIDE, axis_of, converts
+from relax_disc.frontend.emitter import Emitter
+
+op: Any = relax.op
+
+_SORTABLE = ("float32", "float64", "int32", "int64")
+
+
+def _sorted(
+    emitter: Emitter, x: Any, axis: int, descending: bool, count: int | None
+) -> tuple[Any, Any]:
+    """Sort along an axis; types that the library does not have pass through wider ones."""
+    if not emitter.shape(x):
+        return x, emitter.emit(emitter.const(0, "int64"))
+    dtype = emitter.dtype(x)
+    wide = dtype if dtype in _SORTABLE else WIDE.get(dtype, "int32")
+    axis, last = axis_of(emitter, x, axis), len(emitter.shape(x)) - 1
+    order = list(range(last + 1))
+    order[axis], order[last] = order[last], order[axis]
+    x = emitter.cast(x, wide)
+    x = x if axis == last else emitter.emit(op.permute_dims(x, order))
+    found = emitter.fields(ops.sort(x, descending=descending, count=count))
+    if axis != last:
+        found = tuple(emitter.emit(op.permute_dims(part, order)) for part in found)
+    return emitter.cast(found[0], dtype), found[1]
+
+
+@converts("aten.sort.default", "aten.sort.stable")
+def sort(
+    emitter: Emitter, x: Any, axis: int = -1, descending: bool = False, stable: Any = None
+) -> Any:
+    """Sorted elements and where they were; equal elements always keep their order."""
+    return _sorted(emitter, x, axis, descending, None)
+
+
+@converts("aten.topk.default")
+def topk(
+    emitter: Emitter,
+    x: Any,
+    count: Any,
+    axis: int = -1,
+    largest: bool = True,
+    is_sorted: Any = True,
+) -> Any:
+    """The greatest or least elements in order; of equals, the first."""
+    if not isinstance(count, int):
+        raise emitter.refuse("the number of elements must not depend on a dim")
+    return _sorted(emitter, x, axis, largest, count)
+
+
+@converts("aten.max.dim", "aten.min.dim")
+def extremum(emitter: Emitter, x: Any, axis: int, keepdim: bool = False) -> Any:
+    """Greatest or least element along an axis, and its position, the first of equals."""
+    if not emitter.shape(x):
+        return x, emitter.emit(emitter.const(0, "int64"))
+    is_max = "max" in str(emitter.node.target)
+    axis, dtype = axis_of(emitter, x, axis), emitter.dtype(x)
+    x = emitter.cast(x, "int8") if dtype == "bool" else x
+    value = emitter.emit((op.max if is_max else op.min)(x, [axis], keepdim))
+    place = emitter.emit((op.argmax if is_max else op.argmin)(x, axis, keepdim))
+    return emitter.cast(value, dtype), emitter.cast(place, "int64")
+
+
+@converts("aten.searchsorted.Tensor")
+def searchsorted(
+    emitter: Emitter,
+    boundaries: Any,
+    values: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Any = None,
+) -> Any:
+    """Count the boundaries below each value (with ``right``, also those equal to it)."""
+    if sorter is not None:
+        raise emitter.refuse("a sorter is not supported")
+    return _places(emitter, boundaries, values, right or side == "right")
+
+
+@converts("aten.bucketize.Tensor")
+def bucketize(
+    emitter: Emitter, values: Any, boundaries: Any, out_int32: bool = False, right: bool = False
+) -> Any:
+    """Count the boundaries below each value (with ``right``, also those equal to it)."""
+    return _places(emitter, boundaries, values, right)
+
+
+def _places(emitter: Emitter, boundaries: Any, values: Any, right: bool) -> Any:
+    values = emitter.tensor(values, emitter.dtype(boundaries))
+
+    def compute(boundaries: Any, values: Any) -> Any:
+        k = te.reduce_axis((0, boundaries.shape[-1]), "k")
+
+        def element(*i: Any) -> Any:
+            rows = i[:-1] if len(boundaries.shape) > 1 else ()
+            bound, value = boundaries(*rows, k), values(*i)
+            below = bound <= value if right else bound < value
+            return te.sum(below.astype("int64"), axis=k)
+
+        return te.compute(values.shape, element, name="searchsorted")
+
+    return emitter.cast(
+        emitter.te("searchsorted", compute, boundaries, values), emitter.wanted_dtype
+    )

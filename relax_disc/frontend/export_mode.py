@@ -1,0 +1,110 @@
+"""Calls of PyTorch that are replaced while a model is exported.
+
+PyTorch's own tracing writes them in a form that fixes a size: a recurrent layer step by step, an
+evenly spaced range as a list, bags of equal length by offsets; or they look at data to check it.
+What is put in their place gives the same values for every size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from relax_disc.frontend.recurrent_layers import recurrent_layers, refuse_packing
+
+
+class ExportMode(TorchFunctionMode):
+    """While active, the calls of `REPLACED` are replaced where a replacement is not None."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Replace a call, or make it."""
+        kwargs = kwargs or {}
+        replacement = REPLACED.get(func)
+        result = None if replacement is None else replacement(*args, **kwargs)
+        return func(*args, **kwargs) if result is None else result
+
+
+def _linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor | None:
+    """Evenly spaced numbers, as many as a dim says."""
+    numbers = isinstance(start, int | float) and isinstance(end, int | float)
+    if not isinstance(steps, torch.SymInt) or not numbers or options.get("out") is not None:
+        return None
+    dtype = options.get("dtype") or torch.get_default_dtype()
+    count: Any = steps
+    place = torch.arange(count, dtype=dtype, device=options.get("device"))
+    step = (end - start) / torch.sym_max(steps - 1, 1)
+    # From the nearer end, as PyTorch does, so that both ends are exact.
+    return torch.where(
+        place < steps // 2, start + place * step, end - (steps - 1 - place) * step
+    ).to(dtype)
+
+
+def _embedding_bag(
+    ids: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor | None:
+    """Bags of one length, rank 2: rows of a table, summed, averaged, or their greatest."""
+    if ids.dim() != 2 or max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+    rows = functional.embedding(ids, weight, padding_idx)
+    if padding_idx is None:
+        there = torch.ones_like(ids, dtype=torch.bool)[..., None]
+    else:
+        there = (ids != padding_idx % weight.shape[0])[..., None]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[..., None]
+    if mode == "max":
+        top = torch.where(there, rows, float("-inf")).amax(1)
+        return torch.where(there.any(1), top, 0.0)
+    total = torch.where(there, rows, 0.0).sum(1)
+    return total / there.sum(1).clamp_min(1) if mode == "mean" else total
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor | None:
+    """PyTorch's formula without its look at the data for negative variances."""
+    if not isinstance(var, Tensor) or reduction not in ("none", "mean", "sum"):
+        return None
+    if var.dim() == input.dim() - 1:
+        var = var.unsqueeze(-1)
+    var = var + (var.clamp_min(eps) - var).detach()  # the bound passes gradients on
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}[reduction](loss)
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.lstm: lambda *args: recurrent_layers("lstm", *args),
+    torch.gru: lambda *args: recurrent_layers("gru", *args),
+    torch.rnn_tanh: lambda *args: recurrent_layers("rnn_tanh", *args),
+    torch.rnn_relu: lambda *args: recurrent_layers("rnn_relu", *args),
+    torch._VF._pack_padded_sequence: lambda *_: refuse_packing("pack_padded_sequence"),
+    torch._VF._pad_packed_sequence: lambda *_: refuse_packing("pad_packed_sequence"),
+    torch.linspace: _linspace,
+    functional.embedding_bag: _embedding_bag,
+    functional.gaussian_nll_loss: _gaussian_nll_loss,
+}
