@@ -87,6 +87,12 @@ def _recurrence(formula: str, state: int) -> Callable[[list[View], list[int]], W
     return read
 
 
+def _sort(views: list[View], numbers: list[int]) -> Workspace:
+    """Length of the rows to sort."""
+    del numbers
+    return "sort", (views[0].shape[-1],)
+
+
 def _vocabulary_head(views: list[View], numbers: list[int]) -> Workspace:
     """Rows, rows of a chunk, classes and width of a linear head."""
     del numbers
@@ -100,6 +106,7 @@ _READERS: dict[str, Callable[[list[View], list[int]], Workspace]] = {
     "batch_matmul": _batch_matmul,
     "recurrence": _recurrence("recurrence", state=1),
     "recurrence_backward": _recurrence("recurrence_backward", state=2),
+    "sort": _sort,
     "vocabulary_head": _vocabulary_head,
     "vocabulary_head_frozen": _vocabulary_head,
     "attention": _attention("attention", key=1, value=2),

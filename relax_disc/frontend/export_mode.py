@@ -42,9 +42,8 @@ def _linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor | None
     place = torch.arange(count, dtype=dtype, device=options.get("device"))
     step = (end - start) / torch.sym_max(steps - 1, 1)
     # From the nearer end, as PyTorch does, so that both ends are exact.
-    return torch.where(
-        place < steps // 2, start + place * step, end - (steps - 1 - place) * step
-    ).to(dtype)
+    backward: Any = count - 1 - place
+    return torch.where(place.lt(steps // 2), start + place * step, end - backward * step).to(dtype)
 
 
 def _embedding_bag(

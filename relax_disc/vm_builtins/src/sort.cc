@@ -9,8 +9,8 @@
 #include <numeric>
 
 #include "parallel.h"
-#include "scratch.h"
 #include "tensor_view.h"
+#include "workspace.h"
 
 namespace relax_disc {
 namespace {
@@ -37,7 +37,8 @@ void Sort(TensorView x_view, int64_t descending, TensorView values_view, TensorV
       << "sort: " << count << " of " << length << " elements of " << rows << " rows";
   const int64_t parts = std::clamp<int64_t>(std::min(rows, rows * length / kElementsPerThread), 1,
                                             NumThreads());
-  int64_t* memory = ThreadScratch().Get<int64_t>(parts * length);
+  WorkspaceScope workspace;
+  int64_t* memory = workspace.Take<int64_t>(parts * length);
   ParallelFor(parts, [&](int64_t part) {
     int64_t* order = memory + part * length;
     for (int64_t r = rows * part / parts; r < rows * (part + 1) / parts; ++r) {

@@ -94,6 +94,7 @@ int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n) {
   if (kind == "batch_matmul") return BatchMatmulBytes<T>(n.at(1), n.at(2), n.at(3), n.at(4));
   if (kind == "vocabulary_head") return HeadBytes(n.at(1), n.at(2), n.at(3), n.at(4));
   if (kind == "recurrence") return RecurrenceBytes<T>(n.at(1), n.at(2), n.at(3), 0);
+  if (kind == "sort") return PieceBytes(PoolThreads() * n.at(1) * 8);
   if (kind == "recurrence_backward") {
     return RecurrenceBytes<T>(n.at(1), n.at(3), n.at(2), n.at(2));
   }
