@@ -49,6 +49,14 @@ class MemoryBudgetError(RelaxDiscError, MemoryError):
         self.lower_bound_bytes = lower_bound_bytes
 
 
+class OutOfMemoryError(RelaxDiscError, MemoryError):
+    """The system refused the memory of a call; raised before any kernel has run."""
+
+
+class ReentrantCallError(RelaxDiscError, RuntimeError):
+    """A step was called from inside itself: by a signal handler, a finalizer or a kernel."""
+
+
 class StepTornError(RelaxDiscError, RuntimeError):
     """A step failed after it had begun to write parameters; load a saved state to go on."""
 

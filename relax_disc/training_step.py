@@ -125,16 +125,19 @@ class TrainingStep(CompiledFunction):
         ------
         InputMismatchError, ShapeRangeError
             The batch, the model or the optimizer does not fit the compiled step.
-        MemoryBudgetError
-            The shape cannot run inside the budget; nothing has run.
+        MemoryBudgetError, OutOfMemoryError
+            The shape cannot run inside the budget, or the system has not even that much memory;
+            nothing has run.
         NonFiniteLossError
             With `check_finite`, the loss is NaN or infinite; no parameter and no gradient has been
             written.
         StepTornError
             A kernel failed after parameters or gradients had been written, now or at an earlier
             call.
+        ReentrantCallError
+            The step is running in this thread: a signal handler or a finalizer called it.
         """
-        with self._lock, deferred_interrupt():
+        with self._lock, self._alone(), deferred_interrupt():
             return self._run(self.accumulation.function_for(update), batch, named)
 
     def plan(self, *, update: bool = True, **dims: int) -> MemoryPlan:
@@ -364,7 +367,7 @@ class TrainingStep(CompiledFunction):
         self._last = function
         try:
             flat = function._execute(tensors, values)
-        except Exception as error:
+        except BaseException as error:
             self._note_failure(function, error)
             raise
         kinds = [out.kind for out in function._returned]
@@ -377,7 +380,7 @@ class TrainingStep(CompiledFunction):
             self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         return (flat[0], function._extras(flat)) if function._has_extras else flat[0]
 
-    def _note_failure(self, function: CompiledFunction, error: Exception) -> None:
+    def _note_failure(self, function: CompiledFunction, error: BaseException) -> None:
         """Remember what was written, so that a later call knows when it has been loaded again."""
         if not function._session.torn:
             return

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from tvm import relax
 from relax_disc.analysis.symbolic_dim import SymbolicDim
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
-from relax_disc.errors import InputMismatchError, ShapeRangeError
+from relax_disc.errors import InputMismatchError, ReentrantCallError, ShapeRangeError
 from relax_disc.frontend.spec import CapturedStep, SizeOutput
 from relax_disc.training.batch import BatchSchema
 from relax_disc.training.binding import Binding, as_runtime
+from relax_disc.training.interrupt import deferred_interrupt
 from relax_disc.training.memory_plan import MemoryPlan, MemoryReport, largest_that_fits
 from relax_disc.vm_builtins.session import Session
 
@@ -62,6 +64,8 @@ class CompiledFunction:
         else:
             self._machine = relax.VirtualMachine(executable, device)
         self._function = self._machine[captured.function]
+        # A machine keeps its last result until it runs something else: this, the least there is.
+        self._forget_result = self._machine[f"{captured.function}__session"]
         self._session = Session.of(self._machine, captured.function)
         self._binding = Binding(captured.inputs, model, optimizer, dict(captured.constants))
         self._arguments = self._binding.arguments
@@ -75,6 +79,7 @@ class CompiledFunction:
         self._returned = [out for out in captured.outputs if out.replaces is None]
         self._lock = threading.RLock() if sibling is None else sibling._lock
         self._sizes: Mapping[str, int] = {}
+        self._is_running = False
         self._rng = self._bind_rng(None if sibling is None else sibling._rng)
         if sibling is not None:
             self._session.share_arena(sibling._session)
@@ -231,10 +236,13 @@ class CompiledFunction:
         ------
         InputMismatchError, ShapeRangeError
             The arguments or the model do not fit what was compiled.
-        MemoryBudgetError
-            The shape cannot run inside the budget; nothing has run.
+        MemoryBudgetError, OutOfMemoryError
+            The shape cannot run inside the budget, or the system has not even that much memory;
+            nothing has run.
+        ReentrantCallError
+            The function is running in this thread: a signal handler or a finalizer called it.
         """
-        with self._lock:
+        with self._lock, self._alone(), deferred_interrupt():
             self._check_mode()
             return self._execute(*self._schema.bind(args, named or {}))
 
@@ -249,6 +257,20 @@ class CompiledFunction:
         flat = self._call(tensors, values)
         self._mark_written()
         return flat
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a call that this thread makes while it is inside another, with the lock held."""
+        if self._is_running:
+            raise ReentrantCallError(
+                "This function is running already, in the same thread: a signal handler, a "
+                "finalizer or a kernel called it. Let that call end first."
+            )
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
 
     def _functions(self) -> tuple[CompiledFunction, ...]:
         """The functions that share this one's budget."""
@@ -317,6 +339,7 @@ class CompiledFunction:
                 arguments[place] = None
         if self._rng is not None:
             self._rng[1] += 1
+        self._forget_result()
         flat = [outputs] if isinstance(outputs, tvm.runtime.Tensor) else list(outputs)
         return [torch.from_dlpack(tensor) for tensor in flat]
 

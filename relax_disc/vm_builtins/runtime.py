@@ -21,6 +21,7 @@ def load() -> bool:
     for kind in (
         errors.InputMismatchError,
         errors.ShapeRangeError,
+        errors.OutOfMemoryError,
         errors.StepTornError,
         errors.ArtefactError,
         errors.OffloadError,

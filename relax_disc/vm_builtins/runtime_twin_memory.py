@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tvm
 
+from relax_disc.errors import OutOfMemoryError
 from relax_disc.vm_builtins.runtime_twin_plan import ALIGNMENT
 
 _IDLE_CALLS = 64
@@ -29,7 +30,7 @@ class Memory:
         if cls.countdown >= 0:
             cls.countdown -= 1
             if cls.countdown == -1:
-                raise MemoryError(
+                raise OutOfMemoryError(
                     f"the system has no {size} bytes for the memory of this call; nothing was "
                     "changed. Lower the memory budget or the size of the batch."
                 )
@@ -138,7 +139,7 @@ def _reserved(size: int) -> np.ndarray:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     address = library.mmap(None, size, 0, flags, -1, 0)
     if address in (None, ctypes.c_void_p(-1).value):
-        raise MemoryError(f"the system has no {size} bytes of address space")
+        raise OutOfMemoryError(f"the system has no {size} bytes of address space")
     array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
     weakref.finalize(array, library.munmap, address, size)
     return array

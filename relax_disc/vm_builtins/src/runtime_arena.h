@@ -30,7 +30,7 @@ class SharedArena {
  public:
   /*!
    * \brief Lend the memory to a call, grown or shrunk to what it may have; false: it is taken.
-   * \throws MemoryError if the system refuses; nothing is lent then.
+   * \throws OutOfMemoryError if the system refuses; nothing is lent then.
    */
   bool Take(const ArenaNeed& need, ArenaMemory* memory);
   /*! \brief Memory that ends with the call. */

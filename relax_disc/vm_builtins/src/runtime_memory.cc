@@ -26,7 +26,7 @@ bool FailsNow() {
 }
 
 [[noreturn]] void Refuse(int64_t bytes) {
-  TVM_FFI_THROW(MemoryError) << "the system has no " << bytes
+  TVM_FFI_THROW(OutOfMemoryError) << "the system has no " << bytes
                              << " bytes for the memory of this call; nothing was changed. Lower "
                                 "the memory budget or the size of the batch.";
   throw;  // not reached: the line above throws

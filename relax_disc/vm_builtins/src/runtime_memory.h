@@ -29,7 +29,7 @@ class MemoryBlock : public tvm::ffi::Object {
  public:
   /*!
    * \brief Allocate.
-   * \throws MemoryError if the system refuses; nothing has changed then.
+   * \throws OutOfMemoryError if the system refuses; nothing has changed then.
    */
   static tvm::ffi::ObjectPtr<MemoryBlock> Allocate(DLDevice device, int64_t bytes, Backing backing);
   ~MemoryBlock();
