@@ -137,7 +137,7 @@ class TrainingStep(CompiledFunction):
         ReentrantCallError
             The step is running in this thread: a signal handler or a finalizer called it.
         """
-        with self._lock, self._alone(), deferred_interrupt():
+        with self._lock, self._alone, deferred_interrupt():
             return self._run(self.accumulation.function_for(update), batch, named)
 
     def plan(self, *, update: bool = True, **dims: int) -> MemoryPlan:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +14,13 @@ from tvm import relax
 from relax_disc.analysis.symbolic_dim import SymbolicDim
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
-from relax_disc.errors import InputMismatchError, ReentrantCallError, ShapeRangeError
+from relax_disc.errors import InputMismatchError, ShapeRangeError
 from relax_disc.frontend.spec import CapturedStep, SizeOutput
 from relax_disc.training.batch import BatchSchema
 from relax_disc.training.binding import Binding, as_runtime
 from relax_disc.training.interrupt import deferred_interrupt
 from relax_disc.training.memory_plan import MemoryPlan, MemoryReport, largest_that_fits
+from relax_disc.training.reentrance import OneAtATime
 from relax_disc.vm_builtins.session import Session
 
 _STATE_KINDS = ("parameter", "buffer", "state")
@@ -79,7 +79,7 @@ class CompiledFunction:
         self._returned = [out for out in captured.outputs if out.replaces is None]
         self._lock = threading.RLock() if sibling is None else sibling._lock
         self._sizes: Mapping[str, int] = {}
-        self._is_running = False
+        self._alone = OneAtATime()
         self._rng = self._bind_rng(None if sibling is None else sibling._rng)
         if sibling is not None:
             self._session.share_arena(sibling._session)
@@ -242,7 +242,7 @@ class CompiledFunction:
         ReentrantCallError
             The function is running in this thread: a signal handler or a finalizer called it.
         """
-        with self._lock, self._alone(), deferred_interrupt():
+        with self._lock, self._alone, deferred_interrupt():
             self._check_mode()
             return self._execute(*self._schema.bind(args, named or {}))
 
@@ -257,20 +257,6 @@ class CompiledFunction:
         flat = self._call(tensors, values)
         self._mark_written()
         return flat
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Refuse a call that this thread makes while it is inside another, with the lock held."""
-        if self._is_running:
-            raise ReentrantCallError(
-                "This function is running already, in the same thread: a signal handler, a "
-                "finalizer or a kernel called it. Let that call end first."
-            )
-        self._is_running = True
-        try:
-            yield
-        finally:
-            self._is_running = False
 
     def _functions(self) -> tuple[CompiledFunction, ...]:
         """The functions that share this one's budget."""
