@@ -1,7 +1,7 @@
 # `make demo` and `make test` work from a bare clone: they need Python 3.10-3.13, make and g++.
 # The packages go into the active virtual environment, or into .venv when none is active.
 
-.PHONY: demo test test-full lint format bench clean help
+.PHONY: demo test test-full lint format bench docs clean help
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
@@ -23,6 +23,7 @@ help:
 	@echo "make test       the fast tier of tests; make test-full runs everything"
 	@echo "make lint       ruff, pyright and the direction of imports; make format rewrites"
 	@echo "make bench      training steps next to eager PyTorch and torch.compile"
+	@echo "make docs       the pages that are made from the code and from results"
 
 $(PYTHON):
 	@test -n "$(BASE_PYTHON)" || { echo "No Python 3.10 to 3.13 found; set BASE_PYTHON"; exit 1; }
@@ -67,6 +68,11 @@ lint: $(LINT)
 format: $(LINT)
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
+
+docs: $(TEST)
+	$(PYTHON) -m relax_disc.frontend.operator_table > docs/operators.md.new
+	mv docs/operators.md.new docs/operators.md
+	$(PYTHON) -m benchmarks.models --write-docs
 
 bench: $(DEMO)
 	$(PYTHON) -m benchmarks.training

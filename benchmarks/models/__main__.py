@@ -10,7 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,9 +21,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.models.catalogue import ENTRIES
-from benchmarks.models.document import PAGE, summary_table, write_page
+from benchmarks.models.document import PAGE, read_results, result_path, summary_table, write_page
 from benchmarks.models.entry import Entry
-from benchmarks.record import write_result
+from benchmarks.record import commit, write_result
 from relax_disc.vm_builtins import native
 
 _ROOT = Path(__file__).parents[2]
@@ -37,7 +38,12 @@ def judged(entry: Entry, limit_seconds: float) -> dict[str, Any]:
         "RELAX_DISC_COMPILE_CACHE": "0",
         "HF_HUB_OFFLINE": "1",
     }
-    facts = {"model": entry.name, "source": entry.source, "symbols": list(entry.ranges)}
+    facts = {
+        "model": entry.name,
+        "source": entry.source,
+        "symbols": list(entry.ranges),
+        "commit": commit(),
+    }
     try:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.models.worker", entry.name],
@@ -65,15 +71,26 @@ def chosen(only: str) -> Sequence[Entry]:
     return found
 
 
+def merged(name: str, found: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results in the table's order: those just found, the recorded ones of all other models."""
+    recorded = {} if not result_path(name).exists() else read_results(name)["results"]
+    by_model = {**{result["model"]: result for result in recorded}, **found}
+    return [by_model[entry.name] for entry in ENTRIES if entry.name in by_model]
+
+
 def main(
     only: Annotated[str, typer.Option(help="Words in the names of models, by commas.")] = "",
-    limit_seconds: Annotated[float, typer.Option(help="Of one model's process.")] = 600.0,
+    limit_seconds: Annotated[float, typer.Option(help="Of one model's process.")] = 900.0,
+    jobs: Annotated[int, typer.Option(help="Processes at once; times are of processors.")] = 1,
     name: Annotated[str, typer.Option(help="Of the file of results.")] = "models",
     write_docs: Annotated[
         bool, typer.Option("--write-docs", help="Write docs/models.md from the results; run none.")
     ] = False,
 ) -> None:
-    """Judge the models; prints a table, writes benchmarks/results/<name>.json."""
+    """Judge the models; prints a table, writes benchmarks/results/<name>.json as it goes.
+
+    Results of models that are not run stay as they were recorded; each has its own commit.
+    """
     console = Console()
     console.width = max(console.width, 150)
     if write_docs:
@@ -81,20 +98,23 @@ def main(
         console.print(f"written to {PAGE}")
         return
     native.load()  # built once per machine: no part of a compilation
-    results = []
-    with Progress(console=console) as progress:
-        for entry in progress.track(chosen(only), description="models"):
-            results.append(judged(entry, limit_seconds))
-            progress.console.print(f"{entry.name}: {results[-1]['verdict']}")
-    console.print(summary_table(results))
     settings = {
         "threads": 1,
         "limit_seconds": limit_seconds,
         "optimizer": "SGD, momentum 0.9",
         "transformers": metadata.version("transformers"),
     }
-    console.print(f"written to {write_result(name, settings, results)}")
-    if name == "models" and not only:
+    found: dict[str, dict[str, Any]] = {}
+    with Progress(console=console) as progress, ThreadPoolExecutor(jobs) as pool:
+        waiting = [pool.submit(judged, entry, limit_seconds) for entry in chosen(only)]
+        for done in progress.track(as_completed(waiting), len(waiting), description="models"):
+            result = done.result()
+            found[result["model"]] = result
+            path = write_result(name, settings, merged(name, found))
+            progress.console.print(f"{result['model']}: {result['verdict']}")
+    console.print(summary_table(list(found.values())))
+    console.print(f"written to {path}")
+    if name == "models":
         write_page()
         console.print(f"written to {PAGE}")
 

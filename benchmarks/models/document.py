@@ -54,7 +54,12 @@ def read_results(name: str = "models") -> dict[str, Any]:
     name : str
         Of the file in `benchmarks/results`.
     """
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return json.loads(result_path(name).read_text())
+
+
+def result_path(name: str) -> Path:
+    """Where the results of that name are kept."""
+    return RESULTS / f"{name}.json"
 
 
 def page(content: Mapping[str, Any]) -> str:
@@ -77,9 +82,10 @@ def page(content: Mapping[str, Any]) -> str:
         lines += ["## What does not train", ""]
         lines += [f"- **{r['model']}**: {_reason(r)}" for r in excuses]
         lines.append("")
+    commits = dict.fromkeys(result["commit"] for result in results)
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     lines.append(
-        f"Measured by `python -m benchmarks.models` at commit {content['commit']} on "
+        f"Measured by `python -m benchmarks.models` at commits {', '.join(commits)} on "
         f"{content['date'][:10]}: {machine['processor']}, {machine['cores']} cores, one used; "
         f"Python {machine['python']}, {packages}, "
         f"transformers {content['settings']['transformers']}. This page is made of "

@@ -1,0 +1,97 @@
+"""List the operators that can be captured, from the tables that the code itself uses.
+
+`python -m relax_disc.frontend.operator_table` prints docs/operators.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from relax_disc.frontend.converters import TABLE
+from relax_disc.frontend.decompositions import decomposition_table
+from relax_disc.frontend.random_ops import Randomness
+from relax_disc.frontend.whole_operators import RULES
+
+_INTRODUCTION = """\
+# Operators
+
+Made from the code by `make docs`; a test holds it up to date. An operator that a model uses is
+translated by a converter, or broken by PyTorch's own decompositions into operators that are.
+Anything else is refused at compile, by name and with the line of the model, all of them in one
+message; so is a use that a converter does not fit. In-place and `out=` forms are made functional
+first."""
+
+_BY_NAME = "The function of that name, element by element."
+
+
+def page() -> str:
+    """Write all tables as Markdown."""
+    parts = [_INTRODUCTION]
+    count = sum(len(operators) for _, operators in _families())
+    parts.append(f"## Translated one by one: {count}")
+    for family, operators in _families():
+        parts.append(f"### {family}\n\n{_table(operators)}")
+    parts.append(
+        "## Kept whole or rewritten before they are traced\n\n"
+        "Attention, cross-entropy and recurrent layers stay single operators with gradients of "
+        "their own; the others are written in operators that keep sizes symbolic. Where one does "
+        f"not fit, PyTorch's own form is taken.\n\n{_table(_named(RULES))}"
+    )
+    parts.append(
+        "## Random\n\nA pure function of seed, call and index, so that what is computed again is "
+        "the same.\n\n" + ", ".join(f"`{name}`" for name in sorted(_random()))
+    )
+    broken = sorted({str(operator) for operator in decomposition_table()} - set(TABLE))
+    parts.append(
+        f"## Broken into others by PyTorch: {len(broken)}\n\nWhether a model's use of one can be "
+        "compiled depends on what it is broken into.\n\n<details><summary>All of them</summary>\n\n"
+        + ", ".join(f"`{name}`" for name in broken)
+        + "\n\n</details>"
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _families() -> list[tuple[str, dict[str, Callable[..., Any]]]]:
+    """Group the converters by the file that holds them, named by its first line."""
+    found: dict[str, dict[str, Callable[..., Any]]] = {}
+    for operator in sorted(TABLE):
+        converter = TABLE[operator]
+        family = _first_line(sys.modules[converter.__module__])
+        found.setdefault(family, {})[operator] = converter
+    return sorted(found.items())
+
+
+def _named(rules: Mapping[Any, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    return {str(operator): rule for operator, rule in sorted(rules.items(), key=_operator_name)}
+
+
+def _operator_name(item: tuple[Any, Any]) -> str:
+    return str(item[0])
+
+
+def _random() -> Iterable[str]:
+    return (str(operator) for operator in Randomness(torch.empty(0)).rules())
+
+
+def _table(operators: Mapping[str, Callable[..., Any]]) -> str:
+    """One row for each description, with all operators that share it."""
+    rows: dict[str, list[str]] = {}
+    for operator, function in operators.items():
+        rows.setdefault(_first_line(function), []).append(f"`{operator}`")
+    lines = [f"| {', '.join(names)} | {text} |" for text, names in rows.items()]
+    return "\n".join(["| operators | what is translated |", "|---|---|", *lines])
+
+
+def _first_line(described: Any) -> str:
+    """First line of a docstring without its full stop; table signs are escaped."""
+    text = (inspect.getdoc(described) or _BY_NAME).split("\n")[0].rstrip(".")
+    return text.replace("``", "`").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(page(), end="")
