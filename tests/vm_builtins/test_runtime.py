@@ -1,5 +1,6 @@
 """The run time: results, memory figures, failures, budgets, concurrency."""
 
+import gc
 import threading
 
 import hypothesis.strategies as st
@@ -330,3 +331,43 @@ def test_defaults_of_the_cost_model_are_the_same_on_both_sides():
     model = CostModel()
     session.set_cost_model(model.flops_per_ns, model.bytes_per_ns, model.overhead_ns)
     assert session.plan([7]).time_ns == before
+
+
+def test_sessions_that_share_an_arena_take_turns_in_it():
+    gc.collect()
+    allocated = tvm_ffi.get_global_func("relax_disc.allocated_bytes")
+    other = Program(1, 2, [("matmul", [0, 1], 0), ("add", [3, 3], 0)], [4])
+    machines = [compile_program(program.module()) for program in (CHAIN, other)]
+    first, second = (Session.of(machine) for machine in machines)
+    call(machines[0], CHAIN.arguments(50))
+    call(machines[1], other.arguments(2))
+    before = allocated() - first.counters().held_bytes - second.counters().held_bytes
+    held = first.counters().held_bytes
+    second.share_arena(first)
+    second.share_arena(first)
+    assert second.counters().held_bytes == held
+    assert allocated() == before + held
+    for _ in range(2):
+        run_and_compare(CHAIN, machines[0], sizes=(50, 3))
+        run_and_compare(other, machines[1], sizes=(2, 90))
+    assert first.counters().held_bytes == second.counters().held_bytes
+    second.memory_budget = second.plan([2]).peak_bytes
+    run_and_compare(other, machines[1], sizes=(2,))
+    assert first.counters().held_bytes == second.plan([2]).arena_bytes
+    run_and_compare(CHAIN, machines[0], sizes=(50,))
+    first.release()
+    assert allocated() == before
+    run_and_compare(other, machines[1], sizes=(2,))
+
+
+def test_a_budget_can_be_checked_without_running():
+    machine = compile_program(CHAIN.module())
+    session = Session.of(machine)
+    session.check_budget([50])
+    session.memory_budget = session.plan([50]).resident_bytes + 1
+    with pytest.raises(MemoryBudgetError) as checked:
+        session.check_budget([50])
+    with pytest.raises(MemoryBudgetError) as called:
+        call(machine, CHAIN.arguments(50))
+    assert str(checked.value) == str(called.value)
+    assert session.counters().failures == 0
