@@ -87,6 +87,12 @@ def _recurrence(formula: str, state: int) -> Callable[[list[View], list[int]], W
     return read
 
 
+def _ctc_loss_backward(views: list[View], numbers: list[int]) -> Workspace:
+    """Labels that there is room for."""
+    del numbers
+    return "ctc_loss_backward", (views[2].shape[1],)
+
+
 def _sort(views: list[View], numbers: list[int]) -> Workspace:
     """Length of the rows to sort."""
     del numbers
@@ -106,6 +112,7 @@ _READERS: dict[str, Callable[[list[View], list[int]], Workspace]] = {
     "batch_matmul": _batch_matmul,
     "recurrence": _recurrence("recurrence", state=1),
     "recurrence_backward": _recurrence("recurrence_backward", state=2),
+    "ctc_loss_backward": _ctc_loss_backward,
     "sort": _sort,
     "vocabulary_head": _vocabulary_head,
     "vocabulary_head_frozen": _vocabulary_head,

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from relax_disc.frontend.recurrent_layers import recurrent_layers, refuse_packing
+from relax_disc.frontend import torch_ctc  # noqa: F401  registers torch.ops.relax_disc
+from relax_disc.frontend.recurrent_layers import recurrent_layers, refusal, refuse_packing
 
 
 class ExportMode(TorchFunctionMode):
@@ -76,6 +77,49 @@ def _embedding_bag(
     return total / there.sum(1).clamp_min(1) if mode == "mean" else total
 
 
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Connectionist temporal classification of padded targets, kept whole.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        The targets of a batch are concatenated.
+    """
+    alone = log_probs.dim() == 2
+    if alone:
+        log_probs, targets = log_probs.unsqueeze(1), targets.reshape(1, -1)
+    if targets.dim() != 2:
+        raise refusal(
+            "ctc_loss",
+            "concatenated targets have a layout that depends on data; give them padded, [N, S]",
+        )
+    lengths = [
+        torch.as_tensor(x, dtype=torch.int64, device=log_probs.device).reshape(-1)
+        for x in (input_lengths, target_lengths)
+    ]
+    wide = torch.promote_types(log_probs.dtype, torch.float32)
+    loss = torch.ops.relax_disc.ctc_loss(
+        log_probs.to(wide), targets.to(torch.int64), *lengths, blank
+    )[0]
+    if zero_infinity:
+        loss = torch.where(torch.isinf(loss), 0.0, loss)
+    if reduction == "mean":
+        loss = (loss / lengths[1].clamp_min(1).to(wide)).mean()
+    elif reduction == "sum":
+        loss = loss.sum()
+    elif alone:
+        loss = loss.squeeze(0)
+    return loss.to(log_probs.dtype)
+
+
 def _gaussian_nll_loss(
     input: Tensor,
     target: Tensor,
@@ -105,5 +149,6 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch._VF._pad_packed_sequence: lambda *_: refuse_packing("pad_packed_sequence"),
     torch.linspace: _linspace,
     functional.embedding_bag: _embedding_bag,
+    functional.ctc_loss: _ctc_loss,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
 }

@@ -29,14 +29,15 @@ def refuse_packing(name: str) -> NoReturn:
     UnsupportedOperatorError
         Always.
     """
-    raise _refuse(
+    raise refusal(
         name,
         "the layout of a packed sequence depends on the data of the lengths; give the layer the "
         "padded tensor, and mask what lies beyond each length (in the loss, ignore_index does)",
     )
 
 
-def _refuse(name: str, why: str) -> UnsupportedOperatorError:
+def refusal(name: str, why: str) -> UnsupportedOperatorError:
+    """Make the error for a call that cannot be exported; names the model's line."""
     line = parse_stack("".join(traceback.format_stack()))
     return UnsupportedOperatorError(f"{line}: {name}: {why}.", ((name, str(line)),))
 
@@ -61,11 +62,11 @@ def recurrent_layers(
         The input is a packed sequence, or the layer projects its hidden state.
     """
     if not isinstance(num_layers, int) or isinstance(num_layers, bool):
-        raise _refuse(kind, "a packed sequence cannot be compiled; give the layer a padded tensor")
+        raise refusal(kind, "a packed sequence cannot be compiled; give the layer a padded tensor")
     directions = 2 if bidirectional else 1
     each = len(weights) // (num_layers * directions)
     if each != (4 if has_biases else 2):
-        raise _refuse(kind, "proj_size is not supported; put a linear layer behind the layer")
+        raise refusal(kind, "proj_size is not supported; put a linear layer behind the layer")
     states = first if kind == "lstm" else (first,)  # each [layers * directions, B, H]
     dtype = _result_dtype(kind, x)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32

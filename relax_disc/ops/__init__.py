@@ -9,6 +9,7 @@ from relax_disc.ops import legalize_attention as _legalize_attention  # noqa: F4
 from relax_disc.ops import legalize_cross_entropy as _legalize_cross_entropy  # noqa: F401
 from relax_disc.ops.attention import attention, attention_backward
 from relax_disc.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from relax_disc.ops.ctc import ctc_loss, ctc_loss_backward
 from relax_disc.ops.embedding import embedding_backward
 from relax_disc.ops.memory import evict, regenerate
 from relax_disc.ops.recurrence import recurrence, recurrence_backward
@@ -19,6 +20,8 @@ __all__ = [
     "attention_backward",
     "cross_entropy",
     "cross_entropy_backward",
+    "ctc_loss",
+    "ctc_loss_backward",
     "embedding_backward",
     "evict",
     "recurrence",

@@ -20,6 +20,7 @@ from tvm.sym.analyzer import Analyzer
 
 from relax_disc.transform import (
     dispatch_attention,
+    dispatch_ctc,
     dispatch_embedding,
     dispatch_matmul,
     dispatch_recurrence,
@@ -90,6 +91,8 @@ RULES: dict[str, Rule] = {
     "relax_disc.recurrence": dispatch_recurrence.recurrence,
     "relax_disc.recurrence_backward": dispatch_recurrence.recurrence,
     "relax_disc.sort": dispatch_sort.sort,
+    "relax_disc.ctc_loss": dispatch_ctc.ctc_loss,
+    "relax_disc.ctc_loss_backward": dispatch_ctc.ctc_loss_backward,
 }
 
 

@@ -193,6 +193,43 @@ def recurrence_backward(
     )
 
 
+def ctc_loss(
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int,
+    loss: Any,
+    alpha: Any,
+) -> None:
+    """Compute the loss of each sequence; the gradient runs it again, so that alpha is unused."""
+    inputs = [_tensor(x) for x in (log_probs, targets)]
+    lengths = [_tensor(x).tolist() for x in (input_lengths, target_lengths)]
+    _tensor(loss).copy_(torch.ops.aten._ctc_loss(*inputs, *lengths, blank)[0])
+    _tensor(alpha).zero_()
+
+
+def ctc_loss_backward(
+    grad: Any,
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    loss: Any,
+    alpha: Any,
+    blank: int,
+    result: Any,
+) -> None:
+    """Compute the gradient of the logarithms of the probabilities."""
+    inputs = [_tensor(x) for x in (log_probs, targets)]
+    lengths = [_tensor(x).tolist() for x in (input_lengths, target_lengths)]
+    losses, paths = torch.ops.aten._ctc_loss(*inputs, *lengths, blank)
+    given = _tensor(grad)
+    found = torch.ops.aten._ctc_loss_backward(given, *inputs, *lengths, losses, paths, blank, False)
+    silent = torch.isinf(losses) & (given == 0)
+    _tensor(result).copy_(found.masked_fill(silent[None, :, None], 0))
+
+
 def sort(x: Any, descending: int, values: Any, positions: Any) -> None:
     """Write the first elements of each sorted row, as many as `values` has columns."""
     found = torch.sort(_tensor(x), dim=-1, descending=bool(descending), stable=True)
@@ -295,5 +332,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "embedding_backward_add": embedding_backward_add,
     "recurrence": recurrence,
     "recurrence_backward": recurrence_backward,
+    "ctc_loss": ctc_loss,
+    "ctc_loss_backward": ctc_loss_backward,
     "sort": sort,
 }

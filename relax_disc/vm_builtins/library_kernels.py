@@ -11,6 +11,8 @@ be built, else the twins here. The twins are also the oracle of the tests.
 `relax_disc.cpu.attention_masked`            see `library_attention`
 `relax_disc.cpu.attention_backward`          see `library_attention`
 `relax_disc.cpu.attention_backward_masked`   see `library_attention`
+`relax_disc.cpu.ctc_loss`                    see `library_ctc`
+`relax_disc.cpu.ctc_loss_backward`           see `library_ctc`
 `relax_disc.cpu.embedding_backward`          grad, ids, padding_idx, out
 `relax_disc.cpu.embedding_backward_add`      grad, ids, addend, padding_idx, out
 `relax_disc.cpu.recurrence`                  see `library_recurrence`
@@ -39,6 +41,7 @@ import tvm_ffi
 
 from relax_disc.vm_builtins import (
     library_attention,
+    library_ctc,
     library_recurrence,
     library_sort,
     library_vocabulary_head,
@@ -140,6 +143,8 @@ TWINS: dict[str, Callable[..., Any]] = {
     "relax_disc.cpu.attention_masked": library_attention.attention_masked,
     "relax_disc.cpu.attention_backward": library_attention.attention_backward,
     "relax_disc.cpu.attention_backward_masked": library_attention.attention_backward_masked,
+    "relax_disc.cpu.ctc_loss": library_ctc.ctc_loss,
+    "relax_disc.cpu.ctc_loss_backward": library_ctc.ctc_loss_backward,
     "relax_disc.cpu.embedding_backward": embedding_backward,
     "relax_disc.cpu.embedding_backward_add": embedding_backward_add,
     "relax_disc.cpu.recurrence": library_recurrence.recurrence,

@@ -95,6 +95,9 @@ int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n) {
   if (kind == "vocabulary_head") return HeadBytes(n.at(1), n.at(2), n.at(3), n.at(4));
   if (kind == "recurrence") return RecurrenceBytes<T>(n.at(1), n.at(2), n.at(3), 0);
   if (kind == "sort") return PieceBytes(PoolThreads() * n.at(1) * 8);
+  if (kind == "ctc_loss_backward") {
+    return PieceBytes(PoolThreads() * (2 * n.at(1) + 1) * static_cast<int64_t>(sizeof(T)));
+  }
   if (kind == "recurrence_backward") {
     return RecurrenceBytes<T>(n.at(1), n.at(3), n.at(2), n.at(2));
   }

@@ -1,0 +1,61 @@
+"""Speech-like training with connectionist temporal classification, dynamic lengths."""
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend import capture_step
+from tests.training.test_operators import check
+
+SIZES = [(7, 3, 2), (2, 1, 1), (20, 4, 6), (9, 2, 3)]
+
+
+class Listener(nn.Module):
+    """Frames to label scores, with the loss in each of its reductions."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))
+
+    def forward(self, frames, targets, input_lengths, target_lengths):
+        scores = self.layers(frames).log_softmax(-1).transpose(0, 1)
+        given = (scores, targets, input_lengths, target_lengths)
+        mean = nn.CTCLoss(zero_infinity=True)(*given)
+        total = F.ctc_loss(*given, blank=4, reduction="sum", zero_infinity=True)
+        each = F.ctc_loss(*given, reduction="none", zero_infinity=True)
+        return mean + 0.1 * total + each.square().mean(), mean, total
+
+
+def batch(steps, count, room):
+    generator = torch.Generator().manual_seed(steps * 100 + count)
+    frames = torch.randn(count, steps, 4, generator=generator)
+    targets = torch.randint(1, 4, (count, room), generator=generator)
+    inputs = torch.randint(1, steps + 1, (count,), generator=generator)
+    goals = torch.randint(0, room + 1, (count,), generator=generator)
+    inputs[0] = steps
+    return frames, targets, inputs, goals
+
+
+T, N, S = Dim("t", min=2, max=20), Dim("n", min=1, max=4), Dim("s", min=1, max=6)
+
+
+def test_gradients_against_float64():
+    torch.manual_seed(0)
+    model = Listener()
+    shapes = ({0: N, 1: T}, {0: N, 1: S}, {0: N}, {0: N})
+    check(model, ["mean", "sum"], [batch(*size) for size in SIZES], shapes)
+
+
+def test_concatenated_targets_are_refused_by_name():
+    def loss_fn(model, frames, targets, input_lengths, target_lengths):
+        scores = model.layers(frames).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, targets.flatten(), input_lengths, target_lengths)
+
+    shapes = ({0: N, 1: T}, {0: N, 1: S}, {0: N}, {0: N})
+    with pytest.raises(UnsupportedOperatorError, match="padded") as caught:
+        capture_step(Listener(), None, batch(7, 3, 2), dynamic_shapes=shapes, loss_fn=loss_fn)
+    assert caught.value.operators[0][0] == "ctc_loss"
+    assert "test_ctc.py" in str(caught.value)
