@@ -363,6 +363,7 @@ def register() -> None:
         "set_cost_model": set_cost_model,
         "set_plan_limit": lambda s, plans: setattr(s, "plan_limit", max(plans, 1)),
         "release": release,
+        "fill_memory": lambda s, byte: s.arena.fill(byte),
         "share_arena": share_arena,
         "check_budget": check_budget,
         "torn": lambda s: s.torn,

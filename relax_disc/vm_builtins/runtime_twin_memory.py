@@ -101,6 +101,12 @@ class SharedArena:
         self.idle_calls = 0
         return True
 
+    def fill(self, byte: int) -> None:
+        """Set every byte that is held, for tests: who reads it gets this."""
+        with self.lock:
+            if self.block is not None and not self.taken:
+                self.block.data[:] = byte
+
     def give_back_above(self, size: int) -> None:
         """Give everything back if more than so many bytes are held and no call has it."""
         with self.lock:

@@ -344,6 +344,10 @@ class Session:
         """Bound the number of plans that are remembered, least recently used first out."""
         self._ask("set_plan_limit", plans)
 
+    def fill_memory(self, byte: int) -> None:
+        """Set every byte that is held between calls: a kernel that reads what none wrote shows."""
+        self._ask("fill_memory", byte)
+
     def release(self) -> None:
         """Give back arena, workspace and all plans."""
         self._ask("release")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -29,8 +32,11 @@ def trained():
     return model, optimizer, step, saved
 
 
-def run(trained, budget_of):
-    """Losses, parameters and states after one step at every shape from the saved state."""
+def run(trained, budget_of, byte=0):
+    """Losses, parameters and states after one step at every shape from the saved state.
+
+    What the step holds is set to `byte` before each call.
+    """
     model, optimizer, step, saved = trained
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(copy.deepcopy(saved[1]))
@@ -38,6 +44,7 @@ def run(trained, budget_of):
     for seed, (b, s) in enumerate(SHAPES):
         step.memory_budget = budget_of(b, s)
         plan = step.plan(b=b, s=s)
+        step.session.fill_memory(byte)
         losses.append(step(*token_batch(b, s, seed)))
         report = step.memory_report()
         assert plan.fits
@@ -120,3 +127,52 @@ def test_what_cannot_fit_is_refused_with_a_way_out(trained):
     step.memory_budget = caught.value.least_bytes
     step(*token_batch(8, 48))
     step.memory_budget = None
+
+
+def test_no_kernel_reads_what_none_has_written(trained):
+    step = trained[2]
+
+    def halfway(b, s):
+        return (least(step, b=b, s=s) + step.plan(b=b, s=s).peak_bytes) // 2
+
+    for budget_of in (lambda b, s: None, halfway):
+        losses, tensors, _ = run(trained, budget_of)
+        for byte in (0xFF, 0x7F):  # NaN and 3e38
+            again, others, _ = run(trained, budget_of, byte)
+            assert all(torch.equal(x, y) for x, y in zip(losses, again, strict=True))
+            assert all(torch.equal(x, y) for x, y in zip(tensors, others, strict=True))
+
+
+HASH = """
+import hashlib, torch, relax_disc
+from tests.frontend.models import Llama, dims, token_batch
+
+torch.manual_seed(0)
+model = Llama(layers=2, width=128, whole=False)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+b, s = dims()
+step = relax_disc.compile(
+    model, optimizer, token_batch(3, 12), dynamic_shapes=({0: b, 1: s}, {0: b, 1: s})
+)
+state = hashlib.sha256()
+for repeat in range(20):
+    for shape in ((8, 48), (3, 17), (1, 1), (5, 40)):
+        state.update(step(*token_batch(*shape, repeat)).numpy().tobytes())
+for parameter in model.parameters():
+    state.update(parameter.detach().numpy().tobytes())
+print(state.hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_results_do_not_depend_on_the_number_of_threads(repository):
+    """Races, and sums in the order of threads, would show: in library and in generated kernels."""
+    hashes = []
+    for threads in ("1", "2", "4"):
+        environment = {**os.environ, "TVM_NUM_THREADS": threads, "PYTHONPATH": str(repository)}
+        command = [sys.executable, "-c", HASH]
+        done = subprocess.run(
+            command, cwd=repository, env=environment, capture_output=True, text=True, check=True
+        )
+        hashes.append(done.stdout.splitlines()[-1])
+    assert hashes[0] == hashes[1] == hashes[2]

@@ -196,6 +196,10 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("relax_disc.session.set_cost_model", SetCostModel)
       .def("relax_disc.session.set_plan_limit",
            [](const Object& s, int64_t plans) { SessionOf(s)->SetPlanLimit(plans); })
+      .def("relax_disc.session.fill_memory",
+           [](const Object& s, int64_t byte) {
+             SessionOf(s)->FillMemory(static_cast<uint8_t>(byte));
+           })
       .def("relax_disc.session.release", [](const Object& s) { SessionOf(s)->Release(); })
       .def("relax_disc.session.share_arena",
            [](const Object& s, const Object& other) {

@@ -1,6 +1,7 @@
 #include "runtime_arena.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace relax_disc {
 
@@ -72,6 +73,14 @@ int64_t SharedArena::Held() const { return BytesOf(memory_.arena) + BytesOf(memo
 int64_t SharedArena::held_bytes() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return Held();
+}
+
+void SharedArena::Fill(uint8_t byte) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const BlockPtr& block : {memory_.arena, memory_.workspace}) {
+    if (block == nullptr || taken_ || block->device().device_type != kDLCPU) continue;
+    std::memset(block->base(), byte, block->bytes());
+  }
 }
 
 void SharedArena::GiveBackAbove(int64_t bytes) {

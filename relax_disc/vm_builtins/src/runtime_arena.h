@@ -39,6 +39,8 @@ class SharedArena {
   void Return();
 
   int64_t held_bytes() const;
+  /*! \brief Set every byte that is held on the CPU, for tests: who reads it gets this. */
+  void Fill(uint8_t byte);
   /*! \brief Give everything back to the system if more than so many bytes are held and no call has it. */
   void GiveBackAbove(int64_t bytes);
 

@@ -79,6 +79,8 @@ class Session : public tvm::ffi::Object {
   void SetMode(Mode mode);
   void SetCostModel(CostModel cost);
   void SetPlanLimit(int64_t plans);
+  /*! \brief Set every byte between calls, for tests. */
+  void FillMemory(uint8_t byte) { arena_->Fill(byte); }
   /*! \brief Give the arena and all plans back. */
   void Release();
 
