@@ -17,7 +17,6 @@ from relax_disc.errors import (
     StepTornError,
 )
 from relax_disc.vm_builtins import native
-from tests.frontend.models import Llama, dims, token_batch
 
 
 class Net(nn.Module):
@@ -63,8 +62,7 @@ def close(first, second):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("norm", [None, 0.05])
+@pytest.mark.parametrize(("kind", "norm"), [("adamw", None), ("momentum", 0.05)])
 def test_follows_eager_accumulation(kind, norm):
     step = make(kind, max_grad_norm=norm)
     model = copy.deepcopy(step.model)
@@ -142,10 +140,9 @@ def test_follows_eager_with_buffers_groups_and_frozen_layers(dtype):
     assert "momentum_buffer" not in optimizer.state[model.unused.weight]
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_four_batches_equal_one_of_four_times_the_size(kind):
+def test_four_batches_equal_one_of_four_times_the_size():
     parts = batches(4, 5)
-    step, whole = make(kind), make(kind, loss_fn=None)
+    step, whole = make(), make(loss_fn=None)
     for _ in range(3):
         for k, x in enumerate(parts):
             step(x, update=k == 3)
@@ -196,7 +193,7 @@ def gradient_bytes(step):
 
 
 def test_sums_count_as_resident_memory_while_they_are_there():
-    step = make(max_grad_norm=1.0)
+    step = make()
     (x,) = batches(1, 7)
     plain = step.plan(rows=7)
     adding = step.plan(update=False, rows=7)
@@ -321,33 +318,42 @@ def least(step, update, **shape):
     return found
 
 
+class Deep(nn.Module):
+    """Layers whose activations are worth giving up."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * torch.sigmoid(x)
+        return x.square().mean()
+
+
 def test_results_are_bit_identical_at_every_budget():
     torch.manual_seed(0)
-    model = Llama(layers=1)
+    model = Deep()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    b, s = dims()
-    step = relax_disc.compile(
-        model,
-        optimizer,
-        token_batch(3, 12),
-        dynamic_shapes=({0: b, 1: s}, {0: b, 1: s}),
-        max_grad_norm=0.5,
-    )
+    shapes = ({0: Dim("rows", min=1, max=512)},)
+    args = (torch.randn(4, 32),)
+    step = relax_disc.compile(model, optimizer, args, dynamic_shapes=shapes, max_grad_norm=0.01)
     start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    shapes = [(6, 40), (2, 48), (8, 33)]
+    sizes = [300, 511, 120, 400]
 
     def train(fraction):
         model.load_state_dict(start[0])
         optimizer.load_state_dict(copy.deepcopy(start[1]))
         losses, again = [], 0
-        for k, (rows, length) in enumerate(shapes):
-            update = k == len(shapes) - 1
+        for k, rows in enumerate(sizes):
+            update = k == len(sizes) - 1
             step.memory_budget = None
-            high = step.plan(update=update, b=rows, s=length).peak_bytes
-            low = least(step, update, b=rows, s=length)
+            high = step.plan(update=update, rows=rows).peak_bytes
+            low = least(step, update, rows=rows)
             if fraction is not None:
                 step.memory_budget = int(low + fraction * (high - low))
-            losses.append(step(*token_batch(rows, length, k), update=update))
+            generator = torch.Generator().manual_seed(k)
+            losses.append(step(torch.randn(rows, 32, generator=generator), update=update))
             report = step.memory_report()
             assert report.peak_bytes == report.planned_peak_bytes <= (step.memory_budget or high)
             again += report.recomputations
@@ -356,7 +362,7 @@ def test_results_are_bit_identical_at_every_budget():
 
     free, none = train(None)
     assert none == 0
-    for fraction in (0.0, 0.3):
+    for fraction in (0.0, 0.3, 0.7):
         tight, recomputations = train(fraction)
         assert recomputations > 0
         assert all(map(torch.equal, free, tight))

@@ -21,7 +21,7 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
         self.norm = nn.BatchNorm1d(16)
         self.drop = nn.Dropout(0.5)
 
