@@ -34,6 +34,7 @@ from relax_disc.frontend.dims import DimTable, declared_dims, dim_table, enlarge
 from relax_disc.frontend.export_mode import ExportMode
 from relax_disc.frontend.fixed_sizes import lines_that_fix_sizes
 from relax_disc.frontend.guards import check_assertions
+from relax_disc.frontend.size_branches import size_branches
 from relax_disc.frontend.source_lines import SourceLine, parse_stack, source_line
 from relax_disc.frontend.symbolic_len import symbolic_len
 
@@ -187,11 +188,12 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
         ) from error
     leaves, structure = pytree.tree_flatten((args, kwargs))
     larger_args, larger_kwargs = _enlarged(args, kwargs, declared)
-    program = _export(wrapped, larger_args, larger_kwargs, dynamic_shapes)
+    with size_branches() as branches:
+        program = _export(wrapped, larger_args, larger_kwargs, dynamic_shapes)
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     _refuse_data_dependent_sizes(program)
     table = dim_table(program, leaves, declared)
-    check_assertions(program, table)
+    check_assertions(program, table, branches)
     batch = BatchSpec(structure, fixed, _positional(wrapped.forward))
     return Exported(program, table, batch, tuple(leaves))
 

@@ -21,6 +21,7 @@ from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend.dims import DimTable
+from relax_disc.frontend.size_branches import SizeBranches
 from relax_disc.frontend.source_lines import SourceLine, source_line
 from relax_disc.frontend.spec import DimSpec
 
@@ -52,8 +53,17 @@ _FOLDS: tuple[tuple[Any, Callable[[Any, Any], Any]], ...] = (
 )
 
 
-def check_assertions(program: ExportedProgram, dims: DimTable) -> None:
-    """Check every deferred assertion of an exported program.
+def check_assertions(program: ExportedProgram, dims: DimTable, branches: SizeBranches) -> None:
+    """Check every deferred assertion of an exported program that has to hold.
+
+    Parameters
+    ----------
+    program : ExportedProgram
+        Exported while ``branches`` were collected.
+    dims : DimTable
+        The ranges to check over.
+    branches : SizeBranches
+        What the model's own code compared.
 
     Raises
     ------
@@ -65,7 +75,7 @@ def check_assertions(program: ExportedProgram, dims: DimTable) -> None:
             continue
         value = getattr(node.args[0], "meta", {}).get("val")
         expr = getattr(getattr(value, "node", None), "expr", None)
-        if isinstance(expr, sympy.Basic) and expr.free_symbols:
+        if isinstance(expr, sympy.Basic) and expr.free_symbols and branches.decides(expr):
             _check(expr, dims, source_line(node))
 
 

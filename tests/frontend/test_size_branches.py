@@ -1,0 +1,73 @@
+"""Comparisons of sizes: the model's own must hold over the range, PyTorch's own need not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from relax_disc.errors import ShapeRangeError
+from relax_disc.frontend import capture_step
+from tests.frontend.running import check_gradients
+
+LONGEST = 12
+
+
+class Masked(nn.Module):
+    """Attention by hand whose mask is cut out of a table as wide as the longest sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, LONGEST, 4))
+        self.score = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(LONGEST, LONGEST).tril()[None])
+
+    def forward(self, x):
+        length = x.shape[1]
+        x = x + self.positions[:, :length]
+        weights = self.score(x) @ x.transpose(1, 2)
+        hidden = self.mask[:, :length, :length] == 0
+        return (torch.softmax(weights.masked_fill(hidden, float("-inf")), -1) @ x).square().mean()
+
+
+class Branching(nn.Module):
+    def __init__(self, is_special):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.is_special = is_special
+
+    def forward(self, x):
+        if self.is_special(x):
+            x = 2 * x
+        return self.layer(x).square().mean()
+
+
+def batch(rows, length):
+    generator = torch.Generator().manual_seed(rows * 100 + length)
+    return (torch.randn(rows, length, 4, generator=generator),)
+
+
+SHAPES = ({0: Dim("n", min=1, max=7), 1: Dim("t", min=1, max=LONGEST)},)
+
+
+def test_a_table_as_long_as_the_longest_sequence():
+    torch.manual_seed(0)
+    model = Masked()
+    captured = capture_step(model, None, batch(3, 6), dynamic_shapes=SHAPES)
+    sizes = [(3, 6), (1, 1), (7, LONGEST), (2, LONGEST - 1)]
+    check_gradients(captured, model, [batch(*size) for size in sizes], least=5e-6)
+
+
+@pytest.mark.parametrize(
+    "is_special",
+    [
+        lambda x: x.shape[1] == LONGEST,
+        lambda x: not x.shape[1] != LONGEST,
+        lambda x: 2 * x.shape[1] == 2 * LONGEST,
+        lambda x: x.shape[1:] == (LONGEST, 4),
+        lambda x: x.shape[1] in (LONGEST, LONGEST + 1),
+        lambda x: x.shape[1] > LONGEST - 1,
+    ],
+)
+def test_a_branch_of_the_model_is_refused(is_special):
+    with pytest.raises(ShapeRangeError, match="t"):
+        capture_step(Branching(is_special), None, batch(3, 6), dynamic_shapes=SHAPES)
