@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
         "whole attention",
         pytest.param("written out", marks=pytest.mark.slow),
         pytest.param("large output", marks=pytest.mark.slow),
+        pytest.param("accumulated", marks=pytest.mark.slow),
     ],
 )
 def test_planned_peak_is_the_measured_one(model, repository):
