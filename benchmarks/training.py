@@ -42,10 +42,11 @@ class Variant:
         self._process = process
         self.prepared = self._answer()
 
-    def step(self, lengths: Sequence[int], seed: int) -> dict[str, Any]:
+    def step(self, lengths: Sequence[int], seed: int, **options: Any) -> dict[str, Any]:
         """Have the worker take one step; its measurements."""
         assert self._process.stdin is not None
-        print(json.dumps({"lengths": list(lengths), "seed": seed}), file=self._process.stdin)
+        request = {"lengths": list(lengths), "seed": seed, **options}
+        print(json.dumps(request), file=self._process.stdin)
         self._process.stdin.flush()
         return self._answer()
 
@@ -126,7 +127,7 @@ def main(
     names = variants.split(",")
     for kind, given, known in (("size", sizes.split(","), SIZES), ("variant", names, VARIANTS)):
         for value in given:
-            if value not in known:
+            if value.partition(":")[0] not in known:
                 raise typer.BadParameter(f"{value!r} is no {kind}; known: {', '.join(known)}")
     native.load()  # built once per machine: no part of a compilation
     console = Console()

@@ -24,6 +24,13 @@ def real_batches(batch: int, count: int, *, seed: int = 0) -> list[list[int]]:
     return np.minimum(lengths, LONGEST).reshape(count, batch).tolist()
 
 
+def epoch_lengths(batch: int, *, seed: int = 0) -> list[list[int]]:
+    """Cut all lengths, whole and in a repeatable order, into batches; the last may be shorter."""
+    with np.load(_LENGTHS) as file:
+        lengths = np.random.default_rng(seed).permutation(file["llama2"]).tolist()
+    return [lengths[i : i + batch] for i in range(0, len(lengths), batch)]
+
+
 def unseen_lengths(seen: set[int], count: int, *, seed: int = 0) -> list[int]:
     """Draw lengths spread over the range of those seen, none of which is among them."""
     free = [n for n in range(max(2, min(seen)), max(seen) + 1) if n not in seen]

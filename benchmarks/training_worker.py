@@ -1,12 +1,14 @@
 """One way of training in one process: takes batches on stdin, answers with measurements.
 
 Started by `benchmarks.training`, one process per variant, so that no variant's threads, caches or
-memory touch another's.
+memory touch another's.  `compile:0.5` is torch.compile with that activation_memory_budget,
+`checkpoint` eager PyTorch that computes every layer twice.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import resource
@@ -17,15 +19,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch.export import Dim
+from torch.utils.checkpoint import checkpoint
 
 import relax_disc
 from benchmarks.malloc_counter import MallocCounter
 from benchmarks.training_batches import LONGEST, VOCABULARY, make_batch
+from relax_disc.training.memory_plan import MemoryPlan
+from relax_disc.training_step import TrainingStep
 from tutorials._llama import Llama, LlamaSizes
 
-VARIANTS = ("eager", "eager-fused", "compile", "compile-fused", "relax_disc")
+VARIANTS = ("eager", "eager-fused", "checkpoint", "compile", "compile-fused", "relax_disc")
 SIZES = {
     "S": {"hidden": 256, "feed_forward": 688},
     "M": {"hidden": 512, "feed_forward": 1376},
@@ -39,9 +45,10 @@ class Worker:
 
     def __init__(self, variant: str, size: str) -> None:
         torch.manual_seed(0)
+        kind, _, knob = variant.partition(":")
         # "Fused" attention is scaled_dot_product_attention; else it is written out, as much code
         # still does. Which is the stronger baseline differs: both can be measured.
-        written_out = variant in ("eager", "compile")
+        written_out = kind in ("eager", "checkpoint", "compile")
         sizes = LlamaSizes(
             vocabulary=VOCABULARY,
             layers=4,
@@ -56,8 +63,9 @@ class Worker:
         self._counter = MallocCounter()
         self._base_bytes: int | None = None
         self._planned: Callable[[int, int], int] | None = None
+        self._compiled: TrainingStep | None = None
         start = time.perf_counter()
-        self._step = self._prepare(variant)
+        self._step = self._prepare(kind, knob)
         self.prepare_seconds = time.perf_counter() - start
 
     def _make_optimizer_state(self) -> None:
@@ -69,8 +77,8 @@ class Worker:
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _prepare(self, variant: str) -> Step:
-        if variant == "relax_disc":
+    def _prepare(self, kind: str, knob: str) -> Step:
+        if kind == "relax_disc":
             shape = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=LONGEST)}
             step = relax_disc.compile(
                 self.model,
@@ -80,10 +88,16 @@ class Worker:
             )
             # The arena stays between calls; measured from here, it counts as used.
             self._base_bytes = self._counter.live_bytes()
+            self._compiled = step
             self._planned = lambda batch, length: step.plan(batch=batch, length=length).peak_bytes
             return step
         run = self.model
-        if variant.startswith("compile"):
+        if kind == "checkpoint":
+            for block in self.model.blocks:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        if kind.startswith("compile"):
+            if knob:
+                functorch_config.activation_memory_budget = float(knob)
             run = torch.compile(self.model, dynamic=True)
 
         def eager_step(ids: Tensor, labels: Tensor) -> Tensor:
@@ -95,9 +109,19 @@ class Worker:
 
         return eager_step
 
-    def step(self, lengths: list[int], seed: int) -> dict[str, Any]:
-        """Take one step and say what it cost."""
+    def step(
+        self, lengths: list[int], seed: int, budget: dict[str, float] | None = None
+    ) -> dict[str, Any]:
+        """Take one step and say what it cost.
+
+        With `budget` (``{}``: none; ``{"own": 0.5}``: a part of this shape's unlimited activation
+        peak; ``{"activation_bytes": n}``) a compiled step takes one more before, so that the arena
+        of that budget is there, and says more about its memory.
+        """
         ids, labels = make_batch(lengths, seed)
+        plan = None if budget is None else self._limit(budget, *ids.shape)
+        if plan is not None:
+            self._step(ids, labels)
         base = self._counter.live_bytes() if self._base_bytes is None else self._base_bytes
         self._counter.reset_peak()
         cpu = _cpu_seconds()
@@ -114,6 +138,38 @@ class Worker:
             "activation_peak_bytes": self._counter.peak_bytes() - base,
             # Those included.
             "planned_peak_bytes": self._planned(*ids.shape) if self._planned else None,
+            **({} if plan is None else self._account(plan)),
+        }
+
+    def _limit(self, budget: dict[str, float], batch: int, length: int) -> MemoryPlan:
+        """Set the budget, or the least that is feasible; return the plan."""
+        step = self._compiled
+        if step is None:
+            raise ValueError("only relax_disc takes a budget")
+        step.session.release()
+        step.memory_budget = None
+        plan = step.plan(batch=batch, length=length)
+        if budget:
+            activations = budget.get("activation_bytes", 0)
+            activations += int(budget.get("own", 0) * plan.activation_peak_bytes)
+            step.memory_budget = plan.state_bytes + int(activations)
+            plan = step.plan(batch=batch, length=length)
+            if not plan.fits:
+                step.memory_budget = plan.least_bytes
+        return plan
+
+    def _account(self, wanted: MemoryPlan) -> dict[str, Any]:
+        """What the last step did within its budget."""
+        assert self._compiled is not None
+        report = self._compiled.memory_report()
+        plan = self._compiled.plan(**wanted.shape)
+        if not report.peak_bytes == report.planned_peak_bytes == plan.peak_bytes:
+            raise AssertionError(f"planned {plan.peak_bytes} bytes, used {report.peak_bytes}")
+        return {
+            "fits": wanted.fits,
+            "accounted_activation_bytes": report.activation_peak_bytes,
+            "recomputations": report.recomputations,
+            "modelled_time_ratio": plan.time_ratio,
         }
 
 
@@ -125,10 +181,12 @@ def _cpu_seconds() -> float:
 def main() -> None:
     """Answer each line `{"lengths": [...], "seed": n}` with a line of measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variant", choices=VARIANTS, required=True)
+    parser.add_argument("--variant", required=True)
     parser.add_argument("--size", choices=sorted(SIZES), required=True)
     parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
+    if arguments.variant.partition(":")[0] not in VARIANTS:
+        parser.error(f"{arguments.variant!r} is none of {', '.join(VARIANTS)}")
     # Whatever libraries print goes to stderr: stdout belongs to the protocol.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
