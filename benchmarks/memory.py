@@ -6,6 +6,8 @@
     Llama-2-7B's layers, four of them, planned at half, a third and a quarter of their activations.
 ``epoch``
     The same step over all batches of an epoch of CodeAlpaca: footprint against the largest step.
+``partitioner``
+    The same step by the plans of PyTorch's min-cut partitioner, and by ours within their peaks.
 ``static``
     Peaks of one dynamic compilation against those of static ones, Llama S.
 ``sweep``
@@ -27,10 +29,12 @@ from benchmarks.memory_full_size import full_size_step, plan_full_size
 from benchmarks.memory_report import print_rows
 from benchmarks.memory_shapes import EPOCH_BATCH, STATIC_SHAPES, against_static, over_epoch
 from benchmarks.memory_sweep import sweep
+from benchmarks.partitioner import compare_plans
 from benchmarks.record import write_result
 from relax_disc.vm_builtins import native
 
-PARTS = ("full-size", "epoch", "static", "sweep")
+PARTITIONED = ((14, 279), (18, 279), (14, 512), (18, 512))
+PARTS = ("full-size", "epoch", "partitioner", "static", "sweep")
 
 
 def main(
@@ -55,16 +59,8 @@ def main(
     native.load()  # built once per machine: no part of what is measured
     console = Console()
     console.width = max(console.width, 160)
-    if "full-size" in chosen or "epoch" in chosen:
-        step = full_size_step()
-    if "full-size" in chosen:
-        rows = plan_full_size(step, [14, 16, 18], [279, 512])
-        print_rows(console, "Llama-2-7B, 4 layers, float32, AdamW: modelled", rows)
-        write_result("memory_full_size", {"model": "Llama-2-7B, 4 layers"}, rows)
-    if "epoch" in chosen:
-        rows = over_epoch(step, EPOCH_BATCH, (1 / 2, 1 / 3, 1 / 4))
-        print_rows(console, "One epoch of CodeAlpaca, Llama-2-7B, 4 layers: planned", rows)
-        write_result("memory_epoch", {"batch": EPOCH_BATCH}, rows)
+    if "full-size" in chosen or "epoch" in chosen or "partitioner" in chosen:
+        full_size_parts(chosen, console)
     if "static" in chosen:
         rows = against_static("S", STATIC_SHAPES)
         print_rows(console, "Llama S, one dynamic compilation against static ones", rows)
@@ -81,6 +77,23 @@ def main(
             resume=resume,
             console=console,
         )
+
+
+def full_size_parts(chosen: list[str], console: Console) -> None:
+    """Run the parts that plan Llama-2-7B's layers."""
+    step = full_size_step()
+    if "full-size" in chosen:
+        rows = plan_full_size(step, [14, 16, 18], [279, 512])
+        print_rows(console, "Llama-2-7B, 4 layers, float32, AdamW: modelled", rows)
+        write_result("memory_full_size", {"model": "Llama-2-7B, 4 layers"}, rows)
+    if "epoch" in chosen:
+        rows = over_epoch(step, EPOCH_BATCH, (1 / 2, 1 / 3, 1 / 4))
+        print_rows(console, "One epoch of CodeAlpaca, Llama-2-7B, 4 layers: planned", rows)
+        write_result("memory_epoch", {"batch": EPOCH_BATCH}, rows)
+    if "partitioner" in chosen:
+        rows = [row for shape in PARTITIONED for row in compare_plans(step, *shape)]
+        print_rows(console, "PyTorch's partitioner's plans, and ours within their peaks", rows)
+        write_result("memory_partitioner", {"model": "Llama-2-7B, 4 layers"}, rows)
 
 
 if __name__ == "__main__":

@@ -30,15 +30,19 @@ def budget_of(step: TrainingStep, fraction: float, **shape: int) -> int:
     return plan.peak_bytes - plan.activation_peak_bytes + int(plan.activation_peak_bytes * fraction)
 
 
-def full_size_step() -> TrainingStep:
-    """Compile four layers of Llama-2-7B for batches up to 64 of up to 2,048 tokens."""
+def full_size_model() -> Llama:
+    """Make the model; no page of it is touched before a kernel writes it."""
     sizes = LlamaSizes(
         vocabulary=VOCABULARY, layers=4, hidden=4096, heads=32, feed_forward=11008, longest=2048
     )
     with torch.device("meta"):
         model = Llama(sizes)
-    model.to_empty(device="cpu")  # address space: no page is touched before a kernel writes it
-    step = compile_llama(model, batch=64, longest=2048)
+    return model.to_empty(device="cpu")
+
+
+def full_size_step() -> TrainingStep:
+    """Compile the model's step for batches up to 64 of up to 2,048 tokens."""
+    step = compile_llama(full_size_model(), batch=64, longest=2048)
     step.session.set_cost_model(FLOPS_PER_NS, BYTES_PER_NS, KERNEL_NS)
     return step
 
