@@ -23,7 +23,7 @@ FRACTIONS = (0.75, 0.5, 1 / 3, 0.25)
 FLOPS_PER_NS, BYTES_PER_NS, KERNEL_NS = 500_000.0, 4_000.0, 3_000.0
 
 
-def budget_of(step: TrainingStep, fraction: float, **shape: int) -> int:
+def budget_of(step: TrainingStep, fraction: float, shape: dict[str, Any]) -> int:
     """Bytes that leave a fraction of the unlimited activation peak of a shape."""
     step.memory_budget = None
     plan = step.plan(**shape)
@@ -54,12 +54,12 @@ def plan_full_size(
     rows = []
     for batch in batches:
         for length in lengths:
-            shape = {"batch": batch, "length": length}
+            shape: dict[str, Any] = {"batch": batch, "length": length}
             step.memory_budget = None
             free = step.plan(**shape)
             rows.append(_row(shape, 1.0, free, free.activation_peak_bytes, 0.0))
             for fraction in FRACTIONS:
-                step.memory_budget = budget_of(step, fraction, **shape)
+                step.memory_budget = budget_of(step, fraction, shape)
                 start = time.perf_counter()
                 plan = step.plan(**shape)
                 seconds = time.perf_counter() - start

@@ -2,8 +2,8 @@
 
 All by plan, which equals what runs to the byte.  `against_static` compiles the same step again for
 each shape alone.  `over_epoch` takes the lengths of a whole epoch of CodeAlpaca in random order and
-follows the arena by the run time's rules: it grows to what a call needs, stays, and is cut to what
-a call needs where keeping more would break the budget.
+follows the arena by the run time's rules: it grows to what a call needs, stays for a while, and is
+cut to what a call needs where keeping more would break the budget.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from tutorials._llama import Llama, LlamaSizes
 
 STATIC_SHAPES = ((4, 82), (4, 141), (8, 183), (4, 328), (14, 279), (8, 512))
 EPOCH_BATCH = 14
+# As in src/runtime_arena.cc.
+IDLE_CALLS = 64
 
 
 def against_static(size: str, shapes: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
@@ -89,13 +91,28 @@ def over_epoch(step: TrainingStep, batch: int, budgets: Iterable[float]) -> list
 
 
 def footprint(plans: Iterable[MemoryPlan], budget: int | None) -> int:
-    """Most bytes held at once by calls of these plans, one after another."""
-    held = most = 0
+    """Most bytes held at once by calls of these plans, one after another, by the run time's rules.
+
+    Parameters
+    ----------
+    plans : iterable of MemoryPlan
+        In the order of the calls.
+    budget : int or None
+        Of all calls.
+    """
+    arena = workspace = most = idle_calls = idle_need = 0
     for plan in plans:
         outside = plan.resident_bytes + plan.escaping_bytes
-        if held < plan.arena_bytes or (budget is not None and outside + held > budget):
-            held = plan.arena_bytes
-        most = max(most, outside + held)
+        wanted, scratch = max(plan.arena_bytes, arena), max(plan.workspace_bytes, workspace)
+        is_small = arena > 0 and plan.arena_bytes <= arena // 2
+        idle_calls = idle_calls + 1 if is_small else 0
+        idle_need = max(idle_need, plan.arena_bytes) if is_small else 0
+        if idle_calls >= IDLE_CALLS:
+            wanted, idle_calls = idle_need, 0
+        if budget is not None and outside + wanted + scratch > budget:
+            wanted, scratch = plan.arena_bytes, plan.workspace_bytes
+        arena, workspace = wanted, scratch
+        most = max(most, outside + arena + workspace)
     return most
 
 

@@ -67,7 +67,8 @@ def partitions(batch: int, length: int, budgets: Iterable[float]) -> list[Partit
                 forward, _ = min_cut_rematerialization_partition(
                     copy, inputs, num_fwd_outputs=num_fwd_outputs, **options
                 )
-            outputs = forward.graph.output_node().args[0][num_fwd_outputs:]
+            returned: Any = forward.graph.output_node().args[0]
+            outputs = returned[num_fwd_outputs:]
             kept = [n for n in outputs if n.op != "placeholder" and _is_tensor(n)]
             known = {n.name: n for n in joint.graph.nodes}
             saved = [(_stand_ins(known[n.name]), n.meta["val"].nbytes) for n in kept]
@@ -105,9 +106,9 @@ def _stand_ins(node: torch.fx.Node) -> tuple[str, ...]:
     keeping the sum instead costs the same memory and helps as much or more.
     """
     names = [node.name]
-    source = node
+    source: Any = node
     while _operator(source) in _MOVES:
-        source = source.args[0]  # type: ignore[assignment]
+        source = source.args[0]
         names.append(source.name)
     result = node
     while len(result.users) == 1 and _operator(next(iter(result.users))) in _MOVES:

@@ -162,7 +162,8 @@ class Worker:
         """What the last step did within its budget."""
         assert self._compiled is not None
         report = self._compiled.memory_report()
-        plan = self._compiled.plan(**wanted.shape)
+        shape: dict[str, Any] = dict(wanted.shape)
+        plan = self._compiled.plan(**shape)
         if not report.peak_bytes == report.planned_peak_bytes == plan.peak_bytes:
             raise AssertionError(f"planned {plan.peak_bytes} bytes, used {report.peak_bytes}")
         return {
