@@ -8,7 +8,7 @@ shows it alone or multiplied, and all other extents must then agree.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from relax_disc.errors import InputMismatchError, ShapeRangeError
 from relax_disc.frontend.batch_spec import BatchSpec
 
 Extent = int | SymbolicExpr
+
+_MOST_SHAPES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,11 @@ class BatchSchema:
     leaves: tuple[BatchLeaf, ...]
     dims: tuple[SymbolicDim, ...]
     device: torch.device
+    # Values of the dims by the shapes of the leaves: lengths come back, and to solve them again
+    # takes longer than all else that is done before a step.
+    _solved: dict[tuple[torch.Size, ...], dict[str, int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -85,10 +92,15 @@ class BatchSchema:
         """
         flat = self.spec.flatten(tuple(args), kwargs)
         tensors = [self._check_type(leaf, flat[leaf.position]) for leaf in self.leaves]
-        values = self._solve(tensors)
+        shapes = tuple(tensor.shape for tensor in tensors)
+        values = self._solved.get(shapes)
+        if values is None:
+            if len(self._solved) >= _MOST_SHAPES:
+                self._solved.clear()
+            values = self._solved[shapes] = self._solve(tensors)
         for leaf, tensor in zip(self.leaves, tensors, strict=True):
             _check_ids(leaf, tensor)
-        return tensors, values
+        return tensors, dict(values)
 
     def _check_type(self, leaf: BatchLeaf, value: object) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):

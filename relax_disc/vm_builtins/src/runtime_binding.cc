@@ -24,16 +24,6 @@ DLTensor* Fields(const ffi::Tensor& tensor) {
   return const_cast<DLTensor*>(tensor.GetDLTensorPtr());
 }
 
-void SetShape(DLTensor* tensor, const ViewEntry& view, const std::vector<int64_t>& values) {
-  int64_t step = 1;
-  for (int32_t axis = tensor->ndim - 1; axis >= 0; --axis) {
-    const int64_t extent = values[view.shape[axis]];
-    tensor->shape[axis] = extent;
-    tensor->strides[axis] = step;
-    step *= extent;
-  }
-}
-
 bool SameShape(const ffi::Tensor& a, const ffi::Tensor& b) {
   return a.ndim() == b.ndim() && std::equal(a.shape().begin(), a.shape().end(), b.shape().begin());
 }
@@ -72,6 +62,24 @@ Binding::Binding(const Metadata& metadata, const Plan& plan)
   arena_entry_ = {};
 }
 
+int32_t Binding::AddExtents(const ViewEntry& view) {
+  const int32_t first = static_cast<int32_t>(extents_.size());
+  extents_.insert(extents_.end(), view.shape.begin(), view.shape.end());
+  return first;
+}
+
+void Binding::SetShape(const ffi::Tensor& view, int32_t first_extent,
+                       const std::vector<int64_t>& values) const {
+  DLTensor* tensor = Fields(view);
+  int64_t step = 1;
+  for (int32_t axis = tensor->ndim - 1; axis >= 0; --axis) {
+    const int64_t extent = values[extents_[first_extent + axis]];
+    tensor->shape[axis] = extent;
+    tensor->strides[axis] = step;
+    step *= extent;
+  }
+}
+
 int32_t Binding::OwnIndex(int32_t view) {
   const ViewEntry& entry = metadata_.views[view];
   const TensorEntry& tensor = metadata_.tensors[entry.tensor];
@@ -86,7 +94,7 @@ int32_t Binding::OwnIndex(int32_t view) {
       if (found == escaping_.end()) escaping_.push_back(view);
     }
     own_entry_[view] = static_cast<int32_t>(list.size());
-    list.push_back({view, owner, EmptyView(entry, {kDLCPU, 0})});
+    list.push_back({view, owner, AddExtents(entry), EmptyView(entry, {kDLCPU, 0})});
   }
   return own_entry_[view];
 }
@@ -98,8 +106,9 @@ void Binding::AddView(int32_t view) {
     int32_t& entry = arena_entry_[view];
     if (entry < 0 || arena_views_[entry].version != version_[tensor]) {
       entry = static_cast<int32_t>(arena_views_.size());
-      arena_views_.push_back(
-          {view, version_[tensor], EmptyView(metadata_.views[view], {kDLCPU, 0})});
+      const ViewEntry& placed = metadata_.views[view];
+      arena_views_.push_back({version_[tensor], metadata_.tensors[tensor].bytes,
+                              AddExtents(placed), EmptyView(placed, {kDLCPU, 0})});
     }
     arena_uses_.emplace_back(static_cast<int32_t>(steps_.size()) - 1, entry);
     values_.push_back(arena_views_[entry].tensor);
@@ -140,16 +149,14 @@ bool Binding::Serves(const Plan& plan) const {
 void Binding::Fill(const PlanPtr& plan, const MemoryBlock& arena) {
   const std::vector<int64_t>& values = plan->values;
   for (ArenaView& placed : arena_views_) {
-    const ViewEntry& view = metadata_.views[placed.view];
     // A tensor that no kernel of the plan makes has no version; nothing looks at it.
     const int64_t offset =
         placed.version >= 0 ? plan->arena.versions[placed.version].offset : 0;
+    SetShape(placed.tensor, placed.first_extent, values);
     DLTensor* tensor = Fields(placed.tensor);
-    SetShape(tensor, view, values);
     tensor->data = arena.base() + offset;
     tensor->device = arena.device();
-    placed.end =
-        offset + RoundUp(values[metadata_.tensors[view.tensor].bytes], metadata_.alignment);
+    placed.end = offset + RoundUp(values[placed.bytes], metadata_.alignment);
   }
   for (Step& step : steps_) step.arena_end = 0;
   for (const auto& [step, entry] : arena_uses_) {
@@ -161,7 +168,7 @@ void Binding::Fill(const PlanPtr& plan, const MemoryBlock& arena) {
     values_[shape.at] = shape.value;
   }
   for (std::vector<OwnView>* list : {&given_views_, &escaping_views_}) {
-    for (OwnView& own : *list) SetShape(Fields(own.tensor), metadata_.views[own.view], values);
+    for (OwnView& own : *list) SetShape(own.tensor, own.first_extent, values);
   }
   plan_ = plan;
   base_ = arena.base();

@@ -62,13 +62,14 @@ class Binding {
  private:
   /*! \brief A view at a place in the arena. */
   struct ArenaView {
-    int32_t view, version;
+    int32_t version, bytes;  // `bytes`: program of the tensor's size
+    int32_t first_extent;    // in extents_
     tvm::ffi::Tensor tensor;
     int64_t end = 0;
   };
   /*! \brief A view of a given or escaping tensor. */
   struct OwnView {
-    int32_t view, owner;
+    int32_t view, owner, first_extent;
     tvm::ffi::Tensor tensor;  // of the view's shape, for owners of another shape
   };
   struct ShapeValue {
@@ -77,6 +78,9 @@ class Binding {
     tvm::ffi::Any value;
   };
 
+  int32_t AddExtents(const ViewEntry& view);
+  void SetShape(const tvm::ffi::Tensor& tensor, int32_t first_extent,
+                const std::vector<int64_t>& values) const;
   void AddView(int32_t view);
   void AddArgument(const Argument& argument);
   int32_t OwnIndex(int32_t view);
@@ -88,6 +92,8 @@ class Binding {
   std::vector<Step> steps_;
   std::vector<int32_t> first_position_, escaping_;
   std::vector<tvm::ffi::AnyView> values_;
+  // Programs of the views' extents, side by side: a call of another shape reads them in order.
+  std::vector<int32_t> extents_;
   std::vector<ArenaView> arena_views_;
   std::vector<OwnView> given_views_, escaping_views_;
   std::vector<std::pair<int32_t, int32_t>> arena_uses_;     // step, arena view
