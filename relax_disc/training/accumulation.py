@@ -130,7 +130,8 @@ class Accumulation:
         Raises
         ------
         InputMismatchError
-            The functions are needed and cannot be made: the step was saved without them.
+            The functions are needed and cannot be made: the step was saved without them, or the
+            model is not as it was when the step was compiled.
         """
         waiting = self.started and any(
             p.grad is not None for p in self._functions()[0].parameters()
@@ -165,6 +166,7 @@ class Accumulation:
                         "This step was saved without the functions for update=False; call it once "
                         "with update=False before saving it."
                     )
+                self._step.check_unchanged()  # or another model would be compiled than the step's
                 self.programs = self.compile()
             adding = SummingFunction(self.programs[0], self._step, self._optimizer)
             updating = SummingFunction(self.programs[1], adding, self._optimizer)

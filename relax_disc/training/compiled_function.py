@@ -246,6 +246,17 @@ class CompiledFunction:
             self._check_mode()
             return self._execute(*self._schema.bind(args, named or {}))
 
+    def check_unchanged(self) -> None:
+        """Refuse a model or an optimizer that no longer fits what was compiled.
+
+        Raises
+        ------
+        InputMismatchError
+            Names what changed.
+        """
+        self._check_mode()
+        self._binding.refresh()
+
     def bind_hyper_parameters(self, vectors: Sequence[torch.Tensor]) -> None:
         """Let the program read the vectors of hyper-parameters, one for each update group."""
         for group, vector in zip(self._captured.update_groups, vectors, strict=True):

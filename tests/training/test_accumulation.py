@@ -171,6 +171,20 @@ def test_draws_one_sequence_of_random_numbers():
     assert [step(x, update=False).item() for _ in range(2)] == losses
 
 
+def test_a_model_that_changed_is_not_compiled():
+    step = make(rate=0.5)
+    (x,) = batches(1, 5)
+    step.model.eval()
+    with pytest.raises(InputMismatchError, match="mode"):
+        step(x, update=False)
+    step.model.train()
+    step.model.first.bias.requires_grad_(False)
+    with pytest.raises(InputMismatchError, match="trained"):
+        step.plan(update=False, rows=5)
+    step.model.first.bias.requires_grad_(True)
+    assert step(x, update=False) != step(x, update=False)
+
+
 def test_keeps_to_the_budget_and_refuses_bad_losses():
     step = make()
     (x,) = batches(1, 64)
