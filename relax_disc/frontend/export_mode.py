@@ -120,6 +120,26 @@ def _ctc_loss(
     return loss.to(log_probs.dtype)
 
 
+def _max_pool1d(
+    x: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor | None:
+    """Pooling of one axis as pooling of two, which keeps the axis a symbol."""
+    if return_indices:
+        return None
+    kernel, step, border, spread = (
+        (one, v[0] if isinstance(v, tuple | list) else v)
+        for one, v in ((1, kernel_size), (1, stride or kernel_size), (0, padding), (1, dilation))
+    )
+    rows = functional.max_pool2d(x.unsqueeze(-2), kernel, step, border, spread, ceil_mode)
+    return rows.squeeze(-2)
+
+
 def _gaussian_nll_loss(
     input: Tensor,
     target: Tensor,
@@ -149,6 +169,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch._VF._pad_packed_sequence: lambda *_: refuse_packing("pad_packed_sequence"),
     torch.linspace: _linspace,
     functional.embedding_bag: _embedding_bag,
+    torch.max_pool1d: _max_pool1d,
+    functional.max_pool1d: _max_pool1d,
     functional.ctc_loss: _ctc_loss,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
 }

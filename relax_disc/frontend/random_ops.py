@@ -24,6 +24,8 @@ MANTISSA_BITS = 24
 """Of the numbers drawn: every float32 in [0, 1) that is a multiple of 2**-24 is equally likely."""
 
 _WORD = 0xFFFFFFFF
+_SELU_LOWEST = -1.7580993408473766
+"""What SELU tends to from below (Klambauer et al., 2017), where alpha dropout puts elements."""
 
 
 def philox(seed: int, offset: int, stream: int, count: int) -> Tensor:
@@ -127,6 +129,22 @@ class Randomness:
 
     def _drop(self, x: Tensor, shape: Sequence[Any], p: float) -> Tensor:
         return torch.zeros_like(x) if p == 1 else self._masked(x, self.keep(shape, p), p)
+
+    def alpha_dropout(self, x: Tensor, p: float, train: bool) -> Tensor:
+        """``aten.alpha_dropout``: keeps mean and variance of SELU's outputs."""
+        return self._drop_alpha(x, x.shape, p) if train and p > 0 else x
+
+    def feature_alpha_dropout(self, x: Tensor, p: float, train: bool) -> Tensor:
+        """``aten.feature_alpha_dropout``: whole channels."""
+        shape = [*x.shape[:2], *([1] * (x.dim() - 2))]
+        return self._drop_alpha(x, shape, p) if train and p > 0 else x
+
+    def _drop_alpha(self, x: Tensor, shape: Sequence[Any], p: float) -> Tensor:
+        if p == 1:
+            return torch.zeros_like(x)
+        scale = 1.0 / math.sqrt((1 - p) * (1 + p * _SELU_LOWEST**2))
+        dropped = torch.where(self.keep(shape, p), x, torch.full((), _SELU_LOWEST, dtype=x.dtype))
+        return dropped * scale - scale * _SELU_LOWEST * p
 
     @staticmethod
     def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -249,6 +267,8 @@ class Randomness:
                 self.feature_dropout(x, p, train)
             ),
             aten.native_dropout.default: self.native_dropout,
+            aten.alpha_dropout.default: self.alpha_dropout,
+            aten.feature_alpha_dropout.default: self.feature_alpha_dropout,
             aten.bernoulli.default: self.bernoulli,
             aten.bernoulli.p: self.bernoulli_p,
             aten.bernoulli_.float: self.bernoulli_,

@@ -6,6 +6,7 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
 
+import relax_disc
 from relax_disc.frontend import capture_forward, capture_step
 from relax_disc.frontend.random_ops import Randomness, philox
 from tests.frontend.running import Runner, eager, relative
@@ -81,6 +82,69 @@ def test_statistics(drawing):
     assert torch.equal(channels[..., 0], channels[..., 3])
     assert ones.mean().item() == pytest.approx(0.7, abs=0.03)
     assert filled.mean().item() == pytest.approx(0.2, abs=0.03)
+
+
+class MoreDraws(nn.Module):
+    """The rules that the others are made of are tested above; these by their statistics."""
+
+    def forward(self, x):
+        weights = torch.tensor([0.1, 0.2, 0.7]).expand(x.shape[0], 3)
+        return (
+            torch.empty_like(x).exponential_(2.0),
+            torch.empty_like(x).normal_(3.0, 0.5),
+            torch.empty_like(x).uniform_(-1.0, 3.0),
+            torch.normal(torch.full_like(x, 2.0), 0.1),
+            torch.randint_like(x, 2, 5),
+            F.rrelu(-torch.ones_like(x), 0.2, 0.4, training=True),
+            F.rrelu(-torch.ones_like(x), 0.2, 0.4, training=False),
+            F.alpha_dropout(torch.zeros_like(x), 0.3, training=True),
+            F.feature_alpha_dropout(x[:, :, None].expand(-1, -1, 4) * 0, 0.3, training=True),
+            F.gumbel_softmax(torch.log(weights), tau=0.5),
+        )
+
+
+def test_statistics_of_more_distributions():
+    model = MoreDraws()
+    captured = capture_forward(model, (torch.randn(4, 16),), dynamic_shapes=({0: N},))
+    run = Runner(captured)
+    draws = [run(model, None, (torch.randn(64, 16),), rng=(9, k))["extra"] for k in range(8)]
+    exponential, normal, uniform, around, whole, slopes, fixed, alpha, channels, soft = (
+        torch.stack([d[k][1].float() for d in draws]) for k in range(10)
+    )
+    assert exponential.min() > 0
+    assert exponential.mean().item() == pytest.approx(0.5, abs=0.03)
+    assert normal.mean().item() == pytest.approx(3.0, abs=0.03)
+    assert normal.std().item() == pytest.approx(0.5, abs=0.02)
+    assert uniform.min() >= -1 and uniform.max() < 3
+    assert uniform.mean().item() == pytest.approx(1.0, abs=0.06)
+    assert around.std().item() == pytest.approx(0.1, abs=0.01)
+    assert set(whole.unique().tolist()) == {2.0, 3.0, 4.0}
+    assert slopes.min() >= -0.4 and slopes.max() <= -0.2 and slopes.std() > 0.05
+    assert torch.allclose(fixed, torch.tensor(-0.3))
+    low, high = sorted(alpha.unique().tolist())
+    assert (alpha == low).float().mean().item() == pytest.approx(0.3, abs=0.03)
+    assert 0.7 * high + 0.3 * low == pytest.approx(0.0, abs=1e-5)  # keeps the mean
+    assert torch.equal(channels[..., 0], channels[..., 3])
+    assert torch.allclose(soft.sum(-1), torch.tensor(1.0))
+    chosen = torch.nn.functional.one_hot(soft.argmax(-1), 3).float().mean((0, 1))
+    torch.testing.assert_close(chosen, torch.tensor([0.1, 0.2, 0.7]), atol=0.06, rtol=0)
+
+
+class Picks(nn.Module):
+    def forward(self, x):
+        weights = torch.tensor([0.1, 0.2, 0.7, 0.0]).expand(x.shape[0], 4)
+        return torch.multinomial(weights, 1), torch.multinomial(weights, 3), torch.randperm(9)
+
+
+def test_picks():
+    forward = relax_disc.compile_forward(Picks(), (torch.randn(4, 2),), dynamic_shapes=({0: N},))
+    found = [forward(torch.randn(64, 2)) for _ in range(8)]
+    one, three, order = (torch.stack(part) for part in zip(*found, strict=True))
+    share = torch.bincount(one.flatten(), minlength=4) / one.numel()
+    torch.testing.assert_close(share, torch.tensor([0.1, 0.2, 0.7, 0.0]), atol=0.06, rtol=0)
+    assert torch.equal(three.sort(-1)[0], torch.arange(3).expand(8, 64, 3))
+    assert torch.equal(order.sort(-1)[0], torch.arange(9).expand(8, 9))
+    assert len({tuple(row.tolist()) for row in order}) > 1
 
 
 class Net(nn.Module):
