@@ -33,6 +33,22 @@ class ExportMode(TorchFunctionMode):
         return func(*args, **kwargs) if result is None else result
 
 
+def _layer(kind: str) -> Callable[..., Any]:
+    def layer(*args: Any) -> Any:
+        """Recurrent layers over any length, one operator for each layer and direction."""
+        return recurrent_layers(kind, *args)
+
+    return layer
+
+
+def _packing(name: str) -> Callable[..., Any]:
+    def packing(*_: Any) -> Any:
+        """Refused by name: the layout depends on the data of the lengths."""
+        refuse_packing(name)
+
+    return packing
+
+
 def _linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor | None:
     """Evenly spaced numbers, as many as a dim says."""
     numbers = isinstance(start, int | float) and isinstance(end, int | float)
@@ -161,12 +177,12 @@ def _gaussian_nll_loss(
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {
-    torch.lstm: lambda *args: recurrent_layers("lstm", *args),
-    torch.gru: lambda *args: recurrent_layers("gru", *args),
-    torch.rnn_tanh: lambda *args: recurrent_layers("rnn_tanh", *args),
-    torch.rnn_relu: lambda *args: recurrent_layers("rnn_relu", *args),
-    torch._VF._pack_padded_sequence: lambda *_: refuse_packing("pack_padded_sequence"),
-    torch._VF._pad_packed_sequence: lambda *_: refuse_packing("pad_packed_sequence"),
+    torch.lstm: _layer("lstm"),
+    torch.gru: _layer("gru"),
+    torch.rnn_tanh: _layer("rnn_tanh"),
+    torch.rnn_relu: _layer("rnn_relu"),
+    torch._VF._pack_padded_sequence: _packing("pack_padded_sequence"),
+    torch._VF._pad_packed_sequence: _packing("pad_packed_sequence"),
     torch.linspace: _linspace,
     functional.embedding_bag: _embedding_bag,
     torch.max_pool1d: _max_pool1d,

@@ -14,6 +14,7 @@ import torch
 
 from relax_disc.frontend.converters import TABLE
 from relax_disc.frontend.decompositions import decomposition_table
+from relax_disc.frontend.export_mode import REPLACED
 from relax_disc.frontend.random_ops import Randomness
 from relax_disc.frontend.whole_operators import RULES
 
@@ -43,6 +44,11 @@ def page() -> str:
         f"not fit, PyTorch's own form is taken.\n\n{_table(_named(RULES))}"
     )
     parts.append(
+        "## Replaced while a model is exported\n\nCalls that PyTorch's own tracing would fix to "
+        "one size, or in which it looks at data. Where a replacement does not fit, the call is "
+        f"PyTorch's own.\n\n{_table(_calls())}"
+    )
+    parts.append(
         "## Random\n\nA pure function of seed, call and index, so that what is computed again is "
         "the same.\n\n" + ", ".join(f"`{name}`" for name in sorted(_random()))
     )
@@ -68,6 +74,11 @@ def _families() -> list[tuple[str, dict[str, Callable[..., Any]]]]:
 
 def _named(rules: Mapping[Any, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
     return {str(operator): rule for operator, rule in sorted(rules.items(), key=_operator_name)}
+
+
+def _calls() -> dict[str, Callable[..., Any]]:
+    functions = {f"torch.{call.__name__.lstrip('_')}": made for call, made in REPLACED.items()}
+    return dict(sorted(functions.items()))
 
 
 def _operator_name(item: tuple[Any, Any]) -> str:

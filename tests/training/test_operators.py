@@ -86,6 +86,7 @@ FAMILIES = {
         "response norm": lambda im: F.local_response_norm(im, 2) ** 2,
         "pixel_shuffle": lambda im: F.pixel_shuffle(im.repeat(1, 4, 1, 1), 2) ** 2,
         "unfold and fold": lambda im: F.fold(F.unfold(im, 2), (im.shape[2], im.shape[3]), 2) ** 2,
+        "maximum of one axis": lambda s: F.max_pool1d(s.transpose(1, 2), 3, 2, 1, ceil_mode=True),
         "maximum over volumes": lambda im: F.max_pool3d(im[:, None], 2),
         "average over volumes": lambda im: F.avg_pool3d(im[:, None], 2) ** 2,
         "grid_sample": lambda im: (
