@@ -232,7 +232,7 @@ class TrainingStep(CompiledFunction):
         """
         if repeats < 1:
             raise InputMismatchError(f"calibrate() times at least one run, not {repeats}.")
-        with self._lock, deferred_interrupt(), self.restored():
+        with self._lock, self._alone, deferred_interrupt(), self.restored():
             calibration = self._calibration or Calibration(machine_name(self._schema.device))
             for function in self._functions():
                 run = functools.partial(self._run, function, batch, named)

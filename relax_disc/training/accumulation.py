@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from relax_disc.errors import InputMismatchError
+from relax_disc.errors import InputMismatchError, OutOfMemoryError
 from relax_disc.training.compiled_function import CompiledFunction, bind_vector
 from relax_disc.training.saved_step import Program
 
@@ -69,18 +69,36 @@ class SummingFunction(CompiledFunction):
             # Before their memory is taken: what does not fit must not be there for a moment.
             self._session.check_budget([values[name] for name in self._session.metadata.dims])
         try:
-            for parameter in missing:
-                parameter.grad = torch.zeros_like(
-                    parameter, memory_format=torch.contiguous_format, requires_grad=False
-                )
+            _begin_sums(missing)
             return super()._execute(tensors, values)
-        except Exception:
+        except BaseException:
             if not self._session.torn:
                 for parameter in missing:
                     parameter.grad = None
                 if missing:
                     self.forget_gradients()
             raise
+
+
+def _begin_sums(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Give parameters gradients of zero.
+
+    Raises
+    ------
+    OutOfMemoryError
+        The system refuses their memory.
+    """
+    for parameter in parameters:
+        try:
+            parameter.grad = torch.zeros_like(
+                parameter, memory_format=torch.contiguous_format, requires_grad=False
+            )
+        except RuntimeError as error:  # PyTorch's way to say it
+            size = sum(p.numel() * p.element_size() for p in parameters)
+            raise OutOfMemoryError(
+                f"The system has no {size} bytes for the sums of gradients; nothing was changed. "
+                "Accumulation needs them beside parameters and optimizer state."
+            ) from error
 
 
 class Accumulation:

@@ -14,6 +14,7 @@ from relax_disc.errors import (
     InputMismatchError,
     MemoryBudgetError,
     NonFiniteLossError,
+    OutOfMemoryError,
     StepTornError,
 )
 from relax_disc.vm_builtins import native
@@ -310,6 +311,27 @@ def test_a_failure_before_anything_was_written_leaves_no_gradient(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(step.accumulation.known()[0], "_call", fail)
         with pytest.raises(RuntimeError, match="no memory"):
+            step(x, update=False)
+    assert all(p.grad is None for p in step.model.parameters())
+    step(x)
+
+
+def test_sums_that_find_no_memory_leave_nothing_behind(monkeypatch):
+    step = make()
+    (x,) = batches(1, 5)
+    step.plan(update=False, rows=5)
+    made = []
+
+    def refuse(*args, **options):
+        made.append(1)
+        if len(made) > 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return original(*args, **options)
+
+    original = torch.zeros_like
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", refuse)
+        with pytest.raises(OutOfMemoryError, match="sums of gradients"):
             step(x, update=False)
     assert all(p.grad is None for p in step.model.parameters())
     step(x)
