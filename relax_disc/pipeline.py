@@ -117,6 +117,8 @@ def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list
     """Operators to kernels, fused."""
     if options.fuse:
         stock = list(relax.pipeline.legalize_passes(target))
+        if options.schedule_kernels:  # TVM's rules for CUDA raise on kernels that are not theirs
+            stock = [stage for stage in stock if stage.info.name != "ApplyDefaultSchedule"]
         fusion = next(k for k, stage in enumerate(stock) if stage.info.name == "FuseOps")
         return [*stock[:fusion], CanonicalizeExtents(), *stock[fusion:]]
     return [relax.transform.LegalizeOps(), relax.transform.FoldConstant()]

@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 import torch
+from torch import nn
+from torch.export import Dim
 
 from relax_disc.compiler import build
 from relax_disc.frontend import capture_step
@@ -43,3 +45,18 @@ def test_a_llama_step_compiles(arch, tmp_path):
     command = [nvcc, f"-arch={arch}", "-cubin", "-o", "step.cubin", "step.cu"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_recurrent_tagger_compiles():
+    rows, length = Dim("b", min=1, max=4), Dim("t", min=1, max=9)
+    model = nn.LSTM(4, 6, batch_first=True)
+    captured = capture_step(
+        model,
+        None,
+        (torch.randn(3, 5, 4),),
+        dynamic_shapes=({0: rows, 1: length},),
+        loss_fn=lambda model, x: torch.topk(model(x)[0].cumsum(1), 2, -1)[0].square().mean(),
+    )
+    code = build(captured.module, cuda_target("sm_80")).as_text()
+    for name in ("recurrence", "recurrence_backward", "sort"):
+        assert f"relax_disc.cuda.{name}" in code
