@@ -49,6 +49,7 @@ struct OwnPieces {
 };
 
 struct ThreadState {
+  bool is_lent = false;
   char* lent = nullptr;
   int64_t bytes = 0;
   int64_t used = 0;  // bytes of what is lent, or pieces of the thread's own
@@ -120,7 +121,7 @@ WorkspaceScope::~WorkspaceScope() { State().used = used_; }
 void* WorkspaceScope::TakeBytes(int64_t bytes) {
   ThreadState& state = State();
   bytes = PieceBytes(bytes);
-  if (state.lent == nullptr) return state.own.At(state.used++, bytes);
+  if (!state.is_lent) return state.own.At(state.used++, bytes);
   if (state.used + bytes > state.bytes) {
     TVM_FFI_THROW(InternalError) << "a kernel takes " << state.used + bytes
                                  << " bytes of workspace, planned were " << state.bytes;
@@ -132,9 +133,11 @@ void* WorkspaceScope::TakeBytes(int64_t bytes) {
 
 LentWorkspace::LentWorkspace(char* data, int64_t bytes) {
   ThreadState& state = State();
+  was_lent_ = state.is_lent;
   data_ = state.lent;
   bytes_ = state.bytes;
   used_ = state.used;
+  state.is_lent = true;
   state.lent = data;
   state.bytes = bytes;
   state.used = 0;
@@ -142,6 +145,7 @@ LentWorkspace::LentWorkspace(char* data, int64_t bytes) {
 
 LentWorkspace::~LentWorkspace() {
   ThreadState& state = State();
+  state.is_lent = was_lent_;
   state.lent = data_;
   state.bytes = bytes_;
   state.used = used_;

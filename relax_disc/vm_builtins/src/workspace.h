@@ -47,6 +47,7 @@ class LentWorkspace {
   LentWorkspace& operator=(const LentWorkspace&) = delete;
 
  private:
+  bool was_lent_;
   char* data_;
   int64_t bytes_, used_;  // of whoever lent before: calls may nest
 };
