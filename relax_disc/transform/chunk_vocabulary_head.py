@@ -7,8 +7,9 @@ rows whose label is ignored are left out.  The number of rows in a chunk depends
 alone, so that results do not depend on the memory budget.
 
 Recognised: ``cross_entropy(x @ w.T, target)`` with its gradient, float32, class indices, label
-smoothing, "mean" or "sum", tied or frozen weights.  Anything else is left as it is: logits that
-something else uses, class weights, a bias.
+smoothing, "mean" or "sum", tied or frozen weights.  Anything else is left as it is, exact but with
+whole logits: logits that something else uses, such as a z-loss (the square of their log-sum-exp),
+class weights, a bias of the head.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from relax_disc.vm_builtins.planner_twin_timeline import base_windows
 EFFORT_FAST, EFFORT_NORMAL, EFFORT_HIGH = 0, 1, 2
 
 _LARGE = 3000
+_GRACE = 4
 _MOST_RUINS, _RUIN_WORK = 300, 100_000
 
 
@@ -31,16 +32,19 @@ class ChainStyle:
         How to go from one to the next.
     ruins : bool
         Whether each rung ends in `Search.ruin`.
+    grace : int
+        See `base_windows`.
     """
 
     divisions: int
     search: SearchStyle
     ruins: bool = False
+    grace: int = 0
 
 
 def chain_styles(model: Model, effort: int) -> list[ChainStyle]:
     """Return the chains of an effort; a higher effort has all of a lower one's."""
-    table = [(80, 80, 1, False), (20, 80, 12, False), (80, 100, 6, False)]
+    table = [(80, 100, 6, False)]
     if effort >= EFFORT_NORMAL:
         table += [(10, 70, 6, True), (20, 100, 12, True)]
         if model.ops <= _LARGE:
@@ -54,6 +58,10 @@ def chain_styles(model: Model, effort: int) -> list[ChainStyle]:
                 (80, 80, 1, True),
             ]
     styles = [
+        ChainStyle(80, SearchStyle(80, 1, False), grace=_GRACE),
+        ChainStyle(20, SearchStyle(80, 12, False), grace=_GRACE),
+    ]
+    styles += [
         ChainStyle(divisions, SearchStyle(ahead, trials, thorough))
         for divisions, ahead, trials, thorough in table
     ]
@@ -105,7 +113,7 @@ class Chain:
 
     def __init__(self, model: Model, style: ChainStyle, bound: int) -> None:
         self._model, self._style, self._bound = model, style, bound
-        self.search = Search(model)
+        self.search = Search(model, style.grace)
         self.limit = self._base_peak = self.search.timeline.peak()
         self.time = model.base_time
         self._rung = style.divisions
@@ -141,7 +149,7 @@ class Chain:
         """Try to reach the rung from the program without recomputation."""
         search, style = self.search, self._style.search
         seen, search.seen = search.seen, lambda: None
-        search.timeline.assign(base_windows(self._model))
+        search.timeline.assign(base_windows(self._model, self._style.grace))
         reached = search.shrink(self.limit, 0, style)
         if reached:
             search.relax(self.limit, self.time, style.thorough)

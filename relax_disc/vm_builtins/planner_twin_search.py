@@ -55,8 +55,8 @@ class Search:
         Told of every state that is passed.
     """
 
-    def __init__(self, model: Model) -> None:
-        self.timeline = Timeline(model)
+    def __init__(self, model: Model, grace: int = 0) -> None:
+        self.timeline = Timeline(model, grace)
         self.seen: Callable[[], None] = lambda: None
         self._model = model
         self._journal: list[tuple[int, Window]] = []

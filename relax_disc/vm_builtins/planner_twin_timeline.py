@@ -20,10 +20,18 @@ Window = tuple[int, int]
 Touch = tuple[int, int, int, int]
 
 
-def base_windows(model: Model) -> list[Window]:
-    """Return the plan that keeps every tensor to its last reader."""
+def base_windows(model: Model, grace: int = 0) -> list[Window]:
+    """Return the plan in which nothing runs again.
+
+    A kernel that later plans run again finds a tensor up to `grace` blocks after its last reader:
+    it is then kept until there.
+    """
+    dies = [
+        model.is_tail[gap] and model.evictable[tensor]
+        for gap, tensor in enumerate(model.gap_tensor)
+    ]
     return [
-        (point, FOREVER if model.is_tail[gap] and model.evictable[model.gap_tensor[gap]] else point)
+        (point + grace, FOREVER) if dies[gap] else (point, point)
         for gap, point in enumerate(model.points)
     ]
 
@@ -31,9 +39,9 @@ def base_windows(model: Model) -> list[Window]:
 class Timeline:
     """What a plan's windows lead to, kept up to date as they change."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, grace: int = 0) -> None:
         self._model = model
-        self.windows = base_windows(model)
+        self.windows = base_windows(model, grace)
         self.touches: list[list[Touch]] = [[] for _ in model.sizes]
         self.executions: list[list[int]] = [[] for _ in range(model.ops + 1)]
         self.peak_position = [0] * (model.ops + 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.export import Dim
 
+import relax_disc
 from relax_disc.frontend import capture_step
 from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead
 from relax_disc.transform.simplify import Simplify
@@ -125,6 +128,15 @@ class UsedLogits(Head):
         return loss, logits.argmax(-1).float().sum()
 
 
+class ZLoss(Head):
+    """The normaliser is kept near one, as PaLM does."""
+
+    def forward(self, ids, labels):
+        logits = self.head(torch.tanh(self.table(ids))).view(-1, 11)
+        loss = nn.functional.cross_entropy(logits, labels.view(-1))
+        return loss + 1e-2 * torch.logsumexp(logits, dim=-1).square().mean()
+
+
 def chunked(model):
     ids = torch.zeros((2, 3), dtype=torch.int64)
     batch, seq = Dim("batch", min=1, max=8), Dim("seq", min=1, max=64)
@@ -143,6 +155,30 @@ def test_replaces_the_plain_head(options):
     assert chunked(Head(**options)) == (True, False)
 
 
-@pytest.mark.parametrize("model", [Head(bias=True), UsedLogits()])
+@pytest.mark.parametrize("model", [Head(bias=True), UsedLogits(), ZLoss()])
 def test_leaves_other_heads_alone(model):
     assert chunked(model) == (False, True)
+
+
+@pytest.mark.parametrize("model", [Head(bias=True), ZLoss()], ids=["bias", "z-loss"])
+def test_plain_heads_have_exact_gradients(model):
+    """What the pass leaves alone trains as float64 says, ignored labels included."""
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = (torch.randint(0, 11, (3, 7), generator=generator) for _ in range(2))
+    labels[1, 3:] = -100
+    exact = copy.deepcopy(model).double()
+    exact(ids, labels).backward()
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    dims = {0: Dim("batch", min=1, max=8), 1: Dim("seq", min=1, max=64)}
+    step = relax_disc.compile(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        (ids[:2, :3].contiguous(), labels[:2, :3].contiguous()),
+        dynamic_shapes=(dims, dims),
+    )
+    step(ids, labels)
+    for name, value in model.named_parameters():
+        gradient = (before[name].double() - value.double()).detach()
+        torch.testing.assert_close(
+            gradient, exact.get_parameter(name).grad, rtol=1e-5, atol=1e-6, msg=name
+        )

@@ -8,6 +8,9 @@ namespace {
 
 // Graphs with more kernels than this get fewer chains: they are slow, and vary less.
 constexpr int kLarge = 3000;
+// Grace of the chains that look for speed: half the activations of a Llama step cost 5.5 % instead
+// of 5.9 %.  The other chains have none, and get to tighter budgets.
+constexpr int kGrace = 4;
 // Iterations of Ruin per rung, and their number times the graph's kernels: about 2 s in all.
 constexpr int kMostRuins = 300, kRuinWork = 100'000;
 
@@ -15,8 +18,8 @@ constexpr int kMostRuins = 300, kRuinWork = 100'000;
 
 std::vector<ChainStyle> ChainStyles(const Model& model, int effort) {
   std::vector<ChainStyle> styles{
-      {80, {80, 1, false}, false},
-      {20, {80, 12, false}, false},
+      {80, {80, 1, false}, false, kGrace},
+      {20, {80, 12, false}, false, kGrace},
       {80, {100, 6, false}, false},
   };
   if (effort >= kEffortNormal) {
@@ -76,7 +79,7 @@ int64_t LowerBound(const Model& model) {
 }
 
 Chain::Chain(const Model& model, const ChainStyle& style, int64_t lower_bound)
-    : search(model),
+    : search(model, style.grace),
       model_(model),
       style_(style),
       lower_bound_(lower_bound),
@@ -115,7 +118,7 @@ bool Chain::Descend() {
 bool Chain::StartAgain() {
   const auto seen = std::move(search.seen);
   search.seen = [] {};
-  search.timeline.Assign(Timeline::BaseWindows(model_));
+  search.timeline.Assign(Timeline::BaseWindows(model_, style_.grace));
   const bool reached = search.Shrink(limit_, 0, style_.search);
   if (reached) search.Relax(limit_, floor_, style_.search.thorough);
   search.seen = seen;

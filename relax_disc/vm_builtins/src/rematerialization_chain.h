@@ -19,6 +19,7 @@ struct ChainStyle {
   int divisions;  // rungs are multiples of this part of the peak without recomputation
   SearchStyle search;
   bool ruins;     // whether each rung ends in Search::Ruin
+  int grace = 0;  // see Timeline::BaseWindows
 };
 
 // The chains of an effort, in the order to run them; a higher effort has all of a lower one's.

@@ -19,8 +19,8 @@ constexpr std::size_t kRetreats = 6;
 
 }  // namespace
 
-Search::Search(const Model& model)
-    : timeline(model), model_(model), mark_(model.tensors(), 0), banned_(model.gaps(), 0) {}
+Search::Search(const Model& model, int grace)
+    : timeline(model, grace), model_(model), mark_(model.tensors(), 0), banned_(model.gaps(), 0) {}
 
 void Search::Apply(int gap, Window window) {
   journal_.emplace_back(gap, timeline.windows()[gap]);

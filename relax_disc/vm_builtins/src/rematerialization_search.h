@@ -25,7 +25,7 @@ struct SearchStyle {
 
 class Search {
  public:
-  explicit Search(const Model& model);
+  explicit Search(const Model& model, int grace = 0);
 
   // Evict until the peak is within the limit; false where that fails.  Passes only through valid
   // states that take at least `floor` time, and shows each to `seen`.

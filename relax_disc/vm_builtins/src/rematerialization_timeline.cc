@@ -20,19 +20,19 @@ bool Survives(const std::vector<Touch>& touches, size_t at) {
 
 }  // namespace
 
-std::vector<Window> Timeline::BaseWindows(const Model& model) {
+std::vector<Window> Timeline::BaseWindows(const Model& model, int grace) {
   std::vector<Window> windows(model.gaps());
   for (int gap = 0; gap < model.gaps(); ++gap) {
     const int point = model.points.values[gap];
     const bool dies = model.IsTail(gap) && model.evictable[model.gap_tensor[gap]];
-    windows[gap] = {point, dies ? kForever : point};
+    windows[gap] = {dies ? point + grace : point, dies ? kForever : point};
   }
   return windows;
 }
 
-Timeline::Timeline(const Model& model)
+Timeline::Timeline(const Model& model, int grace)
     : model_(model),
-      windows_(BaseWindows(model)),
+      windows_(BaseWindows(model, grace)),
       touches_(model.tensors()),
       blocks_(model.ops + 1),
       carried_(model.ops + 2, 0),

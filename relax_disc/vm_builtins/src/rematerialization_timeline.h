@@ -44,10 +44,11 @@ struct Touch {
 
 class Timeline {
  public:
-  explicit Timeline(const Model& model);
+  explicit Timeline(const Model& model, int grace = 0);
 
-  // The plan that keeps every tensor to its last reader.
-  static std::vector<Window> BaseWindows(const Model& model);
+  // The plan in which nothing runs again.  A kernel that later plans run again finds a tensor up to
+  // `grace` blocks after its last reader: it is then kept until there.
+  static std::vector<Window> BaseWindows(const Model& model, int grace);
 
   void Set(int gap, Window window);
   void Assign(const std::vector<Window>& windows);
