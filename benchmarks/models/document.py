@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.models.catalogue import ENTRIES
 from benchmarks.record import RESULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -82,6 +83,10 @@ def page(content: Mapping[str, Any]) -> str:
         lines += ["## What does not train", ""]
         lines += [f"- **{r['model']}**: {_reason(r)}" for r in excuses]
         lines.append("")
+    missing = {entry.name for entry in ENTRIES} - {r["model"] for r in results}
+    if missing:
+        names = ", ".join(entry.name for entry in ENTRIES if entry.name in missing)
+        lines += [f"In the table's list but not measured yet, {len(missing)}: {names}.", ""]
     commits = dict.fromkeys(result["commit"] for result in results)
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     lines.append(

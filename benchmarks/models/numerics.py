@@ -45,7 +45,16 @@ class _Float64(TorchFunctionMode):
 
         wide_args = pytree.tree_map(widen, tuple(args))
         wide_kwargs: dict[str, Any] = pytree.tree_map(widen, dict(kwargs or {}))
+        if func is torch._grouped_mm and wide_args[0].dtype == torch.float64:
+            return _grouped_product(*wide_args[:2], wide_kwargs["offs"])
         return func(*wide_args, **wide_kwargs)
+
+
+def _grouped_product(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """``torch.nn.functional.grouped_mm``, which PyTorch does not have in float64."""
+    ends = offsets.tolist()
+    borders = zip([0, *ends[:-1]], ends, weights, strict=True)
+    return torch.cat([rows[start:end] @ weight for start, end, weight in borders])
 
 
 def reference(model: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype) -> Reference:

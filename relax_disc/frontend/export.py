@@ -284,8 +284,8 @@ def _export(
 def _translate(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
     if error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
         places = ", ".join(str(line) for line in lines[:4])
-        where = f" Sizes become fixed numbers at {places}." if lines else ""
-        return ShapeRangeError(f"The model contradicts dynamic_shapes: {_first_part(error)}{where}")
+        where = f" (sizes become fixed numbers at {places})" if lines else ""
+        return ShapeRangeError(f"The model contradicts dynamic_shapes{where}: {_first_part(error)}")
     if error.error_type is UserErrorType.INVALID_INPUT:
         return InputMismatchError(f"dynamic_shapes do not fit the example inputs: {error}")
     return _data_dependent(error)

@@ -1,0 +1,72 @@
+"""The table of models: the page says what was recorded, and verdicts mean what they say."""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+pytest.importorskip("transformers")
+
+from benchmarks.models import worker
+from benchmarks.models.__main__ import judged
+from benchmarks.models.catalogue import ENTRIES, entry_named
+from benchmarks.models.document import PAGE, page, read_results
+from benchmarks.models.numerics import reference, relative_error
+
+
+def test_the_page_says_what_was_recorded():
+    results = read_results()
+    assert PAGE.read_text() == page(results), "run `make docs`"
+    recorded = [r["model"] for r in results["results"]]
+    assert recorded == [entry.name for entry in ENTRIES if entry.name in recorded]
+    verdicts = [r["verdict"] for r in results["results"]]
+    assert set(verdicts) <= {"trains", "refused"}
+    assert verdicts.count("trains") >= 0.95 * len(verdicts)
+
+
+def test_shapes_are_enough_and_inside_their_ranges():
+    assert len(ENTRIES) >= 40
+    for entry in ENTRIES:
+        assert len(set(entry.sizes)) >= 3
+        limits = list(entry.ranges.values())
+        for sizes in entry.sizes:
+            assert all(low <= n <= high for n, (low, high) in zip(sizes, limits, strict=True))
+        for extreme in (0, 1):
+            assert tuple(limit[extreme] for limit in limits) in entry.sizes
+        assert set(entry.axes) == set(entry.batch(*entry.sizes[0]))
+
+
+def test_a_difference_is_found(monkeypatch):
+    entry = dataclasses.replace(entry_named("MLP"), sizes=[(5,), (1,)])
+    assert worker.judge(entry)["verdict"] == "trains"
+
+    def shifted(model, batch, dtype):
+        found = reference(model, batch, dtype)
+        for gradient in found.gradients.values():
+            gradient *= 1 + 1e-5
+        return found
+
+    monkeypatch.setattr(worker, "reference", shifted)
+    assert worker.judge(entry)["verdict"] == "WRONG"
+
+
+def test_a_process_that_ends_badly_is_no_verdict_of_its_own():
+    entry = dataclasses.replace(entry_named("MLP"), name="none of that name")
+    result = judged(entry, 120)
+    assert result["verdict"] == "failed"
+    assert "KeyError" in result["message"]
+    assert judged(entry, 0.01)["verdict"] == "failed"
+
+
+def test_float64_references_are_wide_all_through():
+    class Narrow(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).to(torch.float32).float().softmax(-1).square().sum()
+
+    torch.manual_seed(0)
+    model, batch = Narrow(4, 4), {"x": torch.randn(3, 4)}
+    exact = reference(model, batch, torch.float64)
+    assert exact.gradients["weight"].dtype == torch.float64
+    error = relative_error(reference(model, batch, torch.float32).gradients, exact.gradients)
+    assert 0 < error < 1e-5
