@@ -32,7 +32,7 @@ from relax_disc.training import artefact
 from relax_disc.training.artefact_check import processor, versions
 from relax_disc.training.calibration import SUFFIX as CALIBRATION_SUFFIX
 from relax_disc.training.calibration import cache_file
-from relax_disc.vm_builtins import native, runtime
+from relax_disc.vm_builtins import libraries, native, runtime
 
 _logger = logging.getLogger(__name__)
 
@@ -122,6 +122,7 @@ def build_cached(
     library = _look_up(path)
     if library is not None:
         runtime.load()
+        libraries.install(target.kind.name)
         return CachedProgram(artefact.load_library(library), library, path)
     executable = build()
     library = artefact.export_library(executable)

@@ -22,7 +22,7 @@ from relax_disc.training.artefact_check import (
 )
 from relax_disc.training.artefact_spec import constant_parts, describe_captured, restore_captured
 from relax_disc.training.batch import BatchSchema
-from relax_disc.vm_builtins import runtime
+from relax_disc.vm_builtins import libraries, runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,7 @@ def load(
     programs = {}
     loaded: dict[str, Any] = {}
     for name, (captured, schema) in restored.items():
+        libraries.install(schema.device.type)
         part = header["programs"][name]["library"]
         if part not in loaded:
             loaded[part] = artefact.load_library(parts[part])

@@ -27,7 +27,7 @@ from relax_disc.transform import (
     dispatch_sort,
 )
 from relax_disc.transform.operand_views import Uses, definition, is_call_of, permutation_of
-from relax_disc.vm_builtins import library_kernels
+from relax_disc.vm_builtins import libraries
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +96,6 @@ RULES: dict[str, Rule] = {
 }
 
 
-def _install(family: str) -> None:
-    """Register the library's functions."""
-    if family == "relax_disc.cuda":
-        from relax_disc.vm_builtins import cuda_library  # imports torch, a second's work
-
-        cuda_library.install()
-    else:
-        library_kernels.install()
-
-
 @tvm.transform.module_pass(opt_level=0, name="DispatchLibrary")
 class DispatchLibrary:
     """Replace operators by library calls; see the module.
@@ -124,7 +114,7 @@ class DispatchLibrary:
         del ctx
         if self._family is None:
             return mod
-        _install(self._family)
+        libraries.install(self._family.removeprefix("relax_disc."))
         result = tvm.IRModule(
             dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
         )

@@ -149,3 +149,35 @@ def test_keys_tell_programs_apart_and_survive_the_process():
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
     assert found.stdout.split()[-1] == key
+
+
+_WITHOUT_COMPILER = """
+import torch
+import relax_disc
+from torch.export import Dim
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+step = relax_disc.compile(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), (torch.ones(3, 6),),
+    dynamic_shapes=({0: Dim("rows", min=1, max=64)},), loss_fn=lambda m, x: m(x).square().mean(),
+)
+print(step(torch.ones(5, 6)).item())
+"""
+
+
+def test_a_second_start_without_the_native_library(tmp_path):
+    environment = {**os.environ, "RELAX_DISC_CACHE": str(tmp_path), "RELAX_DISC_NATIVE": "0"}
+    environment.pop("RELAX_DISC_COMPILE_CACHE", None)
+    losses = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _WITHOUT_COMPILER],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+            env=environment,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert losses[0] == losses[1] and float(losses[0]) > 0
+    assert len(list((tmp_path / "programs").glob("*"))) == 1
