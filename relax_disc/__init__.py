@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from relax_disc import analysis, frontend, ops, pipeline, tir_kernels, transform
     from relax_disc.compiler import compile, compile_forward
     from relax_disc.forward_function import ForwardFunction
-    from relax_disc.memory_analysis import analyze_memory
+    from relax_disc.memory_analysis import analyze_memory, largest
     from relax_disc.training_step import TrainingStep
     from relax_disc.verification import verify
 
@@ -41,6 +41,7 @@ __all__ = [
     "compile_forward",
     "errors",
     "frontend",
+    "largest",
     "ops",
     "pipeline",
     "tir_kernels",
@@ -54,6 +55,7 @@ _HOME = {
     "analyze_memory": "relax_disc.memory_analysis",
     "compile": "relax_disc.compiler",
     "compile_forward": "relax_disc.compiler",
+    "largest": "relax_disc.memory_analysis",
     "verify": "relax_disc.verification",
 }
 _SUBMODULES = frozenset({"analysis", "frontend", "ops", "pipeline", "tir_kernels", "transform"})
