@@ -45,8 +45,8 @@ class _Float64(TorchFunctionMode):
 
         wide_args = pytree.tree_map(widen, tuple(args))
         wide_kwargs: dict[str, Any] = pytree.tree_map(widen, dict(kwargs or {}))
-        if func is torch._grouped_mm and wide_args[0].dtype == torch.float64:
-            return _grouped_product(*wide_args[:2], wide_kwargs["offs"])
+        if getattr(func, "__name__", "") == "_grouped_mm" and wide_args[0].dtype == torch.float64:
+            return _grouped_product(wide_args[0], wide_args[1], wide_kwargs["offs"])
         return func(*wide_args, **wide_kwargs)
 
 
