@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,12 @@ from benchmarks.record import commit, write_result
 from relax_disc.vm_builtins import native
 
 _ROOT = Path(__file__).parents[2]
+_FOLDERS = re.compile(rf"/[^\s\"':]*/site-packages/|{re.escape(str(_ROOT))}/")
+
+
+def without_folders(text: str) -> str:
+    """Name files from the checkout or site-packages on; where those lie is one machine's."""
+    return _FOLDERS.sub("", text)
 
 
 def judged(entry: Entry, limit_seconds: float) -> dict[str, Any]:
@@ -57,9 +64,9 @@ def judged(entry: Entry, limit_seconds: float) -> dict[str, Any]:
         return {**facts, "verdict": "failed", "message": f"not done in {limit_seconds:.0f} s"}
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
-        message = f"the process ended with {done.returncode}: {last}"
+        message = f"the process ended with {done.returncode}: {without_folders(last)}"
         return {**facts, "verdict": "failed", "message": message}
-    return {**facts, **json.loads(done.stdout)}
+    return {**facts, **json.loads(without_folders(done.stdout))}
 
 
 def chosen(only: str) -> Sequence[Entry]:

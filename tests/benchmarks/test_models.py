@@ -1,6 +1,7 @@
 """The table of models: the page says what was recorded, and verdicts mean what they say."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ pytest.importorskip("rich")
 pytest.importorskip("transformers")
 
 from benchmarks.models import worker
-from benchmarks.models.__main__ import judged
+from benchmarks.models.__main__ import judged, without_folders
 from benchmarks.models.catalogue import ENTRIES, entry_named
 from benchmarks.models.document import PAGE, page, read_results
 from benchmarks.models.numerics import reference, relative_error
@@ -18,6 +19,7 @@ from benchmarks.models.numerics import reference, relative_error
 def test_the_page_says_what_was_recorded():
     results = read_results()
     assert PAGE.read_text() == page(results), "run `make docs`"
+    assert results == json.loads(without_folders(json.dumps(results)))
     recorded = [r["model"] for r in results["results"]]
     assert recorded == [entry.name for entry in ENTRIES if entry.name in recorded]
     verdicts = [r["verdict"] for r in results["results"]]
@@ -57,6 +59,13 @@ def test_a_process_that_ends_badly_is_no_verdict_of_its_own():
     assert result["verdict"] == "failed"
     assert "KeyError" in result["message"]
     assert judged(entry, 0.01)["verdict"] == "failed"
+
+
+def test_places_are_named_without_the_folders_of_a_machine(repository):
+    for venv in ("/home/me/venv", repository / ".venv"):
+        text = f'["(at {venv}/lib/python3.11/site-packages/a/b.py:3, {repository}/c.py:4)"]'
+        assert json.loads(without_folders(text)) == ["(at a/b.py:3, c.py:4)"]
+    assert without_folders("in /usr/lib/d.py") == "in /usr/lib/d.py"
 
 
 def test_float64_references_are_wide_all_through():
