@@ -8,7 +8,7 @@ whole or not at all, and the least recently used ones go when they exceed `RELAX
 (2 GiB).  `RELAX_DISC_COMPILE_CACHE=0` switches the cache off.  Beside a program lie the times that
 were measured of its kernels, one file for each kind of machine.
 
-Limits: two processes that miss the same program at once both compile it.
+Limits: two processes that miss the same program at once both compile it, and the last one's stays.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The cache of compiled programs: reuse, damage, bounds, and what a key depends on."""
+"""The cache of compiled programs: reuse, damage, bounds, keys, and processes at once."""
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from relax_disc import compiler
 from relax_disc.frontend import capture_step
 from relax_disc.pipeline import PipelineOptions
 from relax_disc.tir_kernels.target import cpu_target
+from relax_disc.training import artefact
 from relax_disc.training.compile_cache import build_cached, program_key
 from relax_disc.vm_builtins import native
 
@@ -130,7 +133,7 @@ def test_is_bounded_by_the_least_recently_used(folder, monkeypatch):
     assert {path.name for path in folder.iterdir()} == set(names[1:])
 
 
-def test_keys_tell_programs_apart_and_survive_the_process():
+def test_keys_tell_programs_apart():
     target, options = cpu_target(), PipelineOptions()
     key = program_key(capture(), target, options)
     assert key == program_key(capture(), target, None)
@@ -141,43 +144,63 @@ def test_keys_tell_programs_apart_and_survive_the_process():
         program_key(capture(), target, PipelineOptions(fuse=False)),
     ]
     assert len({key, *others}) == 5
-    script = (
-        "from tests.training.test_compile_cache import capture, program_key, cpu_target\n"
-        "print(program_key(capture(), cpu_target(), None))"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert found.stdout.split()[-1] == key
 
 
-_WITHOUT_COMPILER = """
-import torch
-import relax_disc
-from torch.export import Dim
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-step = relax_disc.compile(
-    model, torch.optim.SGD(model.parameters(), lr=0.1), (torch.ones(3, 6),),
-    dynamic_shapes=({0: Dim("rows", min=1, max=64)},), loss_fn=lambda m, x: m(x).square().mean(),
-)
-print(step(torch.ones(5, 6)).item())
-"""
+def train_together(meeting):
+    """Compile while another process does, and write the program when that one is about to."""
+    write = artefact.write
+
+    def write_together(*arguments):
+        Path(meeting, str(os.getpid())).touch()
+        end = time.monotonic() + 100
+        while len(list(Path(meeting).iterdir())) < 2:
+            assert time.monotonic() < end, "the other process does not write"
+            time.sleep(0.001)
+        write(*arguments)
+
+    artefact.write = write_together
+    train()
 
 
-def test_a_second_start_without_the_native_library(tmp_path):
-    environment = {**os.environ, "RELAX_DISC_CACHE": str(tmp_path), "RELAX_DISC_NATIVE": "0"}
+def train_from_cache():
+    compiler.build = None
+    train()
+
+
+def train():
+    """Print the loss and the weights of a step."""
+    step = compile_net()
+    loss = step(torch.ones(5, 6)).item()
+    print(json.dumps([loss, step.model.linear.weight.tolist()]))
+
+
+def start(call, cache):
+    """Start a process that has no native library and calls a function of this file."""
+    environment = {**os.environ, "RELAX_DISC_CACHE": str(cache), "RELAX_DISC_NATIVE": "0"}
     environment.pop("RELAX_DISC_COMPILE_CACHE", None)
-    losses = [
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _WITHOUT_COMPILER],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-            env=environment,
-        ).stdout
-        for _ in range(2)
-    ]
-    assert losses[0] == losses[1] and float(losses[0]) > 0
-    assert len(list((tmp_path / "programs").glob("*"))) == 1
+    script = f"from tests.training import test_compile_cache\ntest_compile_cache.{call}"
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def printed(process):
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return json.loads(text.splitlines()[-1])
+
+
+def test_two_processes_compile_at_once_and_a_third_uses_what_they_left(tmp_path):
+    # Without the native library, so that the third one also shows that the twins are installed.
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    both = [start(f"train_together({str(meeting)!r})", tmp_path) for _ in range(2)]
+    results = [printed(process) for process in both]
+    model, optimizer = make()
+    loss = model(torch.ones(5, 6))
+    loss.backward()
+    optimizer.step()
+    torch.testing.assert_close(torch.tensor(results[0][0]), loss.detach())
+    torch.testing.assert_close(torch.tensor(results[0][1]), model.linear.weight.detach())
+    (path,) = (tmp_path / "programs").iterdir()
+    assert path.suffix == ".program"
+    assert results[0] == results[1] == printed(start("train_from_cache()", tmp_path))

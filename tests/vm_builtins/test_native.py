@@ -1,8 +1,10 @@
 """The native build: caching, errors and the way without a compiler."""
 
+import ctypes
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,40 @@ def test_objects_are_cached_one_by_one_and_headers_count(tmp_path: Path) -> None
         [sys.executable, "-c", program, str(second)], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "42"
+
+
+_BUILD = """
+import sys
+from pathlib import Path
+from relax_disc.vm_builtins import native
+sources, cache, ready = map(Path, sys.argv[1:])
+ready.touch()
+print(native.build(sources, cache))
+"""
+
+
+@needs_compiler
+def test_two_processes_at_once_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, cache, ready = tmp_path / "src", tmp_path / "cache", tmp_path / "ready"
+    sources.mkdir()
+    (sources / "answer.cc").write_text('extern "C" int relax_disc_test_answer() { return 42; }\n')
+    log, slow_compiler = tmp_path / "log", tmp_path / "slow_compiler"
+    slow_compiler.write_text(
+        f'#!/bin/sh\necho "$@" >> {log}\nsleep 0.3\nexec {native.find_compiler()} "$@"\n'
+    )
+    slow_compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(slow_compiler))
+    command = [sys.executable, "-c", _BUILD, str(sources), str(cache), str(ready)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        while not ready.exists() and other.poll() is None:
+            time.sleep(0.001)
+        library = native.build(sources, cache)
+        printed, _ = other.communicate(timeout=60)
+    assert other.returncode == 0 and printed.strip() == str(library)
+    assert len(log.read_text().splitlines()) == 2, "one compilation and one link"
+    assert ctypes.CDLL(str(library)).relax_disc_test_answer() == 42
+    files = sorted(path.suffix for path in cache.rglob("*") if path.is_file())
+    assert files == [".lock", ".o", ".so"]
 
 
 @needs_compiler
