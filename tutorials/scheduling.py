@@ -86,7 +86,7 @@ for point in schedule.points:
     figures = (point.given_peak_bytes, point.peak_bytes, point.lower_bound_bytes)
     dims = ", ".join(f"{name}={size}" for name, size in point.shape.items())
     print(f"{dims:28}" + "".join(f"{figure / 2**20:9.2f}" for figure in figures))
-print(f"checked at {schedule.checked_shapes} shapes")
+print(f"checked at {len(schedule.checked)} shapes")
 for point in schedule.points:
     assert point.lower_bound_bytes <= point.peak_bytes <= point.given_peak_bytes
 

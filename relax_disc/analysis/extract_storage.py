@@ -183,7 +183,9 @@ def _descendants(table: FunctionTable, start: int) -> set[int]:
 def execution_order(table: FunctionTable) -> list[int] | None:
     """Program order, changed only where a kernel must come after a later one; None if none exists.
 
-    Among the kernels that may come next, the first in program order does.
+    Among the kernels that may come next, the first in program order does.  An added copy that
+    writes a result over a parameter goes as early as it can, since it frees what it reads; one that
+    saves an old value goes just before the first kernel that waits for it.
     """
     producers = {b: k for k, kernel in enumerate(table.kernels) for b in kernel.outputs}
     needs = [
@@ -194,15 +196,26 @@ def execution_order(table: FunctionTable) -> list[int] | None:
     for k, wanted in enumerate(needs):
         for other in wanted:
             followers[other].append(k)
+    rank = [_rank(table, k, followers[k]) for k in range(len(needs))]
     missing = [len(wanted) for wanted in needs]
-    ready = [k for k, count in enumerate(missing) if count == 0]
+    ready = [(rank[k], k) for k, count in enumerate(missing) if count == 0]
     heapq.heapify(ready)
     order = []
     while ready:
-        k = heapq.heappop(ready)
+        _, k = heapq.heappop(ready)
         order.append(k)
         for follower in followers[k]:
             missing[follower] -= 1
             if missing[follower] == 0:
-                heapq.heappush(ready, follower)
+                heapq.heappush(ready, (rank[follower], follower))
     return order if len(order) == len(needs) else None
+
+
+def _rank(table: FunctionTable, k: int, followers: list[int]) -> tuple[int, int]:
+    """Which of the kernels that may come next does: the one of least rank."""
+    kernel = table.kernels[k]
+    if kernel.callee is not COPY:
+        return k, 1
+    if table.buffers[kernel.outputs[0]].storage is Storage.OVERWRITE:
+        return -1, 0
+    return min(followers, default=k), 0

@@ -87,8 +87,8 @@ class Schedule:
         Whether the bound equals the peak, at every shape of `points`: a proof.
     points : tuple of SchedulePoint
         The shapes that were optimised for.
-    checked_shapes : int
-        At how many shapes it was checked that the peak is not above the given order's.
+    checked : tuple of mapping
+        Shapes at which it was checked that the peak is not above the given order's.
     timed_out : bool
         Whether the time limit ended a search; only then may another machine find another order.
     """
@@ -98,7 +98,7 @@ class Schedule:
     lower_bound_bytes: int
     is_optimal: bool
     points: tuple[SchedulePoint, ...] = ()
-    checked_shapes: int = 0
+    checked: tuple[Shape, ...] = ()
     timed_out: bool = False
 
 
@@ -163,7 +163,7 @@ def schedule_ops(
         lower_bound_bytes=top.lower_bound_bytes,
         is_optimal=all(point.peak_bytes == point.lower_bound_bytes for point in facts),
         points=facts,
-        checked_shapes=search.checked_shapes if strategy == "min_cut" else 0,
+        checked=search.checked if strategy == "min_cut" else (),
         timed_out=search.timed_out,
     )
 

@@ -48,8 +48,8 @@ class JointSearch:
         The graph at the shapes to optimise for.
     bounds : list of int
         Per shape: no order has a smaller peak.
-    checked_shapes : int
-        Number of shapes at which the order is no worse than the given one.
+    checked : tuple of mapping
+        Shapes at which the order is no worse than the given one.
     timed_out : bool
         Whether the time limit ended a search.
     """
@@ -67,9 +67,8 @@ class JointSearch:
         self.timed_out = False
         self._graph = graph
         self._shapes = tuple(shapes)
-        self._all = tuple({tuple(s.items()): s for s in (*shapes, *checks)}.values())
-        self.checked_shapes = len(self._all)
-        self._judge = problem_of(graph, self._all)
+        self.checked = tuple({tuple(s.items()): s for s in (*shapes, *checks)}.values())
+        self._judge = problem_of(graph, self.checked)
         self._given = list(range(self.problem.ops))
         self._limits = peaks_at_points(self._judge, self._given)
         self._best = [0] * len(shapes)
@@ -77,14 +76,14 @@ class JointSearch:
         if not native or native_split() is None:
             work //= _TWIN_SLOWNESS
         # A search for all shapes at once, and one for each aim, beside those for each shape alone.
-        self._share = work // (len(shapes) + 1 + len(_AIMS)) if len(self._all) > 1 else work
+        self._share = work // (len(shapes) + 1 + len(_AIMS)) if len(self.checked) > 1 else work
 
     def best_order(self) -> list[int]:
         """Return one order for all shapes."""
         candidates = [self._given]
         for point in range(self.problem.points):
             candidates.append(self._solve_alone(point, candidates[1:]))
-        if len(self._all) == 1:
+        if len(self.checked) == 1:
             return candidates[-1]
         peaks = [peaks_at_points(self.problem, order) for order in candidates]
         self._best = [max(min(column), 1) for column in zip(*peaks, strict=True)]
@@ -99,8 +98,8 @@ class JointSearch:
                 return order
             violated = (*violated, excess)
             aim = max(aimed, _ENOUGH) * growth
-            shapes = (*self._shapes, *(self._all[k] for k in violated))
-            limits = [self._limits[self._all.index(shape)] for shape in shapes]
+            shapes = (*self._shapes, *(self.checked[k] for k in violated))
+            limits = [self._limits[self.checked.index(shape)] for shape in shapes]
             best = (*self._best, *(self._limits[k] for k in violated))
             divisors = [
                 max(min(own, int(limit / aim)), 1) for own, limit in zip(best, limits, strict=True)

@@ -27,6 +27,8 @@ from relax_disc.analysis.extraction import Extraction, extract
 from relax_disc.analysis.hoist import hoist_sinks
 from relax_disc.analysis.schedule import Schedule, Strategy, schedule_ops
 from relax_disc.analysis.schedule_bindings import BindingGraph, is_movable
+from relax_disc.analysis.schedule_joint import Shape
+from relax_disc.analysis.schedule_problem import peaks_at_points, problem_of
 from relax_disc.analysis.tensor_graph import TensorGraph
 from relax_disc.errors import GraphError
 from relax_disc.transform.functions import copy_module, program_functions
@@ -65,33 +67,38 @@ class ScheduleOps:
                 extraction = None
             try:
                 if extraction is not None:
-                    blocks = [self._kernel_block(function, extraction, name)]
+                    changed = self._kernels(mod, variable, extraction)
                 else:
-                    blocks = self._blocks(function, name)
+                    changed = _with_blocks(function, self._blocks(function, name))
             except GraphError as reason:
                 _logger.info("%s keeps its order: %s", name, reason)
                 continue
-            body = relax.SeqExpr(blocks, function.body.body)
-            changed = relax.Function(
-                function.params, body, function.ret_ty, function.is_pure, function.attrs
-            )
             result.update_func(variable, changed)
         return relax.transform.Normalize()(result)
 
-    def _kernel_block(
-        self, function: relax.Function, extraction: Extraction, name: str
-    ) -> relax.BindingBlock:
+    def _kernels(
+        self, mod: tvm.IRModule, variable: tvm.ir.GlobalVar, extraction: Extraction
+    ) -> relax.Function:
         """Reorder a block of kernels by the graph of what will run."""
+        function, name = mod[variable], variable.name_hint
         (block,) = function.body.blocks
-        calls = [k for k, binding in enumerate(block.bindings) if is_kernel_call(binding.value)]
+        bindings = list(block.bindings)
+        calls = [k for k, binding in enumerate(bindings) if is_kernel_call(binding.value)]
         graph = _ordered_overwrites(extraction)
         schedule = self._schedule(graph, name)
-        # Copies that the extraction adds have no binding; they come where they can.
-        shapes = [point.shape for point in schedule.points if point.shape]
-        hoisted = hoist_sinks(graph, schedule.order, shapes)
-        kernels = [extraction.order[k] for k in hoisted]
+        kernels = [extraction.order[k] for k in _hoisted(graph, schedule)]
         order = [calls[k] for k in kernels if k < len(calls)]
-        return _reordered(block, list(block.bindings), order)
+        changed = _with_blocks(function, [_block_like(block, _in_order(bindings, order))])
+        if len(kernels) > len(calls) or any(kernel.copies for kernel in extraction.kernels):
+            # Copies have no binding: where they go is known once the order is read again.
+            result = copy_module(mod)
+            result.update_func(variable, changed)
+            after = extract(result, name).graph()
+            steps = range(len(after.kernels))
+            if _first_excess(after, steps, extraction.graph(), schedule.checked) is not None:
+                _logger.info("%s keeps its order: copies would raise the peak", name)
+                return function
+        return changed
 
     def _blocks(self, function: relax.Function, name: str) -> list[relax.BindingBlock]:
         """Reorder the runs of movable bindings of each block by their types."""
@@ -148,6 +155,28 @@ def _is_one_block(function: relax.Function) -> bool:
     return isinstance(function.body, relax.SeqExpr) and len(function.body.blocks) == 1
 
 
+def _hoisted(graph: TensorGraph, schedule: Schedule) -> Sequence[int]:
+    """Move updates to their gradients, nowhere above the given order's peak."""
+    shapes = [point.shape for point in schedule.points if point.shape]
+    while True:
+        order = hoist_sinks(graph, schedule.order, shapes)
+        worse = _first_excess(graph, order, graph, schedule.checked)
+        if worse is None:
+            return order
+        shapes.append(worse)
+
+
+def _first_excess(
+    after: TensorGraph, order: Sequence[int], before: TensorGraph, shapes: Sequence[Shape]
+) -> Shape | None:
+    """Return a shape at which an order's peak is above that of the other graph as it stands."""
+    if not shapes:
+        return None
+    new = peaks_at_points(problem_of(after, shapes), order)
+    old = peaks_at_points(problem_of(before, shapes), range(len(before.kernels)))
+    return next((s for s, a, b in zip(shapes, new, old, strict=True) if a > b), None)
+
+
 def _ordered_overwrites(extraction: Extraction) -> TensorGraph:
     """Return the graph in which a call_tir_inplace keeps its place behind other readers.
 
@@ -178,10 +207,9 @@ def _uses_after(function: relax.Function) -> dict[relax.Var, int]:
     return uses
 
 
-def _reordered(
-    block: relax.BindingBlock, bindings: list[relax.Binding], order: Sequence[int]
-) -> relax.BindingBlock:
-    return _block_like(block, _in_order(bindings, order))
+def _with_blocks(function: relax.Function, blocks: list[relax.BindingBlock]) -> relax.Function:
+    body = relax.SeqExpr(blocks, function.body.body)
+    return relax.Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
 
 
 def _block_like(block: relax.BindingBlock, bindings: list[relax.Binding]) -> relax.BindingBlock:

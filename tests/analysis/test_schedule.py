@@ -105,7 +105,7 @@ def test_step_from_shuffled_orders():
     for seed in range(3):
         mixed = shuffled(step, seed)
         found = schedule_ops(mixed)
-        assert found.checked_shapes > 40 and not found.timed_out
+        assert len(found.checked) > 40 and not found.timed_out
         for point in found.points:
             alone = schedule_ops(mixed, point.shape)
             assert alone.peak_bytes <= 1.005 * point.lower_bound_bytes

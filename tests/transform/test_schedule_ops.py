@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 from relax_disc.analysis.extraction import extract
 from relax_disc.analysis.peak import peak_bytes
 from relax_disc.transform.schedule_ops import ScheduleOps
-from tests.relax_programs import call, compile_program, draw_program
+from tests.relax_programs import Program, call, compile_program, draw_program
 
 
 @I.ir_module
@@ -148,6 +148,16 @@ def test_updates_move_to_their_gradients():
     arrays += [0.1 * generator.standard_normal((64, 64)).astype("float32") for _ in weights]
     for ours, theirs in zip(run(scheduled, *arrays), run(mod, *arrays), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_copies_over_parameters_run_early():
+    """A new value that is copied over its weight leaves the arena before other kernels run."""
+    steps = [("scale", [0], 0.5), ("constant", [], 0.5), ("scale", [0], 0.5), ("add", [1, 1], 0)]
+    before = Program(1, 1, steps, [0, 5], [[1, 1]]).module()
+    after = ScheduleOps()(before)
+    for n in (1, 5, 4096):
+        peaks = [peak_bytes(extract(mod, "main").graph().at({"n": n})) for mod in (before, after)]
+        assert peaks[1] <= peaks[0]
 
 
 @settings(max_examples=max(60, settings().max_examples // 4))
