@@ -72,7 +72,12 @@ def test_says_what_is_alive_and_why(step):
     assert [t.bytes for t in point.live_tensors] == sorted(
         (t.bytes for t in point.live_tensors), reverse=True
     )
-    assert "peak" in str(report) and "live bytes: max(" in str(report)
+    lines = str(report).splitlines()
+    assert f"peak {report.peak_bytes:,} bytes at" in lines[0] and "live bytes: max(" in lines[-1]
+    named = [line for line in lines if " made by " in line or " made elsewhere" in line]
+    total = sum(int(line.split()[0].replace(",", "")) for line in named)
+    assert total == sum(tensor.bytes for tensor in point.live_tensors if tensor.made_by)
+    assert any("models.py:" in line for line in named)
 
 
 def test_symbolic_peak_is_the_peak_at_every_shape():

@@ -115,6 +115,30 @@ class ShapeMemory:
         """The peak without parameters, buffers and optimizer state."""
         return self.peak_bytes - sum(self.bytes_by_kind.get(kind, 0) for kind in STATE_KINDS)
 
+    def describe(self, most: int = 8) -> list[str]:
+        """Say it in lines: the peak, what it holds by kind, and what was made, by who made it.
+
+        Parameters
+        ----------
+        most : int
+            Lines of the model to name, largest sum first.
+        """
+        dims = ", ".join(f"{name}={value}" for name, value in self.shape.items()) or "program"
+        at = f"{self.peak_kernel} {self.peak_source}".strip()
+        kinds = ", ".join(f"{kind} {size:,}" for kind, size in self.bytes_by_kind.items())
+        lines = [f"{dims}: peak {self.peak_bytes:,} bytes at {at}", f"  by kind: {kinds}"]
+        made: dict[str, list[int]] = {}
+        for tensor in self.live_tensors:
+            if tensor.made_by:
+                made.setdefault(tensor.source or tensor.made_by, []).append(tensor.bytes)
+        places = sorted(made.items(), key=lambda item: -sum(item[1]))
+        for place, sizes in places[:most]:
+            count = "1 tensor" if len(sizes) == 1 else f"{len(sizes)} tensors"
+            lines.append(f"  {sum(sizes):>15,} in {count} made by {place}")
+        if rest := places[most:]:
+            lines.append(f"  {sum(sum(sizes) for _, sizes in rest):>15,} made elsewhere")
+        return lines
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryAnalysis:
@@ -147,15 +171,7 @@ class MemoryAnalysis:
         return max(point.activation_peak_bytes for point in self.points)
 
     def __str__(self) -> str:
-        lines = []
-        for point in self.points:
-            dims = ", ".join(f"{name}={value}" for name, value in point.shape.items()) or "program"
-            kinds = ", ".join(f"{kind} {size:,}" for kind, size in point.bytes_by_kind.items())
-            at = f"{point.peak_kernel} {point.peak_source}".strip()
-            lines.append(f"{dims}: peak {point.peak_bytes:,} bytes at {at} ({kinds})")
-            for tensor in point.live_tensors[:5]:
-                made = f" by {tensor.made_by} {tensor.source}".rstrip() if tensor.made_by else ""
-                lines.append(f"  {tensor.bytes:>15,} {tensor.kind} {tensor.name}{made}")
+        lines = [line for point in self.points for line in point.describe()]
         peak = ", ".join(str(expr) for expr in self.symbolic_peak)
         lines.append(f"live bytes: max({peak})")
         return "\n".join(lines)
