@@ -26,7 +26,8 @@ def summarize_sweep(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     -------
     list of dict
         ``time_ratio`` is over the step without a budget, ``peak_ratio`` over torch.compile's peak
-        on the same batch, both [median, low, high]; ``highest_*`` compare the highest peaks.
+        on the same batch, both [median, low, high]; ``run_time_ratio`` compares the times of all
+        batches together, ``highest_*`` the highest peaks.
     """
     names = list(rows[0]["ways"])
     ordered = sorted(names, key=lambda name: ("fits" in rows[0]["ways"][name], names.index(name)))
@@ -42,6 +43,7 @@ def summarize_sweep(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             {
                 "way": name,
                 "time_ratio": _paired(ways, free, "seconds"),
+                "run_time_ratio": sum(w["seconds"] for w in ways) / sum(f["seconds"] for f in free),
                 "time_over_compile": _paired(ways, compiled, "seconds"),
                 "peak_ratio": median_with_interval(
                     [p / c["activation_peak_bytes"] for p, c in zip(peaks, compiled, strict=True)]
@@ -64,6 +66,7 @@ def sweep_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     headings = (
         "way",
         "time / no budget",
+        "whole run",
         "time / compile",
         "peak / compile",
         "highest, MiB",
@@ -80,6 +83,7 @@ def sweep_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(
             row["way"],
             _interval(row["time_ratio"]),
+            f"{row['run_time_ratio']:.3f}",
             _interval(row["time_over_compile"]),
             _interval(row["peak_ratio"]),
             f"{row['highest_peak_bytes'] / MIB:,.1f}",

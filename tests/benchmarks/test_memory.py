@@ -28,7 +28,7 @@ def test_sweep_summaries_pair_batches():
         rows.append({"number": number, "length": size, "ways": ways})
     by_name = {summary["way"]: summary for summary in summarize_sweep(rows)}
     tight = by_name["1/2 of own"]
-    assert tight["time_ratio"] == [1.25, 1.25, 1.25]
+    assert tight["time_ratio"] == [1.25, 1.25, 1.25] and tight["run_time_ratio"] == 1.25
     assert tight["peak_ratio"][0] == tight["highest_ratio"] == 0.25
     assert tight["highest_counted_bytes"] == 751
     assert tight["within_budget"] == 1
