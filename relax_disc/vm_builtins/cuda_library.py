@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional
 import tvm_ffi
 
-from relax_disc.recurrence_kinds import KINDS
 from relax_disc.vm_builtins import recurrence_steps
 from relax_disc.vm_builtins.library_arrays import as_matrix, unpack_axes, without_mask
 
@@ -135,62 +134,8 @@ def embedding_backward_add(grad: Any, ids: Any, addend: Any, padding_idx: int, o
     torch.add(_tensor(addend), rows, out=target)
 
 
-def recurrence(
-    projected: Any,
-    state: Any,
-    weight: Any,
-    bias: Any,
-    kind: int,
-    batch_first: int,
-    reverse: int,
-    out: Any,
-    last: Any,
-    reserve: Any,
-) -> None:
-    """Run a recurrent layer, a few of PyTorch's kernels for each step."""
-    recurrence_steps.forward(
-        torch.tanh,
-        _tensor(projected),
-        _tensor(state),
-        _tensor(weight),
-        _tensor(bias),
-        tuple(KINDS)[kind],
-        bool(batch_first),
-        bool(reverse),
-        _tensor(out),
-        _tensor(last),
-        _tensor(reserve),
-    )
-
-
-def recurrence_backward(
-    grad_out: Any,
-    grad_last: Any,
-    state: Any,
-    weight: Any,
-    out: Any,
-    reserve: Any,
-    kind: int,
-    batch_first: int,
-    reverse: int,
-    gradients: Any,
-    grad_state: Any,
-) -> None:
-    """Run the gradient of a recurrent layer."""
-    recurrence_steps.backward(
-        torch.tanh,
-        _tensor(grad_out),
-        _tensor(grad_last),
-        _tensor(state),
-        _tensor(weight),
-        _tensor(out),
-        _tensor(reserve),
-        tuple(KINDS)[kind],
-        bool(batch_first),
-        bool(reverse),
-        _tensor(gradients),
-        _tensor(grad_state),
-    )
+# A few of PyTorch's kernels for each step.
+recurrence, recurrence_backward = recurrence_steps.library_functions(torch.tanh, torch.from_dlpack)
 
 
 def ctc_loss(

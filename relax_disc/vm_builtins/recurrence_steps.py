@@ -144,6 +144,34 @@ def backward(
         grad_state[1] = by_cell
 
 
+def library_functions(
+    tanh: Tanh, view: Callable[[Any], Any]
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Make the library functions `recurrence` and `recurrence_backward` over one kind of arrays.
+
+    They take what `forward` and `backward` take after `tanh`, with `kind` as its position in
+    `KINDS` and integers for truth values.
+
+    Parameters
+    ----------
+    tanh : callable
+        Hyperbolic tangent of the arrays' library.
+    view : callable
+        Makes an array that shares the memory of an argument.
+    """
+    names = tuple(KINDS)
+
+    def over(function: Callable[..., None], options: int) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            kind, batch_first, reverse = arguments[options : options + 3]
+            inputs, results = map(view, arguments[:options]), map(view, arguments[options + 3 :])
+            function(tanh, *inputs, names[kind], bool(batch_first), bool(reverse), *results)
+
+        return run
+
+    return over(forward, 4), over(backward, 6)
+
+
 def _times(length: int, reverse: bool) -> range:
     return range(length - 1, -1, -1) if reverse else range(length)
 
