@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from torch import nn
 from torch.export import Dim
@@ -130,3 +131,16 @@ def mlp_batch(b, s, seed=0):
 def token_batch(b, s, seed=0):
     g = torch.Generator().manual_seed(seed + 100 * b + s)
     return torch.randint(0, VOCABULARY, (b, s), generator=g), labels(b, s, VOCABULARY, g)
+
+
+def hugging_face_llama(**options):
+    """Llama of Hugging Face, one narrow layer unless options say otherwise; skips without it."""
+    transformers = pytest.importorskip("transformers")
+    narrow = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=64,
+        use_cache=False,
+        **{"num_hidden_layers": 1, **narrow, **options},
+    )
+    return transformers.LlamaForCausalLM(config)

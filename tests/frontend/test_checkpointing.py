@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from relax_disc.frontend import capture_step
+from tests.frontend.models import VOCABULARY, hugging_face_llama
 from tests.frontend.running import check_gradients
 
 SHAPES = ({0: Dim("rows", min=1, max=9)},)
@@ -53,19 +54,9 @@ def test_gradients_of_every_parameter(form):
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 def test_gradient_checkpointing_of_hugging_face():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        use_cache=False,
-    )
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).train()
-    ids = torch.randint(0, 31, (2, 5))
+    model = hugging_face_llama().train()
+    ids = torch.randint(0, VOCABULARY, (2, 5))
     b, s = Dim("b", min=1, max=4), Dim("s", min=2, max=32)
     example, shapes = {"input_ids": ids, "labels": ids}, dict.fromkeys(("input_ids", "labels"))
     shapes = {key: {0: b, 1: s} for key in shapes}

@@ -9,6 +9,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 import relax_disc
+from tests.frontend.models import VOCABULARY, hugging_face_llama
 
 SHAPES = ({0: Dim("rows", min=1, max=32)}, {0: Dim("rows", min=1, max=32)})
 
@@ -87,22 +88,12 @@ def test_only_what_is_trained_changes(change):
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_peft():
     peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        use_cache=False,
-    )
     torch.manual_seed(0)
-    base = transformers.LlamaForCausalLM(config)
+    base = hugging_face_llama()
     options = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     model = peft.get_peft_model(base, options).train()
     twin = copy.deepcopy(model)
-    ids = torch.randint(0, 31, (3, 7))
+    ids = torch.randint(0, VOCABULARY, (3, 7))
     b, s = Dim("b", min=1, max=4), Dim("s", min=2, max=32)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     step = relax_disc.compile(

@@ -10,7 +10,14 @@ import torch
 from relax_disc.compiler import build, describe_batch
 from relax_disc.frontend import capture_step
 from relax_disc.training.compiled_function import CompiledFunction
-from tests.frontend.models import MLP, Llama, dims, mlp_batch, token_batch
+from tests.frontend.models import (
+    MLP,
+    Llama,
+    dims,
+    hugging_face_llama,
+    mlp_batch,
+    token_batch,
+)
 
 SHAPES = [(1, 1), (8, 48), (3, 17), (1, 48), (5, 2)]
 
@@ -31,20 +38,15 @@ def error(grads, exact):
     return (difference / sum(float(g.pow(2).sum()) for g in exact.values())) ** 0.5
 
 
-def hugging_face_llama():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=61,
+def llama_with_labels():
+    model = hugging_face_llama(
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
-        use_cache=False,
         attn_implementation="sdpa",
     )
-    model = transformers.LlamaForCausalLM(config)
 
     class WithLabels(torch.nn.Module):
         def __init__(self):
@@ -61,7 +63,7 @@ MODELS = {
     "mlp": (MLP, mlp_batch),
     "llama": (lambda: Llama(tied=False), token_batch),
     "llama, attention by hand, tied": (lambda: Llama(whole=False, tied=True), token_batch),
-    "llama of hugging face": (hugging_face_llama, token_batch),
+    "llama of hugging face": (llama_with_labels, token_batch),
 }
 
 
