@@ -6,7 +6,7 @@ from benchmarks.memory_report import summarize_sweep, sweep_table
 from benchmarks.memory_sweep import BUDGETS, UNLIMITED
 from benchmarks.partitioner import replayed
 from benchmarks.partitioner_values import alike
-from benchmarks.planning import planner_peak
+from benchmarks.planner_peak import planner_peak
 from relax_disc.vm_builtins import planner_codec
 from relax_disc.vm_builtins.planner_twin_model import PlannerGraph, PlannerOp
 

@@ -4,6 +4,7 @@ import heapq
 import itertools
 import random
 
+from benchmarks.planner_peak import planner_peak
 from relax_disc.vm_builtins.planner_twin_model import PlannerGraph, PlannerOp
 
 ALIGNMENT = 4
@@ -78,38 +79,12 @@ def _check_runs(graph, sequence):
 def replay(graph, sequence):
     """Check a sequence; return its peak of live bytes, residents counted, and its time."""
     _check_runs(graph, sequence)
-    outside = _outside(graph)
-    inside = [t not in outside and graph.sizes[t] > 0 for t in range(len(graph.sizes))]
-    last, current = {}, {}  # version -> last position; tensor -> version
-    for position, k in enumerate(sequence):
-        for t in graph.ops[k].inputs:
-            if inside[t]:
-                last[current[t]] = position
-        for t in graph.ops[k].outputs:
-            if inside[t]:
-                current[t] = (t, position)
-                last[t, position] = position
-    for t, version in current.items():
-        if graph.is_output[t]:
-            last[version] = len(sequence)
-    peak, time = 0, 0
-    current.clear()
-    for position, k in enumerate(sequence):
+    time, ran = 0, set()
+    for k in sequence:
         op = graph.ops[k]
-        live = sum(graph.sizes[v[0]] for v, end in last.items() if v[1] <= position <= end)
-        used = set()
-        for source, target in op.inplace:
-            alike = inside[source] and inside[target] and graph.sizes[source] == graph.sizes[target]
-            if alike and last[current[source]] == position and not {source, target} & used:
-                used |= {source, target}
-                live -= graph.sizes[target]
-        for t in op.outputs:
-            if inside[t]:
-                current[t] = (t, position)
-        peak = max(peak, live + op.workspace)
-        time += op.rerun_ns if k in sequence[:position] and op.rerun_ns >= 0 else op.time_ns
-    resident = sum(s for s, stays in zip(graph.sizes, graph.resident, strict=True) if stays)
-    return peak + resident, time
+        time += op.rerun_ns if k in ran and op.rerun_ns >= 0 else op.time_ns
+        ran.add(k)
+    return planner_peak(graph, sequence), time
 
 
 def run_in_arena(graph, plan):
