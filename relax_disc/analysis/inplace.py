@@ -50,35 +50,40 @@ def inplace_pairs(func: tirx.PrimFunc) -> tuple[tuple[int, int], ...]:
     position = {param: index for index, param in enumerate(func.params)}
     pairs = [
         (position[source], position[target])
-        for source in kernel.inputs
         for target in kernel.outputs
-        if _same_layout(source, target) and _may_overlay(kernel, source, target)
+        for source in _overlaid(kernel, target)
     ]
     return tuple(sorted(pairs))
+
+
+def _overlaid(kernel: StagedKernel, target: Any) -> list[Any]:
+    """List the inputs that an output may be written over."""
+    stages = kernel.stages
+    writer = next(at for at, stage in enumerate(stages) if stage.buffer.same_as(target))
+    if stages[writer].combiner is not None:
+        return []
+    sources = [
+        source
+        for source in kernel.inputs
+        if _same_layout(source, target) and _safe_as_it_stands(stages, writer, source)
+    ]
+    return _safe_inlined(kernel, writer, sources) if sources else []
 
 
 def _same_layout(source: Any, target: Any) -> bool:
     return source.dtype == target.dtype and same_expr(list(source.shape), list(target.shape))
 
 
-def _may_overlay(kernel: StagedKernel, source: Any, target: Any) -> bool:
-    stages = kernel.stages
-    writer = next(at for at, stage in enumerate(stages) if stage.buffer.same_as(target))
-    if stages[writer].combiner is not None:
-        return False
-    return _safe_as_it_stands(stages, writer, source) and _safe_inlined(kernel, writer, source)
-
-
-def _reads(expressions: list[Any], source: Any) -> list[Any]:
-    return [load for expr in expressions for load in loads_of(expr) if load.source.same_as(source)]
+def _of(source: Any, loads: list[Any]) -> list[Any]:
+    return [load for load in loads if load.source.same_as(source)]
 
 
 def _safe_as_it_stands(stages: tuple[Stage, ...], writer: int, source: Any) -> bool:
     """Stage after stage: reads come before, or at the index that is being written."""
     for at, stage in enumerate(stages):
         same_block = bool(stage.lets) and stage.lets is stages[writer].lets
-        named = _reads([expr for _, expr in stage.lets], source)
-        own = _reads([stage.value], source)
+        named = _of(source, [load for _, expr in stage.lets for load in loads_of(expr)])
+        own = _of(source, loads_of(stage.value))
         if (own and at > writer) or (named and at > writer and not same_block):
             return False
         if (at == writer or same_block) and not _at_written_index(own + named, stages[writer]):
@@ -90,28 +95,37 @@ def _at_written_index(reads: list[Any], stage: Stage) -> bool:
     return all(same_expr(list(load.indices), list(stage.indices)) for load in reads)
 
 
-def _safe_inlined(kernel: StagedKernel, writer: int, source: Any) -> bool:
-    """Element by element or row by row, intermediate values being computed where they are used."""
+def _safe_inlined(kernel: StagedKernel, writer: int, sources: list[Any]) -> list[Any]:
+    """Sources that stay safe when intermediate values are computed where they are used.
+
+    That is element by element, or row by row where the kernel reduces.
+    """
     has_reduction = any(stage.combiner is not None for stage in kernel.stages)
     inliner = Inliner(kernel, inline_outputs=not has_reduction)
     if not inliner.inlinable:
-        return False
+        return []
     written = kernel.stages[writer]
-    remaining = inliner.remaining(kernel)
-    place = next(at for at, stage in enumerate(remaining) if stage is written)
-    for at, stage in enumerate(remaining):
+    is_late = False
+    for stage in inliner.remaining(kernel):
         element = _on_axes_of(inliner, stage, written)
-        reads = _reads((element or inliner.element(stage)).expressions, source)
-        if not reads:
-            continue
-        if element is None or (has_reduction and at > place):
-            return False
-        if at == place or not has_reduction:
-            if not _at_written_index(reads, written):
-                return False
-        elif not _in_own_row(reads, written, element):
-            return False
-    return True
+        expressions = (element or inliner.element(stage)).expressions
+        loads = [load for expr in expressions for load in loads_of(expr)]
+        safe = []
+        for source in sources:
+            reads = _of(source, loads)
+            if not reads:
+                is_safe = True
+            elif element is None or is_late:
+                is_safe = False
+            elif stage is written or not has_reduction:
+                is_safe = _at_written_index(reads, written)
+            else:
+                is_safe = _in_own_row(reads, written, element)
+            if is_safe:
+                safe.append(source)
+        sources = safe
+        is_late |= has_reduction and stage is written
+    return sources
 
 
 def _on_axes_of(inliner: Inliner, stage: Stage, written: Stage) -> Element | None:
