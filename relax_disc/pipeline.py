@@ -16,6 +16,7 @@ from tvm import relax
 from relax_disc.transform.canonicalize_extents import CanonicalizeExtents
 from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead
 from relax_disc.transform.dispatch_library import DispatchLibrary
+from relax_disc.transform.fuse_kernels import FuseKernels
 from relax_disc.transform.hoist_workspace import HoistWorkspace
 from relax_disc.transform.insert_rematerialization import InsertRematerialization
 from relax_disc.transform.lower_rematerialization import LowerRematerialization
@@ -120,7 +121,8 @@ def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list
         if options.schedule_kernels:  # TVM's rules for CUDA raise on kernels that are not theirs
             stock = [stage for stage in stock if stage.info.name != "ApplyDefaultSchedule"]
         fusion = next(k for k, stage in enumerate(stock) if stage.info.name == "FuseOps")
-        return [*stock[:fusion], CanonicalizeExtents(), *stock[fusion:]]
+        assert stock[fusion + 1].info.name == "FuseTIR"
+        return [*stock[:fusion], CanonicalizeExtents(), FuseKernels(), *stock[fusion + 2 :]]
     return [relax.transform.LegalizeOps(), relax.transform.FoldConstant()]
 
 

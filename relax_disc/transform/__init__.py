@@ -5,6 +5,7 @@ from __future__ import annotations
 from relax_disc.transform.canonicalize_extents import CanonicalizeExtents
 from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead
 from relax_disc.transform.dispatch_library import DispatchLibrary
+from relax_disc.transform.fuse_kernels import FuseKernels
 from relax_disc.transform.hoist_workspace import HoistWorkspace
 from relax_disc.transform.insert_rematerialization import InsertRematerialization
 from relax_disc.transform.lower_rematerialization import LowerRematerialization
@@ -17,6 +18,7 @@ __all__ = [
     "CanonicalizeExtents",
     "ChunkVocabularyHead",
     "DispatchLibrary",
+    "FuseKernels",
     "HoistWorkspace",
     "InsertRematerialization",
     "LowerRematerialization",

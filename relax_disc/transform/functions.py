@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import tvm
 from tvm import relax
@@ -20,3 +20,16 @@ def program_functions(mod: tvm.IRModule) -> Iterator[tuple[tvm.ir.GlobalVar, rel
             attrs = function.attrs or {}
             if not any(attrs.get(name) for name in ("Primitive", "Codegen", "Composite")):
                 yield variable, function
+
+
+def with_blocks(function: relax.Function, blocks: Sequence[relax.BindingBlock]) -> relax.Function:
+    """Return the function with other blocks of bindings."""
+    body = relax.SeqExpr(list(blocks), function.body.body)
+    return relax.Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
+
+
+def block_like(block: relax.BindingBlock, bindings: Sequence[relax.Binding]) -> relax.BindingBlock:
+    """Return a block of the same kind with other bindings."""
+    if isinstance(block, relax.DataflowBlock):
+        return relax.DataflowBlock(list(bindings))
+    return relax.BindingBlock(list(bindings))

@@ -31,7 +31,7 @@ from relax_disc.analysis.schedule_joint import Shape
 from relax_disc.analysis.schedule_problem import peaks_at_points, problem_of
 from relax_disc.analysis.tensor_graph import TensorGraph
 from relax_disc.errors import GraphError
-from relax_disc.transform.functions import copy_module, program_functions
+from relax_disc.transform.functions import block_like, copy_module, program_functions, with_blocks
 
 _logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class ScheduleOps:
                 if extraction is not None:
                     changed = self._kernels(mod, variable, extraction)
                 else:
-                    changed = _with_blocks(function, self._blocks(function, name))
+                    changed = with_blocks(function, self._blocks(function, name))
             except GraphError as reason:
                 _logger.info("%s keeps its order: %s", name, reason)
                 continue
@@ -88,7 +88,7 @@ class ScheduleOps:
         schedule = self._schedule(graph, name)
         kernels = [extraction.order[k] for k in _hoisted(graph, schedule)]
         order = [calls[k] for k in kernels if k < len(calls)]
-        changed = _with_blocks(function, [_block_like(block, _in_order(bindings, order))])
+        changed = with_blocks(function, [block_like(block, _in_order(bindings, order))])
         if len(kernels) > len(calls) or any(kernel.copies for kernel in extraction.kernels):
             # Copies have no binding: where they go is known once the order is read again.
             result = copy_module(mod)
@@ -115,7 +115,7 @@ class ScheduleOps:
                 bindings.append(binding)
                 run = []
             bindings += self._run(function, run, used_later, name)
-            blocks.append(_block_like(block, bindings))
+            blocks.append(block_like(block, bindings))
         return blocks
 
     def _run(
@@ -205,17 +205,6 @@ def _uses_after(function: relax.Function) -> dict[relax.Var, int]:
         for var in relax.analysis.free_vars(value):
             uses[var] = uses.get(var, 0) + 1
     return uses
-
-
-def _with_blocks(function: relax.Function, blocks: list[relax.BindingBlock]) -> relax.Function:
-    body = relax.SeqExpr(blocks, function.body.body)
-    return relax.Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
-
-
-def _block_like(block: relax.BindingBlock, bindings: list[relax.Binding]) -> relax.BindingBlock:
-    if isinstance(block, relax.DataflowBlock):
-        return relax.DataflowBlock(bindings)
-    return relax.BindingBlock(bindings)
 
 
 def _in_order(bindings: list[relax.Binding], order: Sequence[int]) -> list[relax.Binding]:
