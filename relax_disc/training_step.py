@@ -263,7 +263,8 @@ class TrainingStep(CompiledFunction):
         Raises
         ------
         ArtefactError
-            The batch holds something besides tensors that cannot be written down.
+            The batch holds something besides tensors that cannot be written down, or the code was
+            not linked yet and there is no C++ compiler.
         """
         with self._lock:
             programs = {

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tvm
+from tvm.support import cc
 
 from relax_disc.errors import ArtefactError
 
@@ -90,10 +91,21 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, bytes]
 
 
 def export_library(executable: Any) -> bytes:
-    """Turn a built executable into the content of a shared library."""
+    """Turn a built executable into the content of a shared library.
+
+    Raises
+    ------
+    ArtefactError
+        There is no C++ compiler, which links it, or it fails.
+    """
+    if cc.get_cc() is None:
+        raise ArtefactError("no C++ compiler (g++ or clang++) was found, which links the program.")
     with tempfile.TemporaryDirectory(prefix="relax_disc-") as folder:
         path = Path(folder) / "program.so"
-        executable.export_library(str(path))
+        try:
+            executable.export_library(str(path))
+        except (OSError, RuntimeError) as error:
+            raise ArtefactError(f"the program cannot be linked: {error}") from error
         return path.read_bytes()
 
 

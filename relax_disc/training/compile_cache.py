@@ -125,7 +125,11 @@ def build_cached(
         libraries.install(target.kind.name)
         return CachedProgram(artefact.load_library(library), library, path)
     executable = build()
-    library = artefact.export_library(executable)
+    try:
+        library = artefact.export_library(executable)
+    except ArtefactError as error:  # without a compiler there is no shared library
+        _logger.warning("the compiled program is not kept in %s: %s", folder, error)
+        return CachedProgram(executable)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         artefact.write(path, {"format": artefact.FORMAT}, {"library": library})

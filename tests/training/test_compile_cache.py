@@ -12,9 +12,11 @@ import torch
 import tvm
 from torch import nn
 from torch.export import Dim
+from tvm.support import cc
 
 import relax_disc
 from relax_disc import compiler
+from relax_disc.errors import ArtefactError
 from relax_disc.frontend import capture_step
 from relax_disc.pipeline import PipelineOptions
 from relax_disc.tir_kernels.target import cpu_target
@@ -99,6 +101,18 @@ def test_a_disk_that_refuses_does_not_stop_training(tmp_path, monkeypatch, caplo
     monkeypatch.setenv("RELAX_DISC_CACHE", str(tmp_path / "file"))
     assert torch.isfinite(compile_net()(torch.ones(2, 6)))
     assert "not kept" in caplog.text
+
+
+def test_without_a_linker_there_is_training_but_nothing_to_keep(
+    folder, monkeypatch, caplog, tmp_path
+):
+    monkeypatch.setattr(cc, "get_cc", lambda: None)
+    step = compile_net()
+    assert torch.isfinite(step(torch.ones(2, 6)))
+    assert "not kept" in caplog.text and not folder.exists()
+    with pytest.raises(ArtefactError, match="no C\\+\\+ compiler"):
+        step.save(tmp_path / "step")
+    assert not (tmp_path / "step").exists()
 
 
 class Fake:
