@@ -136,7 +136,8 @@ def build_cached(
         _trim(folder, keep=path)
     except OSError as error:  # a full or read-only disk must not stop the training
         _logger.warning("the compiled program is not kept in %s: %s", folder, error)
-    return CachedProgram(executable, library, path)
+    # The executable itself would make machine code once more, for this process alone.
+    return CachedProgram(artefact.load_library(library), library, path)
 
 
 def _look_up(path: Path) -> bytes | None:
