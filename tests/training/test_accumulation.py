@@ -1,7 +1,6 @@
-"""Gradient accumulation: like eager's, like one batch of the whole size, in the step's memory."""
+"""Gradient accumulation: like eager's, and like one batch of the whole size."""
 
 import copy
-import weakref
 
 import pytest
 import torch
@@ -10,57 +9,9 @@ from torch.export import Dim
 
 import relax_disc
 from relax_disc import compiler
-from relax_disc.errors import (
-    InputMismatchError,
-    MemoryBudgetError,
-    NonFiniteLossError,
-    OutOfMemoryError,
-    StepTornError,
-)
+from relax_disc.errors import InputMismatchError
 from relax_disc.vm_builtins import native
-
-
-class Net(nn.Module):
-    def __init__(self, rate=0.0):
-        super().__init__()
-        self.first = nn.Linear(6, 16)
-        self.second = nn.Linear(16, 1)
-        self.rate = rate
-
-    def forward(self, x):
-        hidden = nn.functional.dropout(torch.tanh(self.first(x)), self.rate)
-        return (self.second(hidden) - 1).square().mean()
-
-
-def quarter(model, x):
-    return model(x) / 4
-
-
-OPTIMIZERS = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "momentum": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9, dampening=0.5),
-}
-
-
-def make(kind="adamw", rate=0.0, loss_fn=quarter, **options):
-    torch.manual_seed(0)
-    model = Net(rate)
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    shapes = ({0: Dim("rows", min=1, max=64)},)
-    args = (torch.randn(4, 6),)
-    return relax_disc.compile(
-        model, optimizer, args, dynamic_shapes=shapes, loss_fn=loss_fn, **options
-    )
-
-
-def batches(count, rows, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(rows, 6, generator=generator) for _ in range(count)]
-
-
-def close(first, second):
-    for mine, theirs in zip(first.parameters(), second.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5)
+from tests.training.accumulating import OPTIMIZERS, Net, batches, close, make, quarter
 
 
 @pytest.mark.parametrize(("kind", "norm"), [("adamw", None), ("momentum", 0.05)])
@@ -186,73 +137,6 @@ def test_a_model_that_changed_is_not_compiled():
     assert step(x, update=False) != step(x, update=False)
 
 
-def test_keeps_to_the_budget_and_refuses_bad_losses():
-    step = make()
-    (x,) = batches(1, 64)
-    step.memory_budget = 2000
-    with pytest.raises(MemoryBudgetError):
-        step(x, update=False)
-    assert all(p.grad is None for p in step.model.parameters())
-    step.memory_budget = "1MiB"
-    step(x, update=False)
-    step.check_finite = True
-    before = step.model.first.weight.grad.clone()
-    with pytest.raises(NonFiniteLossError):
-        step(x * float("nan"), update=False)
-    assert torch.equal(before, step.model.first.weight.grad)
-    step(x)
-
-
-def gradient_bytes(step):
-    return sum(p.numel() * p.element_size() for p in step.model.parameters())
-
-
-def test_sums_count_as_resident_memory_while_they_are_there():
-    step = make()
-    (x,) = batches(1, 7)
-    plain = step.plan(rows=7)
-    adding = step.plan(update=False, rows=7)
-    assert all(p.grad is None for p in step.model.parameters())
-    assert adding.resident_bytes - plain.resident_bytes == gradient_bytes(step) + 8
-    assert step.plan(rows=7) == plain
-    step(x, update=False)
-    report = step.memory_report()
-    assert report.peak_bytes == report.planned_peak_bytes == adding.peak_bytes
-    assert report.state_bytes == plain.state_bytes
-    updating = step.plan(rows=7)
-    assert updating.resident_bytes - plain.resident_bytes == gradient_bytes(step) + 8
-    kept = weakref.ref(step.model.first.weight.grad)
-    step(x)
-    report = step.memory_report()
-    assert report.peak_bytes == report.planned_peak_bytes == updating.peak_bytes
-    assert kept() is None
-    assert step.plan(rows=7) == plain
-    step(x)
-    assert step.memory_report().peak_bytes == plain.peak_bytes
-
-
-def test_all_functions_share_one_arena_and_one_budget():
-    step = make()
-    x, small = torch.ones(64, 6), torch.ones(2, 6)
-    step(x)
-    held = step.session.counters().held_bytes
-    step(small, update=False)
-    assert step.memory_report().held_bytes == held
-    step(small)
-    assert step.memory_report().held_bytes == held
-    step.memory_budget = "2MB"
-    for update in (False, True):
-        step(x, update=update)
-        assert step.memory_report().budget_bytes == 2 * 10**6
-    step.memory_budget = None
-    step(x, update=False)
-    room = step.plan(rows=64).peak_bytes
-    assert step.largest("rows", memory_budget=room) == 64
-    assert step.largest("rows", memory_budget=room - 1) < 64
-    step.optimizer.zero_grad()
-    assert step.largest("rows", memory_budget=room - 1) == 64
-
-
 def test_is_compiled_once_and_only_when_it_is_used(tmp_path, monkeypatch):
     native.load()
     monkeypatch.setenv("RELAX_DISC_CACHE", str(tmp_path))
@@ -270,138 +154,6 @@ def test_is_compiled_once_and_only_when_it_is_used(tmp_path, monkeypatch):
     again = make()
     again(torch.ones(3, 6), update=False)
     assert len(builds) == 2
-
-
-def test_what_failed_half_way_must_be_cleared(monkeypatch):
-    step = make()
-    (x,) = batches(1, 5)
-    step(x, update=False)
-    adding = step.accumulation.known()[0]
-
-    class TornSession:
-        torn = True
-
-        def __getattr__(self, name):
-            return getattr(session, name)
-
-    def fail(*_):
-        raise RuntimeError("a kernel failed")
-
-    session = adding._session
-    with monkeypatch.context() as patch:
-        patch.setattr(adding, "_session", TornSession())
-        patch.setattr(adding, "_call", fail)
-        with pytest.raises(StepTornError, match="zero_grad"):
-            step(x, update=False)
-    for update in (True, False):
-        with pytest.raises(StepTornError, match="first_weight_grad"):
-            step(x, update=update)
-    step.model.zero_grad(set_to_none=False)
-    step(x)
-
-
-def test_a_failure_before_anything_was_written_leaves_no_gradient(monkeypatch):
-    step = make()
-    (x,) = batches(1, 5)
-    step.plan(update=False, rows=5)
-
-    def fail(*_):
-        raise RuntimeError("no memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(step.accumulation.known()[0], "_call", fail)
-        with pytest.raises(RuntimeError, match="no memory"):
-            step(x, update=False)
-    assert all(p.grad is None for p in step.model.parameters())
-    step(x)
-
-
-def test_sums_that_find_no_memory_leave_nothing_behind(monkeypatch):
-    step = make()
-    (x,) = batches(1, 5)
-    step.plan(update=False, rows=5)
-    made = []
-
-    def refuse(*args, **options):
-        made.append(1)
-        if len(made) > 2:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return original(*args, **options)
-
-    original = torch.zeros_like
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros_like", refuse)
-        with pytest.raises(OutOfMemoryError, match="sums of gradients"):
-            step(x, update=False)
-    assert all(p.grad is None for p in step.model.parameters())
-    step(x)
-
-
-def test_gradients_that_are_not_dense_are_refused():
-    step = make()
-    weight = step.model.first.weight
-    weight.grad = weight.detach().to_sparse()
-    with pytest.raises(InputMismatchError, match="clear it"):
-        step(torch.ones(3, 6), update=False)
-
-
-def least(step, update, **shape):
-    """The least budget that the planner finds for a call."""
-    unlimited = step.memory_budget
-    step.memory_budget = step.plan(update=update, **shape).resident_bytes + 1
-    found = step.plan(update=update, **shape).least_bytes
-    step.memory_budget = unlimited
-    return found
-
-
-class Deep(nn.Module):
-    """Layers whose activations are worth giving up."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) * torch.sigmoid(x)
-        return x.square().mean()
-
-
-def test_results_are_bit_identical_at_every_budget():
-    torch.manual_seed(0)
-    model = Deep()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    shapes = ({0: Dim("rows", min=1, max=512)},)
-    args = (torch.randn(4, 32),)
-    step = relax_disc.compile(model, optimizer, args, dynamic_shapes=shapes, max_grad_norm=0.01)
-    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    sizes = [300, 511, 120, 400]
-
-    def train(fraction):
-        model.load_state_dict(start[0])
-        optimizer.load_state_dict(copy.deepcopy(start[1]))
-        losses, again = [], 0
-        for k, rows in enumerate(sizes):
-            update = k == len(sizes) - 1
-            step.memory_budget = None
-            high = step.plan(update=update, rows=rows).peak_bytes
-            low = least(step, update, rows=rows)
-            if fraction is not None:
-                step.memory_budget = int(low + fraction * (high - low))
-            generator = torch.Generator().manual_seed(k)
-            losses.append(step(torch.randn(rows, 32, generator=generator), update=update))
-            report = step.memory_report()
-            assert report.peak_bytes == report.planned_peak_bytes <= (step.memory_budget or high)
-            again += report.recomputations
-        step.memory_budget = None
-        return [*losses, *(p.detach().clone() for p in model.parameters())], again
-
-    free, none = train(None)
-    assert none == 0
-    for fraction in (0.0, 0.3, 0.7):
-        tight, recomputations = train(fraction)
-        assert recomputations > 0
-        assert all(map(torch.equal, free, tight))
 
 
 def test_is_saved_once_it_was_used(tmp_path):
