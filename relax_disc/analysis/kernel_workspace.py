@@ -100,10 +100,9 @@ def _sort(views: list[View], numbers: list[int]) -> Workspace:
 
 
 def _vocabulary_head(views: list[View], numbers: list[int]) -> Workspace:
-    """Rows, rows of a chunk, classes and width of a linear head."""
+    """Rows of a linear head: all else is in its last result."""
     del numbers
-    weight, target, chunks = views[1], views[2], views[-1]
-    return "vocabulary_head", (_elements(target.shape), chunks.shape[0], *weight.shape)
+    return "vocabulary_head", (_elements(views[2].shape),)
 
 
 _READERS: dict[str, Callable[[list[View], list[int]], Workspace]] = {

@@ -2,8 +2,8 @@
 
 Arguments: x of N rows, weight [V, D], target [N] int64, grad_loss [], ignore_index,
 label_smoothing, is_mean; results: loss [], grad_x of N rows, grad_weight [V, D] (not for
-`vocabulary_head_frozen`), workspace [rows of a chunk, V + 2 D], of which the twins use the row
-count alone.
+`vocabulary_head_frozen`), workspace [rows of a chunk, `workspace_columns(V, D)`], the rows being a
+multiple of `ROW_UNIT`; the twins use the row count alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,18 @@ from typing import Any
 import numpy as np
 
 from relax_disc.vm_builtins.library_arrays import array_of
+
+# As in `src/vocabulary_head_chunk.h`.
+ROW_UNIT, BLOCK_CLASSES, STATISTICS = 16, 336, 3
+
+
+def workspace_columns(classes: Any, width: Any) -> Any:
+    """Columns of the workspace, for numbers as well as symbolic extents.
+
+    Logits, the inputs packed twice, and statistics of each block of classes.
+    """
+    blocks = (classes + (BLOCK_CLASSES - 1)) // BLOCK_CLASSES
+    return classes + 2 * ((width + (ROW_UNIT - 1)) // ROW_UNIT * ROW_UNIT) + STATISTICS * blocks
 
 
 def vocabulary_head(

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.export import Dim
+from tvm import tirx
 
 import relax_disc
 from relax_disc.frontend import capture_step
-from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead
+from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead, chunk_rows
 from relax_disc.transform.simplify import Simplify
 from relax_disc.vm_builtins import library_kernels, library_vocabulary_head
 
@@ -26,7 +27,8 @@ def run(function, x, weight, target, grad, options, chunk, frozen=False):
     outputs = [np.full((), 7, "float32"), np.full((rows, width), 7, "float32")]
     if not frozen:
         outputs.append(np.full((classes, width), 7, "float32"))
-    outputs.append(np.zeros((chunk, classes + 2 * width), "float32"))
+    columns = library_vocabulary_head.workspace_columns(classes, width)
+    outputs.append(np.full((-(-chunk // 16) * 16, columns), np.nan, "float32"))
     tensors = [tvm_ffi.from_dlpack(array) for array in (x, weight, target, grad)]
     results = [tvm_ffi.from_dlpack(array) for array in outputs]
     function(*tensors, *options, *results)
@@ -48,10 +50,10 @@ def reference(x, weight, target, grad, ignore, smoothing, mean):
 
 
 @given(
-    rows=st.integers(1, 40),
-    width=st.integers(1, 20),
-    classes=st.integers(2, 70),
-    chunk=st.integers(1, 40),
+    rows=st.integers(1, 90),
+    width=st.one_of(st.integers(1, 70), st.sampled_from([400, 1024])),
+    classes=st.one_of(st.integers(2, 70), st.integers(330, 700)),
+    chunk=st.integers(1, 100),
     ignored=st.floats(0, 0.9),
     smoothing=st.sampled_from([0.0, 0.1]),
     mean=st.booleans(),
@@ -62,6 +64,7 @@ def test_agrees_with_float64(rows, width, classes, chunk, ignored, smoothing, me
     random = np.random.default_rng(seed)
     x = random.standard_normal((rows, width), "float32")
     weight = random.standard_normal((classes, width), "float32")
+    weight *= np.float32(min(1.0, 4 * width**-0.5))  # logits of a usual size
     target = random.integers(0, classes, rows)
     target[random.random(rows) < ignored] = -100
     target[0] = 0
@@ -100,6 +103,29 @@ def test_refuses_labels_outside_the_vocabulary():
     function = tvm_ffi.get_global_func("relax_disc.cpu.vocabulary_head")
     with pytest.raises(ValueError, match="label 5 of row 1"):
         run(function, x, weight, target, grad, (-100, 0.0, 1), 2)
+
+
+def test_threads_do_not_change_a_bit():
+    library_kernels.install()
+    random = np.random.default_rng(1)
+    x = random.standard_normal((70, 48), "float32")
+    weight = random.standard_normal((1000, 48), "float32")
+    target, grad = random.integers(0, 1000, 70), np.array(1, "float32")
+    function = tvm_ffi.get_global_func("relax_disc.cpu.vocabulary_head")
+    set_thread_count = tvm_ffi.get_global_func("relax_disc.cpu.set_thread_count", True)
+    if set_thread_count is None:
+        pytest.skip("the twins use one thread")
+    found = []
+    for threads in (1, 0):  # one, and all of the pool
+        set_thread_count(threads)
+        found.append(run(function, x, weight, target, grad, (-100, 0.1, 1), 32))
+    for one, all_of_them in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, all_of_them)
+
+
+def test_chunks_are_whole_vectors_within_bounds():
+    sizes = {rows: int(chunk_rows(tirx.const(rows, "int64"))) for rows in (1, 50, 100, 800, 9000)}
+    assert sizes == {1: 16, 50: 64, 100: 64, 800: 112, 9000: 128}
 
 
 class Head(nn.Module):

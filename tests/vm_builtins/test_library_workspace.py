@@ -6,7 +6,7 @@ import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_disc.vm_builtins import library_kernels
+from relax_disc.vm_builtins import library_kernels, library_vocabulary_head
 from relax_disc.vm_builtins.library_arrays import pack_axes
 
 pytestmark = pytest.mark.skipif(not library_kernels.install(), reason="no C++ compiler")
@@ -68,15 +68,16 @@ def test_attention(length, key, value, dtype):
     assert all(np.isfinite(gradient).all() for gradient in gradients)
 
 
-@given(rows=st.integers(1, 300), classes=extents, width=extents, chunk=st.integers(1, 150))
+@given(rows=st.integers(1, 300), classes=extents, width=extents, chunk=st.integers(1, 10))
 @settings(max_examples=20)
 def test_vocabulary_head(rows, classes, width, chunk):
     x, weight = np.zeros((rows, width), "float32"), np.ones((classes, width), "float32")
     target, grad = np.zeros(rows, "int64"), np.ones((), "float32")
     loss = np.empty((), "float32")
     results = (loss, np.empty_like(x), np.empty_like(weight))
-    chunks = np.empty((chunk, classes + 2 * width), "float32")
-    numbers = (4, rows, chunk, classes, width)
+    columns = library_vocabulary_head.workspace_columns(classes, width)
+    chunks = np.empty((16 * chunk, columns), "float32")
+    numbers = (4, rows)
     arguments = (x, weight, target, grad, -100, 0.0, 1, *results, chunks)
     call("vocabulary_head", numbers, "vocabulary_head", *arguments)
     np.testing.assert_allclose(loss, np.log(classes), rtol=1e-5, atol=1e-6)

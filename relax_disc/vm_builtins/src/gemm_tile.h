@@ -86,11 +86,19 @@ inline Vector<double>::Type MultiplyAdd(Vector<double>::Type a, Vector<double>::
 }
 #endif
 
+/*! \brief How a tile's part of A lies: packed, or as it is stored. */
+enum class LayoutOfA {
+  kPackedRows,   // [rows, depth], kPitch apart
+  kPackedSteps,  // [depth, rows], `a_step` apart
+  kRows,         // as kPackedRows, but `a_step` apart
+  kSteps         // as kPackedSteps; what `ahead` points to is asked for meanwhile, as for kRows
+};
+
 /*! \brief Operands of one register tile: C = A * B + addend over `depth` steps. */
 template <typename T>
 struct TileOperands {
   int64_t depth;
-  const T* a;  // by rows: [rows, kPitch]; else [depth, rows], `a_step` apart
+  const T* a;  // see LayoutOfA
   int64_t a_step;
   const T* b;  // [depth, vectors * lanes], `b_step` apart
   int64_t b_step;
@@ -98,17 +106,27 @@ struct TileOperands {
   int64_t c_pitch;
   const T* addend;  // null: none; may be C itself
   int64_t addend_pitch;  // 0: one row for all
+  const T* ahead;  // where memory is needed next, read in steps of `ahead_step`
+  int64_t ahead_step;
 };
 
-template <typename T, int Rows, int Vectors, bool ByRows>
+template <typename T, int Rows, int Vectors, LayoutOfA Layout>
 void Tile(const TileOperands<T>& p) {
   typedef typename Vector<T>::Type V;
   typedef typename Vector<T>::Loose Loose;
   constexpr int L = kLanes<T>;
   V sum[Rows][Vectors];
-  const T* a = p.a;
+  constexpr bool kByRows = Layout == LayoutOfA::kPackedRows || Layout == LayoutOfA::kRows;
+  constexpr bool kIsStored = Layout == LayoutOfA::kRows || Layout == LayoutOfA::kSteps;
+  // An address can hold once or twice a pitch that is not constant: one base for three rows.
+  constexpr int kBases = Layout == LayoutOfA::kRows ? (Rows + 2) / 3 : 1;
+  const T* a[kBases];
   const T* b = p.b;
-  const int64_t a_step = ByRows ? 1 : p.a_step, b_step = p.b_step;
+  const T* ahead = p.ahead;
+  const int64_t b_step = p.b_step, a_step = kByRows ? 1 : p.a_step, ahead_step = p.ahead_step;
+  const int64_t pitch = Layout == LayoutOfA::kRows ? p.a_step : kPitch<T>;
+#pragma GCC unroll 16
+  for (int i = 0; i < kBases; ++i) a[i] = p.a + 3 * i * pitch;
 #pragma GCC unroll 16
   for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 4
@@ -120,12 +138,18 @@ void Tile(const TileOperands<T>& p) {
     for (int j = 0; j < Vectors; ++j) row[j] = *reinterpret_cast<const Loose*>(b + j * L);
 #pragma GCC unroll 16
     for (int i = 0; i < Rows; ++i) {
-      V value = V{} + (ByRows ? a[i * kPitch<T>] : a[i]);
+      const T* at = kBases > 1 ? a[i / 3] + i % 3 * pitch : a[0] + (kByRows ? i * pitch : i);
+      const V value = *at - V{};  // x - 0 is x, as compilers know: a load that broadcasts
 #pragma GCC unroll 4
       for (int j = 0; j < Vectors; ++j) sum[i][j] = MultiplyAdd(value, row[j], sum[i][j]);
     }
     b += b_step;
-    a += a_step;
+#pragma GCC unroll 16
+    for (int i = 0; i < kBases; ++i) a[i] += a_step;
+    if constexpr (kIsStored) {
+      __builtin_prefetch(ahead);
+      ahead += ahead_step;
+    }
   }
   if (p.addend != nullptr) {
 #pragma GCC unroll 16
@@ -145,11 +169,17 @@ void Tile(const TileOperands<T>& p) {
   }
 }
 
-/*! \brief Tile<T, rows, vectors, by_rows> chosen at run time; instantiated in gemm_tile.cc. */
+/*! \brief Tile<T, rows, vectors, layout> chosen at run time; instantiated in gemm_tile.cc. */
 template <typename T>
-void RunTile(int64_t rows, int64_t vectors, bool by_rows, const TileOperands<T>& operands);
-extern template void RunTile<float>(int64_t, int64_t, bool, const TileOperands<float>&);
-extern template void RunTile<double>(int64_t, int64_t, bool, const TileOperands<double>&);
+void RunTile(int64_t rows, int64_t vectors, LayoutOfA layout, const TileOperands<T>& operands);
+extern template void RunTile<float>(int64_t, int64_t, LayoutOfA, const TileOperands<float>&);
+extern template void RunTile<double>(int64_t, int64_t, LayoutOfA, const TileOperands<double>&);
+
+/*! \brief RunTile with A packed: by rows or by steps. */
+template <typename T>
+inline void RunTile(int64_t rows, int64_t vectors, bool by_rows, const TileOperands<T>& operands) {
+  RunTile(rows, vectors, by_rows ? LayoutOfA::kPackedRows : LayoutOfA::kPackedSteps, operands);
+}
 
 }  // namespace relax_disc
 

@@ -14,6 +14,7 @@
 #include "packed_matrix.h"
 #include "parallel.h"
 #include "runtime_memory.h"
+#include "vocabulary_head_chunk.h"
 
 namespace relax_disc {
 
@@ -73,11 +74,9 @@ int64_t BatchMatmulBytes(int64_t count, int64_t m, int64_t n, int64_t k) {
   return std::max(MatmulBytes<T>(m, n, k), serial * PieceBytes(GemmBytes<T>(m, n, k, 1)));
 }
 
-int64_t HeadBytes(int64_t rows, int64_t chunk, int64_t classes, int64_t width) {
-  const int64_t products =
-      std::max({MatmulBytes<float>(chunk, classes, width), MatmulBytes<float>(chunk, width, classes),
-                MatmulBytes<float>(classes, width, chunk)});
-  return 2 * PieceBytes(rows * 8) + products;
+int64_t HeadBytes(int64_t rows) {
+  return 2 * PieceBytes(rows * 8) + PieceBytes(rows * 4) +
+         PieceBytes(PoolThreads() * kHeadScratch * static_cast<int64_t>(sizeof(float)));
 }
 
 /*! \brief The packed weight, and room for the rows of each thread, which share out the batch. */
@@ -93,7 +92,7 @@ template <typename T>
 int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n) {
   if (kind == "matmul") return MatmulBytes<T>(n.at(1), n.at(2), n.at(3));
   if (kind == "batch_matmul") return BatchMatmulBytes<T>(n.at(1), n.at(2), n.at(3), n.at(4));
-  if (kind == "vocabulary_head") return HeadBytes(n.at(1), n.at(2), n.at(3), n.at(4));
+  if (kind == "vocabulary_head") return HeadBytes(n.at(1));
   if (kind == "recurrence") return RecurrenceBytes<T>(n.at(1), n.at(2), n.at(3), 0);
   if (kind == "sort") return PieceBytes(PoolThreads() * n.at(1) * 8);
   if (kind == "ctc_loss_backward") {
