@@ -52,8 +52,18 @@ def test_gradients_of_every_parameter(form):
         check_gradients(captured, model, [batch(rows) for rows in (1, 9)])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param(
+            {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["default", "reentrant"],
+)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
-def test_gradient_checkpointing_of_hugging_face():
+def test_gradient_checkpointing_of_hugging_face(options):
     torch.manual_seed(0)
     model = hugging_face_llama().train()
     ids = torch.randint(0, VOCABULARY, (2, 5))
@@ -61,8 +71,7 @@ def test_gradient_checkpointing_of_hugging_face():
     example, shapes = {"input_ids": ids, "labels": ids}, dict.fromkeys(("input_ids", "labels"))
     shapes = {key: {0: b, 1: s} for key in shapes}
     plain = capture_step(model, None, example, dynamic_shapes=shapes)
-    for options in ({}, {"gradient_checkpointing_kwargs": {"use_reentrant": True}}):
-        model.gradient_checkpointing_enable(**options)
-        captured = capture_step(model, None, example, dynamic_shapes=shapes)
-        assert len(captured.outputs) == len(plain.outputs)
-        assert str(captured.module) == str(plain.module)
+    model.gradient_checkpointing_enable(**options)
+    captured = capture_step(model, None, example, dynamic_shapes=shapes)
+    assert len(captured.outputs) == len(plain.outputs)
+    assert str(captured.module) == str(plain.module)

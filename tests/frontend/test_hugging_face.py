@@ -64,7 +64,6 @@ CASES = {
         3,
     ),
 }
-SLOW = set(CASES) - {"llama"}
 
 
 def make(name):
@@ -87,9 +86,8 @@ def batch(b, s):
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
-)
+@pytest.mark.slow  # in the fast tier tests/training/test_numerics.py trains a Llama
+@pytest.mark.parametrize("name", CASES)
 def test_gradients(name):
     model, least = make(name)
     b, s = Dim("b", min=1, max=8), Dim("s", min=least, max=40)

@@ -54,7 +54,9 @@ def llama_with_labels():
             self.model = model
 
         def forward(self, ids, labels):
-            return self.model(input_ids=ids, labels=labels).loss
+            first = torch.arange(labels.shape[0])[:, None] == 0
+            mask = (~(first & (labels == -100))).long()  # one row is padded
+            return self.model(input_ids=ids, attention_mask=mask, labels=labels).loss
 
     return WithLabels()
 
