@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from relax_disc.vm_builtins.planner_twin_model import Random
 
-_NODES, _PERIOD = 100, 6
+_NODES, _PERIOD, _TIGHT_PERIOD = 100, 6, 20
+_ALONE = 1200
 _BLAME = 5040
 
 
@@ -76,27 +77,18 @@ def search_offsets(problem: OffsetProblem, height: int, work: int) -> tuple[list
             (width, crowd, size),
         )
     ]
-    search, random, turn = _Search(problem, height), Random(1), 0
+    free = Restarts(problem, height, _PERIOD, fills_tight=False)
+    tight = Restarts(problem, height, _TIGHT_PERIOD, fills_tight=True)
     # Two frames for each buffer; frames of Python functions take no C stack.
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 2 * count + 1000))
     while True:
-        nodes = (1 + (turn % _PERIOD) ** 2) * _NODES
-        for ranks in orders:
-            most = max(1, *search.failures) if count else 1
-            blame = random.below(5) if turn else 0
-            noise = random.below(4) if turn else 0
-            preference = [
-                ranks[i] * 4096 // count
-                + blame * 1024 * search.failures[i] // most
-                + (noise * (random.below(83) - 41) if noise else 0)
-                for i in range(count)
-            ]
-            if search.run(preference, nodes):
-                return search.offsets, search.work
-            if search.work >= work:
-                return None, work
-        search.failures = [f * 4 // 5 for f in search.failures]
-        turn += 1
+        next_one = free if free.search.work <= _ALONE * count**2 + tight.search.work else tight
+        found = next_one.run(orders)
+        used = free.search.work + tight.search.work
+        if found:
+            return next_one.search.offsets, used
+        if used >= work:
+            return None, work
 
 
 def _ranks(measures: list[tuple[int, int, int]]) -> list[int]:
@@ -106,11 +98,42 @@ def _ranks(measures: list[tuple[int, int, int]]) -> list[int]:
     return ranks
 
 
+class Restarts:
+    """Runs with changing preferences."""
+
+    def __init__(
+        self, problem: OffsetProblem, height: int, period: int, *, fills_tight: bool
+    ) -> None:
+        self.search = _Search(problem, height, fills_tight)
+        self._period, self._random, self._round, self._turn = period, Random(1), 0, 0
+
+    def run(self, orders: list[list[int]]) -> bool:
+        """Do the next run, with one of the orders in turn."""
+        search, ranks = self.search, orders[self._turn]
+        most = max(1, *search.failures) if ranks else 1
+        blame = self._random.below(5) if self._round else 0
+        noise = self._random.below(4) if self._round else 0
+        preference = [
+            rank * 4096 // len(ranks)
+            + blame * 1024 * failures // most
+            + (noise * (self._random.below(83) - 41) if noise else 0)
+            for rank, failures in zip(ranks, search.failures, strict=True)
+        ]
+        if search.run(preference, (1 + (self._round % self._period) ** 2) * _NODES):
+            return True
+        self._turn += 1
+        if self._turn == len(orders):
+            self._turn = 0
+            self._round += 1
+            search.failures = [f * 4 // 5 for f in search.failures]
+        return False
+
+
 class _Search:
     """Runs over one problem, and what they learn about its buffers."""
 
-    def __init__(self, problem: OffsetProblem, height: int) -> None:
-        self._problem, self._height = problem, height
+    def __init__(self, problem: OffsetProblem, height: int, fills_tight: bool) -> None:
+        self._problem, self._height, self._fills_tight = problem, height, fills_tight
         self.failures = [0] * problem.count
         self.offsets: list[int] = []
         self.work = 0
@@ -136,8 +159,10 @@ class _Search:
         for t in range(self._problem.first[buffer] + 1, self._problem.last[buffer]):
             self._crossing[t] += step
 
-    def _bound(self, buffers: list[int], bottom: int) -> tuple[list[int], list[bool], int] | None:
-        """Lowest offsets, whether they lack support, and the ceiling of what to try next."""
+    def _bound(
+        self, buffers: list[int], bottom: int
+    ) -> tuple[list[int], list[bool], int, list[int]] | None:
+        """Lowest offsets, whether they lack support, the ceiling of what to try, tight sections."""
         problem, height = self._problem, self._height
         floating: list[bool] = []
         first: dict[int, int] = {}
@@ -173,7 +198,9 @@ class _Search:
                 for i in alive:
                     self.failures[i] += _BLAME // len(alive)
                 return None
-        return low, floating, ceiling
+        least = min(low)
+        tight = [t for t in sorted(rest) if floor[t] == least and least + rest[t] == height]
+        return low, floating, ceiling, tight
 
     def _solve(self, buffers: list[int], bottom: int) -> bool:
         """Place all buffers of one connected part."""
@@ -185,7 +212,7 @@ class _Search:
         bounds = self._bound(buffers, bottom)
         if bounds is None:
             return False
-        low, floating, ceiling = bounds
+        low, floating, ceiling, tight = bounds
         candidates = [
             a
             for a, i in enumerate(buffers)
@@ -193,6 +220,10 @@ class _Search:
             and low[a] < ceiling
             and not (self._twin[i] >= 0 and self.offsets[self._twin[i]] < 0)
         ]
+        if self._fills_tight and tight:
+            candidates = self._fillers(
+                buffers, [a for a in candidates if low[a] == min(low)], tight
+            )
         candidates.sort(key=lambda a: (low[a], -self._preference[buffers[a]]))
         raised: list[tuple[int, int]] = []
         saved = [self._lowest[i] for i in buffers]
@@ -220,6 +251,15 @@ class _Search:
         for i, barred in reversed(raised):
             self._barred[i] = barred
         return solved
+
+    def _fillers(self, buffers: list[int], lowest: list[int], tight: list[int]) -> list[int]:
+        """Candidates at the floor of the tight section that has the fewest."""
+        problem = self._problem
+        alive = [
+            [a for a in lowest if problem.first[buffers[a]] <= t < problem.last[buffers[a]]]
+            for t in tight
+        ]
+        return min(alive, key=len)
 
     def _solve_parts(self, buffers: list[int], placed: int, bottom: int) -> bool:
         """Solve what is left without the buffer at position `placed`, part by part."""

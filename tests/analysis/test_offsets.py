@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from relax_disc.analysis.offsets import plan_offsets
 from relax_disc.errors import GraphError
 from relax_disc.vm_builtins import native, offsets_twin
+from relax_disc.vm_builtins.offsets_twin_search import Restarts
 
 CAPACITY = 1048576
 
@@ -101,6 +102,36 @@ def test_python_searches_alike():
                 *problem, graph.lower_bound
             )
     assert found > 200
+
+
+def cut_apart(random, pieces, span=64, height=4096):
+    """Buffers that fill a rectangle without a gap, made by cutting it again and again."""
+    parts = [(0, span, height)]
+    while len(parts) < pieces:
+        begin, end, size = parts.pop(random.randrange(len(parts)))
+        if end - begin > 1 and random.random() < 0.5:
+            at = random.randrange(begin + 1, end)
+            parts += [(begin, at, size), (at, end, size)]
+        elif size > 1:
+            at = random.randrange(1, size)
+            parts += [(begin, end, at), (begin, end, size - at)]
+        else:
+            parts.append((begin, end, size))
+    random.shuffle(parts)
+    return tuple(zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize("fills_tight", [False, True])
+def test_each_search_finds_perfect_packings(fills_tight):
+    """Without slack anywhere, so that the second search fills a floor at every step."""
+    for seed in range(30):
+        problem = cut_apart(random.Random(seed), 24)
+        graph = offsets_twin.make_problem(*map(list, problem))
+        runs = Restarts(graph, 4096, 6, fills_tight=fills_tight)
+        orders = [list(range(24)), sorted(range(24), key=lambda i: problem[2][i])]
+        assert any(runs.run(orders) for _ in range(40))
+        check(*(list(part) for part in problem), runs.search.offsets, 4096)
+        assert plan_offsets(*problem, 4096) == offsets_twin.plan_offsets(*problem, 4096)
 
 
 def test_too_small_a_capacity_is_told():

@@ -9,6 +9,11 @@
 // Runs are short and many: each starts over with another preference among buffers, mixing a fixed
 // order, how often a buffer took part in failures (as constraint solvers weigh variables by their
 // failures) and noise.
+//
+// Two searches take turns.  The second, which joins late, branches at a section without slack where
+// there is one: some buffer that is alive there must lie at its floor, so that nothing else need be
+// tried (as exact cover branches on the item with the fewest options).  Each solves problems that the
+// other does not.
 #include <algorithm>
 
 #include "offsets.h"
@@ -20,7 +25,7 @@ namespace {
 
 class OffsetSearch {
  public:
-  OffsetSearch(const OffsetProblem& problem, int64_t height);
+  OffsetSearch(const OffsetProblem& problem, int64_t height, bool fills_tight);
 
   // One run with the given preferences (larger first) and number of nodes.
   bool Run(const std::vector<int64_t>& preference, int64_t nodes);
@@ -43,10 +48,12 @@ class OffsetSearch {
   bool Bound(Level* level, int64_t bottom, int64_t* ceiling);
   bool SolveParts(std::size_t depth, int placed, int64_t bottom);
   void Blame(const Level& level, int section);
+  void KeepFillers(Level* level);
 
   const OffsetProblem& problem_;
   const std::vector<std::vector<int>> overlaps_;
   const int64_t height_;
+  const bool fills_tight_;
   const std::vector<int64_t>* preference_ = nullptr;
   std::vector<int64_t> lowest_;  // per buffer: highest end of a placed buffer that overlaps it
   std::vector<int64_t> barred_;  // per buffer: offsets below this have failed
@@ -54,25 +61,24 @@ class OffsetSearch {
   std::vector<int> crossing_;    // per section: unplaced buffers alive across its start
   std::vector<int> twin_;        // per buffer: an identical earlier one, -1 if none
   std::vector<int64_t> floor_, rest_;  // per section
+  std::vector<int> fillers_;  // per section: candidates for its floor, -1 if that may stay free
   std::vector<Level> levels_;
   int64_t nodes_left_ = 0;
 };
 
-// Runs get kNodes nodes times 1 + the square of the round's number modulo kPeriod: mostly short, now
-// and then long.  Chosen by mean time over seeds on the MiniMalloc problems A to F.
-constexpr int64_t kNodes = 100;
-constexpr int kPeriod = 6;
 constexpr int64_t kBlame = 5040;  // divisible by most small counts
 
-OffsetSearch::OffsetSearch(const OffsetProblem& problem, int64_t height)
+OffsetSearch::OffsetSearch(const OffsetProblem& problem, int64_t height, bool fills_tight)
     : failures(problem.count(), 0),
       problem_(problem),
       overlaps_(FindOverlaps(problem)),
       height_(height),
+      fills_tight_(fills_tight),
       first_(problem.count(), 0),
       twin_(problem.count(), -1),
       floor_(problem.load.size(), 0),
       rest_(problem.load.size(), 0),
+      fillers_(problem.load.size(), -1),
       levels_(problem.count() + 2) {
   for (int i = 0; i < problem.count(); ++i) {
     for (int j = i - 1; j >= 0 && twin_[i] < 0; --j) {
@@ -160,6 +166,38 @@ bool OffsetSearch::Bound(Level* level, int64_t bottom, int64_t* ceiling) {
   return true;
 }
 
+// Where a section at the lowest floor has no slack, keep the candidates that can fill it; of several
+// such sections take the one with the fewest.
+void OffsetSearch::KeepFillers(Level* level) {
+  int64_t least = INT64_MAX;
+  int begin = static_cast<int>(problem_.load.size()), end = 0;
+  for (std::size_t a = 0; a < level->buffers.size(); ++a) {
+    least = std::min(least, level->low[a]);
+    begin = std::min(begin, problem_.first[level->buffers[a]]);
+    end = std::max(end, problem_.last[level->buffers[a]]);
+  }
+  for (int t = begin; t < end; ++t) {
+    const bool tight = rest_[t] > 0 && floor_[t] == least && floor_[t] + rest_[t] == height_;
+    fillers_[t] = tight ? 0 : -1;
+  }
+  for (int a : level->candidates) {
+    if (level->low[a] != least) continue;
+    const int i = level->buffers[a];
+    for (int t = problem_.first[i]; t < problem_.last[i]; ++t) fillers_[t] += fillers_[t] >= 0;
+  }
+  int section = -1;
+  for (int t = begin; t < end; ++t) {
+    if (fillers_[t] >= 0 && (section < 0 || fillers_[t] < fillers_[section])) section = t;
+  }
+  if (section < 0) return;
+  const auto idle = [&](int a) {
+    const int i = level->buffers[a];
+    return level->low[a] != least || section < problem_.first[i] || problem_.last[i] <= section;
+  };
+  std::vector<int>& candidates = level->candidates;
+  candidates.erase(std::remove_if(candidates.begin(), candidates.end(), idle), candidates.end());
+}
+
 // Place all buffers of a level, which are one connected part.
 bool OffsetSearch::Solve(std::size_t depth, int64_t bottom) {
   Level& level = levels_[depth];
@@ -175,6 +213,7 @@ bool OffsetSearch::Solve(std::size_t depth, int64_t bottom) {
       level.candidates.push_back(static_cast<int>(a));
     }
   }
+  if (fills_tight_) KeepFillers(&level);
   std::sort(level.candidates.begin(), level.candidates.end(), [&](int a, int b) {
     if (level.low[a] != level.low[b]) return level.low[a] < level.low[b];
     const int64_t x = (*preference_)[level.buffers[a]], y = (*preference_)[level.buffers[b]];
@@ -276,6 +315,53 @@ std::vector<int64_t> Ranks(const std::vector<std::vector<int64_t>>& measures) {
   return ranks;
 }
 
+// Runs with changing preferences.  They get kNodes nodes times 1 + the square of the round's number
+// modulo `period`: mostly short, now and then long.
+class Restarts {
+ public:
+  Restarts(const OffsetProblem& problem, int64_t height, int period, bool fills_tight)
+      : search_(problem, height, fills_tight), period_(period) {}
+
+  int64_t work() const { return search_.work; }
+  const std::vector<int64_t>& offsets() const { return search_.offsets; }
+
+  // The next run, with one of the orders in turn.
+  bool Run(const std::vector<std::vector<int64_t>>& orders) {
+    const std::vector<int64_t>& ranks = orders[turn_];
+    const int count = static_cast<int>(ranks.size());
+    int64_t most = 1;
+    for (int64_t f : search_.failures) most = std::max(most, f);
+    const int64_t blame = round_ ? random_.Below(5) : 0, noise = round_ ? random_.Below(4) : 0;
+    std::vector<int64_t> preference(count);
+    for (int i = 0; i < count; ++i) {
+      preference[i] = ranks[i] * 4096 / count + blame * 1024 * search_.failures[i] / most;
+      if (noise) preference[i] += noise * (random_.Below(83) - 41);
+    }
+    const int64_t stage = round_ % period_;
+    if (search_.Run(preference, (1 + stage * stage) * kNodes)) return true;
+    if (++turn_ == orders.size()) {
+      turn_ = 0;
+      ++round_;
+      for (int64_t& f : search_.failures) f = f * 4 / 5;
+    }
+    return false;
+  }
+
+ private:
+  static constexpr int64_t kNodes = 100;
+
+  OffsetSearch search_;
+  Random random_{1};
+  const int64_t period_;
+  int64_t round_ = 0;
+  std::size_t turn_ = 0;
+};
+
+// By mean time over seeds on the MiniMalloc problems A to F; the second solves problem K.
+constexpr int kPeriod = 6, kTightPeriod = 20;
+// What the first search does before the second joins, times the square of the number of buffers.
+constexpr int64_t kAlone = 1200;
+
 }  // namespace
 
 bool SearchOffsets(const OffsetProblem& problem, int64_t height, int64_t* work,
@@ -293,30 +379,21 @@ bool SearchOffsets(const OffsetProblem& problem, int64_t height, int64_t* work,
   const std::vector<std::vector<int64_t>> orders{
       Ranks({width, area, crowd}), Ranks({crowd, area, width}), Ranks({crowd, width, area}),
       Ranks({area, width, crowd}), Ranks({size, width, crowd}), Ranks({width, crowd, size})};
-  OffsetSearch search(problem, height);
-  Random random(1);
-  std::vector<int64_t> preference(count);
-  for (int round = 0;; ++round) {
-    const int64_t nodes = (1 + (round % kPeriod) * (round % kPeriod)) * kNodes;
-    for (const std::vector<int64_t>& ranks : orders) {
-      int64_t most = 1;
-      for (int64_t f : search.failures) most = std::max(most, f);
-      const int64_t blame = round ? random.Below(5) : 0, noise = round ? random.Below(4) : 0;
-      for (int i = 0; i < count; ++i) {
-        preference[i] = ranks[i] * 4096 / count + blame * 1024 * search.failures[i] / most;
-        if (noise) preference[i] += noise * (random.Below(83) - 41);
-      }
-      if (search.Run(preference, nodes)) {
-        *offsets = search.offsets;
-        *work -= search.work;
-        return true;
-      }
-      if (search.work >= *work) {
-        *work = 0;
-        return false;
-      }
+  Restarts free(problem, height, kPeriod, false), tight(problem, height, kTightPeriod, true);
+  const int64_t alone = kAlone * count * count;
+  while (true) {
+    Restarts& next = free.work() <= alone + tight.work() ? free : tight;
+    const bool found = next.Run(orders);
+    const int64_t used = free.work() + tight.work();
+    if (found) {
+      *offsets = next.offsets();
+      *work -= used;
+      return true;
     }
-    for (int64_t& f : search.failures) f = f * 4 / 5;
+    if (used >= *work) {
+      *work = 0;
+      return false;
+    }
   }
 }
 
