@@ -114,11 +114,16 @@ class MemoryReport:
         return self.peak_bytes - self.state_bytes
 
 
+_LOOK_AHEAD = 4
+"""Sizes; seen: one between two that fit, of a Llama's lengths 14 to 29 in a batch of 2."""
+
+
 def largest_that_fits(fits: Callable[[int], bool], lower: int, upper: int, step: int) -> int:
     """Return the greatest multiple of ``step`` in ``lower .. upper`` that fits, or 0 if none does.
 
-    Peaks grow with a dim almost always, but a plan is a heuristic's answer, so the boundary found
-    by bisection is followed upwards while the next sizes still fit.
+    Peaks grow with a dim almost always, but a plan is a heuristic's answer, and a size that falls
+    badly into chunks can need more than the next ones do.  So the boundary found by bisection is
+    followed upwards while one of the next `_LOOK_AHEAD` sizes still fits.
 
     Parameters
     ----------
@@ -138,6 +143,9 @@ def largest_that_fits(fits: Callable[[int], bool], lower: int, upper: int, step:
             low = middle
         else:
             high = middle - 1
-    while (low + 1) * step <= upper and fits((low + 1) * step):
-        low += 1
+    place, last = low, upper // step
+    while place < min(low + _LOOK_AHEAD, last):
+        place += 1
+        if fits(place * step):
+            low = place
     return low * step

@@ -12,6 +12,7 @@ import torch
 
 import relax_disc
 from relax_disc.errors import MemoryBudgetError
+from relax_disc.training.memory_plan import largest_that_fits
 from tests.frontend.models import Llama, dims, token_batch
 
 SHAPES = [(8, 48), (1, 1), (3, 17), (8, 48)]
@@ -127,6 +128,22 @@ def test_what_cannot_fit_is_refused_with_a_way_out(trained):
     step.memory_budget = caught.value.least_bytes
     step(*token_batch(8, 48))
     step.memory_budget = None
+
+
+@pytest.mark.parametrize(
+    ("fits", "lower", "upper", "step", "wanted"),
+    [
+        (lambda n: n <= 17, 1, 48, 1, 17),
+        (lambda n: n <= 18 or n in (20, 21, 24), 1, 48, 1, 24),
+        (lambda n: n != 47, 1, 48, 1, 48),
+        (lambda n: n <= 40, 8, 47, 8, 40),
+        (lambda n: n > 1, 1, 48, 1, 0),
+    ],
+)
+def test_the_largest_size_is_looked_for_beyond_the_first_that_does_not_fit(
+    fits, lower, upper, step, wanted
+):
+    assert largest_that_fits(fits, lower, upper, step) == wanted
 
 
 def test_no_kernel_reads_what_none_has_written(trained):
