@@ -34,6 +34,7 @@ BUDGETS: dict[str, tuple[str, float]] = {
     "1/2 of own": ("own", 1 / 2),
     "1/3 of own": ("own", 1 / 3),
     "1/4 of own": ("own", 1 / 4),
+    "0.65 of compile": ("compile", 0.65),
     "0.45 of compile": ("compile", 0.45),
     "0.33 of compile": ("compile", 0.33),
     "0.45 of compile's highest": ("highest", 0.45),
