@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from relax_disc.vm_builtins import libraries, native, runtime
 _logger = logging.getLogger(__name__)
 
 _LIMIT_BYTES = 2 * 2**30
+_DRAFT_SECONDS = 3600  # a draft older than this has no writer any more
 _SUFFIX = ".program"
 
 
@@ -155,7 +157,14 @@ def _look_up(path: Path) -> bytes | None:
 
 
 def _trim(folder: Path, keep: Path) -> None:
-    """Remove the least recently used programs beyond the bound, never the one just written."""
+    """Remove the least recently used programs beyond the bound, never the one just written.
+
+    Removes the drafts that killed processes left behind, too.
+    """
+    for draft in folder.glob(f".*{_SUFFIX}.*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - draft.stat().st_mtime > _DRAFT_SECONDS:
+                draft.unlink(missing_ok=True)
     limit = int(os.environ.get("RELAX_DISC_CACHE_BYTES", _LIMIT_BYTES))
     found = []
     for path in folder.glob(f"*{_SUFFIX}"):

@@ -140,12 +140,15 @@ def test_is_bounded_by_the_least_recently_used(folder, monkeypatch):
         if age == 2:
             size = sum(path.stat().st_size for path in folder.iterdir())
             monkeypatch.setenv("RELAX_DISC_CACHE_BYTES", str(size))
+            (folder / ".killed.program.x").write_bytes(b"half of a progr")
+            (folder / ".busy.program.y").write_bytes(b"half of a progr")
+            os.utime(folder / ".killed.program.x", (0, 0))
         built = build_cached(module, target, options, Fake)
         if age == 0:
             built.calibration_path("this machine").write_bytes(b"goes with its program")
         names.append(f"{program_key(module, target, options)}.program")
         os.utime(folder / names[-1], (age, age))
-    assert {path.name for path in folder.iterdir()} == set(names[1:])
+    assert {path.name for path in folder.iterdir()} == {*names[1:], ".busy.program.y"}
 
 
 def test_keys_tell_programs_apart():
