@@ -93,6 +93,8 @@ _COUNTS: dict[str, _Count] = {
     "matmul_add": _matmul,
     "batch_matmul": _batch_matmul,
     "vocabulary_head": _vocabulary_head(3),
+    "vocabulary_head_bias": _vocabulary_head(3),
+    "vocabulary_head_bias_frozen": _vocabulary_head(2),
     "vocabulary_head_frozen": _vocabulary_head(2),
     "attention": _attention(2, key=1),
     "attention_masked": _attention(2, key=1),

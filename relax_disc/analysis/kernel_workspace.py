@@ -114,6 +114,8 @@ _READERS: dict[str, Callable[[list[View], list[int]], Workspace]] = {
     "ctc_loss_backward": _ctc_loss_backward,
     "sort": _sort,
     "vocabulary_head": _vocabulary_head,
+    "vocabulary_head_bias": _vocabulary_head,
+    "vocabulary_head_bias_frozen": _vocabulary_head,
     "vocabulary_head_frozen": _vocabulary_head,
     "attention": _attention("attention", key=1, value=2),
     "attention_masked": _attention("attention", key=1, value=2),

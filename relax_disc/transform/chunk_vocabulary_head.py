@@ -6,10 +6,10 @@ loss, the gradient of the head's input and that of its weight, with no further m
 rows whose label is ignored are left out.  The number of rows in a chunk depends on the shape
 alone, so that results do not depend on the memory budget.
 
-Recognised: ``cross_entropy(x @ w.T, target)`` with its gradient, float32, class indices, label
-smoothing, "mean" or "sum", tied or frozen weights.  Anything else is left as it is, exact but with
-whole logits: logits that something else uses, such as a z-loss (the square of their log-sum-exp),
-class weights, a bias of the head.
+Recognised: ``cross_entropy(x @ w.T, target)``, with or without a bias, and its gradient, float32,
+class indices, label smoothing, "mean" or "sum", tied or frozen weights.  Anything else is left as
+it is, exact but with whole logits: logits that something else uses, such as a z-loss (the square of
+their log-sum-exp), and class weights.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class _Head:
     forward: relax.Var
     x: relax.Expr
     weight: relax.Expr
+    bias: relax.Expr | None
     target: relax.Expr
     grad_loss: relax.Expr
     ignore_index: int
@@ -46,6 +47,7 @@ class _Head:
     is_mean: bool
     grad_x: relax.Var
     grad_weight: relax.Var | None
+    grad_biases: tuple[relax.Var, ...]
 
 
 @tvm.transform.module_pass(opt_level=0, name="ChunkVocabularyHead")
@@ -108,7 +110,9 @@ def _match(
     grad_loss, logits, target, lse, count = backward.args
     if registry.dtype_name(registry.tensor_type(logits, "logits")) != "float32":
         return None
-    product = definition(logits)
+    product, bias = definition(logits), None
+    if is_call_of(product, "relax.add"):
+        product, bias = _product_and_bias(product, logits, uses)
     if not is_call_of(product, "relax.matmul"):
         return None
     forward = _forward(lse, count, logits, target, backward, uses)
@@ -123,8 +127,11 @@ def _match(
         if order.get(grad_loss, -1) > order[forward]:
             return None  # not known yet when the loss is computed
         known = grad_loss
-    products = _products_of(variable, uses)
-    if products is None:
+    found = _users_of_gradient(variable, uses)
+    if found is None:
+        return None
+    products, sums = found
+    if bias is None and sums:
         return None
     grad_x = grad_weight = None
     for result in products:
@@ -147,6 +154,7 @@ def _match(
         forward=forward,
         x=x.tensor,
         weight=weight.tensor,
+        bias=bias,
         target=target,
         grad_loss=known,
         ignore_index=int(options["ignore_index"]),
@@ -154,6 +162,7 @@ def _match(
         is_mean=options["reduction"] == "mean",
         grad_x=grad_x,
         grad_weight=grad_weight,
+        grad_biases=tuple(sums),
     )
 
 
@@ -194,22 +203,52 @@ def _used_only_by(variable: relax.Expr, users: set[relax.Var], uses: Uses) -> bo
     )
 
 
-def _products_of(variable: relax.Var, uses: Uses) -> list[relax.Var] | None:
-    """Matrix products that use a tensor, through moves; None if anything else uses it."""
-    found: list[relax.Var] = []
+def _product_and_bias(
+    total: relax.Call, logits: relax.Expr, uses: Uses
+) -> tuple[relax.Expr | None, relax.Expr | None]:
+    """Matrix product and bias, one number for each class, that logits are the sum of."""
+    for product, bias in (total.args, reversed(total.args)):
+        value = uses.definitions.get(product) if isinstance(product, relax.Var) else None
+        if not is_call_of(value, "relax.matmul") or len(uses.users_of(product)) != 1:
+            continue
+        kind = registry.tensor_type(bias, "bias")
+        if registry.dtype_name(kind) != "float32" or not isinstance(kind.shape, relax.ShapeExpr):
+            continue
+        extents, classes = registry.extents(kind), registry.extents(logits.ty)[-1]
+        if len(extents) == 1 and Analyzer().can_prove_equal(extents[0], classes):
+            return value, bias
+    return None, None
+
+
+def _users_of_gradient(
+    variable: relax.Var, uses: Uses
+) -> tuple[list[relax.Var], list[relax.Var]] | None:
+    """Matrix products that use the logits' gradient, through moves, and sums over its rows.
+
+    None if anything else uses it.
+    """
+    products: list[relax.Var] = []
+    sums: list[relax.Var] = []
     pending = [variable]
     while pending:
-        for user, value in uses.users_of(pending.pop()):
+        source = pending.pop()
+        for user, value in uses.users_of(source):
             if user is None:
                 return None
             if any(is_call_of(value, name) for name in _MOVES):
                 pending.append(user)
             elif is_call_of(value, "relax.matmul"):
-                if user not in found:
-                    found.append(user)
+                if user not in products:
+                    products.append(user)
+            elif source.same_as(variable) and _is_sum_over_rows(value):
+                sums.append(user)
             else:
                 return None
-    return found
+    return products, sums
+
+
+def _is_sum_over_rows(value: relax.Expr) -> bool:
+    return is_call_of(value, "relax.sum") and [int(axis) for axis in value.attrs.axis or []] == [0]
 
 
 @relax.expr_functor.mutator
@@ -242,13 +281,18 @@ class _Rewriter(relax.PyExprMutator):
         classes, width = registry.extents(weight)
         rows = registry.extents(registry.tensor_type(head.target, "target", 1))[0]
         results = [relax.TensorType([], "float32"), head.grad_x.ty]
+        if head.bias is not None:
+            results.append(relax.TensorType([classes], "float32"))
         if head.grad_weight is not None:
             results.append(weight)
         columns = library_vocabulary_head.workspace_columns(classes, width)
         results.append(relax.TensorType([chunk_rows(rows), columns], "float32"))
-        name = "vocabulary_head" if head.grad_weight is not None else "vocabulary_head_frozen"
+        name = "vocabulary_head" if head.bias is None else "vocabulary_head_bias"
+        if head.grad_weight is None:
+            name += "_frozen"
+        operands = [head.x, head.weight, head.target, head.grad_loss]
         arguments = [
-            *(self.visit_expr(e) for e in (head.x, head.weight, head.target, head.grad_loss)),
+            *(self.visit_expr(e) for e in operands + ([] if head.bias is None else [head.bias])),
             relax.prim_value(head.ignore_index),
             relax.prim_value(tirx.const(head.label_smoothing, "float64")),
             relax.prim_value(int(head.is_mean)),
@@ -257,5 +301,8 @@ class _Rewriter(relax.PyExprMutator):
         whole = self.builder_.emit(call, "vocabulary_head")
         self._parts[head.forward] = relax.TupleGetItem(whole, 0)
         self._parts[head.grad_x] = relax.TupleGetItem(whole, 1)
+        for variable in head.grad_biases:
+            element = self.builder_.emit(relax.TupleGetItem(whole, 2))
+            self._parts[variable] = relax.op.reshape(element, registry.extents(variable.ty))
         if head.grad_weight is not None:
-            self._parts[head.grad_weight] = relax.TupleGetItem(whole, 2)
+            self._parts[head.grad_weight] = relax.TupleGetItem(whole, 2 + (head.bias is not None))

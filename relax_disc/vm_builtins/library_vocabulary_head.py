@@ -1,9 +1,10 @@
 """Numpy twins of `relax_disc.cpu.vocabulary_head`; see `src/vocabulary_head.cc`.
 
-Arguments: x of N rows, weight [V, D], target [N] int64, grad_loss [], ignore_index,
-label_smoothing, is_mean; results: loss [], grad_x of N rows, grad_weight [V, D] (not for
-`vocabulary_head_frozen`), workspace [rows of a chunk, `workspace_columns(V, D)`], the rows being a
-multiple of `ROW_UNIT`; the twins use the row count alone.
+Arguments: x of N rows, weight [V, D], target [N] int64, grad_loss [], bias [V] (only where the name
+says so), ignore_index, label_smoothing, is_mean; results: loss [], grad_x of N rows, grad_bias [V]
+(with a bias), grad_weight [V, D] (unless `frozen`), workspace [rows of a chunk,
+`workspace_columns(V, D)`], the rows being a multiple of `ROW_UNIT`; the twins use the row count
+alone.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def vocabulary_head(
 ) -> None:
     """Cross-entropy of a linear head with the gradients of its input and weight."""
     options = (ignore_index, label_smoothing, is_mean, int(workspace.shape[0]))
-    _head(x, weight, target, grad_loss, options, loss, grad_x, array_of(grad_weight))
+    _head(x, weight, target, grad_loss, None, options, loss, grad_x, None, array_of(grad_weight))
 
 
 def vocabulary_head_frozen(
@@ -59,7 +60,48 @@ def vocabulary_head_frozen(
 ) -> None:
     """Cross-entropy of a linear head with the gradient of its input alone."""
     options = (ignore_index, label_smoothing, is_mean, int(workspace.shape[0]))
-    _head(x, weight, target, grad_loss, options, loss, grad_x, None)
+    _head(x, weight, target, grad_loss, None, options, loss, grad_x, None, None)
+
+
+def vocabulary_head_bias(
+    x: Any,
+    weight: Any,
+    target: Any,
+    grad_loss: Any,
+    bias: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    is_mean: int,
+    loss: Any,
+    grad_x: Any,
+    grad_bias: Any,
+    grad_weight: Any,
+    workspace: Any,
+) -> None:
+    """Cross-entropy of a linear head with a bias, with all three gradients."""
+    options = (ignore_index, label_smoothing, is_mean, int(workspace.shape[0]))
+    grads = (array_of(grad_bias), array_of(grad_weight))
+    _head(x, weight, target, grad_loss, array_of(bias), options, loss, grad_x, *grads)
+
+
+def vocabulary_head_bias_frozen(
+    x: Any,
+    weight: Any,
+    target: Any,
+    grad_loss: Any,
+    bias: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    is_mean: int,
+    loss: Any,
+    grad_x: Any,
+    grad_bias: Any,
+    workspace: Any,
+) -> None:
+    """Cross-entropy of a linear head with a bias, with the gradients of input and bias."""
+    options = (ignore_index, label_smoothing, is_mean, int(workspace.shape[0]))
+    grads = (array_of(grad_bias), None)
+    _head(x, weight, target, grad_loss, array_of(bias), options, loss, grad_x, *grads)
 
 
 def _head(
@@ -67,9 +109,11 @@ def _head(
     weight: Any,
     target: Any,
     grad_loss: Any,
+    bias: np.ndarray | None,
     options: tuple[int, float, int, int],
     loss: Any,
     grad_x: Any,
+    grad_bias: np.ndarray | None,
     grad_weight: np.ndarray | None,
 ) -> None:
     ignore_index, smoothing, is_mean, chunk = options
@@ -86,13 +130,14 @@ def _head(
     with np.errstate(divide="ignore", invalid="ignore"):
         scale = float(array_of(grad_loss)) / counted if is_mean else float(array_of(grad_loss))
     gradient = np.zeros_like(inputs)
-    if grad_weight is not None:
-        grad_weight[...] = 0
+    for gradient_of_all in (grad_bias, grad_weight):
+        if gradient_of_all is not None:
+            gradient_of_all[...] = 0
     total = 0.0
     for first in range(0, rows.size, chunk):
         part = rows[first : first + chunk]
         picked, hot = inputs[part], (np.arange(part.size), labels[part])
-        logits = picked @ table.T
+        logits = picked @ table.T if bias is None else picked @ table.T + bias
         peak = logits.max(1, keepdims=True)
         lse = peak + np.log(np.exp(logits - peak).sum(1, keepdims=True, dtype=np.float64))
         losses = lse[:, 0] - (1 - smoothing) * logits[hot]
@@ -102,6 +147,8 @@ def _head(
         change[hot] -= 1 - smoothing
         change = (change * scale).astype(logits.dtype)
         gradient[part] = change @ table
+        if grad_bias is not None:
+            grad_bias += change.sum(0)
         if grad_weight is not None:
             grad_weight += change.T @ picked
     array_of(grad_x).reshape(-1, width)[...] = gradient

@@ -15,38 +15,46 @@ from torch.export import Dim
 from tvm import tirx
 
 import relax_disc
+from relax_disc.errors import MemoryBudgetError
 from relax_disc.frontend import capture_step
 from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead, chunk_rows
 from relax_disc.transform.simplify import Simplify
 from relax_disc.vm_builtins import library_kernels, library_vocabulary_head
 
 
-def run(function, x, weight, target, grad, options, chunk, frozen=False):
+def run(function, x, weight, target, grad, options, chunk, frozen=False, bias=None):
     rows, width = x.shape
     classes = weight.shape[0]
     outputs = [np.full((), 7, "float32"), np.full((rows, width), 7, "float32")]
+    if bias is not None:
+        outputs.append(np.full(classes, 7, "float32"))
     if not frozen:
         outputs.append(np.full((classes, width), 7, "float32"))
     columns = library_vocabulary_head.workspace_columns(classes, width)
     outputs.append(np.full((-(-chunk // 16) * 16, columns), np.nan, "float32"))
-    tensors = [tvm_ffi.from_dlpack(array) for array in (x, weight, target, grad)]
+    operands = [x, weight, target, grad] if bias is None else [x, weight, target, grad, bias]
+    tensors = [tvm_ffi.from_dlpack(array) for array in operands]
     results = [tvm_ffi.from_dlpack(array) for array in outputs]
     function(*tensors, *options, *results)
     return outputs[:-1]
 
 
-def reference(x, weight, target, grad, ignore, smoothing, mean):
+def reference(x, weight, target, grad, ignore, smoothing, mean, bias=None):
     x = torch.from_numpy(x).double().requires_grad_()
     weight = torch.from_numpy(weight).double().requires_grad_()
+    logits, wanted = x @ weight.T, [x, weight]
+    if bias is not None:
+        wanted.insert(1, torch.from_numpy(bias).double().requires_grad_())
+        logits = logits + wanted[1]
     loss = nn.functional.cross_entropy(
-        x @ weight.T,
+        logits,
         torch.from_numpy(target),
         ignore_index=ignore,
         label_smoothing=smoothing,
         reduction="mean" if mean else "sum",
     )
     (loss * float(grad)).backward()
-    return loss.item(), x.grad.numpy(), weight.grad.numpy()
+    return loss.item(), *(tensor.grad.numpy() for tensor in wanted)
 
 
 @given(
@@ -57,10 +65,13 @@ def reference(x, weight, target, grad, ignore, smoothing, mean):
     ignored=st.floats(0, 0.9),
     smoothing=st.sampled_from([0.0, 0.1]),
     mean=st.booleans(),
+    biased=st.booleans(),
     seed=st.integers(0, 1000),
     native=st.booleans(),
 )
-def test_agrees_with_float64(rows, width, classes, chunk, ignored, smoothing, mean, seed, native):
+def test_agrees_with_float64(
+    rows, width, classes, chunk, ignored, smoothing, mean, biased, seed, native
+):
     random = np.random.default_rng(seed)
     x = random.standard_normal((rows, width), "float32")
     weight = random.standard_normal((classes, width), "float32")
@@ -70,28 +81,33 @@ def test_agrees_with_float64(rows, width, classes, chunk, ignored, smoothing, me
     target[0] = 0
     grad = np.array(0.5, "float32")
     library_kernels.install()
-    twin = library_vocabulary_head.vocabulary_head
-    name = "relax_disc.cpu.vocabulary_head"
-    function = tvm_ffi.get_global_func(name) if native else twin
+    bias = random.standard_normal(classes, "float32") if biased else None
+    name = "vocabulary_head_bias" if biased else "vocabulary_head"
+    twin = getattr(library_vocabulary_head, name)
+    function = tvm_ffi.get_global_func(f"relax_disc.cpu.{name}") if native else twin
     options = (-100, smoothing, int(mean))
-    found = run(function, x, weight, target, grad, options, chunk)
-    expected = reference(x, weight, target, grad, *options)
+    found = run(function, x, weight, target, grad, options, chunk, bias=bias)
+    expected = reference(x, weight, target, grad, *options, bias=bias)
     for mine, theirs in zip(found, expected, strict=True):
         scale = max(1.0, float(np.abs(theirs).max()))
         np.testing.assert_allclose(mine / scale, theirs / scale, rtol=2e-5, atol=2e-6)
-    frozen = tvm_ffi.get_global_func(f"{name}_frozen") if native else None
-    if frozen is not None:
-        alone = run(frozen, x, weight, target, grad, options, chunk, frozen=True)
-        np.testing.assert_array_equal(alone[1], found[1])
+    frozen = getattr(library_vocabulary_head, f"{name}_frozen")
+    if native:
+        frozen = tvm_ffi.get_global_func(f"relax_disc.cpu.{name}_frozen")
+    alone = run(frozen, x, weight, target, grad, options, chunk, frozen=True, bias=bias)
+    for mine, theirs in zip(alone, found[:-1], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("name", ["vocabulary_head", "vocabulary_head_frozen"])
-def test_no_counted_row_gives_zero_gradients(name):
+@pytest.mark.parametrize("kind", ["", "_frozen", "_bias", "_bias_frozen"])
+def test_no_counted_row_gives_zero_gradients(kind):
     library_kernels.install()
     x, weight = np.ones((3, 2), "float32"), np.ones((5, 2), "float32")
     target, grad = np.full(3, -100), np.array(1, "float32")
-    function = tvm_ffi.get_global_func(f"relax_disc.cpu.{name}")
-    loss, *grads = run(function, x, weight, target, grad, (-100, 0.0, 1), 2, "frozen" in name)
+    function = tvm_ffi.get_global_func(f"relax_disc.cpu.vocabulary_head{kind}")
+    bias = np.ones(5, "float32") if "bias" in kind else None
+    options = (-100, 0.0, 1)
+    loss, *grads = run(function, x, weight, target, grad, options, 2, "frozen" in kind, bias)
     assert np.isnan(loss)
     assert all(not g.any() for g in grads)
 
@@ -110,15 +126,16 @@ def test_threads_do_not_change_a_bit():
     random = np.random.default_rng(1)
     x = random.standard_normal((70, 48), "float32")
     weight = random.standard_normal((1000, 48), "float32")
+    bias = random.standard_normal(1000, "float32")
     target, grad = random.integers(0, 1000, 70), np.array(1, "float32")
-    function = tvm_ffi.get_global_func("relax_disc.cpu.vocabulary_head")
+    function = tvm_ffi.get_global_func("relax_disc.cpu.vocabulary_head_bias")
     set_thread_count = tvm_ffi.get_global_func("relax_disc.cpu.set_thread_count", True)
     if set_thread_count is None:
         pytest.skip("the twins use one thread")
     found = []
     for threads in (1, 0):  # one, and all of the pool
         set_thread_count(threads)
-        found.append(run(function, x, weight, target, grad, (-100, 0.1, 1), 32))
+        found.append(run(function, x, weight, target, grad, (-100, 0.1, 1), 32, bias=bias))
     for one, all_of_them in zip(*found, strict=True):
         np.testing.assert_array_equal(one, all_of_them)
 
@@ -134,11 +151,13 @@ class Head(nn.Module):
     def __init__(self, *, tied=False, bias=False, frozen=False) -> None:
         super().__init__()
         self.table = nn.Embedding(11, 6)
-        self.head = nn.Linear(6, 11, bias=bias)
+        self.head = nn.Linear(6, 11, bias=bool(bias))
         if tied:
             self.head.weight = self.table.weight
         if frozen:
             self.head.weight.requires_grad_(False)
+        if bias == "frozen":
+            self.head.bias.requires_grad_(False)
 
     def forward(self, ids, labels):
         logits = self.head(torch.tanh(self.table(ids))).float()
@@ -176,35 +195,78 @@ def chunked(model):
     return "cpu.vocabulary_head" in text, "relax_disc.cross_entropy" in text
 
 
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"frozen": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tied": True}, {"frozen": True}]
+    + [{"bias": bias, "frozen": frozen} for bias in (True, "frozen") for frozen in (False, True)],
+)
 def test_replaces_the_plain_head(options):
     assert chunked(Head(**options)) == (True, False)
 
 
-@pytest.mark.parametrize("model", [Head(bias=True), UsedLogits(), ZLoss()])
+@pytest.mark.parametrize("model", [UsedLogits(), UsedLogits(bias=True), ZLoss()])
 def test_leaves_other_heads_alone(model):
     assert chunked(model) == (False, True)
 
 
-@pytest.mark.parametrize("model", [Head(bias=True), ZLoss()], ids=["bias", "z-loss"])
-def test_plain_heads_have_exact_gradients(model):
-    """What the pass leaves alone trains as float64 says, ignored labels included."""
+@pytest.mark.parametrize(
+    "model",
+    [Head(bias=True), Head(bias=True, tied=True), Head(bias="frozen"), ZLoss()],
+    ids=["bias", "bias, tied", "frozen bias", "z-loss"],
+)
+def test_heads_have_exact_gradients(model):
+    """Chunked or left alone, they train as float64 says, ignored labels included."""
     generator = torch.Generator().manual_seed(1)
     ids, labels = (torch.randint(0, 11, (3, 7), generator=generator) for _ in range(2))
     labels[1, 3:] = -100
     exact = copy.deepcopy(model).double()
-    exact(ids, labels).backward()
+    loss = exact(ids, labels)
+    loss.backward()
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
-    dims = {0: Dim("batch", min=1, max=8), 1: Dim("seq", min=1, max=64)}
-    step = relax_disc.compile(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        (ids[:2, :3].contiguous(), labels[:2, :3].contiguous()),
-        dynamic_shapes=(dims, dims),
-    )
-    step(ids, labels)
+    trained = [value for value in model.parameters() if value.requires_grad]
+    step = compiled(model, torch.optim.SGD(trained, lr=1.0), ids, labels)
+    torch.testing.assert_close(step(ids, labels), loss.detach().float(), rtol=1e-6, atol=1e-6)
     for name, value in model.named_parameters():
         gradient = (before[name].double() - value.double()).detach()
-        torch.testing.assert_close(
-            gradient, exact.get_parameter(name).grad, rtol=1e-5, atol=1e-6, msg=name
-        )
+        expected = exact.get_parameter(name).grad
+        expected = torch.zeros_like(gradient) if expected is None else expected
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def compiled(model, optimizer, ids, labels):
+    dims = {0: Dim("batch", min=1, max=8), 1: Dim("seq", min=1, max=64)}
+    example = (ids[:2, :3].contiguous(), labels[:2, :3].contiguous())
+    return relax_disc.compile(model, optimizer, example, dynamic_shapes=(dims, dims))
+
+
+class DeepHead(Head):
+    """Enough before the head for a budget to have something to give up."""
+
+    def forward(self, ids, labels):
+        hidden = self.table(ids)
+        for _ in range(6):
+            hidden = hidden + torch.tanh(hidden).sin()
+        logits = self.head(hidden)
+        return nn.functional.cross_entropy(logits.view(-1, 11), labels.view(-1))
+
+
+def test_budgets_do_not_change_a_bit():
+    torch.manual_seed(1)
+    model = DeepHead(bias=True)
+    ids, labels = torch.randint(0, 11, (2, 8, 64))
+    labels[1, 3:] = -100
+    start = copy.deepcopy(model.state_dict())
+    step = compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), ids, labels)
+    plain = step.plan(batch=8, seq=64)
+    step.memory_budget = 1
+    with pytest.raises(MemoryBudgetError) as refused:
+        step(ids, labels)
+    assert refused.value.least_bytes < plain.peak_bytes
+    results = []
+    for budget in (None, refused.value.least_bytes):
+        model.load_state_dict(start)
+        step.memory_budget = budget
+        losses = [step(ids, labels) for _ in range(2)]
+        results.append([*losses, *(p.detach().clone() for p in model.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

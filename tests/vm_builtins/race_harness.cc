@@ -110,8 +110,9 @@ void Others() {
   ffi::Tensor sum = Make({50, 256});
   Call("embedding_backward_add", Make({3000, 256}), ids, sum, -1, sum);
   const int64_t rows = 300, classes = 900, width = 64;
-  Call("vocabulary_head", Make({rows, width}), Make({classes, width}), Make({rows}, kDLInt, 64),
-       Make({}), -100, 0.1, 1, Make({}), Make({rows, width}), Make({classes, width}),
+  Call("vocabulary_head_bias", Make({rows, width}), Make({classes, width}),
+       Make({rows}, kDLInt, 64), Make({}), Make({classes}), -100, 0.1, 1, Make({}),
+       Make({rows, width}), Make({classes}), Make({classes, width}),
        Make({64, classes + 2 * width + 9}));
 }
 

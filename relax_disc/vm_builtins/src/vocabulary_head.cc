@@ -51,6 +51,9 @@ struct Head {
     if (wanted == 0 && operands.grad_weight) {
       std::memset(operands.grad_weight, 0, sizeof(float) * classes * width);
     }
+    if (wanted == 0 && operands.grad_bias) {
+      std::memset(operands.grad_bias, 0, sizeof(float) * classes);
+    }
     // Equal chunks: a last one of few rows would read the weight for little.
     const int64_t chunks = (wanted + room - 1) / room;
     for (int64_t i = 0; i < chunks; ++i) {
@@ -64,43 +67,69 @@ struct Head {
   }
 };
 
+struct Options {
+  int64_t ignore_index;
+  double label_smoothing;
+  bool mean;
+};
+
 void VocabularyHead(TensorView x, TensorView weight, TensorView target, TensorView grad_loss,
-                    int64_t ignore_index, double label_smoothing, bool mean, TensorView loss,
-                    TensorView grad_x, float* grad_weight, TensorView workspace) {
+                    const float* bias, Options options, TensorView loss, TensorView grad_x,
+                    float* grad_weight, float* grad_bias, TensorView workspace) {
   Tensor<float> inputs(x), table(weight);
   Tensor<int64_t> labels(target);
   const int64_t count = labels.Size(0, labels.ndim), width = table.shape[1];
   TVM_FFI_CHECK(inputs.Size(0, inputs.ndim) == count * width, ValueError)
       << "vocabulary_head: " << inputs.Size(0, inputs.ndim) << " inputs for " << count << " labels";
-  Head{{table.shape[0], width, inputs.data, table.data, labels.data, Tensor<float>(grad_x).data,
-        grad_weight, label_smoothing, 0},
+  Head{{table.shape[0], width, inputs.data, table.data, bias, labels.data,
+        Tensor<float>(grad_x).data, grad_weight, grad_bias, options.label_smoothing, 0},
        count,
        *Tensor<float>(grad_loss).data,
        Tensor<float>(loss).data,
        Tensor<float>(workspace),
-       mean,
-       ignore_index}
+       options.mean,
+       options.ignore_index}
       .Run();
 }
+
+float* Data(TensorView view) { return Tensor<float>(view).data; }
 
 }  // namespace
 
 TVM_FFI_STATIC_INIT_BLOCK() {
   namespace refl = tvm::ffi::reflection;
+  using View = TensorView;
   refl::GlobalDef()
       .def("relax_disc.cpu.vocabulary_head",
-           [](TensorView x, TensorView weight, TensorView target, TensorView grad_loss,
-              int64_t ignore_index, double label_smoothing, int64_t mean, TensorView loss,
-              TensorView grad_x, TensorView grad_weight, TensorView workspace) {
-             VocabularyHead(x, weight, target, grad_loss, ignore_index, label_smoothing, mean,
-                            loss, grad_x, Tensor<float>(grad_weight).data, workspace);
+           [](View x, View weight, View target, View grad_loss, int64_t ignore_index,
+              double label_smoothing, int64_t mean, View loss, View grad_x, View grad_weight,
+              View workspace) {
+             VocabularyHead(x, weight, target, grad_loss, nullptr,
+                            {ignore_index, label_smoothing, mean != 0}, loss, grad_x,
+                            Data(grad_weight), nullptr, workspace);
            })
       .def("relax_disc.cpu.vocabulary_head_frozen",
-           [](TensorView x, TensorView weight, TensorView target, TensorView grad_loss,
-              int64_t ignore_index, double label_smoothing, int64_t mean, TensorView loss,
-              TensorView grad_x, TensorView workspace) {
-             VocabularyHead(x, weight, target, grad_loss, ignore_index, label_smoothing, mean,
-                            loss, grad_x, nullptr, workspace);
+           [](View x, View weight, View target, View grad_loss, int64_t ignore_index,
+              double label_smoothing, int64_t mean, View loss, View grad_x, View workspace) {
+             VocabularyHead(x, weight, target, grad_loss, nullptr,
+                            {ignore_index, label_smoothing, mean != 0}, loss, grad_x, nullptr,
+                            nullptr, workspace);
+           })
+      .def("relax_disc.cpu.vocabulary_head_bias",
+           [](View x, View weight, View target, View grad_loss, View bias, int64_t ignore_index,
+              double label_smoothing, int64_t mean, View loss, View grad_x, View grad_bias,
+              View grad_weight, View workspace) {
+             VocabularyHead(x, weight, target, grad_loss, Data(bias),
+                            {ignore_index, label_smoothing, mean != 0}, loss, grad_x,
+                            Data(grad_weight), Data(grad_bias), workspace);
+           })
+      .def("relax_disc.cpu.vocabulary_head_bias_frozen",
+           [](View x, View weight, View target, View grad_loss, View bias, int64_t ignore_index,
+              double label_smoothing, int64_t mean, View loss, View grad_x, View grad_bias,
+              View workspace) {
+             VocabularyHead(x, weight, target, grad_loss, Data(bias),
+                            {ignore_index, label_smoothing, mean != 0}, loss, grad_x, nullptr,
+                            Data(grad_bias), workspace);
            });
 }
 

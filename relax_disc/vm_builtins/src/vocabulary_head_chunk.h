@@ -48,9 +48,11 @@ struct HeadOperands {
   int64_t classes, width;
   const float* x;       // [rows, width]
   const float* weight;  // [classes, width]
+  const float* bias;    // [classes], or null
   const int64_t* target;
   float* grad_x;
   float* grad_weight;  // null if nobody wants it
+  float* grad_bias;    // null without a bias
   double label_smoothing;
   float scale;  // gradient of the loss by that of one row
 };
@@ -112,6 +114,7 @@ class HeadChunk {
     });
     ParallelFor(blocks_, [&](int64_t block) {
       LogitGradient(block);
+      if (head_.grad_bias) BiasGradient(block, is_first);
       if (head_.grad_weight) WeightGradient(block, is_first);
     });
     InputGradient();
@@ -126,6 +129,7 @@ class HeadChunk {
   }
   int64_t Begin(int64_t block) const { return block * kBlockClasses; }
   int64_t End(int64_t block) const { return std::min(head_.classes, Begin(block) + kBlockClasses); }
+  float Bias(int64_t v) const { return head_.bias ? head_.bias[v] : 0.0f; }
   int64_t Label(int64_t r) const { return head_.target[rows_[r]]; }
 
   /*! \brief Pack the chunk's inputs, and their transpose, as right operands. */
@@ -187,7 +191,7 @@ class HeadChunk {
     const int64_t begin = Begin(block), end = End(block);
     for (int64_t r = 0; r < count_; ++r) {
       const int64_t label = Label(r);
-      if (label >= begin && label < end) wanted[r] = logits_[label * pitch_ + r];
+      if (label >= begin && label < end) wanted[r] = logits_[label * pitch_ + r] + Bias(label);
     }
     const bool smooth = head_.label_smoothing != 0;
     for (int64_t r = 0; r < pitch_; r += kGroup * kLanes<float>) {
@@ -201,7 +205,7 @@ class HeadChunk {
       const float* row = first;
       for (int64_t v = begin; v < end; ++v, row += pitch_) {
         for (int i = 0; i < vectors; ++i) {
-          const FloatVector x = Load(row + i * kLanes<float>);
+          const FloatVector x = Load(row + i * kLanes<float>) + Bias(v);
           top[i] = x > top[i] ? x : top[i];
           if (smooth) total[i] += x;
         }
@@ -209,7 +213,7 @@ class HeadChunk {
       float* to = first;
       for (int64_t v = begin; v < end; ++v, to += pitch_) {
         for (int i = 0; i < vectors; ++i) {
-          const FloatVector e = VectorExp(Load(to + i * kLanes<float>) - top[i]);
+          const FloatVector e = VectorExp(Load(to + i * kLanes<float>) + Bias(v) - top[i]);
           Store(to + i * kLanes<float>, e);
           sum[i] += e;
         }
@@ -262,6 +266,20 @@ class HeadChunk {
     for (int64_t r = 0; r < count_; ++r) {
       const int64_t label = Label(r);
       if (label >= begin && label < end) logits_[label * pitch_ + r] -= hit;
+    }
+  }
+
+  /*! \brief Gradient of a block of the bias, added up over chunks: sums over the rows. */
+  void BiasGradient(int64_t block, bool is_first) {
+    const int64_t whole = count_ / kLanes<float> * kLanes<float>;
+    for (int64_t v = Begin(block); v < End(block); ++v) {
+      const float* row = logits_ + v * pitch_;
+      FloatVector sums{};
+      for (int64_t r = 0; r < whole; r += kLanes<float>) sums += Load(row + r);
+      double sum = is_first ? 0.0 : head_.grad_bias[v];
+      for (int i = 0; i < kLanes<float>; ++i) sum += sums[i];
+      for (int64_t r = whole; r < count_; ++r) sum += row[r];
+      head_.grad_bias[v] = static_cast<float>(sum);
     }
   }
 
