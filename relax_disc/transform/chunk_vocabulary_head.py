@@ -297,7 +297,9 @@ class _Rewriter(relax.PyExprMutator):
             relax.prim_value(tirx.const(head.label_smoothing, "float64")),
             relax.prim_value(int(head.is_mean)),
         ]
-        call = relax.call_dps_packed(f"relax_disc.cpu.{name}", arguments, results)
+        plain = relax.call_dps_packed(f"relax_disc.cpu.{name}", arguments, results)
+        # With the line of the loss.
+        call = relax.Call(plain.op, plain.args, plain.attrs, plain.ty_args, head.forward.span)
         whole = self.builder_.emit(call, "vocabulary_head")
         self._parts[head.forward] = relax.TupleGetItem(whole, 0)
         self._parts[head.grad_x] = relax.TupleGetItem(whole, 1)
