@@ -36,6 +36,7 @@ Timeline::Timeline(const Model& model, int grace)
       touches_(model.tensors()),
       blocks_(model.ops + 1),
       carried_(model.ops + 2, 0),
+      local_peak_(model.ops + 1, 0),
       is_dirty_(model.ops + 1, 0),
       is_stale_(model.ops + 1, 0),
       stamp_(model.tensors(), 0),
@@ -74,11 +75,16 @@ void Timeline::Assign(const std::vector<Window>& windows) {
 }
 
 int Timeline::PeakBlock() const {
-  int best = 0;
-  for (int k = 1; k <= model_.ops; ++k) {
-    if (BlockPeak(k) > BlockPeak(best)) best = k;
-  }
-  return best;
+  const int64_t peak = Peak();
+  int block = 0;
+  while (BlockPeak(block) < peak) ++block;
+  return block;
+}
+
+int64_t Timeline::Peak() const {
+  int64_t peak = BlockPeak(0);
+  for (int k = 1; k <= model_.ops; ++k) peak = std::max(peak, BlockPeak(k));
+  return peak;
 }
 
 int64_t Timeline::Overflow(int64_t limit) const {
@@ -233,8 +239,14 @@ void Timeline::Rebuild(int block) {
 // Put `after` in the place of `before` (either may be missing) in a tensor's life.
 void Timeline::Replace(int tensor, int block, const Touch* before, const Touch* after) {
   std::vector<Touch>& touches = touches_[tensor];
-  CollectSpans(tensor, &spans_before_);
   auto at = FindTouch(touches, block);
+  if (before && after && (before->old_last < 0) == (after->old_last < 0) &&
+      (before->created < 0) == (after->created < 0)) {
+    *at = *after;  // no copy lives longer or shorter
+    if (at != touches.begin()) MarkStale((at - 1)->block);
+    return;
+  }
+  CollectSpans(tensor, &spans_before_);
   if (before && after) {
     *at = *after;
   } else if (after) {
@@ -310,7 +322,7 @@ void Timeline::Measure(int index) {
     }
   }
   int64_t live = 0;
-  block.local_peak = INT64_MIN;
+  int64_t peak = INT64_MIN;
   for (size_t p = 0; p < count; ++p) {
     const int op = block.executions[p];
     for (int i = model_.outputs.begin[op]; i < model_.outputs.begin[op + 1]; ++i) {
@@ -321,12 +333,13 @@ void Timeline::Measure(int index) {
       const auto dies = [&](int tensor) { return DiesAt(tensor, index, static_cast<int>(p)); };
       model_.ForSharedPairs(op, dies, [&](int, int output) { here -= model_.bytes[output]; });
     }
-    if (here > block.local_peak) {
-      block.local_peak = here;
+    if (here > peak) {
+      peak = here;
       block.peak_position = static_cast<int>(p);
     }
     live -= deaths_[p];
   }
+  local_peak_[index] = peak;
 }
 
 }  // namespace relax_disc

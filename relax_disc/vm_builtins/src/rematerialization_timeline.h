@@ -61,11 +61,11 @@ class Timeline {
   int64_t work() const { return work_; }
   // False if some kernel would run again after its input's buffer was overwritten.
   bool valid() const { return late_ == 0; }
-  int64_t BlockPeak(int block) const { return carried_[block] + blocks_[block].local_peak; }
+  int64_t BlockPeak(int block) const { return carried_[block] + local_peak_[block]; }
   int PeakPosition(int block) const { return blocks_[block].peak_position; }
   // First block with the most live bytes.
   int PeakBlock() const;
-  int64_t Peak() const { return BlockPeak(PeakBlock()); }
+  int64_t Peak() const;
   // Bytes above the limit, summed over blocks.
   int64_t Overflow(int64_t limit) const;
   // Whether a tensor is there when a block starts; false before it is first made.
@@ -77,7 +77,6 @@ class Timeline {
   struct Block {
     std::vector<int> executions;  // recomputed kernels, then the block's own
     std::vector<int> touched;     // tensors, in the order of first touch
-    int64_t local_peak = 0;       // most bytes above what was carried into the block
     int peak_position = 0;
     int late = 0;
   };
@@ -101,7 +100,8 @@ class Timeline {
   std::vector<Window> windows_;
   std::vector<std::vector<Touch>> touches_;  // per tensor, by block
   std::vector<Block> blocks_;
-  std::vector<int64_t> carried_;  // per block: bytes alive across its start
+  std::vector<int64_t> carried_;     // per block: bytes alive across its start
+  std::vector<int64_t> local_peak_;  // per block: most bytes above those
   int64_t time_ = 0, work_ = 0;
   int late_ = 0;
 
