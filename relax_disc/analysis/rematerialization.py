@@ -1,10 +1,12 @@
 """Run kernels again instead of keeping what they made, so that a program fits a byte budget.
 
-The search goes down a ladder of budgets, evicting at each peak the tensor that frees most for the
-time of bringing it back, simulates every change exactly, and takes back what turns out not to be
-needed; `relax_disc/vm_builtins/src/rematerialization_*.cc` hold it, their Python twins explain it
-too. First runs keep the graph's order. A larger budget never gives a slower program, a higher
-effort never either, and the same question has the same answer always.
+What to keep across the highest peak is a knapsack, which a dynamic program solves; where the other
+peaks allow its plan, that is the answer. Else a search goes down a ladder of budgets, evicting at
+each peak the tensor that frees most for the time of bringing it back, simulates every change
+exactly, and takes back what turns out not to be needed. Both are in
+`relax_disc/vm_builtins/src/rematerialization_*.cc`; their Python twins explain them too. First runs
+keep the graph's order. A larger budget never gives a slower program, a higher effort never either,
+and the same question has the same answer always.
 
 Limits: one order; no offload. The result is no proof of optimality, `lower_bound_bytes` of the
 error is a proof of what cannot fit.

@@ -26,10 +26,16 @@ class OffsetEffort:
         Bound on the work of searches, in buffers looked at.
     tolerance : int
         A height within the lower bound divided by this above it needs no search; 0: none does.
+    patience : int
+        Rounds without success before repair ends.
+    enough : int
+        A height that needs none.
     """
 
     work: int
     tolerance: int
+    patience: int = 120
+    enough: int = 0
 
 
 def plan_offsets(
@@ -51,7 +57,7 @@ def plan_offsets_within(
     problem = make_problem(lower, upper, size)
     bound = problem.lower_bound
     spare = bound // effort.tolerance if effort.tolerance and capacity < 0 else 0
-    enough = max(capacity, bound + spare)
+    enough = max(capacity, bound + spare, effort.enough)
     best: list[int] = []
     height: int | None = None
     orders = _placement_orders(problem)
@@ -65,9 +71,9 @@ def plan_offsets_within(
                 height, best = reached, placed
     assert height is not None
     hopeless = 0 <= capacity < bound
-    if height > enough and not hopeless:
+    if height > enough and not hopeless and effort.patience:
         target = max(capacity, bound)
-        best, height = _repair(problem, orders, target, enough, best, height)
+        best, height = _repair(problem, orders, target, enough, effort.patience, best, height)
     searches = effort.work > 0 and problem.count <= _SEARCHABLE
     if height > enough and not hopeless and searches:
         target, work = enough, effort.work
@@ -116,16 +122,21 @@ def _repair(
     orders: list[list[int]],
     target: int,
     enough: int,
+    patience: int,
     best: list[int],
     height: int,
 ) -> tuple[list[int], int]:
     """Place again and again, moving what ends too high forward in the order."""
     random, order, failed = Random(2), orders[0], 0
+    waited = 0
     for _ in range(min(_REPAIRS, _REPAIR_WORK // problem.count**2)):
+        if waited >= patience:
+            break
+        waited += 1
         placed, reached = _place_in_order(problem, order, False)
         failed += 1
         if reached < height:
-            height, best, failed = reached, placed, 0
+            height, best, failed, waited = reached, placed, 0, 1
         if height <= enough:
             break
         if failed > _REPAIR_PATIENCE:

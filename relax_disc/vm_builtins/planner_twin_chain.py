@@ -15,8 +15,8 @@ from relax_disc.vm_builtins.planner_twin_timeline import base_windows
 
 EFFORT_FAST, EFFORT_NORMAL, EFFORT_HIGH = 0, 1, 2
 
-_LARGE = 3000
-_GRACE = 4
+_LARGE, _SMALL = 3000, 1000
+GRACE = 4
 _MOST_RUINS, _RUIN_WORK = 300, 100_000
 
 
@@ -44,30 +44,47 @@ class ChainStyle:
 
 def chain_styles(model: Model, effort: int) -> list[ChainStyle]:
     """Return the chains of an effort; a higher effort has all of a lower one's."""
-    table = [(80, 100, 6, False)]
+    small = model.ops <= _SMALL
+    styles = [
+        ChainStyle(80, SearchStyle(80, 1, False), grace=GRACE),
+        ChainStyle(20, SearchStyle(80, 4 if small else 12, False), grace=GRACE),
+        ChainStyle(80, SearchStyle(100, 6, False)),
+    ]
     if effort >= EFFORT_NORMAL:
-        table += [(10, 70, 6, True), (20, 100, 12, True)]
+        if small:
+            styles.append(ChainStyle(20, SearchStyle(80, 12, False), grace=GRACE))
+        table = [(10, 70, 6), (20, 100, 12)]
         if model.ops <= _LARGE:
             table += [
-                (10, 100, 6, True),
-                (10, 50, 12, True),
-                (20, 80, 1, True),
-                (20, 50, 12, True),
-                (40, 100, 1, True),
-                (80, 100, 12, True),
-                (80, 80, 1, True),
+                (10, 100, 6),
+                (10, 50, 12),
+                (20, 80, 1),
+                (20, 50, 12),
+                (40, 100, 1),
+                (80, 100, 12),
+                (80, 80, 1),
             ]
-    styles = [
-        ChainStyle(80, SearchStyle(80, 1, False), grace=_GRACE),
-        ChainStyle(20, SearchStyle(80, 12, False), grace=_GRACE),
-    ]
-    styles += [
-        ChainStyle(divisions, SearchStyle(ahead, trials, thorough))
-        for divisions, ahead, trials, thorough in table
-    ]
+        styles += [
+            ChainStyle(divisions, SearchStyle(ahead, trials, True))
+            for divisions, ahead, trials in table
+        ]
     if effort >= EFFORT_HIGH:
         styles.append(ChainStyle(40, SearchStyle(100, 6, False), ruins=True))
     return styles
+
+
+def front_styles(effort: int) -> list[ChainStyle]:
+    """Return the ladders of `FrontSearch` at an effort."""
+    styles = [ChainStyle(80, SearchStyle(100, 12, False, brief=True), grace=GRACE)]
+    if effort >= EFFORT_NORMAL:
+        styles.append(ChainStyle(160, SearchStyle(80, 6, False, brief=True), grace=GRACE))
+    return styles
+
+
+def rung_limit(model: Model, base_peak: int, divisions: int, rung: int) -> int:
+    """Return the live bytes that a rung allows: parts of the peak without recomputation."""
+    whole = base_peak + model.resident_bytes
+    return whole // divisions * rung + whole % divisions * rung // divisions - model.resident_bytes
 
 
 def lower_bound(model: Model) -> int:
@@ -124,11 +141,9 @@ class Chain:
             return False
         self._rung -= 1
         model, style, search = self._model, self._style, self.search
-        whole = self._base_peak + model.resident_bytes
-        part = whole // style.divisions * self._rung
-        part += whole % style.divisions * self._rung // style.divisions
         last_limit = self.limit
-        self.limit = max(part - model.resident_bytes, self._bound)
+        part = rung_limit(model, self._base_peak, style.divisions, self._rung)
+        self.limit = max(part, self._bound)
         if search.timeline.peak() <= self.limit:
             return True
         last = list(search.timeline.windows)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from relax_disc.vm_builtins.planner_twin_model import Model, Random
 from relax_disc.vm_builtins.planner_twin_timeline import Timeline, Window
 
-_PATIENCE, _RUIN_PATIENCE = 60, 10
+_PATIENCE, _BRIEF_PATIENCE = 60, 10
 _SLOWEST = 6
-_SHRINK_WORK = 10_000_000
+_SHRINK_WORK, _BRIEF_WORK = 10_000_000, 15
 _RETREATS = 6
 
 
@@ -27,11 +27,14 @@ class SearchStyle:
         How many candidates are tried, the one with most relief per time being kept.
     thorough : bool
         Whether `Search.relax` tries what the quick test advises against.
+    brief : bool
+        Whether `Search.shrink` soon gives up.
     """
 
     ahead_percent: int
     trials: int
     thorough: bool
+    brief: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,9 @@ class Search:
             self._ruin_time + self._ruin_time // 8 if ruins else _SLOWEST * self._model.base_time
         )
         best, stalled = timeline.overflow(limit), 0
-        last_work = timeline.work + self._work + _SHRINK_WORK
+        most = _BRIEF_WORK * self._model.ops if style.brief else _SHRINK_WORK
+        last_work = timeline.work + self._work + most
+        patience = _BRIEF_PATIENCE if ruins or style.brief else _PATIENCE
         while timeline.peak() > limit:
             if timeline.time > slowest or timeline.work + self._work > last_work:
                 return False
@@ -103,7 +108,7 @@ class Search:
                 best, stalled = now, 0
             else:
                 stalled += 1
-                if stalled > (_RUIN_PATIENCE if ruins else _PATIENCE):
+                if stalled > patience:
                     return False
         return True
 

@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_disc.vm_builtins import native, planner_codec, planner_twin
+from relax_disc.vm_builtins.planner_twin_front_search import FrontSearch
+from relax_disc.vm_builtins.planner_twin_model import Model
 from tests.vm_builtins.planner_graphs import (
     ALIGNMENT,
     fastest,
@@ -136,6 +138,23 @@ def test_near_the_optimum_of_small_graphs():
     assert solved >= 50
     assert found >= 0.95 * solved
     assert exact >= 0.88 * found
+
+
+def test_a_front_bounds_the_time():
+    """The knapsack at the peak never says more than exhaustion finds."""
+    useful = 0
+    for seed in range(150):
+        graph = random_graph(seed, most=8, plain=True)
+        whole = planner_codec.plan_rematerialization(graph, UNLIMITED, 0)
+        for part in (0.7, 0.8, 0.9):
+            budget = int(whole.peak_bytes * part)
+            best = fastest(graph, budget)
+            if best is None:
+                continue
+            bound = FrontSearch(Model(graph), 0, budget).bound
+            assert bound <= best
+            useful += whole.time_ns < bound
+    assert useful >= 25
 
 
 def test_effort_only_helps():

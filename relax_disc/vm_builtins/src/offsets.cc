@@ -32,20 +32,28 @@ constexpr int kRepairPatience = 10;
 // random way ("squeaky wheel optimization", Joslin and Clements, JAIR 10, 1999).  Too high is above
 // the target, or a random part of the way from there to the best height.
 void Repair(const OffsetProblem& problem, const std::vector<std::vector<int>>& orders,
-            int64_t target, int64_t enough, int64_t* height, std::vector<int64_t>* best) {
+            int64_t target, int64_t enough, int64_t patience, int64_t* height,
+            std::vector<int64_t>* best) {
   const int64_t pairs = static_cast<int64_t>(problem.count()) * problem.count();
   Random random(2);
   std::vector<int> order = orders[0];
   std::vector<int64_t> placed;
-  std::vector<std::pair<int64_t, int>> keys;
+  struct Key {
+    int64_t key;
+    int rank, buffer;
+  };
+  std::vector<Key> keys;
+  int64_t waited = 0;
   int failed = 0;
-  for (int64_t left = std::min(kRepairs, kRepairWork / pairs); left > 0; --left) {
+  const int64_t rounds = std::min(kRepairs, kRepairWork / pairs);
+  for (int64_t round = 0; round < rounds && waited < patience; ++round, ++waited) {
     const int64_t reached = PlaceInOrder(problem, order, false, &placed);
     ++failed;
     if (reached < *height) {
       *height = reached;
       *best = placed;
       failed = 0;
+      waited = 0;
     }
     if (*height <= enough) return;
     if (failed > kRepairPatience) {
@@ -55,15 +63,16 @@ void Repair(const OffsetProblem& problem, const std::vector<std::vector<int>>& o
     }
     const int64_t low = target + (*height - target) / 4 * random.Below(4);
     keys.clear();
-    for (std::size_t rank = 0; rank < order.size(); ++rank) {
+    for (int rank = 0; rank < problem.count(); ++rank) {
       const int i = order[rank];
       const int64_t key = 2 * static_cast<int64_t>(rank);
       const bool high = placed[i] + problem.size[i] > low;
-      keys.emplace_back(high ? key * random.Below(100) / 100 - 1 : key, i);
+      keys.push_back({high ? key * random.Below(100) / 100 - 1 : key, rank, i});
     }
-    std::stable_sort(keys.begin(), keys.end(),
-                     [](const auto& a, const auto& b) { return a.first < b.first; });
-    for (std::size_t rank = 0; rank < order.size(); ++rank) order[rank] = keys[rank].second;
+    std::sort(keys.begin(), keys.end(), [](const Key& a, const Key& b) {
+      return a.key != b.key ? a.key < b.key : a.rank < b.rank;
+    });
+    for (std::size_t rank = 0; rank < order.size(); ++rank) order[rank] = keys[rank].buffer;
   }
 }
 
@@ -181,7 +190,7 @@ int64_t PlanOffsetsWithin(const std::vector<int64_t>& lower, const std::vector<i
   int64_t height = INT64_MAX;
   const int64_t bound = problem.lower_bound;
   const int64_t spare = effort.tolerance && capacity < 0 ? bound / effort.tolerance : 0;
-  const int64_t enough = std::max(capacity, bound + spare);
+  const int64_t enough = std::max({capacity, bound + spare, effort.enough});
   const int64_t sufficient =
       problem.count() > kLarge ? std::max(capacity, bound + spare / 4) : std::max(capacity, bound);
   const std::vector<std::vector<int>> orders = PlacementOrders(problem);
@@ -196,8 +205,8 @@ int64_t PlanOffsetsWithin(const std::vector<int64_t>& lower, const std::vector<i
     }
   }
   const bool hopeless = capacity >= 0 && capacity < bound;
-  if (height > enough && !hopeless) {
-    Repair(problem, orders, std::max(capacity, bound), enough, &height, &best);
+  if (height > enough && !hopeless && effort.patience > 0) {
+    Repair(problem, orders, std::max(capacity, bound), enough, effort.patience, &height, &best);
   }
   if (height > enough && !hopeless && effort.work > 0 && problem.count() <= kSearchable) {
     // Heights between the bound and the best are tried from below, each with a share of the work.

@@ -38,11 +38,14 @@ std::vector<std::vector<int>> PlacementOrders(const OffsetProblem& problem);
 bool SearchOffsets(const OffsetProblem& problem, int64_t height, int64_t* work,
                    std::vector<int64_t>* offsets);
 
-// How hard to try: the work of searches, and how far above the lower bound (as the bound divided by
-// this; 0 means not at all) a height needs no search.
+// How hard to try: the work of searches, how far above the lower bound (as the bound divided by
+// this; 0 means not at all) a height needs no search, rounds without success before repair ends, and
+// a height that needs none.
 struct OffsetEffort {
   int64_t work;
   int64_t tolerance;
+  int64_t patience = 120;
+  int64_t enough = 0;
 };
 
 // PlanOffsets with a given effort.

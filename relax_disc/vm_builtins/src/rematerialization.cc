@@ -1,8 +1,9 @@
-// PlanRematerialization: the fastest program within a budget that some chains pass by.
+// PlanRematerialization: the fastest program within a budget that some searches pass by.
 #include <algorithm>
 
 #include "planner.h"
 #include "rematerialization_chain.h"
+#include "rematerialization_front_search.h"
 
 namespace relax_disc {
 
@@ -12,21 +13,34 @@ Program PlanRematerialization(const PlannerGraph& graph, int64_t budget, int eff
   const int64_t limit = budget - model.resident_bytes;
   std::vector<Window> best;
   int64_t best_time = INT64_MAX, best_peak = 0, least = INT64_MAX;
-  for (const ChainStyle& style : ChainStyles(model, effort)) {
-    Chain chain(model, style, bound);
-    Timeline& timeline = chain.search.timeline;
-    const auto record = [&] {
-      const int64_t peak = timeline.Peak(), time = timeline.time();
-      least = std::min(least, peak);
-      if (peak > limit || time > best_time || (time == best_time && peak >= best_peak)) return;
-      best = timeline.windows();
-      best_time = time;
-      best_peak = peak;
-    };
-    chain.search.seen = record;
-    record();
-    // A chain's time only grows: one that is already slower cannot win.
-    while (chain.limit() > limit && chain.time() < best_time && chain.Descend()) {
+  const auto record = [&](const Timeline& timeline) {
+    const int64_t peak = timeline.Peak(), time = timeline.time();
+    least = std::min(least, peak);
+    if (peak > limit || time > best_time || (time == best_time && peak >= best_peak)) return;
+    best = timeline.windows();
+    best_time = time;
+    best_peak = peak;
+  };
+  const Timeline base(model);
+  record(base);
+  if (best_time == INT64_MAX) {
+    FrontSearch front(model, effort, limit);
+    front.found = front.search.seen = [&] { record(front.search.timeline); };
+    if (front.NextTime() < best_time) front.Next();
+    for (const ChainStyle& style : ChainStyles(model, effort)) {
+      if (best_time <= front.bound()) break;
+      Chain chain(model, style, bound);
+      chain.search.seen = [&] { record(chain.search.timeline); };
+      // A chain's time only grows: one that is already slower cannot win.
+      while (chain.limit() > limit && chain.time() < best_time && chain.Descend()) {
+      }
+    }
+    while (front.NextTime() < best_time) front.Next();
+    if (best_time == INT64_MAX) {  // for the report
+      front.found = front.search.seen = [&] {
+        least = std::min(least, std::max(front.rung_limit(), front.search.timeline.Peak()));
+      };
+      front.ShowRest();
     }
   }
   Program program;

@@ -8,9 +8,8 @@ namespace {
 
 // Graphs with more kernels than this get fewer chains: they are slow, and vary less.
 constexpr int kLarge = 3000;
-// Grace of the chains that look for speed: half the activations of a Llama step cost 5.5 % instead
-// of 5.9 %.  The other chains have none, and get to tighter budgets.
-constexpr int kGrace = 4;
+// Graphs with no more kernels than this are planned within some milliseconds: fewer trials.
+constexpr int kSmall = 1000;
 // Iterations of Ruin per rung, and their number times the graph's kernels: about 2 s in all.
 constexpr int kMostRuins = 300, kRuinWork = 100'000;
 
@@ -19,10 +18,11 @@ constexpr int kMostRuins = 300, kRuinWork = 100'000;
 std::vector<ChainStyle> ChainStyles(const Model& model, int effort) {
   std::vector<ChainStyle> styles{
       {80, {80, 1, false}, false, kGrace},
-      {20, {80, 12, false}, false, kGrace},
+      {20, {80, model.ops <= kSmall ? 4 : 12, false}, false, kGrace},
       {80, {100, 6, false}, false},
   };
   if (effort >= kEffortNormal) {
+    if (model.ops <= kSmall) styles.push_back({20, {80, 12, false}, false, kGrace});
     styles.push_back({10, {70, 6, true}, false});
     styles.push_back({20, {100, 12, true}, false});
     if (model.ops <= kLarge) {
@@ -37,6 +37,17 @@ std::vector<ChainStyle> ChainStyles(const Model& model, int effort) {
   }
   if (effort >= kEffortHigh) styles.push_back({40, {100, 6, false}, true});
   return styles;
+}
+
+std::vector<ChainStyle> FrontStyles(int effort) {
+  std::vector<ChainStyle> styles{{80, {100, 12, false, true}, false, kGrace}};
+  if (effort >= kEffortNormal) styles.push_back({160, {80, 6, false, true}, false, kGrace});
+  return styles;
+}
+
+int64_t RungLimit(const Model& model, int64_t base_peak, int divisions, int rung) {
+  const int64_t all = base_peak + model.resident_bytes;
+  return all / divisions * rung + all % divisions * rung / divisions - model.resident_bytes;
 }
 
 int64_t LowerBound(const Model& model) {
@@ -91,11 +102,8 @@ Chain::Chain(const Model& model, const ChainStyle& style, int64_t lower_bound)
 bool Chain::Descend() {
   if (rung_ <= 0 || limit_ <= lower_bound_) return false;
   --rung_;
-  const int64_t all = base_peak_ + model_.resident_bytes;
-  const int64_t part = all / style_.divisions * rung_ +
-                       all % style_.divisions * rung_ / style_.divisions;
   const int64_t last_limit = limit_;
-  limit_ = std::max(part - model_.resident_bytes, lower_bound_);
+  limit_ = std::max(RungLimit(model_, base_peak_, style_.divisions, rung_), lower_bound_);
   if (search.timeline.Peak() <= limit_) return true;
   const std::vector<Window> last = search.timeline.windows();
   if (search.Shrink(limit_, floor_, style_.search)) {

@@ -9,11 +9,13 @@ namespace {
 constexpr int64_t kImpossible = INT64_MAX / 4;
 // Give up when so many evictions in a row have not lowered the overflow.
 constexpr int kPatience = 60;
-constexpr int kRuinPatience = 10;
+constexpr int kBriefPatience = 10;
 // Give up when the program takes so many times as long as without recomputation.
 constexpr int64_t kSlowest = 6;
 // Give up after so many kernels looked at, in all that is tried: some 300 ms.
 constexpr int64_t kShrinkWork = 10'000'000;
+// The same where it is to be brief, for each kernel of the program.
+constexpr int64_t kBriefWork = 15;
 // Most windows that Relax tries in place of one.
 constexpr std::size_t kRetreats = 6;
 
@@ -120,9 +122,10 @@ bool Search::Shrink(int64_t limit, int64_t floor, const SearchStyle& style) {
     return a.score != b.score ? a.score < b.score : a.gap > b.gap;
   };
   int64_t best = timeline.Overflow(limit);
-  const int patience = noise_ ? kRuinPatience : kPatience;
+  const int patience = noise_ || style.brief ? kBriefPatience : kPatience;
   const int64_t slowest = noise_ ? ruin_time_ + ruin_time_ / 8 : kSlowest * model_.base_time;
-  const int64_t last_work = timeline.work() + work_ + kShrinkWork;
+  const int64_t last_work =
+      timeline.work() + work_ + (style.brief ? kBriefWork * model_.ops : kShrinkWork);
   int stalled = 0;
   while (timeline.Peak() > limit) {
     if (timeline.time() > slowest || timeline.work() + work_ > last_work) return false;

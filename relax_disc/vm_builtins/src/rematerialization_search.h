@@ -21,6 +21,8 @@ struct SearchStyle {
   int trials;
   // Whether Relax tries what the quick test advises against.
   bool thorough;
+  // Whether Shrink soon gives up.
+  bool brief = false;
 };
 
 class Search {
