@@ -12,7 +12,7 @@ from relax_disc.vm_builtins.planner_twin_model import Random
 _SEARCH_WORK = 2_000_000_000
 _MINIMIZE_WORK = 30_000_000
 _HEIGHTS = 4
-_LARGE, _SEARCHABLE = 1200, 3000
+_LARGE, _SEARCHABLE, _SMALL = 1200, 3000, 256
 _REPAIRS, _REPAIR_WORK, _REPAIR_PATIENCE = 120, 60_000_000, 10
 
 
@@ -30,12 +30,16 @@ class OffsetEffort:
         Rounds without success before repair ends.
     enough : int
         A height that needs none.
+    work_per_pair : int
+        Where buffers are few: the work of a search for the tolerated height, times the square of
+        their number; what it finds does not depend on `enough`.
     """
 
     work: int
     tolerance: int
     patience: int = 120
     enough: int = 0
+    work_per_pair: int = 0
 
 
 def plan_offsets(
@@ -74,6 +78,12 @@ def plan_offsets_within(
     if height > enough and not hopeless and effort.patience:
         target = max(capacity, bound)
         best, height = _repair(problem, orders, target, enough, effort.patience, best, height)
+    if height > max(enough, bound + spare) and problem.count <= _SMALL and effort.work_per_pair:
+        work = effort.work_per_pair * problem.count**2
+        found, _ = search_offsets(problem, bound + spare, work)
+        if found is not None:
+            best = found
+            height = max(o + s for o, s in zip(found, problem.size, strict=True))
     searches = effort.work > 0 and problem.count <= _SEARCHABLE
     if height > enough and not hopeless and searches:
         target, work = enough, effort.work

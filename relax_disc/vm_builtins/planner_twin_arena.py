@@ -12,6 +12,7 @@ from relax_disc.vm_builtins.planner_twin_timeline import Timeline, Window
 
 _TOLERANCE = 100
 _PATIENCE, _SHORT_PATIENCE = 120, 24
+_WORK_PER_PAIR = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,11 @@ def _rounded(graph: PlannerGraph, alignment: int) -> PlannerGraph:
     return PlannerGraph(sizes, graph.resident, graph.is_output, ops)
 
 
+def _effort(patience: int, enough: int) -> OffsetEffort:
+    searches = _WORK_PER_PAIR if patience == _PATIENCE else 0
+    return OffsetEffort(0, _TOLERANCE, patience, enough, searches)
+
+
 @dataclass(slots=True)
 class _Descent:
     """A chain, made when its turn comes; whether its program was refused; its time, None: ended."""
@@ -125,7 +131,7 @@ class _ArenaSearch:
             if self._least is not None and max(timeline.peak(), at_least) >= self._least:
                 return
             _, _, lower, upper, size = collect_buffers(self._model, timeline)
-            effort = OffsetEffort(work=0, tolerance=_TOLERANCE, patience=patience)
+            effort = _effort(patience, 0)
             height = plan_offsets_within(lower, upper, size, -1, effort)[1]
             self._note(max(height, at_least))
 
@@ -196,7 +202,7 @@ class _ArenaSearch:
             return plan.arena_bytes <= self._budget
         enough = self._budget if timeline.time > self._model.base_time else 0
         lives, buffer_of, lower, upper, size = collect_buffers(self._model, timeline)
-        effort = OffsetEffort(work=0, tolerance=_TOLERANCE, patience=patience, enough=enough)
+        effort = _effort(patience, enough)
         offsets, height = plan_offsets_within(lower, upper, size, -1, effort)
         versions = tuple(
             Version(tensor, created, last_use, offsets[buffer])

@@ -22,6 +22,8 @@ constexpr int kHeights = 4;
 constexpr int kLarge = 1200;
 // Problems with more buffers than this are not searched: a run would not reach its end.
 constexpr int kSearchable = 3000;
+// With no more buffers than this `work_per_pair` buys a search of some milliseconds.
+constexpr int kSmall = 256;
 
 // Rounds of repair, and their number times the square of the buffers: some milliseconds.
 constexpr int64_t kRepairs = 120, kRepairWork = 60'000'000;
@@ -208,20 +210,26 @@ int64_t PlanOffsetsWithin(const std::vector<int64_t>& lower, const std::vector<i
   if (height > enough && !hopeless && effort.patience > 0) {
     Repair(problem, orders, std::max(capacity, bound), enough, effort.patience, &height, &best);
   }
+  const auto found = [&](int64_t target, int64_t* work) {
+    if (!SearchOffsets(problem, target, work, &placed)) return false;
+    best = placed;
+    height = 0;
+    for (int i = 0; i < problem.count(); ++i) {
+      height = std::max(height, placed[i] + problem.size[i]);
+    }
+    return true;
+  };
+  if (height > enough && height > bound + spare && problem.count() <= kSmall) {
+    int64_t work = effort.work_per_pair * problem.count() * problem.count();
+    if (work > 0) found(bound + spare, &work);
+  }
   if (height > enough && !hopeless && effort.work > 0 && problem.count() <= kSearchable) {
     // Heights between the bound and the best are tried from below, each with a share of the work.
     int64_t target = enough, work = effort.work;
     for (int left = capacity >= 0 ? 1 : kHeights; left > 0 && target < height; --left) {
       int64_t share = work / left;
       work -= share;
-      if (SearchOffsets(problem, target, &share, &placed)) {
-        best = placed;
-        height = 0;
-        for (int i = 0; i < problem.count(); ++i) {
-          height = std::max(height, placed[i] + problem.size[i]);
-        }
-        break;
-      }
+      if (found(target, &share)) break;
       work += share;
       target += std::max<int64_t>(1, (height - target) / 2);
     }

@@ -39,13 +39,15 @@ bool SearchOffsets(const OffsetProblem& problem, int64_t height, int64_t* work,
                    std::vector<int64_t>* offsets);
 
 // How hard to try: the work of searches, how far above the lower bound (as the bound divided by
-// this; 0 means not at all) a height needs no search, rounds without success before repair ends, and
-// a height that needs none.
+// this; 0 means not at all) a height needs no search, rounds without success before repair ends, a
+// height that needs none, and, for few buffers, the work of a search for the tolerated height, times
+// the square of their number; what that one finds does not depend on `enough`.
 struct OffsetEffort {
   int64_t work;
   int64_t tolerance;
   int64_t patience = 120;
   int64_t enough = 0;
+  int64_t work_per_pair = 0;
 };
 
 // PlanOffsets with a given effort.

@@ -17,6 +17,12 @@ namespace {
 constexpr int64_t kTolerance = 100;
 // Patience of repair for the programs of chains, and for those of the front, which are many.
 constexpr int kPatience = 120, kShortPatience = 24;
+// Work of a search for places, for the programs of chains.
+constexpr int64_t kWorkPerPair = 10;
+
+OffsetEffort Effort(int patience, int64_t enough) {
+  return {0, kTolerance, patience, enough, patience == kPatience ? kWorkPerPair : 0};
+}
 
 PlannerGraph Rounded(const PlannerGraph& graph, int64_t alignment) {
   PlannerGraph result = graph;
@@ -69,7 +75,7 @@ class ArenaSearch {
 };
 
 // Place a program's tensors; whether they fit.  A greedy placement, repaired where it is not within
-// a percent of the live bytes nor within the budget; no search.
+// a percent of the live bytes nor within the budget, and searched for where the buffers are few.
 bool ArenaSearch::Fits(const Timeline& timeline, int patience) {
   if (timeline.Peak() > budget_) return false;
   if (plan_.feasible && patience_ >= patience && plan_.sequence == timeline.Sequence()) {
@@ -79,7 +85,7 @@ bool ArenaSearch::Fits(const Timeline& timeline, int patience) {
   Buffers buffers = CollectBuffers(model_, timeline);
   std::vector<int64_t> offsets;
   plan_.arena_bytes = PlanOffsetsWithin(buffers.lower, buffers.upper, buffers.size, -1,
-                                        {0, kTolerance, patience, enough}, &offsets);
+                                        Effort(patience, enough), &offsets);
   plan_.versions = std::move(buffers.versions);
   for (std::size_t i = 0; i < plan_.versions.size(); ++i) {
     plan_.versions[i].offset = offsets[buffers.buffer[i]];
@@ -156,7 +162,7 @@ void ArenaSearch::FindLeast() {
     std::vector<int64_t> offsets;
     const int64_t height =
         PlanOffsetsWithin(buffers.lower, buffers.upper, buffers.size, -1,
-                          {0, kTolerance, patience, 0}, &offsets);
+                          Effort(patience, 0), &offsets);
     least_ = std::min(least_, std::max(height, at_least));
   };
   for (const Descent& descent : descents_) note(descent.chain->search.timeline, kPatience, 0);
