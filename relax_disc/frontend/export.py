@@ -279,16 +279,29 @@ def _export(
         raise _untraceable(error) from error
     except UserError as error:
         raise _translate(error, lines) from error
+    except AssertionError as error:
+        # torch's own, made while it words what the model asks of the dims; the model's stay.
+        if "/torch/" not in _traceback(error).splitlines()[-1]:
+            raise
+        reason = (
+            f"it branches on a size in a way that torch.export cannot put into words ({error}), "
+            "such as `if length % 5`; pad or cut outside the model"
+        )
+        raise _contradiction(reason, lines) from error
 
 
 def _translate(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
     if error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
-        places = ", ".join(str(line) for line in lines[:4])
-        where = f" (sizes become fixed numbers at {places})" if lines else ""
-        return ShapeRangeError(f"The model contradicts dynamic_shapes{where}: {_first_part(error)}")
+        return _contradiction(_first_part(error), lines)
     if error.error_type is UserErrorType.INVALID_INPUT:
         return InputMismatchError(f"dynamic_shapes do not fit the example inputs: {error}")
     return _data_dependent(error)
+
+
+def _contradiction(reason: str, lines: Sequence[SourceLine]) -> ShapeRangeError:
+    places = ", ".join(str(line) for line in lines[:4])
+    where = f" (sizes become fixed numbers at {places})" if lines else ""
+    return ShapeRangeError(f"The model contradicts dynamic_shapes{where}: {reason}")
 
 
 def _refuse_data_dependent_sizes(program: ExportedProgram) -> None:

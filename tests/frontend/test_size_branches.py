@@ -71,3 +71,31 @@ def test_a_table_as_long_as_the_longest_sequence():
 def test_a_branch_of_the_model_is_refused(is_special):
     with pytest.raises(ShapeRangeError, match="t"):
         capture_step(Branching(is_special), None, batch(3, 6), dynamic_shapes=SHAPES)
+
+
+class Blocks(nn.Module):
+    """Cut into blocks of five, padded where the length is no multiple."""
+
+    def forward(self, x):
+        length = x.shape[1]
+        if length % 5 != 0:
+            x = nn.functional.pad(x, (0, 0, 0, -length % 5))
+        return x.reshape(x.shape[0], x.shape[1] // 5, 5, 4).sum()
+
+
+class Asserting(nn.Module):
+    def forward(self, x):
+        assert x.shape[2] == 5, "four is not five"
+        return x.sum()
+
+
+def test_what_torch_export_cannot_put_into_words_is_refused():
+    """torch.export 2.13 fails an assertion of its own here."""
+    shapes = ({0: Dim("n", min=1, max=8), 1: Dim("t", min=2, max=48)},)
+    with pytest.raises(ShapeRangeError, match="branches on a size"):
+        capture_step(Blocks(), None, batch(3, 12), dynamic_shapes=shapes)
+
+
+def test_the_model_s_own_assertion_is_raised_as_it_is():
+    with pytest.raises(AssertionError, match="four is not five"):
+        capture_step(Asserting(), None, batch(3, 6), dynamic_shapes=SHAPES)
