@@ -25,7 +25,12 @@ from torch.export.dynamic_shapes import _combine_args
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
+from relax_disc.errors import (
+    InputMismatchError,
+    RelaxDiscError,
+    ShapeRangeError,
+    UnsupportedOperatorError,
+)
 from relax_disc.frontend.batch_spec import BatchSpec
 from relax_disc.frontend.causal_hint import masks_unread
 from relax_disc.frontend.checkpointing import inlined_checkpoints
@@ -279,6 +284,14 @@ def _export(
         raise _untraceable(error) from error
     except UserError as error:
         raise _translate(error, lines) from error
+    except RelaxDiscError:
+        raise
+    except RuntimeError as error:
+        line = parse_stack(_traceback(error))
+        raise UnsupportedOperatorError(
+            f"{line}: PyTorch cannot trace the model: {_first_part(error)}",
+            (("what torch.export cannot trace", str(line)),),
+        ) from error
     except AssertionError as error:
         # torch's own, made while it words what the model asks of the dims; the model's stay.
         if "/torch/" not in _traceback(error).splitlines()[-1]:

@@ -108,3 +108,20 @@ def test_several_devices_and_none():
         capture(model)
     with pytest.raises(UnsupportedOperatorError, match="meta device and has no values"):
         capture(model.to("meta"))
+
+
+class Moves(nn.Module):
+    """Replaces its own parameters while it runs, which torch.export cannot trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer.to(x.dtype)(x).sum()
+
+
+def test_what_pytorch_cannot_trace_names_the_line():
+    rows = ({0: Dim("rows", min=1, max=8)},)
+    with pytest.raises(UnsupportedOperatorError, match=r"test_refusals.py:\d+: PyTorch cannot"):
+        capture_step(Moves(), None, (torch.ones(3, 4),), dynamic_shapes=rows)
