@@ -20,19 +20,23 @@ _PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy", "torch")
 
 
 def commit() -> str:
-    """Hash of the checkout's commit, with `+changes` when files differ; `unknown` without git."""
-    root = Path(__file__).parents[1]
+    """Hash of the checkout's commit, with `+changes` when files differ; `unknown` without git.
+
+    Results do not count: a run that writes several would be at its commit for the first alone.
+    """
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+changes"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        described = _git("describe", "--always", "--abbrev=12", "--exclude=*")
+        results = RESULTS.relative_to(RESULTS.parents[1]).as_posix()
+        changed = _git("status", "--porcelain", "-uno", "--", ".", f":(exclude){results}")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return described.stdout.strip()
+    return described + ("+changes" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    root = RESULTS.parents[1]
+    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def machine() -> dict[str, Any]:

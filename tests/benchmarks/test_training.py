@@ -122,3 +122,24 @@ def test_result_file_says_commit_and_machine(tmp_path, monkeypatch):
     assert content["results"] == [1, 2]
     assert content["machine"]["packages"]["apache-tvm"] == "0.27.0.post1"
     assert content["commit"]
+
+
+def test_results_are_no_changes_of_the_checkout(tmp_path, monkeypatch):
+    def git(*arguments):
+        options = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        subprocess.run(["git", *options, *arguments], cwd=tmp_path, check=True)
+
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    monkeypatch.setattr(record, "RESULTS", results)
+    assert record.commit() == "unknown"
+    (results / "a.json").write_text("{}")
+    (tmp_path / "code.py").write_text("")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "x")
+    clean = record.commit()
+    (results / "a.json").write_text("[]")
+    assert record.commit() == clean
+    (tmp_path / "code.py").write_text("1")
+    assert record.commit() == f"{clean}+changes"
