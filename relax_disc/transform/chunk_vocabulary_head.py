@@ -22,6 +22,7 @@ from tvm import relax, tirx
 from tvm.sym.analyzer import Analyzer
 
 from relax_disc.ops import registry
+from relax_disc.transform.functions import at_span
 from relax_disc.transform.operand_views import Uses, is_call_of, matrix_view, same_shape
 from relax_disc.vm_builtins import library_kernels, library_vocabulary_head
 
@@ -297,10 +298,9 @@ class _Rewriter(relax.PyExprMutator):
             relax.prim_value(tirx.const(head.label_smoothing, "float64")),
             relax.prim_value(int(head.is_mean)),
         ]
-        plain = relax.call_dps_packed(f"relax_disc.cpu.{name}", arguments, results)
-        # With the line of the loss.
-        call = relax.Call(plain.op, plain.args, plain.attrs, plain.ty_args, head.forward.span)
-        whole = self.builder_.emit(call, "vocabulary_head")
+        call = relax.call_dps_packed(f"relax_disc.cpu.{name}", arguments, results)
+        # At the line of the loss.
+        whole = self.builder_.emit(at_span(call, head.forward.span), "vocabulary_head")
         self._parts[head.forward] = relax.TupleGetItem(whole, 0)
         self._parts[head.grad_x] = relax.TupleGetItem(whole, 1)
         for variable in head.grad_biases:

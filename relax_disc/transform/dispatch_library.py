@@ -26,6 +26,7 @@ from relax_disc.transform import (
     dispatch_recurrence,
     dispatch_sort,
 )
+from relax_disc.transform.functions import at_span
 from relax_disc.transform.operand_views import Uses, definition, is_call_of, permutation_of
 from relax_disc.vm_builtins import libraries
 
@@ -67,7 +68,7 @@ class Site:
         """Make the call of a library function, at the source line of the operator."""
         values = [relax.prim_value(x) if isinstance(x, int) else x for x in arguments]
         call = relax.call_dps_packed(f"{self.family}.{name}", values, result)
-        return relax.Call(call.op, call.args, call.attrs, call.ty_args, span=self.original.span)
+        return at_span(call, self.original.span)
 
 
 Rule = Callable[[relax.Call, Site], "relax.Expr | None"]

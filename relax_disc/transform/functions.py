@@ -22,6 +22,11 @@ def program_functions(mod: tvm.IRModule) -> Iterator[tuple[tvm.ir.GlobalVar, rel
                 yield variable, function
 
 
+def at_span(call: relax.Call, span: tvm.ir.Span | None) -> relax.Call:
+    """Return the call with another span: the line of the user's model that it stems from."""
+    return relax.Call(call.op, call.args, call.attrs, call.ty_args, span)
+
+
 def with_blocks(function: relax.Function, blocks: Sequence[relax.BindingBlock]) -> relax.Function:
     """Return the function with other blocks of bindings."""
     body = relax.SeqExpr(list(blocks), function.body.body)

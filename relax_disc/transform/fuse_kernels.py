@@ -13,7 +13,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from relax_disc.transform.functions import block_like, program_functions, with_blocks
+from relax_disc.transform.functions import at_span, block_like, program_functions, with_blocks
 
 
 @tvm.transform.module_pass(opt_level=0, name="FuseKernels")
@@ -122,6 +122,4 @@ def _located(binding: relax.Binding, spans: dict[Any, Any]) -> relax.Binding:
     span, value = spans.get(binding.var), binding.value
     if span is None or not isinstance(value, relax.Call) or value.span is not None:
         return binding
-    return relax.VarBinding(
-        binding.var, relax.Call(value.op, value.args, value.attrs, value.ty_args, span), span
-    )
+    return relax.VarBinding(binding.var, at_span(value, span), span)

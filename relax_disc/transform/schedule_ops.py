@@ -94,8 +94,7 @@ class ScheduleOps:
             result = copy_module(mod)
             result.update_func(variable, changed)
             after = extract(result, name).graph()
-            steps = range(len(after.kernels))
-            if _first_excess(after, steps, extraction.graph(), schedule.checked) is not None:
+            if _exceeds(after, extraction.graph(), schedule.checked):
                 _logger.info("%s keeps its order: copies would raise the peak", name)
                 return function
         return changed
@@ -158,23 +157,28 @@ def _is_one_block(function: relax.Function) -> bool:
 def _hoisted(graph: TensorGraph, schedule: Schedule) -> Sequence[int]:
     """Move updates to their gradients, nowhere above the given order's peak."""
     shapes = [point.shape for point in schedule.points if point.shape]
+    if not schedule.checked:
+        return hoist_sinks(graph, schedule.order, shapes)
+    problem = problem_of(graph, schedule.checked)
+    limits = peaks_at_points(problem, range(problem.ops))
     while True:
         order = hoist_sinks(graph, schedule.order, shapes)
-        worse = _first_excess(graph, order, graph, schedule.checked)
-        if worse is None:
+        peaks = peaks_at_points(problem, order)
+        worse = [s for s, a, b in zip(schedule.checked, peaks, limits, strict=True) if a > b]
+        if not worse:
             return order
-        shapes.append(worse)
+        shapes.append(worse[0])
 
 
-def _first_excess(
-    after: TensorGraph, order: Sequence[int], before: TensorGraph, shapes: Sequence[Shape]
-) -> Shape | None:
-    """Return a shape at which an order's peak is above that of the other graph as it stands."""
+def _exceeds(after: TensorGraph, before: TensorGraph, shapes: Sequence[Shape]) -> bool:
+    """Whether a graph's peak is above another's at a shape, both in the order as they stand."""
     if not shapes:
-        return None
-    new = peaks_at_points(problem_of(after, shapes), order)
-    old = peaks_at_points(problem_of(before, shapes), range(len(before.kernels)))
-    return next((s for s, a, b in zip(shapes, new, old, strict=True) if a > b), None)
+        return False
+    new, old = (
+        peaks_at_points(problem_of(graph, shapes), range(len(graph.kernels)))
+        for graph in (after, before)
+    )
+    return any(a > b for a, b in zip(new, old, strict=True))
 
 
 def _ordered_overwrites(extraction: Extraction) -> TensorGraph:

@@ -16,6 +16,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
+from relax_disc.transform.functions import at_span
 from relax_disc.transform.simplify_rules import RULES, SHARED
 
 # Each rule may make room for another; chains longer than this do not occur.
@@ -131,7 +132,7 @@ class Graph:
     def _typed(self, expr: Any) -> Any:
         """Infer the type of a new call and give it the source line of the old one."""
         if isinstance(expr, relax.Call):
-            expr = relax.Call(expr.op, expr.args, expr.attrs, expr.ty_args, self._origin.span)
+            expr = at_span(expr, self._origin.span)
         return self._builder.normalize(expr)
 
     def _write(self, var: Any, value: Any, span: Any = None) -> None:

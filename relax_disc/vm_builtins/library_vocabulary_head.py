@@ -9,6 +9,7 @@ alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,80 +29,18 @@ def workspace_columns(classes: Any, width: Any) -> Any:
     return classes + 2 * ((width + (ROW_UNIT - 1)) // ROW_UNIT * ROW_UNIT) + STATISTICS * blocks
 
 
-def vocabulary_head(
-    x: Any,
-    weight: Any,
-    target: Any,
-    grad_loss: Any,
-    ignore_index: int,
-    label_smoothing: float,
-    is_mean: int,
-    loss: Any,
-    grad_x: Any,
-    grad_weight: Any,
-    workspace: Any,
-) -> None:
-    """Cross-entropy of a linear head with the gradients of its input and weight."""
-    options = (ignore_index, label_smoothing, is_mean, int(workspace.shape[0]))
-    _head(x, weight, target, grad_loss, None, options, loss, grad_x, None, array_of(grad_weight))
+def _twin(*, has_bias: bool, is_frozen: bool) -> Callable[..., None]:
+    def head(x: Any, weight: Any, target: Any, grad_loss: Any, *others: Any) -> None:
+        rest = list(others)
+        bias = array_of(rest.pop(0)) if has_bias else None
+        ignore_index, label_smoothing, is_mean, loss, grad_x = rest[:5]
+        *gradients, workspace = rest[5:]
+        grad_bias = array_of(gradients[0]) if has_bias else None
+        grad_weight = None if is_frozen else array_of(gradients[-1])
+        options = (ignore_index, label_smoothing, is_mean, int(workspace.shape[0]))
+        _head(x, weight, target, grad_loss, bias, options, loss, grad_x, grad_bias, grad_weight)
 
-
-def vocabulary_head_frozen(
-    x: Any,
-    weight: Any,
-    target: Any,
-    grad_loss: Any,
-    ignore_index: int,
-    label_smoothing: float,
-    is_mean: int,
-    loss: Any,
-    grad_x: Any,
-    workspace: Any,
-) -> None:
-    """Cross-entropy of a linear head with the gradient of its input alone."""
-    options = (ignore_index, label_smoothing, is_mean, int(workspace.shape[0]))
-    _head(x, weight, target, grad_loss, None, options, loss, grad_x, None, None)
-
-
-def vocabulary_head_bias(
-    x: Any,
-    weight: Any,
-    target: Any,
-    grad_loss: Any,
-    bias: Any,
-    ignore_index: int,
-    label_smoothing: float,
-    is_mean: int,
-    loss: Any,
-    grad_x: Any,
-    grad_bias: Any,
-    grad_weight: Any,
-    workspace: Any,
-) -> None:
-    """Cross-entropy of a linear head with a bias, with all three gradients."""
-    options = (ignore_index, label_smoothing, is_mean, int(workspace.shape[0]))
-    grads = (array_of(grad_bias), array_of(grad_weight))
-    _head(x, weight, target, grad_loss, array_of(bias), options, loss, grad_x, *grads)
-
-
-def vocabulary_head_bias_frozen(
-    x: Any,
-    weight: Any,
-    target: Any,
-    grad_loss: Any,
-    bias: Any,
-    ignore_index: int,
-    label_smoothing: float,
-    is_mean: int,
-    loss: Any,
-    grad_x: Any,
-    grad_bias: Any,
-    workspace: Any,
-) -> None:
-    """Cross-entropy of a linear head with a bias, with the gradients of input and bias."""
-    options = (ignore_index, label_smoothing, is_mean, int(workspace.shape[0]))
-    grads = (array_of(grad_bias), None)
-    _head(x, weight, target, grad_loss, array_of(bias), options, loss, grad_x, *grads)
+    return head
 
 
 def _head(
@@ -154,3 +93,9 @@ def _head(
     array_of(grad_x).reshape(-1, width)[...] = gradient
     with np.errstate(invalid="ignore"):
         array_of(loss)[...] = np.float64(total) / counted if is_mean else total
+
+
+vocabulary_head = _twin(has_bias=False, is_frozen=False)
+vocabulary_head_frozen = _twin(has_bias=False, is_frozen=True)
+vocabulary_head_bias = _twin(has_bias=True, is_frozen=False)
+vocabulary_head_bias_frozen = _twin(has_bias=True, is_frozen=True)

@@ -78,12 +78,12 @@ def plan_offsets_within(
     if height > enough and not hopeless and effort.patience:
         target = max(capacity, bound)
         best, height = _repair(problem, orders, target, enough, effort.patience, best, height)
-    if height > max(enough, bound + spare) and problem.count <= _SMALL and effort.work_per_pair:
+    if height > enough and problem.count <= _SMALL and effort.work_per_pair:
         work = effort.work_per_pair * problem.count**2
         found, _ = search_offsets(problem, bound + spare, work)
         if found is not None:
             best = found
-            height = max(o + s for o, s in zip(found, problem.size, strict=True))
+            height = _height(problem, found)
     searches = effort.work > 0 and problem.count <= _SEARCHABLE
     if height > enough and not hopeless and searches:
         target, work = enough, effort.work
@@ -95,7 +95,7 @@ def plan_offsets_within(
             found, used = search_offsets(problem, target, share)
             if found is not None:
                 best = found
-                height = max(o + s for o, s in zip(found, problem.size, strict=True))
+                height = _height(problem, found)
                 break
             work += share - used
             target += max(1, (height - target) // 2)
@@ -103,6 +103,10 @@ def plan_offsets_within(
     for buffer, offset in zip(problem.index, best, strict=True):
         offsets[buffer] = offset
     return offsets, height
+
+
+def _height(problem: OffsetProblem, offsets: Sequence[int]) -> int:
+    return max(o + s for o, s in zip(offsets, problem.size, strict=True))
 
 
 def make_problem(lower: Sequence[int], upper: Sequence[int], size: Sequence[int]) -> OffsetProblem:

@@ -116,25 +116,30 @@ def test_python_equals_native_at_high_effort(library, seed, part):
     check_equal(seed, part, 2)
 
 
-def test_near_the_optimum_of_small_graphs():
-    """Against exhaustion: never better, the bound proved, and seldom worse."""
-    exact = found = solved = 0
-    for seed in range(300):
+def exhausted(seeds):
+    """Graphs small enough for exhaustion, tight budgets, and their plans without a budget."""
+    for seed in range(seeds):
         graph = random_graph(seed, most=8, plain=True)
         whole = planner_codec.plan_rematerialization(graph, UNLIMITED, 1)
         for part in (0.7, 0.8, 0.9):
-            budget = int(whole.peak_bytes * part)
-            best = fastest(graph, budget)
-            program = planner_codec.plan_rematerialization(graph, budget, 1)
-            if best is None:
-                assert not program.feasible
-                continue
-            assert budget >= program.lower_bound_bytes
-            solved += 1
-            if program.feasible:
-                assert program.time_ns >= best
-                found += 1
-                exact += program.time_ns == best
+            yield graph, int(whole.peak_bytes * part), whole
+
+
+def test_near_the_optimum_of_small_graphs():
+    """Against exhaustion: never better, the bound proved, and seldom worse."""
+    exact = found = solved = 0
+    for graph, budget, _ in exhausted(300):
+        best = fastest(graph, budget)
+        program = planner_codec.plan_rematerialization(graph, budget, 1)
+        if best is None:
+            assert not program.feasible
+            continue
+        assert budget >= program.lower_bound_bytes
+        solved += 1
+        if program.feasible:
+            assert program.time_ns >= best
+            found += 1
+            exact += program.time_ns == best
     assert solved >= 50
     assert found >= 0.95 * solved
     assert exact >= 0.88 * found
@@ -143,17 +148,13 @@ def test_near_the_optimum_of_small_graphs():
 def test_a_front_bounds_the_time():
     """The knapsack at the peak never says more than exhaustion finds."""
     useful = 0
-    for seed in range(150):
-        graph = random_graph(seed, most=8, plain=True)
-        whole = planner_codec.plan_rematerialization(graph, UNLIMITED, 0)
-        for part in (0.7, 0.8, 0.9):
-            budget = int(whole.peak_bytes * part)
-            best = fastest(graph, budget)
-            if best is None:
-                continue
-            bound = FrontSearch(Model(graph), 0, budget).bound
-            assert bound <= best
-            useful += whole.time_ns < bound
+    for graph, budget, whole in exhausted(150):
+        best = fastest(graph, budget)
+        if best is None:
+            continue
+        bound = FrontSearch(Model(graph), 0, budget).bound
+        assert bound <= best
+        useful += whole.time_ns < bound
     assert useful >= 25
 
 

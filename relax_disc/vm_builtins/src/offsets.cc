@@ -219,7 +219,7 @@ int64_t PlanOffsetsWithin(const std::vector<int64_t>& lower, const std::vector<i
     }
     return true;
   };
-  if (height > enough && height > bound + spare && problem.count() <= kSmall) {
+  if (height > enough && problem.count() <= kSmall) {
     int64_t work = effort.work_per_pair * problem.count() * problem.count();
     if (work > 0) found(bound + spare, &work);
   }
