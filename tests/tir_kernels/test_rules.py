@@ -320,6 +320,18 @@ def test_threads_do_not_change_a_bit(kernels, library, name):
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("name", ["row_dot", "few_columns", "symbolic_columns", "total"])
+def test_long_sums_are_rounded_once(kernels, library, name):
+    """A running total in float32 loses several units in the last place over 400 000 terms."""
+    *_, expected_of, inputs = CASES[name]
+    n, m = (3, 400_003) if name == "row_dot" else (400_003, 3)
+    arrays = [1 + np.abs(array) for array in inputs(n, m)]
+    expected = np.asarray(expected_of(*arrays))
+    result = np.zeros(expected.shape, "float32")
+    run(library, kernels[name], name, arrays, result)
+    np.testing.assert_allclose(result, expected, rtol=1.3e-7)
+
+
 def test_optimizer_is_one_pass():
     """Several outputs over one domain are one loop, with all reads before the writes."""
     x, y = te.placeholder((N, 40), name="x"), te.placeholder((N, 40), name="y")

@@ -6,8 +6,9 @@ import copy
 
 import pytest
 import torch
+from torch.export import Dim
 
-from relax_disc.compiler import build, describe_batch
+from relax_disc.compiler import build, compile, describe_batch
 from relax_disc.frontend import capture_step
 from relax_disc.training.compiled_function import CompiledFunction
 from tests.frontend.models import (
@@ -93,3 +94,44 @@ def test_gradients_are_as_good_as_torch_in_float32(name):
         assert ours <= 2e-6
         report = function.memory_report()
         assert report.peak_bytes == report.planned_peak_bytes
+
+
+class BatchNorms(torch.nn.Module):
+    """Two batch norms, of values whose mean is not zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.BatchNorm2d(3)
+        self.second = torch.nn.BatchNorm2d(3)
+
+    def forward(self, x, y):
+        return (torch.tanh(self.second(torch.tanh(self.first(x)) + 1.0)) * y).mean()
+
+
+def test_batch_norm_sums_a_million_pixels_as_well_as_torch():
+    torch.manual_seed(0)
+    model = BatchNorms().train()
+    n, side = Dim("n", min=2, max=64), Dim("side", min=2, max=256)
+    axes = {0: n, 2: side, 3: side}
+
+    def batch(rows, side):
+        return [torch.randn(rows, 3, side, side) + shift for shift in (5.0, 1.0)]
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    step = compile(model, optimizer, tuple(batch(4, 8)), dynamic_shapes=(axes, axes))
+    for sizes in [(32, 192), (16, 112), (3, 5)]:
+        args = batch(*sizes)
+        exact, theirs = (copy.deepcopy(model).to(t) for t in (torch.float64, torch.float32))
+        exact(*[a.double() for a in args]).backward()
+        theirs(*args).backward()
+        for state in optimizer.state.values():
+            state["momentum_buffer"].zero_()
+        step(*args)
+        found = {n: optimizer.state[p]["momentum_buffer"] for n, p in model.named_parameters()}
+        found |= dict(model.named_buffers())
+        own = {n: p.grad for n, p in theirs.named_parameters()} | dict(theirs.named_buffers())
+        right = {n: p.grad for n, p in exact.named_parameters()} | dict(exact.named_buffers())
+        for name, value in right.items():
+            if value.is_floating_point():
+                bound = max(2 * error(own, {name: value}), 2e-7)
+                assert error(found, {name: value}) <= bound, (sizes, name)

@@ -34,6 +34,7 @@ from relax_disc.tir_kernels.loops import (
     loop,
     sequence,
     vector_loop,
+    widened,
     with_body,
 )
 from relax_disc.tir_kernels.vectorizable import moves_in_vectors, vectorizable
@@ -185,10 +186,14 @@ class _Emitter:
             return sequence(statements)
 
         def finish(column: Any) -> Any:
-            total = tirx.BufferLoad(partial, [column])
+            combiner = stage.combiner or "add"
+            total = widened(combiner, tirx.BufferLoad(partial, [column]))
             for index in range(1, CHUNKS):
                 other = tirx.BufferLoad(partial, [column + index * columns])
-                total = combine(stage.combiner or "add", total, other)
+                total = combine(combiner, total, widened(combiner, other))
+            dtype = str(stage.init.ty.dtype)
+            if str(total.ty.dtype) != dtype:
+                total = tirx.Cast(dtype, total)
             return self._write(group_mapping(self.columns, column), total)
 
         finished = (
