@@ -25,10 +25,11 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
 from relax_disc.frontend.decompositions import decomposition_table
 from relax_disc.frontend.export import MODEL, Exported
 from relax_disc.frontend.guards import GuardWatch
+from relax_disc.frontend.layouts import laid_out_like
 from relax_disc.frontend.random_ops import Randomness
 from relax_disc.frontend.refusals import refuse_autocast
 from relax_disc.frontend.source_lines import source_line
@@ -87,14 +88,20 @@ class _StepInterpreter(fx.Interpreter):
         if getattr(n.target, "__name__", "") == "wrap_with_autocast" and torch.is_grad_enabled():
             self._check_autocast(n)
         try:
-            return super().run_node(n)
-        except RuntimeError as error:
+            result = super().run_node(n)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, RelaxDiscError):
+                raise
             line = source_line(n)
             raise UnsupportedOperatorError(
                 f"{line}: PyTorch cannot trace {n.target} with symbolic sizes: "
                 f"{str(error).splitlines()[0]}",
                 ((str(n.target), str(line)),),
             ) from error
+        if n.target not in RULES:
+            return result
+        with fx_traceback.set_current_meta(n):
+            return laid_out_like(result, n.meta.get("val"))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in RULES:

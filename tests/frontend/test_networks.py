@@ -51,6 +51,20 @@ class Encoder(nn.Module):
         return self.layer(x).square().mean()
 
 
+class Viewed(nn.Module):
+    """Attention whose heads are joined by a view: PyTorch's own result is contiguous that way."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        b, s, width = x.shape
+        heads = [y.view(b, s, 2, 8).transpose(1, 2) for y in self.inner(x).split(16, 2)]
+        joined = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+        return self.outer(joined.contiguous().view(b, s, width)).square().mean()
+
+
 class Normed(nn.Module):
     """Weights normalised by a parametrization, over another axis than the first."""
 
@@ -126,6 +140,7 @@ CASES = {
         ({0: B, 2: S}, {0: B}),
     ),
     "encoder": lambda: (Encoder(), *random("b", "s", 16)),
+    "attention-viewed": lambda: (Viewed(), *random("b", "s", 16)),
     "weight-norm": lambda: (Normed(), *random("b", 4, 5)),
     "graph": lambda: (Graph(), graph, ({0: B}, {1: EDGES})),
 }
