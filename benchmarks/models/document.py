@@ -39,9 +39,9 @@ norm of the difference from float64 over its norm, all gradients together, at th
 *over torch's own* divides it by the error of PyTorch in float32 against the same reference. A
 model **trains** if at every shape its gradient error is at most twice PyTorch's own and at most
 2e-6 (models where PyTorch itself errs by more than 1e-6 are marked with * and held to twice
-PyTorch's own alone; errors below 2e-7 are rounding), the loss is within 2e-6, updated parameters
-and buffers are within 2e-6, and the memory used was exactly what was planned. **Refused** means:
-by name, before anything ran. **WRONG** is any other result.
+PyTorch's own alone; errors below 2e-7 are rounding), the loss, updated parameters and buffers are
+within 2e-6 or twice PyTorch's own error, and the memory used was exactly what was planned.
+**Refused** means: by name, before anything ran. **WRONG** is any other result.
 
 Seconds are processor time of one thread; compiling was from scratch, without the cache.
 """

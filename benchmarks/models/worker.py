@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.models.catalogue import entry_named
 from benchmarks.models.entry import Batch, Entry
-from benchmarks.models.numerics import Reference, reference, relative_error
+from benchmarks.models.numerics import reference, relative_error
 from relax_disc.compiler import build_or_reuse, describe_batch
 from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
 from relax_disc.frontend import capture_step
@@ -121,18 +122,25 @@ def _train(
     gradients = {
         name: optimizer.state[named[name]]["momentum_buffer"].clone() for name in exact.gradients
     }
-    updated = {n: before[n] - LEARNING_RATE * g for n, g in exact.gradients.items()}
+    updated, own_updated = (
+        {n: before[n] - LEARNING_RATE * g.double() for n, g in found.gradients.items()}
+        for found in (exact, theirs)
+    )
     ours, own = (relative_error(g, exact.gradients) for g in (gradients, theirs.gradients))
-    loss_error = abs(loss.item() - exact.loss) / max(1.0, abs(exact.loss))
+    loss_error, own_loss_error = (
+        abs(value - exact.loss) / max(1.0, abs(exact.loss)) for value in (loss.item(), theirs.loss)
+    )
     parameter_error = relative_error({n: named[n].detach() for n in updated}, updated)
-    buffer_error = _buffer_error(model, exact)
+    own_parameter_error = relative_error(own_updated, updated)
+    buffer_error = buffer_error(dict(model.named_buffers()), exact.buffers)
+    own_buffer_error = buffer_error(theirs.buffers, exact.buffers)
     report = step.memory_report()
     right = (
         ours <= max(FACTOR * own, LEAST)
         and ours <= max(FACTOR * own if own > MOST / FACTOR else MOST, LEAST)
-        and loss_error <= MOST
-        and parameter_error <= 2e-6
-        and buffer_error <= 2e-6
+        and loss_error <= max(FACTOR * own_loss_error, MOST)
+        and parameter_error <= max(FACTOR * own_parameter_error, MOST)
+        and buffer_error <= max(FACTOR * own_buffer_error, MOST)
         and report.peak_bytes == report.planned_peak_bytes
     )
     return {
@@ -144,20 +152,26 @@ def _train(
         "ratio": ours / max(own, LEAST / FACTOR),
         "parameter_error": parameter_error,
         "buffer_error": buffer_error,
+        "torch_loss_error": own_loss_error,
+        "torch_parameter_error": own_parameter_error,
+        "torch_buffer_error": own_buffer_error,
         "peak_bytes": report.peak_bytes,
         "planned_peak_bytes": report.planned_peak_bytes,
         "right": right,
     }
 
 
-def _buffer_error(model: nn.Module, exact: Reference) -> float:
-    """Largest relative error of a buffer after the step, running statistics above all."""
-    mine: dict[str, Tensor] = dict(model.named_buffers())
-    errors = [
-        relative_error({name: mine[name]}, {name: value})
-        for name, value in exact.buffers.items()
-        if value.is_floating_point()
-    ]
+def buffer_error(mine: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Largest relative error of a module's buffers after the step, running statistics above all.
+
+    The buffers of one module are measured together: a running mean that is zero but for rounding
+    (a normalized input through a linear layer) has no relative error of its own.
+    """
+    modules: dict[str, dict[str, Tensor]] = {}
+    for name, value in exact.items():
+        if value.is_floating_point():
+            modules.setdefault(name.rpartition(".")[0], {})[name] = value
+    errors = [relative_error({n: mine[n] for n in own}, own) for own in modules.values()]
     return max(errors, default=0.0)
 
 

@@ -53,6 +53,17 @@ def test_a_difference_is_found(monkeypatch):
     assert worker.judge(entry)["verdict"] == "WRONG"
 
 
+def test_a_mean_that_is_zero_is_measured_beside_its_variance():
+    exact = {
+        "norm.mean": torch.full((4,), 1e-17),
+        "norm.var": torch.ones(4),
+        "other": torch.ones(1),
+    }
+    mine = {**exact, "norm.mean": torch.full((4,), 1e-9)}
+    assert worker.buffer_error(mine, exact) == pytest.approx(1e-9, rel=1e-3)
+    assert worker.buffer_error({**exact, "other": torch.full((1,), 1.1)}, exact) > 0.09
+
+
 def test_a_process_that_ends_badly_is_no_verdict_of_its_own():
     entry = dataclasses.replace(entry_named("MLP"), name="none of that name")
     result = judged(entry, 120)
