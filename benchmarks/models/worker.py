@@ -132,8 +132,8 @@ def _train(
     )
     parameter_error = relative_error({n: named[n].detach() for n in updated}, updated)
     own_parameter_error = relative_error(own_updated, updated)
-    buffer_error = buffer_error(dict(model.named_buffers()), exact.buffers)
-    own_buffer_error = buffer_error(theirs.buffers, exact.buffers)
+    buffer_error = error_of_buffers(dict(model.named_buffers()), exact.buffers)
+    own_buffer_error = error_of_buffers(theirs.buffers, exact.buffers)
     report = step.memory_report()
     right = (
         ours <= max(FACTOR * own, LEAST)
@@ -161,7 +161,7 @@ def _train(
     }
 
 
-def buffer_error(mine: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+def error_of_buffers(mine: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
     """Largest relative error of a module's buffers after the step, running statistics above all.
 
     The buffers of one module are measured together: a running mean that is zero but for rounding

@@ -60,8 +60,8 @@ def test_a_mean_that_is_zero_is_measured_beside_its_variance():
         "other": torch.ones(1),
     }
     mine = {**exact, "norm.mean": torch.full((4,), 1e-9)}
-    assert worker.buffer_error(mine, exact) == pytest.approx(1e-9, rel=1e-3)
-    assert worker.buffer_error({**exact, "other": torch.full((1,), 1.1)}, exact) > 0.09
+    assert worker.error_of_buffers(mine, exact) == pytest.approx(1e-9, rel=1e-3)
+    assert worker.error_of_buffers({**exact, "other": torch.full((1,), 1.1)}, exact) > 0.09
 
 
 def test_a_process_that_ends_badly_is_no_verdict_of_its_own():
