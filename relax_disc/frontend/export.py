@@ -38,7 +38,7 @@ from relax_disc.frontend.containers import register_containers, shapes_as_lists
 from relax_disc.frontend.dims import DimTable, declared_dims, dim_table, enlarge
 from relax_disc.frontend.export_mode import ExportMode
 from relax_disc.frontend.fixed_sizes import lines_that_fix_sizes
-from relax_disc.frontend.guards import check_assertions
+from relax_disc.frontend.guards import check_assertions, check_derived_dims
 from relax_disc.frontend.size_branches import size_branches
 from relax_disc.frontend.source_lines import SourceLine, parse_stack, source_line
 from relax_disc.frontend.symbolic_len import symbolic_len
@@ -199,6 +199,7 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
     _refuse_data_dependent_sizes(program)
     table = dim_table(program, leaves, declared)
     check_assertions(program, table, branches)
+    check_derived_dims(program, table, branches)
     batch = BatchSpec(structure, fixed, _positional(wrapped.forward))
     return Exported(program, table, batch, tuple(leaves))
 

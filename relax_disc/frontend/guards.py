@@ -79,6 +79,41 @@ def check_assertions(program: ExportedProgram, dims: DimTable, branches: SizeBra
             _check(expr, dims, source_line(node))
 
 
+def check_derived_dims(program: ExportedProgram, dims: DimTable, branches: SizeBranches) -> None:
+    """Check what torch.export takes for granted where a dim is a multiple such as ``8 * h``.
+
+    Its own proof leaves out conditions over such sizes, and lets them be fixed to one number.
+
+    Raises
+    ------
+    ShapeRangeError
+        A condition fails at some size in range, or a dim was fixed to one size.
+    """
+    for symbol, interval in program.range_constraints.items():
+        spec = dims.specs.get(dims.names.get(str(symbol), ""))
+        if spec is not None and interval.lower == interval.upper and spec.lower != _upper(spec):
+            raise ShapeRangeError(
+                f"The model contradicts dynamic_shapes: it works for {spec.name}={interval.lower} "
+                "alone, since it makes a number of that size; declare the dim static."
+            )
+    fakes = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
+    env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
+    if env is None:
+        return
+    for guard in env.guards:
+        if not guard.expr.free_symbols & set(env.replacements):
+            continue
+        condition = guard.expr.xreplace(env.replacements)
+        line = branches.line(guard.expr)
+        line = line if line.file else branches.line(condition)
+        known = {str(symbol) for symbol in condition.free_symbols} <= set(dims.names)
+        if not condition.free_symbols or not known:
+            continue
+        # As in a trace of operators, PyTorch's own "not equal" is the general way.
+        if line.file or not isinstance(condition, sympy.Ne):
+            _check(condition, dims, line)
+
+
 class GuardWatch:
     """Finds what a trace has come to rely on since the watch began.
 

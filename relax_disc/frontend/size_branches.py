@@ -17,6 +17,9 @@ from typing import Any
 import sympy
 import torch
 
+from relax_disc.frontend.source_lines import SourceLine
+
+_UNKNOWN = SourceLine("", 0)
 _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
@@ -24,12 +27,17 @@ class SizeBranches:
     """The equalities of sizes on which a model's own code branched."""
 
     def __init__(self) -> None:
-        self._differences: set[Any] = set()
+        self._differences: dict[Any, SourceLine] = {}
 
-    def add(self, condition: Any) -> None:
-        """Note a condition, whether it held or not."""
+    def add(self, condition: Any, line: SourceLine) -> None:
+        """Note a condition, whether it held or not, and the line that asked."""
         for equality in condition.atoms(sympy.Eq, sympy.Ne):
-            self._differences.add(_difference(equality))
+            self._differences.setdefault(_difference(equality), line)
+
+    def line(self, condition: Any) -> SourceLine:
+        """Return the line that asked for a condition; one without a file where none is known."""
+        found = (_difference(e) for e in condition.atoms(sympy.Eq, sympy.Ne))
+        return next((self._differences[d] for d in found if d in self._differences), _UNKNOWN)
 
     def decides(self, condition: Any) -> bool:
         """Whether a condition must hold: all but inequalities that PyTorch alone looked at.
@@ -55,9 +63,10 @@ def size_branches() -> Iterator[SizeBranches]:
     before = torch.SymBool.__bool__
 
     def noting(self: Any) -> bool:
-        caller = sys._getframe(1).f_code.co_filename
+        frame = sys._getframe(1)
+        caller = frame.f_code.co_filename
         if not caller.startswith(_INSIDE) and isinstance(self.node.expr, sympy.Basic):
-            found.add(self.node.expr)
+            found.add(self.node.expr, SourceLine(caller, frame.f_lineno))
         return before(self)
 
     torch.SymBool.__bool__ = noting

@@ -99,3 +99,48 @@ def test_what_torch_export_cannot_put_into_words_is_refused():
 def test_the_model_s_own_assertion_is_raised_as_it_is():
     with pytest.raises(AssertionError, match="four is not five"):
         capture_step(Asserting(), None, batch(3, 6), dynamic_shapes=SHAPES)
+
+
+class Halving(nn.Module):
+    """Counts windows of two, as often as told, and pads where the number is odd."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.times = times
+
+    def forward(self, x):
+        size = x.shape[1]
+        for _ in range(self.times):
+            size = (size - 1) // 2 + 1
+        return (x * self.weight).square().mean() * (2.0 if size % 2 == 0 else 3.0)
+
+
+class Fixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return (x * self.weight).square().mean() * int(x.shape[1])
+
+
+@pytest.mark.parametrize("times", [3, 4])
+@pytest.mark.parametrize("example", [8, 10])
+def test_branches_on_a_multiple_must_hold_over_the_range(times, example):
+    axes = {1: 8 * Dim("wide", min=8, max=12)}
+    with pytest.raises(ShapeRangeError, match=r"wide.*test_size_branches\.py:\d+"):
+        capture_step(Halving(times), None, (torch.randn(3, 8 * example),), dynamic_shapes=(axes,))
+
+
+def test_branches_on_a_multiple_that_hold_are_no_obstacle():
+    axes = {1: 16 * Dim("wide", min=4, max=6)}
+    model = Halving(3)
+    captured = capture_step(model, None, (torch.randn(3, 80),), dynamic_shapes=(axes,))
+    check_gradients(captured, model, [(torch.randn(3, 16 * wide),) for wide in (4, 5, 6)])
+
+
+def test_a_multiple_that_becomes_a_number_is_refused():
+    axes = {1: 8 * Dim("wide", min=8, max=12)}
+    with pytest.raises(ShapeRangeError, match="wide=10 alone"):
+        capture_step(Fixing(), None, (torch.randn(3, 80),), dynamic_shapes=(axes,))
