@@ -182,6 +182,10 @@ ENTRIES = [
         built("ConvNext", "ForImageClassification", hidden_sizes=[16, 32], **_STAGES, **_LABELS),
     ),
     _sized("ResNet", built("ResNet", "ForImageClassification", **_RESNET, **_LABELS)),
+    _fixed(
+        "Data2Vec, vision", built("Data2VecVision", "ForImageClassification", **_PATCHES, **_LABELS)
+    ),
+    _fixed("DINOv2", built("Dinov2", "ForImageClassification", **_PATCHES, **_LABELS)),
     _sized(
         "SegFormer", built("Segformer", "ForSemanticSegmentation", **_SEGFORMER, **_LABELS), masks
     ),
