@@ -18,6 +18,7 @@ from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead
 from relax_disc.transform.dispatch_library import DispatchLibrary
 from relax_disc.transform.fuse_kernels import FuseKernels
 from relax_disc.transform.hoist_workspace import HoistWorkspace
+from relax_disc.transform.inline_producers import InlineProducers
 from relax_disc.transform.insert_rematerialization import InsertRematerialization
 from relax_disc.transform.lower_rematerialization import LowerRematerialization
 from relax_disc.transform.plan_arena import PlanArena
@@ -40,6 +41,8 @@ class PipelineOptions:
         Compute a linear head with cross-entropy in chunks of rows (CPU).
     fuse : bool
         Fuse element-wise operators into one kernel.
+    inline_producers : bool
+        With fusion: compute cheap values again in each kernel that reads them.
     schedule_kernels : bool
         Give kernels loops for the target; off: as they were legalized, serial.
     schedule_ops : bool
@@ -52,6 +55,7 @@ class PipelineOptions:
 
     chunk_vocabulary_head: bool = True
     fuse: bool = True
+    inline_producers: bool = True
     schedule_kernels: bool = True
     schedule_ops: bool = True
     rematerialize: bool = True
@@ -122,7 +126,9 @@ def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list
             stock = [stage for stage in stock if stage.info.name != "ApplyDefaultSchedule"]
         fusion = next(k for k, stage in enumerate(stock) if stage.info.name == "FuseOps")
         assert stock[fusion + 1].info.name == "FuseTIR"
-        return [*stock[:fusion], CanonicalizeExtents(), FuseKernels(), *stock[fusion + 2 :]]
+        inlined = [InlineProducers()] if options.inline_producers else []
+        ours = [CanonicalizeExtents(), *inlined, FuseKernels()]
+        return [*stock[:fusion], *ours, *stock[fusion + 2 :]]
     return [relax.transform.LegalizeOps(), relax.transform.FoldConstant()]
 
 

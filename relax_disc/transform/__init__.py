@@ -7,6 +7,7 @@ from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead
 from relax_disc.transform.dispatch_library import DispatchLibrary
 from relax_disc.transform.fuse_kernels import FuseKernels
 from relax_disc.transform.hoist_workspace import HoistWorkspace
+from relax_disc.transform.inline_producers import InlineProducers
 from relax_disc.transform.insert_rematerialization import InsertRematerialization
 from relax_disc.transform.lower_rematerialization import LowerRematerialization
 from relax_disc.transform.plan_arena import PlanArena
@@ -20,6 +21,7 @@ __all__ = [
     "DispatchLibrary",
     "FuseKernels",
     "HoistWorkspace",
+    "InlineProducers",
     "InsertRematerialization",
     "LowerRematerialization",
     "PlanArena",

@@ -1,0 +1,103 @@
+"""Which operators TVM's `FuseOps` puts into one kernel.
+
+`FuseOps` gives its variables new names, and functions that are alike become one; here each call of
+the fused function is matched with the bindings of the function before fusion that it stands for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import relax
+
+
+@dataclass(frozen=True, slots=True)
+class FusionGroup:
+    """Operators that became one kernel.
+
+    Attributes
+    ----------
+    result : relax.Var
+        What the kernel's call is bound to in the fused function.
+    bindings : tuple of relax.Binding
+        The operators, as they were before fusion, in order.
+    """
+
+    result: relax.Var
+    bindings: tuple[relax.Binding, ...]
+
+
+class FusionMatcher:
+    """Finds the bindings of a function from before fusion that a kernel stands for.
+
+    A value is known by what computes it of which values; of several bindings that compute the same
+    of the same, each is found once.
+    """
+
+    def __init__(self, function: relax.Function) -> None:
+        self._made: dict[Any, list[relax.Binding]] = {}
+        self._same: dict[Any, Any] = {}  # variables -> the first one of that value
+        for block in blocks_of(function):
+            for binding in block.bindings:
+                key = _key(binding.value, self._same)
+                if key is not None:
+                    self._made.setdefault(key, []).append(binding)
+                    self._same[binding.var] = self._made[key][0].var
+        self._left = {key: list(made) for key, made in self._made.items()}
+
+    def groups(self, mod: tvm.IRModule, function: relax.Function) -> list[FusionGroup]:
+        """Match a fused function (`FuseOps` before `FuseTIR`), once.
+
+        A call that fusion left alone is a group of one; what has no counterpart is left out.
+        """
+        found: list[FusionGroup] = []
+        same: dict[Any, Any] = {}  # variables of the fused function -> those of the first
+        for block in blocks_of(function):
+            for binding in block.bindings:
+                group = _group_of(mod, binding.value)
+                if group is None:
+                    parts, inner, result = [binding], same, binding.var
+                else:
+                    parts, result = list(blocks_of(group)[0].bindings), group.body.body
+                    arguments = (same.get(a, a) for a in binding.value.args)
+                    inner = dict(zip(group.params, arguments, strict=True))
+                members = []
+                for part in parts:
+                    key = _key(part.value, inner)
+                    if key in self._made:
+                        inner[part.var] = self._made[key][0].var
+                        left = self._left[key]
+                        members.append(left.pop(0) if len(left) > 1 else left[0])
+                if result in inner:
+                    same[binding.var] = inner[result]
+                if members:
+                    found.append(FusionGroup(binding.var, tuple(members)))
+        return found
+
+
+def blocks_of(function: relax.Function) -> list[relax.BindingBlock]:
+    """List the blocks of a function's body."""
+    return list(function.body.blocks) if isinstance(function.body, relax.SeqExpr) else []
+
+
+def _key(value: relax.Expr, same: dict[Any, Any]) -> Any:
+    """What a binding computes, and of which values; None for what is never fused."""
+    if isinstance(value, relax.TupleGetItem):
+        return value.index, same.get(value.tuple_value, value.tuple_value)
+    if not isinstance(value, relax.Call):
+        return None
+    callee, operands = value.op, value.args
+    if len(operands) == 2 and isinstance(operands[1], relax.Tuple):  # call_tir
+        callee, operands = operands[0], operands[1].fields
+    variables = tuple(same.get(x, x) for x in operands if isinstance(x, relax.Var))
+    return callee, variables
+
+
+def _group_of(mod: tvm.IRModule, value: relax.Expr) -> relax.Function | None:
+    if not (isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.GlobalVar)):
+        return None
+    function = mod[value.op]
+    is_group = isinstance(function, relax.Function) and (function.attrs or {}).get("Primitive")
+    return function if is_group else None

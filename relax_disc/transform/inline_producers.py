@@ -1,0 +1,312 @@
+"""Compute cheap values again in each kernel that reads them, instead of writing them to memory.
+
+A value that several kernels read is written by one and kept until the last has read it: of
+``silu(gate)`` the forward pass needs the product with another tensor, the backward pass one more,
+and so it lies in memory in between.  What it is computed from is often kept anyway.  Then each
+reader computes it for itself from that, inside its own loops: less memory, and less traffic.  XLA
+and PyTorch's Inductor do the same for the same reason.
+
+A value is given to its readers if no step of its computation is more than element-wise, all that
+read it can be fused with it, the bytes that move become fewer, and no more is kept in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import ir, relax, tirx
+
+from relax_disc.analysis.comparison import Order, compare
+from relax_disc.analysis.from_tirx import from_tirx
+from relax_disc.analysis.symbolic_expr import SymbolicExpr
+from relax_disc.errors import GraphError
+from relax_disc.transform.functions import block_like, copy_module, program_functions, with_blocks
+from relax_disc.transform.fusion_groups import FusionGroup, FusionMatcher, blocks_of
+from relax_disc.transform.operand_views import Uses
+
+_CALL_TIR = ir.Op.get("relax.call_tir")
+# TVM's kinds of kernels: one element for each element of operands that may be smaller or permuted;
+# and sums of such.
+_INJECTIVE, _REDUCTION = 2, 3
+# A computation that costs more per element than writing and reading it is not repeated.
+_MOST_WORK = 32
+_CALL_WORK = 8  # exp, tanh, erf
+_MOST_READERS = 4
+_ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
+# Operands so much smaller than the value do not count.
+_SMALL = 8
+# Readers of what was given to readers are seen in the next round.
+_ROUNDS = 3
+
+
+@tvm.transform.module_pass(opt_level=0, name="InlineProducers")
+class InlineProducers:
+    """Give cheap values to their readers; run after `AnnotateTIROpPattern`, before fusion."""
+
+    def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module with bindings repeated, such that `FuseOps` fuses each copy."""
+        del ctx
+        refused: set[relax.Var] = set()
+        for _ in range(_ROUNDS):
+            changed, given = _given_to_readers(mod, refused)
+            # Fusion has limits of its own (operands of a kernel, its length).
+            while unfused := _unfused(changed, given):
+                refused |= unfused
+                changed, given = _given_to_readers(mod, refused)
+            if not given:
+                break
+            mod = changed
+        return mod
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A value, the bindings that compute it from what is in memory, and its readers.
+
+    Attributes
+    ----------
+    cone : tuple of relax.Binding
+        In order; the last one makes the value.
+    readers : list of (FusionGroup, list of relax.Var)
+        Kernels, each with the variables of its operators that read the value.
+    """
+
+    cone: tuple[relax.Binding, ...]
+    readers: list[tuple[FusionGroup, list[relax.Var]]]
+
+    @property
+    def value(self) -> relax.Var:
+        """What the cone makes and the readers read."""
+        return self.cone[-1].var
+
+
+def _given_to_readers(
+    mod: tvm.IRModule, refused: set[relax.Var]
+) -> tuple[tvm.IRModule, dict[relax.Var, frozenset[relax.Var]]]:
+    """Give values to their readers; return also the variables that compute copies of each."""
+    grouped = relax.transform.FuseOps()(mod)
+    result, given = copy_module(mod), {}
+    for variable, function in program_functions(mod):
+        groups = FusionMatcher(function).groups(grouped, grouped[variable.name_hint])
+        chosen = _without_conflicts(_Finder(mod, function, groups, refused).candidates())
+        if chosen:
+            changed, copies = _Rewriter(chosen).run(function)
+            result.update_func(variable, changed)
+            given |= copies
+    return relax.transform.Normalize()(result), given
+
+
+def _unfused(mod: tvm.IRModule, given: dict[relax.Var, frozenset[relax.Var]]) -> set[relax.Var]:
+    """Return the values of whose copies a part is a kernel of its own."""
+    if not given:
+        return set()
+    grouped = relax.transform.FuseOps()(mod)
+    written = {
+        group.bindings[-1].var
+        for variable, function in program_functions(mod)
+        for group in FusionMatcher(function).groups(grouped, grouped[variable.name_hint])
+    }
+    return {value for value, copies in given.items() if copies & written}
+
+
+class _Finder:
+    """Finds the candidates of a function."""
+
+    def __init__(
+        self,
+        mod: tvm.IRModule,
+        function: relax.Function,
+        groups: list[FusionGroup],
+        refused: set[relax.Var],
+    ) -> None:
+        self._mod, self._refused = mod, refused
+        self._uses = Uses.of(function)
+        self._groups = groups
+        self._group_of = {b.var: g for g in groups for b in g.bindings}
+        self._parameters = frozenset(function.params)
+        bindings = (b for block in blocks_of(function) for b in block.bindings)
+        self._place = {binding.var: place for place, binding in enumerate(bindings)}
+
+    def candidates(self) -> Iterator[_Candidate]:
+        """Yield the values that are worth giving to their readers, in order."""
+        for group in self._groups:
+            value = group.bindings[-1].var
+            if value in self._refused or not isinstance(value, relax.DataflowVar):
+                continue
+            if not all(self._pattern(b.value) <= _INJECTIVE for b in group.bindings):
+                continue
+            if sum(self._work(b.value) for b in group.bindings) > _MOST_WORK:
+                continue
+            candidate = _Candidate(group.bindings, self._readers(value))
+            if 2 <= len(candidate.readers) <= _MOST_READERS and self._is_better(candidate):
+                yield candidate
+
+    def _readers(self, value: relax.Var) -> list[tuple[FusionGroup, list[relax.Var]]]:
+        """Return the kernels that read a value, none if one of them cannot compute it."""
+        readers: dict[relax.Var, tuple[FusionGroup, list[relax.Var]]] = {}
+        for variable, call in self._uses.users_of(value):
+            group = self._group_of.get(variable)
+            if group is None or self._pattern(call) > _REDUCTION:
+                return []
+            readers.setdefault(group.result, (group, []))[1].append(variable)
+        return list(readers.values())
+
+    def _is_better(self, candidate: _Candidate) -> bool:
+        """Whether fewer bytes move, no more are kept, and no element is computed twice by one."""
+        size = _bytes(candidate.value)
+        if size is None or self._is_view(candidate.cone[-1].value):
+            return False
+        made = {binding.var for binding in candidate.cone}
+        leaves = {x for b in candidate.cone for x in _operands(b.value)} - made
+        large = {leaf for leaf in leaves if not self._is_small(leaf, candidate.value)}
+        moved = 0
+        for group, reading in candidate.readers:
+            touched = {b.var for b in group.bindings}
+            touched |= {x for v in reading for x in _operands(self._uses.definitions[v])}
+            # A reader of more elements than the value has would compute some of them repeatedly.
+            if not all(_at_most(_elements(x), _elements(candidate.value)) for x in touched):
+                return False
+            read = {x for b in group.bindings for x in _operands(b.value)}
+            moved += len(large - read)
+        if moved > len(large) + 1 + len(candidate.readers):
+            return False
+        last = max(self._place[v] for _, variables in candidate.readers for v in variables)
+        longer = [
+            leaf
+            for leaf in large - self._parameters
+            if not any(
+                variable is None or (variable not in made and self._place[variable] >= last)
+                for variable, _ in self._uses.users_of(leaf)
+            )
+        ]
+        return not longer or (len(longer) == 1 and _at_most(_bytes(longer[0]), size))
+
+    def _is_small(self, leaf: relax.Var, value: relax.Var) -> bool:
+        """Whether reading an operand is next to nothing beside reading the value."""
+        small, large = _bytes(leaf), _bytes(value)
+        if small is None or large is None:
+            return False
+        return _at_most(small * _SMALL, large) or (small.is_constant and not large.is_constant)
+
+    def _pattern(self, value: relax.Expr | None) -> int:
+        """TVM's kind of a kernel; what is no kernel cannot be fused."""
+        kernel = self._kernel(value)
+        pattern = None if kernel is None else (kernel.attrs or {}).get("op_pattern")
+        return _REDUCTION + 1 if pattern is None else int(pattern)
+
+    def _work(self, value: relax.Expr) -> int:
+        """Count a kernel's operations for one element."""
+        found: list[Any] = []
+        tvm_ffi.structural_walk(self._kernel(value).body, (_ARITHMETIC, found.append))
+        work = sum(str(node.ty) != "int64" for node in found)
+        found.clear()
+        tvm_ffi.structural_walk(self._kernel(value).body, (ir.Call, found.append))
+        names = [getattr(node.op, "name", "") for node in found]
+        return work + _CALL_WORK * sum(not name.endswith("if_then_else") for name in names)
+
+    def _is_view(self, value: relax.Expr) -> bool:
+        return bool(relax.analysis.has_reshape_pattern(self._kernel(value)))
+
+    def _kernel(self, value: relax.Expr | None) -> Any:
+        """Return the kernel of a `call_tir` with one result."""
+        is_kernel = isinstance(value, relax.Call) and value.op == _CALL_TIR
+        is_single = is_kernel and isinstance(value.ty_args[0], relax.TensorType)
+        return self._mod[value.args[0]] if is_single else None
+
+
+def _operands(value: relax.Expr) -> list[relax.Var]:
+    return [x for x in value.args[1].fields if isinstance(x, relax.Var)]
+
+
+def _elements(variable: relax.Var) -> SymbolicExpr | None:
+    shape = getattr(variable.ty, "shape", None)
+    if not isinstance(shape, relax.ShapeExpr):
+        return None
+    size = SymbolicExpr.constant(1)
+    try:
+        for extent in shape.values:
+            size = size * from_tirx(extent)
+    except GraphError:
+        return None
+    return size
+
+
+def _bytes(variable: relax.Var) -> SymbolicExpr | None:
+    size = _elements(variable)
+    return None if size is None else size * tvm.DataType(str(variable.ty.dtype)).itemsize
+
+
+def _at_most(left: SymbolicExpr | None, right: SymbolicExpr | None) -> bool:
+    if left is None or right is None:
+        return False
+    return compare(left, right).order in (Order.LESS, Order.LESS_EQUAL, Order.EQUAL)
+
+
+def _without_conflicts(candidates: Iterator[_Candidate]) -> list[_Candidate]:
+    """Leave for the next round what reads, or is read by, a value of this round."""
+    chosen: list[_Candidate] = []
+    values: set[relax.Var] = set()
+    readers: set[relax.Var] = set()
+    for candidate in candidates:
+        reading = {b.var for group, _ in candidate.readers for b in group.bindings}
+        if candidate.value not in readers and not reading & values:
+            chosen.append(candidate)
+            values.add(candidate.value)
+            readers |= reading
+    return chosen
+
+
+class _Rewriter:
+    """Repeats the bindings of candidates before each reader."""
+
+    def __init__(self, candidates: list[_Candidate]) -> None:
+        self._builder = relax.BlockBuilder()
+        self._repeats: dict[relax.Var, list[tuple[_Candidate, int]]] = {}
+        for candidate in candidates:
+            for number, (_, variables) in enumerate(candidate.readers):
+                for variable in variables:
+                    self._repeats.setdefault(variable, []).append((candidate, number))
+        self._removed = {b.var for candidate in candidates for b in candidate.cone}
+        self._made: dict[tuple[relax.Var, int], dict[relax.Var, relax.Var]] = {}
+
+    def run(
+        self, function: relax.Function
+    ) -> tuple[relax.Function, dict[relax.Var, frozenset[relax.Var]]]:
+        """Return the changed function, and for each value the variables of its copies' cones."""
+        blocks = [
+            block_like(block, [new for b in block.bindings for new in self._written(b)])
+            for block in blocks_of(function)
+        ]
+        copies: dict[relax.Var, frozenset[relax.Var]] = {}
+        for (value, _), names in self._made.items():
+            copies[value] = copies.get(value, frozenset()).union(names.values())
+        return with_blocks(function, blocks), copies
+
+    def _written(self, binding: relax.Binding) -> Iterator[relax.Binding]:
+        if binding.var in self._removed:
+            return
+        names: dict[relax.Var, relax.Var] = {}
+        for candidate, reader in self._repeats.get(binding.var, ()):
+            key = candidate.value, reader
+            if key not in self._made:  # before the reader's first use of it
+                copies = self._made[key] = {}
+                for part in candidate.cone:
+                    value = self._with(part.value, copies)
+                    copies[part.var] = relax.DataflowVar(part.var.name, part.var.ty)
+                    yield relax.VarBinding(copies[part.var], value, part.span)
+            names[candidate.value] = self._made[key][candidate.value]
+        if names:
+            yield relax.VarBinding(binding.var, self._with(binding.value, names), binding.span)
+        else:
+            yield binding
+
+    def _with(self, call: relax.Call, names: dict[relax.Var, relax.Var]) -> relax.Expr:
+        """Return a kernel's call with other operands."""
+        fields = [names.get(x, x) for x in call.args[1].fields]
+        arguments = [call.args[0], relax.Tuple(fields), *call.args[2:]]
+        changed = relax.Call(call.op, arguments, call.attrs, call.ty_args, call.span)
+        return self._builder.normalize(changed)

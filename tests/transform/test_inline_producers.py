@@ -1,0 +1,173 @@
+"""Cheap values computed by their readers: the same results, fewer bytes moved, no more kept."""
+
+from functools import partial
+
+import pytest
+import tvm
+from hypothesis import given
+from hypothesis import strategies as st
+from tvm import relax
+
+from relax_disc.analysis.extraction import extract
+from relax_disc.analysis.peak import peak_bytes
+from relax_disc.pipeline import PipelineOptions, legalize_passes
+from relax_disc.transform import FuseKernels, InlineProducers
+
+op = relax.op
+N = tvm.tirx.Var("n", "int64")
+
+
+def tensor(name, shape, dtype="float32"):
+    return relax.Var(name, relax.TensorType(list(shape), dtype))
+
+
+def program(params, write):
+    """Make kernels, ready for fusion, of what `write(emit, *params)` returns."""
+    builder = relax.BlockBuilder()
+    with builder.function("main", params):
+        with builder.dataflow():
+            results = [builder.emit_output(x) for x in write(builder.emit, *params)]
+        builder.emit_func_output(relax.Tuple(results))
+    with tvm.target.Target("llvm") as target:
+        passes = legalize_passes(target, PipelineOptions())
+        place = next(k for k, stage in enumerate(passes) if stage.info.name == "InlineProducers")
+        unused = relax.transform.DeadCodeElimination()
+        return tvm.transform.Sequential([unused, *passes[:place]])(builder.get())
+
+
+def kernels(mod):
+    return extract(FuseKernels()(mod), "main").graph()
+
+
+def gate(emit, x, y, w):
+    """A gated product, and one more reader of the gate after a matrix product."""
+    silu = emit(op.multiply(x, emit(op.sigmoid(x))))
+    late = emit(op.matmul(emit(op.multiply(silu, y)), w))
+    return (emit(op.multiply(silu, late)),)
+
+
+GATE = [tensor("x", [N, 64]), tensor("y", [N, 64]), tensor("w", [64, 64])]
+
+
+def test_a_gate_is_computed_by_its_readers():
+    mod = program(GATE, gate)
+    before, after = kernels(mod).at({"n": 100}), kernels(InlineProducers()(mod)).at({"n": 100})
+    assert len(after.kernels) == len(before.kernels) - 1
+    saved = peak_bytes(before) - peak_bytes(after)
+    assert saved == 100 * 64 * 4
+    moved = [sum(k.moved_bytes for k in graph.kernels) for graph in (before, after)]
+    # Written once and read twice before; its operand is read once by either.
+    assert moved[0] - moved[1] == 2 * saved
+
+
+def scaled(kind, emit, x, y, w):
+    """Two readers of a value that is better written; see `KEPT`."""
+    late = emit(op.matmul(emit(op.add(y, y)), w))
+    match kind:
+        case "read by a library":
+            value = emit(op.sigmoid(x))
+            return emit(op.matmul(value, w)), emit(op.add(value, late)), emit(op.add(x, late))
+        case "returned":
+            value = emit(op.sigmoid(x))
+            return value, emit(op.add(value, late)), emit(op.add(value, y))
+        case "costly":
+            value = x
+            for _ in range(8):
+                value = emit(op.sigmoid(value))
+            return emit(op.multiply(value, y)), emit(op.add(value, late)), emit(op.add(x, late))
+        case "smaller than its operand":
+            narrow = emit(op.astype(emit(op.matmul(x, w)), "float16"))
+            wide = emit(op.astype(narrow, "float16"))
+            half = emit(op.astype(late, "float16"))
+            other = emit(op.astype(y, "float16"))
+            return emit(op.multiply(wide, other)), emit(op.add(wide, half))
+        case "spread over a larger one":
+            row = emit(op.sigmoid(emit(op.matmul(x, emit(op.sum(w, [1], True))))))
+            return emit(op.multiply(row, y)), emit(op.add(row, late)), emit(op.add(row, x))
+        case "a view":
+            value = emit(op.reshape(x, [N * 2, 32]))
+            other = emit(op.reshape(late, [N * 2, 32]))
+            return emit(op.sigmoid(value)), emit(op.multiply(value, other))
+    raise AssertionError(kind)
+
+
+KEPT = [
+    "read by a library",
+    "returned",
+    "costly",
+    "smaller than its operand",
+    "spread over a larger one",
+    "a view",
+]
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_is_written_as_before(kind):
+    mod = program(GATE, partial(scaled, kind))
+    values = {k.name for k in kernels(mod).kernels}
+    assert {k.name for k in kernels(InlineProducers()(mod)).kernels} == values
+
+
+def expanded(mod):
+    """What the results are computed from, without regard of which variables are shared."""
+    function = mod["main"]
+    values = {p: ("parameter", i) for i, p in enumerate(function.params)}
+
+    def of(expr):
+        if isinstance(expr, relax.Var):
+            return values[expr]
+        if isinstance(expr, relax.Call):
+            return expr.op.name, tuple(map(of, expr.args))
+        if isinstance(expr, relax.Tuple):
+            return tuple(map(of, expr.fields))
+        return str(expr)
+
+    for block in function.body.blocks:
+        for binding in block.bindings:
+            values[binding.var] = of(binding.value)
+    return of(function.body.body)
+
+
+ELEMENTWISE = (
+    lambda x, y: op.multiply(x, y),
+    lambda x, y: op.add(x, y),
+    lambda x, y: op.subtract(x, op.sigmoid(y)),
+    lambda x, y: op.multiply(x, op.exp(x)),
+    lambda x, y: op.add(x, op.sum(y, [1], True)),
+    lambda x, y: op.multiply(op.permute_dims(op.permute_dims(x, [1, 0]), [1, 0]), y),
+)
+
+
+@st.composite
+def programs(draw):
+    """Random straight-line programs of element-wise operators, sums and matrix products."""
+    steps = draw(
+        st.lists(
+            st.tuples(st.integers(0, len(ELEMENTWISE) + 1), st.integers(0, 5), st.integers(0, 5)),
+            min_size=4,
+            max_size=10,
+        )
+    )
+
+    def write(emit, x, y, w):
+        values = [x, y]
+        for kind, left, right in steps:
+            a, b = values[-1 - left % len(values)], values[-1 - right % len(values)]
+            if kind < len(ELEMENTWISE):
+                values.append(emit(ELEMENTWISE[kind](a, b)))
+            else:
+                values.append(emit(op.matmul(a, w)))
+        return values[-2:]
+
+    return program(GATE, write)
+
+
+@given(mod=programs(), rows=st.integers(1, 3000))
+def test_no_worse_on_random_programs(mod, rows):
+    after = InlineProducers()(mod)
+    relax.analysis.well_formed(after)
+    assert expanded(after) == expanded(mod)
+    old, new = kernels(mod).at({"n": rows}), kernels(after).at({"n": rows})
+    assert len(new.kernels) <= len(old.kernels)
+    assert sum(k.moved_bytes for k in new.kernels) <= sum(k.moved_bytes for k in old.kernels)
+    assert peak_bytes(new) <= peak_bytes(old)
