@@ -211,7 +211,7 @@ class _Finder:
     def _is_view(self, value: relax.Expr) -> bool:
         return bool(relax.analysis.has_reshape_pattern(self._kernel(value)))
 
-    def _kernel(self, value: relax.Expr | None) -> Any:
+    def _kernel(self, value: Any) -> Any:
         """Return the kernel of a `call_tir` with one result."""
         is_kernel = isinstance(value, relax.Call) and value.op == _CALL_TIR
         is_single = is_kernel and isinstance(value.ty_args[0], relax.TensorType)
@@ -223,7 +223,7 @@ def _operands(value: relax.Expr) -> list[relax.Var]:
 
 
 def _elements(variable: relax.Var) -> SymbolicExpr | None:
-    shape = getattr(variable.ty, "shape", None)
+    shape: Any = getattr(variable.ty, "shape", None)
     if not isinstance(shape, relax.ShapeExpr):
         return None
     size = SymbolicExpr.constant(1)
