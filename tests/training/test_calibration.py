@@ -21,7 +21,8 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        widths = (16, 64, 32, 16)
+        self.layers = nn.ModuleList(map(nn.Linear, widths, widths[1:]))
         self.norm = nn.BatchNorm1d(16)
         self.drop = nn.Dropout(0.5)
 
