@@ -77,7 +77,7 @@ def plan_full_size(
     return rows
 
 
-def _unlimited(step: TrainingStep, shape: dict[str, int]) -> tuple[int, int]:
+def _unlimited(step: TrainingStep, shape: dict[str, Any]) -> tuple[int, int]:
     """Return the activation peak in bytes and the modelled time in ns without a budget."""
     return step.plan(**shape).activation_peak_bytes, _modelled_ns(step, shape)
 
@@ -89,7 +89,7 @@ def _modelled_ns(step: TrainingStep, shape: dict[str, int]) -> int:
 
 def _row(
     step: TrainingStep,
-    shape: dict[str, int],
+    shape: dict[str, Any],
     reference: str,
     fraction: float,
     free_bytes: int,
