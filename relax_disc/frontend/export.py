@@ -37,7 +37,7 @@ from relax_disc.frontend.checkpointing import inlined_checkpoints
 from relax_disc.frontend.containers import register_containers, shapes_as_lists
 from relax_disc.frontend.dims import DimTable, declared_dims, dim_table, enlarge
 from relax_disc.frontend.export_mode import ExportMode
-from relax_disc.frontend.fixed_sizes import lines_that_fix_sizes
+from relax_disc.frontend.fixed_sizes import lines_that_fix_sizes, places
 from relax_disc.frontend.guards import check_assertions, check_derived_dims
 from relax_disc.frontend.size_branches import size_branches
 from relax_disc.frontend.source_lines import SourceLine, parse_stack, source_line
@@ -193,13 +193,13 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
         ) from error
     leaves, structure = pytree.tree_flatten((args, kwargs))
     larger_args, larger_kwargs = _enlarged(args, kwargs, declared)
-    with size_branches() as branches:
-        program = _export(wrapped, larger_args, larger_kwargs, dynamic_shapes)
+    with size_branches() as branches, lines_that_fix_sizes() as lines:
+        program = _export(wrapped, larger_args, larger_kwargs, dynamic_shapes, lines)
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     _refuse_data_dependent_sizes(program)
     table = dim_table(program, leaves, declared)
     check_assertions(program, table, branches)
-    check_derived_dims(program, table, branches)
+    check_derived_dims(program, table, branches, lines)
     batch = BatchSpec(structure, fixed, _positional(wrapped.forward))
     return Exported(program, table, batch, tuple(leaves))
 
@@ -244,7 +244,11 @@ def _enlarged(args: Any, kwargs: Any, declared: Mapping[int, Mapping[int, Any]])
 
 
 def _export(
-    wrapped: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+    wrapped: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    lines: Sequence[SourceLine],
 ) -> ExportedProgram:
     """Export; where torch cannot prove what it relies on, once more with assertions to check."""
 
@@ -261,14 +265,8 @@ def _export(
                 prefer_deferred_runtime_asserts_over_guards=deferred,
             )
 
-    lines: list[SourceLine] = []
     try:
-        with (
-            warnings.catch_warnings(),
-            inlined_checkpoints(),
-            masks_unread(),
-            lines_that_fix_sizes() as lines,
-        ):
+        with warnings.catch_warnings(), inlined_checkpoints(), masks_unread():
             try:
                 return attempt(deferred=False)
             except UserError as error:
@@ -313,9 +311,7 @@ def _translate(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
 
 
 def _contradiction(reason: str, lines: Sequence[SourceLine]) -> ShapeRangeError:
-    places = ", ".join(str(line) for line in lines[:4])
-    where = f" (sizes become fixed numbers at {places})" if lines else ""
-    return ShapeRangeError(f"The model contradicts dynamic_shapes{where}: {reason}")
+    return ShapeRangeError(f"The model contradicts dynamic_shapes{places(lines)}: {reason}")
 
 
 def _refuse_data_dependent_sizes(program: ExportedProgram) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -41,3 +41,9 @@ def lines_that_fix_sizes() -> Iterator[list[SourceLine]]:
         yield lines
     finally:
         environment._set_replacement = before
+
+
+def places(lines: Sequence[SourceLine]) -> str:
+    """Word such lines as a remark in an error's message; empty where there are none."""
+    listed = ", ".join(str(line) for line in lines[:4])
+    return f" (sizes become fixed numbers at {listed})" if lines else ""

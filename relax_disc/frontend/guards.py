@@ -21,6 +21,7 @@ from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend.dims import DimTable
+from relax_disc.frontend.fixed_sizes import places
 from relax_disc.frontend.size_branches import SizeBranches
 from relax_disc.frontend.source_lines import SourceLine, source_line
 from relax_disc.frontend.spec import DimSpec
@@ -79,7 +80,9 @@ def check_assertions(program: ExportedProgram, dims: DimTable, branches: SizeBra
             _check(expr, dims, source_line(node))
 
 
-def check_derived_dims(program: ExportedProgram, dims: DimTable, branches: SizeBranches) -> None:
+def check_derived_dims(
+    program: ExportedProgram, dims: DimTable, branches: SizeBranches, fixing: Sequence[SourceLine]
+) -> None:
     """Check what torch.export takes for granted where a dim is a multiple such as ``8 * h``.
 
     Its own proof leaves out conditions over such sizes, and lets them be fixed to one number.
@@ -93,8 +96,8 @@ def check_derived_dims(program: ExportedProgram, dims: DimTable, branches: SizeB
         spec = dims.specs.get(dims.names.get(str(symbol), ""))
         if spec is not None and interval.lower == interval.upper and spec.lower != _upper(spec):
             raise ShapeRangeError(
-                f"The model contradicts dynamic_shapes: it works for {spec.name}={interval.lower} "
-                "alone, since it makes a number of that size; declare the dim static."
+                f"The model contradicts dynamic_shapes{places(fixing)}: it works for "
+                f"{spec.name}={interval.lower} alone; declare the dim static."
             )
     fakes = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
     env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
