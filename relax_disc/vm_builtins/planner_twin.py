@@ -83,7 +83,7 @@ def plan_rematerialization(graph: PlannerGraph, budget: int, effort: int) -> Pro
 
             def note() -> None:
                 nonlocal least
-                found = max(front.rung_limit, front.search.timeline.peak())
+                found = max(front.shown_limit, front.search.timeline.peak())
                 least = found if least is None else min(least, found)
 
             front.found = front.search.seen = note

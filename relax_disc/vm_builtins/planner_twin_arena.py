@@ -82,6 +82,10 @@ def _rounded(graph: PlannerGraph, alignment: int) -> PlannerGraph:
     return PlannerGraph(sizes, graph.resident, graph.is_output, ops)
 
 
+def _patience(front: FrontSearch) -> int:
+    return _SHORT_PATIENCE if front.shows_rung else 0
+
+
 def _effort(patience: int, enough: int) -> OffsetEffort:
     searches = _WORK_PER_PAIR if patience == _PATIENCE else 0
     return OffsetEffort(0, _TOLERANCE, patience, enough, searches)
@@ -138,9 +142,7 @@ class _ArenaSearch:
         for descent in self._descents:
             assert descent.chain is not None
             note(descent.chain.search.timeline, _PATIENCE, 0)
-        front.found = lambda: note(
-            front.search.timeline, _SHORT_PATIENCE if front.rung_limit else 0, front.rung_limit
-        )
+        front.found = lambda: note(front.search.timeline, _patience(front), front.shown_limit)
         front.show_rest()
 
     def _note(self, arena_bytes: int) -> None:
@@ -155,8 +157,7 @@ class _ArenaSearch:
 
         def found() -> None:
             if timeline.peak() <= self._budget:
-                patience = _SHORT_PATIENCE if front.rung_limit else 0
-                self._programs.append((timeline.time, list(timeline.windows), patience))
+                self._programs.append((timeline.time, list(timeline.windows), _patience(front)))
 
         front.found = found
         first = max(self._model.base_time, front.bound)

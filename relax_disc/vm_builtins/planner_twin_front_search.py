@@ -38,9 +38,11 @@ class FrontSearch:
         Holds the program that is shown.
     found : callable
         Told of each program; `search.seen` is told of those on the way to it.
-    rung_limit : int
-        Limit of the rung that is shown; 0 for the plan of a choice as it is. With less memory than
-        that the program is not looked for.
+    shown_limit : int
+        Limit of the choice or the rung that is shown: with less memory than that the program is not
+        looked for, even where it needs less.
+    shows_rung : bool
+        Whether a rung is shown, not the plan of a choice as it is.
     bound : int
         No plan within the limit takes less time; 0 where that is not known.
     """
@@ -48,7 +50,7 @@ class FrontSearch:
     def __init__(self, model: Model, effort: int, limit: int) -> None:
         self.search = Search(model, GRACE)
         self.found: Callable[[], None] = lambda: None
-        self.rung_limit = 0
+        self.shown_limit, self.shows_rung = 0, False
         self._model, self._limit = model, limit
         self._base_peak = self.search.timeline.peak()
         self._front = Front(model, self.search.timeline)
@@ -68,8 +70,7 @@ class FrontSearch:
         """Show the plan of a choice, or what follows from a rung."""
         time = self.next_time()
         if self._time(self._choice) == time:
-            if self._take(self._choice):
-                self.found()
+            self._show_choice(self._choice)
             self._choice += 1
             return
         ladder = next(ladder for ladder in self._ladders if self._time(ladder.choice) == time)
@@ -88,8 +89,7 @@ class FrontSearch:
                     break
                 self._show_rung(_Ladder(style, rung, limit, choice))
         for choice in reversed(range(none)):
-            if self._take(choice):
-                self.found()
+            self._show_choice(choice)
 
     def _time(self, choice: int) -> int | None:
         choices = self._front.choices
@@ -113,11 +113,16 @@ class FrontSearch:
         timeline.assign(self._front.windows(wanted, GRACE))
         return timeline.valid and timeline.time >= wanted.time
 
+    def _show_choice(self, choice: int) -> None:
+        self.shown_limit = self._front.choices[choice].limit
+        if self._take(choice):
+            self.found()
+
     def _show_rung(self, ladder: _Ladder) -> None:
         """Bring the plan of the fastest choice below a rung; show the first that is below it."""
         search, style = self.search, ladder.style.search
         floor = self._front.choices[ladder.choice].time
-        self.rung_limit = ladder.limit
+        self.shown_limit, self.shows_rung = ladder.limit, True
         if self._take(ladder.choice) and search.shrink(ladder.limit, floor, style):
             search.relax(ladder.limit, floor, style.thorough)
             self.found()
@@ -127,4 +132,4 @@ class FrontSearch:
                 search.relax(ladder.limit, floor, style.thorough)
                 self.found()
                 break
-        self.rung_limit = 0
+        self.shows_rung = False

@@ -24,6 +24,8 @@ OffsetEffort Effort(int patience, int64_t enough) {
   return {0, kTolerance, patience, enough, patience == kPatience ? kWorkPerPair : 0};
 }
 
+int Patience(const FrontSearch& front) { return front.shows_rung() ? kShortPatience : 0; }
+
 PlannerGraph Rounded(const PlannerGraph& graph, int64_t alignment) {
   PlannerGraph result = graph;
   const auto round = [&](int64_t* bytes) {
@@ -131,7 +133,7 @@ bool ArenaSearch::Search() {
   const Timeline& timeline = front_->search.timeline;
   front_->found = [&] {
     if (timeline.Peak() > budget_) return;
-    programs_.push_back({timeline.time(), timeline.windows(), front_->rung_limit() ? kShortPatience : 0});
+    programs_.push_back({timeline.time(), timeline.windows(), Patience(*front_)});
   };
   const int64_t first = std::max(model_.base_time, front_->bound());
   for (const ChainStyle& style : ChainStyles(model_, effort_)) {
@@ -167,8 +169,7 @@ void ArenaSearch::FindLeast() {
   };
   for (const Descent& descent : descents_) note(descent.chain->search.timeline, kPatience, 0);
   front_->found = [&] {
-    note(front_->search.timeline, front_->rung_limit() ? kShortPatience : 0,
-         front_->rung_limit());
+    note(front_->search.timeline, Patience(*front_), front_->shown_limit());
   };
   front_->ShowRest();
 }

@@ -38,7 +38,7 @@ Program PlanRematerialization(const PlannerGraph& graph, int64_t budget, int eff
     while (front.NextTime() < best_time) front.Next();
     if (best_time == INT64_MAX) {  // for the report
       front.found = front.search.seen = [&] {
-        least = std::min(least, std::max(front.rung_limit(), front.search.timeline.Peak()));
+        least = std::min(least, std::max(front.shown_limit(), front.search.timeline.Peak()));
       };
       front.ShowRest();
     }

@@ -47,8 +47,7 @@ int64_t FrontSearch::NextTime() const {
 void FrontSearch::Next() {
   const int64_t time = NextTime();
   if (Time(choice_) == time) {
-    if (Take(choice_)) found();
-    ++choice_;
+    ShowChoice(choice_++);
     return;
   }
   for (Ladder& ladder : ladders_) {
@@ -69,9 +68,7 @@ void FrontSearch::ShowRest() {
       ShowRung(ladder);
     }
   }
-  for (std::size_t choice = front_.choices().size(); choice-- > 0;) {
-    if (Take(choice)) found();
-  }
+  for (std::size_t choice = front_.choices().size(); choice-- > 0;) ShowChoice(choice);
 }
 
 // Make the plan of a choice; false where it runs a kernel whose input was overwritten, or is faster
@@ -81,10 +78,16 @@ bool FrontSearch::Take(std::size_t choice) {
   return search.timeline.valid() && search.timeline.time() >= Time(choice);
 }
 
+void FrontSearch::ShowChoice(std::size_t choice) {
+  shown_limit_ = front_.choices()[choice].limit;
+  if (Take(choice)) found();
+}
+
 void FrontSearch::ShowRung(const Ladder& ladder) {
   const SearchStyle& style = ladder.style.search;
   const int64_t floor = Time(ladder.choice);
-  rung_limit_ = ladder.limit;
+  shown_limit_ = ladder.limit;
+  shows_rung_ = true;
   if (Take(ladder.choice) && search.Shrink(ladder.limit, floor, style)) {
     search.Relax(ladder.limit, floor, style.thorough);
     found();
@@ -96,7 +99,7 @@ void FrontSearch::ShowRung(const Ladder& ladder) {
     found();
     break;
   }
-  rung_limit_ = 0;
+  shows_rung_ = false;
 }
 
 }  // namespace relax_disc

@@ -31,9 +31,11 @@ class FrontSearch {
   Search search;
   // Told of each program, the state of `search`; `search.seen` is told of those on the way to it.
   std::function<void()> found = [] {};
-  // The limit of the rung that is shown; 0 for the plan of a choice as it is.  With less memory than
-  // that the program is not looked for.
-  int64_t rung_limit() const { return rung_limit_; }
+  // The limit of the choice or the rung that is shown: with less memory than that the program is not
+  // looked for, even where it needs less.
+  int64_t shown_limit() const { return shown_limit_; }
+  // Whether a rung is shown, not the plan of a choice as it is.
+  bool shows_rung() const { return shows_rung_; }
 
  private:
   struct Ladder {
@@ -45,6 +47,7 @@ class FrontSearch {
 
   bool Take(std::size_t choice);
   void Lower(Ladder* ladder) const;
+  void ShowChoice(std::size_t choice);
   void ShowRung(const Ladder& ladder);
   int64_t Time(std::size_t choice) const;
 
@@ -53,7 +56,8 @@ class FrontSearch {
   const Front front_;
   const int64_t limit_;
   std::size_t choice_;
-  int64_t bound_, rung_limit_ = 0;
+  int64_t bound_, shown_limit_ = 0;
+  bool shows_rung_ = false;
   std::vector<Ladder> ladders_;
 };
 
