@@ -139,11 +139,22 @@ class _Finder:
                 continue
             if not all(self._pattern(b.value) <= _INJECTIVE for b in group.bindings):
                 continue
+            if not self._is_closed(group):
+                continue
             if sum(self._work(b.value) for b in group.bindings) > _MOST_WORK:
                 continue
             candidate = _Candidate(group.bindings, self._readers(value))
             if 2 <= len(candidate.readers) <= _MOST_READERS and self._is_better(candidate):
                 yield candidate
+
+    def _is_closed(self, group: FusionGroup) -> bool:
+        """Whether all but the last value are used inside; of equal operators groups may mix up."""
+        inside = {binding.var for binding in group.bindings}
+        return all(
+            variable in inside
+            for binding in group.bindings[:-1]
+            for variable, _ in self._uses.users_of(binding.var)
+        )
 
     def _readers(self, value: relax.Var) -> list[tuple[FusionGroup, list[relax.Var]]]:
         """Return the kernels that read a value, none if one of them cannot compute it."""
