@@ -8,13 +8,14 @@ result.  That line is what a memory report or an error names.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import tvm
 from tvm import relax
 
 from relax_disc.transform.functions import at_span, block_like, program_functions, with_blocks
-from relax_disc.transform.fusion_groups import FusionMatcher, blocks_of
+from relax_disc.transform.fusion_groups import blocks_of, fuse_ops
 
 
 @tvm.transform.module_pass(opt_level=0, name="FuseKernels")
@@ -24,13 +25,12 @@ class FuseKernels:
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with fused kernels."""
         del ctx
-        grouped = relax.transform.FuseOps()(mod)
+        grouped, groups = fuse_ops(mod)
         spans: dict[Any, Any] = {}
-        for variable, function in program_functions(mod):
-            for group in FusionMatcher(function).groups(grouped, grouped[variable.name_hint]):
-                located = [span for span in map(_span_of, group.bindings) if span is not None]
-                if located:
-                    spans[group.result] = located[-1]
+        for group in chain.from_iterable(groups.values()):
+            located = [span for span in map(_span_of, group.bindings) if span is not None]
+            if located:
+                spans[group.result] = located[-1]
         result = relax.transform.FuseTIR()(grouped)
         for variable, function in program_functions(result):
             blocks = [

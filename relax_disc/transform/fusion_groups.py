@@ -12,6 +12,8 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from relax_disc.transform.functions import program_functions
+
 
 @dataclass(frozen=True, slots=True)
 class FusionGroup:
@@ -29,7 +31,19 @@ class FusionGroup:
     bindings: tuple[relax.Binding, ...]
 
 
-class FusionMatcher:
+def fuse_ops(
+    mod: tvm.IRModule,
+) -> tuple[tvm.IRModule, dict[tvm.ir.GlobalVar, list[FusionGroup]]]:
+    """Run `FuseOps`; return its module, and for each program the groups that it made."""
+    fused = relax.transform.FuseOps()(mod)
+    groups = {
+        variable: _Matcher(function).groups(fused, fused[variable.name_hint])
+        for variable, function in program_functions(mod)
+    }
+    return fused, groups
+
+
+class _Matcher:
     """Finds the bindings of a function from before fusion that a kernel stands for.
 
     A value is known by what computes it of which values; of several bindings that compute the same

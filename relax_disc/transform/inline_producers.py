@@ -12,7 +12,7 @@ read it can be fused with it, the bytes that move become fewer, and no more is k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ import tvm_ffi
 from tvm import ir, relax, tirx
 
 from relax_disc.analysis.comparison import Order, compare
+from relax_disc.analysis.extract_table import dtype_bytes, dtype_name
 from relax_disc.analysis.from_tirx import from_tirx
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.errors import GraphError
 from relax_disc.transform.functions import block_like, copy_module, program_functions, with_blocks
-from relax_disc.transform.fusion_groups import FusionGroup, FusionMatcher, blocks_of
+from relax_disc.transform.fusion_groups import FusionGroup, blocks_of, fuse_ops
 from relax_disc.transform.operand_views import Uses
 
 _CALL_TIR = ir.Op.get("relax.call_tir")
@@ -51,15 +52,17 @@ class InlineProducers:
         """Return the module with bindings repeated, such that `FuseOps` fuses each copy."""
         del ctx
         refused: set[relax.Var] = set()
-        for _ in range(_ROUNDS):
-            changed, given = _given_to_readers(mod, refused)
-            # Fusion has limits of its own (operands of a kernel, its length).
-            while unfused := _unfused(changed, given):
-                refused |= unfused
-                changed, given = _given_to_readers(mod, refused)
+        rounds, groups = 0, fuse_ops(mod)[1]
+        while rounds < _ROUNDS:
+            changed, given = _given_to_readers(mod, groups, refused)
             if not given:
                 break
-            mod = changed
+            changed_groups = fuse_ops(changed)[1]
+            # Fusion has limits of its own (operands of a kernel, its length).
+            if unfused := _unfused(changed_groups, given):
+                refused |= unfused
+                continue
+            mod, groups, rounds = changed, changed_groups, rounds + 1
         return mod
 
 
@@ -84,15 +87,17 @@ class _Candidate:
         return self.cone[-1].var
 
 
+_Groups = Mapping[ir.GlobalVar, list[FusionGroup]]
+
+
 def _given_to_readers(
-    mod: tvm.IRModule, refused: set[relax.Var]
+    mod: tvm.IRModule, groups: _Groups, refused: set[relax.Var]
 ) -> tuple[tvm.IRModule, dict[relax.Var, frozenset[relax.Var]]]:
     """Give values to their readers; return also the variables that compute copies of each."""
-    grouped = relax.transform.FuseOps()(mod)
     result, given = copy_module(mod), {}
     for variable, function in program_functions(mod):
-        groups = FusionMatcher(function).groups(grouped, grouped[variable.name_hint])
-        chosen = _without_conflicts(_Finder(mod, function, groups, refused).candidates())
+        finder = _Finder(mod, function, groups[variable], refused)
+        chosen = _without_conflicts(finder.candidates())
         if chosen:
             changed, copies = _Rewriter(chosen).run(function)
             result.update_func(variable, changed)
@@ -100,16 +105,9 @@ def _given_to_readers(
     return relax.transform.Normalize()(result), given
 
 
-def _unfused(mod: tvm.IRModule, given: dict[relax.Var, frozenset[relax.Var]]) -> set[relax.Var]:
+def _unfused(groups: _Groups, given: dict[relax.Var, frozenset[relax.Var]]) -> set[relax.Var]:
     """Return the values of whose copies a part is a kernel of its own."""
-    if not given:
-        return set()
-    grouped = relax.transform.FuseOps()(mod)
-    written = {
-        group.bindings[-1].var
-        for variable, function in program_functions(mod)
-        for group in FusionMatcher(function).groups(grouped, grouped[variable.name_hint])
-    }
+    written = {group.bindings[-1].var for each in groups.values() for group in each}
     return {value for value, copies in given.items() if copies & written}
 
 
@@ -248,7 +246,7 @@ def _elements(variable: relax.Var) -> SymbolicExpr | None:
 
 def _bytes(variable: relax.Var) -> SymbolicExpr | None:
     size = _elements(variable)
-    return None if size is None else size * tvm.DataType(str(variable.ty.dtype)).itemsize
+    return None if size is None else size * dtype_bytes(dtype_name(variable.ty))
 
 
 def _at_most(left: SymbolicExpr | None, right: SymbolicExpr | None) -> bool:
