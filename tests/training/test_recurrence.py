@@ -140,20 +140,21 @@ def test_a_tagger_trains_as_in_eager(kind):
 
 def test_a_smaller_budget_changes_no_bit():
     results = []
+    axes = ({0: DIMS[0], 1: Dim("t", min=1, max=96)},)
     for tight in (False, True):
         torch.manual_seed(2)
         model = Layer(nn.GRU, batch_first=True, num_layers=3)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        args = (batch(model, 4, 12),)
-        step = relax_disc.compile(model, optimizer, args, dynamic_shapes=shapes(model))
-        whole = step.plan(b=4, t=12).peak_bytes
+        args = (batch(model, 4, 96),)
+        step = relax_disc.compile(model, optimizer, args, dynamic_shapes=axes)
+        whole = step.plan(b=4, t=96).peak_bytes
         if tight:
             with pytest.raises(MemoryBudgetError) as refusal:
                 step.memory_budget = 1
                 step(*args)
-            assert refusal.value.least_bytes < whole
+            assert refusal.value.least_bytes < 0.95 * whole
             step.memory_budget = refusal.value.least_bytes
-            assert step.plan(b=4, t=12).evicted
+            assert step.plan(b=4, t=96).evicted
         losses = [step(*args) for _ in range(2)]
         results.append([*losses, *(p.detach().clone() for p in model.parameters())])
         report = step.memory_report()
