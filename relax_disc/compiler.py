@@ -5,7 +5,8 @@ capture -> IRModule -> pipeline -> executable -> `TrainingStep`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,18 @@ from relax_disc.analysis.symbolic_dim import SymbolicDim
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
 from relax_disc.forward_function import ForwardFunction
-from relax_disc.frontend import capture_accumulation, capture_forward, capture_step
-from relax_disc.frontend.spec import CapturedStep
+from relax_disc.frontend import (
+    ExportedStep,
+    capture_forward,
+    export_step,
+)
+from relax_disc.frontend.spec import CapturedStep, UpdateGroup
 from relax_disc.pipeline import PipelineOptions, pipeline
 from relax_disc.tir_kernels.target import cpu_target
 from relax_disc.training.batch import BatchLeaf, BatchSchema
 from relax_disc.training.calibration import machine_name, read
-from relax_disc.training.compile_cache import CachedProgram, build_cached
+from relax_disc.training.capture_cache import Described, recall, remember
+from relax_disc.training.compile_cache import CachedProgram, build_cached, enabled
 from relax_disc.training.saved_step import Program
 from relax_disc.training_step import TrainingStep
 
@@ -74,7 +80,8 @@ def compile(
         An argument of this function does not fit.
     """
     budget = None if memory_budget is None else parse_bytes(memory_budget)
-    captured = capture_step(
+    export = functools.partial(
+        export_step,
         model,
         optimizer,
         example_inputs,
@@ -82,31 +89,47 @@ def compile(
         loss_fn=loss_fn,
         max_grad_norm=max_grad_norm,
     )
-    schema = describe_batch(captured, model)
-    built = build_or_reuse(captured.module, target)
+    [(captured, schema)], built = _capture_or_recall(export(), target)
     step = TrainingStep(captured, built.executable, schema, model, optimizer, built.library)
     _calibrate_from_cache(step, built, machine_name(schema.device))
     step.memory_budget = budget
     step.loss_fn, step.max_grad_norm = loss_fn, max_grad_norm
 
     def accumulation_programs() -> tuple[Program, Program]:
-        functions = capture_accumulation(
-            model,
-            optimizer,
-            example_inputs,
-            dynamic_shapes=dynamic_shapes,
-            loss_fn=loss_fn,
-            max_grad_norm=max_grad_norm,
-            groups=captured.update_groups,
-        )
-        both = build_or_reuse(functions[0].module, target)
+        groups = captured.update_groups
+        functions, both = _capture_or_recall(export(), target, accumulate=True, groups=groups)
         adding, updating = (
-            Program(each, schema, both.executable, both.library) for each in functions
+            Program(*described, both.executable, both.library) for described in functions
         )
         return adding, updating
 
     step.accumulation.compile = accumulation_programs
     return step
+
+
+def _capture_or_recall(
+    exported: ExportedStep,
+    target: str | tvm.target.Target,
+    *,
+    accumulate: bool = False,
+    groups: Sequence[UpdateGroup] | None = None,
+) -> tuple[list[Described], CachedProgram]:
+    """Trace and compile an exported step, unless an earlier start has done so.
+
+    Returns the step alone, or the two functions that sum gradients, in update groups as given.
+    """
+    resolved = _resolve(target)
+    fingerprint = None
+    if enabled():
+        fingerprint = exported.fingerprint(accumulate=accumulate, groups=groups)
+    known = recall(fingerprint, resolved, exported.constants())
+    if known is not None:
+        return known
+    captured = exported.capture_accumulation(groups) if accumulate else (exported.capture(),)
+    functions = [(each, describe_batch(each, exported.model)) for each in captured]
+    built = build_or_reuse(captured[0].module, resolved)
+    remember(fingerprint, resolved, functions, built.path)
+    return functions, built
 
 
 def _calibrate_from_cache(step: TrainingStep, built: CachedProgram, machine: str) -> None:

@@ -15,7 +15,13 @@ and every binding has a span with the line of the model that it stems from.
 """
 
 from relax_disc.frontend.batch_spec import BatchSpec
-from relax_disc.frontend.capture import capture_accumulation, capture_forward, capture_step
+from relax_disc.frontend.capture import (
+    ExportedStep,
+    capture_accumulation,
+    capture_forward,
+    capture_step,
+    export_step,
+)
 from relax_disc.frontend.optimizers import (
     ADAM_HYPER,
     SGD_HYPER,
@@ -40,12 +46,14 @@ __all__ = [
     "BatchSpec",
     "CapturedStep",
     "DimSpec",
+    "ExportedStep",
     "InputSpec",
     "OutputSpec",
     "UpdateGroup",
     "capture_accumulation",
     "capture_forward",
     "capture_step",
+    "export_step",
     "hyper_values",
     "required_state",
     "state_step",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from relax_disc.errors import InputMismatchError
 from relax_disc.frontend.accumulation import declare_gradients, emit_sums
 from relax_disc.frontend.emitter import Emitter
 from relax_disc.frontend.export import Exported, export, wrap_forward, wrap_step
+from relax_disc.frontend.fingerprint import fingerprint
 from relax_disc.frontend.importer import Parameters, declare, refuse_unknown, translate
 from relax_disc.frontend.refusals import refuse_model
 from relax_disc.frontend.spec import (
@@ -28,8 +29,14 @@ from relax_disc.frontend.spec import (
     UpdateGroup,
 )
 from relax_disc.frontend.symbols import SymbolTranslator
-from relax_disc.frontend.trace import Traced, trace_forward, trace_step
-from relax_disc.frontend.updates import emit_updates, plan_updates
+from relax_disc.frontend.trace import (
+    Argument,
+    Traced,
+    list_arguments,
+    trace_forward,
+    trace_step,
+)
+from relax_disc.frontend.updates import describe_updates, emit_updates, plan_updates
 
 ADDING, UPDATING = "add_gradients", "update_from_sum"
 """Names of the functions of `capture_accumulation`."""
@@ -46,6 +53,99 @@ class _Wanted:
     accumulate: bool = False
     update: bool = True
     groups: Sequence[UpdateGroup] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedStep:
+    """A model and its loss as PyTorch exports them, before their gradients are traced.
+
+    Attributes
+    ----------
+    exported : Exported
+        The forward pass.
+    model : torch.nn.Module
+        As given.
+    optimizer : Optimizer or None
+        As given.
+    max_grad_norm : float or None
+        As given.
+    """
+
+    exported: Exported
+    model: nn.Module
+    optimizer: Optimizer | None
+    max_grad_norm: float | None
+
+    def fingerprint(
+        self, *, accumulate: bool = False, groups: Sequence[UpdateGroup] | None = None
+    ) -> str | None:
+        """Hash what decides the result of `capture`, but for versions and sources.
+
+        Values of parameters and of hyper-parameters, which calls read, and sizes of the example
+        make no difference.  None where the hash could not be trusted: see
+        :func:`.fingerprint.fingerprint`.
+
+        Parameters
+        ----------
+        accumulate : bool
+            Of `capture_accumulation` instead.
+        groups : sequence of UpdateGroup, optional
+            As given to that.
+
+        Raises
+        ------
+        UnsupportedOperatorError
+            The optimizer or one of its flags cannot be honoured, or parameters overlap.
+        """
+        arguments, position = list_arguments(self.exported.program, self.model)
+        settings = [
+            sorted(position.items()),
+            describe_updates(self.optimizer, arguments),
+            repr(self.max_grad_norm),
+            accumulate,
+            None if groups is None else [astuple(group) for group in groups],
+        ]
+        return fingerprint(self.exported, arguments, settings)
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the model that are neither parameters nor buffers, by name."""
+        arguments, _ = list_arguments(self.exported.program, self.model)
+        return _constants(arguments)
+
+    def capture(self) -> CapturedStep:
+        """Trace the gradients and make the Relax function: see `capture_step`."""
+        wanted = _Wanted(optimizer=self.optimizer, max_grad_norm=self.max_grad_norm)
+        return _build(self.exported, _trace(self.exported, self.model), [wanted])[0]
+
+    def capture_accumulation(
+        self, groups: Sequence[UpdateGroup] | None = None
+    ) -> tuple[CapturedStep, CapturedStep]:
+        """Make the functions that sum gradients: see the function of the same name."""
+        common: dict[str, Any] = {
+            "optimizer": self.optimizer,
+            "groups": groups,
+            "accumulate": True,
+        }
+        adding = _Wanted(function=ADDING, update=False, **common)
+        updating = _Wanted(function=UPDATING, max_grad_norm=self.max_grad_norm, **common)
+        traced = _trace(self.exported, self.model)
+        first, second = _build(self.exported, traced, [adding, updating])
+        return first, second
+
+
+def export_step(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    example_inputs: Any,
+    *,
+    dynamic_shapes: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    max_grad_norm: float | None = None,
+) -> ExportedStep:
+    """Do the first part of `capture_step`, whose parameters and errors it has."""
+    refuse_model(model, trained=True)
+    exported = export(wrap_step(model, loss_fn), example_inputs, dynamic_shapes)
+    return ExportedStep(exported, model, optimizer, max_grad_norm)
 
 
 def capture_step(
@@ -95,9 +195,14 @@ def capture_step(
     InputMismatchError
         The arguments do not fit the model, or there is no loss.
     """
-    exported, traced = _trace(model, example_inputs, dynamic_shapes, loss_fn)
-    wanted = _Wanted(optimizer=optimizer, max_grad_norm=max_grad_norm)
-    return _build(exported, traced, [wanted])[0]
+    return export_step(
+        model,
+        optimizer,
+        example_inputs,
+        dynamic_shapes=dynamic_shapes,
+        loss_fn=loss_fn,
+        max_grad_norm=max_grad_norm,
+    ).capture()
 
 
 def capture_accumulation(
@@ -130,22 +235,17 @@ def capture_accumulation(
         ``(loss, *extras[, norm], *buffers, *sums, *parameters, *states)``: the sums include this
         batch's gradients; they are clipped, and the update is made from them.
     """
-    exported, traced = _trace(model, example_inputs, dynamic_shapes, loss_fn)
-    common: dict[str, Any] = {"optimizer": optimizer, "groups": groups, "accumulate": True}
-    adding = _Wanted(function=ADDING, update=False, **common)
-    updating = _Wanted(function=UPDATING, max_grad_norm=max_grad_norm, **common)
-    first, second = _build(exported, traced, [adding, updating])
-    return first, second
+    return export_step(
+        model,
+        optimizer,
+        example_inputs,
+        dynamic_shapes=dynamic_shapes,
+        loss_fn=loss_fn,
+        max_grad_norm=max_grad_norm,
+    ).capture_accumulation(groups)
 
 
-def _trace(
-    model: nn.Module,
-    example_inputs: Any,
-    dynamic_shapes: Any,
-    loss_fn: Callable[..., Any] | None,
-) -> tuple[Exported, Traced]:
-    refuse_model(model, trained=True)
-    exported = export(wrap_step(model, loss_fn), example_inputs, dynamic_shapes)
+def _trace(exported: Exported, model: nn.Module) -> Traced:
     traced = trace_step(exported, model)
     refuse_unknown(traced)
     if not traced.gradients:
@@ -153,7 +253,7 @@ def _trace(
             "The loss does not depend on any parameter that requires a gradient; "
             "use capture_forward for inference."
         )
-    return exported, traced
+    return traced
 
 
 def capture_forward(model: nn.Module, example_inputs: Any, *, dynamic_shapes: Any) -> CapturedStep:
@@ -219,7 +319,11 @@ def _emit(
         outputs=tuple(outputs),
         dims=tuple(spec for spec, _ in symbols.used),
         batch=exported.batch,
-        constants=_constants(traced, specs),
+        constants={
+            name: tensor
+            for name, tensor in _constants(traced.arguments).items()
+            if any(spec.kind == "constant" and spec.target == name for spec in specs)
+        },
         update_groups=updates.groups,
         extras=_extras_structure(traced, wanted.forward),
         plain_extras=plain,
@@ -282,12 +386,9 @@ def _extras_structure(traced: Traced, forward: bool) -> pytree.TreeSpec | None:
     return traced.extras.children()[1]
 
 
-def _constants(traced: Traced, specs: Sequence[InputSpec]) -> dict[str, torch.Tensor]:
-    wanted = {spec.target for spec in specs if spec.kind == "constant"}
+def _constants(arguments: Sequence[Argument]) -> dict[str, torch.Tensor]:
     return {
-        str(a.target): a.tensor
-        for a in traced.arguments
-        if a.target in wanted and a.kind == "constant" and a.tensor is not None
+        str(a.target): a.tensor for a in arguments if a.kind == "constant" and a.tensor is not None
     }
 
 

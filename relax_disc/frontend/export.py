@@ -291,6 +291,10 @@ def _export(
             f"{line}: PyTorch cannot trace the model: {_first_part(error)}",
             (("what torch.export cannot trace", str(line)),),
         ) from error
+    except ValueError as error:
+        if ", in make_fake_inputs" not in _traceback(error):  # the model's own
+            raise
+        raise InputMismatchError(f"example_inputs cannot be exported: {error}") from error
     except AssertionError as error:
         # torch's own, made while it words what the model asks of the dims; the model's stay.
         if "/torch/" not in _traceback(error).splitlines()[-1]:

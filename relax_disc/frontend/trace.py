@@ -159,7 +159,7 @@ def trace_forward(exported: Exported, model: nn.Module) -> Traced:
 
 def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced:
     program = exported.program
-    arguments, position = _arguments(program, model)
+    arguments, position = list_arguments(program, model)
     trained = tuple(
         index
         for index, argument in enumerate(arguments)
@@ -293,10 +293,23 @@ def _fakes(
     return fakes
 
 
-def _arguments(
+def list_arguments(
     program: ExportedProgram, model: nn.Module
 ) -> tuple[tuple[Argument, ...], dict[str, int]]:
-    """List the inputs, batch first, tied parameters once; map exported names to positions."""
+    """List the inputs of a trace, batch first, tied parameters once.
+
+    Returns
+    -------
+    arguments : tuple of Argument
+        Without the state of the random numbers, which comes last.
+    position : dict of str to int
+        Where the value of each exported name comes from.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Two parameters share memory without being one parameter.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     constants = {**program.state_dict, **program.constants}
     arguments: list[Argument] = []

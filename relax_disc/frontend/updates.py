@@ -23,7 +23,7 @@ from relax_disc.frontend.optimizers import (
 )
 from relax_disc.frontend.source_lines import SourceLine
 from relax_disc.frontend.spec import InputSpec, OutputSpec, UpdateGroup
-from relax_disc.frontend.trace import Traced
+from relax_disc.frontend.trace import Argument, Traced
 from relax_disc.frontend.update_kernels import hyper_dtype, update_kernel
 from relax_disc.vm_builtins.guard import GUARD
 
@@ -125,6 +125,35 @@ def _members(
         assert optimizer is not None
         for members in _split(optimizer, group, gradient_of):
             yield index, [gradient_of[id(tensor)] for tensor in members]
+
+
+def describe_updates(optimizer: Optimizer | None, arguments: Sequence[Argument]) -> list[Any]:
+    """Describe all of an optimizer that `plan_updates` looks at, whichever gradients there are.
+
+    Returns
+    -------
+    list
+        For each ``param_group`` its rule, the states that it keeps, and the names of its
+        parameters, listed apart where they cannot share one vector of hyper-parameters; JSON can
+        hold it.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        The optimizer or one of its flags cannot be honoured.
+    """
+    names = {id(argument.tensor): argument.target for argument in arguments}
+    place = {known: k for k, known in enumerate(names)}
+    if optimizer is None:
+        return []
+    return [
+        [
+            update_rule(optimizer, group),
+            required_state(optimizer, group),
+            [[names[id(p)] for p in part] for part in _split(optimizer, group, place)],
+        ]
+        for group in optimizer.param_groups
+    ]
 
 
 def _tensor(tensors: Sequence[torch.Tensor | None], index: int) -> torch.Tensor:

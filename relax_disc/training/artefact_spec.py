@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
 
@@ -68,10 +69,26 @@ def constant_parts(captured: CapturedStep) -> dict[str, bytes]:
     }
 
 
+def restore_constants(facts: dict[str, Any], parts: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+    """Undo `constant_parts`, with what `describe_captured` says of them."""
+    device = torch.device(facts["device"])
+    return {
+        name: _tensor(parts[name], shape, dtype).to(device)
+        for name, (shape, dtype) in facts["constants"].items()
+    }
+
+
 def restore_captured(
-    facts: dict[str, Any], constants: dict[str, bytes]
+    facts: dict[str, Any], constants: Mapping[str, torch.Tensor]
 ) -> tuple[CapturedStep, BatchSchema]:
     """Undo `describe_captured`; the module comes back empty, because its code is compiled.
+
+    Parameters
+    ----------
+    facts : dict
+        What `describe_captured` gave, through JSON.
+    constants : mapping of str to torch.Tensor
+        By name; may hold more than the function takes.
 
     Raises
     ------
@@ -88,10 +105,7 @@ def restore_captured(
         outputs=tuple(OutputSpec(*fields) for fields in facts["outputs"]),
         dims=dims,
         batch=batch,
-        constants={
-            name: _tensor(constants[name], shape, dtype).to(device)
-            for name, (shape, dtype) in facts["constants"].items()
-        },
+        constants={name: constants[name] for name in facts["constants"]},
         update_groups=tuple(
             UpdateGroup(*(_tuples(field) for field in group)) for group in facts["groups"]
         ),

@@ -6,7 +6,8 @@ It holds a checksum and a shared library; a damaged file counts as absent.  File
 `programs` folder of the cache directory (`RELAX_DISC_CACHE`, else below the user's cache), appear
 whole or not at all, and the least recently used ones go when they exceed `RELAX_DISC_CACHE_BYTES`
 (2 GiB).  `RELAX_DISC_COMPILE_CACHE=0` switches the cache off.  Beside a program lie the times that
-were measured of its kernels, one file for each kind of machine.
+were measured of its kernels, one file for each kind of machine, and records of the captures that
+led to it (:mod:`.capture_cache`).
 
 Limits: two processes that miss the same program at once both compile it, and the last one's stays.
 """
@@ -40,6 +41,8 @@ _logger = logging.getLogger(__name__)
 _LIMIT_BYTES = 2 * 2**30
 _DRAFT_SECONDS = 3600  # a draft older than this has no writer any more
 _SUFFIX = ".program"
+RECORD_SUFFIX = ".capture"
+"""Of the records of captures (:mod:`.capture_cache`), which go with their program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,13 @@ def program_key(
     options : PipelineOptions or None
         Switches of the pipeline; None is the defaults.
     """
+    state = hashlib.sha256(surroundings(target, options).encode())
+    state.update(tvm.ir.save_json(module).encode())
+    return state.hexdigest()
+
+
+def surroundings(target: tvm.target.Target, options: PipelineOptions | None) -> str:
+    """Write down what the code depends on besides the module, as text."""
     facts: dict[str, Any] = {
         "target": str(target),
         "options": asdict(options or PipelineOptions()),
@@ -92,9 +102,36 @@ def program_key(
         "native": native.load() is not None,
         "sources": _sources(),
     }
-    state = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    state.update(tvm.ir.save_json(module).encode())
-    return state.hexdigest()
+    return json.dumps(facts, sort_keys=True)
+
+
+def program_folder() -> Path:
+    """Name the folder of the programs, which may not exist yet."""
+    return native.cache_directory() / "programs"
+
+
+def load_program(name: str, target: tvm.target.Target) -> CachedProgram | None:
+    """Load a program that is there, ready to run, and mark it as used.
+
+    Parameters
+    ----------
+    name : str
+        As `program_key` gives it.
+    target : tvm.target.Target
+        What it was made for.
+
+    Returns
+    -------
+    CachedProgram or None
+        None where there is none that can be used.
+    """
+    path = program_folder() / f"{name}{_SUFFIX}"
+    library = _look_up(path)
+    if library is None:
+        return None
+    runtime.load()
+    libraries.install(target.kind.name)
+    return CachedProgram(artefact.load_library(library), library, path)
 
 
 def build_cached(
@@ -119,13 +156,12 @@ def build_cached(
     """
     if not enabled():
         return CachedProgram(build())
-    folder = native.cache_directory() / "programs"
-    path = folder / f"{program_key(module, target, options)}{_SUFFIX}"
-    library = _look_up(path)
-    if library is not None:
-        runtime.load()
-        libraries.install(target.kind.name)
-        return CachedProgram(artefact.load_library(library), library, path)
+    name = program_key(module, target, options)
+    known = load_program(name, target)
+    if known is not None:
+        return known
+    folder = program_folder()
+    path = folder / f"{name}{_SUFFIX}"
     executable = build()
     try:
         library = artefact.export_library(executable)
@@ -176,8 +212,9 @@ def _trim(folder: Path, keep: Path) -> None:
         total += size
         if is_other and total > limit:
             path.unlink(missing_ok=True)
-            for measured in folder.glob(f"{path.stem}-*{CALIBRATION_SUFFIX}"):
-                measured.unlink(missing_ok=True)
+            for suffix in (CALIBRATION_SUFFIX, RECORD_SUFFIX):
+                for companion in folder.glob(f"{path.stem}-*{suffix}"):
+                    companion.unlink(missing_ok=True)
 
 
 @functools.cache

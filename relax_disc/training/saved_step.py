@@ -20,7 +20,12 @@ from relax_disc.training.artefact_check import (
     processor,
     versions,
 )
-from relax_disc.training.artefact_spec import constant_parts, describe_captured, restore_captured
+from relax_disc.training.artefact_spec import (
+    constant_parts,
+    describe_captured,
+    restore_captured,
+    restore_constants,
+)
 from relax_disc.training.batch import BatchSchema
 from relax_disc.vm_builtins import libraries, runtime
 
@@ -113,12 +118,12 @@ def load(
     restored = {}
     for name, facts in header["programs"].items():
         prefix = f"{name}/constants/"
-        constants = {
+        contents = {
             key.removeprefix(prefix): value
             for key, value in parts.items()
             if key.startswith(prefix)
         }
-        restored[name] = restore_captured(facts, constants)
+        restored[name] = restore_captured(facts, restore_constants(facts, contents))
     runtime.load()
     programs = {}
     loaded: dict[str, Any] = {}

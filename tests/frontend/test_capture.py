@@ -206,6 +206,17 @@ def test_contradicted_dims_are_refused():
         )
 
 
+def test_a_batch_of_unknown_objects_is_refused():
+    with pytest.raises(InputMismatchError, match=r"example_inputs.*Unsupported input type"):
+        capture_step(
+            nn.Linear(4, 4),
+            None,
+            (torch.randn(3, 4), object()),
+            dynamic_shapes=({0: Dim("n", max=9)}, None),
+            loss_fn=lambda model, x, _: model(x).mean(),
+        )
+
+
 def test_without_a_loss_it_is_refused():
     with pytest.raises(InputMismatchError, match="loss"):
         capture_step(
