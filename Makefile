@@ -18,6 +18,10 @@ TORCH ?= cpu
 TORCH_VERSION := 2.13.0
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
+# Most of a test is compilation, on one core; a process needs up to 4 GB. `make JOBS=1 test` has one.
+JOBS ?= 2
+PARALLEL := $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
+
 help:
 	@echo "make demo       fine-tune a small Llama on the source code of Python itself (2 minutes)"
 	@echo "make test       the fast tier of tests; make test-full runs everything"
@@ -54,10 +58,10 @@ demo: $(DEMO)
 	$(PYTHON) tutorials/memory_budget.py
 
 test: $(TEST)
-	$(PYTHON) -m pytest -q -m "not slow"
+	$(PYTHON) -m pytest -q -m "not slow" $(PARALLEL)
 
 test-full: $(FULL)
-	HYPOTHESIS_PROFILE=full $(PYTHON) -m pytest -q
+	HYPOTHESIS_PROFILE=full $(PYTHON) -m pytest -q $(PARALLEL)
 
 lint: $(LINT)
 	$(PYTHON) -m ruff check .

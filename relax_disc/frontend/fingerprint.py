@@ -138,7 +138,7 @@ def _argument(argument: Argument) -> list[Any]:
         if tensor.layout is not torch.strided:
             raise _NotComparable
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        values = hashlib.sha256(flat.numpy()).hexdigest()
+        values = hashlib.sha256(flat.numpy().data).hexdigest()
     known = "" if tensor is None else _tensor(tensor)
     return [argument.name, argument.kind, argument.target, known, values]
 
