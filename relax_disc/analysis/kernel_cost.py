@@ -12,6 +12,7 @@ from math import prod
 
 from relax_disc.analysis.extract_table import FunctionTable, KernelCall, View
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
+from relax_disc.vm_builtins import library_vocabulary_head
 
 _Count = Callable[[list[View], list[int]], SymbolicExpr]
 
@@ -92,10 +93,10 @@ _COUNTS: dict[str, _Count] = {
     "recurrence_backward": _recurrence,
     "matmul_add": _matmul,
     "batch_matmul": _batch_matmul,
-    "vocabulary_head": _vocabulary_head(3),
-    "vocabulary_head_bias": _vocabulary_head(3),
-    "vocabulary_head_bias_frozen": _vocabulary_head(2),
-    "vocabulary_head_frozen": _vocabulary_head(2),
+    **{
+        name: _vocabulary_head(2 if name.endswith("_frozen") else 3)
+        for name in library_vocabulary_head.TWINS
+    },
     "attention": _attention(2, key=1),
     "attention_masked": _attention(2, key=1),
     "attention_backward": _attention(5, key=2),

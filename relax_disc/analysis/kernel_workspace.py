@@ -11,6 +11,7 @@ from math import prod
 
 from relax_disc.analysis.extract_table import FunctionTable, KernelCall, View, dtype_bytes
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
+from relax_disc.vm_builtins import library_vocabulary_head
 
 Workspace = tuple[str, tuple[SymbolicExpr, ...]]
 
@@ -113,10 +114,7 @@ _READERS: dict[str, Callable[[list[View], list[int]], Workspace]] = {
     "recurrence_backward": _recurrence("recurrence_backward", state=2),
     "ctc_loss_backward": _ctc_loss_backward,
     "sort": _sort,
-    "vocabulary_head": _vocabulary_head,
-    "vocabulary_head_bias": _vocabulary_head,
-    "vocabulary_head_bias_frozen": _vocabulary_head,
-    "vocabulary_head_frozen": _vocabulary_head,
+    **dict.fromkeys(library_vocabulary_head.TWINS, _vocabulary_head),
     "attention": _attention("attention", key=1, value=2),
     "attention_masked": _attention("attention", key=1, value=2),
     "attention_backward": _attention("attention_backward", key=2, value=3),

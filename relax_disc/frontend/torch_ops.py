@@ -216,3 +216,36 @@ def _cross_entropy_gradient(
 
 
 cross_entropy.register_autograd(_cross_entropy_gradient, setup_context=_save_cross_entropy)
+
+
+@torch.library.custom_op("relax_disc::logsumexp", mutates_args=())
+def logsumexp(x: Tensor) -> Tensor:
+    """Log of the sum of exponentials of ``[N, V]``; see :func:`relax_disc.ops.logsumexp`."""
+    return torch.logsumexp(x.to(_statistics_dtype(x)), -1)
+
+
+@logsumexp.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0],), dtype=_statistics_dtype(x))
+
+
+@torch.library.custom_op("relax_disc::logsumexp_backward", mutates_args=())
+def logsumexp_backward(grad: Tensor, x: Tensor, lse: Tensor) -> Tensor:
+    """Gradient of :func:`logsumexp` by its argument."""
+    return (grad[:, None] * torch.exp(x.to(lse.dtype) - lse[:, None])).to(x.dtype)
+
+
+@logsumexp_backward.register_fake
+def _(grad: Tensor, x: Tensor, lse: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save_logsumexp(ctx: AutogradContext, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _logsumexp_gradient(ctx: AutogradContext, grad: Tensor) -> Tensor:
+    return torch.ops.relax_disc.logsumexp_backward(grad, *ctx.saved_tensors)
+
+
+logsumexp.register_autograd(_logsumexp_gradient, setup_context=_save_logsumexp)

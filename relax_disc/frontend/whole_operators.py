@@ -7,7 +7,7 @@ Each rule takes the operator's own arguments and returns its result built from
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,16 @@ def cross_entropy(
     return loss.reshape(shape) if reduction == 0 else loss
 
 
+def logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor | None:
+    """Keep ``logsumexp`` over the last axis, as rows of a matrix."""
+    last = x.dim() - 1
+    if last < 1 or [axis % x.dim() for axis in dim] != [last] or not x.is_floating_point():
+        return None
+    rows = torch.ops.relax_disc.logsumexp(x.reshape(-1, x.shape[-1])).to(x.dtype)
+    shape = [*x.shape[:-1], 1] if keepdim else x.shape[:-1]
+    return rows.reshape(shape)
+
+
 def under_autocast(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Convert the operands as autocast would: its rules know ATen's operators, not ours.
 
@@ -90,5 +100,6 @@ def under_autocast(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 RULES: dict[Any, Rule] = {
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     torch.ops.aten.cross_entropy_loss.default: cross_entropy,
+    torch.ops.aten.logsumexp.default: logsumexp,
     **REWRITES,
 }

@@ -11,6 +11,7 @@ from relax_disc.ops.attention import attention, attention_backward
 from relax_disc.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from relax_disc.ops.ctc import ctc_loss, ctc_loss_backward
 from relax_disc.ops.embedding import embedding_backward
+from relax_disc.ops.logsumexp import logsumexp, logsumexp_backward
 from relax_disc.ops.memory import evict, regenerate
 from relax_disc.ops.recurrence import recurrence, recurrence_backward
 from relax_disc.ops.sort import sort
@@ -24,6 +25,8 @@ __all__ = [
     "ctc_loss_backward",
     "embedding_backward",
     "evict",
+    "logsumexp",
+    "logsumexp_backward",
     "recurrence",
     "recurrence_backward",
     "regenerate",

@@ -7,14 +7,15 @@ rows whose label is ignored are left out.  The number of rows in a chunk depends
 alone, so that results do not depend on the memory budget.
 
 Recognised: ``cross_entropy(x @ w.T, target)``, with or without a bias, and its gradient, float32,
-class indices, label smoothing, "mean" or "sum", tied or frozen weights.  Anything else is left as
-it is, exact but with whole logits: logits that something else uses, such as a z-loss (the square of
-their log-sum-exp), and class weights.
+class indices, label smoothing, "mean" or "sum", tied or frozen weights; beside it a z-loss, that is
+anything whose gradient by the log-sum-exp of a row is that times a known factor
+(:mod:`.lse_factor`).  Anything else is left as it is, exact but with whole logits: logits that
+something else uses, and class weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import tvm
@@ -23,7 +24,14 @@ from tvm.sym.analyzer import Analyzer
 
 from relax_disc.ops import registry
 from relax_disc.transform.functions import at_span
-from relax_disc.transform.operand_views import Uses, is_call_of, matrix_view, same_shape
+from relax_disc.transform.lse_factor import LseTerm, late_definitions, lse_term
+from relax_disc.transform.operand_views import (
+    Uses,
+    extents_of,
+    is_call_of,
+    matrix_view,
+    same_shape,
+)
 from relax_disc.vm_builtins import library_kernels, library_vocabulary_head
 
 # An eighth of the rows, but not too few: on one thread, 512 rows in chunks of 64 take 0.95 of the
@@ -49,6 +57,13 @@ class _Head:
     grad_x: relax.Var
     grad_weight: relax.Var | None
     grad_biases: tuple[relax.Var, ...]
+    term: LseTerm | None
+    moved: tuple[relax.Var, ...]  # bindings that have to come before the head
+
+    @property
+    def wholes(self) -> list[relax.Var]:
+        """What the head computes at once; it is emitted in the place of the first."""
+        return [self.forward] if self.term is None else [self.forward, self.term.lse]
 
 
 @tvm.transform.module_pass(opt_level=0, name="ChunkVocabularyHead")
@@ -117,7 +132,11 @@ def _match(
     if not is_call_of(product, "relax.matmul"):
         return None
     forward = _forward(lse, count, logits, target, backward, uses)
-    if forward is None or not _used_only_by(logits, {forward, variable}, uses):
+    if forward is None:
+        return None
+    gradient, term = _total_gradient(variable, logits, uses, analyzer)
+    users = {forward, variable} | ({term.lse, term.backward} if term is not None else set())
+    if not _used_only_by(logits, users, uses):
         return None
     x = matrix_view(product.args[0], 1, definition, analyzer)
     weight = matrix_view(product.args[1], 1, definition, analyzer)
@@ -125,10 +144,15 @@ def _match(
         return None
     known = definition(grad_loss)
     if not isinstance(known, tvm.ir.GenericConst):
-        if order.get(grad_loss, -1) > order[forward]:
-            return None  # not known yet when the loss is computed
         known = grad_loss
-    found = _users_of_gradient(variable, uses)
+    wholes = [forward] if term is None else [forward, term.lse]
+    place = min(wholes, key=order.__getitem__)
+    operands = [x.tensor, weight.tensor, target, known, *([] if bias is None else [bias])]
+    operands += [] if term is None else [term.factor]
+    moved = late_definitions(operands, place, order, uses)
+    if moved is None or set(moved) & set(wholes):
+        return None  # what it reads is computed from what it computes
+    found = _users_of_gradient(gradient, extents_of(logits), uses, analyzer)
     if found is None:
         return None
     products, sums = found
@@ -139,7 +163,7 @@ def _match(
         left, right = uses.definitions[result].args
         first = matrix_view(left, 1, definition, analyzer)
         second = matrix_view(right, 1, definition, analyzer)
-        ours = first.tensor.same_as(variable) and not second.transposed
+        ours = first.tensor.same_as(gradient) and not second.transposed
         if ours and first.transposed and second.tensor.same_as(x.tensor):
             grad_weight = result
         elif ours and not first.transposed and second.tensor.same_as(weight.tensor):
@@ -164,7 +188,35 @@ def _match(
         grad_x=grad_x,
         grad_weight=grad_weight,
         grad_biases=tuple(sums),
+        term=term,
+        moved=moved,
     )
+
+
+def _total_gradient(
+    variable: relax.Var, logits: relax.Expr, uses: Uses, analyzer: Analyzer
+) -> tuple[relax.Var, LseTerm | None]:
+    """All of the logits' gradient: that of the cross-entropy, or its sum with that of a term."""
+    source = variable
+    while True:
+        users = uses.users_of(source)
+        if len(users) != 1 or users[0][0] is None:
+            return variable, None
+        user, value = users[0]
+        if not is_call_of(value, "relax.reshape"):
+            break
+        source = user
+    if not is_call_of(value, "relax.add") or not same_shape(value.args[0], value.args[1], analyzer):
+        return variable, None
+    other = value.args[1] if value.args[0].same_as(source) else value.args[0]
+    while is_call_of(known := uses.definitions.get(other), "relax.reshape"):
+        if len(uses.users_of(other)) != 1:
+            return variable, None
+        other = known.args[0]
+    if not isinstance(other, relax.Var) or len(uses.users_of(other)) != 1:
+        return variable, None
+    term = lse_term(other, logits, uses)
+    return (variable, None) if term is None else (user, term)
 
 
 def _forward(
@@ -222,34 +274,38 @@ def _product_and_bias(
 
 
 def _users_of_gradient(
-    variable: relax.Var, uses: Uses
+    gradient: relax.Var, shape: Sequence[tvm.ir.Expr], uses: Uses, analyzer: Analyzer
 ) -> tuple[list[relax.Var], list[relax.Var]] | None:
     """Matrix products that use the logits' gradient, through moves, and sums over its rows.
 
-    None if anything else uses it.
+    None if anything else uses it; `shape` is that of the logits.
     """
     products: list[relax.Var] = []
     sums: list[relax.Var] = []
-    pending = [variable]
+    pending = [(gradient, True)]
     while pending:
-        source = pending.pop()
+        source, in_order = pending.pop()
         for user, value in uses.users_of(source):
             if user is None:
                 return None
             if any(is_call_of(value, name) for name in _MOVES):
-                pending.append(user)
+                pending.append((user, in_order and is_call_of(value, "relax.reshape")))
             elif is_call_of(value, "relax.matmul"):
                 if user not in products:
                     products.append(user)
-            elif source.same_as(variable) and _is_sum_over_rows(value):
+            elif in_order and _is_sum_over_rows(value, shape, analyzer):
                 sums.append(user)
             else:
                 return None
     return products, sums
 
 
-def _is_sum_over_rows(value: relax.Expr) -> bool:
-    return is_call_of(value, "relax.sum") and [int(axis) for axis in value.attrs.axis or []] == [0]
+def _is_sum_over_rows(value: relax.Expr, shape: Sequence[tvm.ir.Expr], analyzer: Analyzer) -> bool:
+    if not is_call_of(value, "relax.sum"):
+        return False
+    summed = extents_of(value.args[0])
+    whole = len(summed) == len(shape) and all(map(analyzer.can_prove_equal, summed, shape))
+    return whole and [int(axis) for axis in value.attrs.axis or []] == [0]
 
 
 @relax.expr_functor.mutator
@@ -257,43 +313,64 @@ class _Rewriter(relax.PyExprMutator):
     def __init__(self, mod: tvm.IRModule, function: relax.Function, heads: list[_Head]) -> None:
         super().__init__(mod)
         self._function = function
-        self._by_forward = {head.forward: head for head in heads}
+        self._definitions = Uses.of(function).definitions
+        self._heads = {whole: head for head in heads for whole in head.wholes}
+        self._emitted: set[relax.Var] = set()  # heads, by their forward
+        self._moved: set[relax.Var] = set()
         self._parts: dict[relax.Var, relax.Expr] = {}
 
     def run(self) -> relax.Function:
         return self.visit_expr(self._function)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        head = self._by_forward.get(binding.var)
-        if head is not None:
+        if binding.var in self._moved:
+            return
+        head = self._heads.get(binding.var)
+        if head is not None and head.forward not in self._emitted:
+            for variable in head.moved:
+                self._move(variable)
             self._emit(head)
         element = binding.value
         if isinstance(element, relax.TupleGetItem) and element.index == 0:
             replaced = self._parts.get(element.tuple_value)
         else:
-            replaced = None if head is not None else self._parts.get(binding.var)
+            forward = head is not None and binding.var.same_as(head.forward)
+            replaced = None if forward else self._parts.get(binding.var)
         if replaced is None:
             super().visit_var_binding_(binding)
         else:
             self.set_var_remap(binding.var, self.builder_.emit(replaced, binding.var.name))
 
+    def _move(self, variable: relax.Var) -> None:
+        """Compute a binding here, before its own place."""
+        if variable not in self._moved:
+            value = self.visit_expr(self._definitions[variable])
+            self.set_var_remap(variable, self.builder_.emit(value, variable.name))
+            self._moved.add(variable)
+
     def _emit(self, head: _Head) -> None:
+        self._emitted.add(head.forward)
         weight = registry.tensor_type(head.weight, "weight", 2)
         classes, width = registry.extents(weight)
         rows = registry.extents(registry.tensor_type(head.target, "target", 1))[0]
         results = [relax.TensorType([], "float32"), head.grad_x.ty]
         if head.bias is not None:
             results.append(relax.TensorType([classes], "float32"))
+        if head.term is not None:
+            results.append(relax.TensorType([rows], "float32"))
         if head.grad_weight is not None:
             results.append(weight)
         columns = library_vocabulary_head.workspace_columns(classes, width)
         results.append(relax.TensorType([chunk_rows(rows), columns], "float32"))
-        name = "vocabulary_head" if head.bias is None else "vocabulary_head_bias"
-        if head.grad_weight is None:
-            name += "_frozen"
         operands = [head.x, head.weight, head.target, head.grad_loss]
+        operands += [] if head.bias is None else [head.bias]
+        if head.term is not None:
+            operands.append(self.builder_.emit(self.visit_expr(head.term.factor), "lse_factor"))
+        name = "vocabulary_head" + ("" if head.bias is None else "_bias")
+        name += "" if head.term is None else "_z"
+        name += "_frozen" if head.grad_weight is None else ""
         arguments = [
-            *(self.visit_expr(e) for e in operands + ([] if head.bias is None else [head.bias])),
+            *(self.visit_expr(operand) for operand in operands),
             relax.prim_value(head.ignore_index),
             relax.prim_value(tirx.const(head.label_smoothing, "float64")),
             relax.prim_value(int(head.is_mean)),
@@ -306,5 +383,7 @@ class _Rewriter(relax.PyExprMutator):
         for variable in head.grad_biases:
             element = self.builder_.emit(relax.TupleGetItem(whole, 2))
             self._parts[variable] = relax.op.reshape(element, registry.extents(variable.ty))
+        if head.term is not None:
+            self._parts[head.term.lse] = relax.TupleGetItem(whole, 2 + (head.bias is not None))
         if head.grad_weight is not None:
-            self._parts[head.grad_weight] = relax.TupleGetItem(whole, 2 + (head.bias is not None))
+            self._parts[head.grad_weight] = relax.TupleGetItem(whole, len(results) - 2)

@@ -18,10 +18,7 @@ be built, else the twins here. The twins are also the oracle of the tests.
 `relax_disc.cpu.recurrence`                  see `library_recurrence`
 `relax_disc.cpu.recurrence_backward`         see `library_recurrence`
 `relax_disc.cpu.sort`                        x, descending, values, positions
-`relax_disc.cpu.vocabulary_head`             see `library_vocabulary_head`
-`relax_disc.cpu.vocabulary_head_bias`        see `library_vocabulary_head`
-`relax_disc.cpu.vocabulary_head_bias_frozen` see `library_vocabulary_head`
-`relax_disc.cpu.vocabulary_head_frozen`      see `library_vocabulary_head`
+`relax_disc.cpu.vocabulary_head`             see `library_vocabulary_head`, also for the suffixes
 `relax_disc.cpu.workspace_bytes`             formula, parameters -> bytes beside the arguments
 `relax_disc.cpu.own_workspace_bytes`         () -> bytes kept for calls that were lent none
 ============================================ ====================================================
@@ -152,12 +149,7 @@ TWINS: dict[str, Callable[..., Any]] = {
     "relax_disc.cpu.recurrence": library_recurrence.recurrence,
     "relax_disc.cpu.recurrence_backward": library_recurrence.recurrence_backward,
     "relax_disc.cpu.sort": library_sort.sort,
-    "relax_disc.cpu.vocabulary_head": library_vocabulary_head.vocabulary_head,
-    "relax_disc.cpu.vocabulary_head_bias": library_vocabulary_head.vocabulary_head_bias,
-    "relax_disc.cpu.vocabulary_head_bias_frozen": (
-        library_vocabulary_head.vocabulary_head_bias_frozen
-    ),
-    "relax_disc.cpu.vocabulary_head_frozen": library_vocabulary_head.vocabulary_head_frozen,
+    **{f"relax_disc.cpu.{name}": twin for name, twin in library_vocabulary_head.TWINS.items()},
     "relax_disc.cpu.workspace_bytes": workspace_bytes,
     "relax_disc.cpu.own_workspace_bytes": own_workspace_bytes,
 }

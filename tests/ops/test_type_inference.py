@@ -47,6 +47,16 @@ def test_cross_entropy(dims):
         ops.cross_entropy(logits, target, **{**options, "reduction": "max"})
 
 
+def test_logsumexp(dims):
+    n, _ = dims
+    x = tensor("x", [n * 2, 100], "bfloat16")
+    assert str(inferred(ops.logsumexp(x))) == 'R.Tensor((b * 2,), dtype="float32")'
+    grad, lse = tensor("grad", [n * 2]), tensor("lse", [n * 2])
+    assert str(inferred(ops.logsumexp_backward(grad, x, lse))) == str(x.ty)
+    with pytest.raises(TypeError, match="x must have rank 2"):
+        inferred(ops.logsumexp(tensor("x", [n])))
+
+
 def test_embedding_backward(dims):
     b, t = dims
     grad, ids = tensor("grad", [b, t, 64]), tensor("ids", [b, t], "int64")

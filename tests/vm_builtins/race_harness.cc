@@ -114,6 +114,9 @@ void Others() {
        Make({rows}, kDLInt, 64), Make({}), Make({classes}), -100, 0.1, 1, Make({}),
        Make({rows, width}), Make({classes}), Make({classes, width}),
        Make({64, classes + 2 * width + 9}));
+  Call("vocabulary_head_z", Make({rows, width}), Make({classes, width}), Make({rows}, kDLInt, 64),
+       Make({}), Make({rows}), 0, 0.1, 1, Make({}), Make({rows, width}), Make({rows}),
+       Make({classes, width}), Make({64, classes + 2 * width + 9}));
 }
 
 /*! \brief A race on purpose: that it is seen shows that the others would be. */

@@ -81,6 +81,10 @@ def test_vocabulary_head(rows, classes, width, chunk):
     arguments = (x, weight, target, grad, -100, 0.0, 1, *results, chunks)
     call("vocabulary_head", numbers, "vocabulary_head", *arguments)
     np.testing.assert_allclose(loss, np.log(classes), rtol=1e-5, atol=1e-6)
+    lse = np.empty(rows, "float32")
+    arguments = (x, weight, target, grad, np.ones_like(lse), 0, 0.0, 0, *results[:2], lse, chunks)
+    call("vocabulary_head", numbers, "vocabulary_head_z_frozen", *arguments)
+    np.testing.assert_allclose(lse, np.log(classes), rtol=1e-5, atol=1e-6)
 
 
 def test_a_workspace_that_is_too_small_is_refused():

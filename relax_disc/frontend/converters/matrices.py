@@ -74,6 +74,18 @@ def cross_entropy(
     return emitter.fields(call)
 
 
+@converts("relax_disc.logsumexp.default")
+def logsumexp(emitter: Emitter, x: Any) -> Any:
+    """Log of the sum of exponentials of the rows, whole."""
+    return emitter.emit(ops.logsumexp(x))
+
+
+@converts("relax_disc.logsumexp_backward.default")
+def logsumexp_backward(emitter: Emitter, grad: Any, x: Any, lse: Any) -> Any:
+    """Gradient of the log of the sum of exponentials, whole."""
+    return emitter.emit(ops.logsumexp_backward(grad, x, lse))
+
+
 @converts("relax_disc.cross_entropy_backward.default")
 def cross_entropy_backward(
     emitter: Emitter,

@@ -2,12 +2,14 @@
 //
 // The logits of a chunk exist only in the workspace, where its gradient replaces them; loss,
 // gradient of the input and of the weight come from one pass over the chunks with the same matrix
-// products as the plain head. Rows whose label is ignored are not computed.
+// products as the plain head. Rows whose label is ignored are computed only for z-loss, which adds
+// lse_factor * lse^2 / 2 of a row to what gradients are of, lse being its log-sum-exp.
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/ffi/tvm_ffi.h>
 
 #include <cstring>
+#include <string>
 
 #include "gemm.h"
 #include "tensor_view.h"
@@ -24,7 +26,6 @@ struct Head {
   float* loss;
   Tensor<float> workspace;  // [rows of a chunk, HeadRowFloats]
   bool mean;
-  int64_t ignore_index;
 
   void Run() {
     const int64_t width = operands.width, classes = operands.classes;
@@ -37,17 +38,22 @@ struct Head {
     double* losses = scope.Take<double>(count);
     float* logits = scope.Take<float>(count);
     float* scratch = scope.Take<float>(NumThreads() * kHeadScratch);
-    int64_t wanted = 0;
+    int64_t wanted = 0, labelled = 0;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t label = operands.target[i];
-      if (label == ignore_index) continue;
-      TVM_FFI_CHECK(label >= 0 && label < classes, ValueError)
-          << "label " << label << " of row " << i << " is outside 0 .. " << classes - 1;
+      if (label != operands.ignore_index) {
+        TVM_FFI_CHECK(label >= 0 && label < classes, ValueError)
+            << "label " << label << " of row " << i << " is outside 0 .. " << classes - 1;
+        ++labelled;
+      } else if (!operands.lse_factor || operands.lse_factor[i] == 0) {
+        continue;
+      }
       rows[wanted++] = i;
     }
-    const double counted = static_cast<double>(wanted);
+    const double counted = static_cast<double>(labelled);
     operands.scale = mean ? static_cast<float>(grad_loss / counted) : grad_loss;
     std::memset(operands.grad_x, 0, sizeof(float) * count * width);
+    if (operands.lse) std::memset(operands.lse, 0, sizeof(float) * count);
     if (wanted == 0 && operands.grad_weight) {
       std::memset(operands.grad_weight, 0, sizeof(float) * classes * width);
     }
@@ -67,70 +73,82 @@ struct Head {
   }
 };
 
-struct Options {
-  int64_t ignore_index;
-  double label_smoothing;
-  bool mean;
+/*! \brief Which of the optional arguments a function has. */
+struct Variant {
+  bool bias, lse, frozen;
+  std::string Name() const {
+    return std::string("relax_disc.cpu.vocabulary_head") + (bias ? "_bias" : "") +
+           (lse ? "_z" : "") + (frozen ? "_frozen" : "");
+  }
+  int Arguments() const { return 10 + 2 * bias + 2 * lse + !frozen; }
 };
 
-void VocabularyHead(TensorView x, TensorView weight, TensorView target, TensorView grad_loss,
-                    const float* bias, Options options, TensorView loss, TensorView grad_x,
-                    float* grad_weight, float* grad_bias, TensorView workspace) {
-  Tensor<float> inputs(x), table(weight);
-  Tensor<int64_t> labels(target);
-  const int64_t count = labels.Size(0, labels.ndim), width = table.shape[1];
-  TVM_FFI_CHECK(inputs.Size(0, inputs.ndim) == count * width, ValueError)
-      << "vocabulary_head: " << inputs.Size(0, inputs.ndim) << " inputs for " << count << " labels";
-  Head{{table.shape[0], width, inputs.data, table.data, bias, labels.data,
-        Tensor<float>(grad_x).data, grad_weight, grad_bias, options.label_smoothing, 0},
-       count,
-       *Tensor<float>(grad_loss).data,
-       Tensor<float>(loss).data,
-       Tensor<float>(workspace),
-       options.mean,
-       options.ignore_index}
-      .Run();
-}
+/*! \brief Reads arguments one after the other. */
+class Reader {
+ public:
+  explicit Reader(tvm::ffi::PackedArgs args) : args_(args) {}
+  template <typename T>
+  T Next() {
+    return args_[next_++].cast<T>();
+  }
+  template <typename T>
+  Tensor<T> NextTensor() {
+    return Tensor<T>(Next<TensorView>());
+  }
+  /*! \brief The next tensor, of so many elements, if the function has it; else null. */
+  float* NextIf(bool has, int64_t size) {
+    if (!has) return nullptr;
+    const Tensor<float> tensor = NextTensor<float>();
+    TVM_FFI_CHECK(tensor.Size(0, tensor.ndim) == size, ValueError)
+        << "vocabulary_head: argument " << next_ - 1 << " has " << tensor.Size(0, tensor.ndim)
+        << " elements, expected " << size;
+    return tensor.data;
+  }
 
-float* Data(TensorView view) { return Tensor<float>(view).data; }
+ private:
+  tvm::ffi::PackedArgs args_;
+  int next_ = 0;
+};
+
+void VocabularyHead(Variant variant, tvm::ffi::PackedArgs args) {
+  TVM_FFI_CHECK(args.size() == variant.Arguments(), TypeError)
+      << variant.Name() << " takes " << variant.Arguments() << " arguments, got " << args.size();
+  Reader reader(args);
+  HeadOperands head{};
+  const Tensor<float> x = reader.NextTensor<float>(), weight = reader.NextTensor<float>();
+  const Tensor<int64_t> target = reader.NextTensor<int64_t>();
+  const int64_t count = target.Size(0, target.ndim);
+  head.classes = weight.shape[0];
+  head.width = weight.shape[1];
+  TVM_FFI_CHECK(x.Size(0, x.ndim) == count * head.width, ValueError)
+      << "vocabulary_head: " << x.Size(0, x.ndim) << " inputs for " << count << " labels";
+  head.x = x.data;
+  head.weight = weight.data;
+  head.target = target.data;
+  const float grad_loss = *reader.NextTensor<float>().data;
+  head.bias = reader.NextIf(variant.bias, head.classes);
+  head.lse_factor = reader.NextIf(variant.lse, count);
+  head.ignore_index = reader.Next<int64_t>();
+  head.label_smoothing = reader.Next<double>();
+  const bool mean = reader.Next<int64_t>() != 0;
+  float* loss = reader.NextTensor<float>().data;
+  head.grad_x = reader.NextTensor<float>().data;
+  head.grad_bias = reader.NextIf(variant.bias, head.classes);
+  head.lse = reader.NextIf(variant.lse, count);
+  head.grad_weight = reader.NextIf(!variant.frozen, head.classes * head.width);
+  Head{head, count, grad_loss, loss, reader.NextTensor<float>(), mean}.Run();
+}
 
 }  // namespace
 
 TVM_FFI_STATIC_INIT_BLOCK() {
-  namespace refl = tvm::ffi::reflection;
-  using View = TensorView;
-  refl::GlobalDef()
-      .def("relax_disc.cpu.vocabulary_head",
-           [](View x, View weight, View target, View grad_loss, int64_t ignore_index,
-              double label_smoothing, int64_t mean, View loss, View grad_x, View grad_weight,
-              View workspace) {
-             VocabularyHead(x, weight, target, grad_loss, nullptr,
-                            {ignore_index, label_smoothing, mean != 0}, loss, grad_x,
-                            Data(grad_weight), nullptr, workspace);
-           })
-      .def("relax_disc.cpu.vocabulary_head_frozen",
-           [](View x, View weight, View target, View grad_loss, int64_t ignore_index,
-              double label_smoothing, int64_t mean, View loss, View grad_x, View workspace) {
-             VocabularyHead(x, weight, target, grad_loss, nullptr,
-                            {ignore_index, label_smoothing, mean != 0}, loss, grad_x, nullptr,
-                            nullptr, workspace);
-           })
-      .def("relax_disc.cpu.vocabulary_head_bias",
-           [](View x, View weight, View target, View grad_loss, View bias, int64_t ignore_index,
-              double label_smoothing, int64_t mean, View loss, View grad_x, View grad_bias,
-              View grad_weight, View workspace) {
-             VocabularyHead(x, weight, target, grad_loss, Data(bias),
-                            {ignore_index, label_smoothing, mean != 0}, loss, grad_x,
-                            Data(grad_weight), Data(grad_bias), workspace);
-           })
-      .def("relax_disc.cpu.vocabulary_head_bias_frozen",
-           [](View x, View weight, View target, View grad_loss, View bias, int64_t ignore_index,
-              double label_smoothing, int64_t mean, View loss, View grad_x, View grad_bias,
-              View workspace) {
-             VocabularyHead(x, weight, target, grad_loss, Data(bias),
-                            {ignore_index, label_smoothing, mean != 0}, loss, grad_x, nullptr,
-                            Data(grad_bias), workspace);
-           });
+  for (int bits = 0; bits < 8; ++bits) {
+    const Variant variant{(bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0};
+    tvm::ffi::reflection::GlobalDef().def_packed(
+        variant.Name().c_str(), [variant](tvm::ffi::PackedArgs args, tvm::ffi::Any*) {
+          VocabularyHead(variant, args);
+        });
+  }
 }
 
 }  // namespace relax_disc

@@ -6,6 +6,7 @@
 // for while a tile runs, little by little: bursts of prefetches would stall.
 // Results depend on neither the number of threads nor who runs what: classes are cut into blocks of
 // one size, and every sum runs over them in ascending order.
+// Rows whose label is ignored may be here for z-loss: they have a log-sum-exp, and no loss.
 #ifndef RELAX_DISC_VOCABULARY_HEAD_CHUNK_H_
 #define RELAX_DISC_VOCABULARY_HEAD_CHUNK_H_
 
@@ -50,9 +51,12 @@ struct HeadOperands {
   const float* weight;  // [classes, width]
   const float* bias;    // [classes], or null
   const int64_t* target;
+  const float* lse_factor;  // null without z-loss; to the gradients it is lse_factor * lse^2 / 2
   float* grad_x;
   float* grad_weight;  // null if nobody wants it
   float* grad_bias;    // null without a bias
+  float* lse;          // null without z-loss
+  int64_t ignore_index;
   double label_smoothing;
   float scale;  // gradient of the loss by that of one row
 };
@@ -99,6 +103,9 @@ class HeadChunk {
     tops_ = inputs_ + grad_pitch_ * pitch_;
     sums_ = tops_ + blocks_ * pitch_;
     logit_sums_ = sums_ + blocks_ * pitch_;
+    ignores_ = head.lse_factor && std::any_of(rows, rows + count, [&](int64_t row) {
+                 return head.target[row] == head.ignore_index;
+               });
   }
 
   /*! \brief Compute all; `wanted` and `losses` have room for each row. */
@@ -130,7 +137,16 @@ class HeadChunk {
   int64_t Begin(int64_t block) const { return block * kBlockClasses; }
   int64_t End(int64_t block) const { return std::min(head_.classes, Begin(block) + kBlockClasses); }
   float Bias(int64_t v) const { return head_.bias ? head_.bias[v] : 0.0f; }
-  int64_t Label(int64_t r) const { return head_.target[rows_[r]]; }
+  /*! \brief Class of row r; -1 if its label is ignored, be that a class or not. */
+  int64_t Label(int64_t r) const {
+    const int64_t label = head_.target[rows_[r]];
+    return label == head_.ignore_index ? -1 : label;
+  }
+  /*! \brief What label smoothing takes off the gradient of each logit of a row that counts. */
+  float Spread() const {
+    const float smoothing = static_cast<float>(head_.label_smoothing);
+    return smoothing / static_cast<float>(head_.classes) * head_.scale;
+  }
 
   /*! \brief Pack the chunk's inputs, and their transpose, as right operands. */
   void PackInputs() {
@@ -227,7 +243,10 @@ class HeadChunk {
     }
   }
 
-  /*! \brief Loss of row r; `tops_` become the factors of each block's exponentials. */
+  /*!
+   * \brief Loss of row r; `tops_` become the factors of each block's exponentials and, where some
+   * label is ignored, the first of `logit_sums_` what is taken off each row's gradients.
+   */
   double Normaliser(int64_t r, const float* wanted) {
     float top = std::numeric_limits<float>::lowest();
     for (int64_t b = 0; b < blocks_; ++b) top = std::max(top, tops_[b * pitch_ + r]);
@@ -237,12 +256,18 @@ class HeadChunk {
       logits += logit_sums_[b * pitch_ + r];
     }
     const double lse = top + std::log(sum);
-    const double scale = r < count_ ? head_.scale : 0.0;
+    const bool counts = r < count_ && Label(r) >= 0;
+    double scale = counts ? head_.scale : 0.0;
+    if (r < count_ && head_.lse_factor) {
+      scale += head_.lse_factor[rows_[r]] * lse;
+      head_.lse[rows_[r]] = static_cast<float>(lse);
+    }
     for (int64_t b = 0; b < blocks_; ++b) {
       float& value = tops_[b * pitch_ + r];
       value = static_cast<float>(std::exp(value - lse) * scale);
     }
-    if (r >= count_) return 0;
+    if (ignores_) logit_sums_[r] = counts ? Spread() : 0.0f;
+    if (!counts) return 0;
     const double smoothing = head_.label_smoothing;
     double loss = lse - (1.0 - smoothing) * wanted[r];
     if (smoothing != 0) loss -= smoothing / static_cast<double>(head_.classes) * logits;
@@ -252,15 +277,19 @@ class HeadChunk {
   /*! \brief Exponentials of a block become the gradient of its logits. */
   void LogitGradient(int64_t block) {
     const int64_t begin = Begin(block), end = End(block);
-    const float smoothing = static_cast<float>(head_.label_smoothing);
-    const FloatVector spread =
-        Splat(smoothing / static_cast<float>(head_.classes) * head_.scale);
     const float* factors = tops_ + block * pitch_;
-    for (int64_t v = begin; v < end; ++v) {
-      float* row = logits_ + v * pitch_;
-      for (int64_t r = 0; r < pitch_; r += kLanes<float>) {
-        Store(row + r, Load(row + r) * Load(factors + r) - spread);
+    const auto scale_all = [&](auto spread_at) {
+      for (int64_t v = begin; v < end; ++v) {
+        float* row = logits_ + v * pitch_;
+        for (int64_t r = 0; r < pitch_; r += kLanes<float>) {
+          Store(row + r, Load(row + r) * Load(factors + r) - spread_at(r));
+        }
       }
+    };
+    if (ignores_) {
+      scale_all([spreads = logit_sums_](int64_t r) { return Load(spreads + r); });
+    } else {
+      scale_all([spread = Splat(Spread())](int64_t) { return spread; });
     }
     const float hit = static_cast<float>(1.0 - head_.label_smoothing) * head_.scale;
     for (int64_t r = 0; r < count_; ++r) {
@@ -381,6 +410,7 @@ class HeadChunk {
   const HeadOperands& head_;
   const int64_t* rows_;
   int64_t count_, pitch_, depth_, blocks_, grad_pitch_;
+  bool ignores_;  // whether the label of some row is ignored
   float *logits_, *across_, *inputs_, *tops_, *sums_, *logit_sums_, *scratch_;
 };
 
