@@ -33,7 +33,6 @@ IN_NETWORKS = {
     "relax_disc.cross_entropy.default",
     "relax_disc.cross_entropy_backward.default",
     "relax_disc.keep.default",
-    "relax_disc.logsumexp.default",
     "relax_disc.logsumexp_backward.default",
     "relax_disc.uniform.default",
     "transformers.grouped_mm_fallback.default",
