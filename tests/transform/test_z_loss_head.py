@@ -145,7 +145,7 @@ def compiled(model):
 @pytest.mark.parametrize(
     ("loss", "options"),
     [(loss, {}) for loss in CHUNKED + PLAIN] + [(masked, options) for options in KINDS[1:]],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_gradients_are_exact(loss, options):
     torch.manual_seed(0)
