@@ -54,7 +54,7 @@ def compile(
     optimizer : torch.optim.Optimizer
         SGD, Adam or AdamW over the model's parameters.
     example_inputs : tuple
-        One batch; sizes of dynamic dims must be 2 or more.
+        One batch, of any size; a dynamic axis of size 1 is traced as if it were longer.
     dynamic_shapes : tuple or dict
         What `torch.export.export` takes: named `torch.export.Dim` with ranges.
     loss_fn : callable, optional

@@ -35,6 +35,7 @@ from relax_disc.frontend.batch_spec import BatchSpec
 from relax_disc.frontend.causal_hint import masks_unread
 from relax_disc.frontend.checkpointing import inlined_checkpoints
 from relax_disc.frontend.containers import register_containers, shapes_as_lists
+from relax_disc.frontend.custom_functions import CustomCalls, custom_functions
 from relax_disc.frontend.dims import DimTable, declared_dims, dim_table, enlarge
 from relax_disc.frontend.export_mode import ExportMode
 from relax_disc.frontend.fixed_sizes import lines_that_fix_sizes, places
@@ -55,6 +56,7 @@ class Exported:
     dims: DimTable
     batch: BatchSpec
     leaves: tuple[Any, ...]
+    custom_calls: CustomCalls
 
 
 class _Wrapped(nn.Module):
@@ -193,7 +195,7 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
         ) from error
     leaves, structure = pytree.tree_flatten((args, kwargs))
     larger_args, larger_kwargs = _enlarged(args, kwargs, declared)
-    with size_branches() as branches, lines_that_fix_sizes() as lines:
+    with size_branches() as branches, lines_that_fix_sizes() as lines, custom_functions() as calls:
         program = _export(wrapped, larger_args, larger_kwargs, dynamic_shapes, lines)
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     _refuse_data_dependent_sizes(program)
@@ -201,7 +203,7 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
     check_assertions(program, table, branches)
     check_derived_dims(program, table, branches, lines)
     batch = BatchSpec(structure, fixed, _positional(wrapped.forward))
-    return Exported(program, table, batch, tuple(leaves))
+    return Exported(program, table, batch, tuple(leaves), calls)
 
 
 def _positional(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -90,7 +90,8 @@ def _target(node: fx.Node) -> str:
     if isinstance(target, str):
         return target
     if isinstance(target, OpOverload):
-        known = target.namespace in _NAMESPACES
+        # A custom function's gradient is the user's code, which the graph does not show.
+        known = target.namespace in _NAMESPACES and "custom_function" not in str(target)
         name = str(target)
     elif isinstance(target, HigherOrderOperator):
         name = target.name()

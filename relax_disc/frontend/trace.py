@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
+from relax_disc.frontend.custom_functions import CustomCalls
 from relax_disc.frontend.decompositions import decomposition_table
 from relax_disc.frontend.export import MODEL, Exported
 from relax_disc.frontend.guards import GuardWatch
@@ -79,8 +80,11 @@ class Traced:
 class _StepInterpreter(fx.Interpreter):
     """Runs an exported graph, keeps some operators whole and enters nested graphs."""
 
-    def __init__(self, graph: fx.GraphModule, randomness: Randomness) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, randomness: Randomness, custom_calls: CustomCalls
+    ) -> None:
         super().__init__(graph, garbage_collect_values=False)
+        self._custom_calls = custom_calls
         self._randomness = randomness
         self._random_rules = randomness.rules()
 
@@ -114,6 +118,10 @@ class _StepInterpreter(fx.Interpreter):
             call.apply_defaults()
             if call.arguments["dropout_p"] > 0:
                 return self._randomness.attention(*call.args, **call.kwargs)
+        if target is torch.ops.relax_disc.custom_function.default:
+            call, tensors, sizes = args
+            results = pytree.tree_leaves(self._custom_calls[call].run(tensors, sizes))
+            return [result for result in results if isinstance(result, Tensor)]
         name = getattr(target, "__name__", "")
         if name == "wrap_with_set_grad_enabled":
             with torch.set_grad_enabled(args[0]):
@@ -135,7 +143,7 @@ class _StepInterpreter(fx.Interpreter):
         refuse_autocast(dtype, str(next((line for line in lines if line.file), source_line(node))))
 
     def _enter(self, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
-        return _StepInterpreter(graph, self._randomness).run(*args)
+        return _StepInterpreter(graph, self._randomness, self._custom_calls).run(*args)
 
 
 def trace_step(exported: Exported, model: nn.Module) -> Traced:
@@ -185,7 +193,8 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
         feed = [values[position[node.name]] for node in placeholders]
         with torch.set_grad_enabled(with_gradients):
             randomness = Randomness(values[-1])
-            produced = _StepInterpreter(program.graph_module, randomness).run(*feed)
+            interpreter = _StepInterpreter(program.graph_module, randomness, exported.custom_calls)
+            produced = interpreter.run(*feed)
         found = [produced[index] for index in users]
         extras = [x.detach() if isinstance(x, Tensor) else x for x in found[1:]]
         grads: Sequence[Tensor | None] = ()

@@ -1,0 +1,173 @@
+"""Functions that define their own gradient train by it, as in eager PyTorch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.function import _SingleLevelFunction
+from torch.export import Dim
+from torch.utils.checkpoint import checkpoint
+
+import relax_disc
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend import export_step
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx, x, step):
+        return torch.round(x / step) * step
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(x, factor=0.5):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -ctx.factor * grad, None
+
+
+class SumAndProduct(torch.autograd.Function):
+    """Several results, one without a gradient, saved tensors and a size as an argument."""
+
+    @staticmethod
+    def forward(ctx, x, y, rows):
+        ctx.save_for_backward(x, y)
+        ctx.rows = rows
+        signs = torch.sign(x)
+        ctx.mark_non_differentiable(signs)
+        return x + y, x * y / rows, signs, None
+
+    @staticmethod
+    def backward(ctx, grad_sum, grad_product, _signs, _none):
+        x, y = ctx.saved_tensors
+        return grad_sum + 2 * y * grad_product, grad_sum + x * grad_product / ctx.rows, None
+
+
+class Outer(torch.autograd.Function):
+    """Calls another function, whose gradient is none of its business."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return Rounded.apply(x, 0.5).tanh()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-0.1, 0.1)
+
+
+class Written(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+rounded = Rounded.apply  # as models keep it
+
+
+def several(x):
+    total, product, signs, nothing = SumAndProduct.apply(x, x.sin(), x.shape[0])
+    assert nothing is None
+    return total + product + signs
+
+
+class Model(nn.Module):
+    def __init__(self, function, normalized=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(6) if normalized else nn.Identity()
+        self.function = function
+
+    def forward(self, x):
+        hidden = self.norm(self.first(x))
+        return self.second(self.function(hidden)).square().mean()
+
+
+CASES = {
+    "straight through": lambda x: rounded(x, 0.25),
+    "reversed": Reversed.apply,
+    "reversed by a factor": lambda x: Reversed.apply(x, 2.0),
+    "several results": several,
+    "twice": lambda x: rounded(Reversed.apply(rounded(x, 0.25)), 0.5),
+    "nested": Outer.apply,
+    "in a checkpointed region": lambda x: checkpoint(Outer.apply, x, use_reentrant=False),
+}
+
+
+def shapes():
+    return ({0: Dim("rows", min=2, max=64)},)
+
+
+def compiled(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    example = torch.randn(3, 4, dtype=model.first.weight.dtype)
+    return relax_disc.compile(model, optimizer, (example,), dynamic_shapes=shapes())
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_trains_by_its_own_gradient(name, normalized):
+    torch.manual_seed(0)
+    model = Model(CASES[name], normalized).double()  # two normalized rows amplify rounding
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.5)
+    step = compiled(model)
+    for rows in (2, 7, 64):
+        x = torch.randn(rows, 4, dtype=torch.float64)
+        expected = eager(x)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(x), expected.detach())
+        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_forward_alone():
+    model = Model(several)
+    function = relax_disc.compile_forward(model, (torch.randn(3, 4),), dynamic_shapes=shapes())
+    x = torch.randn(9, 4)
+    torch.testing.assert_close(function(x), model(x).detach())
+
+
+def test_accumulates():
+    torch.manual_seed(0)
+    model = Model(Reversed.apply)
+    eager = copy.deepcopy(model)
+    step = compiled(model)
+    x = torch.randn(5, 4)
+    step(x, update=False)
+    eager(x).backward()
+    torch.testing.assert_close(model.first.weight.grad, eager.first.weight.grad)
+
+
+def test_what_writes_into_its_arguments_is_refused():
+    with pytest.raises(UnsupportedOperatorError, match=r"test_custom.*Written.*writes into"):
+        compiled(Model(lambda x: Written.apply(x.clone())))
+    assert "apply" not in _SingleLevelFunction.__dict__  # functions work again as before
+
+
+def test_is_traced_at_each_start():
+    """The gradient is code that the exported graph does not show."""
+    model = Model(CASES["nested"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    exported = export_step(model, optimizer, (torch.randn(3, 4),), dynamic_shapes=shapes())
+    assert exported.fingerprint() is None
