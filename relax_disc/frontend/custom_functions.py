@@ -9,7 +9,6 @@ and finds the operators of both directions.
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,7 @@ from torch import Tensor
 from torch.autograd import function as autograd_function
 from torch.utils import _pytree as pytree
 
-from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.source_lines import parse_stack
+from relax_disc.frontend.recurrent_layers import refusal
 
 OPERATOR = "relax_disc::custom_function"
 
@@ -91,24 +89,15 @@ class CustomCalls:
         with _replaced(_original), torch.no_grad():
             self._returned = call.run(tensors, sizes)
         if versions != [tensor._version for tensor in tensors]:
-            name, line = call.function.__qualname__, _line()
-            raise UnsupportedOperatorError(
-                f"{line}: {name} (torch.autograd.Function) writes into its arguments, which cannot "
-                "be compiled; let it return new tensors.",
-                ((name, line),),
+            why = (
+                "this torch.autograd.Function writes into its arguments; let it return new tensors"
             )
+            raise refusal(call.function.__qualname__, why)
         leaves = pytree.tree_leaves(self._returned)
         return [torch.empty_like(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 _ACTIVE: list[CustomCalls] = []
-
-
-def _line() -> str:
-    """Return the line of the model that is being run."""
-    frames = traceback.extract_stack()
-    text = (f'File "{f.filename}", line {f.lineno}, in {f.name}\n' for f in frames)
-    return str(parse_stack("".join(text)))
 
 
 def _operator() -> Any:

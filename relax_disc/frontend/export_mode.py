@@ -49,6 +49,12 @@ def _packing(name: str) -> Callable[..., Any]:
     return packing
 
 
+def _hook(*_: Any) -> Any:
+    """Refused by name: torch.export would leave the hook out, and the gradient as it is."""
+    why = "a hook on a gradient is not called by a compiled step; change the gradient with a "
+    raise refusal("Tensor.register_hook", why + "torch.autograd.Function")
+
+
 def _linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor | None:
     """Evenly spaced numbers, as many as a dim says."""
     numbers = isinstance(start, int | float) and isinstance(end, int | float)
@@ -183,6 +189,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.rnn_relu: _layer("rnn_relu"),
     torch._VF._pack_padded_sequence: _packing("pack_padded_sequence"),
     torch._VF._pad_packed_sequence: _packing("pad_packed_sequence"),
+    torch.Tensor.register_hook: _hook,
     torch.linspace: _linspace,
     functional.embedding_bag: _embedding_bag,
     torch.max_pool1d: _max_pool1d,

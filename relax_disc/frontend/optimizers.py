@@ -71,13 +71,20 @@ def update_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:
     Raises
     ------
     UnsupportedOperatorError
-        The optimizer is not exactly SGD, Adam or AdamW, or a flag cannot be honoured.
+        The optimizer is not exactly SGD, Adam or AdamW, has hooks around its step, or a flag
+        cannot be honoured.
     """
     kind = type(optimizer)
     if kind not in (SGD, Adam, AdamW):
         raise UnsupportedOperatorError(
             f"torch.optim.{kind.__name__} cannot be compiled; use SGD, Adam or AdamW.",
             ((kind.__name__, "the optimizer"),),
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise UnsupportedOperatorError(
+            f"{kind.__name__} has hooks around step(), which a compiled step does not call; call "
+            "them yourself before or after it.",
+            ((f"{kind.__name__}.register_step_hook", "the optimizer"),),
         )
     for flag in _REFUSED:
         if group.get(flag):

@@ -18,6 +18,7 @@ _WRAPPERS = (
     ("torch.distributed.pipelining", "PipelineStage", "the exchange between stages"),
 )
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.qat", "bitsandbytes.", "torchao.quantization")
+_ADVICE = "remove them; a torch.autograd.Function in the model can change or note its gradient"
 _TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -35,13 +36,15 @@ def refuse_model(model: nn.Module, trained: bool) -> None:
     ------
     UnsupportedOperatorError
         The model is wrapped for several processes or devices, lies on several devices or on none,
-        is quantised, or trains in float16, which needs loss scaling.
+        is quantised, trains in float16, which needs loss scaling, or has hooks on its gradients.
     """
     for name, module in model.named_modules():
         where = name or "the model"
         _refuse_wrapper(module, where)
         if type(module).__module__.startswith(_QUANTISED):
             raise _refusal(module, where, "is quantised", "train the model before it is quantised")
+        if trained and (module._backward_hooks or module._backward_pre_hooks):
+            raise _refusal(module, where, "calls backward hooks", _ADVICE)
     devices: dict[torch.device, str] = {}
     for name, tensor in _tensors(model):
         _refuse_tensor(name, tensor, trained)
@@ -114,6 +117,11 @@ def _refuse_tensor(name: str, tensor: torch.Tensor, trained: bool) -> None:
         raise UnsupportedOperatorError(
             f"{name} is quantised ({tensor.dtype}); train the model before it is quantised.",
             ((str(tensor.dtype), name),),
+        )
+    if trained and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+        raise UnsupportedOperatorError(
+            f"{name} has hooks on its gradient, which one compiled step does not call; {_ADVICE}.",
+            (("register_hook", name),),
         )
     if trained and tensor.requires_grad and tensor.dtype == torch.float16:
         raise UnsupportedOperatorError(

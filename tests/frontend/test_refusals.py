@@ -125,3 +125,39 @@ def test_what_pytorch_cannot_trace_names_the_line():
     rows = ({0: Dim("rows", min=1, max=8)},)
     with pytest.raises(UnsupportedOperatorError, match=r"test_refusals.py:\d+: PyTorch cannot"):
         capture_step(Moves(), None, (torch.ones(3, 4),), dynamic_shapes=rows)
+
+
+class Hooked(Net):
+    def forward(self, x):
+        hidden = self.first(x)
+        hidden.register_hook(lambda grad: 2 * grad)
+        return self.last(hidden).square().mean()
+
+
+def test_hooks_on_gradients():
+    """PyTorch calls them; one compiled step does not, and would train as something else."""
+    with pytest.raises(UnsupportedOperatorError, match=r"test_refusals\.py:\d+.*register_hook"):
+        capture(Hooked())
+    model = Net()
+    for register in (
+        model.first.register_full_backward_hook,
+        model.first.register_full_backward_pre_hook,
+        model.first.weight.register_hook,
+        model.first.weight.register_post_accumulate_grad_hook,
+    ):
+        handle = register(lambda *_: None)
+        with pytest.raises(UnsupportedOperatorError, match=r"first.*hook"):
+            capture(model)
+        assert capture_forward(model, (torch.ones(3, 6),), dynamic_shapes=SHAPES).outputs
+        handle.remove()
+    assert capture(model).outputs
+
+
+def test_hooks_around_the_optimizer_s_step():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(UnsupportedOperatorError, match="hooks around step"):
+        capture_step(model, optimizer, (torch.ones(3, 6),), dynamic_shapes=SHAPES)
+    handle.remove()
+    assert capture_step(model, optimizer, (torch.ones(3, 6),), dynamic_shapes=SHAPES).outputs
