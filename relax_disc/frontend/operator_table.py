@@ -77,8 +77,12 @@ def _named(rules: Mapping[Any, Callable[..., Any]]) -> dict[str, Callable[..., A
 
 
 def _calls() -> dict[str, Callable[..., Any]]:
-    functions = {f"torch.{call.__name__.lstrip('_')}": made for call, made in REPLACED.items()}
-    return dict(sorted(functions.items()))
+    return dict(sorted((_call_name(call), made) for call, made in REPLACED.items()))
+
+
+def _call_name(call: Callable[..., Any]) -> str:
+    of_tensors = getattr(torch.Tensor, call.__name__, None) is call
+    return f"torch.{'Tensor.' * of_tensors}{call.__name__.lstrip('_')}"
 
 
 def _operator_name(item: tuple[Any, Any]) -> str:
