@@ -3,7 +3,9 @@
 The two programs know nothing of each other's names.  Run on the same numbers, a tensor of one is a
 tensor of the other where both hold the same values, in whatever layout; a digest of the values
 stands for them.  `python -m benchmarks.partitioner_values` prints ours; it needs
-``RELAX_DISC_NATIVE=0``, since only the Python run time can be looked into.
+``RELAX_DISC_NATIVE=0``, since only the Python run time can be looked into.  Our step at full size
+has the same kernels, but its schedule may put some that do not depend on each other in another
+order: `carried_over` finds each tensor's twin.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,15 @@ SMALL = LlamaSizes(
 )
 LENGTHS = [24, 16]
 Digest = tuple[int, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel's name and the tensors that it reads and makes, by number."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
 
 
 def small_model() -> Llama:
@@ -71,8 +84,8 @@ def alike(a: Sequence[float], b: Sequence[float]) -> bool:
     )
 
 
-def our_digests() -> tuple[list[str], dict[int, Digest]]:
-    """Names of our kernels, and a digest for each tensor that one of them makes."""
+def our_digests() -> tuple[list[Kernel], dict[int, Digest]]:
+    """Kernels of our small step in order, and a digest for each tensor that one of them makes."""
     root = Path(__file__).parents[1]
     environment = {
         **os.environ,
@@ -89,8 +102,49 @@ def our_digests() -> tuple[list[str], dict[int, Digest]]:
     )
     if done.returncode:
         raise RuntimeError(f"the small step failed:\n{done.stderr}")
-    names, digests = json.loads(done.stdout.splitlines()[-1])
-    return names, {int(tensor): tuple(values) for tensor, values in digests.items()}
+    kernels, digests = json.loads(done.stdout.splitlines()[-1])
+    return (
+        [Kernel(name, tuple(inputs), tuple(outputs)) for name, inputs, outputs in kernels],
+        {int(tensor): tuple(values) for tensor, values in digests.items()},
+    )
+
+
+def carried_over(
+    small: Sequence[Kernel], full: Sequence[Kernel], digests: Mapping[int, Digest]
+) -> dict[int, Digest]:
+    """Digests of the small step's tensors, for those of the step at full size.
+
+    A kernel's partner is the first of its name that reads the twins of what it reads.  It may make
+    more: scratch memory, which kernels need at full size only, comes after the results.
+
+    Raises
+    ------
+    ValueError
+        If the two steps are not the same kernels between the same tensors.
+    """
+    waiting: dict[str, list[Kernel]] = defaultdict(list)
+    for kernel in full:
+        waiting[kernel.name].append(kernel)
+    twins: dict[int, int] = {}
+    for kernel in small:
+        partners = (other for other in waiting[kernel.name] if _are_twins(kernel, other, twins))
+        partner = next(partners, None)
+        if partner is None:
+            raise ValueError(f"the step at full size lacks {kernel.name!r} of the small one")
+        waiting[kernel.name].remove(partner)
+        twins.update(zip(kernel.inputs, partner.inputs, strict=True))
+        twins.update(zip(kernel.outputs, partner.outputs, strict=False))
+    if left := [other.name for others in waiting.values() for other in others]:
+        raise ValueError(f"the small step lacks {left[0]!r} of the one at full size")
+    return {twins[tensor]: digest for tensor, digest in digests.items()}
+
+
+def _are_twins(kernel: Kernel, other: Kernel, twins: Mapping[int, int]) -> bool:
+    return (
+        len(kernel.inputs) == len(other.inputs)
+        and len(kernel.outputs) <= len(other.outputs)
+        and all(twins.get(a, b) == b for a, b in zip(kernel.inputs, other.inputs, strict=True))
+    )
 
 
 def torch_digests() -> dict[str, Digest]:
@@ -148,7 +202,8 @@ def _print_ours() -> None:
         dynamic_shapes={"ids": dims, "labels": dims},
     )
     step(*small_batch())
-    print(json.dumps([step.session.kernel_names, found]))
+    kernels = [(k.name, k.inputs, k.outputs) for k in step.session.metadata.kernels]
+    print(json.dumps([kernels, found]))
 
 
 if __name__ == "__main__":

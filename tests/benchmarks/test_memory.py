@@ -5,7 +5,7 @@ import pytest
 from benchmarks.memory_report import summarize_sweep, sweep_table
 from benchmarks.memory_sweep import BUDGETS, UNLIMITED
 from benchmarks.partitioner import replayed
-from benchmarks.partitioner_values import alike
+from benchmarks.partitioner_values import Kernel, alike, carried_over
 from benchmarks.planner_peak import planner_peak
 from relax_disc.vm_builtins import planner_codec
 from relax_disc.vm_builtins.planner_twin_model import PlannerGraph, PlannerOp
@@ -72,3 +72,26 @@ def test_digests_tell_values_apart():
     assert alike((4, 1.0, 2.0, 3.0), (4, 1.00001, 2.0, 3.0))
     assert not alike((4, 1.0, 2.0, 3.0), (4, 1.001, 2.0, 3.0))
     assert not alike((4, 1.0, 2.0, 3.0), (5, 1.0, 2.0, 3.0))
+
+
+SMALL = [Kernel("a", (0,), (1,)), Kernel("b", (1,), (2,)), Kernel("b", (0, 2), (3,))]
+
+
+def test_digests_go_over_to_the_same_kernels_in_another_order():
+    full = [Kernel("a", (5,), (8, 9)), Kernel("b", (8,), (6,)), Kernel("b", (5, 6), (7,))]
+    digests = {1: (4, 1.0, 2.0, 3.0), 3: (4, 5.0, 6.0, 7.0)}
+    assert carried_over(SMALL, full, digests) == {8: digests[1], 7: digests[3]}
+    assert carried_over(SMALL, full[::-1], digests) == {8: digests[1], 7: digests[3]}
+
+
+@pytest.mark.parametrize(
+    ("full", "words"),
+    [
+        (SMALL[:2], "lacks 'b' of the small"),
+        ([*SMALL, Kernel("c", (3,), (4,))], "small step lacks 'c'"),
+        ([*SMALL[:2], Kernel("b", (0, 1), (3,))], "lacks 'b' of the small"),
+    ],
+)
+def test_digests_do_not_go_over_to_other_kernels(full, words):
+    with pytest.raises(ValueError, match=words):
+        carried_over(SMALL, full, {})
