@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
+
+from relax_disc.analysis.from_tirx import from_tirx
+from relax_disc.analysis.loop_stages import is_buffer
+from relax_disc.analysis.symbolic_expr import SymbolicExpr
+from relax_disc.errors import GraphError
 
 
 def copy_module(mod: tvm.IRModule) -> tvm.IRModule:
@@ -20,6 +25,29 @@ def program_functions(mod: tvm.IRModule) -> Iterator[tuple[tvm.ir.GlobalVar, rel
             attrs = function.attrs or {}
             if not any(attrs.get(name) for name in ("Primitive", "Codegen", "Composite")):
                 yield variable, function
+
+
+def is_reshape(kernel: tirx.PrimFunc) -> bool:
+    """Whether a kernel only gives its operand another shape, for which no kernel need run.
+
+    TVM's own test takes the first rows of a table for a reshape as well.
+    """
+    if not relax.analysis.has_reshape_pattern(kernel):
+        return False
+    buffers = [param for param in kernel.params if is_buffer(param)]
+    try:
+        first, last = (elements(buffer.shape) for buffer in (buffers[0], buffers[-1]))
+    except GraphError:  # no polynomial
+        return True
+    return first == last
+
+
+def elements(shape: Iterable[tirx.PrimExpr]) -> SymbolicExpr:
+    """Return the number of elements of a shape; `GraphError` where that is no polynomial."""
+    size = SymbolicExpr.constant(1)
+    for extent in shape:
+        size = size * from_tirx(extent)
+    return size
 
 
 def at_span(call: relax.Call, span: tvm.ir.Span | None) -> relax.Call:

@@ -8,6 +8,8 @@ and PyTorch's Inductor do the same for the same reason.
 
 A value is given to its readers if no step of its computation is more than element-wise, all that
 read it can be fused with it, the bytes that move become fewer, and no more is kept in its place.
+A reader with more elements than the value would compute some of them repeatedly; it may do so only
+where nothing is computed, as of the rows of a table that a sequence has positions for.
 """
 
 from __future__ import annotations
@@ -22,10 +24,16 @@ from tvm import ir, relax, tirx
 
 from relax_disc.analysis.comparison import Order, compare
 from relax_disc.analysis.extract_table import dtype_bytes, dtype_name
-from relax_disc.analysis.from_tirx import from_tirx
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.errors import GraphError
-from relax_disc.transform.functions import block_like, copy_module, program_functions, with_blocks
+from relax_disc.transform.functions import (
+    block_like,
+    copy_module,
+    elements,
+    is_reshape,
+    program_functions,
+    with_blocks,
+)
 from relax_disc.transform.fusion_groups import FusionGroup, blocks_of, fuse_ops
 from relax_disc.transform.operand_views import Uses
 
@@ -165,19 +173,21 @@ class _Finder:
         return list(readers.values())
 
     def _is_better(self, candidate: _Candidate) -> bool:
-        """Whether fewer bytes move, no more are kept, and no element is computed twice by one."""
+        """Whether fewer bytes move, no more are kept, and no reader computes an element twice."""
         size = _bytes(candidate.value)
-        if size is None or self._is_view(candidate.cone[-1].value):
+        if size is None or is_reshape(self._kernel(candidate.cone[-1].value)):
             return False
         made = {binding.var for binding in candidate.cone}
         leaves = {x for b in candidate.cone for x in _operands(b.value)} - made
         large = {leaf for leaf in leaves if not self._is_small(leaf, candidate.value)}
         moved = 0
+        is_copy = not any(self._work(b.value) for b in candidate.cone)
         for group, reading in candidate.readers:
             touched = {b.var for b in group.bindings}
             touched |= {x for v in reading for x in _operands(self._uses.definitions[v])}
-            # A reader of more elements than the value has would compute some of them repeatedly.
-            if not all(_at_most(_elements(x), _elements(candidate.value)) for x in touched):
+            if not is_copy and not all(
+                _at_most(_elements(x), _elements(candidate.value)) for x in touched
+            ):
                 return False
             read = {x for b in group.bindings for x in _operands(b.value)}
             moved += len(large - read)
@@ -217,9 +227,6 @@ class _Finder:
         names = [getattr(node.op, "name", "") for node in found]
         return work + _CALL_WORK * sum(not name.endswith("if_then_else") for name in names)
 
-    def _is_view(self, value: relax.Expr) -> bool:
-        return bool(relax.analysis.has_reshape_pattern(self._kernel(value)))
-
     def _kernel(self, value: Any) -> Any:
         """Return the kernel of a `call_tir` with one result."""
         is_kernel = isinstance(value, relax.Call) and value.op == _CALL_TIR
@@ -235,13 +242,10 @@ def _elements(variable: relax.Var) -> SymbolicExpr | None:
     shape: Any = getattr(variable.ty, "shape", None)
     if not isinstance(shape, relax.ShapeExpr):
         return None
-    size = SymbolicExpr.constant(1)
     try:
-        for extent in shape.values:
-            size = size * from_tirx(extent)
+        return elements(shape.values)
     except GraphError:
         return None
-    return size
 
 
 def _bytes(variable: relax.Var) -> SymbolicExpr | None:

@@ -19,6 +19,7 @@ from relax_disc.analysis.inplace import INPLACE_ATTRIBUTE, inplace_pairs
 from relax_disc.tir_kernels import rules_for
 from relax_disc.tir_kernels.binding import keep_in_buffers
 from relax_disc.tir_kernels.vector_math import use_vector_math
+from relax_disc.transform.functions import is_reshape
 
 _logger = logging.getLogger(__name__)
 
@@ -127,9 +128,7 @@ def _lowers(functions: Sequence[tirx.PrimFunc], target: Target) -> bool:
 
 
 def _is_final(func: tirx.PrimFunc) -> bool:
-    return bool(func.attrs.get("tirx.is_scheduled", False)) or relax.analysis.has_reshape_pattern(
-        func
-    )
+    return bool(func.attrs.get("tirx.is_scheduled", False)) or is_reshape(func)
 
 
 def _merge_equal_kernels(mod: tvm.IRModule) -> tvm.IRModule:

@@ -60,6 +60,22 @@ def test_a_gate_is_computed_by_its_readers():
     assert moved[0] - moved[1] == 2 * saved
 
 
+def positions(emit, x, y, table):
+    """The first rows of a table, added to more rows than it has, before and after a product."""
+    rows = emit(op.strided_slice(table, [0], [0], [N], assume_inbound=True))
+    first = emit(op.add(x, emit(op.expand_dims(rows, 0))))
+    late = emit(op.matmul(first, y))
+    return (emit(op.multiply(late, emit(op.expand_dims(rows, 0)))),)
+
+
+def test_rows_of_a_table_are_read_from_the_table():
+    params = [tensor("x", [8, N, 64]), tensor("y", [64, 64]), tensor("table", [512, 64])]
+    mod = program(params, positions)
+    before, after = kernels(mod).at({"n": 100}), kernels(InlineProducers()(mod)).at({"n": 100})
+    assert len(after.kernels) == len(before.kernels) - 1
+    assert peak_bytes(before) - peak_bytes(after) == 100 * 64 * 4
+
+
 def scaled(kind, emit, x, y, w):
     """Two readers of a value that is better written; see `KEPT`."""
     late = emit(op.matmul(emit(op.add(y, y)), w))

@@ -62,6 +62,16 @@ def test_reshapes_are_left_for_the_alias_pass():
     assert relax.analysis.has_reshape_pattern(kernel)
 
 
+def test_first_rows_are_no_reshape():
+    def first_rows(emit, x):
+        return relax.op.strided_slice(x, [0], [0], [N], assume_inbound=True)
+
+    mod = legalized(first_rows, (512, 40))
+    assert all(relax.analysis.has_reshape_pattern(kernel) for kernel in kernels(mod).values())
+    (kernel,) = kernels(ScheduleKernels(TARGET)(mod)).values()
+    assert kernel.attrs["tirx.is_scheduled"]
+
+
 def test_equal_kernels_become_one():
     # One kernel under two names, as fusion makes them for equal groups.
     (kernel,) = kernels(legalized(lambda emit, x: relax.op.exp(x), (N, 40))).values()
