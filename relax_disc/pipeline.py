@@ -43,6 +43,9 @@ class PipelineOptions:
         Fuse element-wise operators into one kernel.
     inline_producers : bool
         With fusion: compute cheap values again in each kernel that reads them.
+    join_kernels : bool
+        With fusion: one kernel for several that read the same values, which may also make again
+        what an earlier one made of those.
     schedule_kernels : bool
         Give kernels loops for the target; off: as they were legalized, serial.
     schedule_ops : bool
@@ -56,6 +59,7 @@ class PipelineOptions:
     chunk_vocabulary_head: bool = True
     fuse: bool = True
     inline_producers: bool = True
+    join_kernels: bool = True
     schedule_kernels: bool = True
     schedule_ops: bool = True
     rematerialize: bool = True
@@ -127,7 +131,7 @@ def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list
         fusion = next(k for k, stage in enumerate(stock) if stage.info.name == "FuseOps")
         assert stock[fusion + 1].info.name == "FuseTIR"
         inlined = [InlineProducers()] if options.inline_producers else []
-        ours = [CanonicalizeExtents(), *inlined, FuseKernels()]
+        ours = [CanonicalizeExtents(), *inlined, FuseKernels(options.join_kernels)]
         return [*stock[:fusion], *ours, *stock[fusion + 2 :]]
     return [relax.transform.LegalizeOps(), relax.transform.FoldConstant()]
 

@@ -16,20 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import tvm
-import tvm_ffi
-from tvm import ir, relax, tirx
+from tvm import ir, relax
 
-from relax_disc.analysis.comparison import Order, compare
-from relax_disc.analysis.extract_table import dtype_bytes, dtype_name
-from relax_disc.analysis.symbolic_expr import SymbolicExpr
-from relax_disc.errors import GraphError
+from relax_disc.transform.elementwise import (
+    INJECTIVE,
+    MOST_WORK,
+    REDUCTION,
+    at_most,
+    bytes_of,
+    elements_of,
+    is_small_beside,
+    kernel_of,
+    pattern_of,
+    work_of,
+)
 from relax_disc.transform.functions import (
     block_like,
     copy_module,
-    elements,
     is_reshape,
     program_functions,
     with_blocks,
@@ -37,17 +42,7 @@ from relax_disc.transform.functions import (
 from relax_disc.transform.fusion_groups import FusionGroup, blocks_of, fuse_ops
 from relax_disc.transform.operand_views import Uses
 
-_CALL_TIR = ir.Op.get("relax.call_tir")
-# TVM's kinds of kernels: one element for each element of operands that may be smaller or permuted;
-# and sums of such.
-_INJECTIVE, _REDUCTION = 2, 3
-# A computation that costs more per element than writing and reading it is not repeated.
-_MOST_WORK = 32
-_CALL_WORK = 8  # exp, tanh, erf
 _MOST_READERS = 4
-_ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
-# Operands so much smaller than the value do not count.
-_SMALL = 8
 # Readers of what was given to readers are seen in the next round.
 _ROUNDS = 3
 
@@ -143,11 +138,11 @@ class _Finder:
             value = group.bindings[-1].var
             if value in self._refused or not isinstance(value, relax.DataflowVar):
                 continue
-            if not all(self._pattern(b.value) <= _INJECTIVE for b in group.bindings):
+            if not all(pattern_of(self._mod, b.value) <= INJECTIVE for b in group.bindings):
                 continue
             if not self._is_closed(group):
                 continue
-            if sum(self._work(b.value) for b in group.bindings) > _MOST_WORK:
+            if sum(work_of(self._mod, b.value) for b in group.bindings) > MOST_WORK:
                 continue
             candidate = _Candidate(group.bindings, self._readers(value))
             if 2 <= len(candidate.readers) <= _MOST_READERS and self._is_better(candidate):
@@ -167,26 +162,26 @@ class _Finder:
         readers: dict[relax.Var, tuple[FusionGroup, list[relax.Var]]] = {}
         for variable, call in self._uses.users_of(value):
             group = self._group_of.get(variable)
-            if group is None or self._pattern(call) > _REDUCTION:
+            if group is None or pattern_of(self._mod, call) > REDUCTION:
                 return []
             readers.setdefault(group.result, (group, []))[1].append(variable)
         return list(readers.values())
 
     def _is_better(self, candidate: _Candidate) -> bool:
         """Whether fewer bytes move, no more are kept, and no reader computes an element twice."""
-        size = _bytes(candidate.value)
-        if size is None or is_reshape(self._kernel(candidate.cone[-1].value)):
+        size = bytes_of(candidate.value)
+        if size is None or is_reshape(kernel_of(self._mod, candidate.cone[-1].value)):
             return False
         made = {binding.var for binding in candidate.cone}
         leaves = {x for b in candidate.cone for x in _operands(b.value)} - made
-        large = {leaf for leaf in leaves if not self._is_small(leaf, candidate.value)}
+        large = {leaf for leaf in leaves if not is_small_beside(leaf, candidate.value)}
         moved = 0
-        is_copy = not any(self._work(b.value) for b in candidate.cone)
+        is_copy = not any(work_of(self._mod, b.value) for b in candidate.cone)
         for group, reading in candidate.readers:
             touched = {b.var for b in group.bindings}
             touched |= {x for v in reading for x in _operands(self._uses.definitions[v])}
             if not is_copy and not all(
-                _at_most(_elements(x), _elements(candidate.value)) for x in touched
+                at_most(elements_of(x), elements_of(candidate.value)) for x in touched
             ):
                 return False
             read = {x for b in group.bindings for x in _operands(b.value)}
@@ -202,61 +197,11 @@ class _Finder:
                 for variable, _ in self._uses.users_of(leaf)
             )
         ]
-        return not longer or (len(longer) == 1 and _at_most(_bytes(longer[0]), size))
-
-    def _is_small(self, leaf: relax.Var, value: relax.Var) -> bool:
-        """Whether reading an operand is next to nothing beside reading the value."""
-        small, large = _bytes(leaf), _bytes(value)
-        if small is None or large is None:
-            return False
-        return _at_most(small * _SMALL, large) or (small.is_constant and not large.is_constant)
-
-    def _pattern(self, value: relax.Expr | None) -> int:
-        """TVM's kind of a kernel; what is no kernel cannot be fused."""
-        kernel = self._kernel(value)
-        pattern = None if kernel is None else (kernel.attrs or {}).get("op_pattern")
-        return _REDUCTION + 1 if pattern is None else int(pattern)
-
-    def _work(self, value: relax.Expr) -> int:
-        """Count a kernel's operations for one element."""
-        found: list[Any] = []
-        tvm_ffi.structural_walk(self._kernel(value).body, (_ARITHMETIC, found.append))
-        work = sum(str(node.ty) != "int64" for node in found)
-        found.clear()
-        tvm_ffi.structural_walk(self._kernel(value).body, (ir.Call, found.append))
-        names = [getattr(node.op, "name", "") for node in found]
-        return work + _CALL_WORK * sum(not name.endswith("if_then_else") for name in names)
-
-    def _kernel(self, value: Any) -> Any:
-        """Return the kernel of a `call_tir` with one result."""
-        is_kernel = isinstance(value, relax.Call) and value.op == _CALL_TIR
-        is_single = is_kernel and isinstance(value.ty_args[0], relax.TensorType)
-        return self._mod[value.args[0]] if is_single else None
+        return not longer or (len(longer) == 1 and at_most(bytes_of(longer[0]), size))
 
 
 def _operands(value: relax.Expr) -> list[relax.Var]:
     return [x for x in value.args[1].fields if isinstance(x, relax.Var)]
-
-
-def _elements(variable: relax.Var) -> SymbolicExpr | None:
-    shape: Any = getattr(variable.ty, "shape", None)
-    if not isinstance(shape, relax.ShapeExpr):
-        return None
-    try:
-        return elements(shape.values)
-    except GraphError:
-        return None
-
-
-def _bytes(variable: relax.Var) -> SymbolicExpr | None:
-    size = _elements(variable)
-    return None if size is None else size * dtype_bytes(dtype_name(variable.ty))
-
-
-def _at_most(left: SymbolicExpr | None, right: SymbolicExpr | None) -> bool:
-    if left is None or right is None:
-        return False
-    return compare(left, right).order in (Order.LESS, Order.LESS_EQUAL, Order.EQUAL)
 
 
 def _without_conflicts(candidates: Iterator[_Candidate]) -> list[_Candidate]:
