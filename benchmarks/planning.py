@@ -3,7 +3,8 @@
 Recomputation: time over the time without it, at parts of the recorded peak, on three training steps
 that were recorded for Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021; its simulator's
 figures stand beside ours), judged by the script that lies with them, and on steps of our own.
-Placement: MiniMalloc's problems. Speed: arena plans at a shape seen for the first time.
+Placement: MiniMalloc's problems. Speed: arena plans at a shape seen for the first time, of steps as
+`relax_disc.compile` leaves them and of others.
 
 Run ``python -m benchmarks.planning [--quick]``; writes benchmarks/results/planning.json. What lies
 in ../shared/graphs takes part where that folder is there.
@@ -13,22 +14,29 @@ from __future__ import annotations
 
 import csv
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import torch
+import typer
+
+from benchmarks.memory_full_size import compile_llama
 from benchmarks.planner_peak import planner_peak
 from benchmarks.record import write_result
 from benchmarks.scheduling_graphs import OWN_GRAPHS, lstm_step, transformer_step
+from benchmarks.training_batches import LONGEST, VOCABULARY
+from benchmarks.training_worker import SIZES
 from relax_disc.analysis import TensorGraph, peak_bytes, schedule_ops
 from relax_disc.analysis.offsets import plan_offsets
 from relax_disc.analysis.rematerialization import Effort, plan_rematerialization, planner_graph
 from relax_disc.errors import MemoryBudgetError
-from relax_disc.vm_builtins import planner_codec
+from relax_disc.vm_builtins import planner_codec, runtime_twin_plan
+from relax_disc.vm_builtins.plan_metadata import run_program
 from relax_disc.vm_builtins.planner_twin import UNLIMITED
 from relax_disc.vm_builtins.planner_twin_model import PlannerGraph
+from tutorials._llama import Llama, LlamaSizes
 
 SHARED = Path(__file__).parents[2] / "shared" / "graphs"
 PARTS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -65,6 +73,18 @@ def own(quick: bool) -> Iterator[tuple[str, TensorGraph]]:
     for name, graph, at in graphs:
         numeric = graph.at(at)
         yield name, numeric.reordered(schedule_ops(numeric).order)
+
+
+def compiled_llama(batch: int, length: int) -> PlannerGraph:
+    """Return what the run time plans for a step of Llama S at one shape."""
+    torch.manual_seed(0)
+    sizes = LlamaSizes(
+        vocabulary=VOCABULARY, layers=4, heads=8, longest=LONGEST, attention="fused", **SIZES["S"]
+    )
+    step = compile_llama(Llama(sizes), batch=64, longest=LONGEST)
+    metadata = step.session.metadata
+    values = tuple(run_program(program, (batch, length)) for program in metadata.programs)
+    return runtime_twin_plan.planner_graph(metadata, runtime_twin_plan.CostModel(), values)
 
 
 def time_ratio(
@@ -165,9 +185,9 @@ def speed(quick: bool) -> list[dict[str, Any]]:
     """Time the run time's plans: what a call at a new shape waits for."""
     print(f"{'arena plans, fast effort':26s}{'part':>6s}{'time':>9s}{'arena/live':>12s}{'ms':>9s}")
     rows = []
-    steps = [*own(quick), *((name, graph) for name, graph, _ in recorded() if name != "lstm")]
-    for name, graph in steps:
-        planner = planner_graph(graph)
+    graphs = [*own(quick), *((name, graph) for name, graph, _ in recorded() if name != "lstm")]
+    steps = [(name, planner_graph(graph)) for name, graph in graphs]
+    for name, planner in [("llama 4, compiled", compiled_llama(14, 330)), *steps]:
         whole = planner_codec.plan_arena(planner, UNLIMITED, ALIGNMENT, 0)
         for part in ARENA_PARTS:
             budget = int(whole.arena_bytes * part)
@@ -200,9 +220,10 @@ def native_seconds(planner: PlannerGraph, budget: int) -> float:
     return time.perf_counter() - start
 
 
-def main(*options: str) -> None:
+def main(
+    quick: Annotated[bool, typer.Option(help="Leave out what takes longest.")] = False,
+) -> None:
     """Measure, print the tables, write the figures."""
-    quick = "--quick" in options
     results = {
         "rematerialization": rematerialization(quick),
         "placement": placement(quick),
@@ -213,4 +234,4 @@ def main(*options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    typer.run(main)

@@ -151,12 +151,12 @@ class _Finder:
         if not is_name and (kernel is None or not is_reshape(kernel)):
             return False
         (shown,) = operands_of(binding.value)
-        self._stored[binding.var] = self._stored.get(shown, shown)
+        self._stored[binding.var] = self._stored_of(shown)
         return True
 
     def _note_readers(self, uses: Uses) -> None:
         for variable in [*self._parameters, *self._place]:
-            stored = self._stored.get(variable, variable)
+            stored = self._stored_of(variable)
             for user, _ in uses.users_of(variable):
                 if user is None or user not in self._place:
                     self._escaping.add(stored)
@@ -175,7 +175,7 @@ class _Finder:
             return None
         operands = operands_of(binding.value)
         large = {x for x in operands if not is_small_beside(x, binding.var)}
-        return _Kernel(place, binding.var, frozenset(self._stored.get(x, x) for x in large))
+        return _Kernel(place, binding.var, frozenset(map(self._stored_of, large)))
 
     def _readers_of(self, values: Iterable[relax.Var]) -> set[int]:
         return set().union(*(self._readers.get(value, ()) for value in values))
@@ -271,19 +271,30 @@ class _Finder:
         return late if all(self._can_wait(place, join, made, late) for place in late) else None
 
     def _can_wait(self, place: int, join: Join, made: _Kernel, late: frozenset[int]) -> bool:
-        """Whether all else that a kernel reads is there after another in any case."""
+        """Whether all else that a kernel reads is there after another in any case.
+
+        Or just before it, beside all that the other reads: when the last of that is made.
+        """
         if not isinstance(self._bindings[place].value, relax.Call):
             return False
-        for operand in operands_of(self._bindings[place].value):
-            stored = self._stored.get(operand, operand)
-            if stored.same_as(made.value) or stored not in self._place:
-                continue
-            if stored in self._escaping or is_small_beside(stored, made.value):
-                continue
-            later = (self._readers[stored] - late) | {self._place[stored]}
-            if not any(self._before[other] >> p & 1 for other in later for p in join.places):
-                return False
-        return True
+        read = set().union(*(self._kernels[p].large for p in join.places))
+        makers = {self._place[value] for value in read if value in self._place}
+        return all(
+            stored.same_as(made.value)
+            or stored not in self._place
+            or stored in self._escaping
+            or is_small_beside(stored, made.value)
+            or makers & self._readers[stored]
+            or self._follows((self._readers[stored] - late) | {self._place[stored]}, join)
+            for stored in map(self._stored_of, operands_of(self._bindings[place].value))
+        )
+
+    def _follows(self, places: set[int], join: Join) -> bool:
+        """Whether one of several bindings needs a kernel."""
+        return any(self._before[place] >> p & 1 for place in places for p in join.places)
+
+    def _stored_of(self, value: relax.Var) -> relax.Var:
+        return self._stored.get(value, value)
 
 
 def calls_of(mod: tvm.IRModule, value: relax.Call) -> list[relax.Call]:

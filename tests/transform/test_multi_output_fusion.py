@@ -63,14 +63,15 @@ def feed_forward(kind, emit, x, w):
     for _ in range(9 * (kind == "costly")):
         silu = emit(op.sigmoid(silu))
     hidden = emit(op.multiply(silu, up))
-    out = emit(op.matmul(hidden, w))
+    other = emit(op.matmul(x, w)) if kind == "freed" else x
+    out = emit(op.add(emit(op.matmul(hidden, w)), other))
     for _ in range(0 if kind == "near" else 9):
         out = emit(op.matmul(out, w))
     d_hidden = emit(op.matmul(out, w))
     d_up = emit(op.multiply(d_hidden, emit(op.tanh(gate))))
     source = d_up if kind == "dependent" else d_hidden
     d_gate = emit(op.multiply(emit(op.multiply(source, up)), emit(op.exp(gate))))
-    other = x if kind != "freed" else emit(op.add(out, out))
+    other = out if kind == "read before" else other
     late = emit(op.sum(emit(op.multiply(hidden, other)), [1]))
     d_x = emit(op.add(emit(op.matmul(d_up, w)), emit(op.matmul(d_gate, w))))
     kept = {"returned": [hidden], "read later": [emit(op.multiply(gate, d_x))]}
@@ -96,7 +97,15 @@ def test_results_are_the_same(kind, rows):
         np.testing.assert_array_equal(a, b)
 
 
-COPIES = {"": 1, "costly": 0, "near": 0, "freed": 0, "returned": 0, "read later": 0}
+COPIES = {
+    "": 1,
+    "read before": 1,
+    "costly": 0,
+    "near": 0,
+    "freed": 0,
+    "returned": 0,
+    "read later": 0,
+}
 
 
 @pytest.mark.parametrize("kind", COPIES)
