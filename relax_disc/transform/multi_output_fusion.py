@@ -115,7 +115,7 @@ class _Writer:
         members = [self._bindings[place] for place in _members(join)]
         arguments = list(dict.fromkeys(x for b in members for x in operands_of(b.value)))
         function = self._fused(members, arguments)
-        names = (str(getattr(b.value.op, "name_hint", "kernel")) for b in members)
+        names = [_function_of(binding.value).name_hint for binding in members]
         name = "fused_" + "_and_".join(n.removeprefix("fused_") for n in names)
         called = self._builder.add_func(function, name)
         call = self._builder.normalize(relax.Call(called, arguments))
@@ -170,6 +170,11 @@ class _Writer:
         body = relax.SeqExpr([relax.DataflowBlock(bindings)], output)
         function = relax.Function(parameters, body, tuple_.ty, True)
         return relax.utils.copy_with_new_vars(function).with_attr("Primitive", True)
+
+
+def _function_of(call: Any) -> tvm.ir.GlobalVar:
+    """Return the fused function, or the kernel, that is called."""
+    return call.op if isinstance(call.op, tvm.ir.GlobalVar) else call.args[0]
 
 
 def _members(join: Join) -> list[int]:

@@ -1,8 +1,9 @@
 """Which kernels of a program read the same values and may become one; used by `FuseKernels`.
 
 Two choices, both on the graph of kernels after `FuseOps`.  *Siblings* are element-wise kernels over
-one shape that read a large value in common and do not depend on each other: as one kernel with
-several results they read it once (sibling fusion of XLA's multi-output fusion).  A joined kernel,
+one shape that read a large value in common, do not depend on each other and can run as soon as each
+other: as one kernel with several results they read it once (sibling fusion of XLA's multi-output
+fusion).  A joined kernel,
 or a single one, may also *make again* what an earlier kernel made of values that it reads anyway,
 for readers that come after it: of ``silu(gate) * up`` in a transformer's feed-forward, the product
 with the next weight needs it in the forward pass, that weight's gradient in the backward pass.
@@ -171,11 +172,16 @@ class _Finder:
         parts = calls_of(self._mod, binding.value)
         if not parts or any(pattern_of(self._mod, part) > INJECTIVE for part in parts):
             return None
-        if bytes_of(binding.var) is None:
+        if bytes_of(binding.var) is None or self._is_returned(binding.var):
             return None
         operands = operands_of(binding.value)
         large = {x for x in operands if not is_small_beside(x, binding.var)}
         return _Kernel(place, binding.var, frozenset(map(self._stored_of, large)))
+
+    def _is_returned(self, value: relax.Var) -> bool:
+        """Whether a value leaves the function, so that it cannot take the place of an operand."""
+        readers = (self._bindings[place].value for place in self._readers.get(value, ()))
+        return value in self._escaping or any(isinstance(x, relax.Tuple) for x in readers)
 
     def _readers_of(self, values: Iterable[relax.Var]) -> set[int]:
         return set().union(*(self._readers.get(value, ()) for value in values))
@@ -192,6 +198,8 @@ class _Finder:
         is_taken = other.place in self._join_of
         if is_taken or len(join.places) == _MOST_RESULTS or self._depend(join, other.place):
             return
+        if not all(self._are_ready_together(place, other.place) for place in join.places):
+            return
         places = [*join.places, other.place]
         if self._fits(places, [self._kernels[place].value for place in places]):
             for place in places:
@@ -202,6 +210,15 @@ class _Finder:
     def _depend(self, join: Join, place: int) -> bool:
         mine, other = self._before[join.places[0]], self._before[place]
         return bool(mine >> place & 1) or any(other >> p & 1 for p in join.places)
+
+    def _are_ready_together(self, one: int, other: int) -> bool:
+        """Whether what either of two kernels reads is there when the other can run."""
+        return all(
+            self._before[a] >> self._place[stored] & 1
+            for a, b in ((one, other), (other, one))
+            for stored in map(self._stored_of, operands_of(self._bindings[b].value))
+            if stored in self._place
+        )
 
     def _needs_all(self, places: list[int], before: int) -> None:
         """Note that bindings need all that any of them needs, and whoever needs one needs all."""
