@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from graphlib import TopologicalSorter
+from heapq import heappop, heappush
 from typing import Any
 
 import tvm
@@ -62,33 +64,27 @@ class _Writer:
         self._new_bindings: dict[int, list[relax.Binding]] = {}
         for join in joins:
             self._write(join)
-        self._done: set[int] = set()
-        self._result: list[relax.Binding] = []
 
     def run(self) -> list[relax.Binding]:
-        """Return all bindings, each after what it needs."""
-        for place in range(len(self._bindings)):
-            join = self._join_of.get(place)
-            if join is None or place == join.places[-1]:
-                self._emit(place)
-        return self._result
+        """Return all bindings, each after what it needs, otherwise in the old order."""
+        places = range(len(self._bindings))
+        needs = {self._last(p): {self._last(q) for q in self._needs(p)} for p in places}
+        sorter = TopologicalSorter(needs)
+        sorter.prepare()  # raises on a circle
+        ready: list[int] = []
+        result: list[relax.Binding] = []
+        while sorter.is_active():
+            for place in sorter.get_ready():
+                heappush(ready, place)
+            place = heappop(ready)
+            result += self._new_bindings.get(place) or [self._renamed(place)]
+            sorter.done(place)
+        return result
 
-    def _emit(self, place: int) -> None:
-        waiting = [place]
-        while waiting:
-            at = waiting[-1]
-            missing = (
-                [] if at in self._done else [p for p in self._needs(at) if p not in self._done]
-            )
-            waiting.extend(missing)
-            if missing:
-                continue
-            waiting.pop()
-            if at not in self._done:
-                join = self._join_of.get(at)
-                self._done.update([at] if join is None else join.places)
-                key = at if join is None else join.places[-1]
-                self._result += self._new_bindings.get(key) or [self._renamed(at)]
+    def _last(self, place: int) -> int:
+        """Last place of the join that a binding belongs to; its own if there is none."""
+        join = self._join_of.get(place)
+        return place if join is None else join.places[-1]
 
     def _needs(self, place: int) -> set[int]:
         """Bindings that one needs, with those of its join."""

@@ -255,6 +255,7 @@ class _Finder:
             written = [self._kernels[p].value for p in (*join.places, *copied)]
             if readers and self._is_cheap(place) and self._fits(join.places, written):
                 join.again.append(Copy(place, readers, self._views_of(made.value, readers)))
+                self._readers[made.value] = self._readers[made.value] - readers
                 self._join_of.update(dict.fromkeys(join.places, join))
                 before = self._before[join.places[0]] | _union(1 << p for p in join.places)
                 for reader in readers:
