@@ -8,8 +8,8 @@ or a single one, may also *make again* what an earlier kernel made of values tha
 for readers that come after it: of ``silu(gate) * up`` in a transformer's feed-forward, the product
 with the next weight needs it in the forward pass, that weight's gradient in the backward pass.
 Made again by the kernel of the gradients of ``gate`` and ``up``, it costs one more write there, and
-is not kept in between.  What a kernel writes is no more than what dies in it, so that no more is
-live after it than before.
+is not kept in between.  What a kernel writes is no more than what dies in it, of siblings each for
+itself, so that no more is live after it than before.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class _Finder:
         if not all(self._are_ready_together(place, other.place) for place in join.places):
             return
         places = [*join.places, other.place]
-        if self._fits(places, [self._kernels[place].value for place in places]):
+        if all(self._frees_as_much(place, places) for place in places):
             for place in places:
                 self._join_of[place] = join
             join.places[:] = places
@@ -229,16 +229,20 @@ class _Finder:
             elif needed & all_:
                 self._before[place] = needed | before | all_
 
-    def _fits(self, places: list[int], written: list[relax.Var]) -> bool:
-        """Whether a kernel writes no more than what dies in it."""
-        needed = self._before[places[0]] | _union(self._before[p] | 1 << p for p in places)
+    def _frees_as_much(self, place: int, places: list[int]) -> bool:
+        """Whether more dies with a kernel than without it, by what it writes: it need not wait."""
+        value, rest = self._kernels[place].value, [p for p in places if p != place]
+        return at_most(_total([value, *self._dying(rest)]), _total(self._dying(places)))
+
+    def _dying(self, places: list[int]) -> list[relax.Var]:
+        """Large values that nothing reads after some kernels and what they need."""
+        needed = _union(self._before[p] | 1 << p for p in places)
         read = frozenset().union(*(self._kernels[place].large for place in places))
-        dying = [
+        return [
             value
             for value in read - self._escaping
             if value in self._place and all(needed >> p & 1 for p in self._readers[value])
         ]
-        return at_most(_total(written), _total(dying))
 
     def _make_again(self, join: Join) -> None:
         """Let a kernel make what an earlier one made of values that it reads."""
@@ -253,7 +257,8 @@ class _Finder:
             readers = self._late_readers(join, made) if _same_type(first, made) else None
             copied = [place, *(copy.place for copy in join.again)]
             written = [self._kernels[p].value for p in (*join.places, *copied)]
-            if readers and self._is_cheap(place) and self._fits(join.places, written):
+            fits = at_most(_total(written), _total(self._dying(join.places)))
+            if readers and fits and self._is_cheap(place):
                 join.again.append(Copy(place, readers, self._views_of(made.value, readers)))
                 self._readers[made.value] = self._readers[made.value] - readers
                 self._join_of.update(dict.fromkeys(join.places, join))
