@@ -9,7 +9,8 @@ for readers that come after it: of ``silu(gate) * up`` in a transformer's feed-f
 with the next weight needs it in the forward pass, that weight's gradient in the backward pass.
 Made again by the kernel of the gradients of ``gate`` and ``up``, it costs one more write there, and
 is not kept in between.  What a kernel writes is no more than what dies in it, of siblings each for
-itself, so that no more is live after it than before.
+itself, so that no more is live after it than before; only operands that are small beside the values
+do not count.
 """
 
 from __future__ import annotations

@@ -177,6 +177,8 @@ def test_random_programs_give_the_same_and_move_no_more(mod, rows):
     moved = [sum(k.moved_bytes for k in graph.kernels) for graph in (apart, joined)]
     assert moved[1] <= moved[0] + copies * rows * ROW
     if len(joined.kernels) < len(apart.kernels) or copies:
-        assert least_peak(mod, True, rows) <= least_peak(mod, False, rows)
+        # Sums of rows are small beside the values: what is made again may read them later.
+        sums = rows * 4 * len(joined.kernels)
+        assert least_peak(mod, True, rows) <= least_peak(mod, False, rows) + sums
         for a, b in zip(*(outcome(FuseKernels(j)(mod), rows) for j in (False, True)), strict=True):
             np.testing.assert_array_equal(a, b)
