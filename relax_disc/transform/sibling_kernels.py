@@ -22,6 +22,7 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import relax
+from tvm.relax.analysis import tir_vars_in_type
 
 from relax_disc.analysis.symbolic_expr import SymbolicExpr
 from relax_disc.transform.elementwise import (
@@ -176,6 +177,8 @@ class _Finder:
         if bytes_of(binding.var) is None or self._is_returned(binding.var):
             return None
         operands = operands_of(binding.value)
+        if not _sizes_are_dims(operands, binding.var):
+            return None
         large = {x for x in operands if not is_small_beside(x, binding.var)}
         return _Kernel(place, binding.var, frozenset(map(self._stored_of, large)))
 
@@ -333,8 +336,7 @@ def calls_of(mod: tvm.IRModule, value: relax.Call) -> list[relax.Call]:
             return []
         if len(function.body.blocks) != 1 or not isinstance(function.ret_ty, relax.TensorType):
             return []
-        sizes = {d for p in function.params for d in getattr(p.ty, "shape", None) or ()}
-        if not set(relax.analysis.defined_symbolic_vars(function)) <= sizes:
+        if not _sizes_are_dims(list(function.params), function.body.body):
             return []
         calls = [binding.value for binding in function.body.blocks[0].bindings]
     else:
@@ -346,6 +348,14 @@ def _takes_tensors(mod: tvm.IRModule, call: Any) -> bool:
     if kernel_of(mod, call) is None or len(call.args) != 2:
         return False
     return all(isinstance(x, relax.Var) for x in call.args[1].fields)
+
+
+def _sizes_are_dims(operands: list[relax.Var], value: relax.Var) -> bool:
+    """Whether a function of the operands knows all dims: each is a whole size of one of them."""
+    types = [operand.ty for operand in operands]
+    shapes = [getattr(type_, "shape", None) for type_ in types]
+    dims = {size for x in shapes if isinstance(x, relax.ShapeExpr) for size in x.values}
+    return set(tir_vars_in_type(relax.TupleType([*types, value.ty]))) <= dims
 
 
 def _same_type(kernel: _Kernel, other: _Kernel) -> bool:
