@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from benchmarks.training_batches import LONGEST, VOCABULARY, epoch_lengths, make_batch
-from benchmarks.training_worker import SIZES
+from benchmarks.training_batches import LONGEST, epoch_lengths, make_batch
+from benchmarks.training_worker import peer_llama
 from relax_disc.frontend import capture_step
 from relax_disc.memory_analysis import analyze_memory
 from relax_disc.training.memory_plan import MemoryPlan
 from relax_disc.training_step import TrainingStep
-from tutorials._llama import Llama, LlamaSizes
 
 STATIC_SHAPES = ((4, 82), (4, 141), (8, 183), (4, 328), (14, 279), (8, 512))
 EPOCH_BATCH = 14
@@ -51,10 +50,7 @@ def against_static(size: str, shapes: Iterable[tuple[int, int]]) -> list[dict[st
 
 def _module(size: str, shape: tuple[int, int], dims: dict[int, Any]) -> Any:
     torch.manual_seed(0)
-    sizes = LlamaSizes(
-        vocabulary=VOCABULARY, layers=4, heads=8, longest=LONGEST, attention="fused", **SIZES[size]
-    )
-    model = Llama(sizes)
+    model = peer_llama(size)
     batch, length = shape
     return capture_step(
         model,

@@ -23,15 +23,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 from benchmarks.memory_full_size import BYTES_PER_NS, FLOPS_PER_NS, KERNEL_NS, full_size_model
-from benchmarks.partitioner_values import (
-    Digest,
-    Kernel,
-    alike,
-    carried_over,
-    our_digests,
-    torch_digests,
-)
+from benchmarks.partitioner_values import Digest, alike, carried_over, our_digests, torch_digests
 from benchmarks.planner_peak import planner_peak
+from relax_disc.analysis import Kernel
 from relax_disc.training_step import TrainingStep
 from relax_disc.vm_builtins import planner_codec
 from relax_disc.vm_builtins.plan_metadata import run_program

@@ -10,13 +10,13 @@ order: `carried_over` finds each tensor's twin.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.export import Dim
 
 import relax_disc
 from benchmarks.training_batches import make_batch
+from relax_disc.analysis import Kernel
 from relax_disc.vm_builtins import runtime_twin
 from relax_disc.vm_builtins.plan_metadata import Storage
 from tutorials._llama import Llama, LlamaSizes
@@ -38,15 +39,6 @@ SMALL = LlamaSizes(
 )
 LENGTHS = [24, 16]
 Digest = tuple[int, float, float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A kernel's name and the tensors that it reads and makes, by number."""
-
-    name: str
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
 
 
 def small_model() -> Llama:
@@ -84,6 +76,7 @@ def alike(a: Sequence[float], b: Sequence[float]) -> bool:
     )
 
 
+@functools.cache
 def our_digests() -> tuple[list[Kernel], dict[int, Digest]]:
     """Kernels of our small step in order, and a digest for each tensor that one of them makes."""
     root = Path(__file__).parents[1]
@@ -147,6 +140,7 @@ def _are_twins(kernel: Kernel, other: Kernel, twins: Mapping[int, int]) -> bool:
     )
 
 
+@functools.cache
 def torch_digests() -> dict[str, Digest]:
     """Digests of the nodes of the forward part of PyTorch's joint graph, by name."""
     found: dict[str, Digest] = {}

@@ -26,8 +26,8 @@ from benchmarks.memory_full_size import compile_llama
 from benchmarks.planner_peak import planner_peak
 from benchmarks.record import write_result
 from benchmarks.scheduling_graphs import OWN_GRAPHS, lstm_step, transformer_step
-from benchmarks.training_batches import LONGEST, VOCABULARY
-from benchmarks.training_worker import SIZES
+from benchmarks.training_batches import LONGEST
+from benchmarks.training_worker import peer_llama
 from relax_disc.analysis import TensorGraph, peak_bytes, schedule_ops
 from relax_disc.analysis.offsets import plan_offsets
 from relax_disc.analysis.rematerialization import Effort, plan_rematerialization, planner_graph
@@ -36,7 +36,6 @@ from relax_disc.vm_builtins import planner_codec, runtime_twin_plan
 from relax_disc.vm_builtins.plan_metadata import run_program
 from relax_disc.vm_builtins.planner_twin import UNLIMITED
 from relax_disc.vm_builtins.planner_twin_model import PlannerGraph
-from tutorials._llama import Llama, LlamaSizes
 
 SHARED = Path(__file__).parents[2] / "shared" / "graphs"
 PARTS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -78,10 +77,7 @@ def own(quick: bool) -> Iterator[tuple[str, TensorGraph]]:
 def compiled_llama(batch: int, length: int) -> PlannerGraph:
     """Return what the run time plans for a step of Llama S at one shape."""
     torch.manual_seed(0)
-    sizes = LlamaSizes(
-        vocabulary=VOCABULARY, layers=4, heads=8, longest=LONGEST, attention="fused", **SIZES["S"]
-    )
-    step = compile_llama(Llama(sizes), batch=64, longest=LONGEST)
+    step = compile_llama(peer_llama("S"), batch=64, longest=LONGEST)
     metadata = step.session.metadata
     values = tuple(run_program(program, (batch, length)) for program in metadata.programs)
     return runtime_twin_plan.planner_graph(metadata, runtime_twin_plan.CostModel(), values)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch._functorch.config as functorch_config
@@ -40,6 +40,19 @@ SIZES = {
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
+def peer_llama(size: str, attention: Literal["fused", "math"] = "fused") -> Llama:
+    """Make the four-layer Llama of a size; see `tutorials._llama` for kinds of attention."""
+    sizes = LlamaSizes(
+        vocabulary=VOCABULARY,
+        layers=4,
+        heads=8,
+        longest=LONGEST,
+        attention=attention,
+        **SIZES[size],
+    )
+    return Llama(sizes)
+
+
 class Worker:
     """A model, its optimizer and one way of taking a step with them."""
 
@@ -49,15 +62,7 @@ class Worker:
         # "Fused" attention is scaled_dot_product_attention; else it is written out, as much code
         # still does. Which is the stronger baseline differs: both can be measured.
         written_out = kind in ("eager", "checkpoint", "compile")
-        sizes = LlamaSizes(
-            vocabulary=VOCABULARY,
-            layers=4,
-            heads=8,
-            longest=LONGEST,
-            attention="math" if written_out else "fused",
-            **SIZES[size],
-        )
-        self.model = Llama(sizes)
+        self.model = peer_llama(size, "math" if written_out else "fused")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self._make_optimizer_state()
         self._counter = MallocCounter()

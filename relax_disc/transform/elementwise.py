@@ -52,6 +52,18 @@ def work_of(mod: tvm.IRModule, value: relax.Expr) -> int:
     return work + _CALL_WORK * sum(not name.endswith("if_then_else") for name in names)
 
 
+def operands_of(value: relax.Expr) -> list[relax.Var]:
+    """Variables that a value is computed from, dims apart, each once, in order."""
+    found: dict[relax.Var, None] = {}
+
+    def visit(node: relax.Expr) -> None:
+        if isinstance(node, relax.Var) and not isinstance(node.ty, tvm.ir.PrimType):
+            found[node] = None
+
+    relax.analysis.post_order_visit(value, visit)
+    return list(found)
+
+
 def elements_of(variable: relax.Var) -> SymbolicExpr | None:
     """Number of elements of a tensor; None where it is not known as a polynomial."""
     shape: Any = getattr(variable.ty, "shape", None)

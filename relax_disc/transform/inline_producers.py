@@ -29,6 +29,7 @@ from relax_disc.transform.elementwise import (
     elements_of,
     is_small_beside,
     kernel_of,
+    operands_of,
     pattern_of,
     work_of,
 )
@@ -173,18 +174,18 @@ class _Finder:
         if size is None or is_reshape(kernel_of(self._mod, candidate.cone[-1].value)):
             return False
         made = {binding.var for binding in candidate.cone}
-        leaves = {x for b in candidate.cone for x in _operands(b.value)} - made
+        leaves = {x for b in candidate.cone for x in operands_of(b.value)} - made
         large = {leaf for leaf in leaves if not is_small_beside(leaf, candidate.value)}
         moved = 0
         is_copy = not any(work_of(self._mod, b.value) for b in candidate.cone)
         for group, reading in candidate.readers:
             touched = {b.var for b in group.bindings}
-            touched |= {x for v in reading for x in _operands(self._uses.definitions[v])}
+            touched |= {x for v in reading for x in operands_of(self._uses.definitions[v])}
             if not is_copy and not all(
                 at_most(elements_of(x), elements_of(candidate.value)) for x in touched
             ):
                 return False
-            read = {x for b in group.bindings for x in _operands(b.value)}
+            read = {x for b in group.bindings for x in operands_of(b.value)}
             moved += len(large - read)
         if moved > len(large) + 1 + len(candidate.readers):
             return False
@@ -198,10 +199,6 @@ class _Finder:
             )
         ]
         return not longer or (len(longer) == 1 and at_most(bytes_of(longer[0]), size))
-
-
-def _operands(value: relax.Expr) -> list[relax.Var]:
-    return [x for x in value.args[1].fields if isinstance(x, relax.Var)]
 
 
 def _without_conflicts(candidates: Iterator[_Candidate]) -> list[_Candidate]:

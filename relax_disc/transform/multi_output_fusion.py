@@ -10,9 +10,10 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
+from relax_disc.transform.elementwise import operands_of
 from relax_disc.transform.functions import block_like, copy_module, program_functions, with_blocks
 from relax_disc.transform.fusion_groups import blocks_of
-from relax_disc.transform.sibling_kernels import Copy, Join, find_joins, operands_of
+from relax_disc.transform.sibling_kernels import Copy, Join, find_joins
 
 
 def join_kernels(mod: tvm.IRModule) -> tvm.IRModule:

@@ -32,6 +32,7 @@ from relax_disc.transform.elementwise import (
     bytes_of,
     is_small_beside,
     kernel_of,
+    operands_of,
     pattern_of,
     work_of,
 )
@@ -101,18 +102,6 @@ class _Kernel:
     place: int
     value: relax.Var
     large: frozenset[relax.Var]
-
-
-def operands_of(value: relax.Expr) -> list[relax.Var]:
-    """Variables that a value is computed from, dims apart, each once, in order."""
-    found: dict[relax.Var, None] = {}
-
-    def visit(node: relax.Expr) -> None:
-        if isinstance(node, relax.Var) and not isinstance(node.ty, tvm.ir.PrimType):
-            found[node] = None
-
-    relax.analysis.post_order_visit(value, visit)
-    return list(found)
 
 
 class _Finder:
@@ -200,7 +189,7 @@ class _Finder:
     def _try_to_join(self, kernel: _Kernel, other: _Kernel) -> None:
         join = self._join_of.get(kernel.place, Join([kernel.place]))
         is_taken = other.place in self._join_of
-        if is_taken or len(join.places) == _MOST_RESULTS or self._depend(join, other.place):
+        if is_taken or len(join.places) == _MOST_RESULTS:
             return
         if not all(self._are_ready_together(place, other.place) for place in join.places):
             return
@@ -211,12 +200,11 @@ class _Finder:
             join.places[:] = places
             self._needs_all(places, _union(self._before[place] for place in places))
 
-    def _depend(self, join: Join, place: int) -> bool:
-        mine, other = self._before[join.places[0]], self._before[place]
-        return bool(mine >> place & 1) or any(other >> p & 1 for p in join.places)
-
     def _are_ready_together(self, one: int, other: int) -> bool:
-        """Whether what either of two kernels reads is there when the other can run."""
+        """Whether what either of two kernels reads is there when the other can run.
+
+        Then neither depends on the other.
+        """
         return all(
             self._before[a] >> self._place[stored] & 1
             for a, b in ((one, other), (other, one))

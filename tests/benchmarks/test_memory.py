@@ -5,8 +5,9 @@ import pytest
 from benchmarks.memory_report import summarize_sweep, sweep_table
 from benchmarks.memory_sweep import BUDGETS, UNLIMITED
 from benchmarks.partitioner import replayed
-from benchmarks.partitioner_values import Kernel, alike, carried_over
+from benchmarks.partitioner_values import alike, carried_over
 from benchmarks.planner_peak import planner_peak
+from relax_disc.analysis import Kernel
 from relax_disc.vm_builtins import planner_codec
 from relax_disc.vm_builtins.planner_twin_model import PlannerGraph, PlannerOp
 

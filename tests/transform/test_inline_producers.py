@@ -10,29 +10,15 @@ from tvm import relax
 
 from relax_disc.analysis.extraction import extract
 from relax_disc.analysis.peak import peak_bytes
-from relax_disc.pipeline import PipelineOptions, legalize_passes
+from relax_disc.pipeline import PipelineOptions
 from relax_disc.transform import FuseKernels, InlineProducers
+from tests.kernel_programs import kernels_before, tensor
 
 op = relax.op
 N = tvm.tirx.Var("n", "int64")
 
 
-def tensor(name, shape, dtype="float32"):
-    return relax.Var(name, relax.TensorType(list(shape), dtype))
-
-
-def program(params, write):
-    """Make kernels, ready for fusion, of what `write(emit, *params)` returns."""
-    builder = relax.BlockBuilder()
-    with builder.function("main", params):
-        with builder.dataflow():
-            results = [builder.emit_output(x) for x in write(builder.emit, *params)]
-        builder.emit_func_output(relax.Tuple(results))
-    with tvm.target.Target("llvm") as target:
-        passes = legalize_passes(target, PipelineOptions())
-        place = next(k for k, stage in enumerate(passes) if stage.info.name == "InlineProducers")
-        unused = relax.transform.DeadCodeElimination()
-        return tvm.transform.Sequential([unused, *passes[:place]])(builder.get())
+program = partial(kernels_before, "InlineProducers", PipelineOptions())
 
 
 def kernels(mod):

@@ -12,33 +12,17 @@ from tvm import relax
 from relax_disc.analysis import schedule_ops
 from relax_disc.analysis.extraction import extract
 from relax_disc.analysis.peak import peak_bytes
-from relax_disc.pipeline import PipelineOptions, alias_passes, legalize_passes
+from relax_disc.pipeline import PipelineOptions, alias_passes
 from relax_disc.transform import FuseKernels, ScheduleKernels
+from tests.kernel_programs import kernels_before, tensor
 
 op = relax.op
 N = tvm.tirx.Var("n", "int64")
 ROW = 64 * 4  # bytes of a row of the values below
-
-
-def tensor(name, shape):
-    return relax.Var(name, relax.TensorType(list(shape), "float32"))
-
-
 PARAMETERS = [tensor("x", [N, 64]), tensor("w", [64, 64])]
-
-
-def program(write):
-    """Make kernels, ready for fusion, of what `write(emit, x, w)` returns."""
-    builder = relax.BlockBuilder()
-    with builder.function("main", PARAMETERS):
-        with builder.dataflow():
-            results = [builder.emit_output(v) for v in write(builder.emit, *PARAMETERS)]
-        builder.emit_func_output(relax.Tuple(results))
-    with tvm.target.Target("llvm") as target:
-        passes = legalize_passes(target, PipelineOptions(inline_producers=False))
-        place = next(k for k, stage in enumerate(passes) if stage.info.name == "FuseKernels")
-        unused = relax.transform.DeadCodeElimination()
-        return tvm.transform.Sequential([unused, *passes[:place]])(builder.get())
+program = partial(
+    kernels_before, "FuseKernels", PipelineOptions(inline_producers=False), PARAMETERS
+)
 
 
 def graphs(mod, rows):
@@ -66,7 +50,7 @@ def outcome(mod, rows):
 
 
 def feed_forward(kind, emit, x, w):
-    """A gated feed-forward layer and its gradients; see `APART` for what `kind` changes."""
+    """A gated feed-forward layer and its gradients; `kind` names what differs from it."""
     gate, up = emit(op.matmul(x, w)), emit(op.matmul(emit(op.exp(x)), w))
     silu = emit(op.multiply(gate, emit(op.sigmoid(gate))))
     for _ in range(9 * (kind == "costly")):
