@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
+from relax_disc.frontend.arguments import Argument
 from relax_disc.frontend.export import Exported
-from relax_disc.frontend.trace import Argument
 
 _NAMESPACES = ("aten", "prim", "prims", "relax_disc")
 _NESTING = ("wrap_with_autocast", "wrap_with_set_grad_enabled")

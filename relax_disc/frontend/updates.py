@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from tvm import relax
 
 from relax_disc.errors import InputMismatchError
+from relax_disc.frontend.arguments import Argument
 from relax_disc.frontend.clipping import emit_clip
 from relax_disc.frontend.emitter import Emitter, dtype_name
 from relax_disc.frontend.importer import Parameters, variable_name
@@ -23,7 +24,7 @@ from relax_disc.frontend.optimizers import (
 )
 from relax_disc.frontend.source_lines import SourceLine
 from relax_disc.frontend.spec import InputSpec, OutputSpec, UpdateGroup
-from relax_disc.frontend.trace import Argument, Traced
+from relax_disc.frontend.trace import Traced
 from relax_disc.frontend.update_kernels import hyper_dtype, update_kernel
 from relax_disc.vm_builtins.guard import GUARD
 

@@ -3,14 +3,13 @@
 Two choices, both on the graph of kernels after `FuseOps`.  *Siblings* are element-wise kernels over
 one shape that read a large value in common, do not depend on each other and can run as soon as each
 other: as one kernel with several results they read it once (sibling fusion of XLA's multi-output
-fusion).  A joined kernel,
-or a single one, may also *make again* what an earlier kernel made of values that it reads anyway,
-for readers that come after it: of ``silu(gate) * up`` in a transformer's feed-forward, the product
-with the next weight needs it in the forward pass, that weight's gradient in the backward pass.
-Made again by the kernel of the gradients of ``gate`` and ``up``, it costs one more write there, and
-is not kept in between.  What a kernel writes is no more than what dies in it, of siblings each for
-itself, so that no more is live after it than before; only operands that are small beside the values
-do not count.
+fusion).  A joined kernel, or a single one, may also *make again* what an earlier kernel made of
+values that it reads anyway, for readers that come after it: of ``silu(gate) * up`` in a
+transformer's feed-forward, the product with the next weight needs it in the forward pass, that
+weight's gradient in the backward pass.  Made again by the kernel of the gradients of ``gate`` and
+``up``, it costs one more write there, and is not kept in between.  What a kernel writes is no more
+than what dies in it, of siblings each for itself, so that no more is live after it than before;
+only operands that are small beside the values do not count.
 """
 
 from __future__ import annotations

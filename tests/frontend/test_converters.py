@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from relax_disc.frontend.capture import _build, _Wanted
 from relax_disc.frontend.converters import TABLE
+from relax_disc.frontend.emission import Wanted, emit_functions
 from relax_disc.frontend.export import export, wrap_forward
 from relax_disc.frontend.importer import refuse_unknown
 from relax_disc.frontend.trace import trace_forward
@@ -86,7 +86,7 @@ def run_family(functions, sizes):
     traced = trace_forward(exported, model)
     SEEN.update(str(node.target) for node in traced.graph.graph.nodes)
     refuse_unknown(traced)
-    run = Runner(_build(exported, traced, [_Wanted(forward=True)])[0])
+    run = Runner(emit_functions(exported, traced, [Wanted(forward=True)])[0])
     for size in sizes:
         batch = data(*size)
         found = run(model, None, (), batch)["extra"]
