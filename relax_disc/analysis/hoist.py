@@ -5,7 +5,7 @@ the peak: the gradient of a weight can be left to the end with the tensors it is
 memory budget below that peak then finds them in its way.  A *sink* is a kernel that leaves nothing
 in the arena (an update in place); with the kernels that work for it alone it can only release
 memory once it is done, so it moves to where its operands are complete, unless that raises the peak
-at one of the shapes.
+at one of the shapes above its limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _DEPTH = 2
 
 
 def hoist_sinks(
-    graph: TensorGraph, order: Sequence[int], shapes: Sequence[Mapping[str, int]]
+    graph: TensorGraph,
+    order: Sequence[int],
+    shapes: Sequence[Mapping[str, int]],
+    limits: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Move sinks, and what works for them alone, to the earliest place.
 
@@ -34,14 +37,17 @@ def hoist_sinks(
         A valid order.
     shapes : sequence of mappings
         Points at which the peak may not rise; empty for a numeric graph.
+    limits : sequence of int, optional
+        Peak allowed at each shape, in bytes, at least that of `order`; by default just that.
 
     Returns
     -------
     tuple of int
-        A valid order whose peak is at most that of `order` at every shape.
+        A valid order whose peak is within the limit at every shape.
     """
     numeric = [graph.at(shape) for shape in shapes] if shapes else [graph]
-    limits = [int(live_trace(at, order).max(initial=0)) for at in numeric]
+    if limits is None:
+        limits = [int(live_trace(at, order).max(initial=0)) for at in numeric]
     clusters = _clusters(graph, order)
     kept: set[int] = set()
     while len(kept) < len(clusters):

@@ -35,6 +35,9 @@ from relax_disc.transform.functions import block_like, copy_module, program_func
 
 _logger = logging.getLogger(__name__)
 
+# By so much may updates that move early raise the peak of shapes that need far less than others.
+_GROWTH, _FAR_BELOW = 1.05, 0.5
+
 Shapes = Mapping[str, int] | Sequence[Mapping[str, int]]
 
 
@@ -159,15 +162,32 @@ def _hoisted(graph: TensorGraph, schedule: Schedule) -> Sequence[int]:
     shapes = [point.shape for point in schedule.points if point.shape]
     if not schedule.checked:
         return hoist_sinks(graph, schedule.order, shapes)
+    limits = _limits(schedule)
     problem = problem_of(graph, schedule.checked)
-    limits = peaks_at_points(problem, range(problem.ops))
+    given = peaks_at_points(problem, range(problem.ops))
     while True:
-        order = hoist_sinks(graph, schedule.order, shapes)
+        order = hoist_sinks(graph, schedule.order, shapes, limits)
         peaks = peaks_at_points(problem, order)
-        worse = [s for s, a, b in zip(schedule.checked, peaks, limits, strict=True) if a > b]
+        worse = [k for k, (a, b) in enumerate(zip(peaks, given, strict=True)) if a > b]
         if not worse:
             return order
-        shapes.append(worse[0])
+        shapes.append(schedule.checked[worse[0]])
+        limits.append(given[worse[0]])
+
+
+def _limits(schedule: Schedule) -> list[int]:
+    """Peaks allowed at the points: a little more than now where that is far below the largest.
+
+    There a gradient that is kept for long (of a tied embedding) is most of what is live, and would
+    hold every other weight's gradient, with the activations it is made from, to the end.
+    """
+    largest = max(point.peak_bytes for point in schedule.points)
+    return [
+        max(point.peak_bytes, min(point.given_peak_bytes, int(_GROWTH * point.peak_bytes)))
+        if point.peak_bytes < _FAR_BELOW * largest
+        else point.peak_bytes
+        for point in schedule.points
+    ]
 
 
 def _exceeds(after: TensorGraph, before: TensorGraph, shapes: Sequence[Shape]) -> bool:

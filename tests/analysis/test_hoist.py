@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,6 +83,24 @@ def test_is_never_worse_at_any_shape(layers, activation, weight, seed):
     for shape in shapes:
         at = graph.at(shape)
         assert live_trace(at, result).max() <= live_trace(at, order).max()
+
+
+def test_a_limit_above_the_peak_lets_sinks_move():
+    """The gradient of a table is kept through the backward pass: most of what is live."""
+    layers = 3
+    graph = chain(layers, 1, 100)
+    held, last = len(graph.sizes), 2 * layers - 1
+    kernels = list(graph.kernels)
+    kernels[layers] = replace(kernels[layers], outputs=(*kernels[layers].outputs, held))
+    kernels[last] = replace(kernels[last], inputs=(*kernels[last].inputs, held))
+    graph = replace(graph, sizes=(*graph.sizes, 1000), kernels=tuple(kernels))
+    order = tuple(range(len(kernels)))  # updates at the end, where only gradients are live
+    peak = int(live_trace(graph, order).max())
+    assert hoist_sinks(graph, order, [])[layers + 1] == layers + 1
+    hoisted = hoist_sinks(graph, order, [], [peak + 100])
+    names = [graph.kernels[k].name for k in hoisted]
+    assert names[layers + 1 : layers + 3] == ["weight 2", "update 2"]
+    assert peak < live_trace(graph, hoisted).max() <= peak + 100
 
 
 def test_a_graph_without_kernels_stays_empty():

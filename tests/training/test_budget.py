@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from torch.export import Dim
 
 import relax_disc
 from relax_disc.errors import MemoryBudgetError
@@ -193,3 +194,29 @@ def test_results_do_not_depend_on_the_number_of_threads(repository):
         )
         hashes.append(done.stdout.splitlines()[-1])
     assert hashes[0] == hashes[1] == hashes[2]
+
+
+@pytest.mark.slow
+def test_a_model_whose_table_is_also_its_head_fits_in_half():
+    """Its gradient is kept through the backward pass; other updates must not wait for its own."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        num_hidden_layers=4,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_attention_heads=8,
+        vocab_size=5000,
+    )
+    model = transformers.BertForMaskedLM(config).train()
+    ids = torch.randint(0, 5000, (2, 24), generator=torch.Generator().manual_seed(0))
+    sizes = {0: Dim("batch", min=1, max=32), 1: Dim("length", min=1, max=512)}
+    step = relax_disc.compile(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        {"input_ids": ids, "labels": ids},
+        dynamic_shapes={"input_ids": sizes, "labels": sizes},
+    )
+    unlimited = step.plan(batch=8, length=200)
+    step.memory_budget = unlimited.peak_bytes - unlimited.activation_peak_bytes // 2
+    plan = step.plan(batch=8, length=200)
+    assert plan.fits and plan.time_ratio < 1.1
