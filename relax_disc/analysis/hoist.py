@@ -36,7 +36,7 @@ def hoist_sinks(
     order : sequence of int
         A valid order.
     shapes : sequence of mappings
-        Points at which the peak may not rise; empty for a numeric graph.
+        Points at which the peak is limited; empty for a numeric graph.
     limits : sequence of int, optional
         Peak allowed at each shape, in bytes, at least that of `order`; by default just that.
 

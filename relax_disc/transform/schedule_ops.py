@@ -179,11 +179,12 @@ def _limits(schedule: Schedule) -> list[int]:
     """Peaks allowed at the points: a little more than now where that is far below the largest.
 
     There a gradient that is kept for long (of a tied embedding) is most of what is live, and would
-    hold every other weight's gradient, with the activations it is made from, to the end.
+    hold every other weight's gradient, with the activations it is made from, to the end.  Nowhere
+    is it more than the given order's peak, which is no less than the schedule's.
     """
     largest = max(point.peak_bytes for point in schedule.points)
     return [
-        max(point.peak_bytes, min(point.given_peak_bytes, int(_GROWTH * point.peak_bytes)))
+        min(point.given_peak_bytes, int(_GROWTH * point.peak_bytes))
         if point.peak_bytes < _FAR_BELOW * largest
         else point.peak_bytes
         for point in schedule.points
