@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import write_result
-from relax_disc.analysis.comparison import Comparison, Order, compare
-from relax_disc.analysis.symbolic_dim import SymbolicDim
-from relax_disc.analysis.symbolic_expr import SymbolicExpr
+from relax_disc.analysis.symbolic.comparison.compare import Comparison, Order, compare
+from relax_disc.analysis.symbolic.dim import SymbolicDim
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
 
 NAMES = ("batch", "seq", "width")
 EXPONENTS = [powers for powers in product(range(4), repeat=3) if sum(powers) <= 3]

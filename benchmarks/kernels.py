@@ -19,7 +19,7 @@ import tvm_ffi
 import typer
 
 from benchmarks.record import write_result
-from relax_disc.vm_builtins import library_kernels
+from relax_disc.vm_builtins.libraries import library_kernels
 
 TOKENS = (328, 564, 1312)  # batch 4 of lengths 82, 141 and 328
 VOCABULARY = 32_000

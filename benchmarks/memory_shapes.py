@@ -23,7 +23,7 @@ from relax_disc.training_step import TrainingStep
 
 STATIC_SHAPES = ((4, 82), (4, 141), (8, 183), (4, 328), (14, 279), (8, 512))
 EPOCH_BATCH = 14
-# As in src/runtime_arena.cc.
+# As in src/runtime/arena.cc.
 IDLE_CALLS = 64
 
 

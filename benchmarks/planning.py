@@ -29,8 +29,12 @@ from benchmarks.scheduling_graphs import OWN_GRAPHS, lstm_step, transformer_step
 from benchmarks.training_batches import LONGEST
 from benchmarks.training_worker import peer_llama
 from relax_disc.analysis import TensorGraph, peak_bytes, schedule_ops
-from relax_disc.analysis.offsets import plan_offsets
-from relax_disc.analysis.rematerialization import Effort, plan_rematerialization, planner_graph
+from relax_disc.analysis.memory.offsets import plan_offsets
+from relax_disc.analysis.memory.rematerialization import (
+    Effort,
+    plan_rematerialization,
+    planner_graph,
+)
 from relax_disc.errors import MemoryBudgetError
 from relax_disc.vm_builtins import planner_codec, runtime_twin_plan
 from relax_disc.vm_builtins.plan_metadata import run_program

@@ -23,8 +23,8 @@ from typing import Any
 from benchmarks.record import write_result
 from benchmarks.scheduling_graphs import LLAMA_STEP, OWN_GRAPHS
 from relax_disc.analysis import TensorGraph, schedule_ops
-from relax_disc.analysis.schedule import Schedule, Strategy
-from relax_disc.analysis.schedule_problem import peaks_at_points, problem_of
+from relax_disc.analysis.schedule.order import Schedule, Strategy
+from relax_disc.analysis.schedule.problem import peaks_at_points, problem_of
 
 RECORDED = Path(__file__).parents[2] / "shared" / "graphs" / "recorded"
 RULES: tuple[Strategy, ...] = (
@@ -170,7 +170,7 @@ def capture_llama() -> TensorGraph:
     from torch.export import Dim
 
     from relax_disc import pipeline
-    from relax_disc.analysis.extraction import extract
+    from relax_disc.analysis.program.extraction import extract
     from relax_disc.frontend import capture_step
     from relax_disc.tir_kernels.target import cpu_target
     from tutorials._llama import Llama, LlamaSizes

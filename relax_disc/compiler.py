@@ -13,9 +13,9 @@ import torch
 import tvm
 from tvm import relax
 
-from relax_disc.analysis.index_ranges import index_ranges
-from relax_disc.analysis.symbolic_dim import SymbolicDim
-from relax_disc.analysis.symbolic_expr import SymbolicExpr
+from relax_disc.analysis.program.index_ranges import index_ranges
+from relax_disc.analysis.symbolic.dim import SymbolicDim
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
 from relax_disc.forward_function import ForwardFunction
 from relax_disc.frontend import (
@@ -26,11 +26,11 @@ from relax_disc.frontend import (
 from relax_disc.frontend.spec import CapturedStep, UpdateGroup
 from relax_disc.pipeline import PipelineOptions, pipeline
 from relax_disc.tir_kernels.target import cpu_target
-from relax_disc.training.batch import BatchLeaf, BatchSchema
+from relax_disc.training.cache.capture_cache import Described, recall, remember
+from relax_disc.training.cache.compile_cache import CachedProgram, build_cached, enabled
+from relax_disc.training.cache.saved_step import Program
 from relax_disc.training.calibration import machine_name, read
-from relax_disc.training.capture_cache import Described, recall, remember
-from relax_disc.training.compile_cache import CachedProgram, build_cached, enabled
-from relax_disc.training.saved_step import Program
+from relax_disc.training.call.batch import BatchLeaf, BatchSchema
 from relax_disc.training_step import TrainingStep
 
 

@@ -16,18 +16,18 @@ import tvm
 from tvm import relax
 
 from relax_disc import pipeline
-from relax_disc.analysis.extract import function_dims
-from relax_disc.analysis.extract_table import NotPlannableError
-from relax_disc.analysis.extraction import extract
-from relax_disc.analysis.memory import (
+from relax_disc.analysis.memory.report import (
     MemoryAnalysis,
     Shape,
     fits_budget,
     graph_of_table,
     report_memory,
 )
-from relax_disc.analysis.symbolic_dim import SymbolicDim
-from relax_disc.analysis.tensor_graph import TensorGraph, check_shape
+from relax_disc.analysis.program.extraction import extract
+from relax_disc.analysis.program.reader import function_dims
+from relax_disc.analysis.program.table import NotPlannableError
+from relax_disc.analysis.program.tensor_graph import TensorGraph, check_shape
+from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.bytes_text import parse_bytes
 from relax_disc.errors import GraphError, ShapeRangeError
 from relax_disc.tir_kernels.target import cpu_target

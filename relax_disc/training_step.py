@@ -20,9 +20,8 @@ from tvm import relax
 
 from relax_disc.errors import InputMismatchError, StepTornError
 from relax_disc.frontend.spec import CapturedStep
-from relax_disc.training import saved_step
 from relax_disc.training.accumulation import Accumulation, SummingFunction
-from relax_disc.training.batch import BatchSchema
+from relax_disc.training.cache import saved_step
 from relax_disc.training.calibration import (
     Calibration,
     apply_to,
@@ -31,12 +30,13 @@ from relax_disc.training.calibration import (
     usable,
     write,
 )
+from relax_disc.training.call.batch import BatchSchema
+from relax_disc.training.call.counters import StepCounters, fill
+from relax_disc.training.call.interrupt import deferred_interrupt
+from relax_disc.training.call.snapshot import restored, without_gradients
+from relax_disc.training.call.tear import Tear
 from relax_disc.training.compiled_function import CompiledFunction
-from relax_disc.training.counters import StepCounters, fill
-from relax_disc.training.interrupt import deferred_interrupt
 from relax_disc.training.memory_plan import MemoryPlan, MemoryReport
-from relax_disc.training.snapshot import restored, without_gradients
-from relax_disc.training.tear import Tear
 
 
 class TrainingStep(CompiledFunction):

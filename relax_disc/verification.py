@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.export import wrap_step
+from relax_disc.frontend.capture.export import wrap_step
 from relax_disc.training_step import TrainingStep
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-4}

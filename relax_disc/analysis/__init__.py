@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from relax_disc.analysis.comparison import Comparison, Order, compare
-from relax_disc.analysis.hoist import hoist_sinks
-from relax_disc.analysis.memory import MemoryAnalysis, ShapeMemory, report_memory
-from relax_disc.analysis.offsets import plan_offsets
-from relax_disc.analysis.peak import LiveRange, live_ranges, live_trace, peak_bytes
-from relax_disc.analysis.rematerialization import RematerializationPlan, plan_rematerialization
-from relax_disc.analysis.schedule import Schedule, SchedulePoint, schedule_ops
-from relax_disc.analysis.shape_graph import SymbolicShapeGraph
-from relax_disc.analysis.symbolic_dim import SymbolicDim
-from relax_disc.analysis.symbolic_expr import SymbolicExpr
-from relax_disc.analysis.tensor_graph import Kernel, TensorGraph
+from relax_disc.analysis.memory.offsets import plan_offsets
+from relax_disc.analysis.memory.peak import LiveRange, live_ranges, live_trace, peak_bytes
+from relax_disc.analysis.memory.rematerialization import (
+    RematerializationPlan,
+    plan_rematerialization,
+)
+from relax_disc.analysis.memory.report import MemoryAnalysis, ShapeMemory, report_memory
+from relax_disc.analysis.program.tensor_graph import Kernel, TensorGraph
+from relax_disc.analysis.schedule.hoist import hoist_sinks
+from relax_disc.analysis.schedule.order import Schedule, SchedulePoint, schedule_ops
+from relax_disc.analysis.symbolic.comparison.compare import Comparison, Order, compare
+from relax_disc.analysis.symbolic.dim import SymbolicDim
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.analysis.symbolic.shape_graph.graph import SymbolicShapeGraph
 
 __all__ = [
     "Comparison",

@@ -14,15 +14,15 @@ The function, ``main`` unless the result says otherwise, carries the attributes
 and every binding has a span with the line of the model that it stems from.
 """
 
-from relax_disc.frontend.batch_spec import BatchSpec
-from relax_disc.frontend.capture import (
+from relax_disc.frontend.capture.batch_spec import BatchSpec
+from relax_disc.frontend.capture.step import (
     ExportedStep,
     capture_accumulation,
     capture_forward,
     capture_step,
     export_step,
 )
-from relax_disc.frontend.optimizers import (
+from relax_disc.frontend.optimizer.states import (
     ADAM_HYPER,
     SGD_HYPER,
     SUM_HYPER,

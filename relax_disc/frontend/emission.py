@@ -14,11 +14,13 @@ from torch.utils import _pytree as pytree
 from tvm import relax, tirx
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.accumulation import declare_gradients, emit_sums
-from relax_disc.frontend.arguments import constants_of
+from relax_disc.frontend.capture.arguments import constants_of
+from relax_disc.frontend.capture.export import Exported
+from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.emitter import Emitter
-from relax_disc.frontend.export import Exported
 from relax_disc.frontend.importer import Parameters, declare, translate
+from relax_disc.frontend.optimizer.accumulation import declare_gradients, emit_sums
+from relax_disc.frontend.optimizer.updates import emit_updates, plan_updates
 from relax_disc.frontend.spec import (
     CapturedStep,
     DimSpec,
@@ -28,8 +30,6 @@ from relax_disc.frontend.spec import (
     UpdateGroup,
 )
 from relax_disc.frontend.symbols import SymbolTranslator
-from relax_disc.frontend.trace import Traced
-from relax_disc.frontend.updates import emit_updates, plan_updates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

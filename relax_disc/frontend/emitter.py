@@ -16,7 +16,7 @@ from tvm import relax, te, tirx
 from tvm.ir import SourceName, Span
 
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.source_lines import SourceLine, source_line
+from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.symbols import SymbolTranslator
 
 _DTYPES = {

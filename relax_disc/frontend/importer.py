@@ -17,12 +17,12 @@ from torch.utils import _pytree as pytree
 from tvm import relax
 
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.arguments import Argument
+from relax_disc.frontend.capture.arguments import Argument
+from relax_disc.frontend.capture.source_lines import source_line
+from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.converters import TABLE
 from relax_disc.frontend.emitter import Emitter, dtype_name
-from relax_disc.frontend.source_lines import source_line
 from relax_disc.frontend.spec import InputSpec
-from relax_disc.frontend.trace import Traced
 
 # Arguments of ATen operators that say where memory lies, not what is computed.
 _PLACEMENT = ("layout", "device", "pin_memory", "memory_format", "non_blocking")

@@ -10,7 +10,7 @@ import torch
 import tvm
 from torch.utils import _pytree as pytree
 
-from relax_disc.frontend.batch_spec import BatchSpec
+from relax_disc.frontend.capture.batch_spec import BatchSpec
 
 InputKind = Literal[
     "shape",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from relax_disc.recurrence_kinds import KINDS
-from relax_disc.vm_builtins import recurrence_steps
+from relax_disc.vm_builtins.libraries import recurrence_steps
 
 AutogradContext = Any
 

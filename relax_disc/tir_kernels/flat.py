@@ -8,7 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import prim
 
-from relax_disc.analysis.element import rewrite_loads
+from relax_disc.analysis.kernels.element import rewrite_loads
 
 INDEX = "int64"
 

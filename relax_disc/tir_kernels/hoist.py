@@ -14,7 +14,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import prim
 
-from relax_disc.analysis.element import Element, GuardDepth, is_guard
+from relax_disc.analysis.kernels.element import Element, GuardDepth, is_guard
 from relax_disc.tir_kernels.vectorizable import uses_any
 
 _OPERATIONS = (

@@ -12,7 +12,7 @@ from typing import Any
 from tvm import s_tir, tirx
 from tvm.ir import prim
 
-from relax_disc.analysis.loop_stages import Axis, Combiner, constant
+from relax_disc.analysis.kernels.stages import Axis, Combiner, constant
 from relax_disc.tir_kernels.flat import INDEX, STACK, as_index, index_const, product
 
 # One AVX-512 register of float32; narrower machines split it in two or four.

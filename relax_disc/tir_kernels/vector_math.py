@@ -20,7 +20,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import prim
 
-from relax_disc.analysis.element import is_guard
+from relax_disc.analysis.kernels.element import is_guard
 from relax_disc.tir_kernels.binding import keep
 
 _FLOAT = "float32"

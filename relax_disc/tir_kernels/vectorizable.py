@@ -14,8 +14,8 @@ import tvm
 import tvm_ffi
 from tvm.ir import prim
 
-from relax_disc.analysis.element import is_guard
-from relax_disc.analysis.loop_stages import Axis, constant
+from relax_disc.analysis.kernels.element import is_guard
+from relax_disc.analysis.kernels.stages import Axis, constant
 from relax_disc.tir_kernels.vector_math import has_formula
 
 # Functions of which TVM and LLVM make vectors, in all float types, and what is widened anyway.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from relax_disc.errors import InputMismatchError, OutOfMemoryError
+from relax_disc.training.cache.saved_step import Program
 from relax_disc.training.compiled_function import CompiledFunction, bind_vector
-from relax_disc.training.saved_step import Program
 
 Programs = tuple[Program, Program]
 

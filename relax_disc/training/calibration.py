@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from relax_disc.errors import ArtefactError
-from relax_disc.training import artefact
+from relax_disc.training.cache import artefact
 from relax_disc.vm_builtins import threads
 from relax_disc.vm_builtins.calibration import Measurement, apply_measurements, measured
 from relax_disc.vm_builtins.session import Session

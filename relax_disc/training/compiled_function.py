@@ -11,16 +11,16 @@ import tvm
 from torch.utils import _pytree as pytree
 from tvm import relax
 
-from relax_disc.analysis.symbolic_dim import SymbolicDim
-from relax_disc.analysis.symbolic_expr import SymbolicExpr
+from relax_disc.analysis.symbolic.dim import SymbolicDim
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
 from relax_disc.errors import InputMismatchError, ShapeRangeError
 from relax_disc.frontend.spec import CapturedStep, SizeOutput
-from relax_disc.training.batch import BatchSchema
-from relax_disc.training.binding import Binding, as_runtime
-from relax_disc.training.interrupt import deferred_interrupt
+from relax_disc.training.call.batch import BatchSchema
+from relax_disc.training.call.binding import Binding, as_runtime
+from relax_disc.training.call.interrupt import deferred_interrupt
+from relax_disc.training.call.reentrance import OneAtATime
 from relax_disc.training.memory_plan import MemoryPlan, MemoryReport, largest_that_fits
-from relax_disc.training.reentrance import OneAtATime
 from relax_disc.vm_builtins.session import Session
 
 _STATE_KINDS = ("parameter", "buffer", "state")

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import tvm
 from tvm import relax, tirx
 
-from relax_disc.analysis.from_tirx import from_tirx
-from relax_disc.analysis.loop_stages import is_buffer
-from relax_disc.analysis.symbolic_expr import SymbolicExpr
+from relax_disc.analysis.kernels.stages import is_buffer
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.analysis.symbolic.from_tirx import from_tirx
 from relax_disc.errors import GraphError
 
 

@@ -15,7 +15,7 @@ import tvm_ffi
 from tvm import relax, s_tir, tirx
 from tvm.target import Target
 
-from relax_disc.analysis.inplace import INPLACE_ATTRIBUTE, inplace_pairs
+from relax_disc.analysis.kernels.inplace import INPLACE_ATTRIBUTE, inplace_pairs
 from relax_disc.tir_kernels import rules_for
 from relax_disc.tir_kernels.binding import keep_in_buffers
 from relax_disc.tir_kernels.vector_math import use_vector_math

@@ -12,7 +12,7 @@ from typing import Any
 import tvm_ffi
 
 from relax_disc.errors import NonFiniteLossError
-from relax_disc.vm_builtins.library_arrays import array_of
+from relax_disc.vm_builtins.libraries.arrays import array_of
 
 GUARD = "relax_disc.guard_finite"
 _CPU = 1

@@ -1,4 +1,4 @@
-"""Build and load the C++ part of the package: `vm_builtins/src/*.cc` as one shared library.
+"""Build and load the C++ part of the package: `vm_builtins/src/*/*.cc` as one shared library.
 
 The first use on a machine compiles every source (in parallel, one object each) into the user's
 cache; later uses only open the file. The file name is a hash of everything that the result
@@ -120,9 +120,9 @@ def build(sources: Path, cache: Path) -> Path | None:
     pathlib.Path or None
         The library; None if it is not cached and there is no compiler.
     """
-    files = sorted(sources.glob("*.cc"))
+    files = sorted(sources.rglob("*.cc"))
     chain = _toolchain()
-    objects = {path: _object_key(path, chain) for path in files}
+    objects = {path: _object_key(path, chain, sources) for path in files}
     link = _digest(*objects.values(), *chain.link_flags)
     library = cache / f"relax_disc-{link}.so"
     if library.exists():
@@ -138,10 +138,11 @@ def build(sources: Path, cache: Path) -> Path | None:
         targets = {
             path: cache / "objects" / f"{path.stem}-{key}.o" for path, key in objects.items()
         }
+        flags = (*chain.compile_flags, f"-I{sources}")
         missing = [(path, target) for path, target in targets.items() if not target.exists()]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             jobs = [
-                pool.submit(_run, [compiler, *chain.compile_flags, "-c", str(path)], target)
+                pool.submit(_run, [compiler, *flags, "-c", str(path)], target)
                 for path, target in missing
             ]
             for job in jobs:
@@ -184,7 +185,7 @@ def _processor() -> str:
     return "\n".join(lines)
 
 
-def _object_key(path: Path, chain: Toolchain) -> str:
+def _object_key(path: Path, chain: Toolchain, sources: Path) -> str:
     """Hash of a source with the headers it includes (by quotes), and of the tool chain."""
     parts: dict[Path, bytes] = {}
     waiting = [path]
@@ -194,7 +195,7 @@ def _object_key(path: Path, chain: Toolchain) -> str:
             continue
         parts[current] = current.read_bytes()
         names = _INCLUDE.findall(parts[current])
-        waiting += [current.parent / os.fsdecode(name) for name in names]
+        waiting += [sources / os.fsdecode(name) for name in names]
     ordered = [content for _, content in sorted(parts.items())]
     return _digest(path.name, *ordered, *chain.compile_flags, chain.identity)
 

@@ -1,4 +1,4 @@
-"""Offsets for buffers with fixed lifetimes, in plain Python; twin of `src/offsets.cc`."""
+"""Offsets for buffers with fixed lifetimes, in plain Python; twin of `src/planner/offsets.cc`."""
 
 from __future__ import annotations
 

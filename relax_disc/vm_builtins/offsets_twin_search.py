@@ -1,4 +1,4 @@
-"""Depth-first search over canonical placements; `src/offsets_search.cc`, its twin, explains it."""
+"""Depth-first search over canonical placements; twin of `src/planner/offsets_search.cc`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Integers that depend on the shape are postfix programs over the dims (`SymbolicExpr.program`), kept
 once each; tensors, views and kernels name them by index.  The C++ reader is
-`src/runtime_metadata.cc`, the Python one `runtime_twin.py`.
+`src/runtime/metadata.cc`, the Python one `runtime_twin.py`.
 """
 
 from __future__ import annotations

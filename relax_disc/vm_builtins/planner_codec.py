@@ -62,7 +62,7 @@ def plan_offsets(
 
 
 def encode_graph(graph: PlannerGraph) -> bytes:
-    """Flatten a graph for `src/planner_ffi.cc`."""
+    """Flatten a graph for `src/planner/ffi.cc`."""
     numbers = [len(graph.sizes), len(graph.ops), *graph.sizes, *graph.resident, *graph.is_output]
     for op in graph.ops:
         numbers += (op.time_ns, op.rerun_ns, op.workspace, op.recomputable)

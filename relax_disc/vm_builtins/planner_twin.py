@@ -21,7 +21,7 @@ UNLIMITED = (1 << 63) // 4 - 1
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A sequence of kernels within a budget; see `Program` in `src/planner.h`.
+    """A sequence of kernels within a budget; see `Program` in `src/planner/planner.h`.
 
     Attributes
     ----------

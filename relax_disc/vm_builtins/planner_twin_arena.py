@@ -1,4 +1,4 @@
-"""Programs and places for their tensors in an arena; twin of `src/planner_arena.cc`."""
+"""Programs and places for their tensors in an arena; twin of `src/planner/arena.cc`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlan:
-    """A program and the places of its tensors; see `ArenaPlan` in `src/planner.h`.
+    """A program and the places of its tensors; see `ArenaPlan` in `src/planner/planner.h`.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Chains of programs down a ladder of budgets; twin of `src/rematerialization_chain.cc`.
+"""Chains of programs down a ladder of budgets; twin of `src/planner/chain.cc`.
 
 A chain looks at the graph alone, never at the budget that is asked for, and its programs never get
 faster on the way down. So the fastest program within a budget is a function of graph and budget in

@@ -1,4 +1,4 @@
-"""What to do without at the peak: a knapsack; twin of `src/rematerialization_front.cc`.
+"""What to do without at the peak: a knapsack; twin of `src/planner/front.cc`.
 
 At one block, the peak of the program without recomputation, a plan is little more than the set of
 tensors that it keeps across the block. A tensor that is read later is kept, or its kernel runs

@@ -1,4 +1,4 @@
-"""Programs that follow from a front; twin of `src/rematerialization_front_search.cc`.
+"""Programs that follow from a front; twin of `src/planner/front_search.cc`.
 
 They are shown as they are, and repaired at the rungs of ladders.
 

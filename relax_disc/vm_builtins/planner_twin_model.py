@@ -1,4 +1,4 @@
-"""The graph as the rematerialization planner sees it; twin of `src/rematerialization_model.cc`.
+"""The graph as the rematerialization planner sees it; twin of `src/planner/model.cc`.
 
 Also the plain graph that all planners take, and the random numbers that C++ and Python share.
 """
@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class PlannerOp:
-    """One kernel of a program; see `src/planner.h` for the meaning of in-place pairs.
+    """One kernel of a program; see `src/planner/planner.h` for the meaning of in-place pairs.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class PlannerGraph:
 
 
 class Random:
-    """The generator splitmix64; twin of `src/planner_random.h`."""
+    """The generator splitmix64; twin of `src/planner/random.h`."""
 
     def __init__(self, seed: int) -> None:
         self._state = seed

@@ -1,4 +1,4 @@
-"""Exact memory timeline of a program; twin of `src/rematerialization_timeline.cc`.
+"""Exact memory timeline of a program; twin of `src/planner/timeline.cc`.
 
 A plan gives each gap of each tensor (see `Model`) a window ``(low, high)`` of blocks at whose ends
 the tensor is not kept. A block that needs an absent tensor first runs its kernel again,

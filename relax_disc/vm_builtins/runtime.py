@@ -41,13 +41,15 @@ def load() -> bool:
 
 
 def _device_allocate(device: Any, size: int) -> Any:
-    from relax_disc.vm_builtins import cuda_memory  # imports torch, which the CPU does not need
+    from relax_disc.vm_builtins.libraries import (
+        cuda_memory,  # imports torch, which the CPU does not need
+    )
 
     return cuda_memory.allocate(device, size)
 
 
 def _device_copy(source: Any, target: Any) -> None:
-    from relax_disc.vm_builtins import cuda_memory
+    from relax_disc.vm_builtins.libraries import cuda_memory
 
     cuda_memory.copy(source, target)
 

@@ -1,6 +1,6 @@
 """The run time in Python: the fall-back without a C++ compiler, and the oracle of its tests.
 
-Registers the same global functions as `src/runtime_api.cc` and gives equal results: plans, figures
+Registers the same global functions as `src/runtime/api.cc` and gives equal results: plans, figures
 and error messages.  Buffers are numpy's; the planner is `planner_twin`.
 
 Limits: CPU; one call at a time enters a session's own arena, as in C++, but nothing is fast; a
@@ -267,7 +267,7 @@ def leave(frame: TwinFrame) -> None:
 
 
 def plan_facts(session: TwinSession, dims: Sequence[int], budget: int) -> dict[str, Any]:
-    """See `PlanFacts` in `src/runtime_api.cc`."""
+    """See `PlanFacts` in `src/runtime/api.cc`."""
     plan, hit = session.plan(tuple(int(dim) for dim in dims), budget)
     outside = plan.outside_bytes
     return {

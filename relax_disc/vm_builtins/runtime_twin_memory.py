@@ -1,4 +1,4 @@
-"""Memory of the Python run time; the twin of `src/runtime_memory.cc` and `src/runtime_arena.cc`."""
+"""Memory of the Python run time; the twin of `src/runtime/memory.cc` and `src/runtime/arena.cc`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of the Python run time; the twin of `src/runtime_plan.cc`."""
+"""Plans of the Python run time; the twin of `src/runtime/plan.cc`."""
 
 from __future__ import annotations
 

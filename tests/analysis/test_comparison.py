@@ -7,9 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.comparison import measure, summary
-from relax_disc.analysis.comparison import Order, compare
-from relax_disc.analysis.symbolic_dim import SymbolicDim
-from relax_disc.analysis.symbolic_expr import SymbolicExpr
+from relax_disc.analysis.symbolic.comparison.compare import Order, compare
+from relax_disc.analysis.symbolic.dim import SymbolicDim
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.errors import GraphError
 
 SCOPE = {"min": min, "max": max}
@@ -122,9 +122,9 @@ def test_atoms_without_looking_at_every_shape(monkeypatch_module, left, right, b
 @pytest.fixture(scope="module")
 def monkeypatch_module():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("relax_disc.analysis.comparison_atoms.SMALL_BOX", 0)
-        patch.setattr("relax_disc.analysis.comparison_atoms.LARGE_BOX", 0)
-        patch.setattr("relax_disc.analysis.comparison_search.EXHAUSTIVE_POINTS", 0)
+        patch.setattr("relax_disc.analysis.symbolic.comparison.atom_signs.SMALL_BOX", 0)
+        patch.setattr("relax_disc.analysis.symbolic.comparison.atom_signs.LARGE_BOX", 0)
+        patch.setattr("relax_disc.analysis.symbolic.comparison.search.EXHAUSTIVE_POINTS", 0)
         yield
 
 

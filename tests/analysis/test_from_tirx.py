@@ -4,8 +4,8 @@ import pytest
 from tvm import tirx
 from tvm.sym import Analyzer
 
-from relax_disc.analysis.from_tirx import from_tirx, to_tirx
-from relax_disc.analysis.symbolic_dim import SymbolicDim
+from relax_disc.analysis.symbolic.dim import SymbolicDim
+from relax_disc.analysis.symbolic.from_tirx import from_tirx, to_tirx
 from relax_disc.errors import GraphError
 
 N = tirx.Var("n", "int64")

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_disc.analysis.hoist import hoist_sinks
-from relax_disc.analysis.peak import check_order, live_trace
-from relax_disc.analysis.symbolic_dim import SymbolicDim
-from relax_disc.analysis.symbolic_expr import SymbolicExpr
-from relax_disc.analysis.tensor_graph import Kernel, TensorGraph
+from relax_disc.analysis.memory.peak import check_order, live_trace
+from relax_disc.analysis.program.tensor_graph import Kernel, TensorGraph
+from relax_disc.analysis.schedule.hoist import hoist_sinks
+from relax_disc.analysis.symbolic.dim import SymbolicDim
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
 
 
 def chain(layers, activation, weight, dims=()):

@@ -3,7 +3,7 @@
 import pytest
 from tvm import te, tirx
 
-from relax_disc.analysis.inplace import inplace_pairs
+from relax_disc.analysis.kernels.inplace import inplace_pairs
 
 N, M = tirx.Var("n", "int64"), tirx.Var("m", "int64")
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from relax_disc.analysis.min_cut import FlowNetwork, Side, least_cut
-from relax_disc.analysis.schedule_problem import part_of, problem_of
-from relax_disc.analysis.schedule_split import split_search
+from relax_disc.analysis.schedule.min_cut import FlowNetwork, Side, least_cut
+from relax_disc.analysis.schedule.problem import part_of, problem_of
+from relax_disc.analysis.schedule.split import split_search
 from tests.analysis.tensor_graphs import irregular_graph, small_graph
 
 

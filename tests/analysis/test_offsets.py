@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_disc.analysis.offsets import plan_offsets
+from relax_disc.analysis.memory.offsets import plan_offsets
 from relax_disc.errors import GraphError
 from relax_disc.vm_builtins import native, offsets_twin
 from relax_disc.vm_builtins.offsets_twin_search import Restarts

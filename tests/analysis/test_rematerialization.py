@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from relax_disc.analysis import Kernel, SymbolicDim, SymbolicExpr, TensorGraph
-from relax_disc.analysis.rematerialization import plan_rematerialization, planner_graph
+from relax_disc.analysis.memory.rematerialization import plan_rematerialization, planner_graph
 from relax_disc.errors import GraphError, InputMismatchError, MemoryBudgetError, ShapeRangeError
 from tests.vm_builtins.planner_graphs import replay
 

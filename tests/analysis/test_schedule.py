@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from relax_disc.analysis import Kernel, SymbolicDim, SymbolicExpr, TensorGraph, peak_bytes
-from relax_disc.analysis.schedule import schedule_ops
-from relax_disc.analysis.schedule_problem import peak_of, peaks_at_points, problem_of
-from relax_disc.analysis.schedule_shapes import check_shapes, sample_shapes
-from relax_disc.analysis.schedule_split import split_search
+from relax_disc.analysis.schedule.order import schedule_ops
+from relax_disc.analysis.schedule.problem import peak_of, peaks_at_points, problem_of
+from relax_disc.analysis.schedule.shapes import check_shapes, sample_shapes
+from relax_disc.analysis.schedule.split import split_search
 from relax_disc.errors import GraphError, ShapeRangeError
 from tests.analysis.tensor_graphs import (
     exact_peak,

@@ -7,10 +7,10 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from relax_disc.analysis.comparison import Order
-from relax_disc.analysis.shape_graph import SymbolicShapeGraph
-from relax_disc.analysis.symbolic_dim import SymbolicDim
-from relax_disc.analysis.symbolic_expr import SymbolicExpr
+from relax_disc.analysis.symbolic.comparison.compare import Order
+from relax_disc.analysis.symbolic.dim import SymbolicDim
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.analysis.symbolic.shape_graph.graph import SymbolicShapeGraph
 from relax_disc.errors import GraphError
 
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_disc.analysis.comparison import Order, compare
-from relax_disc.analysis.shape_graph_solver import ShapeConstraints
-from relax_disc.analysis.symbolic_dim import SymbolicDim
-from relax_disc.analysis.symbolic_expr import SymbolicExpr
+from relax_disc.analysis.symbolic.comparison.compare import Order, compare
+from relax_disc.analysis.symbolic.dim import SymbolicDim
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.analysis.symbolic.shape_graph.solver import ShapeConstraints
 from relax_disc.errors import GraphError
 
 BASES = ("u", "v", "w")

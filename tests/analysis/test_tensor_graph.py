@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from relax_disc.analysis import Kernel, SymbolicDim, SymbolicExpr, TensorGraph, live_ranges
-from relax_disc.analysis.peak import check_order, live_trace, peak_bytes
-from relax_disc.analysis.tensor_graph import evaluate_sizes
+from relax_disc.analysis.memory.peak import check_order, live_trace, peak_bytes
+from relax_disc.analysis.program.tensor_graph import evaluate_sizes
 from relax_disc.errors import GraphError, ShapeRangeError
 from tests.analysis.tensor_graphs import irregular_graph, replayed_peak, small_graph, training_graph
 

@@ -9,7 +9,7 @@ from torch.export import Dim
 
 from relax_disc.frontend import export_step
 from relax_disc.tir_kernels.target import cpu_target
-from relax_disc.training.compile_cache import program_key
+from relax_disc.training.cache.compile_cache import program_key
 
 
 def plain(x):

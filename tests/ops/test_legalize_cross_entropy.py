@@ -11,7 +11,7 @@ from tvm import relax, tirx
 from tvm.relax.backend.cpu_generic import pipeline as stock
 
 from relax_disc import ops
-from relax_disc.analysis.inplace import inplace_pairs
+from relax_disc.analysis.kernels.inplace import inplace_pairs
 from relax_disc.tir_kernels import cpu_target
 from relax_disc.transform.schedule_kernels import ScheduleKernels
 

@@ -3,7 +3,7 @@
 import pytest
 from tvm import relax, tirx
 
-from relax_disc.frontend.update_kernels import update_kernel
+from relax_disc.frontend.optimizer.kernels import update_kernel
 from relax_disc.tir_kernels import cuda_target, rules_for
 from relax_disc.tir_kernels.cuda.guarded import Guarded, runs_on_device
 from tests.tir_kernels.kernel_runs import fused_kernel, tensor

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import tirx
 
-from relax_disc.analysis.inplace import inplace_pairs
+from relax_disc.analysis.kernels.inplace import inplace_pairs
 from tests.tir_kernels.generated_kernels import generated
 from tests.tir_kernels.kernel_runs import Library, scheduled, set_threads
 

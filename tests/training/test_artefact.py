@@ -12,7 +12,7 @@ from torch.export import Dim
 
 import relax_disc
 from relax_disc.errors import ArtefactError
-from relax_disc.training import artefact, saved_step
+from relax_disc.training.cache import artefact, saved_step
 
 
 class Net(nn.Module):

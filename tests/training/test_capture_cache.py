@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 import relax_disc
 from relax_disc import compiler
 from relax_disc.errors import MemoryBudgetError, ShapeRangeError
-from relax_disc.frontend import capture
+from relax_disc.frontend.capture import step as capture
 from relax_disc.vm_builtins import native
 
 

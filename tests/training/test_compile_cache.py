@@ -17,12 +17,12 @@ from tvm.support import cc
 import relax_disc
 from relax_disc import compiler
 from relax_disc.errors import ArtefactError
-from relax_disc.frontend import capture as frontend_capture
 from relax_disc.frontend import capture_step
+from relax_disc.frontend.capture import step as frontend_capture
 from relax_disc.pipeline import PipelineOptions
 from relax_disc.tir_kernels.target import cpu_target
-from relax_disc.training import artefact
-from relax_disc.training.compile_cache import build_cached, program_key
+from relax_disc.training.cache import artefact
+from relax_disc.training.cache.compile_cache import build_cached, program_key
 from relax_disc.vm_builtins import native
 
 

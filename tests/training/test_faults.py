@@ -13,7 +13,7 @@ import tvm_ffi
 
 import relax_disc
 from relax_disc.errors import OutOfMemoryError, ReentrantCallError, StepTornError
-from relax_disc.vm_builtins import library_kernels
+from relax_disc.vm_builtins.libraries import library_kernels
 from tests.frontend.models import Llama, dims, token_batch
 
 # A kernel before the first write of a parameter, and one after it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tvm
 from tvm import relax, te, tirx
 
-from relax_disc.transform.canonicalize_extents import CanonicalizeExtents
+from relax_disc.transform.simplify.canonicalize_extents import CanonicalizeExtents
 
 
 def kernel(extent):

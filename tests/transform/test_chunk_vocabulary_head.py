@@ -17,9 +17,9 @@ from tvm import tirx
 import relax_disc
 from relax_disc.errors import MemoryBudgetError
 from relax_disc.frontend import capture_step
-from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead, chunk_rows
-from relax_disc.transform.simplify import Simplify
-from relax_disc.vm_builtins import library_kernels, library_vocabulary_head
+from relax_disc.transform.libraries.chunk_vocabulary_head import ChunkVocabularyHead, chunk_rows
+from relax_disc.transform.simplify.simplify import Simplify
+from relax_disc.vm_builtins.libraries import library_kernels, library_vocabulary_head
 
 
 def run(function, x, weight, target, grad, options, chunk, frozen=False, bias=None):

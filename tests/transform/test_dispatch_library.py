@@ -9,8 +9,8 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from relax_disc import ops
-from relax_disc.analysis.extraction import extract
-from relax_disc.transform.dispatch_library import DispatchLibrary
+from relax_disc.analysis.program.extraction import extract
+from relax_disc.transform.libraries.dispatch_library import DispatchLibrary
 
 LLVM = tvm.target.Target("llvm")
 

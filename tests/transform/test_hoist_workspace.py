@@ -7,7 +7,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_disc.pipeline import PipelineOptions, pipeline
-from relax_disc.transform.hoist_workspace import HoistWorkspace
+from relax_disc.transform.memory.hoist_workspace import HoistWorkspace
 from relax_disc.vm_builtins.session import Session
 
 TARGET = tvm.target.Target("llvm")

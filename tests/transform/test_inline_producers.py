@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tvm import relax
 
-from relax_disc.analysis.extraction import extract
-from relax_disc.analysis.peak import peak_bytes
+from relax_disc.analysis.memory.peak import peak_bytes
+from relax_disc.analysis.program.extraction import extract
 from relax_disc.pipeline import PipelineOptions
 from relax_disc.transform import FuseKernels, InlineProducers
 from tests.kernel_programs import kernels_before, tensor

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tvm import relax
 
 from relax_disc.analysis import schedule_ops
-from relax_disc.analysis.extraction import extract
-from relax_disc.analysis.peak import peak_bytes
+from relax_disc.analysis.memory.peak import peak_bytes
+from relax_disc.analysis.program.extraction import extract
 from relax_disc.pipeline import PipelineOptions, alias_passes
 from relax_disc.transform import FuseKernels, ScheduleKernels
 from tests.kernel_programs import kernels_before, tensor

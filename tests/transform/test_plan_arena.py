@@ -7,7 +7,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from relax_disc.transform.plan_arena import PlanArena
+from relax_disc.transform.memory.plan_arena import PlanArena
 from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Storage, run_program
 from tests.relax_programs import Program
 

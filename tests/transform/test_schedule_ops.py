@@ -10,9 +10,9 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from relax_disc.analysis.extraction import extract
-from relax_disc.analysis.peak import peak_bytes
-from relax_disc.transform.schedule_ops import ScheduleOps
+from relax_disc.analysis.memory.peak import peak_bytes
+from relax_disc.analysis.program.extraction import extract
+from relax_disc.transform.memory.schedule_ops import ScheduleOps
 from tests.relax_programs import Program, call, compile_program, draw_program
 
 

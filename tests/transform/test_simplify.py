@@ -7,7 +7,7 @@ from tvm.ir import SourceName, Span
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relax_disc.transform.simplify import Simplify
+from relax_disc.transform.simplify.simplify import Simplify
 
 op = relax.op
 

@@ -10,8 +10,8 @@ from torch.export import Dim
 import relax_disc
 from relax_disc.errors import MemoryBudgetError
 from relax_disc.frontend import capture_step
-from relax_disc.transform.chunk_vocabulary_head import ChunkVocabularyHead
-from relax_disc.transform.simplify import Simplify
+from relax_disc.transform.libraries.chunk_vocabulary_head import ChunkVocabularyHead
+from relax_disc.transform.simplify.simplify import Simplify
 
 CLASSES = 23
 

@@ -6,7 +6,7 @@ import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_disc.vm_builtins import cuda_library, library_kernels
+from relax_disc.vm_builtins.libraries import cuda_library, library_kernels
 
 IS_NATIVE = library_kernels.install()
 # The functions for CUDA run on any device of PyTorch, so that they are tested without a GPU.

@@ -5,7 +5,7 @@ import pytest
 import torch
 import tvm_ffi
 
-from relax_disc.vm_builtins import cuda_library, library_kernels
+from relax_disc.vm_builtins.libraries import cuda_library, library_kernels
 
 IS_NATIVE = library_kernels.install()
 LIBRARIES = ["native", "twin", "torch"] if IS_NATIVE else ["twin", "torch"]

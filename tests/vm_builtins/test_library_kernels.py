@@ -8,8 +8,8 @@ import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_disc.vm_builtins import cuda_library, library_kernels
-from relax_disc.vm_builtins.library_arrays import pack_axes
+from relax_disc.vm_builtins.libraries import cuda_library, library_kernels
+from relax_disc.vm_builtins.libraries.arrays import pack_axes
 
 IS_NATIVE = library_kernels.install()
 # The functions for CUDA run on any device of PyTorch, so that they are tested without a GPU.

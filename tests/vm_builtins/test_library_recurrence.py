@@ -7,7 +7,7 @@ import tvm_ffi
 from torch import nn
 
 from relax_disc.recurrence_kinds import KINDS
-from relax_disc.vm_builtins import cuda_library, library_kernels
+from relax_disc.vm_builtins.libraries import cuda_library, library_kernels
 
 IS_NATIVE = library_kernels.install()
 LIBRARIES = ["native", "twin", "torch"] if IS_NATIVE else ["twin", "torch"]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from relax_disc.vm_builtins import library_kernels, library_vocabulary_head
+from relax_disc.vm_builtins.libraries import library_kernels, library_vocabulary_head
 
 IS_NATIVE = library_kernels.install()
 LIBRARIES = ["native", "twin"] if IS_NATIVE else ["twin"]

@@ -6,8 +6,8 @@ import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_disc.vm_builtins import library_kernels, library_vocabulary_head
-from relax_disc.vm_builtins.library_arrays import pack_axes
+from relax_disc.vm_builtins.libraries import library_kernels, library_vocabulary_head
+from relax_disc.vm_builtins.libraries.arrays import pack_axes
 
 pytestmark = pytest.mark.skipif(not library_kernels.install(), reason="no C++ compiler")
 

@@ -11,17 +11,17 @@ from tvm_ffi import libinfo
 from relax_disc.vm_builtins import native
 
 SOURCES = (
-    "attention_backward",
-    "attention_forward",
-    "embedding",
-    "gemm",
-    "gemm_tile",
-    "recurrence_backward",
-    "recurrence_forward",
-    "runtime_memory",
-    "threads",
-    "vocabulary_head",
-    "workspace",
+    "kernels/attention_backward",
+    "kernels/attention_forward",
+    "kernels/embedding",
+    "kernels/gemm",
+    "kernels/gemm_tile",
+    "kernels/recurrence_backward",
+    "kernels/recurrence_forward",
+    "runtime/memory",
+    "kernels/threads",
+    "kernels/vocabulary_head",
+    "kernels/workspace",
 )
 
 

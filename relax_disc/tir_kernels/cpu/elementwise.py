@@ -12,8 +12,8 @@ from typing import Any
 from tvm import s_tir, tirx
 from tvm.target import Target
 
-from relax_disc.analysis.element import Element, Inliner, collapse
-from relax_disc.analysis.loop_stages import Axis, Stage, constant, read_stages, same_expr
+from relax_disc.analysis.kernels.element import Element, Inliner, collapse
+from relax_disc.analysis.kernels.stages import Axis, Stage, constant, read_stages, same_expr
 from relax_disc.tir_kernels.binding import keep
 from relax_disc.tir_kernels.flat import FlatBuffers, index_const, product
 from relax_disc.tir_kernels.hoist import hoist

@@ -12,7 +12,7 @@ from typing import Any
 from tvm import s_tir, tirx
 from tvm.target import Target
 
-from relax_disc.analysis.loop_stages import constant
+from relax_disc.analysis.kernels.stages import constant
 from relax_disc.tir_kernels.cpu.elementwise import SERIAL_ELEMENTS
 
 

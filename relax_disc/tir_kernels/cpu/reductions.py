@@ -9,8 +9,8 @@ from typing import Any
 import tvm
 from tvm import tirx
 
-from relax_disc.analysis.element import Element, Inliner, collapse, rename_axes
-from relax_disc.analysis.loop_stages import (
+from relax_disc.analysis.kernels.element import Element, Inliner, collapse, rename_axes
+from relax_disc.analysis.kernels.stages import (
     Axis,
     Stage,
     StagedKernel,

@@ -13,8 +13,8 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.target import Target
 
-from relax_disc.analysis.element import Element, collapse
-from relax_disc.analysis.loop_stages import Stage, constant
+from relax_disc.analysis.kernels.element import Element, collapse
+from relax_disc.analysis.kernels.stages import Stage, constant
 from relax_disc.tir_kernels.binding import keep
 from relax_disc.tir_kernels.cpu.elementwise import SERIAL_ELEMENTS, emit_outer
 from relax_disc.tir_kernels.cpu.reductions import (

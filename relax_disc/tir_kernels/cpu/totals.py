@@ -11,8 +11,8 @@ from typing import Any
 from tvm import s_tir, tirx
 from tvm.target import Target
 
-from relax_disc.analysis.element import Element, collapse
-from relax_disc.analysis.loop_stages import constant
+from relax_disc.analysis.kernels.element import Element, collapse
+from relax_disc.analysis.kernels.stages import constant
 from relax_disc.tir_kernels.binding import keep
 from relax_disc.tir_kernels.cpu.elementwise import SERIAL_ELEMENTS, emit_outer, unit_mapping
 from relax_disc.tir_kernels.cpu.reductions import (

@@ -11,8 +11,8 @@ from typing import Any
 from tvm import s_tir, tirx
 from tvm.target import Target
 
-from relax_disc.analysis.element import Element, Inliner
-from relax_disc.analysis.loop_stages import Axis, constant, loads_of, read_stages
+from relax_disc.analysis.kernels.element import Element, Inliner
+from relax_disc.analysis.kernels.stages import Axis, constant, loads_of, read_stages
 from relax_disc.tir_kernels.cpu.elementwise import (
     SERIAL_ELEMENTS,
     emit_element,

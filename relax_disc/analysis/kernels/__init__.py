@@ -1,0 +1,1 @@
+"""What a kernel's body says: stages, aliasing, cost, scratch memory."""

@@ -1,0 +1,1 @@
+"""Peaks, reports, offsets and rematerialization, over tensor graphs."""

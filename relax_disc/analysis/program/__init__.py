@@ -1,0 +1,1 @@
+"""The one model of a program that all planning reads: the tensor graph and how it is extracted."""

@@ -1,0 +1,235 @@
+"""The two results of reading a Relax function: its `TensorGraph` and the run time's `PlanMetadata`.
+
+`extract` is the entry: it reads, decides on storage and order, and writes both down.  Kernels have
+the same indices in both, in execution order; so have the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from relax_disc.analysis.kernels.facts import KernelFacts
+from relax_disc.analysis.program.reader import inplace_pairs, read_function
+from relax_disc.analysis.program.storage import execution_order, place_results
+from relax_disc.analysis.program.table import (
+    FunctionTable,
+    KernelCall,
+    NotPlannableError,
+    leaves,
+)
+from relax_disc.analysis.program.tensor_graph import Kernel, Size, TensorGraph
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.vm_builtins.plan_metadata import (
+    KernelEntry,
+    PlanMetadata,
+    ProgramTable,
+    Storage,
+    TensorEntry,
+    ViewEntry,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Extraction:
+    """What one function is to the planners and to the run time.
+
+    Attributes
+    ----------
+    table : FunctionTable
+        The function as it was read, with the storage of every buffer.
+    order : tuple of int
+        Kernels of the table in execution order.
+    returned : object
+        The result without the values that are written over parameters.
+    """
+
+    table: FunctionTable
+    order: tuple[int, ...]
+    returned: Any
+
+    @property
+    def kernels(self) -> list[KernelCall]:
+        """The kernels in execution order."""
+        return [self.table.kernels[k] for k in self.order]
+
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """TVM variables of the dims, in the order of the run time's dims."""
+        return tuple(self.table.dims)
+
+    def result_views(self) -> list[int]:
+        """Views that the function returns, each once, in order of first appearance."""
+        return list(dict.fromkeys(x for x in leaves(self.returned) if isinstance(x, int)))
+
+    def needs_regenerate(self) -> list[bool]:
+        """Whether a plan may run other kernels again before each kernel."""
+        fleeting = {
+            output
+            for kernel in self.kernels
+            if kernel.may_rerun and kernel.recomputable
+            for output in kernel.outputs
+        }
+        return [not fleeting.isdisjoint(kernel.inputs) for kernel in self.kernels]
+
+    def graph(self) -> TensorGraph:
+        """Return the tensor graph, symbolic in the function's dims."""
+        table = self.table
+        position = {k: i for i, k in enumerate(self.order)}
+        given = {b.given: i for i, b in enumerate(table.buffers) if b.storage is Storage.GIVEN}
+        kernels = []
+        for kernel in self.kernels:
+            pairs = self._shared(kernel.inplace)
+            for output in kernel.outputs:
+                entry = table.buffers[output]
+                if entry.storage is Storage.OVERWRITE:
+                    pairs.append((given[entry.given], output))
+            kernels.append(
+                Kernel(
+                    name=kernel.name,
+                    inputs=tuple(kernel.inputs),
+                    outputs=tuple(kernel.outputs),
+                    inplace=tuple(pairs),
+                    after=tuple(sorted(position[k] for k in kernel.after)),
+                    flops=_size(kernel.flops),
+                    moved_bytes=_size(self._moved(kernel)),
+                    recomputable=kernel.recomputable,
+                    source=kernel.source,
+                )
+            )
+        stored = {
+            i
+            for i, b in enumerate(table.buffers)
+            if b.storage in (Storage.ESCAPING, Storage.OVERWRITE)
+        }
+        return TensorGraph(
+            dims=tuple(table.dims.values()),
+            sizes=tuple(_size(buffer.bytes) for buffer in table.buffers),
+            inputs=tuple(given[i] for i in sorted(given)),
+            outputs=tuple(sorted(stored)),
+            kernels=tuple(kernels),
+            tensor_names=tuple(buffer.name for buffer in table.buffers),
+            origin=table.name,
+        )
+
+    def metadata(self, alignment: int = 64) -> PlanMetadata:
+        """Return the table that the run time executes, in memory of an alignment in bytes."""
+        table = self.table
+        names = [dim.name for dim in table.dims.values()]
+        programs = ProgramTable()
+
+        def program(expr: SymbolicExpr) -> int:
+            return programs.add(expr.program(names))
+
+        tensors = tuple(
+            TensorEntry(b.name, program(b.bytes), b.storage, b.given) for b in table.buffers
+        )
+        views = tuple(
+            ViewEntry(v.buffer, v.dtype, tuple(program(extent) for extent in v.shape))
+            for v in table.views
+        )
+        kernels = tuple(
+            KernelEntry(
+                name=kernel.name,
+                source=kernel.source,
+                arguments=tuple(
+                    _argument(kind, value, program) for kind, value in kernel.arguments
+                ),
+                inputs=tuple(kernel.inputs),
+                outputs=tuple(kernel.outputs),
+                inplace=tuple(self._shared(kernel.inplace)),
+                copies=tuple(kernel.copies),
+                flops=program(kernel.flops),
+                moved_bytes=program(self._moved(kernel)),
+                recomputable=kernel.may_rerun and kernel.recomputable,
+                workspace=(
+                    kernel.workspace[0],
+                    tuple(program(number) for number in kernel.workspace[1]),
+                ),
+            )
+            for kernel in self.kernels
+        )
+        return PlanMetadata(
+            function=table.name,
+            dims=tuple(names),
+            programs=programs.all(),
+            tensors=tensors,
+            views=views,
+            kernels=kernels,
+            outputs=tuple(self.result_views()),
+            alignment=alignment,
+        )
+
+    def _moved(self, kernel: KernelCall) -> SymbolicExpr:
+        touched = {*kernel.inputs, *kernel.outputs}
+        total = SymbolicExpr()
+        for buffer in sorted(touched):
+            total = total + self.table.buffers[buffer].bytes
+        return total
+
+    def _shared(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Pairs of which both lie in the arena: the others have their places."""
+        buffers = self.table.buffers
+        return [
+            (source, target)
+            for source, target in pairs
+            if buffers[source].storage is buffers[target].storage is Storage.ARENA
+        ]
+
+
+def _size(expr: SymbolicExpr) -> Size:
+    return expr.as_int() if expr.is_constant else expr
+
+
+def _argument(kind: str, value: Any, program: Any) -> tuple[str, Any]:
+    if kind == "integer":
+        return kind, program(value)
+    if kind == "shape":
+        return kind, [program(extent) for extent in value]
+    return kind, value
+
+
+def extract(mod: tvm.IRModule, name: str) -> Extraction:
+    """Read one function of a module in call_tir form.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        With the PrimFuncs that the function calls.
+    name : str
+        The Relax function.
+
+    Raises
+    ------
+    NotPlannableError
+        If the function has control flow, or shapes known only while it runs.
+    """
+    func = mod[name]
+    if not isinstance(func, relax.Function):
+        raise NotPlannableError(f"{name} is no Relax function")
+    for only_copies in (False, True):
+        table = read_function(mod, name)
+        pairs = {o: table.parameter_given[p] for o, p in inplace_pairs(func).items()}
+        facts = KernelFacts(mod, table)
+        facts.annotate()
+        place_results(table, pairs, facts.may_overwrite, only_copies=only_copies)
+        order = execution_order(table)
+        if order is not None:
+            return Extraction(table, tuple(order), _returned(table.result, pairs))
+    raise NotPlannableError(f"{name}: its kernels need each other in a circle")
+
+
+def _returned(result: Any, pairs: Mapping[int, int]) -> Any:
+    """Leave out what a caller finds in its own tensors."""
+    if not pairs or not isinstance(result, tuple):
+        return result
+    kept, position = [], 0
+    for part in result:
+        if not (isinstance(part, int) and position in pairs):
+            kept.append(part)
+        position += len(list(leaves(part)))
+    return kept[0] if len(kept) == 1 else tuple(kept)

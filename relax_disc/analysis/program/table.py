@@ -1,0 +1,165 @@
+"""What reading a Relax function fills in: buffers, views of them, kernels, the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from relax_disc.analysis.symbolic.dim import SymbolicDim
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.analysis.symbolic.from_tirx import from_tirx
+from relax_disc.errors import GraphError, RelaxDiscError
+from relax_disc.vm_builtins.plan_metadata import Storage
+
+
+class NotPlannableError(RelaxDiscError):
+    """A function has something that an arena plan cannot hold; stock passes must lower it."""
+
+
+@dataclass(slots=True)
+class Buffer:
+    """A piece of memory while the table is being built."""
+
+    name: str
+    bytes: SymbolicExpr
+    storage: Storage = Storage.ARENA
+    given: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A buffer seen with a type and a shape."""
+
+    buffer: int
+    dtype: str
+    shape: tuple[SymbolicExpr, ...]
+
+
+@dataclass(slots=True)
+class KernelCall:
+    """One kernel while the table is being built; views and buffers by index."""
+
+    name: str
+    callee: relax.Expr
+    arguments: list[tuple[str, Any]]
+    inputs: list[int]
+    outputs: list[int]
+    inplace: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    after: set[int] = field(default_factory=set)
+    flops: SymbolicExpr = field(default_factory=SymbolicExpr)
+    workspace: tuple[str, tuple[SymbolicExpr, ...]] = ("", ())
+    recomputable: bool = True
+    may_rerun: bool = False
+    source: str = ""
+
+
+class FunctionTable:
+    """Everything that one walk over a function finds.
+
+    Attributes
+    ----------
+    name : str
+        The function's name.
+    dims : dict of tirx.Var to SymbolicDim
+        The free variables of the parameters' shapes, in the order of first appearance.
+    buffers, views, kernels : list
+        The tables.
+    given : list of relax.Expr
+        What the caller passes: parameters first, then constants.
+    result : object
+        The returned structure: a view's index, a tuple of structures, or a Relax expression that
+        holds no tensor.
+    candidates : set of int
+        Buffers marked by ``relax_disc.evict``.
+    values : dict
+        What every variable stands for, as in `result`.
+    parameter_given : dict of int to int
+        Index of a parameter -> index in `given` of its (first) tensor.
+    """
+
+    def __init__(self, name: str, dims: dict[Any, SymbolicDim]) -> None:
+        self.name = name
+        self.dims = dims
+        self.meanings: dict[Any, Any] = dict(dims)  # also of variables that a match_cast names
+        self.buffers: list[Buffer] = []
+        self.views: list[View] = []
+        self.kernels: list[KernelCall] = []
+        self.given: list[relax.Expr] = []
+        self.result: Any = None
+        self.candidates: set[int] = set()
+        self.values: dict[relax.Expr, Any] = {}
+        self.parameter_given: dict[int, int] = {}
+        self._view_index: dict[View, int] = {}
+
+    def expr(self, value: Any) -> SymbolicExpr:
+        """Turn a TVM integer into an expression over the dims.
+
+        Raises
+        ------
+        NotPlannableError
+            If it is no arithmetic of the parameters' shapes.
+        """
+        try:
+            result = from_tirx(value, self.meanings)
+        except GraphError as error:
+            raise NotPlannableError(f"{self.name}: {error}") from error
+        known = {dim.name for dim in self.dims.values()}
+        unknown = [dim.name for dim in result.free_dims if dim.name not in known]
+        if unknown:
+            raise NotPlannableError(
+                f"{self.name}: dim {unknown[0]} is known only while the function runs"
+            )
+        return result
+
+    def add_buffer(self, name: str, kind: Any, **storage: Any) -> int:
+        """Add memory for a tensor of a type; return the index of its view."""
+        if not isinstance(kind.shape, relax.ShapeExpr):
+            raise NotPlannableError(f"{self.name}: the shape of {name} is not known")
+        dtype = dtype_name(kind)
+        shape = tuple(self.expr(extent) for extent in kind.shape.values)
+        size = SymbolicExpr.constant(dtype_bytes(dtype))
+        for extent in shape:
+            size = size * extent
+        self.buffers.append(Buffer(name, size, **storage))
+        return self.view(len(self.buffers) - 1, dtype, shape)
+
+    def view(self, buffer: int, dtype: str, shape: Iterable[SymbolicExpr]) -> int:
+        """Index of a view, which is added if it is new."""
+        view = View(buffer, dtype, tuple(shape))
+        if view not in self._view_index:
+            self._view_index[view] = len(self.views)
+            self.views.append(view)
+        return self._view_index[view]
+
+    def readers(self, buffer: int) -> list[int]:
+        """Kernels that read a buffer."""
+        return [k for k, kernel in enumerate(self.kernels) if buffer in kernel.inputs]
+
+    def flat_result(self) -> list[Any]:
+        """Return the leaves of the returned structure, in order."""
+        return list(leaves(self.result))
+
+
+def leaves(structure: Any) -> Iterable[Any]:
+    """Yield the leaves of nested tuples."""
+    if isinstance(structure, tuple):
+        for part in structure:
+            yield from leaves(part)
+    else:
+        yield structure
+
+
+def dtype_name(kind: Any) -> str:
+    """Name the element type of a tensor type."""
+    return str(kind.dtype.dtype if hasattr(kind.dtype, "dtype") else kind.dtype)
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element."""
+    kind = tvm.DataType(dtype)
+    return (kind.bits * kind.lanes + 7) // 8

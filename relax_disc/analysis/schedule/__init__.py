@@ -1,0 +1,1 @@
+"""Orders of a program's kernels with a low peak of live memory."""

@@ -1,0 +1,167 @@
+"""One order for several shapes, at none of them worse than the given order.
+
+Each shape alone gives its best peak and a bound.  The peaks of all shapes, each divided by its
+best, are then minimised at once: one search over one problem with a point for each shape.  Every
+search has its own share of the work.
+
+Where the result is worse than the given order at some shape, that shape joins the points, and a
+point's divisor is lowered so that exceeding the given peak there counts as more than the worst
+ratio W that is aimed at: min(best, given / W).  An order whose worst quotient is W or less passes.
+If no such order is found the best order that passes is taken; the given order always does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from relax_disc.analysis.program.tensor_graph import TensorGraph
+from relax_disc.analysis.schedule.exact import exact_order
+from relax_disc.analysis.schedule.native import native_split
+from relax_disc.analysis.schedule.problem import (
+    ScheduleProblem,
+    at_points,
+    peak_of,
+    peaks_at_points,
+    problem_of,
+    rescaled,
+)
+from relax_disc.analysis.schedule.split import Found, split_search
+
+Shape = Mapping[str, int]
+
+WORK_LIMIT = 500_000_000  # arcs: 2 to 4 s of one core in C++; structured graphs need a hundredth
+_TWIN_SLOWNESS = 50  # times, in Python: the same time buys so much less work
+_TIME_LIMIT_S = 60.0  # a last resort: with it the result may depend on the machine
+_SCALE = 10**9  # units of one shape's best peak
+_ENOUGH = 1.001  # worst ratio at which to stop
+_AIMS = (1.003, 1.01, 1.03, 1.1)  # growth of the worst ratio allowed for being nowhere worse
+_SMALL_OPS = 64  # up to which an exact search is worth a try, within so many states:
+_SMALL_STATES = 20_000
+
+
+class JointSearch:
+    """Search for one order; see the module.
+
+    Attributes
+    ----------
+    problem : ScheduleProblem
+        The graph at the shapes to optimise for.
+    bounds : list of int
+        Per shape: no order has a smaller peak.
+    checked : tuple of mapping
+        Shapes at which the order is no worse than the given one.
+    timed_out : bool
+        Whether the time limit ended a search.
+    """
+
+    def __init__(
+        self,
+        graph: TensorGraph,
+        shapes: Sequence[Shape],
+        checks: Sequence[Shape],
+        work: int,
+        native: bool,
+    ) -> None:
+        self.problem = problem_of(graph, shapes)
+        self.bounds = list(self.problem.base)
+        self.timed_out = False
+        self._graph = graph
+        self._shapes = tuple(shapes)
+        self.checked = tuple({tuple(s.items()): s for s in (*shapes, *checks)}.values())
+        self._judge = problem_of(graph, self.checked)
+        self._given = list(range(self.problem.ops))
+        self._limits = peaks_at_points(self._judge, self._given)
+        self._best = [0] * len(shapes)
+        self._native = native
+        if not native or native_split() is None:
+            work //= _TWIN_SLOWNESS
+        # A search for all shapes at once, and one for each aim, beside those for each shape alone.
+        self._share = work // (len(shapes) + 1 + len(_AIMS)) if len(self.checked) > 1 else work
+
+    def best_order(self) -> list[int]:
+        """Return one order for all shapes."""
+        candidates = [self._given]
+        for point in range(self.problem.points):
+            candidates.append(self._solve_alone(point, candidates[1:]))
+        if len(self.checked) == 1:
+            return candidates[-1]
+        peaks = [peaks_at_points(self.problem, order) for order in candidates]
+        self._best = [max(min(column), 1) for column in zip(*peaks, strict=True)]
+        order = min(candidates, key=self._worst_ratio)
+        if self._worst_ratio(order) > _ENOUGH:
+            order = self._solve_jointly(self._shapes, self._best, candidates, _ENOUGH)
+        aimed = self._worst_ratio(order)
+        violated: tuple[int, ...] = ()
+        for growth in _AIMS:
+            excess = self._worst_excess(order)
+            if excess is None:
+                return order
+            violated = (*violated, excess)
+            aim = max(aimed, _ENOUGH) * growth
+            shapes = (*self._shapes, *(self.checked[k] for k in violated))
+            limits = [self._limits[self.checked.index(shape)] for shape in shapes]
+            best = (*self._best, *(self._limits[k] for k in violated))
+            divisors = [
+                max(min(own, int(limit / aim)), 1) for own, limit in zip(best, limits, strict=True)
+            ]
+            order = self._solve_jointly(shapes, divisors, candidates, aim)
+        passing = [order for order in candidates if self._worst_excess(order) is None]
+        return min(passing, key=self._worst_ratio)
+
+    def find_bounds(self, order: list[int]) -> None:
+        """Find the bounds for an order that somebody else made."""
+        for point in range(self.problem.points):
+            self._solve_alone(point, [order])
+
+    def _solve_alone(self, point: int, starts: Sequence[list[int]]) -> list[int]:
+        problem = at_points(self.problem, [point])
+        found = self._split(problem, starts, 0)
+        order, peak, bound = found.order, found.peak, found.bound
+        if bound < peak and problem.ops <= _SMALL_OPS:
+            exact = exact_order(problem, peak, _SMALL_STATES)
+            if exact.order is not None:
+                order, peak = exact.order, peak_of(problem, exact.order)[0]
+            if exact.is_complete:
+                bound = peak
+        self.bounds[point] = bound
+        return order
+
+    def _solve_jointly(
+        self,
+        shapes: Sequence[Shape],
+        divisors: Sequence[int],
+        candidates: list[list[int]],
+        aim: float,
+    ) -> list[int]:
+        """Minimise the worst quotient, down to `aim`; the result joins the candidates."""
+        problem = problem_of(self._graph, shapes)
+        scaled = rescaled(problem, [_SCALE] * problem.points, divisors)
+        # Every buffer and op may have been rounded up by one unit.
+        target = int(aim * _SCALE) + problem.ops + len(problem.ready)
+        order = self._split(scaled, candidates, target).order
+        candidates.append(order)
+        return order
+
+    def _split(self, problem: ScheduleProblem, starts: Sequence[list[int]], target: int) -> Found:
+        found = split_search(
+            problem,
+            starts,
+            target=target,
+            work=self._share,
+            seconds=_TIME_LIMIT_S,
+            native=self._native,
+        )
+        self.timed_out |= found.timed_out
+        return found
+
+    def _worst_ratio(self, order: Sequence[int]) -> float:
+        """Return the greatest ratio over the shapes of an order's peak to the best one found."""
+        peaks = peaks_at_points(self.problem, order)
+        return max(peak / best for peak, best in zip(peaks, self._best, strict=True))
+
+    def _worst_excess(self, order: Sequence[int]) -> int | None:
+        """Return where an order exceeds the given order's peak most; None if nowhere."""
+        peaks = peaks_at_points(self._judge, order)
+        ratios = [peak / max(limit, 1) for peak, limit in zip(peaks, self._limits, strict=True)]
+        worst = max(range(len(ratios)), key=ratios.__getitem__)
+        return worst if peaks[worst] > self._limits[worst] else None

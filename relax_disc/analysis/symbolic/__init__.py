@@ -1,0 +1,1 @@
+"""Sizes that are not known: expressions, their comparison, the shape graph."""

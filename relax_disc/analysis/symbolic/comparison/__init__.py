@@ -1,0 +1,1 @@
+"""Proofs that one size is at most another, over the declared ranges."""

@@ -1,0 +1,1 @@
+"""What a module says of its sizes, as one system of equalities."""

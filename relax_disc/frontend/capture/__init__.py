@@ -1,0 +1,1 @@
+"""From a PyTorch model to one traced graph of ATen operators with symbolic sizes."""

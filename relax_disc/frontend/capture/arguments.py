@@ -1,0 +1,107 @@
+"""What a traced graph takes: the batch, and the tensors of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec
+
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.capture.export import MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One input of a traced graph.
+
+    Attributes
+    ----------
+    name : str
+        Name in the exported program.
+    kind : str
+        ``"batch"``, ``"parameter"``, ``"buffer"``, ``"constant"`` or ``"rng"``.
+    target : str or int
+        Full name in the model, or the index of the leaf of the batch.
+    tensor : torch.Tensor or None
+        The model's own tensor.
+    """
+
+    name: str
+    kind: str
+    target: str | int
+    tensor: Tensor | None
+
+
+def constants_of(arguments: Sequence[Argument]) -> dict[str, torch.Tensor]:
+    """Return the tensors of the model that are neither parameters nor buffers, by name."""
+    return {
+        str(a.target): a.tensor for a in arguments if a.kind == "constant" and a.tensor is not None
+    }
+
+
+def list_arguments(
+    program: ExportedProgram, model: nn.Module
+) -> tuple[tuple[Argument, ...], dict[str, int]]:
+    """List the inputs of a trace, batch first, tied parameters once.
+
+    Returns
+    -------
+    arguments : tuple of Argument
+        Without the state of the random numbers, which comes last.
+    position : dict of str to int
+        Where the value of each exported name comes from.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Two parameters share memory without being one parameter.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    constants = {**program.state_dict, **program.constants}
+    arguments: list[Argument] = []
+    position: dict[str, int] = {}
+    seen: dict[int, int] = {}
+    leaf = 0
+    for spec in sorted(program.graph_signature.input_specs, key=_rank):
+        name = spec.arg.name
+        target = (spec.target or "").removeprefix(f"{MODEL}.")
+        if spec.kind is InputKind.USER_INPUT:
+            argument = Argument(name, "batch", leaf, None)
+            leaf += 1
+        elif spec.kind is InputKind.PARAMETER:
+            tensor = parameters[target]
+            if id(tensor) in seen:
+                position[name] = seen[id(tensor)]
+                continue
+            seen[id(tensor)] = len(arguments)
+            argument = Argument(name, "parameter", target, tensor)
+        elif spec.kind is InputKind.BUFFER:
+            argument = Argument(name, "buffer", target, model.get_buffer(target))
+        else:
+            argument = Argument(name, "constant", target, constants[str(spec.target)])
+        position[name] = len(arguments)
+        arguments.append(argument)
+    _refuse_overlap(arguments)
+    return tuple(arguments), position
+
+
+def _rank(spec: InputSpec) -> int:
+    order = [InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER]
+    return order.index(spec.kind) if spec.kind in order else len(order)
+
+
+def _refuse_overlap(arguments: Sequence[Argument]) -> None:
+    owners: dict[int, Argument] = {}
+    for argument in arguments:
+        if argument.kind != "parameter" or argument.tensor is None or argument.tensor.numel() == 0:
+            continue
+        other = owners.setdefault(argument.tensor.untyped_storage().data_ptr(), argument)
+        if other is not argument:
+            raise UnsupportedOperatorError(
+                f"The parameters {other.target} and {argument.target} share memory without being "
+                "one parameter; tie them by assigning the same Parameter to both."
+            )

@@ -1,0 +1,155 @@
+"""Keep a ``torch.autograd.Function`` whole while the model is exported: its gradient is its own.
+
+torch.export records what a function computes and drops the gradient that it defines: a
+straight-through estimator or a reversed gradient would silently train as something else.  Here a
+call becomes one operator of the exported graph; the trace of gradients then makes the call itself,
+and finds the operators of both directions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import function as autograd_function
+from torch.utils import _pytree as pytree
+
+from relax_disc.frontend.capture.recurrent_layers import refusal
+
+OPERATOR = "relax_disc::custom_function"
+
+torch.library.define(OPERATOR, "(int call, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
+
+
+@dataclass(frozen=True, slots=True)
+class CustomCall:
+    """One call of a function.
+
+    Attributes
+    ----------
+    function : type
+        The subclass of ``torch.autograd.Function``.
+    leaves : tuple
+        Its flattened arguments; None in the places of tensors and sizes.
+    kinds : tuple of str
+        For each leaf ``"tensor"``, ``"size"`` or ``"plain"``.
+    structure : TreeSpec
+        Of the arguments.
+    """
+
+    function: Any
+    leaves: tuple[Any, ...]
+    kinds: tuple[str, ...]
+    structure: pytree.TreeSpec
+
+    def run(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> Any:
+        """Make the call with other tensors and sizes; whatever the function returns."""
+        given = {"tensor": iter(tensors), "size": iter(sizes)}
+        leaves = [
+            leaf if kind == "plain" else next(given[kind])
+            for leaf, kind in zip(self.leaves, self.kinds, strict=True)
+        ]
+        return self.function.apply(*pytree.tree_unflatten(leaves, self.structure))
+
+
+class CustomCalls:
+    """The calls that an export has met, in their order."""
+
+    def __init__(self) -> None:
+        self._calls: list[CustomCall] = []
+        self._returned: Any = None  # by the last call that was tried
+
+    def __getitem__(self, index: int) -> CustomCall:
+        """Return the call that a node of the graph names."""
+        return self._calls[index]
+
+    def record(self, function: Any, args: tuple[Any, ...]) -> Any:
+        """Put one operator into the graph instead of what a call computes."""
+        leaves, structure = pytree.tree_flatten(args)
+        kinds = tuple(_kind(leaf) for leaf in leaves)
+        by_kind: dict[str, list[Any]] = {"tensor": [], "size": [], "plain": []}
+        for leaf, kind in zip(leaves, kinds, strict=True):
+            by_kind[kind].append(leaf)
+        plain = tuple(
+            leaf if kind == "plain" else None for leaf, kind in zip(leaves, kinds, strict=True)
+        )
+        self._calls.append(CustomCall(function, plain, kinds, structure))
+        results = iter(_operator()(len(self._calls) - 1, by_kind["tensor"], by_kind["size"]))
+        returned, self._returned = self._returned, None
+        return pytree.tree_map_only(Tensor, lambda _: next(results), returned)
+
+    def tried(self, index: int, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
+        """Try a call on tensors without values, as it is without gradients; its tensors."""
+        call = self._calls[index]
+        versions = [tensor._version for tensor in tensors]
+        with _replaced(_original), torch.no_grad():
+            self._returned = call.run(tensors, sizes)
+        if versions != [tensor._version for tensor in tensors]:
+            why = (
+                "this torch.autograd.Function writes into its arguments; let it return new tensors"
+            )
+            raise refusal(call.function.__qualname__, why)
+        leaves = pytree.tree_leaves(self._returned)
+        return [torch.empty_like(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+_ACTIVE: list[CustomCalls] = []
+
+
+def _operator() -> Any:
+    return torch.ops.relax_disc.custom_function.default
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return "tensor"
+    return "size" if isinstance(leaf, torch.SymInt) else "plain"
+
+
+@torch.library.register_fake(OPERATOR)
+def _(call: int, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
+    return _ACTIVE[-1].tried(call, tensors, sizes)
+
+
+@contextlib.contextmanager
+def custom_functions() -> Iterator[CustomCalls]:
+    """Record calls of the functions of libraries and models while this is active.
+
+    Those of PyTorch itself, which belong to its operators, stay as they are.  Models hold on to
+    ``apply`` itself, so what that calls is replaced.
+    """
+    calls = CustomCalls()
+
+    def record(function: Any, *args: Any) -> Any:
+        if function.__module__.partition(".")[0] == "torch":
+            return _original(function, *args)
+        return calls.record(function, args)
+
+    _ACTIVE.append(calls)
+    try:
+        with _replaced(record):
+            yield calls
+    finally:
+        _ACTIVE.pop()
+
+
+def _original(function: Any, *args: Any) -> Any:
+    return super(autograd_function._SingleLevelFunction, function).apply(*args)
+
+
+@contextlib.contextmanager
+def _replaced(apply: Any) -> Iterator[None]:
+    base: Any = autograd_function._SingleLevelFunction
+    before = base.__dict__.get("apply")
+    base.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if before is None:
+            del base.apply
+        else:
+            base.apply = before

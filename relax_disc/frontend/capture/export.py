@@ -1,0 +1,364 @@
+"""Export the model, or the loss function over it, with the user's dims.
+
+The callable is wrapped so that it returns ``(loss, extras)`` whatever the model returns.  Failures
+of torch.export become this package's errors and name the line of the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import UserError, UserErrorType
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.export import ExportedProgram
+from torch.export.dynamic_shapes import _combine_args
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+
+from relax_disc.errors import (
+    InputMismatchError,
+    RelaxDiscError,
+    ShapeRangeError,
+    UnsupportedOperatorError,
+)
+from relax_disc.frontend.capture.batch_spec import BatchSpec
+from relax_disc.frontend.capture.causal_hint import masks_unread
+from relax_disc.frontend.capture.checkpointing import inlined_checkpoints
+from relax_disc.frontend.capture.containers import register_containers, shapes_as_lists
+from relax_disc.frontend.capture.custom_functions import CustomCalls, custom_functions
+from relax_disc.frontend.capture.dims import DimTable, declared_dims, dim_table, enlarge
+from relax_disc.frontend.capture.export_mode import ExportMode
+from relax_disc.frontend.capture.fixed_sizes import lines_that_fix_sizes, places
+from relax_disc.frontend.capture.guards import check_assertions, check_derived_dims
+from relax_disc.frontend.capture.size_branches import size_branches
+from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack, source_line
+from relax_disc.frontend.capture.symbolic_len import symbolic_len
+
+MODEL = "model"
+"""Name of the user's model inside the exported module; stripped from every full name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """An exported program with what is needed to read it."""
+
+    program: ExportedProgram
+    dims: DimTable
+    batch: BatchSpec
+    leaves: tuple[Any, ...]
+    custom_calls: CustomCalls
+
+
+class _Wrapped(nn.Module):
+    """A module around the user's, with the signature that the user sees."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        function: Callable[..., Any],
+        sign: Any,
+        loss_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.training = model.training
+        self.add_module(MODEL, model)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with symbolic_len(model, loss_fn):
+                return function(*args, **kwargs)
+
+        forward.__signature__ = sign  # pyright: ignore[reportFunctionMemberAccess]
+        self.forward = forward
+
+
+def wrap_step(model: nn.Module, loss_fn: Callable[..., Any] | None) -> nn.Module:
+    """Wrap a model so that calling it returns ``(loss, extras)``.
+
+    With ``loss_fn`` the loss is ``loss_fn(model, *batch)``; without, the model's output is the
+    loss, has ``.loss``, holds ``"loss"``, or is a tuple that begins with it.
+    """
+    if loss_fn is None:
+        return _Wrapped(model, lambda *a, **k: split_loss(model(*a, **k)), _signature(model))
+    sign = inspect.signature(loss_fn)
+    rest = list(sign.parameters.values())
+    if rest and rest[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        rest = rest[1:]
+    sign = sign.replace(parameters=rest)
+    return _Wrapped(model, lambda *a, **k: split_loss(loss_fn(model, *a, **k)), sign, loss_fn)
+
+
+def wrap_forward(model: nn.Module) -> nn.Module:
+    """Wrap a model so that its full names match those of :func:`wrap_step`."""
+    return _Wrapped(model, model, _signature(model))
+
+
+def _signature(model: nn.Module) -> inspect.Signature:
+    return inspect.signature(model.forward)
+
+
+def split_loss(output: Any) -> tuple[torch.Tensor, Any]:
+    """Split what a model or loss function returns into the loss and the extra outputs.
+
+    Raises
+    ------
+    InputMismatchError
+        No scalar loss can be found.
+    """
+    extras: Any = ()
+    if isinstance(output, torch.Tensor):
+        loss = output
+    elif isinstance(getattr(output, "loss", None), torch.Tensor):
+        loss = output.loss
+    elif isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
+        loss = output["loss"]
+        extras = {key: value for key, value in output.items() if key != "loss"}
+    elif isinstance(output, tuple | list) and output and isinstance(output[0], torch.Tensor):
+        loss, extras = output[0], tuple(output[1:])
+    else:
+        raise InputMismatchError(
+            f"The model returns {type(output).__name__}, in which no loss can be found: return the "
+            "loss, (loss, ...), or something with .loss, or pass loss_fn(model, *batch)."
+        )
+    register_containers(extras)
+    if loss.numel() != 1 or not loss.dtype.is_floating_point:
+        raise InputMismatchError(
+            f"The loss must be one floating-point number, but it has the shape "
+            f"{tuple(loss.shape)} and the type {loss.dtype}; pass loss_fn(model, *batch)."
+        )
+    return loss.reshape(()), extras
+
+
+def split_example(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Split example inputs into positional and keyword arguments.
+
+    A tuple or list holds positional arguments, a mapping keyword arguments, anything else is the
+    only argument.
+    """
+    if isinstance(example_inputs, tuple | list):
+        return tuple(example_inputs), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    return (example_inputs,), {}
+
+
+def _distinct(example: Any) -> Any:
+    """Copy a tensor that is given twice: torch.export would read both arguments from the first."""
+    seen: set[int] = set()
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in seen:
+            return tensor.detach().clone()
+        seen.add(id(tensor))
+        return tensor
+
+    return pytree.tree_map_only(torch.Tensor, apart, example)
+
+
+def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Exported:
+    """Export a wrapped model.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Control flow or a shape depends on data.
+    ShapeRangeError
+        The model contradicts ``dynamic_shapes``.
+    InputMismatchError
+        The arguments do not fit the model.
+    """
+    args, kwargs = split_example(example_inputs)
+    register_containers((args, kwargs))
+    _name_keywords(wrapped, kwargs)
+    args, kwargs = _distinct((args, kwargs))
+    try:
+        combined = _combine_args(wrapped, args, kwargs)
+    except TypeError as error:
+        raise InputMismatchError(f"example_inputs do not fit the model: {error}") from error
+    dynamic_shapes = _shapes_like(dynamic_shapes, combined)
+    try:
+        declared = declared_dims(combined, dynamic_shapes)
+    except UserError as error:
+        raise _translate(error) from error
+    except ValueError as error:
+        raise InputMismatchError(
+            f"dynamic_shapes do not fit the example inputs: {error}"
+        ) from error
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    larger_args, larger_kwargs = _enlarged(args, kwargs, declared)
+    with size_branches() as branches, lines_that_fix_sizes() as lines, custom_functions() as calls:
+        program = _export(wrapped, larger_args, larger_kwargs, dynamic_shapes, lines)
+    fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    _refuse_data_dependent_sizes(program)
+    table = dim_table(program, leaves, declared)
+    check_assertions(program, table, branches)
+    check_derived_dims(program, table, branches, lines)
+    batch = BatchSpec(structure, fixed, _positional(wrapped.forward))
+    return Exported(program, table, batch, tuple(leaves), calls)
+
+
+def _positional(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the parameters that can be given by place and by name."""
+    by_both = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind is by_both)
+
+
+def _shapes_like(dynamic_shapes: Any, combined: Mapping[str, Any]) -> Any:
+    if isinstance(dynamic_shapes, tuple | list):
+        arguments = [combined[key] for key in combined][: len(dynamic_shapes)]
+        return shapes_as_lists(list(dynamic_shapes), arguments)
+    return shapes_as_lists(dynamic_shapes, combined)
+
+
+def _name_keywords(wrapped: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Write the keywords that go into ``**kwargs`` into the signature, one by one.
+
+    torch.export's parts do not agree about how shapes of ``**kwargs`` are nested.
+    """
+    sign = _signature(wrapped)
+    plain = [p for p in sign.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if len(plain) == len(sign.parameters):
+        return
+    named = {p.name for p in plain}
+    plain += [
+        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY) for key in kwargs if key not in named
+    ]
+    wrapped.forward.__signature__ = sign.replace(  # pyright: ignore[reportFunctionMemberAccess]
+        parameters=plain
+    )
+
+
+def _enlarged(args: Any, kwargs: Any, declared: Mapping[int, Mapping[int, Any]]) -> Any:
+    """Make every dynamic axis of the example at least 2 long."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: enlarge(tensor, declared.get(id(tensor), {})), (args, kwargs)
+    )
+
+
+def _export(
+    wrapped: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    lines: Sequence[SourceLine],
+) -> ExportedProgram:
+    """Export; where torch cannot prove what it relies on, once more with assertions to check."""
+
+    def attempt(deferred: bool) -> ExportedProgram:
+        # nn.LSTM and its like keep their weights in a list beside the parameters.
+        warnings.filterwarnings("ignore", message="The tensor attributes .* were assigned")
+        with ExportMode():
+            return torch.export.export(
+                wrapped,
+                args,
+                kwargs,
+                dynamic_shapes=dynamic_shapes,
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=deferred,
+            )
+
+    try:
+        with warnings.catch_warnings(), inlined_checkpoints(), masks_unread():
+            try:
+                return attempt(deferred=False)
+            except UserError as error:
+                if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+                    raise
+                return attempt(deferred=True)
+    except (
+        GuardOnDataDependentSymNode,
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    ) as error:
+        raise _data_dependent(error) from error
+    except UnsupportedOperatorException as error:
+        raise _untraceable(error) from error
+    except UserError as error:
+        raise _translate(error, lines) from error
+    except RelaxDiscError:
+        raise
+    except RuntimeError as error:
+        line = parse_stack(_traceback(error))
+        raise UnsupportedOperatorError(
+            f"{line}: PyTorch cannot trace the model: {_first_part(error)}",
+            (("what torch.export cannot trace", str(line)),),
+        ) from error
+    except ValueError as error:
+        if ", in make_fake_inputs" not in _traceback(error):  # the model's own
+            raise
+        raise InputMismatchError(f"example_inputs cannot be exported: {error}") from error
+    except AssertionError as error:
+        # torch's own, made while it words what the model asks of the dims; the model's stay.
+        if "/torch/" not in _traceback(error).splitlines()[-1]:
+            raise
+        reason = (
+            f"it branches on a size in a way that torch.export cannot put into words ({error}), "
+            "such as `if length % 5`; pad or cut outside the model"
+        )
+        raise _contradiction(reason, lines) from error
+
+
+def _translate(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
+    if error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
+        return _contradiction(_first_part(error), lines)
+    if error.error_type is UserErrorType.INVALID_INPUT:
+        return InputMismatchError(f"dynamic_shapes do not fit the example inputs: {error}")
+    return _data_dependent(error)
+
+
+def _contradiction(reason: str, lines: Sequence[SourceLine]) -> ShapeRangeError:
+    return ShapeRangeError(f"The model contradicts dynamic_shapes{places(lines)}: {reason}")
+
+
+def _refuse_data_dependent_sizes(program: ExportedProgram) -> None:
+    """Refuse operators whose result's size is known only when they have run."""
+    found = [
+        (str(node.target), str(source_line(node)))
+        for node in program.graph.nodes
+        if node.meta.get("unbacked_bindings")
+    ]
+    if found:
+        listing = "\n".join(f"  {name} at {line}" for name, line in found)
+        raise UnsupportedOperatorError(
+            "Sizes that depend on data cannot be compiled; only sizes that follow from the shapes "
+            f"of the batch can:\n{listing}",
+            tuple(found),
+        )
+
+
+def _first_part(error: Exception) -> str:
+    """Cut torch's advice about tools of its own off an error's message."""
+    return str(error).split("The error above occurred")[0].strip()
+
+
+def _data_dependent(error: Exception) -> UnsupportedOperatorError:
+    line = parse_stack(str(error))
+    if not line.file:
+        line = parse_stack(_traceback(error))
+    return UnsupportedOperatorError(
+        f"{line}: the model decides from data (control flow or a shape that depends on the values "
+        f"of a tensor), which one compiled program cannot follow: {str(error).splitlines()[0]}",
+        (("data-dependent control flow", str(line)),),
+    )
+
+
+def _untraceable(error: UnsupportedOperatorException) -> UnsupportedOperatorError:
+    line, name = parse_stack(_traceback(error)), str(error.func)
+    return UnsupportedOperatorError(
+        f"{line}: PyTorch cannot trace {name} with symbolic sizes.", ((name, str(line)),)
+    )
+
+
+def _traceback(error: BaseException) -> str:
+    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
+    return "".join(f'File "{f.filename}", line {f.lineno}, in {f.function}\n' for f in frames)

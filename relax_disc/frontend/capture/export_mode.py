@@ -1,0 +1,199 @@
+"""Calls of PyTorch that are replaced while a model is exported.
+
+PyTorch's own tracing writes them in a form that fixes a size: a recurrent layer step by step, an
+evenly spaced range as a list, bags of equal length by offsets; or they look at data to check it.
+What is put in their place gives the same values for every size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from relax_disc.frontend import torch_ctc  # noqa: F401  registers torch.ops.relax_disc
+from relax_disc.frontend.capture.recurrent_layers import recurrent_layers, refusal, refuse_packing
+
+
+class ExportMode(TorchFunctionMode):
+    """While active, the calls of `REPLACED` are replaced where a replacement is not None."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Replace a call, or make it."""
+        kwargs = kwargs or {}
+        replacement = REPLACED.get(func)
+        result = None if replacement is None else replacement(*args, **kwargs)
+        return func(*args, **kwargs) if result is None else result
+
+
+def _layer(kind: str) -> Callable[..., Any]:
+    def layer(*args: Any) -> Any:
+        """Recurrent layers over any length, one operator for each layer and direction."""
+        return recurrent_layers(kind, *args)
+
+    return layer
+
+
+def _packing(name: str) -> Callable[..., Any]:
+    def packing(*_: Any) -> Any:
+        """Refused by name: the layout depends on the data of the lengths."""
+        refuse_packing(name)
+
+    return packing
+
+
+def _hook(*_: Any) -> Any:
+    """Refused by name: torch.export would leave the hook out, and the gradient as it is."""
+    why = "a hook on a gradient is not called by a compiled step; change the gradient with a "
+    raise refusal("Tensor.register_hook", why + "torch.autograd.Function")
+
+
+def _linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor | None:
+    """Evenly spaced numbers, as many as a dim says."""
+    numbers = isinstance(start, int | float) and isinstance(end, int | float)
+    if not isinstance(steps, torch.SymInt) or not numbers or options.get("out") is not None:
+        return None
+    dtype = options.get("dtype") or torch.get_default_dtype()
+    count: Any = steps
+    place = torch.arange(count, dtype=dtype, device=options.get("device"))
+    step = (end - start) / torch.sym_max(steps - 1, 1)
+    # From the nearer end, as PyTorch does, so that both ends are exact.
+    backward: Any = count - 1 - place
+    return torch.where(place.lt(steps // 2), start + place * step, end - backward * step).to(dtype)
+
+
+def _embedding_bag(
+    ids: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor | None:
+    """Bags of one length, rank 2: rows of a table, summed, averaged, or their greatest."""
+    if ids.dim() != 2 or max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+    rows = functional.embedding(ids, weight, padding_idx)
+    if padding_idx is None:
+        there = torch.ones_like(ids, dtype=torch.bool)[..., None]
+    else:
+        there = (ids != padding_idx % weight.shape[0])[..., None]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[..., None]
+    if mode == "max":
+        top = torch.where(there, rows, float("-inf")).amax(1)
+        return torch.where(there.any(1), top, 0.0)
+    total = torch.where(there, rows, 0.0).sum(1)
+    return total / there.sum(1).clamp_min(1) if mode == "mean" else total
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Connectionist temporal classification of padded targets, kept whole.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        The targets of a batch are concatenated.
+    """
+    alone = log_probs.dim() == 2
+    if alone:
+        log_probs, targets = log_probs.unsqueeze(1), targets.reshape(1, -1)
+    if targets.dim() != 2:
+        raise refusal(
+            "ctc_loss",
+            "concatenated targets have a layout that depends on data; give them padded, [N, S]",
+        )
+    lengths = [
+        torch.as_tensor(x, dtype=torch.int64, device=log_probs.device).reshape(-1)
+        for x in (input_lengths, target_lengths)
+    ]
+    wide = torch.promote_types(log_probs.dtype, torch.float32)
+    loss = torch.ops.relax_disc.ctc_loss(
+        log_probs.to(wide), targets.to(torch.int64), *lengths, blank
+    )[0]
+    if zero_infinity:
+        loss = torch.where(torch.isinf(loss), 0.0, loss)
+    if reduction == "mean":
+        loss = (loss / lengths[1].clamp_min(1).to(wide)).mean()
+    elif reduction == "sum":
+        loss = loss.sum()
+    elif alone:
+        loss = loss.squeeze(0)
+    return loss.to(log_probs.dtype)
+
+
+def _max_pool1d(
+    x: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor | None:
+    """Pooling of one axis as pooling of two, which keeps the axis a symbol."""
+    if return_indices:
+        return None
+    kernel, step, border, spread = (
+        (one, v[0] if isinstance(v, tuple | list) else v)
+        for one, v in ((1, kernel_size), (1, stride or kernel_size), (0, padding), (1, dilation))
+    )
+    rows = functional.max_pool2d(x.unsqueeze(-2), kernel, step, border, spread, ceil_mode)
+    return rows.squeeze(-2)
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor | None:
+    """PyTorch's formula without its look at the data for negative variances."""
+    if not isinstance(var, Tensor) or reduction not in ("none", "mean", "sum"):
+        return None
+    if var.dim() == input.dim() - 1:
+        var = var.unsqueeze(-1)
+    var = var + (var.clamp_min(eps) - var).detach()  # the bound passes gradients on
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}[reduction](loss)
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.lstm: _layer("lstm"),
+    torch.gru: _layer("gru"),
+    torch.rnn_tanh: _layer("rnn_tanh"),
+    torch.rnn_relu: _layer("rnn_relu"),
+    torch._VF._pack_padded_sequence: _packing("pack_padded_sequence"),
+    torch._VF._pad_packed_sequence: _packing("pad_packed_sequence"),
+    torch.Tensor.register_hook: _hook,
+    torch.linspace: _linspace,
+    functional.embedding_bag: _embedding_bag,
+    torch.max_pool1d: _max_pool1d,
+    functional.max_pool1d: _max_pool1d,
+    functional.ctc_loss: _ctc_loss,
+    functional.gaussian_nll_loss: _gaussian_nll_loss,
+}

@@ -1,0 +1,113 @@
+"""Export `nn.LSTM`, `nn.GRU` and `nn.RNN` as whole layers over a symbolic length.
+
+PyTorch's own tracing writes such a layer step by step, which fixes its length.  Here it becomes
+products of the inputs, one operator for the recurrent part of each layer and direction, and dropout
+in between.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend import torch_recurrence  # noqa: F401  registers torch.ops.relax_disc
+from relax_disc.frontend.capture.source_lines import parse_stack
+from relax_disc.recurrence_kinds import KINDS
+
+
+def refuse_packing(name: str) -> NoReturn:
+    """Raise, since the model packs sequences.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Always.
+    """
+    raise refusal(
+        name,
+        "the layout of a packed sequence depends on the data of the lengths; give the layer the "
+        "padded tensor, and mask what lies beyond each length (in the loss, ignore_index does)",
+    )
+
+
+def refusal(name: str, why: str) -> UnsupportedOperatorError:
+    """Make the error for a call that cannot be exported; names the model's line."""
+    line = parse_stack("".join(traceback.format_stack()))
+    return UnsupportedOperatorError(f"{line}: {name}: {why}.", ((name, str(line)),))
+
+
+def recurrent_layers(
+    kind: str,
+    x: Tensor,
+    first: Any,
+    weights: Any,
+    has_biases: Any,
+    num_layers: Any,
+    dropout: Any,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool = False,
+) -> tuple[Tensor, ...]:
+    """``torch.lstm`` and its like: stacked layers, each in one or two directions.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        The input is a packed sequence, or the layer projects its hidden state.
+    """
+    if not isinstance(num_layers, int) or isinstance(num_layers, bool):
+        raise refusal(kind, "a packed sequence cannot be compiled; give the layer a padded tensor")
+    directions = 2 if bidirectional else 1
+    each = len(weights) // (num_layers * directions)
+    if each != (4 if has_biases else 2):
+        raise refusal(kind, "proj_size is not supported; put a linear layer behind the layer")
+    states = first if kind == "lstm" else (first,)  # each [layers * directions, B, H]
+    dtype = _result_dtype(kind, x)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    lasts = []
+    for layer in range(num_layers):
+        outs = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            own = weights[index * each : (index + 1) * each]
+            state = torch.stack([s[index] for s in states]).to(wide)
+            out, last = _one(kind, x, state, own, batch_first, direction == 1, wide)
+            outs.append(out.to(dtype))
+            lasts.append(last)
+        x = outs[0] if directions == 1 else torch.cat(outs, -1)
+        if dropout and train and layer < num_layers - 1:
+            x = functional.dropout(x, dropout, True)
+    final = torch.stack(lasts, 1).to(dtype)
+    return (x, *(final[k] for k in range(KINDS[kind].states)))
+
+
+def _one(
+    kind: str,
+    x: Tensor,
+    state: Tensor,
+    weights: Sequence[Tensor],
+    batch_first: bool,
+    reverse: bool,
+    wide: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Trace one layer in one direction; the recurrent part in float32 for short floats."""
+    input_weight, weight, *biases = weights
+    projected = functional.linear(x, input_weight, biases[0] if biases else None).to(wide)
+    bias = biases[1].to(wide) if biases else weight.new_zeros(weight.shape[0], dtype=wide)
+    out, last, _ = torch.ops.relax_disc.recurrence(
+        projected, state, weight.to(wide), bias, kind, batch_first, reverse
+    )
+    return out, last
+
+
+def _result_dtype(kind: str, x: Tensor) -> torch.dtype:
+    """Type that the layer returns: autocast's, which a GRU of PyTorch does not heed on the CPU."""
+    if torch.is_autocast_enabled("cpu") and kind != "gru" and x.dtype != torch.float64:
+        return torch.get_autocast_dtype("cpu")
+    return x.dtype

@@ -1,0 +1,239 @@
+"""Capture a PyTorch training step, or a forward pass, as one symbolic Relax function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from relax_disc.errors import InputMismatchError
+from relax_disc.frontend.capture.arguments import constants_of, list_arguments
+from relax_disc.frontend.capture.export import Exported, export, wrap_forward, wrap_step
+from relax_disc.frontend.capture.fingerprint import fingerprint
+from relax_disc.frontend.capture.refusals import refuse_model
+from relax_disc.frontend.capture.trace import Traced, trace_forward, trace_step
+from relax_disc.frontend.emission import Wanted, emit_functions
+from relax_disc.frontend.importer import refuse_unknown
+from relax_disc.frontend.optimizer.updates import describe_updates
+from relax_disc.frontend.spec import CapturedStep, UpdateGroup
+
+ADDING, UPDATING = "add_gradients", "update_from_sum"
+"""Names of the functions of `capture_accumulation`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedStep:
+    """A model and its loss as PyTorch exports them, before their gradients are traced.
+
+    Attributes
+    ----------
+    exported : Exported
+        The forward pass.
+    model : torch.nn.Module
+        As given.
+    optimizer : Optimizer or None
+        As given.
+    max_grad_norm : float or None
+        As given.
+    """
+
+    exported: Exported
+    model: nn.Module
+    optimizer: Optimizer | None
+    max_grad_norm: float | None
+
+    def fingerprint(
+        self, *, accumulate: bool = False, groups: Sequence[UpdateGroup] | None = None
+    ) -> str | None:
+        """Hash what decides the result of `capture`, but for versions and sources.
+
+        Values of parameters and of hyper-parameters, which calls read, and sizes of the example
+        make no difference.  None where the hash could not be trusted: see
+        :func:`.fingerprint.fingerprint`.
+
+        Parameters
+        ----------
+        accumulate : bool
+            Of `capture_accumulation` instead.
+        groups : sequence of UpdateGroup, optional
+            As given to that.
+
+        Raises
+        ------
+        UnsupportedOperatorError
+            The optimizer or one of its flags cannot be honoured, or parameters overlap.
+        """
+        arguments, position = list_arguments(self.exported.program, self.model)
+        settings = [
+            sorted(position.items()),
+            describe_updates(self.optimizer, arguments),
+            repr(self.max_grad_norm),
+            accumulate,
+            None if groups is None else [astuple(group) for group in groups],
+        ]
+        return fingerprint(self.exported, arguments, settings)
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the model that are neither parameters nor buffers, by name."""
+        arguments, _ = list_arguments(self.exported.program, self.model)
+        return constants_of(arguments)
+
+    def capture(self) -> CapturedStep:
+        """Trace the gradients and make the Relax function: see `capture_step`."""
+        wanted = Wanted(optimizer=self.optimizer, max_grad_norm=self.max_grad_norm)
+        return emit_functions(self.exported, _trace(self.exported, self.model), [wanted])[0]
+
+    def capture_accumulation(
+        self, groups: Sequence[UpdateGroup] | None = None
+    ) -> tuple[CapturedStep, CapturedStep]:
+        """Make the functions that sum gradients: see the function of the same name."""
+        common: dict[str, Any] = {
+            "optimizer": self.optimizer,
+            "groups": groups,
+            "accumulate": True,
+        }
+        adding = Wanted(function=ADDING, update=False, **common)
+        updating = Wanted(function=UPDATING, max_grad_norm=self.max_grad_norm, **common)
+        traced = _trace(self.exported, self.model)
+        first, second = emit_functions(self.exported, traced, [adding, updating])
+        return first, second
+
+
+def export_step(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    example_inputs: Any,
+    *,
+    dynamic_shapes: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    max_grad_norm: float | None = None,
+) -> ExportedStep:
+    """Do the first part of `capture_step`, whose parameters and errors it has."""
+    refuse_model(model, trained=True)
+    exported = export(wrap_step(model, loss_fn), example_inputs, dynamic_shapes)
+    return ExportedStep(exported, model, optimizer, max_grad_norm)
+
+
+def capture_step(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    example_inputs: Any,
+    *,
+    dynamic_shapes: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    max_grad_norm: float | None = None,
+) -> CapturedStep:
+    """Capture forward, gradients and optimizer update as one Relax function.
+
+    Nothing is changed: neither the model nor the optimizer, which keep their tensors.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        In the mode, ``train()`` or ``eval()``, in which it shall run.
+    optimizer : Optimizer or None
+        SGD, Adam or AdamW; with ``None`` the gradients themselves are returned.
+    example_inputs : tuple, mapping or object
+        Positional arguments, keyword arguments, or the only argument of the step.  Its tensors
+        are only looked at; a dynamic axis of size 1 is traced as if it were longer.
+    dynamic_shapes : object
+        As ``torch.export.export`` takes it, for the arguments of the step.
+    loss_fn : callable, optional
+        ``loss_fn(model, *batch)`` returns the loss, or ``(loss, extra outputs)``.  Without it the
+        model's output is the loss, has ``.loss``, holds ``"loss"``, or is a tuple that begins with
+        it.
+    max_grad_norm : float, optional
+        Clip the gradients of all trained parameters by their global norm; the norm becomes an
+        output.
+
+    Returns
+    -------
+    CapturedStep
+        The function ``main`` returns ``(loss, *extras[, norm], *buffers, *parameters, *states)``,
+        with gradients in the place of parameters and states when there is no optimizer.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Something in the model or the optimizer cannot be translated.
+    ShapeRangeError
+        The model contradicts ``dynamic_shapes``.
+    InputMismatchError
+        The arguments do not fit the model, or there is no loss.
+    """
+    return export_step(
+        model,
+        optimizer,
+        example_inputs,
+        dynamic_shapes=dynamic_shapes,
+        loss_fn=loss_fn,
+        max_grad_norm=max_grad_norm,
+    ).capture()
+
+
+def capture_accumulation(
+    model: nn.Module,
+    optimizer: Optimizer,
+    example_inputs: Any,
+    *,
+    dynamic_shapes: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    max_grad_norm: float | None = None,
+    groups: Sequence[UpdateGroup] | None = None,
+) -> tuple[CapturedStep, CapturedStep]:
+    """Capture the two functions that sum gradients over batches, in one module.
+
+    Both take the optimizer's state, so that it counts as memory of the call, and the sums, which
+    they write in place.
+
+    Parameters
+    ----------
+    groups : sequence of UpdateGroup, optional
+        Update groups of the function that `capture_step` made; by default as it would make them.
+    model, optimizer, example_inputs, dynamic_shapes, loss_fn, max_grad_norm
+        See `capture_step`, as are the errors.
+
+    Returns
+    -------
+    adding : CapturedStep
+        ``(loss, *extras, *buffers, *sums)``; updates nothing else.
+    updating : CapturedStep
+        ``(loss, *extras[, norm], *buffers, *sums, *parameters, *states)``: the sums include this
+        batch's gradients; they are clipped, and the update is made from them.
+    """
+    return export_step(
+        model,
+        optimizer,
+        example_inputs,
+        dynamic_shapes=dynamic_shapes,
+        loss_fn=loss_fn,
+        max_grad_norm=max_grad_norm,
+    ).capture_accumulation(groups)
+
+
+def _trace(exported: Exported, model: nn.Module) -> Traced:
+    traced = trace_step(exported, model)
+    refuse_unknown(traced)
+    if not traced.gradients:
+        raise InputMismatchError(
+            "The loss does not depend on any parameter that requires a gradient; "
+            "use capture_forward for inference."
+        )
+    return traced
+
+
+def capture_forward(model: nn.Module, example_inputs: Any, *, dynamic_shapes: Any) -> CapturedStep:
+    """Capture the forward pass alone; every output is of kind ``"extra"``.
+
+    Parameters, errors and the result are as in :func:`capture_step`; buffers that the forward pass
+    changes are outputs too.
+    """
+    refuse_model(model, trained=False)
+    exported = export(wrap_forward(model), example_inputs, dynamic_shapes)
+    traced = trace_forward(exported, model)
+    refuse_unknown(traced)
+    return emit_functions(exported, traced, [Wanted(forward=True)])[0]

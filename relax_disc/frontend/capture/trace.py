@@ -1,0 +1,323 @@
+"""Trace forward and gradients of an exported program into one flat graph of ATen operators.
+
+The exported graph is interpreted under ``make_fx`` on its own fake tensors, so that sizes stay
+symbols.  Attention and cross-entropy are kept whole (:mod:`.whole_operators`); everything else is
+decomposed into the operators that the importer knows.  The optimizer is not traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
+from relax_disc.frontend.capture.arguments import Argument, list_arguments
+from relax_disc.frontend.capture.custom_functions import CustomCalls
+from relax_disc.frontend.capture.decompositions import decomposition_table
+from relax_disc.frontend.capture.export import Exported
+from relax_disc.frontend.capture.guards import GuardWatch
+from relax_disc.frontend.capture.layouts import laid_out_like
+from relax_disc.frontend.capture.refusals import refuse_autocast
+from relax_disc.frontend.capture.source_lines import source_line
+from relax_disc.frontend.capture.whole_operators import RULES, under_autocast
+from relax_disc.frontend.random_ops import Randomness
+
+_WITHOUT_GRADIENT = re.compile(r"derivative for (\S+) is not implemented")
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A flat graph; its placeholders follow ``arguments``, its output is one flat list.
+
+    The list holds the loss, the extra outputs, the new values of ``buffers`` and the gradients of
+    ``gradients``, in this order; the last two are indices into ``arguments``.
+    """
+
+    graph: fx.GraphModule
+    arguments: tuple[Argument, ...]
+    extras: pytree.TreeSpec | None
+    extra_count: int
+    buffers: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+
+class _StepInterpreter(fx.Interpreter):
+    """Runs an exported graph, keeps some operators whole and enters nested graphs."""
+
+    def __init__(
+        self, graph: fx.GraphModule, randomness: Randomness, custom_calls: CustomCalls
+    ) -> None:
+        super().__init__(graph, garbage_collect_values=False)
+        self._custom_calls = custom_calls
+        self._randomness = randomness
+        self._random_rules = randomness.rules()
+
+    def run_node(self, n: fx.Node) -> Any:
+        if getattr(n.target, "__name__", "") == "wrap_with_autocast" and torch.is_grad_enabled():
+            self._check_autocast(n)
+        try:
+            result = super().run_node(n)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, RelaxDiscError):
+                raise
+            line = source_line(n)
+            raise UnsupportedOperatorError(
+                f"{line}: PyTorch cannot trace {n.target} with symbolic sizes: "
+                f"{str(error).splitlines()[0]}",
+                ((str(n.target), str(line)),),
+            ) from error
+        if n.target not in RULES:
+            return result
+        with fx_traceback.set_current_meta(n):
+            return laid_out_like(result, n.meta.get("val"))
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in RULES:
+            args, kwargs = under_autocast(target, args, kwargs)
+        rule = RULES.get(target) or self._random_rules.get(target)
+        if rule is not None and (result := rule(*args, **kwargs)) is not None:
+            return result
+        if target is torch.ops.aten.scaled_dot_product_attention.default:
+            call = inspect.signature(RULES[target]).bind(*args, **kwargs)
+            call.apply_defaults()
+            if call.arguments["dropout_p"] > 0:
+                return self._randomness.attention(*call.args, **call.kwargs)
+        if target is torch.ops.relax_disc.custom_function.default:
+            call, tensors, sizes = args
+            results = pytree.tree_leaves(self._custom_calls[call].run(tensors, sizes))
+            return [result for result in results if isinstance(result, Tensor)]
+        name = getattr(target, "__name__", "")
+        if name == "wrap_with_set_grad_enabled":
+            with torch.set_grad_enabled(args[0]):
+                return self._enter(args[1], args[2:])
+        if name == "wrap_with_autocast":
+            device, dtype, enabled, cache = args[:4]
+            with torch.autocast(device, dtype, enabled, cache):
+                return self._enter(args[4], args[5:])
+        return super().call_function(target, args, kwargs)
+
+    def _check_autocast(self, node: fx.Node) -> None:
+        """Refuse a region in float16; the region's first operator says where it is."""
+        _, dtype, enabled, _, inner = node.args[:5]
+        if not enabled:
+            return
+        assert isinstance(inner, fx.Node) and isinstance(dtype, torch.dtype)
+        region = self.fetch_attr(str(inner.target))
+        lines = [source_line(n) for n in region.graph.nodes if n.op == "call_function"]
+        refuse_autocast(dtype, str(next((line for line in lines if line.file), source_line(node))))
+
+    def _enter(self, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
+        return _StepInterpreter(graph, self._randomness, self._custom_calls).run(*args)
+
+
+def trace_step(exported: Exported, model: nn.Module) -> Traced:
+    """Trace the loss, its gradients by every parameter that requires them, and mutated buffers.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Two parameters share memory without being one parameter, or PyTorch cannot trace an
+        operator with symbolic sizes.
+    ShapeRangeError
+        The gradients rely on a condition that fails at some size in range.
+    """
+    return _trace(exported, model, with_gradients=True)
+
+
+def trace_forward(exported: Exported, model: nn.Module) -> Traced:
+    """Trace the outputs alone; the first is in the place of the loss."""
+    return _trace(exported, model, with_gradients=False)
+
+
+def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced:
+    program = exported.program
+    arguments, position = list_arguments(program, model)
+    trained = tuple(
+        index
+        for index, argument in enumerate(arguments)
+        if with_gradients
+        and argument.kind == "parameter"
+        and argument.tensor is not None
+        and argument.tensor.requires_grad
+    )
+    mutates = _mutates(program.graph_module)
+    buffers = tuple(i for i, a in enumerate(arguments) if a.kind == "buffer") if mutates else ()
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    users = [
+        index
+        for index, spec in enumerate(program.graph_signature.output_specs)
+        if spec.kind is OutputKind.USER_OUTPUT
+    ]
+    outputs: dict[str, Any] = {}
+
+    def step(*flat: Any) -> list[Any]:
+        values = [v.detach() if isinstance(v, Tensor) else v for v in flat]
+        for index in trained:
+            values[index] = values[index].requires_grad_(True)
+        feed = [values[position[node.name]] for node in placeholders]
+        with torch.set_grad_enabled(with_gradients):
+            randomness = Randomness(values[-1])
+            interpreter = _StepInterpreter(program.graph_module, randomness, exported.custom_calls)
+            produced = interpreter.run(*feed)
+        found = [produced[index] for index in users]
+        extras = [x.detach() if isinstance(x, Tensor) else x for x in found[1:]]
+        grads: Sequence[Tensor | None] = ()
+        if with_gradients:
+            if found[0].requires_grad:
+                _keep_lines(found[0])
+                wanted = [values[index] for index in trained]
+                grads = _gradients(found[0], wanted)
+            else:
+                grads = [None] * len(trained)
+        outputs["grads"] = [g is not None for g in grads]
+        kept = [g.detach() for g in grads if g is not None]
+        changed = [values[index].detach() for index in buffers]
+        return [found[0].detach(), *extras, *changed, *kept]
+
+    fakes = _fakes(program, placeholders, position, len(arguments))
+    arguments = (*arguments, Argument("rng", "rng", "rng", None))
+    with next(f.fake_mode for f in fakes if hasattr(f, "fake_mode")):
+        fakes.append(torch.empty(2, dtype=torch.int64))
+    watch = GuardWatch(fakes)
+    graph = _make_graph(step, fakes, mutates)
+    if not mutates and _mutates(graph):  # a decomposition wrote in place
+        graph = _make_graph(step, fakes, functionalize=True)
+    watch.check(exported.dims)
+    graph.graph.eliminate_dead_code()
+    kept = [i for i, there in zip(trained, outputs["grads"], strict=True) if there]
+    return _drop_unchanged(graph, arguments, len(users) - 1, buffers, tuple(kept), program)
+
+
+def _make_graph(step: Callable[..., Any], fakes: list[Any], functionalize: bool) -> fx.GraphModule:
+    if functionalize:
+        mode = FunctionalTensorMode(pre_dispatch=False, _allow_token_discovery=False)
+        step = dispatch_functionalize(step, mode)
+    fake_mode = next(f.fake_mode for f in fakes if hasattr(f, "fake_mode"))
+    contexts = (
+        fake_mode,
+        _lines_of_the_model(),
+        enable_python_dispatcher(),  # decompositions that keep sizes symbolic
+        _without_libraries(),
+    )
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        return make_fx(
+            step,
+            decomposition_table=decomposition_table(),
+            tracing_mode="real",
+            _allow_non_fake_inputs=True,
+        )(*fakes)
+
+
+@contextlib.contextmanager
+def _without_libraries() -> Iterator[None]:
+    """Keep operators of mkldnn out of decompositions, and nnpack's limits out of the guards.
+
+    PyTorch would give a convolution over fewer than 16 pictures to nnpack, and guard on that.
+    ``torch.backends.mkldnn.flags`` would also set precisions, and not restore them all.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with torch.backends.nnpack.flags(enabled=False):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextlib.contextmanager
+def _lines_of_the_model() -> Iterator[None]:
+    """Copy the exported nodes' source lines to the traced nodes, the gradients' included."""
+    before, check_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+    try:
+        with fx_traceback.preserve_node_meta():
+            yield
+    finally:
+        torch.autograd.set_detect_anomaly(before, check_nan)
+
+
+def _gradients(loss: Tensor, wanted: list[Tensor]) -> Sequence[Tensor | None]:
+    try:
+        return torch.autograd.grad(loss, wanted, allow_unused=True)
+    except RuntimeError as error:
+        found = _WITHOUT_GRADIENT.search(str(error))
+        if found is None:
+            raise
+        raise UnsupportedOperatorError(
+            f"PyTorch has no gradient for {found[1]}; detach what goes into it.",
+            ((found[1], "an unknown line"),),
+        ) from error
+
+
+def _keep_lines(loss: Tensor) -> None:
+    if loss.grad_fn is not None:
+        setup_stacktrace_preservation_hooks([loss.grad_fn])
+
+
+def _fakes(
+    program: ExportedProgram, placeholders: list[fx.Node], position: dict[str, int], count: int
+) -> list[Any]:
+    fakes: list[Any] = [None] * count
+    for node in placeholders:
+        value = node.meta.get("val")
+        fakes[position[node.name]] = value.detach() if isinstance(value, Tensor) else value
+    return fakes
+
+
+def _mutates(graph: fx.GraphModule) -> bool:
+    for module in graph.modules():
+        nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
+        for node in nodes:
+            schema = getattr(node.target, "_schema", None)
+            if node.op == "call_function" and schema is not None and schema.is_mutable:
+                return True
+    return False
+
+
+def _drop_unchanged(
+    graph: fx.GraphModule,
+    arguments: tuple[Argument, ...],
+    extra_count: int,
+    buffers: tuple[int, ...],
+    gradients: tuple[int, ...],
+    program: ExportedProgram,
+) -> Traced:
+    """Drop the buffers whose new value is the old one from the outputs."""
+    output = graph.graph.output_node()
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    flat = list(output.args[0])  # pyright: ignore[reportArgumentType]
+    first = 1 + extra_count
+    changed = [
+        (index, flat[first + k])
+        for k, index in enumerate(buffers)
+        if flat[first + k] is not placeholders[index]
+    ]
+    rest = flat[first + len(buffers) :]
+    output.args = ([*flat[:first], *(node for _, node in changed), *rest],)
+    graph.recompile()
+    extras = program.call_spec.out_spec
+    return Traced(
+        graph,
+        arguments,
+        extras,
+        extra_count,
+        tuple(index for index, _ in changed),
+        gradients,
+    )

@@ -1,0 +1,1 @@
+"""The optimizer's part of a step: states, sums of gradients, clipping, updates."""

@@ -1,0 +1,79 @@
+"""Gradients that are added to those of earlier batches, as ``loss.backward()`` does.
+
+Each gradient becomes an input of kind ``"gradient"``, the caller's own tensor (``p.grad``), and an
+output paired with it: the sum, written in place.  What the adding kernels read beside them passes a
+guard first, so nothing is added before the loss has been checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tvm import relax
+
+from relax_disc.frontend.capture.source_lines import SourceLine
+from relax_disc.frontend.capture.trace import Traced
+from relax_disc.frontend.emitter import Emitter, dtype_name
+from relax_disc.frontend.importer import Parameters, variable_name
+from relax_disc.frontend.optimizer.kernels import hyper_dtype, update_kernel
+from relax_disc.frontend.optimizer.states import hyper_names
+from relax_disc.frontend.spec import InputSpec, OutputSpec
+from relax_disc.vm_builtins.guard import GUARD
+
+
+def declare_gradients(traced: Traced, parameters: Parameters) -> tuple[int, ...]:
+    """Declare the sums so far, and what guards them, as parameters of the function.
+
+    Returns
+    -------
+    tuple of int
+        Positions of the sums.
+    """
+    first = len(parameters.specs)
+    kinds = set()
+    for index in traced.gradients:
+        target, tensor = str(traced.arguments[index].target), traced.arguments[index].tensor
+        assert tensor is not None
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        name = f"{variable_name(target)}_grad"
+        parameters.add(InputSpec(name, "gradient", target, "", -1, shape, dtype), shape)
+        kinds.add(hyper_dtype(dtype))
+    positions = tuple(range(first, len(parameters.specs)))
+    for dtype in sorted(kinds):
+        shape = (len(hyper_names("sum")),)
+        parameters.add(InputSpec(f"adding_{dtype}", "adding", dtype, "", -1, shape, dtype), shape)
+    return positions
+
+
+def emit_sums(
+    emitter: Emitter,
+    parameters: Parameters,
+    positions: Sequence[int],
+    grads: Sequence[Any],
+    loss: Any,
+) -> tuple[list[OutputSpec], list[Any]]:
+    """Add the new gradients to the sums so far.
+
+    Returns
+    -------
+    outputs, values : list
+        The sums, paired with the inputs that they are written over.
+    """
+    guarded: dict[str, Any] = {}
+    for spec, variable in zip(parameters.specs, parameters.variables, strict=True):
+        if spec.kind == "adding":
+            emitter.locate(f"{spec.name}_checked", SourceLine("", 0))
+            call = relax.call_dps_packed(GUARD, [variable, loss], variable.ty)
+            guarded[spec.dtype] = emitter.emit(call)
+    outputs, values = [], []
+    for position, grad in zip(positions, grads, strict=True):
+        spec = parameters.specs[position]
+        extents: Any = list(spec.shape)
+        kernel = update_kernel("sum", tuple(extents), spec.dtype, False)
+        emitter.locate(f"{spec.name}_sum", SourceLine("", 0))
+        args = [parameters.variables[position], grad, guarded[hyper_dtype(spec.dtype)]]
+        kind = relax.TensorType(extents, spec.dtype)
+        values.append(emitter.kernel(kernel, "update_sum", args, kind))
+        outputs.append(OutputSpec(str(spec.target), "gradient", position))
+    return outputs, values

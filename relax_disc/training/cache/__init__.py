@@ -1,0 +1,1 @@
+"""What a second start reads instead of compiling again: artefacts, programs, traces."""

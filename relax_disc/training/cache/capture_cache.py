@@ -1,0 +1,100 @@
+"""Keep what a capture led to, so that a second start traces no gradients.
+
+Beside a program (:mod:`.compile_cache`) lies a record of every capture that led to it, named by the
+program and by a hash of what the capture depends on: the fingerprint of the exported model, the
+target, the versions of the libraries, the processor and the package's own sources.  A record says
+what the functions of the program take and return; it is checked and written like a program, and
+goes with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import tvm
+
+from relax_disc.errors import ArtefactError
+from relax_disc.frontend.spec import CapturedStep
+from relax_disc.training.cache import artefact
+from relax_disc.training.cache.artefact_spec import describe_captured, restore_captured
+from relax_disc.training.cache.compile_cache import (
+    RECORD_SUFFIX,
+    CachedProgram,
+    load_program,
+    program_folder,
+    surroundings,
+)
+from relax_disc.training.call.batch import BatchSchema
+
+_logger = logging.getLogger(__name__)
+
+Described = tuple[CapturedStep, BatchSchema]
+"""A captured function and the batch that it takes."""
+
+
+def recall(
+    fingerprint: str | None,
+    target: tvm.target.Target,
+    constants: Mapping[str, torch.Tensor],
+) -> tuple[list[Described], CachedProgram] | None:
+    """Find what a capture would give, and its program.
+
+    Parameters
+    ----------
+    fingerprint : str or None
+        Of the capture; with None nothing is found.  Pass None when the cache is off.
+    target : tvm.target.Target
+        What the program is for.
+    constants : mapping of str to torch.Tensor
+        The model's own tensors, by name, which the result refers to.
+
+    Returns
+    -------
+    tuple or None
+        The captured functions without their module, and their code; None where the cache holds
+        nothing that can be used.
+    """
+    if fingerprint is None:
+        return None
+    key = _key(fingerprint, target)
+    for record in sorted(program_folder().glob(f"*-{key}{RECORD_SUFFIX}")):
+        try:
+            header, _ = artefact.read(record)
+            functions = [restore_captured(facts, constants) for facts in header["functions"]]
+        except ArtefactError as error:
+            _logger.warning("tracing again: %s", error)
+            continue
+        built = load_program(record.name.removesuffix(f"-{key}{RECORD_SUFFIX}"), target)
+        if built is not None:
+            return functions, built
+    return None
+
+
+def remember(
+    fingerprint: str | None,
+    target: tvm.target.Target,
+    functions: Sequence[Described],
+    program: Path | None,
+) -> None:
+    """Write the record of a capture beside its program, unless that is not kept.
+
+    A batch that cannot be written down (see `describe_captured`) leaves no record, nor does a disk
+    that refuses.
+    """
+    if fingerprint is None or program is None:
+        return
+    path = program.with_name(f"{program.stem}-{_key(fingerprint, target)}{RECORD_SUFFIX}")
+    try:
+        described = [describe_captured(captured, schema) for captured, schema in functions]
+        artefact.write(path, {"format": artefact.FORMAT, "functions": described}, {})
+    except (ArtefactError, OSError) as error:
+        _logger.info("the next start traces again: %s", error)
+
+
+def _key(fingerprint: str, target: tvm.target.Target) -> str:
+    facts = surroundings(target, None)
+    return hashlib.sha256(f"{facts}\n{fingerprint}".encode()).hexdigest()

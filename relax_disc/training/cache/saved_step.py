@@ -1,0 +1,137 @@
+"""Save and load the programs of a step: what `TrainingStep.save` and `.load` are made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from relax_disc.frontend.spec import CapturedStep
+from relax_disc.training.cache import artefact
+from relax_disc.training.cache.artefact_check import (
+    check_environment,
+    check_model,
+    check_optimizer,
+    describe_model,
+    describe_optimizer,
+    processor,
+    versions,
+)
+from relax_disc.training.cache.artefact_spec import (
+    constant_parts,
+    describe_captured,
+    restore_captured,
+    restore_constants,
+)
+from relax_disc.training.call.batch import BatchSchema
+from relax_disc.vm_builtins import runtime
+from relax_disc.vm_builtins.libraries import install as libraries
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A captured function with its code.
+
+    Attributes
+    ----------
+    captured : CapturedStep
+        What it takes and returns.
+    schema : BatchSchema
+        What a batch must look like.
+    executable : tvm.relax.VMExecutable or tvm.runtime.Module
+        Its code, for `tvm.relax.VirtualMachine`.
+    library : bytes or None
+        The code as a shared library, where it is known already.
+    """
+
+    captured: CapturedStep
+    schema: BatchSchema
+    executable: Any
+    library: bytes | None = None
+
+    def exported(self) -> bytes:
+        """Return the code as the content of a shared library."""
+        return artefact.export_library(self.executable) if self.library is None else self.library
+
+
+def save(
+    path: str | os.PathLike[str],
+    programs: Mapping[str, Program],
+    settings: Mapping[str, Any],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Write programs, and what they were made with and for, into one file.
+
+    Raises
+    ------
+    ArtefactError
+        A batch holds something that cannot be saved.
+    """
+    parts: dict[str, bytes] = {}
+    facts = {}
+    libraries: dict[int, str] = {}  # functions of one executable share its code
+    for name, program in programs.items():
+        facts[name] = describe_captured(program.captured, program.schema)
+        for constant, content in constant_parts(program.captured).items():
+            parts[f"{name}/constants/{constant}"] = content
+        owner = libraries.setdefault(id(program.executable), name)
+        facts[name]["library"] = f"{owner}/library"
+        if owner == name:
+            parts[f"{name}/library"] = program.exported()
+    header = {
+        "format": artefact.FORMAT,
+        "versions": versions(),
+        "processor": processor(),
+        "model": describe_model(model),
+        "optimizer": describe_optimizer(optimizer, model),
+        "settings": dict(settings),
+        "programs": facts,
+    }
+    artefact.write(path, header, parts)
+
+
+def load(
+    path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Program], dict[str, Any]]:
+    """Read a file, check it against this machine, the model and the optimizer, then load its code.
+
+    Returns
+    -------
+    programs : dict of str to Program
+        As saved.
+    settings : dict
+        As saved.
+
+    Raises
+    ------
+    ArtefactError
+        The file is damaged, or was made with other versions, for another processor, model or
+        optimizer.  Nothing of it has been executed.
+    """
+    header, parts = artefact.read(path)
+    check_environment(path, header)
+    check_model(path, header["model"], model)
+    check_optimizer(path, header["optimizer"], optimizer, model)
+    restored = {}
+    for name, facts in header["programs"].items():
+        prefix = f"{name}/constants/"
+        contents = {
+            key.removeprefix(prefix): value
+            for key, value in parts.items()
+            if key.startswith(prefix)
+        }
+        restored[name] = restore_captured(facts, restore_constants(facts, contents))
+    runtime.load()
+    programs = {}
+    loaded: dict[str, Any] = {}
+    for name, (captured, schema) in restored.items():
+        libraries.install(schema.device.type)
+        part = header["programs"][name]["library"]
+        if part not in loaded:
+            loaded[part] = artefact.load_library(parts[part])
+        programs[name] = Program(captured, schema, loaded[part], parts[part])
+    return programs, header["settings"]

@@ -1,0 +1,1 @@
+"""One call of a compiled function: its batch, its tensors, what can go wrong."""

@@ -1,0 +1,267 @@
+"""Compute cheap values again in each kernel that reads them, instead of writing them to memory.
+
+A value that several kernels read is written by one and kept until the last has read it: of
+``silu(gate)`` the forward pass needs the product with another tensor, the backward pass one more,
+and so it lies in memory in between.  What it is computed from is often kept anyway.  Then each
+reader computes it for itself from that, inside its own loops: less memory, and less traffic.  XLA
+and PyTorch's Inductor do the same for the same reason.
+
+A value is given to its readers if no step of its computation is more than element-wise, all that
+read it can be fused with it, the bytes that move become fewer, and no more is kept in its place.
+A reader with more elements than the value would compute some of them repeatedly; it may do so only
+where nothing is computed, as of the rows of a table that a sequence has positions for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import tvm
+from tvm import ir, relax
+
+from relax_disc.transform.functions import (
+    block_like,
+    copy_module,
+    is_reshape,
+    program_functions,
+    with_blocks,
+)
+from relax_disc.transform.fusion.fusion_groups import FusionGroup, blocks_of, fuse_ops
+from relax_disc.transform.fusion.producers import (
+    INJECTIVE,
+    MOST_WORK,
+    REDUCTION,
+    at_most,
+    bytes_of,
+    elements_of,
+    is_small_beside,
+    kernel_of,
+    operands_of,
+    pattern_of,
+    work_of,
+)
+from relax_disc.transform.simplify.operand_views import Uses
+
+_MOST_READERS = 4
+# Readers of what was given to readers are seen in the next round.
+_ROUNDS = 3
+
+
+@tvm.transform.module_pass(opt_level=0, name="InlineProducers")
+class InlineProducers:
+    """Give cheap values to their readers; run after `AnnotateTIROpPattern`, before fusion."""
+
+    def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module with bindings repeated, such that `FuseOps` fuses each copy."""
+        del ctx
+        refused: set[relax.Var] = set()
+        rounds, groups = 0, fuse_ops(mod)[1]
+        while rounds < _ROUNDS:
+            changed, given = _given_to_readers(mod, groups, refused)
+            if not given:
+                break
+            changed_groups = fuse_ops(changed)[1]
+            # Fusion has limits of its own (operands of a kernel, its length).
+            if unfused := _unfused(changed_groups, given):
+                refused |= unfused
+                continue
+            mod, groups, rounds = changed, changed_groups, rounds + 1
+        return mod
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A value, the bindings that compute it from what is in memory, and its readers.
+
+    Attributes
+    ----------
+    cone : tuple of relax.Binding
+        In order; the last one makes the value.
+    readers : list of (FusionGroup, list of relax.Var)
+        Kernels, each with the variables of its operators that read the value.
+    """
+
+    cone: tuple[relax.Binding, ...]
+    readers: list[tuple[FusionGroup, list[relax.Var]]]
+
+    @property
+    def value(self) -> relax.Var:
+        """What the cone makes and the readers read."""
+        return self.cone[-1].var
+
+
+_Groups = Mapping[ir.GlobalVar, list[FusionGroup]]
+
+
+def _given_to_readers(
+    mod: tvm.IRModule, groups: _Groups, refused: set[relax.Var]
+) -> tuple[tvm.IRModule, dict[relax.Var, frozenset[relax.Var]]]:
+    """Give values to their readers; return also the variables that compute copies of each."""
+    result, given = copy_module(mod), {}
+    for variable, function in program_functions(mod):
+        finder = _Finder(mod, function, groups[variable], refused)
+        chosen = _without_conflicts(finder.candidates())
+        if chosen:
+            changed, copies = _Rewriter(chosen).run(function)
+            result.update_func(variable, changed)
+            given |= copies
+    return relax.transform.Normalize()(result), given
+
+
+def _unfused(groups: _Groups, given: dict[relax.Var, frozenset[relax.Var]]) -> set[relax.Var]:
+    """Return the values of whose copies a part is a kernel of its own."""
+    written = {group.bindings[-1].var for each in groups.values() for group in each}
+    return {value for value, copies in given.items() if copies & written}
+
+
+class _Finder:
+    """Finds the candidates of a function."""
+
+    def __init__(
+        self,
+        mod: tvm.IRModule,
+        function: relax.Function,
+        groups: list[FusionGroup],
+        refused: set[relax.Var],
+    ) -> None:
+        self._mod, self._refused = mod, refused
+        self._uses = Uses.of(function)
+        self._groups = groups
+        self._group_of = {b.var: g for g in groups for b in g.bindings}
+        self._parameters = frozenset(function.params)
+        bindings = (b for block in blocks_of(function) for b in block.bindings)
+        self._place = {binding.var: place for place, binding in enumerate(bindings)}
+
+    def candidates(self) -> Iterator[_Candidate]:
+        """Yield the values that are worth giving to their readers, in order."""
+        for group in self._groups:
+            value = group.bindings[-1].var
+            if value in self._refused or not isinstance(value, relax.DataflowVar):
+                continue
+            if not all(pattern_of(self._mod, b.value) <= INJECTIVE for b in group.bindings):
+                continue
+            if not self._is_closed(group):
+                continue
+            if sum(work_of(self._mod, b.value) for b in group.bindings) > MOST_WORK:
+                continue
+            candidate = _Candidate(group.bindings, self._readers(value))
+            if 2 <= len(candidate.readers) <= _MOST_READERS and self._is_better(candidate):
+                yield candidate
+
+    def _is_closed(self, group: FusionGroup) -> bool:
+        """Whether all but the last value are used inside; of equal operators groups may mix up."""
+        inside = {binding.var for binding in group.bindings}
+        return all(
+            variable in inside
+            for binding in group.bindings[:-1]
+            for variable, _ in self._uses.users_of(binding.var)
+        )
+
+    def _readers(self, value: relax.Var) -> list[tuple[FusionGroup, list[relax.Var]]]:
+        """Return the kernels that read a value, none if one of them cannot compute it."""
+        readers: dict[relax.Var, tuple[FusionGroup, list[relax.Var]]] = {}
+        for variable, call in self._uses.users_of(value):
+            group = self._group_of.get(variable)
+            if group is None or pattern_of(self._mod, call) > REDUCTION:
+                return []
+            readers.setdefault(group.result, (group, []))[1].append(variable)
+        return list(readers.values())
+
+    def _is_better(self, candidate: _Candidate) -> bool:
+        """Whether fewer bytes move, no more are kept, and no reader computes an element twice."""
+        size = bytes_of(candidate.value)
+        if size is None or is_reshape(kernel_of(self._mod, candidate.cone[-1].value)):
+            return False
+        made = {binding.var for binding in candidate.cone}
+        leaves = {x for b in candidate.cone for x in operands_of(b.value)} - made
+        large = {leaf for leaf in leaves if not is_small_beside(leaf, candidate.value)}
+        moved = 0
+        is_copy = not any(work_of(self._mod, b.value) for b in candidate.cone)
+        for group, reading in candidate.readers:
+            touched = {b.var for b in group.bindings}
+            touched |= {x for v in reading for x in operands_of(self._uses.definitions[v])}
+            if not is_copy and not all(
+                at_most(elements_of(x), elements_of(candidate.value)) for x in touched
+            ):
+                return False
+            read = {x for b in group.bindings for x in operands_of(b.value)}
+            moved += len(large - read)
+        if moved > len(large) + 1 + len(candidate.readers):
+            return False
+        last = max(self._place[v] for _, variables in candidate.readers for v in variables)
+        longer = [
+            leaf
+            for leaf in large - self._parameters
+            if not any(
+                variable is None or (variable not in made and self._place[variable] >= last)
+                for variable, _ in self._uses.users_of(leaf)
+            )
+        ]
+        return not longer or (len(longer) == 1 and at_most(bytes_of(longer[0]), size))
+
+
+def _without_conflicts(candidates: Iterator[_Candidate]) -> list[_Candidate]:
+    """Leave for the next round what reads, or is read by, a value of this round."""
+    chosen: list[_Candidate] = []
+    values: set[relax.Var] = set()
+    readers: set[relax.Var] = set()
+    for candidate in candidates:
+        reading = {b.var for group, _ in candidate.readers for b in group.bindings}
+        if candidate.value not in readers and not reading & values:
+            chosen.append(candidate)
+            values.add(candidate.value)
+            readers |= reading
+    return chosen
+
+
+class _Rewriter:
+    """Repeats the bindings of candidates before each reader."""
+
+    def __init__(self, candidates: list[_Candidate]) -> None:
+        self._builder = relax.BlockBuilder()
+        self._repeats: dict[relax.Var, list[tuple[_Candidate, int]]] = {}
+        for candidate in candidates:
+            for number, (_, variables) in enumerate(candidate.readers):
+                for variable in variables:
+                    self._repeats.setdefault(variable, []).append((candidate, number))
+        self._removed = {b.var for candidate in candidates for b in candidate.cone}
+        self._made: dict[tuple[relax.Var, int], dict[relax.Var, relax.Var]] = {}
+
+    def run(
+        self, function: relax.Function
+    ) -> tuple[relax.Function, dict[relax.Var, frozenset[relax.Var]]]:
+        """Return the changed function, and for each value the variables of its copies' cones."""
+        blocks = [
+            block_like(block, [new for b in block.bindings for new in self._written(b)])
+            for block in blocks_of(function)
+        ]
+        copies: dict[relax.Var, frozenset[relax.Var]] = {}
+        for (value, _), names in self._made.items():
+            copies[value] = copies.get(value, frozenset()).union(names.values())
+        return with_blocks(function, blocks), copies
+
+    def _written(self, binding: relax.Binding) -> Iterator[relax.Binding]:
+        if binding.var in self._removed:
+            return
+        names: dict[relax.Var, relax.Var] = {}
+        for candidate, reader in self._repeats.get(binding.var, ()):
+            key = candidate.value, reader
+            if key not in self._made:  # before the reader's first use of it
+                copies = self._made[key] = {}
+                for part in candidate.cone:
+                    value = self._with(part.value, copies)
+                    copies[part.var] = relax.DataflowVar(part.var.name, part.var.ty)
+                    yield relax.VarBinding(copies[part.var], value, part.span)
+            names[candidate.value] = self._made[key][candidate.value]
+        if names:
+            yield relax.VarBinding(binding.var, self._with(binding.value, names), binding.span)
+        else:
+            yield binding
+
+    def _with(self, call: relax.Call, names: dict[relax.Var, relax.Var]) -> relax.Expr:
+        """Return a kernel's call with other operands."""
+        fields = [names.get(x, x) for x in call.args[1].fields]
+        arguments = [call.args[0], relax.Tuple(fields), *call.args[2:]]
+        changed = relax.Call(call.op, arguments, call.attrs, call.ty_args, call.span)
+        return self._builder.normalize(changed)

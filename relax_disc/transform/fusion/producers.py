@@ -1,0 +1,96 @@
+"""What passes ask about kernels that compute element by element, and about the sizes of values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import ir, relax, tirx
+
+from relax_disc.analysis.program.table import dtype_bytes, dtype_name
+from relax_disc.analysis.symbolic.comparison.compare import Order, compare
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.errors import GraphError
+from relax_disc.transform.functions import elements
+
+# TVM's kinds of kernels: one element for each element of operands that may be smaller or permuted;
+# and sums of such.
+INJECTIVE, REDUCTION = 2, 3
+# A computation that costs more per element than writing and reading it is not repeated.
+MOST_WORK = 32
+_CALL_WORK = 8  # exp, tanh, erf
+# Operands so much smaller than a value do not count beside it.
+_SMALL = 8
+_ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
+_CALL_TIR = ir.Op.get("relax.call_tir")
+
+
+def kernel_of(mod: tvm.IRModule, value: Any) -> Any:
+    """Return the kernel of a `call_tir` with one result; None for anything else."""
+    is_kernel = isinstance(value, relax.Call) and value.op == _CALL_TIR
+    is_single = is_kernel and isinstance(value.ty_args[0], relax.TensorType)
+    return mod[value.args[0]] if is_single else None
+
+
+def pattern_of(mod: tvm.IRModule, value: relax.Expr | None) -> int:
+    """TVM's kind of a kernel; what is no kernel cannot be fused."""
+    kernel = kernel_of(mod, value)
+    pattern = None if kernel is None else (kernel.attrs or {}).get("op_pattern")
+    return REDUCTION + 1 if pattern is None else int(pattern)
+
+
+def work_of(mod: tvm.IRModule, value: relax.Expr) -> int:
+    """Count a kernel's operations for one element."""
+    found: list[Any] = []
+    body = kernel_of(mod, value).body
+    tvm_ffi.structural_walk(body, (_ARITHMETIC, found.append))
+    work = sum(str(node.ty) != "int64" for node in found)
+    found.clear()
+    tvm_ffi.structural_walk(body, (ir.Call, found.append))
+    names = [getattr(node.op, "name", "") for node in found]
+    return work + _CALL_WORK * sum(not name.endswith("if_then_else") for name in names)
+
+
+def operands_of(value: relax.Expr) -> list[relax.Var]:
+    """Variables that a value is computed from, dims apart, each once, in order."""
+    found: dict[relax.Var, None] = {}
+
+    def visit(node: relax.Expr) -> None:
+        if isinstance(node, relax.Var) and not isinstance(node.ty, tvm.ir.PrimType):
+            found[node] = None
+
+    relax.analysis.post_order_visit(value, visit)
+    return list(found)
+
+
+def elements_of(variable: relax.Var) -> SymbolicExpr | None:
+    """Number of elements of a tensor; None where it is not known as a polynomial."""
+    shape: Any = getattr(variable.ty, "shape", None)
+    if not isinstance(shape, relax.ShapeExpr):
+        return None
+    try:
+        return elements(shape.values)
+    except GraphError:
+        return None
+
+
+def bytes_of(variable: relax.Var) -> SymbolicExpr | None:
+    """Size of a tensor in bytes; None where it is not known as a polynomial."""
+    size = elements_of(variable)
+    return None if size is None else size * dtype_bytes(dtype_name(variable.ty))
+
+
+def at_most(left: SymbolicExpr | None, right: SymbolicExpr | None) -> bool:
+    """Whether a number is known to be no larger than another, at every shape."""
+    if left is None or right is None:
+        return False
+    return compare(left, right).order in (Order.LESS, Order.LESS_EQUAL, Order.EQUAL)
+
+
+def is_small_beside(operand: relax.Var, value: relax.Var) -> bool:
+    """Whether reading an operand is next to nothing beside reading a value."""
+    small, large = bytes_of(operand), bytes_of(value)
+    if small is None or large is None:
+        return False
+    return at_most(small * _SMALL, large) or (small.is_constant and not large.is_constant)

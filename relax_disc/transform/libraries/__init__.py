@@ -1,0 +1,1 @@
+"""Operators that library functions compute."""

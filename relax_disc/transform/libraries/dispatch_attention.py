@@ -1,0 +1,153 @@
+"""Attention and its gradient as library calls that read and write permuted tensors in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tvm import relax, tirx
+
+from relax_disc.ops import registry
+from relax_disc.transform.simplify.operand_views import (
+    extents_of,
+    is_call_of,
+    permutation_of,
+    permuted_view,
+)
+
+if TYPE_CHECKING:
+    from relax_disc.transform.libraries.dispatch_library import Site
+
+_SWAPPED = (0, 2, 1, 3)  # [batch, heads, length, dim] and [batch, length, heads, dim]
+_MOST_DIM = 384  # of the native kernels: one panel of `gemm_tile.h`
+
+
+def attention(call: relax.Call, site: Site) -> relax.Expr | None:
+    """Dispatch `relax_disc.attention`; heads too wide or of unknown width are not ours."""
+    q, k, v, *mask = call.args
+    wide = _working_dtype((q, k, v), site)
+    if wide is None:
+        return None
+    kinds = list(site.original.ty.fields)
+    dtype = registry.dtype_name(kinds[0])
+    operands, layout = _operands((q, k, v), wide, site)
+    swapped = _is_used_swapped(site, 0)
+    out_type = _stored_type(kinds[0], swapped, wide)
+    results = site.builder.emit(
+        site.call(
+            "attention_masked" if mask else "attention",
+            [
+                *operands,
+                *_mask(mask, wide, site),
+                *_parameters(call),
+                layout | swapped << 3,
+            ],
+            [out_type, kinds[1]],
+        )
+    )
+    out = _restored(site.builder.emit(relax.TupleGetItem(results, 0)), swapped, dtype, site)
+    return relax.Tuple([out, site.builder.emit(relax.TupleGetItem(results, 1))])
+
+
+def attention_backward(call: relax.Call, site: Site) -> relax.Expr | None:
+    """Dispatch `relax_disc.attention_backward`."""
+    grad, q, k, v, out, lse, *mask = call.args
+    wide = _working_dtype((q, k, v), site)
+    if wide is None:
+        return None
+    kinds = list(site.original.ty.fields)
+    (grad, q, k, v, out), layout = _operands((grad, q, k, v, out), wide, site)
+    swapped = [_is_used_swapped(site, index) for index in range(3)]
+    for index, bit in enumerate(swapped):
+        layout |= bit << 5 + index
+    results = site.builder.emit(
+        site.call(
+            "attention_backward_masked" if mask else "attention_backward",
+            [grad, q, k, v, out, lse, *_mask(mask, wide, site), *_parameters(call), layout],
+            [_stored_type(kind, bit, wide) for kind, bit in zip(kinds, swapped, strict=True)],
+        )
+    )
+    fields = [site.builder.emit(relax.TupleGetItem(results, index)) for index in range(3)]
+    return relax.Tuple(
+        [
+            _restored(field, bit, registry.dtype_name(kind), site)
+            for field, bit, kind in zip(fields, swapped, kinds, strict=True)
+        ]
+    )
+
+
+def _working_dtype(operands: tuple[relax.Expr, ...], site: Site) -> str | None:
+    """Type that the library computes in; None if it cannot."""
+    for operand in operands:
+        dim = extents_of(operand)[3]
+        if not isinstance(dim, tirx.IntImm) or not 0 < int(dim) <= _MOST_DIM:
+            return None
+    dtype = registry.dtype_name(operands[0].ty)
+    if site.family.endswith(".cuda") or dtype in ("float32", "float64"):
+        return dtype
+    return "float32" if dtype in ("float16", "bfloat16") else None
+
+
+def _operands(
+    exprs: tuple[relax.Expr, ...], dtype: str, site: Site
+) -> tuple[list[relax.Expr], int]:
+    """Tensors as stored, and the bits of those stored with length before heads."""
+    tensors, layout = [], 0
+    for index, expr in enumerate(exprs):
+        if registry.dtype_name(expr.ty) != dtype:
+            tensors.append(site.builder.emit(relax.op.astype(expr, dtype)))
+            continue
+        view = permuted_view(expr, site.definition)
+        if view.axes == _SWAPPED:
+            tensors.append(view.tensor)
+            layout |= 1 << index
+        else:
+            tensors.append(view.tensor if view.axes == (0, 1, 2, 3) else expr)
+    return tensors, layout
+
+
+def _mask(mask: list[relax.Expr], dtype: str, site: Site) -> list[relax.Expr]:
+    """Masks are bool or of the working type."""
+    return [
+        expr
+        if registry.dtype_name(expr.ty) in ("bool", dtype)
+        else site.builder.emit(relax.op.astype(expr, dtype))
+        for expr in mask
+    ]
+
+
+def _parameters(call: relax.Call) -> list[relax.Expr]:
+    return [
+        relax.prim_value(tirx.FloatImm("float64", float(call.attrs["scale"]))),
+        relax.prim_value(int(bool(call.attrs["is_causal"]))),
+    ]
+
+
+def _is_used_swapped(site: Site, index: int) -> int:
+    """Whether a result is used with axes swapped only; the gradient's use of it fits either way."""
+    swapped = 0
+    for variable, user in site.uses.users_of(site.variable):
+        if not isinstance(user, relax.TupleGetItem):
+            return 0
+        for _, consumer in site.uses.users_of(variable) if user.index == index else ():
+            if is_call_of(consumer, "relax_disc.attention_backward"):
+                continue
+            if not is_call_of(consumer, "relax.permute_dims"):
+                return 0
+            if permutation_of(consumer) != _SWAPPED:
+                return 0
+            swapped = 1
+    return swapped
+
+
+def _stored_type(kind: relax.TensorType, swapped: int, dtype: str) -> relax.TensorType:
+    extents = registry.extents(kind)
+    return relax.TensorType([extents[axis] for axis in _SWAPPED] if swapped else extents, dtype)
+
+
+def _restored(field: relax.Expr, swapped: int, dtype: str, site: Site) -> relax.Expr:
+    """Bring a result into the operator's own layout and type; unused copies are dead code."""
+    if swapped:
+        field = site.builder.emit(relax.op.permute_dims(field, _SWAPPED))
+    if registry.dtype_name(field.ty) != dtype:
+        field = site.builder.emit(relax.op.astype(field, dtype))
+    return field

@@ -1,0 +1,170 @@
+"""Calls of library functions in place of operators that libraries do better than generated code.
+
+Matrix products, attention and recurrent layers with their gradients, the gradient of an embedding
+table, sorting. Each becomes a `call_dps_packed` of `relax_disc.cpu.*` or `relax_disc.cuda.*`, whose
+arguments are described in `vm_builtins/libraries/library_kernels.py`. Permutations and reshapes of
+operands are folded into strides.
+
+A rule is `rule(call, site) -> Expr or None`; None means "not mine", and `LegalizeOps` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.sym.analyzer import Analyzer
+
+from relax_disc.transform.functions import at_span
+from relax_disc.transform.libraries import (
+    dispatch_attention,
+    dispatch_ctc,
+    dispatch_embedding,
+    dispatch_matmul,
+    dispatch_recurrence,
+    dispatch_sort,
+)
+from relax_disc.transform.simplify.operand_views import Uses, definition, is_call_of, permutation_of
+from relax_disc.vm_builtins.libraries import install as libraries
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a call stands: what its operands are, who uses its result.
+
+    Attributes
+    ----------
+    family : str
+        Prefix of the library's functions, such as ``"relax_disc.cpu"``.
+    builder : relax.BlockBuilder
+        Emits further bindings before the one at hand; knows the rewritten function.
+    original : relax.Call
+        The call before its arguments were rewritten.
+    variable : relax.Var
+        What the call's result is bound to.
+    uses : Uses
+        The function before the pass.
+    analyzer : Analyzer
+        Proves that shapes agree.
+    """
+
+    family: str
+    builder: relax.BlockBuilder
+    original: relax.Call
+    variable: relax.Var
+    uses: Uses
+    analyzer: Analyzer
+
+    def definition(self, expr: relax.Expr) -> relax.Expr:
+        """Follow variables of the rewritten function to what computes them."""
+        return definition(expr, self.builder)
+
+    def call(
+        self, name: str, arguments: list[Any], result: tvm.ir.Type | list[tvm.ir.Type]
+    ) -> relax.Call:
+        """Make the call of a library function, at the source line of the operator."""
+        values = [relax.prim_value(x) if isinstance(x, int) else x for x in arguments]
+        call = relax.call_dps_packed(f"{self.family}.{name}", values, result)
+        return at_span(call, self.original.span)
+
+
+Rule = Callable[[relax.Call, Site], "relax.Expr | None"]
+
+
+def _first_of(*rules: Rule) -> Rule:
+    """Try rules in turn."""
+
+    def apply(call: relax.Call, site: Site) -> relax.Expr | None:
+        return next((new for rule in rules if (new := rule(call, site)) is not None), None)
+
+    return apply
+
+
+RULES: dict[str, Rule] = {
+    "relax.matmul": dispatch_matmul.matmul,
+    "relax.add": _first_of(dispatch_matmul.add, dispatch_embedding.add),
+    "relax_disc.attention": dispatch_attention.attention,
+    "relax_disc.attention_backward": dispatch_attention.attention_backward,
+    "relax_disc.embedding_backward": dispatch_embedding.embedding_backward,
+    "relax_disc.recurrence": dispatch_recurrence.recurrence,
+    "relax_disc.recurrence_backward": dispatch_recurrence.recurrence,
+    "relax_disc.sort": dispatch_sort.sort,
+    "relax_disc.ctc_loss": dispatch_ctc.ctc_loss,
+    "relax_disc.ctc_loss_backward": dispatch_ctc.ctc_loss_backward,
+}
+
+
+@tvm.transform.module_pass(opt_level=0, name="DispatchLibrary")
+class DispatchLibrary:
+    """Replace operators by library calls; see the module.
+
+    Parameters
+    ----------
+    target : tvm.target.Target
+        What to compile for: kinds "llvm" and "cuda" have libraries, others are left alone.
+    """
+
+    def __init__(self, target: tvm.target.Target) -> None:
+        self._family = {"llvm": "relax_disc.cpu", "cuda": "relax_disc.cuda"}.get(target.kind.name)
+
+    def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Dispatch in every Relax function."""
+        del ctx
+        if self._family is None:
+            return mod
+        libraries.install(self._family.removeprefix("relax_disc."))
+        result = tvm.IRModule(
+            dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
+        )
+        for variable, function in mod.functions_items():
+            if isinstance(function, relax.Function) and not (function.attrs or {}).get("Primitive"):
+                result[variable] = _Dispatcher(mod, function, self._family).run()
+        result = relax.transform.CanonicalizeBindings()(result)
+        return relax.transform.DeadCodeElimination()(result)
+
+
+@relax.expr_functor.mutator
+class _Dispatcher(relax.PyExprMutator):
+    def __init__(self, mod: tvm.IRModule, function: relax.Function, family: str) -> None:
+        super().__init__(mod)
+        self._function = function
+        self._family = family
+        self._uses = Uses.of(function)
+        self._variable: relax.Var | None = None
+        self._analyzer = Analyzer()
+
+    def run(self) -> relax.Function:
+        return self.visit_expr(self._function)
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        self._variable = binding.var
+        super().visit_var_binding_(binding)
+
+    def visit_tuple_getitem_(self, element: relax.TupleGetItem) -> relax.Expr:
+        new = self.visit_expr_post_order(element)
+        whole = definition(new.tuple_value, self.builder_)
+        return whole.fields[new.index] if isinstance(whole, relax.Tuple) else new
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        variable, self._variable = self._variable, None
+        new = self.visit_expr_post_order(call)
+        if is_call_of(new, "relax.permute_dims"):
+            return self._cancel_permutations(new)
+        rule = RULES.get(new.op.name) if isinstance(new.op, tvm.ir.Op) else None
+        if rule is None or variable is None:
+            return new
+        site = Site(self._family, self.builder_, call, variable, self._uses, self._analyzer)
+        replaced = rule(new, site)
+        return new if replaced is None else replaced
+
+    def _cancel_permutations(self, call: relax.Call) -> relax.Expr:
+        """Undo a permutation of a permutation that restores the order of axes."""
+        inner = definition(call.args[0], self.builder_)
+        if is_call_of(inner, "relax.permute_dims"):
+            first = permutation_of(inner)
+            if [first[axis] for axis in permutation_of(call)] == list(range(len(first))):
+                return inner.args[0]
+        return call

@@ -1,0 +1,168 @@
+"""Matrix products to library calls: operands flattened, transpositions and additions folded in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tvm import relax
+
+from relax_disc.ops import registry
+from relax_disc.transform.simplify.operand_views import (
+    extents_of,
+    is_call_of,
+    matrix_view,
+    permutation_of,
+    permuted_view,
+    same_shape,
+)
+from relax_disc.vm_builtins.libraries.arrays import pack_axes
+
+if TYPE_CHECKING:
+    from relax_disc.transform.libraries.dispatch_library import Site
+
+_NATIVE = ("float32", "float64")
+_HALF = ("float16", "bfloat16")
+_MOST_AXES = 15  # of a packed permutation
+
+
+def matmul(call: relax.Call, site: Site) -> relax.Expr | None:
+    """Dispatch `relax.matmul`; integers are not ours."""
+    result = _result_type(call, site)
+    if result is None:
+        return None
+    dtype = registry.dtype_name(result)
+    operands = list(call.args)
+    kinds = {registry.dtype_name(operand.ty) for operand in operands}
+    if site.family.endswith(".cpu") and kinds <= {*_HALF, *_NATIVE} and (kinds & {*_HALF}):
+        # The CPU has no kernel for halves: sums in float32, as torch does, copies of operands.
+        operands = [_cast(operand, "float32", site) for operand in operands]
+        kinds, wide = {"float32"}, "float32"
+    else:
+        wide = dtype
+    usable = _NATIVE if site.family.endswith(".cpu") else (*_NATIVE, *_HALF)
+    if kinds != {wide} or wide not in usable:
+        return None
+    product = _product(operands, relax.TensorType(result.shape, wide), site)
+    if product is None or wide == dtype:
+        return product
+    return relax.op.astype(site.builder.emit(product), dtype)
+
+
+def add(call: relax.Call, site: Site) -> relax.Expr | None:
+    """Fold an addition into the product that is one of its operands, if nothing else uses it."""
+    for index in (1, 0):
+        product = _only_product(site.original.args[index], site)
+        if product is None:
+            continue
+        addend = call.args[1 - index]
+        value = site.definition(call.args[index])
+        while is_call_of(value, "relax.reshape"):
+            value = site.definition(value.args[0])
+        if not _is_matmul_call(value, site) or not isinstance(addend.ty, relax.TensorType):
+            continue
+        if not _addable(call, index, site):
+            continue
+        a, b, *flags = value.args[1].fields
+        return site.call("matmul_add", [a, b, addend, *flags], _normalized_type(call, site))
+    return None
+
+
+def _result_type(call: relax.Call, site: Site) -> relax.TensorType | None:
+    for operand in call.args:
+        kind = operand.ty
+        if not isinstance(kind, relax.TensorType) or not isinstance(kind.shape, relax.ShapeExpr):
+            return None
+    return _normalized_type(call, site)
+
+
+def _normalized_type(call: relax.Call, site: Site) -> relax.TensorType:
+    # The rewritten call has operands of the same types, so the original's type is its type.
+    if isinstance(site.original.ty, relax.TensorType):
+        return site.original.ty
+    return site.builder.normalize(call).ty
+
+
+def _product(operands: list[relax.Expr], result: relax.TensorType, site: Site) -> relax.Expr | None:
+    a, b = operands
+    a_rank, b_rank = len(extents_of(a)), len(extents_of(b))
+    if b_rank <= 2:
+        left = matrix_view(a, a_rank - 1, site.definition, site.analyzer)
+        right = matrix_view(b, 1, site.definition, site.analyzer)
+        flags = [left.split, right.split, int(left.transposed), int(right.transposed)]
+        return site.call("matmul", [left.tensor, right.tensor, *flags], result)
+    if a_rank < 2 or max(a_rank, b_rank) > _MOST_AXES:
+        return None
+    (left, left_axes), (right, right_axes) = (_batched(operand, site) for operand in (a, b))
+    rank = len(registry.extents(result))
+    order = _wanted_order(site, rank)
+    stored = [registry.extents(result)[axis] for axis in order]
+    inverse = [order.index(axis) for axis in range(rank)]
+    call = site.call(
+        "batch_matmul",
+        [left, right, left_axes, right_axes, pack_axes(inverse)],
+        relax.TensorType(stored, registry.dtype_name(result)),
+    )
+    if inverse == list(range(rank)):
+        return call
+    return relax.op.permute_dims(site.builder.emit(call), inverse)
+
+
+def _batched(operand: relax.Expr, site: Site) -> tuple[relax.Expr, int]:
+    """Stored tensor and code of its axes; a copy is better if neither matrix axis is contiguous."""
+    view = permuted_view(operand, site.definition)
+    last = len(view.axes) - 1
+    if last in view.axes[-2:]:
+        return view.tensor, pack_axes(view.axes)
+    return operand, pack_axes(range(last + 1))
+
+
+def _wanted_order(site: Site, rank: int) -> list[int]:
+    """Order in which to store the axes of a batched product: that which all its users ask for."""
+    wanted = {
+        permutation_of(user) if is_call_of(user, "relax.permute_dims") else tuple(range(rank))
+        for _, user in site.uses.users_of(site.variable)
+    }
+    order = wanted.pop() if len(wanted) == 1 else tuple(range(rank))
+    return list(order if order[-1] == rank - 1 else range(rank))
+
+
+def _only_product(expr: relax.Expr, site: Site) -> relax.Call | None:
+    """Find the `matmul` whose result, reshaped or not, only this expression uses."""
+    while isinstance(expr, relax.Var) and len(site.uses.users_of(expr)) == 1:
+        value = site.uses.definitions.get(expr, expr)
+        if is_call_of(value, "relax.matmul"):
+            return value
+        if not is_call_of(value, "relax.reshape"):
+            return None
+        expr = value.args[0]
+    return None
+
+
+def _is_matmul_call(value: relax.Expr, site: Site) -> bool:
+    return is_call_of(value, "relax.call_dps_packed") and (
+        value.args[0].global_symbol == f"{site.family}.matmul"
+    )
+
+
+def _addable(call: relax.Call, index: int, site: Site) -> bool:
+    """Whether the other operand has the shape of the sum, or is one row of it."""
+    product, addend = call.args[index], call.args[1 - index]
+    if registry.dtype_name(product.ty) != registry.dtype_name(addend.ty):
+        return False
+    if not isinstance(addend.ty.shape, relax.ShapeExpr):
+        return False
+    if same_shape(product, addend, site.analyzer):
+        return True
+    rows, row = extents_of(product), extents_of(addend)
+    return (
+        len(row) == 1
+        and len(rows) > 1
+        and site.analyzer.can_prove_equal(rows[-1], row[0])
+        and is_call_of(site.definition(product), "relax.call_dps_packed")
+    )
+
+
+def _cast(expr: relax.Expr, dtype: str, site: Site) -> relax.Expr:
+    if registry.dtype_name(expr.ty) == dtype:
+        return expr
+    return site.builder.emit(relax.op.astype(expr, dtype))

@@ -1,0 +1,1 @@
+"""Order, rematerialization and the arena: what the run time plans with."""

@@ -1,0 +1,1 @@
+"""Clean-up of the operator graph before kernels are made."""

@@ -1,0 +1,1 @@
+"""Library functions that compiled code calls by name."""

@@ -1,0 +1,283 @@
+"""Library functions for CUDA: PyTorch's kernels (cuBLAS, flash attention) on planned memory.
+
+`install()` registers `relax_disc.cuda.*`, with the arguments of `library_kernels`. Operands and
+results pass by DLPack without copies, and the work goes to the stream that the virtual machine
+uses. Attention's gradient runs its forward again, since that serves every kernel of PyTorch.
+
+Limits: PyTorch allocates workspaces of its own beside the arena, and attention copies its result
+into it. The log-sum-exp costs a second product of queries and keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional
+import tvm_ffi
+
+from relax_disc.vm_builtins.libraries import recurrence_steps
+from relax_disc.vm_builtins.libraries.arrays import as_matrix, unpack_axes, without_mask
+
+_ROWS = 1024  # of scores at a time, for the log-sum-exp
+
+
+@functools.cache
+def install() -> None:
+    """Register every library function for CUDA, once per process."""
+    for name, function in FUNCTIONS.items():
+        tvm_ffi.register_global_func(f"relax_disc.cuda.{name}", _on_stream(function), override=True)
+
+
+def matmul(
+    a: Any, b: Any, a_split: int, b_split: int, transpose_a: int, transpose_b: int, c: Any
+) -> None:
+    """Compute c = a' @ b'."""
+    left = as_matrix(_tensor(a), a_split, transpose_a)
+    right = as_matrix(_tensor(b), b_split, transpose_b)
+    torch.mm(left, right, out=_tensor(c).view(left.shape[0], right.shape[1]))
+
+
+def matmul_add(
+    a: Any,
+    b: Any,
+    addend: Any,
+    a_split: int,
+    b_split: int,
+    transpose_a: int,
+    transpose_b: int,
+    c: Any,
+) -> None:
+    """Compute c = a' @ b' + addend."""
+    left = as_matrix(_tensor(a), a_split, transpose_a)
+    right = as_matrix(_tensor(b), b_split, transpose_b)
+    target = _tensor(c).view(left.shape[0], right.shape[1])
+    extra = _tensor(addend)
+    rows = left.shape[0] if extra.numel() == target.numel() else 1
+    torch.addmm(extra.view(rows, right.shape[1]), left, right, out=target)
+
+
+def batch_matmul(a: Any, b: Any, a_axes: int, b_axes: int, c_axes: int, c: Any) -> None:
+    """Compute c = a @ b with broadcast batch axes, all three with permuted axes."""
+    left, right, target = (
+        _tensor(tensor).permute(unpack_axes(axes, len(tensor.shape)))
+        for tensor, axes in ((a, a_axes), (b, b_axes), (c, c_axes))
+    )
+    torch.matmul(left, right, out=target)
+
+
+def attention_masked(
+    q: Any, k: Any, v: Any, mask: Any, scale: float, is_causal: int, layout: int, out: Any, lse: Any
+) -> None:
+    """Compute attention with a mask and the log of its sums."""
+    query, key, value, target = _views((q, k, v, out), layout)
+    extra = None if mask is None else _tensor(mask)
+    sums = _tensor(lse)
+    _log_sums(query, key, extra, scale, bool(is_causal), sums)
+    result = _attend(query, key, value, extra, scale, bool(is_causal))
+    # PyTorch's kernels differ in what a row that sees nothing gets.
+    target.copy_(result.masked_fill(sums.isneginf()[..., None], 0))
+
+
+def attention_backward_masked(
+    grad_out: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    mask: Any,
+    scale: float,
+    is_causal: int,
+    layout: int,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+) -> None:
+    """Compute the gradients of q, k and v of attention with a mask."""
+    grad, query, key, value, _, *targets = _views((grad_out, q, k, v, out, dq, dk, dv), layout)
+    extra = None if mask is None else _tensor(mask)
+    empty = _tensor(lse).isneginf()[..., None]
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        result = _attend(leaves[0], leaves[1], leaves[2], extra, scale, bool(is_causal))
+        gradients = torch.autograd.grad(result, leaves, grad.masked_fill(empty, 0))
+    for target, gradient in zip(targets, gradients, strict=True):
+        target.copy_(gradient)
+    targets[0].masked_fill_(empty, 0)
+
+
+attention = without_mask(attention_masked, 3)
+attention_backward = without_mask(attention_backward_masked, 6)
+
+
+def embedding_backward(grad: Any, ids: Any, padding_idx: int, out: Any) -> None:
+    """Sum rows of `grad` by their id into `out`."""
+    target = _tensor(out)
+    target.copy_(
+        torch.ops.aten.embedding_dense_backward(
+            _tensor(grad), _tensor(ids), target.shape[0], padding_idx, False
+        )
+    )
+
+
+def embedding_backward_add(grad: Any, ids: Any, addend: Any, padding_idx: int, out: Any) -> None:
+    """Sum rows of `grad` by their id onto `addend`."""
+    target = _tensor(out)
+    rows = torch.ops.aten.embedding_dense_backward(
+        _tensor(grad), _tensor(ids), target.shape[0], padding_idx, False
+    )
+    torch.add(_tensor(addend), rows, out=target)
+
+
+# A few of PyTorch's kernels for each step.
+recurrence, recurrence_backward = recurrence_steps.library_functions(torch.tanh, torch.from_dlpack)
+
+
+def ctc_loss(
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int,
+    loss: Any,
+    alpha: Any,
+) -> None:
+    """Compute the loss of each sequence; the gradient runs it again, so that alpha is unused."""
+    inputs = [_tensor(x) for x in (log_probs, targets)]
+    lengths = [_tensor(x).tolist() for x in (input_lengths, target_lengths)]
+    _tensor(loss).copy_(torch.ops.aten._ctc_loss(*inputs, *lengths, blank)[0])
+    _tensor(alpha).zero_()
+
+
+def ctc_loss_backward(
+    grad: Any,
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    loss: Any,
+    alpha: Any,
+    blank: int,
+    result: Any,
+) -> None:
+    """Compute the gradient of the logarithms of the probabilities."""
+    inputs = [_tensor(x) for x in (log_probs, targets)]
+    lengths = [_tensor(x).tolist() for x in (input_lengths, target_lengths)]
+    losses, paths = torch.ops.aten._ctc_loss(*inputs, *lengths, blank)
+    given = _tensor(grad)
+    found = torch.ops.aten._ctc_loss_backward(given, *inputs, *lengths, losses, paths, blank, False)
+    silent = torch.isinf(losses) & (given == 0)
+    _tensor(result).copy_(found.masked_fill(silent[None, :, None], 0))
+
+
+def sort(x: Any, descending: int, values: Any, positions: Any) -> None:
+    """Write the first elements of each sorted row, as many as `values` has columns."""
+    found = torch.sort(_tensor(x), dim=-1, descending=bool(descending), stable=True)
+    for target, part in zip((values, positions), found, strict=True):
+        result = _tensor(target)
+        result.copy_(part[..., : result.shape[-1]])
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    is_causal: bool,
+) -> torch.Tensor:
+    if mask is not None and is_causal:
+        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=mask.device).tril()
+        mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        is_causal=is_causal and mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _log_sums(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    is_causal: bool,
+    sums: torch.Tensor,
+) -> None:
+    """Write the log of the sums of exponentials of every row, some rows at a time."""
+    keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
+    columns = torch.arange(key.shape[2], device=key.device)
+    for first in range(0, query.shape[2], _ROWS):
+        last = min(first + _ROWS, query.shape[2])
+        scores = (query[:, :, first:last] @ keys).to(sums.dtype) * scale
+        if mask is not None:
+            part = mask[:, :, first:last] if mask.shape[2] > 1 else mask
+            if mask.dtype == torch.bool:
+                scores = scores.masked_fill(~part, -math.inf)
+            else:
+                scores = scores + part
+        if is_causal:
+            rows = torch.arange(first, last, device=key.device)
+            scores = scores.masked_fill(columns > rows[:, None], -math.inf)
+        sums[:, :, first:last] = torch.logsumexp(scores, -1)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return torch.from_dlpack(value)
+
+
+def _views(values: tuple[Any, ...], layout: int) -> list[torch.Tensor]:
+    """View every tensor as [batch, heads, length, dim]."""
+    tensors = [_tensor(value) for value in values]
+    return [x.transpose(1, 2) if layout >> i & 1 else x for i, x in enumerate(tensors)]
+
+
+def _on_stream(function: Callable[..., None]) -> Callable[..., None]:
+    """Run a function without gradients on the virtual machine's stream."""
+
+    def run(*arguments: Any) -> None:
+        with torch.no_grad(), _stream_of(arguments[0]):
+            function(*arguments)
+
+    return run
+
+
+@contextmanager
+def _stream_of(tensor: Any) -> Iterator[None]:
+    device = _tensor(tensor).device
+    if device.type != "cuda":
+        yield
+        return
+    raw = tvm_ffi.get_raw_stream(tvm_ffi.device("cuda", device.index))
+    stream = torch.cuda.ExternalStream(raw, device) if raw else torch.cuda.default_stream(device)
+    with torch.cuda.stream(stream):
+        yield
+
+
+FUNCTIONS: dict[str, Callable[..., None]] = {
+    "matmul": matmul,
+    "matmul_add": matmul_add,
+    "batch_matmul": batch_matmul,
+    "attention": attention,
+    "attention_masked": attention_masked,
+    "attention_backward": attention_backward,
+    "attention_backward_masked": attention_backward_masked,
+    "embedding_backward": embedding_backward,
+    "embedding_backward_add": embedding_backward_add,
+    "recurrence": recurrence,
+    "recurrence_backward": recurrence_backward,
+    "ctc_loss": ctc_loss,
+    "ctc_loss_backward": ctc_loss_backward,
+    "sort": sort,
+}

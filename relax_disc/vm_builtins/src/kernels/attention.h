@@ -1,0 +1,155 @@
+// What the attention kernels share: operands with strided rows, masks, packed heads.
+#ifndef RELAX_DISC_ATTENTION_H_
+#define RELAX_DISC_ATTENTION_H_
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "kernels/attention_math.h"
+#include "kernels/attention_workspace.h"
+#include "kernels/gemm.h"
+#include "kernels/tensor_view.h"
+
+namespace relax_disc {
+
+/*! \brief Widest head of the kernels: the whole of it is one panel of a matrix product. */
+constexpr int64_t kMostHeadDim = kDepth;
+
+/*! \brief A tensor [batch, heads, length, dim] stored in that order or as [b, length, heads, d]. */
+template <typename T>
+struct Heads {
+  T* data;
+  int64_t batches, heads, length, dim;
+  int64_t batch, head, row;  // strides in elements
+
+  Heads(TensorView view, bool swapped) {
+    Tensor<T> tensor(view);
+    TVM_FFI_CHECK(tensor.ndim == 4, ValueError) << "attention: rank " << tensor.ndim;
+    data = tensor.data;
+    batches = tensor.shape[0];
+    heads = tensor.shape[swapped ? 2 : 1];
+    length = tensor.shape[swapped ? 1 : 2];
+    dim = tensor.shape[3];
+    batch = heads * length * dim;
+    head = swapped ? dim : length * dim;
+    row = swapped ? heads * dim : dim;
+  }
+  T* At(int64_t b, int64_t h, int64_t i) const { return data + b * batch + h * head + i * row; }
+};
+
+/*! \brief A mask [B|1, H|1, Tq|1, Tk|1] of bool or of the scores' type; null data: none. */
+template <typename T>
+struct Mask {
+  const char* data = nullptr;
+  bool is_bool = false;
+  int64_t stride[4] = {0, 0, 0, 0};
+
+  void Set(TensorView view, int64_t batches, int64_t heads, int64_t rows, int64_t columns) {
+    const int64_t full[4] = {batches, heads, rows, columns};
+    TVM_FFI_CHECK(view.ndim() == 4, ValueError) << "attention: mask of rank " << view.ndim();
+    is_bool = view.dtype().bits == 8;
+    if (!is_bool) Tensor<T> checked(view);
+    data = static_cast<const char*>(view.data_ptr()) + view.byte_offset();
+    int64_t step = 1;
+    for (int i = 3; i >= 0; --i) {
+      int64_t size = view.shape()[i];
+      TVM_FFI_CHECK(size == 1 || size == full[i], ValueError)
+          << "attention: axis " << i << " of the mask has " << size << " elements, not "
+          << full[i];
+      stride[i] = size == 1 ? 0 : step;
+      step *= size;
+    }
+  }
+
+  /*! \brief Add the mask, in units of log2, to `count` scores from column `first` on. */
+  void Apply(int64_t b, int64_t h, int64_t i, int64_t first, int64_t count, T* scores) const {
+    if (data == nullptr) return;
+    int64_t at = b * stride[0] + h * stride[1] + i * stride[2] + first * stride[3];
+    if (is_bool) {
+      const char* row = data + at;
+      for (int64_t j = 0; j < count; ++j) {
+        scores[j] = row[j * stride[3]] ? scores[j] : kMinusInfinity<T>;
+      }
+    } else {
+      const T* row = reinterpret_cast<const T*>(data) + at;
+      for (int64_t j = 0; j < count; ++j) {
+        scores[j] += row[j * stride[3]] * static_cast<T>(kLog2E);
+      }
+    }
+  }
+};
+
+/*! \brief Pack the transposes of `count` rows as panels [dim, tile columns] of operand B. */
+template <typename T>
+void PackTransposed(const T* rows, int64_t pitch, int64_t count, int64_t dim, T* panels) {
+  for (int64_t x = 0; x < count; x += kTileColumns<T>) {
+    Matrix<T> matrix{rows + x * pitch, 1, pitch};
+    PackB(matrix, dim, std::min<int64_t>(kTileColumns<T>, count - x), panels + x * dim);
+  }
+}
+
+/*! \brief Copy rows times a factor to a new pitch; zeros up to `width`. */
+template <typename T>
+void CopyRows(const T* rows, int64_t pitch, int64_t count, int64_t dim, T factor, int64_t width,
+              int64_t target_pitch, T* target) {
+  for (int64_t i = 0; i < count; ++i) {
+    const T* source = rows + i * pitch;
+    T* row = target + i * target_pitch;
+    for (int64_t j = 0; j < dim; ++j) row[j] = source[j] * factor;
+    for (int64_t j = dim; j < width; ++j) row[j] = T(0);
+  }
+}
+
+/*! \brief Operand B in cache: packed panels, or rows at a fixed pitch (whole vectors wide). */
+template <typename T>
+struct CachedB {
+  const T* data;
+  int64_t columns;  // that it was packed with
+  int64_t depth;    // of the packed panels
+  int64_t pitch;    // 0: packed panels
+
+  const T* Panel(int64_t x) const { return data + (pitch ? x : x * depth); }
+  int64_t Step(int64_t x) const {
+    return pitch ? pitch : PanelVectors<T>(columns - x) * kLanes<T>;
+  }
+};
+
+/*! \brief Operand A in cache: rows at kPitch, or the transpose of rows at `step`. */
+template <typename T>
+struct CachedA {
+  const T* data;
+  bool by_rows;
+  int64_t step;
+};
+
+/*!
+ * \brief C[rows, columns] = A * B + addend on operands that stay in cache.
+ *
+ * `columns` is rounded up to whole vectors, for which C, the addend and B have room.
+ */
+template <typename T>
+void MultiplyCached(int64_t rows, int64_t columns, int64_t depth, CachedA<T> a, CachedB<T> b,
+                    const T* addend, T* c, int64_t c_pitch) {
+  int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  for (int64_t x = 0; x < columns; x += kTileColumns<T>) {
+    int64_t vectors = PanelVectors<T>(columns - x);
+    for (int64_t t = 0; t < tiles; ++t) {
+      int64_t top = TileTop(rows, tiles, t), height = TileTop(rows, tiles, t + 1) - top;
+      TileOperands<T> tile{};
+      tile.depth = depth;
+      tile.a = a.data + top * (a.by_rows ? kPitch<T> : 1);
+      tile.a_step = a.step;
+      tile.b = b.Panel(x);
+      tile.b_step = b.Step(x);
+      tile.addend = addend ? addend + top * c_pitch + x : nullptr;
+      tile.addend_pitch = tile.c_pitch = c_pitch;
+      tile.c = c + top * c_pitch + x;
+      RunTile(height, vectors, a.by_rows, tile);
+    }
+  }
+}
+
+}  // namespace relax_disc
+
+#endif  // RELAX_DISC_ATTENTION_H_

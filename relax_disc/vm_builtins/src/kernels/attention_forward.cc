@@ -1,0 +1,177 @@
+// relax_disc.cpu.attention: softmax(scale * q k^T + mask) v without a matrix of scores.
+//
+// Blocks of queries against blocks of keys with a running maximum and sum per row, as in Dao et
+// al., "FlashAttention" (2022), algorithm 1. Rows are independent and their sums have one order,
+// so results do not depend on the number of threads.
+#include <tvm/ffi/reflection/registry.h>
+#include <tvm/ffi/tvm_ffi.h>
+
+#include "kernels/attention.h"
+
+namespace relax_disc {
+namespace {
+
+constexpr int64_t kQueries = kForwardQueries, kChunk = kForwardChunk, kKeys = kForwardKeys;
+
+template <typename T>
+struct Forward {
+  Heads<T> q, k, v, out;
+  T* lse;
+  Mask<T> mask;
+  T scale;
+  bool is_causal;
+
+  /*! \brief Rows [first, last) of one head. */
+  void Chunk(int64_t b, int64_t h, int64_t first, int64_t last, T* scratch) const {
+    const int64_t width = RoundUpLanes<T>(v.dim), key_head = h / (q.heads / k.heads);
+    T* keys = scratch;
+    T* values = keys + kKeys * k.dim;
+    T* queries = values + kKeys * width;
+    T* scores = queries + kQueries * kPitch<T>;
+    T* sums = scores + kQueries * kPitch<T>;
+    T* top = sums + kChunk * width;
+    T* total = top + kChunk;
+    std::fill(sums, sums + (last - first) * width, T(0));
+    std::fill(top, top + (last - first), kMinusInfinity<T>);
+    std::fill(total, total + (last - first), T(0));
+    int64_t seen = is_causal ? std::min(last, k.length) : k.length;
+    for (int64_t key = 0; key < seen; key += kKeys) {
+      int64_t count = std::min(kKeys, seen - key);
+      PackTransposed(k.At(b, key_head, key), k.row, count, k.dim, keys);
+      PackValues(v.At(b, key_head, key), count, values);
+      int64_t start = is_causal ? std::max(first, key) : first;
+      for (int64_t i = first + (start - first) / kQueries * kQueries; i < last; i += kQueries) {
+        int64_t rows = std::min(kQueries, last - i), at = i - first;
+        int64_t visible = is_causal ? std::min(count, i + rows - key) : count;
+        CopyRows<T>(q.At(b, h, i), q.row, rows, q.dim, scale * static_cast<T>(kLog2E), q.dim,
+                    kPitch<T>, queries);
+        MultiplyCached<T>(rows, visible, q.dim, {queries, true, 1}, {keys, count, q.dim, 0},
+                          nullptr, scores, kPitch<T>);
+        for (int64_t r = 0; r < rows; ++r) {
+          Softmax(b, h, i + r, key, visible, scores + r * kPitch<T>, sums + (at + r) * width,
+                  top + at + r, total + at + r);
+        }
+        T* target = sums + at * width;
+        MultiplyCached<T>(rows, width, visible, {scores, true, 1}, {values, v.dim, count, 0},
+                          target, target, width);
+      }
+    }
+    for (int64_t i = first; i < last; ++i) {
+      const T* row = sums + (i - first) * width;
+      T weight = total[i - first];
+      T factor = weight == T(0) ? T(0) : T(1) / weight;
+      T* target = out.At(b, h, i);
+      for (int64_t j = 0; j < v.dim; ++j) target[j] = row[j] * factor;
+      lse[(b * q.heads + h) * q.length + i] =
+          weight == T(0) ? kMinusInfinity<T>
+                         : top[i - first] * static_cast<T>(kLn2) + std::log(weight);
+    }
+  }
+
+  /*! \brief Values as panels of operand B. */
+  void PackValues(const T* rows, int64_t count, T* panels) const {
+    for (int64_t x = 0; x < v.dim; x += kTileColumns<T>) {
+      PackB(Matrix<T>{rows + x, v.row, 1}, count, std::min<int64_t>(kTileColumns<T>, v.dim - x),
+            panels + x * count);
+    }
+  }
+
+  /*! \brief Scores of one row to weights; rescales what the row has summed so far. */
+  void Softmax(int64_t b, int64_t h, int64_t i, int64_t key, int64_t visible, T* row, T* sums,
+               T* top, T* total) const {
+    typedef typename Vector<T>::Type V;
+    constexpr int L = kLanes<T>;
+    int64_t limit = is_causal ? std::clamp<int64_t>(i + 1 - key, 0, visible) : visible;
+    mask.Apply(b, h, i, key, limit, row);
+    int64_t padded = RoundUpLanes<T>(visible);
+    std::fill(row + limit, row + padded, kMinusInfinity<T>);
+    V highest = LoadVector(row);
+    for (int64_t j = L; j < padded; j += L) {
+      V value = LoadVector(row + j);
+      highest = value > highest ? value : highest;
+    }
+    T before = *top, now = std::max(before, MaxLanes<T>(highest));
+    if (now == kMinusInfinity<T>) {  // nothing is seen, or all that is seen is NaN
+      for (int64_t j = 0; j < limit; ++j) *total += std::isnan(row[j]) ? row[j] : T(0);
+      std::fill(row, row + padded, T(0));
+      return;
+    }
+    V sum = V{};
+    for (int64_t j = 0; j < padded; j += L) {
+      V weight = Exp2<T>(LoadVector(row + j) - now);
+      StoreVector(row + j, weight);
+      sum += weight;
+    }
+    if (before != now) {
+      T factor = std::exp2(before - now);
+      *total *= factor;
+      for (int64_t j = 0; j < RoundUpLanes<T>(v.dim); ++j) sums[j] *= factor;
+    }
+    *total += SumLanes<T>(sum);
+    *top = now;
+  }
+
+  void Run() const {
+    TVM_FFI_CHECK(q.dim <= kMostHeadDim && v.dim <= kMostHeadDim, ValueError)
+        << "attention: heads of " << std::max(q.dim, v.dim) << " elements, at most "
+        << kMostHeadDim;
+    // Chunks of equal size: short sequences give one, long ones as many as keep scratch small.
+    int64_t chunks = std::max<int64_t>((q.length + kChunk - 1) / kChunk, 1);
+    const int64_t bytes = PieceBytes(AttentionElements<T>(k.dim, v.dim) * sizeof(T));
+    WorkspaceScope workspace;
+    char* memory = workspace.Take<char>(NumThreads() * bytes);
+    ParallelFor(q.batches * q.heads * chunks, NumThreads(), [&](int64_t task, int thread) {
+      // Late chunks of a causal head see more keys: they go first.
+      int64_t chunk = chunks - 1 - task / (q.batches * q.heads);
+      int64_t index = task % (q.batches * q.heads);
+      auto [first, last] = Share(q.length, kQueries, chunks, chunk);
+      if (first < last) {
+        Chunk(index / q.heads, index % q.heads, first, last,
+              reinterpret_cast<T*>(memory + thread * bytes));
+      }
+    });
+  }
+};
+
+template <typename T>
+void Attention(TensorView q, TensorView k, TensorView v, const TensorView* mask, double scale,
+               bool is_causal, int64_t layout, TensorView out, TensorView lse) {
+  Forward<T> forward{{q, (layout & 1) != 0},
+                     {k, (layout & 2) != 0},
+                     {v, (layout & 4) != 0},
+                     {out, (layout & 8) != 0},
+                     Tensor<T>(lse).data,
+                     {},
+                     static_cast<T>(scale),
+                     is_causal};
+  if (mask != nullptr) {
+    forward.mask.Set(*mask, forward.q.batches, forward.q.heads, forward.q.length,
+                     forward.k.length);
+  }
+  forward.Run();
+}
+
+void Dispatch(TensorView q, TensorView k, TensorView v, const TensorView* mask, double scale,
+              int64_t is_causal, int64_t layout, TensorView out, TensorView lse) {
+  auto function = IsDouble(q) ? &Attention<double> : &Attention<float>;
+  function(q, k, v, mask, scale, is_causal != 0, layout, out, lse);
+}
+
+}  // namespace
+
+TVM_FFI_STATIC_INIT_BLOCK() {
+  namespace refl = tvm::ffi::reflection;
+  refl::GlobalDef()
+      .def("relax_disc.cpu.attention",
+           [](TensorView q, TensorView k, TensorView v, double scale, int64_t is_causal,
+              int64_t layout, TensorView out, TensorView lse) {
+             Dispatch(q, k, v, nullptr, scale, is_causal, layout, out, lse);
+           })
+      .def("relax_disc.cpu.attention_masked",
+           [](TensorView q, TensorView k, TensorView v, TensorView mask, double scale,
+              int64_t is_causal, int64_t layout, TensorView out, TensorView lse) {
+             Dispatch(q, k, v, &mask, scale, is_causal, layout, out, lse);
+           });
+}
+
+}  // namespace relax_disc

@@ -1,0 +1,217 @@
+// Global functions of the run time: what compiled code calls, and what session.py calls.
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/shape.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/module.h>
+#include <tvm/ffi/reflection/registry.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "runtime/session.h"
+
+namespace relax_disc {
+
+namespace ffi = tvm::ffi;
+
+namespace {
+
+using Facts = ffi::Map<ffi::String, ffi::Any>;
+
+/*! \brief The sessions of one virtual machine: a module that it imports, so that both end together. */
+class SessionTable : public ffi::ModuleObj {
+ public:
+  const char* kind() const final { return "relax_disc.sessions"; }
+  ffi::Optional<ffi::Function> GetFunction(const ffi::String&) final { return std::nullopt; }
+
+  SessionPtr Open(const ffi::String& metadata) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [text, session] : sessions_) {
+      if (text.data() == metadata.data()) return session;
+    }
+    SessionPtr session = ffi::make_object<Session>(metadata);
+    sessions_.emplace_back(metadata, session);  // the text stays, so its address names it
+    return session;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::pair<ffi::String, SessionPtr>> sessions_;
+};
+
+SessionTable* TableOf(void* context) {
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  // TVM hands its virtual machine, a module, to builtins as a bare pointer.
+  auto* machine = static_cast<ffi::ModuleObj*>(context);
+  for (const ffi::Any& import : machine->imports()) {
+    ffi::Module module = import.cast<ffi::Module>();
+    if (std::string(module->kind()) == "relax_disc.sessions") {
+      return static_cast<SessionTable*>(const_cast<ffi::ModuleObj*>(module.operator->()));
+    }
+  }
+  ffi::ObjectPtr<SessionTable> table = ffi::make_object<SessionTable>();
+  SessionTable* result = table.get();
+  machine->ImportModule(ffi::Module(std::move(table)));
+  return result;
+}
+
+Session* SessionOf(const ffi::ObjectRef& object) {
+  const Session* session = object.as<Session>();
+  if (session == nullptr) TVM_FFI_THROW(TypeError) << "expected a relax_disc.Session";
+  return const_cast<Session*>(session);
+}
+
+Frame* FrameOf(const ffi::ObjectRef& object) {
+  const Frame* frame = object.as<Frame>();
+  if (frame == nullptr) TVM_FFI_THROW(TypeError) << "expected a relax_disc.Frame";
+  return const_cast<Frame*>(frame);
+}
+
+std::vector<int64_t> Values(const ffi::Shape& shape) { return {shape.begin(), shape.end()}; }
+
+Facts PlanFacts(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t budget_bytes) {
+  Session* session = SessionOf(object);
+  bool hit = false;
+  PlanPtr plan = session->PlanFor(Values(dims), budget_bytes, &hit);
+  const int64_t outside = plan->outside_bytes();
+  const ArenaPlan& arena = plan->arena;
+  std::vector<int64_t> versions;
+  for (const Version& version : arena.versions) {
+    versions.insert(versions.end(),
+                    {version.tensor, version.created, version.last_use, version.offset});
+  }
+  std::vector<int64_t> sequence(arena.sequence.begin(), arena.sequence.end());
+  return Facts{{"feasible", plan->feasible},
+               {"peak_bytes", plan->feasible ? plan->peak_bytes() : outside + arena.least_bytes},
+               {"arena_bytes", arena.arena_bytes},
+               {"live_peak_bytes", arena.live_peak_bytes},
+               {"resident_bytes", plan->resident_bytes},
+               {"escaping_bytes", plan->escaping_bytes},
+               {"workspace_bytes", plan->workspace_bytes},
+               {"least_bytes", outside + (arena.feasible ? arena.arena_bytes : arena.least_bytes)},
+               {"lower_bound_bytes", outside + arena.lower_bound_bytes},
+               {"time_ns", arena.time_ns},
+               {"base_time_ns", plan->base_time_ns},
+               {"planning_ns", plan->planning_ns},
+               {"cache_hit", hit},
+               {"sequence", ffi::Shape(sequence)},
+               {"versions", ffi::Shape(versions)},
+               {"values", ffi::Shape(plan->values)}};
+}
+
+Facts LastReport(const ffi::ObjectRef& object) {
+  Report report = SessionOf(object)->last_report();
+  return Facts{{"dims", ffi::Shape(report.dims)},
+               {"budget_bytes", report.budget_bytes},
+               {"planned_peak_bytes", report.planned_peak_bytes},
+               {"peak_bytes", report.peak_bytes},
+               {"arena_bytes", report.arena_bytes},
+               {"resident_bytes", report.resident_bytes},
+               {"escaping_bytes", report.escaping_bytes},
+               {"workspace_bytes", report.workspace_bytes},
+               {"held_bytes", report.held_bytes},
+               {"recomputations", report.recomputations},
+               {"planning_ns", report.planning_ns},
+               {"entry_ns", report.entry_ns},
+               {"time_ns", report.time_ns},
+               {"cache_hit", report.cache_hit},
+               {"finished", report.finished}};
+}
+
+Facts CounterFacts(const ffi::ObjectRef& object) {
+  Session* session = SessionOf(object);
+  Counters counters = session->counters();
+  return Facts{{"calls", counters.calls},
+               {"hits", counters.hits},
+               {"misses", counters.misses},
+               {"failures", counters.failures},
+               {"recomputations", counters.recomputations},
+               {"evicted_plans", counters.evicted_plans},
+               {"plans", session->plan_count()},
+               {"held_bytes", session->held_bytes()}};
+}
+
+ffi::Array<ffi::Shape> Profile(const ffi::ObjectRef& object) {
+  auto [runs, times] = SessionOf(object)->profile();
+  return {ffi::Shape(runs), ffi::Shape(times)};
+}
+
+void Enter(ffi::PackedArgs args, ffi::Any* result) {
+  ffi::Shape dims = args[1].cast<ffi::Shape>();
+  std::vector<ffi::Tensor> given;
+  given.reserve(args.size() - 2);
+  for (int32_t i = 2; i < args.size(); ++i) given.push_back(args[i].cast<ffi::Tensor>());
+  *result = ffi::ObjectRef(SessionOf(args[0].cast<ffi::ObjectRef>())
+                               ->Enter(Values(dims), std::move(given)));
+}
+
+void SetCostModel(const ffi::ObjectRef& session, double flops_per_ns, double bytes_per_ns,
+                  double overhead_ns, const ffi::Array<double>& factors,
+                  const ffi::Array<double>& fixed_ns) {
+  CostModel cost{flops_per_ns, bytes_per_ns, overhead_ns, {factors.begin(), factors.end()},
+                 {fixed_ns.begin(), fixed_ns.end()}};
+  SessionOf(session)->SetCostModel(std::move(cost));
+}
+
+ffi::Tensor Reserve(const ffi::Shape& shape, DLDataType dtype) {
+  const int64_t bytes = static_cast<int64_t>(ffi::GetDataSize(shape.Product(), dtype));
+  BlockPtr block = MemoryBlock::Allocate({kDLCPU, 0}, bytes, Backing::kReserved);
+  return ViewOfBlock(block, 0, Values(shape), dtype);
+}
+
+}  // namespace
+
+TVM_FFI_STATIC_INIT_BLOCK() {
+  namespace refl = tvm::ffi::reflection;
+  refl::ObjectDef<Session>(refl::init(false));
+  refl::ObjectDef<Frame>(refl::init(false));
+  using Object = ffi::ObjectRef;
+  refl::GlobalDef()
+      .def("relax_disc.open",
+           [](void* context, ffi::String metadata) {
+             return Object(TableOf(context)->Open(metadata));
+           })
+      .def_packed("relax_disc.enter", Enter)
+      .def("relax_disc.kernel", [](const Object& frame, int64_t k,
+                                   const ffi::Function& f) { FrameOf(frame)->Kernel(k, f); })
+      .def("relax_disc.regenerate_before",
+           [](const Object& frame, int64_t k) { FrameOf(frame)->Regenerate(k); })
+      .def("relax_disc.output",
+           [](const Object& frame, int64_t i) { return FrameOf(frame)->Output(i); })
+      .def("relax_disc.leave", [](const Object& frame) { FrameOf(frame)->Leave(); })
+      .def("relax_disc.copy", [](DLTensor* from, DLTensor* to) { CopyBytes(from, to); })
+      .def("relax_disc.session.metadata",
+           [](const Object& s) { return SessionOf(s)->text(); })
+      .def("relax_disc.session.plan", PlanFacts)
+      .def("relax_disc.session.report", LastReport)
+      .def("relax_disc.session.counters", CounterFacts)
+      .def("relax_disc.session.profile", Profile)
+      .def("relax_disc.session.budget", [](const Object& s) { return SessionOf(s)->budget_bytes(); })
+      .def("relax_disc.session.set_budget",
+           [](const Object& s, int64_t bytes) { SessionOf(s)->SetBudget(bytes); })
+      .def("relax_disc.session.set_mode",
+           [](const Object& s, int64_t mode) { SessionOf(s)->SetMode(static_cast<Mode>(mode)); })
+      .def("relax_disc.session.set_cost_model", SetCostModel)
+      .def("relax_disc.session.set_plan_limit",
+           [](const Object& s, int64_t plans) { SessionOf(s)->SetPlanLimit(plans); })
+      .def("relax_disc.session.fill_memory",
+           [](const Object& s, int64_t byte) {
+             SessionOf(s)->FillMemory(static_cast<uint8_t>(byte));
+           })
+      .def("relax_disc.session.release", [](const Object& s) { SessionOf(s)->Release(); })
+      .def("relax_disc.session.share_arena",
+           [](const Object& s, const Object& other) {
+             SessionOf(s)->ShareArena(SessionOf(other));
+           })
+      .def("relax_disc.session.check_budget",
+           [](const Object& s, const ffi::Shape& dims) { SessionOf(s)->CheckBudget(Values(dims)); })
+      .def("relax_disc.session.torn", [](const Object& s) { return SessionOf(s)->torn(); })
+      .def("relax_disc.session.clear_torn", [](const Object& s) { SessionOf(s)->clear_torn(); })
+      .def("relax_disc.reserve", Reserve)
+      .def("relax_disc.allocated_bytes", AllocatedBytes)
+      .def("relax_disc.fail_allocation", FailAllocation);
+}
+
+}  // namespace relax_disc

@@ -1,0 +1,118 @@
+#include <tvm/ffi/dtype.h>
+#include <tvm/ffi/error.h>
+
+#include <algorithm>
+
+#include "runtime/session.h"
+#include "kernels/workspace.h"
+
+namespace relax_disc {
+
+namespace ffi = tvm::ffi;
+
+namespace {
+
+int64_t BytesOf(const ffi::Tensor& tensor) {
+  return static_cast<int64_t>(ffi::GetDataSize(tensor.numel(), tensor.dtype()));
+}
+
+}  // namespace
+
+Frame::~Frame() {
+  if (session_ != nullptr && !finished_) session_->Return(this);
+}
+
+void Frame::Bind() {
+  const Metadata& metadata = session_->metadata();
+  if (static_cast<int32_t>(given_.size()) < metadata.given_count) {
+    TVM_FFI_THROW(ValueError) << metadata.function << " takes " << metadata.given_count
+                              << " tensors, got " << given_.size();
+  }
+  for (const ffi::Tensor& tensor : given_) resident_bytes_ += BytesOf(tensor);
+  const Backing backing = mode_ == Mode::kDryRun ? Backing::kReserved : Backing::kReal;
+  for (int32_t first : binding_->escaping()) {
+    const ViewEntry& view = metadata.views[first];
+    const int64_t bytes =
+        RoundUp(plan_->values[metadata.tensors[view.tensor].bytes], metadata.alignment);
+    escaping_.push_back(ViewOfBlock(MemoryBlock::Allocate(memory_.arena->device(), bytes, backing), 0,
+                                    ShapeAt(view.shape, plan_->values), view.dtype));
+    escaping_bytes_ += bytes;
+  }
+  binding_->Pass(given_, escaping_);
+}
+
+void Frame::Kernel(int64_t k, const ffi::Function& function) {
+  const std::vector<Step>& steps = Bound().steps();
+  const Step& step = steps[position_];
+  if (step.kernel != k || binding_->first_position()[k] != position_) {
+    TVM_FFI_THROW(InternalError) << session_->metadata().function << ": kernel " << k
+                                 << " is called where the plan has kernel " << step.kernel;
+  }
+  ffi::Function& known = session_->functions_[k];
+  if (!known.defined() && mode_ != Mode::kDryRun) known = function;
+  Execute(step, steps[position_ + 1]);
+}
+
+void Frame::Regenerate(int64_t k) {
+  const std::vector<Step>& steps = Bound().steps();
+  const int32_t until = binding_->first_position()[k];
+  while (position_ < until) {
+    Execute(steps[position_], steps[position_ + 1]);
+    ++report_.recomputations;
+  }
+}
+
+void Frame::Execute(const Step& step, const Step& next) {
+  const KernelEntry& kernel = session_->metadata().kernels[step.kernel];
+  arena_peak_ = std::max(arena_peak_, step.arena_end);
+  ++position_;
+  if (mode_ == Mode::kDryRun) return;
+  wrote_given_ = wrote_given_ || kernel.overwrites;
+  const ffi::AnyView* values = binding_->values();
+  for (int32_t i = step.first_copy; i < step.first_argument; i += 2) {
+    CopyBytes(values[i].cast<DLTensor*>(), values[i + 1].cast<DLTensor*>());
+  }
+  LentWorkspace lent(memory_.workspace->base(), plan_->workspace_bytes);
+  const ffi::Function& function = session_->functions_[step.kernel];
+  ffi::PackedArgs arguments(values + step.first_argument, next.first_copy - step.first_argument);
+  ffi::Any ignored;
+  if (mode_ != Mode::kProfile) {
+    function.CallPacked(arguments, &ignored);
+    return;
+  }
+  auto start = std::chrono::steady_clock::now();
+  function.CallPacked(arguments, &ignored);
+  auto end = std::chrono::steady_clock::now();
+  std::lock_guard<std::mutex> lock(session_->mutex_);
+  session_->kernel_ns_[step.kernel] +=
+      std::chrono::duration_cast<std::chrono::nanoseconds>(end - start).count();
+  ++session_->kernel_runs_[step.kernel];
+}
+
+ffi::Tensor Frame::Output(int64_t i) const { return Bound().Output(i, given_, escaping_); }
+
+const Binding& Frame::Bound() const {
+  if (binding_ == nullptr) {
+    TVM_FFI_THROW(InternalError) << session_->metadata().function << ": the call has ended";
+  }
+  return *binding_;
+}
+
+void Frame::Leave() {
+  report_.dims = plan_->dims;
+  report_.budget_bytes = plan_->budget_bytes;
+  report_.planned_peak_bytes = plan_->peak_bytes();
+  report_.arena_bytes = arena_peak_;
+  report_.escaping_bytes = escaping_bytes_;
+  report_.resident_bytes = resident_bytes_;
+  report_.workspace_bytes = plan_->workspace_bytes;
+  report_.peak_bytes = arena_peak_ + escaping_bytes_ + resident_bytes_ + report_.workspace_bytes;
+  report_.planning_ns = report_.cache_hit ? 0 : plan_->planning_ns;
+  report_.time_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                        std::chrono::steady_clock::now() - start_)
+                        .count();
+  finished_ = true;
+  session_->Return(this);
+}
+
+}  // namespace relax_disc

@@ -1,0 +1,105 @@
+#include "runtime/plan.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "kernels/workspace.h"
+
+namespace relax_disc {
+
+namespace {
+
+PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
+                     const std::vector<int64_t>& values, int64_t alignment) {
+  PlannerGraph graph;
+  const size_t count = metadata.tensors.size();
+  graph.bytes.assign(count, 0);
+  graph.resident.assign(count, 0);
+  graph.is_output.assign(count, 0);
+  std::vector<int32_t> given(metadata.given_count, -1);
+  for (size_t i = 0; i < count; ++i) {
+    const TensorEntry& tensor = metadata.tensors[i];
+    if (tensor.storage == Storage::kArena) graph.bytes[i] = RoundUp(values[tensor.bytes], alignment);
+    if (tensor.storage == Storage::kGiven) {
+      graph.resident[i] = 1;
+      given[tensor.given] = static_cast<int32_t>(i);
+    }
+    // Escaping tensors lie outside the arena, whole, from entry on: they take nothing here.
+    if (tensor.storage == Storage::kEscaping || tensor.storage == Storage::kOverwrite) {
+      graph.is_output[i] = 1;
+    }
+  }
+  graph.ops.resize(metadata.kernels.size());
+  for (size_t k = 0; k < metadata.kernels.size(); ++k) {
+    const KernelEntry& kernel = metadata.kernels[k];
+    PlannerOp& op = graph.ops[k];
+    op.time_ns = cost.Time(k, values[kernel.flops], values[kernel.moved_bytes]);
+    op.inputs = kernel.inputs;
+    op.outputs = kernel.outputs;
+    op.inplace = kernel.inplace;
+    op.recomputable = kernel.recomputable;
+    for (int32_t tensor : kernel.outputs) {
+      const TensorEntry& entry = metadata.tensors[tensor];
+      if (entry.storage == Storage::kOverwrite) op.inplace.emplace_back(given[entry.given], tensor);
+    }
+  }
+  return graph;
+}
+
+/*! \brief Workspace of a call: kernels run one after the other, so they share it. */
+int64_t WorkspaceAt(const Metadata& metadata, const std::vector<int64_t>& values,
+                    int64_t alignment) {
+  int64_t most = 0;
+  for (const KernelEntry& kernel : metadata.kernels) {
+    if (kernel.workspace.empty()) continue;
+    most = std::max(most, WorkspaceBytes(kernel.workspace, ShapeAt(kernel.workspace_numbers, values)));
+  }
+  return RoundUp(most, alignment);
+}
+
+}  // namespace
+
+int64_t CostModel::Time(size_t kernel, int64_t flops, int64_t moved_bytes) const {
+  double work = std::max(static_cast<double>(flops) / flops_per_ns,
+                         static_cast<double>(moved_bytes) / bytes_per_ns);
+  double factor = kernel < factors.size() ? factors[kernel] : 1.0;
+  double fixed = kernel < fixed_ns.size() ? fixed_ns[kernel] : overhead_ns;
+  return static_cast<int64_t>(work * factor + fixed) + 1;
+}
+
+std::vector<int64_t> ShapeAt(const std::vector<int32_t>& programs,
+                             const std::vector<int64_t>& values) {
+  std::vector<int64_t> shape;
+  shape.reserve(programs.size());
+  for (int32_t program : programs) shape.push_back(values[program]);
+  return shape;
+}
+
+PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const PlanRequest& request) {
+  auto start = std::chrono::steady_clock::now();
+  auto plan = std::make_shared<Plan>();
+  plan->dims = request.dims;
+  plan->budget_bytes = request.budget_bytes;
+  plan->values = metadata.Evaluate(request.dims);
+  for (size_t i = 0; i < metadata.tensors.size(); ++i) {
+    const TensorEntry& tensor = metadata.tensors[i];
+    const int64_t bytes = plan->values[tensor.bytes];
+    if (tensor.storage == Storage::kGiven) plan->resident_bytes += bytes;
+    if (tensor.storage == Storage::kEscaping) {
+      plan->escaping_bytes += RoundUp(bytes, request.alignment);
+    }
+  }
+  plan->workspace_bytes = WorkspaceAt(metadata, plan->values, request.alignment);
+  int64_t room = kUnlimited;
+  if (request.budget_bytes >= 0) room = request.budget_bytes - plan->outside_bytes();
+  PlannerGraph graph = GraphAt(metadata, cost, plan->values, request.alignment);
+  for (const PlannerOp& op : graph.ops) plan->base_time_ns += op.time_ns;
+  plan->arena = PlanArena(graph, std::max<int64_t>(room, 0), request.alignment, request.effort);
+  plan->feasible = plan->arena.feasible && room >= 0;
+  plan->planning_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                          std::chrono::steady_clock::now() - start)
+                          .count();
+  return plan;
+}
+
+}  // namespace relax_disc

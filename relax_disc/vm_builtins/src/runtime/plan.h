@@ -1,0 +1,62 @@
+/*!
+ * \file runtime_plan.h
+ * \brief What one shape under one budget runs: the sequence of kernels, and where each tensor is.
+ */
+#ifndef RELAX_DISC_RUNTIME_PLAN_H_
+#define RELAX_DISC_RUNTIME_PLAN_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "planner/planner.h"
+#include "runtime/memory.h"
+#include "runtime/metadata.h"
+
+namespace relax_disc {
+
+/*! \brief Model of a kernel's time, used for choices only. */
+struct CostModel {
+  double flops_per_ns = 100.0;  // two cores of a desktop; calibration replaces all of these
+  double bytes_per_ns = 10.0;
+  double overhead_ns = 3000.0;
+  // Per kernel, as measured: time = work * factor + fixed.  Empty: 1 and overhead_ns.
+  std::vector<double> factors, fixed_ns;
+
+  int64_t Time(size_t kernel, int64_t flops, int64_t moved_bytes) const;
+};
+
+/*! \brief Small, since many are remembered: what a call needs beside it is in a Binding. */
+struct Plan {
+  std::vector<int64_t> dims, values;  // values: of the metadata's programs
+  int64_t budget_bytes = 0;
+  bool feasible = true;
+  ArenaPlan arena;
+  int64_t resident_bytes = 0, escaping_bytes = 0;
+  int64_t workspace_bytes = 0;  // of the hungriest library kernel; they take turns
+  int64_t planning_ns = 0;
+  int64_t base_time_ns = 0;  // modelled, without recomputations
+
+  /*! \brief What is there beside the arena, whatever is planned. */
+  int64_t outside_bytes() const { return resident_bytes + escaping_bytes + workspace_bytes; }
+  int64_t peak_bytes() const { return outside_bytes() + arena.arena_bytes; }
+};
+
+using PlanPtr = std::shared_ptr<const Plan>;
+
+/*! \brief Everything that a plan depends on, beside the metadata. */
+struct PlanRequest {
+  std::vector<int64_t> dims;
+  int64_t budget_bytes = -1;  // of peak_bytes; negative: none
+  int64_t alignment = 64;
+  int effort = kEffortFast;  // more costs a new shape many times the time and wins 0.1 %
+};
+
+/*! \brief Make the plan; `feasible` says whether it is inside the budget. */
+PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const PlanRequest& request);
+
+/*! \brief Shape of a view at the plan's dims. */
+std::vector<int64_t> ShapeAt(const std::vector<int32_t>& programs, const std::vector<int64_t>& values);
+
+}  // namespace relax_disc
+#endif  // RELAX_DISC_RUNTIME_PLAN_H_

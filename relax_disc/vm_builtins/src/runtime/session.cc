@@ -1,0 +1,224 @@
+#include "runtime/session.h"
+
+#include <tvm/ffi/error.h>
+
+#include <algorithm>
+#include <string>
+
+namespace relax_disc {
+
+namespace ffi = tvm::ffi;
+
+namespace {
+// A binding takes some 100 bytes an argument.  One serves all shapes without a budget; under one,
+// the shapes that come back soon find theirs.
+constexpr size_t kBindingLimit = 4;
+}  // namespace
+
+PlanPtr Session::Lookup(const Key& key, bool* hit) {
+  auto found = plans_.find(key);
+  if (hit != nullptr) *hit = found != plans_.end();
+  if (found != plans_.end()) {
+    recent_.splice(recent_.begin(), recent_, found->second.use);
+    return found->second.plan;
+  }
+  PlanRequest request;
+  request.dims = key.first;
+  request.budget_bytes = key.second;
+  request.alignment = metadata_.alignment;
+  PlanPtr plan = MakePlan(metadata_, cost_, request);
+  recent_.push_front(key);
+  plans_[key] = {plan, recent_.begin()};
+  while (plans_.size() > plan_limit_) {
+    plans_.erase(recent_.back());
+    recent_.pop_back();
+    ++counters_.evicted_plans;
+  }
+  return plan;
+}
+
+PlanPtr Session::PlanFor(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (dims.size() != metadata_.dims.size()) {
+    TVM_FFI_THROW(ValueError) << metadata_.function << " has " << metadata_.dims.size()
+                              << " dims, got " << dims.size();
+  }
+  return Lookup({dims, budget_bytes}, hit);
+}
+
+void Session::CheckBudget(const std::vector<int64_t>& dims) {
+  PlanPtr plan = PlanFor(dims, budget_bytes_);
+  if (!plan->feasible) RefuseBudget(*plan);
+}
+
+void Session::RefuseBudget(const Plan& plan) const {
+  const int64_t outside = plan.outside_bytes();
+  std::string shape;
+  for (size_t i = 0; i < plan.dims.size(); ++i) {
+    shape += (i > 0 ? ", " : "") + metadata_.dims[i] + "=" + std::to_string(plan.dims[i]);
+  }
+  const int64_t least = outside + (plan.arena.feasible ? plan.arena.arena_bytes
+                                                       : plan.arena.least_bytes);
+  const int64_t bound = outside + plan.arena.lower_bound_bytes;
+  TVM_FFI_THROW(MemoryBudgetError)
+      << metadata_.function << " at " << shape << " does not fit into the memory budget of "
+      << plan.budget_bytes << " bytes: the least found feasible is " << least << " bytes, of which "
+      << outside << " are parameters, inputs, results and workspace; no plan can do with less than "
+      << bound << " bytes. Raise the budget or lower the shape.";
+}
+
+ffi::ObjectPtr<Frame> Session::Enter(const std::vector<int64_t>& dims,
+                                     std::vector<ffi::Tensor> given) {
+  auto start = std::chrono::steady_clock::now();
+  ffi::ObjectPtr<Frame> frame = ffi::make_object<Frame>();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++counters_.calls;
+    bool hit = false;
+    PlanPtr plan = Lookup({dims, budget_bytes_}, &hit);
+    ++(hit ? counters_.hits : counters_.misses);
+    if (!plan->feasible) RefuseBudget(*plan);
+    for (const ffi::Tensor& tensor : given) {
+      if (tensor.device().device_type != kDLCPU) device_ = tensor.device();
+    }
+    frame->plan_ = plan;
+    frame->mode_ = mode_;
+    frame->report_.cache_hit = hit;
+    TakeArena(frame.get());
+    frame->session_ = ffi::details::ObjectUnsafe::ObjectPtrFromUnowned<Session>(this);
+    frame->binding_ = TakeBinding(plan, frame->memory_.arena);
+  }
+  frame->given_ = std::move(given);
+  frame->start_ = start;
+  frame->Bind();
+  frame->report_.entry_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                std::chrono::steady_clock::now() - start)
+                                .count();
+  return frame;
+}
+
+void Session::TakeArena(Frame* frame) {
+  const Plan& plan = *frame->plan_;
+  const ArenaNeed need{device_, plan.arena.arena_bytes, plan.workspace_bytes,
+                       budget_bytes_ < 0 ? -1 : budget_bytes_ - plan.resident_bytes -
+                                                    plan.escaping_bytes};
+  if (mode_ == Mode::kDryRun) {
+    frame->memory_ = SharedArena::Own(need, Backing::kReserved);
+  } else if (arena_->Take(need, &frame->memory_)) {
+    frame->taken_from_ = arena_;
+  } else {
+    frame->memory_ = SharedArena::Own(need, Backing::kReal);
+  }
+}
+
+std::unique_ptr<Binding> Session::TakeBinding(const PlanPtr& plan, const BlockPtr& arena) {
+  auto chosen = std::find_if(bindings_.begin(), bindings_.end(), [&](const auto& kept) {
+    return kept->Holds(plan, arena->base());
+  });
+  if (chosen == bindings_.end()) {
+    chosen = std::find_if(bindings_.begin(), bindings_.end(),
+                          [&](const auto& kept) { return kept->Serves(*plan); });
+  }
+  std::unique_ptr<Binding> binding;
+  if (chosen != bindings_.end()) {
+    binding = std::move(*chosen);
+    bindings_.erase(chosen);
+  } else {
+    binding = std::make_unique<Binding>(metadata_, *plan);
+  }
+  if (!binding->Holds(plan, arena->base())) binding->Fill(plan, *arena);
+  return binding;
+}
+
+void Session::Return(Frame* frame) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (frame->taken_from_ != nullptr) frame->taken_from_->Return();
+  frame->memory_ = {};
+  if (frame->binding_ != nullptr) {
+    bindings_.push_front(std::move(frame->binding_));
+    if (bindings_.size() > kBindingLimit) bindings_.pop_back();
+  }
+  if (!frame->finished_) {
+    ++counters_.failures;
+    torn_ = torn_ || frame->wrote_given_;
+  }
+  counters_.recomputations += frame->report_.recomputations;
+  frame->report_.finished = frame->finished_;
+  frame->report_.held_bytes = arena_->held_bytes();
+  last_ = frame->report_;
+}
+
+void Session::SetBudget(int64_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  budget_bytes_ = bytes;
+  // Nothing in the arena outlives a call, so what would break the budget goes at once.
+  if (bytes >= 0) arena_->GiveBackAbove(bytes - last_.resident_bytes - last_.escaping_bytes);
+}
+
+void Session::SetMode(Mode mode) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  mode_ = mode;
+  if (mode == Mode::kProfile) {
+    std::fill(kernel_ns_.begin(), kernel_ns_.end(), 0);
+    std::fill(kernel_runs_.begin(), kernel_runs_.end(), 0);
+  }
+}
+
+void Session::SetCostModel(CostModel cost) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  cost_ = std::move(cost);
+  plans_.clear();
+  recent_.clear();
+  bindings_.clear();
+}
+
+void Session::SetPlanLimit(int64_t plans) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  plan_limit_ = static_cast<size_t>(std::max<int64_t>(plans, 1));
+}
+
+void Session::Release() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  plans_.clear();
+  recent_.clear();
+  bindings_.clear();
+  arena_->GiveBackAbove(0);
+}
+
+void Session::ShareArena(Session* other) {
+  if (other == this) return;
+  std::shared_ptr<SharedArena> arena;
+  {
+    std::lock_guard<std::mutex> lock(other->mutex_);
+    arena = other->arena_;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  arena_ = std::move(arena);
+}
+
+Report Session::last_report() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return last_;
+}
+
+Counters Session::counters() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return counters_;
+}
+
+int64_t Session::held_bytes() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return arena_->held_bytes();
+}
+
+int64_t Session::plan_count() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return static_cast<int64_t>(plans_.size());
+}
+
+std::pair<std::vector<int64_t>, std::vector<int64_t>> Session::profile() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return {kernel_runs_, kernel_ns_};
+}
+
+}  // namespace relax_disc

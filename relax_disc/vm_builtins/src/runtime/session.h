@@ -1,0 +1,175 @@
+/*!
+ * \file runtime_session.h
+ * \brief State of one compiled function in one virtual machine, and one call of it.
+ *
+ * A Session owns the plans and the counters, and an arena that it may share with other sessions; a
+ * Frame is one call.  The first call to arrive takes the arena, a call that arrives meanwhile
+ * (another thread, or a kernel that calls back) gets an arena of its own for its duration.
+ */
+#ifndef RELAX_DISC_RUNTIME_SESSION_H_
+#define RELAX_DISC_RUNTIME_SESSION_H_
+
+#include <tvm/ffi/container/map.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/object.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "runtime/arena.h"
+#include "runtime/binding.h"
+#include "runtime/memory.h"
+#include "runtime/metadata.h"
+#include "runtime/plan.h"
+
+namespace relax_disc {
+
+/*! \brief What a call did; `peak_bytes` is counted while it runs, not taken from the plan. */
+struct Report {
+  std::vector<int64_t> dims;
+  int64_t budget_bytes = -1;
+  int64_t planned_peak_bytes = 0, peak_bytes = 0, arena_bytes = 0, resident_bytes = 0;
+  int64_t escaping_bytes = 0, workspace_bytes = 0, held_bytes = 0, recomputations = 0;
+  int64_t planning_ns = 0, entry_ns = 0, time_ns = 0;
+  bool cache_hit = false, finished = false;
+};
+
+struct Counters {
+  int64_t calls = 0, hits = 0, misses = 0, failures = 0, recomputations = 0, evicted_plans = 0;
+};
+
+enum class Mode : int32_t { kRun = 0, kDryRun = 1, kProfile = 2 };
+
+class Frame;
+
+class Session : public tvm::ffi::Object {
+ public:
+  explicit Session(const tvm::ffi::String& metadata) : text_(metadata), metadata_(Metadata::Parse(metadata)) {
+    functions_.resize(metadata_.kernels.size());
+    kernel_ns_.assign(metadata_.kernels.size(), 0);
+    kernel_runs_.assign(metadata_.kernels.size(), 0);
+    // A plan takes some 20 bytes a kernel and tensor; a few MB in all.
+    const size_t kernels = std::max<size_t>(metadata_.kernels.size(), 1);
+    plan_limit_ = std::min<size_t>(256, std::max<size_t>(32, 100000 / kernels));
+  }
+
+  /*! \brief Begin a call: plan, check the budget, bind memory.  Nothing has run when it throws. */
+  tvm::ffi::ObjectPtr<Frame> Enter(const std::vector<int64_t>& dims,
+                                   std::vector<tvm::ffi::Tensor> given);
+
+  /*! \brief The plan of a shape under a budget (negative: the session's). */
+  PlanPtr PlanFor(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit = nullptr);
+
+  /*! \brief Throw what a call at this shape would throw for its budget. */
+  void CheckBudget(const std::vector<int64_t>& dims);
+
+  /*! \brief From now on use the arena of another session; the own one is given back. */
+  void ShareArena(Session* other);
+
+  void SetBudget(int64_t bytes);
+  void SetMode(Mode mode);
+  void SetCostModel(CostModel cost);
+  void SetPlanLimit(int64_t plans);
+  /*! \brief Set every byte between calls, for tests. */
+  void FillMemory(uint8_t byte) { arena_->Fill(byte); }
+  /*! \brief Give the arena and all plans back. */
+  void Release();
+
+  const Metadata& metadata() const { return metadata_; }
+  const tvm::ffi::String& text() const { return text_; }
+  Report last_report() const;
+  Counters counters() const;
+  int64_t budget_bytes() const { return budget_bytes_; }
+  int64_t held_bytes() const;
+  bool torn() const { return torn_; }
+  void clear_torn() { torn_ = false; }
+  int64_t plan_count() const;
+  /*! \brief Per kernel: executions and their total time, since profiling began. */
+  std::pair<std::vector<int64_t>, std::vector<int64_t>> profile() const;
+
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("relax_disc.Session", Session, tvm::ffi::Object);
+
+ private:
+  friend class Frame;
+  using Key = std::pair<std::vector<int64_t>, int64_t>;
+  struct Cached {
+    PlanPtr plan;
+    std::list<Key>::iterator use;
+  };
+
+  [[noreturn]] void RefuseBudget(const Plan& plan) const;
+  PlanPtr Lookup(const Key& key, bool* hit);  // mutex held
+  void TakeArena(Frame* frame);               // mutex held
+  std::unique_ptr<Binding> TakeBinding(const PlanPtr& plan, const BlockPtr& arena);
+  void Return(Frame* frame);
+
+  const tvm::ffi::String text_;
+  const Metadata metadata_;
+  mutable std::mutex mutex_;
+  std::map<Key, Cached> plans_;
+  std::list<Key> recent_;  // most recently used first
+  std::list<std::unique_ptr<Binding>> bindings_;  // that no call has, last used first
+  size_t plan_limit_ = 256;
+  std::shared_ptr<SharedArena> arena_ = std::make_shared<SharedArena>();
+  DLDevice device_{kDLCPU, 0};
+  CostModel cost_;
+  int64_t budget_bytes_ = -1;
+  Mode mode_ = Mode::kRun;
+  bool torn_ = false;
+  Report last_;
+  Counters counters_;
+  std::vector<tvm::ffi::Function> functions_;  // of kernels, as calls have passed them
+  std::vector<int64_t> kernel_ns_, kernel_runs_;
+};
+
+using SessionPtr = tvm::ffi::ObjectPtr<Session>;
+
+/*! \brief One call; dropping it unfinished (a kernel raised) gives everything back. */
+class Frame : public tvm::ffi::Object {
+ public:
+  ~Frame();
+
+  /*! \brief Run kernel k, which is next in the plan. */
+  void Kernel(int64_t k, const tvm::ffi::Function& function);
+  /*! \brief Run the recomputations that the plan lists before kernel k. */
+  void Regenerate(int64_t k);
+  /*! \brief The i-th tensor of the flat result. */
+  tvm::ffi::Tensor Output(int64_t i) const;
+  /*! \brief Finish: every kernel has run. */
+  void Leave();
+
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("relax_disc.Frame", Frame, tvm::ffi::Object);
+
+ private:
+  friend class Session;
+  void Bind();
+  const Binding& Bound() const;
+  void Execute(const Step& step, const Step& next);
+
+  SessionPtr session_;
+  PlanPtr plan_;
+  Mode mode_ = Mode::kRun;
+  ArenaMemory memory_;
+  std::shared_ptr<SharedArena> taken_from_;  // null: memory of the call's own
+  bool finished_ = false, wrote_given_ = false;
+  std::unique_ptr<Binding> binding_;
+  std::vector<tvm::ffi::Tensor> given_, escaping_;
+  int32_t position_ = 0;
+  int64_t arena_peak_ = 0, escaping_bytes_ = 0, resident_bytes_ = 0;
+  Report report_;
+  std::chrono::steady_clock::time_point start_;
+};
+
+}  // namespace relax_disc
+#endif  // RELAX_DISC_RUNTIME_SESSION_H_
