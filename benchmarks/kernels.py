@@ -19,7 +19,7 @@ import tvm_ffi
 import typer
 
 from benchmarks.record import write_result
-from relax_disc.vm_builtins.libraries import library_kernels
+from relax_disc.vm_builtins.libraries.install import install
 
 TOKENS = (328, 564, 1312)  # batch 4 of lengths 82, 141 and 328
 VOCABULARY = 32_000
@@ -168,7 +168,7 @@ def main(threads: int = 2, rounds: int = 30) -> None:
     """Print the table and write it to `benchmarks/results/kernels.json`."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
-    library_kernels.install()
+    install("llvm")
     tvm_ffi.get_global_func("relax_disc.cpu.set_thread_count")(threads)
     print(f"{'kernel':34}{'ours us':>10}{'torch us':>10}{'GFLOP/s':>9}   ratio [quartiles]")
     rows = []

@@ -27,8 +27,8 @@ from relax_disc import ops
 from relax_disc.compiler import build
 from relax_disc.pipeline import PipelineOptions
 from relax_disc.transform.libraries.chunk_vocabulary_head import chunk_rows
-from relax_disc.vm_builtins.libraries import library_kernels
-from relax_disc.vm_builtins.libraries.library_vocabulary_head import workspace_columns
+from relax_disc.vm_builtins.libraries.install import install
+from relax_disc.vm_builtins.libraries.vocabulary_head import workspace_columns
 
 _IGNORED = -100
 _LOSS_KERNELS = ("cross_entropy_rows", "cross_entropy_total", "fused_cross_entropy_gradient")
@@ -177,7 +177,7 @@ def main(
     """Print the table and write it to `benchmarks/results`."""
     # A pool of more threads waits in a loop beside kernels that use fewer: that is processor time.
     os.environ["TVM_NUM_THREADS"] = str(threads)
-    library_kernels.install()
+    install("llvm")
     print("width  rows  chunk   plain ms  chunked ms   ratio [quartiles]     errors")
     measured = []
     for width in (int(number) for number in widths.split(",")):

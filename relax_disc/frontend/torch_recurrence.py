@@ -29,9 +29,7 @@ def recurrence(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One direction of a layer; see :func:`relax_disc.ops.recurrence`."""
     results = _results(projected, state, weight, kind)
-    recurrence_steps.forward(
-        torch.tanh, projected, state, weight, bias, kind, batch_first, reverse, *results
-    )
+    recurrence_steps.forward(projected, state, weight, bias, kind, batch_first, reverse, *results)
     return results
 
 
@@ -74,7 +72,7 @@ def recurrence_backward(
     """Gradients before the activations and of the first state."""
     results = _gradients(grad_out, state, weight, kind)
     inputs = (grad_out, grad_last, state, weight, out, reserve)
-    recurrence_steps.backward(torch.tanh, *inputs, kind, batch_first, reverse, *results)
+    recurrence_steps.backward(*inputs, kind, batch_first, reverse, *results)
     return results
 
 

@@ -13,7 +13,7 @@ import tvm_ffi
 
 import relax_disc
 from relax_disc.errors import OutOfMemoryError, ReentrantCallError, StepTornError
-from relax_disc.vm_builtins.libraries import library_kernels
+from relax_disc.vm_builtins.libraries.install import install
 from tests.frontend.models import Llama, dims, token_batch
 
 # A kernel before the first write of a parameter, and one after it.
@@ -24,7 +24,7 @@ class Trap:
     """Takes the place of a library function until the test ends; `spring` runs at one call."""
 
     def __init__(self, name):
-        library_kernels.install()
+        install("llvm")
         self.name = name
         self.original = tvm_ffi.get_global_func(name)
         self.spring = None

@@ -19,7 +19,8 @@ from relax_disc.errors import MemoryBudgetError
 from relax_disc.frontend import capture_step
 from relax_disc.transform.libraries.chunk_vocabulary_head import ChunkVocabularyHead, chunk_rows
 from relax_disc.transform.simplify.simplify import Simplify
-from relax_disc.vm_builtins.libraries import library_kernels, library_vocabulary_head
+from relax_disc.vm_builtins.libraries.install import install
+from relax_disc.vm_builtins.libraries.vocabulary_head import workspace_columns
 
 
 def run(function, x, weight, target, grad, options, chunk, frozen=False, bias=None):
@@ -30,7 +31,7 @@ def run(function, x, weight, target, grad, options, chunk, frozen=False, bias=No
         outputs.append(np.full(classes, 7, "float32"))
     if not frozen:
         outputs.append(np.full((classes, width), 7, "float32"))
-    columns = library_vocabulary_head.workspace_columns(classes, width)
+    columns = workspace_columns(classes, width)
     outputs.append(np.full((-(-chunk // 16) * 16, columns), np.nan, "float32"))
     operands = [x, weight, target, grad] if bias is None else [x, weight, target, grad, bias]
     tensors = [tvm_ffi.from_dlpack(array) for array in operands]
@@ -67,11 +68,8 @@ def reference(x, weight, target, grad, ignore, smoothing, mean, bias=None):
     mean=st.booleans(),
     biased=st.booleans(),
     seed=st.integers(0, 1000),
-    native=st.booleans(),
 )
-def test_agrees_with_float64(
-    rows, width, classes, chunk, ignored, smoothing, mean, biased, seed, native
-):
+def test_agrees_with_float64(rows, width, classes, chunk, ignored, smoothing, mean, biased, seed):
     random = np.random.default_rng(seed)
     x = random.standard_normal((rows, width), "float32")
     weight = random.standard_normal((classes, width), "float32")
@@ -80,20 +78,17 @@ def test_agrees_with_float64(
     target[random.random(rows) < ignored] = -100
     target[0] = 0
     grad = np.array(0.5, "float32")
-    library_kernels.install()
+    install("llvm")
     bias = random.standard_normal(classes, "float32") if biased else None
     name = "vocabulary_head_bias" if biased else "vocabulary_head"
-    twin = library_vocabulary_head.TWINS[name]
-    function = tvm_ffi.get_global_func(f"relax_disc.cpu.{name}") if native else twin
+    function = tvm_ffi.get_global_func(f"relax_disc.cpu.{name}")
     options = (-100, smoothing, int(mean))
     found = run(function, x, weight, target, grad, options, chunk, bias=bias)
     expected = reference(x, weight, target, grad, *options, bias=bias)
     for mine, theirs in zip(found, expected, strict=True):
         scale = max(1.0, float(np.abs(theirs).max()))
         np.testing.assert_allclose(mine / scale, theirs / scale, rtol=2e-5, atol=2e-6)
-    frozen = library_vocabulary_head.TWINS[f"{name}_frozen"]
-    if native:
-        frozen = tvm_ffi.get_global_func(f"relax_disc.cpu.{name}_frozen")
+    frozen = tvm_ffi.get_global_func(f"relax_disc.cpu.{name}_frozen")
     alone = run(frozen, x, weight, target, grad, options, chunk, frozen=True, bias=bias)
     for mine, theirs in zip(alone, found[:-1], strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -101,7 +96,7 @@ def test_agrees_with_float64(
 
 @pytest.mark.parametrize("kind", ["", "_frozen", "_bias", "_bias_frozen"])
 def test_no_counted_row_gives_zero_gradients(kind):
-    library_kernels.install()
+    install("llvm")
     x, weight = np.ones((3, 2), "float32"), np.ones((5, 2), "float32")
     target, grad = np.full(3, -100), np.array(1, "float32")
     function = tvm_ffi.get_global_func(f"relax_disc.cpu.vocabulary_head{kind}")
@@ -113,7 +108,7 @@ def test_no_counted_row_gives_zero_gradients(kind):
 
 
 def test_refuses_labels_outside_the_vocabulary():
-    library_kernels.install()
+    install("llvm")
     x, weight = np.ones((3, 2), "float32"), np.ones((5, 2), "float32")
     target, grad = np.array([0, 5, 1]), np.array(1, "float32")
     function = tvm_ffi.get_global_func("relax_disc.cpu.vocabulary_head")
@@ -122,16 +117,14 @@ def test_refuses_labels_outside_the_vocabulary():
 
 
 def test_threads_do_not_change_a_bit():
-    library_kernels.install()
+    install("llvm")
     random = np.random.default_rng(1)
     x = random.standard_normal((70, 48), "float32")
     weight = random.standard_normal((1000, 48), "float32")
     bias = random.standard_normal(1000, "float32")
     target, grad = random.integers(0, 1000, 70), np.array(1, "float32")
     function = tvm_ffi.get_global_func("relax_disc.cpu.vocabulary_head_bias")
-    set_thread_count = tvm_ffi.get_global_func("relax_disc.cpu.set_thread_count", True)
-    if set_thread_count is None:
-        pytest.skip("the twins use one thread")
+    set_thread_count = tvm_ffi.get_global_func("relax_disc.cpu.set_thread_count")
     found = []
     for threads in (1, 0):  # one, and all of the pool
         set_thread_count(threads)

@@ -6,22 +6,7 @@ import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_disc.vm_builtins.libraries import cuda_library, library_kernels
-
-IS_NATIVE = library_kernels.install()
-# The functions for CUDA run on any device of PyTorch, so that they are tested without a GPU.
-KINDS = ["native", "twin", "torch"] if IS_NATIVE else ["twin", "torch"]
-
-
-def call(kind, name, *arguments):
-    full = f"relax_disc.cpu.{name}"
-    if kind == "torch":
-        function = cuda_library.FUNCTIONS[name]
-    elif kind == "native":
-        function = tvm_ffi.get_global_func(full)
-    else:
-        function = library_kernels.TWINS[full]
-    function(*(tvm_ffi.from_dlpack(x) if isinstance(x, np.ndarray) else x for x in arguments))
+from tests.vm_builtins.library_calls import LIBRARIES, call
 
 
 def exact_attention(q, k, v, grad, mask, scale, is_causal):
@@ -99,7 +84,7 @@ def assert_attention(results, exact, dtype, factor=1.0):
 lengths = st.one_of(st.integers(1, 40), st.sampled_from([56, 57, 129, 193, 385]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LIBRARIES)
 @given(data=st.data())
 @settings(max_examples=80)
 def test_attention_and_gradients(kind, data):
@@ -136,7 +121,7 @@ def test_attention_and_gradients(kind, data):
     assert_attention(attend(kind, *arguments, bits), exact_attention(*arguments), dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LIBRARIES)
 @pytest.mark.parametrize(("rows", "columns"), [(900, 900), (500, 900), (900, 100)])
 def test_long_sequences(kind, rows, columns):
     generator = np.random.default_rng(0)
@@ -147,7 +132,7 @@ def test_long_sequences(kind, rows, columns):
     assert_attention(results, exact_attention(*arguments), "float32", factor=4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LIBRARIES)
 def test_large_scores_do_not_overflow(kind):
     generator = np.random.default_rng(0)
     q, k, v, grad = (generator.standard_normal((1, 1, 50, 8)).astype("float32") for _ in range(4))
@@ -157,7 +142,7 @@ def test_large_scores_do_not_overflow(kind):
     assert all(np.isfinite(x).all() for x in results)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LIBRARIES)
 def test_rows_that_see_nothing_are_zero(kind):
     generator = np.random.default_rng(0)
     q, k, v, grad = (generator.standard_normal((1, 1, 20, 8)).astype("float32") for _ in range(4))
@@ -168,7 +153,6 @@ def test_rows_that_see_nothing_are_zero(kind):
     assert all(np.isfinite(x).all() for x in (out, dq, dk, dv))
 
 
-@pytest.mark.skipif(not IS_NATIVE, reason="no C++ compiler")
 def test_not_a_number_is_not_hidden():
     ones = np.ones((1, 1, 20, 8), "float32")
     q = ones.copy()
@@ -178,7 +162,6 @@ def test_not_a_number_is_not_hidden():
     assert np.isfinite(np.delete(out, 5, axis=2)).all()
 
 
-@pytest.mark.skipif(not IS_NATIVE, reason="no C++ compiler")
 def test_results_do_not_depend_on_threads():
     set_count = tvm_ffi.get_global_func("relax_disc.cpu.set_thread_count")
     generator = np.random.default_rng(0)
@@ -196,7 +179,6 @@ def test_results_do_not_depend_on_threads():
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.skipif(not IS_NATIVE, reason="no C++ compiler")
 def test_scratch_is_bounded_whatever_the_length():
     held = tvm_ffi.get_global_func("relax_disc.cpu.own_workspace_bytes")
     generator = np.random.default_rng(0)

@@ -1,28 +1,13 @@
-"""Connectionist temporal classification, native and numpy and torch, against PyTorch."""
+"""Connectionist temporal classification, in C++ and for CUDA, against PyTorch."""
 
 import numpy as np
 import pytest
 import torch
-import tvm_ffi
 
-from relax_disc.vm_builtins.libraries import cuda_library, library_kernels
-
-IS_NATIVE = library_kernels.install()
-LIBRARIES = ["native", "twin", "torch"] if IS_NATIVE else ["twin", "torch"]
+from tests.vm_builtins.library_calls import LIBRARIES, call
 
 # (steps, sequences, classes, room for labels)
 SIZES = [(1, 1, 2, 1), (12, 5, 7, 4), (30, 3, 4, 9)]
-
-
-def call(library, name, *arguments):
-    full = f"relax_disc.cpu.{name}"
-    if library == "torch":
-        function = cuda_library.FUNCTIONS[name]
-    elif library == "native":
-        function = tvm_ffi.get_global_func(full)
-    else:
-        function = library_kernels.TWINS[full]
-    function(*(tvm_ffi.from_dlpack(x) if isinstance(x, np.ndarray) else x for x in arguments))
 
 
 def sequences(steps, count, classes, room, blank):
@@ -78,7 +63,6 @@ def test_equals_pytorch(library, dtype):
         np.testing.assert_allclose(result, by_probs.numpy(), **tolerance)
 
 
-@pytest.mark.skipif(not IS_NATIVE, reason="the numpy twin leaves checks to numpy")
 def test_a_length_beyond_the_tensor_is_refused():
     log_probs, loss = np.zeros((3, 1, 2), "float32"), np.empty(1, "float32")
     alpha = np.empty((1, 3, 5), "float32")

@@ -1,4 +1,4 @@
-"""Library kernels against numpy in float64, native and twin alike."""
+"""Library kernels against numpy in float64."""
 
 from itertools import pairwise
 
@@ -8,25 +8,10 @@ import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_disc.vm_builtins.libraries import cuda_library, library_kernels
-from relax_disc.vm_builtins.libraries.arrays import pack_axes
+from relax_disc.transform.libraries.dispatch_matmul import pack_axes
+from tests.vm_builtins.library_calls import LIBRARIES, call
 
-IS_NATIVE = library_kernels.install()
-# The functions for CUDA run on any device of PyTorch, so that they are tested without a GPU.
-KINDS = ["native", "twin", "torch"] if IS_NATIVE else ["twin", "torch"]
 dtypes = st.sampled_from(["float32", "float64"])
-
-
-def kernel(kind, name):
-    full = f"relax_disc.cpu.{name}"
-    if kind == "torch":
-        return cuda_library.FUNCTIONS[name]
-    return tvm_ffi.get_global_func(full) if kind == "native" else library_kernels.TWINS[full]
-
-
-def call(kind, name, *arguments):
-    values = [tvm_ffi.from_dlpack(x) if isinstance(x, np.ndarray) else x for x in arguments]
-    kernel(kind, name)(*values)
 
 
 def tolerance(dtype):
@@ -42,7 +27,7 @@ def assert_near(ours, exact, dtype, scale=None):
 extents = st.one_of(st.integers(0, 40), st.sampled_from([63, 64, 65, 97, 280, 383, 385, 700]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LIBRARIES)
 @given(
     m=extents,
     n=extents,
@@ -80,12 +65,12 @@ def test_a_sum_may_be_written_over_its_addend(m, k):
     b = generator.standard_normal((k, 37)).astype("float32")
     extra = generator.standard_normal((m, 37)).astype("float32")
     apart = np.empty((m, 37), "float32")
-    call(KINDS[0], "matmul_add", a, b, extra, 1, 1, 0, 0, apart)
-    call(KINDS[0], "matmul_add", a, b, extra, 1, 1, 0, 0, extra)
+    call("native", "matmul_add", a, b, extra, 1, 1, 0, 0, apart)
+    call("native", "matmul_add", a, b, extra, 1, 1, 0, 0, extra)
     np.testing.assert_array_equal(extra, apart)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LIBRARIES)
 def test_operands_of_any_rank(kind):
     generator = np.random.default_rng(0)
     a = generator.standard_normal((2, 3, 4, 5)).astype("float32")
@@ -99,7 +84,7 @@ def test_operands_of_any_rank(kind):
     assert_near(vector, a.reshape(6, 20).astype("float64") @ b[0].reshape(20), "float32", 20)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LIBRARIES)
 @given(data=st.data(), dtype=dtypes)
 @settings(max_examples=60)
 def test_batch_matmul(kind, data, dtype):
@@ -131,7 +116,6 @@ def test_batch_matmul(kind, data, dtype):
     assert_near(c.transpose(inverse), exact, dtype, k + 10)
 
 
-@pytest.mark.skipif(not IS_NATIVE, reason="no C++ compiler")
 @given(m=st.integers(1, 200), n=st.integers(1, 200), k=st.integers(1, 900))
 @settings(max_examples=25)
 def test_results_depend_on_neither_threads_nor_other_rows(m, n, k):
@@ -155,7 +139,6 @@ def test_results_depend_on_neither_threads_nor_other_rows(m, n, k):
     np.testing.assert_array_equal(row[0], results[0][m // 2])
 
 
-@pytest.mark.skipif(not IS_NATIVE, reason="no C++ compiler")
 def test_shapes_that_do_not_fit_are_refused():
     a, c = np.zeros((3, 4), "float32"), np.zeros((3, 3), "float32")
     with pytest.raises(ValueError, match="matmul"):
@@ -164,7 +147,7 @@ def test_shapes_that_do_not_fit_are_refused():
         call("native", "matmul", a, a.astype("float64"), 1, 1, 0, 1, c)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LIBRARIES)
 @given(
     count=st.integers(0, 60),
     rows=st.integers(1, 12),
@@ -199,7 +182,6 @@ def test_embedding_backward(kind, count, rows, dim, padding_idx, index, dtype, o
         np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.skipif(not IS_NATIVE, reason="no C++ compiler")
 def test_ids_outside_the_table_write_nothing():
     out = np.full((3, 4), 7, "float32")
     with pytest.raises(IndexError, match="id 3 at 1"):

@@ -1,29 +1,15 @@
-"""Recurrent layers, native and numpy and torch, against PyTorch's own layers in float64."""
+"""Recurrent layers, in C++ and for CUDA, against PyTorch's own layers in float64."""
 
 import numpy as np
 import pytest
 import torch
-import tvm_ffi
 from torch import nn
 
 from relax_disc.recurrence_kinds import KINDS
-from relax_disc.vm_builtins.libraries import cuda_library, library_kernels
+from tests.vm_builtins.library_calls import LIBRARIES, call
 
-IS_NATIVE = library_kernels.install()
-LIBRARIES = ["native", "twin", "torch"] if IS_NATIVE else ["twin", "torch"]
 # (length, batch, width): single steps and rows, no whole vectors, several tiles and depth blocks.
 SIZES = [(1, 1, 1), (3, 2, 5), (7, 17, 33), (2, 3, 130)]
-
-
-def call(library, name, *arguments):
-    full = f"relax_disc.cpu.{name}"
-    if library == "torch":
-        function = cuda_library.FUNCTIONS[name]
-    elif library == "native":
-        function = tvm_ffi.get_global_func(full)
-    else:
-        function = library_kernels.TWINS[full]
-    function(*(tvm_ffi.from_dlpack(x) if isinstance(x, np.ndarray) else x for x in arguments))
 
 
 def layer_of(kind, width, dtype):
@@ -102,7 +88,6 @@ def test_equals_pytorch(library, kind, reverse):
         compare(grad_state, wanted[1].numpy(), 5 * tolerance)
 
 
-@pytest.mark.skipif(not IS_NATIVE, reason="needs the C++ library")
 @pytest.mark.parametrize("kind", KINDS)
 def test_native_results_do_not_depend_on_the_batch(kind):
     """A sequence gives the same bits alone and among others, so also on any number of threads."""

@@ -1,4 +1,4 @@
-"""The head's variants with z-loss, native and numpy, against float64.
+"""The head's variants with z-loss against float64.
 
 `tests/transform/test_chunk_vocabulary_head.py` has the variants without.
 """
@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from relax_disc.vm_builtins.libraries import library_kernels, library_vocabulary_head
+from relax_disc.vm_builtins.libraries.install import install
+from relax_disc.vm_builtins.libraries.vocabulary_head import workspace_columns
 
-IS_NATIVE = library_kernels.install()
-LIBRARIES = ["native", "twin"] if IS_NATIVE else ["twin"]
+install("llvm")
 SUFFIXES = ["", "_frozen", "_bias", "_bias_frozen"]
 
 
@@ -50,11 +50,11 @@ def case(rows, width, classes, chunk, *, ignored, ignore_index, smoothing, mean,
     return Case(x, weight, target, grad, bias, factor, options, chunk)
 
 
-def run(library, name, c):
+def run(name, c):
     """Results of a variant by name."""
     rows, width = c.x.shape
     classes = c.weight.shape[0]
-    columns = library_vocabulary_head.workspace_columns(classes, width)
+    columns = workspace_columns(classes, width)
     shapes = {"loss": (), "grad_x": (rows, width)}
     inputs = [c.x, c.weight, c.target, c.grad]
     if "_bias" in name:
@@ -67,9 +67,7 @@ def run(library, name, c):
         shapes["grad_weight"] = (classes, width)
     shapes["workspace"] = (-(-c.chunk // 16) * 16, columns)
     results = {key: np.full(shape, np.nan, "float32") for key, shape in shapes.items()}
-    full = f"relax_disc.cpu.{name}"
-    native = library == "native"
-    function = tvm_ffi.get_global_func(full) if native else library_kernels.TWINS[full]
+    function = tvm_ffi.get_global_func(f"relax_disc.cpu.{name}")
     tensors = map(tvm_ffi.from_dlpack, (*inputs, *results.values()))
     first = [next(tensors) for _ in inputs]
     function(*first, *c.options, *tensors)
@@ -141,20 +139,15 @@ def test_agrees_with_float64(
     name = "vocabulary_head" + suffix.replace("_frozen", "") + "_z"
     name += "_frozen" * suffix.endswith("_frozen")
     expected = reference(name, c)
-    found = {library: run(library, name, c) for library in LIBRARIES}
-    for results in found.values():
-        assert_near(results, expected, 2e-6)
-    if IS_NATIVE:
-        assert_near(found["native"], found["twin"], 2e-6)
+    assert_near(run(name, c), expected, 2e-6)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("ignore_index", [-100, 3])
-def test_a_mean_over_no_row_leaves_the_z_loss(library, smoothing, ignore_index):
+def test_a_mean_over_no_row_leaves_the_z_loss(smoothing, ignore_index):
     options = {"ignored": 1, "ignore_index": ignore_index, "smoothing": smoothing, "mean": True}
     c = case(40, 30, 400, 16, **options, seed=2)
-    found = run(library, "vocabulary_head_bias_z", c)
+    found = run("vocabulary_head_bias_z", c)
     assert np.isnan(found["loss"])
     assert_near(found, reference("vocabulary_head_bias_z", c), 2e-6)
     untouched = c.factor == 0
@@ -162,23 +155,21 @@ def test_a_mean_over_no_row_leaves_the_z_loss(library, smoothing, ignore_index):
     assert not found["lse"][untouched].any() and found["lse"][~untouched].all()
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_factors_of_zero_do_not_change_a_bit(library, suffix, smoothing):
+def test_factors_of_zero_do_not_change_a_bit(suffix, smoothing):
     for ignored, ignore_index in ((0.0, -100), (0.4, -100), (0.4, 7), (1.0, -100)):
         options = {"ignored": ignored, "ignore_index": ignore_index, "smoothing": smoothing}
         c = case(70, 50, 700, 32, **options, mean=True, seed=3)
         c.factor[:] = 0
-        plain = run(library, f"vocabulary_head{suffix}", c)
+        plain = run(f"vocabulary_head{suffix}", c)
         bias, frozen = "_bias" * ("bias" in suffix), "_frozen" * ("frozen" in suffix)
-        with_lse = run(library, f"vocabulary_head{bias}_z{frozen}", c)
+        with_lse = run(f"vocabulary_head{bias}_z{frozen}", c)
         assert with_lse.keys() - plain.keys() == {"lse"}
         for key, value in plain.items():
             assert value.tobytes() == with_lse[key].tobytes(), key
 
 
-@pytest.mark.skipif(not IS_NATIVE, reason="the twins use one thread")
 def test_threads_do_not_change_a_bit():
     options = {"ignored": 0.4, "ignore_index": 5, "smoothing": 0.1, "mean": True}
     c = case(70, 48, 1000, 32, **options, seed=4)
@@ -186,22 +177,21 @@ def test_threads_do_not_change_a_bit():
     found = []
     for threads in (1, 2, 0):  # 0: all of the pool
         set_thread_count(threads)
-        found.append(run("native", "vocabulary_head_bias_z", c))
+        found.append(run("vocabulary_head_bias_z", c))
     for others in found[1:]:
         for key, value in found[0].items():
             np.testing.assert_array_equal(value, others[key], err_msg=key)
 
 
-@pytest.mark.skipif(not IS_NATIVE, reason="the native functions check")
 def test_refuses_operands_that_do_not_fit():
     c = case(9, 4, 6, 16, ignored=0, ignore_index=-100, smoothing=0.0, mean=True, seed=5)
     c.target[2] = 6
     with pytest.raises(ValueError, match=r"label 6 of row 2 is outside 0 .. 5"):
-        run("native", "vocabulary_head_z", c)
+        run("vocabulary_head_z", c)
     c.target[2] = 0
     short = Case(c.x, c.weight, c.target, c.grad, c.bias, c.factor[:8], c.options, c.chunk)
     with pytest.raises(ValueError, match="argument 4 has 8 elements, expected 9"):
-        run("native", "vocabulary_head_z", short)
+        run("vocabulary_head_z", short)
     function = tvm_ffi.get_global_func("relax_disc.cpu.vocabulary_head_z")
     with pytest.raises(TypeError, match="takes 13 arguments, got 1"):
         function(tvm_ffi.from_dlpack(c.x))

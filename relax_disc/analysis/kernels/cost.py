@@ -12,7 +12,7 @@ from math import prod
 
 from relax_disc.analysis.program.table import FunctionTable, KernelCall, View
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
-from relax_disc.vm_builtins.libraries import library_vocabulary_head
+from relax_disc.vm_builtins.libraries import vocabulary_head
 
 _Count = Callable[[list[View], list[int]], SymbolicExpr]
 
@@ -95,7 +95,7 @@ _COUNTS: dict[str, _Count] = {
     "batch_matmul": _batch_matmul,
     **{
         name: _vocabulary_head(2 if name.endswith("_frozen") else 3)
-        for name in library_vocabulary_head.TWINS
+        for name in vocabulary_head.NAMES
     },
     "attention": _attention(2, key=1),
     "attention_masked": _attention(2, key=1),

@@ -11,7 +11,7 @@ from math import prod
 
 from relax_disc.analysis.program.table import FunctionTable, KernelCall, View, dtype_bytes
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
-from relax_disc.vm_builtins.libraries import library_vocabulary_head
+from relax_disc.vm_builtins.libraries import vocabulary_head
 
 Workspace = tuple[str, tuple[SymbolicExpr, ...]]
 
@@ -114,7 +114,7 @@ _READERS: dict[str, Callable[[list[View], list[int]], Workspace]] = {
     "recurrence_backward": _recurrence("recurrence_backward", state=2),
     "ctc_loss_backward": _ctc_loss_backward,
     "sort": _sort,
-    **dict.fromkeys(library_vocabulary_head.TWINS, _vocabulary_head),
+    **dict.fromkeys(vocabulary_head.NAMES, _vocabulary_head),
     "attention": _attention("attention", key=1, value=2),
     "attention_masked": _attention("attention", key=1, value=2),
     "attention_backward": _attention("attention_backward", key=2, value=3),

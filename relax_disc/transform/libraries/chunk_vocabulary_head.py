@@ -32,7 +32,8 @@ from relax_disc.transform.simplify.operand_views import (
     matrix_view,
     same_shape,
 )
-from relax_disc.vm_builtins.libraries import library_kernels, library_vocabulary_head
+from relax_disc.vm_builtins.libraries import vocabulary_head
+from relax_disc.vm_builtins.libraries.install import install
 
 # An eighth of the rows, but not too few: on one thread, 512 rows in chunks of 64 take 0.95 of the
 # time of the head in one piece, in chunks of 128 or 256 about 0.92.
@@ -73,7 +74,7 @@ class ChunkVocabularyHead:
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Rewrite every Relax function."""
         del ctx
-        library_kernels.install()
+        install("llvm")
         result = tvm.IRModule(
             dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
         )
@@ -90,7 +91,7 @@ def chunk_rows(rows: tvm.ir.Expr) -> tvm.ir.Expr:
     """Rows in a chunk when there are ``rows`` in all: whole vectors, an eighth within bounds."""
     eighth = tirx.floordiv(rows + (CHUNKS - 1), CHUNKS)
     bounded = tirx.max(tirx.min(eighth, _rows(MOST_ROWS)), _rows(LEAST_ROWS))
-    unit = library_vocabulary_head.ROW_UNIT
+    unit = vocabulary_head.ROW_UNIT
     return tirx.floordiv(tirx.min(rows, bounded) + (unit - 1), unit) * unit
 
 
@@ -360,7 +361,7 @@ class _Rewriter(relax.PyExprMutator):
             results.append(relax.TensorType([rows], "float32"))
         if head.grad_weight is not None:
             results.append(weight)
-        columns = library_vocabulary_head.workspace_columns(classes, width)
+        columns = vocabulary_head.workspace_columns(classes, width)
         results.append(relax.TensorType([chunk_rows(rows), columns], "float32"))
         operands = [head.x, head.weight, head.target, head.grad_loss]
         operands += [] if head.bias is None else [head.bias]

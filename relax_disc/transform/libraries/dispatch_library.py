@@ -2,7 +2,7 @@
 
 Matrix products, attention and recurrent layers with their gradients, the gradient of an embedding
 table, sorting. Each becomes a `call_dps_packed` of `relax_disc.cpu.*` or `relax_disc.cuda.*`, whose
-arguments are described in `vm_builtins/libraries/library_kernels.py`. Permutations and reshapes of
+arguments are described in `vm_builtins/libraries/install.py`. Permutations and reshapes of
 operands are folded into strides.
 
 A rule is `rule(call, site) -> Expr or None`; None means "not mine", and `LegalizeOps` does it.

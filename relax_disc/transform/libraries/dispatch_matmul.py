@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tvm import relax
@@ -15,7 +16,6 @@ from relax_disc.transform.simplify.operand_views import (
     permuted_view,
     same_shape,
 )
-from relax_disc.vm_builtins.libraries.arrays import pack_axes
 
 if TYPE_CHECKING:
     from relax_disc.transform.libraries.dispatch_library import Site
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 _NATIVE = ("float32", "float64")
 _HALF = ("float16", "bfloat16")
 _MOST_AXES = 15  # of a packed permutation
+
+
+def pack_axes(axes: Sequence[int]) -> int:
+    """Encode a permutation of at most 15 axes, one hexadecimal digit per axis, first axis first."""
+    code = 0
+    for axis in axes:
+        code = code << 4 | axis
+    return code
 
 
 def matmul(call: relax.Call, site: Site) -> relax.Expr | None:

@@ -1,6 +1,6 @@
 """Library functions for CUDA: PyTorch's kernels (cuBLAS, flash attention) on planned memory.
 
-`install()` registers `relax_disc.cuda.*`, with the arguments of `library_kernels`. Operands and
+`register()` makes `relax_disc.cuda.*`, with the arguments that `install` lists. Operands and
 results pass by DLPack without copies, and the work goes to the stream that the virtual machine
 uses. Attention's gradient runs its forward again, since that serves every kernel of PyTorch.
 
@@ -21,13 +21,33 @@ import torch.nn.functional
 import tvm_ffi
 
 from relax_disc.vm_builtins.libraries import recurrence_steps
-from relax_disc.vm_builtins.libraries.arrays import as_matrix, unpack_axes, without_mask
 
 _ROWS = 1024  # of scores at a time, for the log-sum-exp
 
 
+def _as_matrix(values: torch.Tensor, split: int, transpose: int) -> torch.Tensor:
+    """View a compact tensor as a matrix whose rows are its first `split` axes, or its transpose."""
+    rows, columns = math.prod(values.shape[:split]), math.prod(values.shape[split:])
+    matrix = values.reshape(rows, columns)
+    return matrix.T if transpose else matrix
+
+
+def _without_mask(function: Callable[..., None], position: int) -> Callable[..., None]:
+    """Make the form of an attention function that gets no mask: None takes its position."""
+
+    def run(*arguments: Any) -> None:
+        function(*arguments[:position], None, *arguments[position:])
+
+    return run
+
+
+def _unpack_axes(code: int, rank: int) -> tuple[int, ...]:
+    """Decode a permutation of axes, one hexadecimal digit per axis, first axis first."""
+    return tuple(code >> 4 * (rank - 1 - i) & 15 for i in range(rank))
+
+
 @functools.cache
-def install() -> None:
+def register() -> None:
     """Register every library function for CUDA, once per process."""
     for name, function in FUNCTIONS.items():
         tvm_ffi.register_global_func(f"relax_disc.cuda.{name}", _on_stream(function), override=True)
@@ -37,8 +57,8 @@ def matmul(
     a: Any, b: Any, a_split: int, b_split: int, transpose_a: int, transpose_b: int, c: Any
 ) -> None:
     """Compute c = a' @ b'."""
-    left = as_matrix(_tensor(a), a_split, transpose_a)
-    right = as_matrix(_tensor(b), b_split, transpose_b)
+    left = _as_matrix(_tensor(a), a_split, transpose_a)
+    right = _as_matrix(_tensor(b), b_split, transpose_b)
     torch.mm(left, right, out=_tensor(c).view(left.shape[0], right.shape[1]))
 
 
@@ -53,8 +73,8 @@ def matmul_add(
     c: Any,
 ) -> None:
     """Compute c = a' @ b' + addend."""
-    left = as_matrix(_tensor(a), a_split, transpose_a)
-    right = as_matrix(_tensor(b), b_split, transpose_b)
+    left = _as_matrix(_tensor(a), a_split, transpose_a)
+    right = _as_matrix(_tensor(b), b_split, transpose_b)
     target = _tensor(c).view(left.shape[0], right.shape[1])
     extra = _tensor(addend)
     rows = left.shape[0] if extra.numel() == target.numel() else 1
@@ -64,7 +84,7 @@ def matmul_add(
 def batch_matmul(a: Any, b: Any, a_axes: int, b_axes: int, c_axes: int, c: Any) -> None:
     """Compute c = a @ b with broadcast batch axes, all three with permuted axes."""
     left, right, target = (
-        _tensor(tensor).permute(unpack_axes(axes, len(tensor.shape)))
+        _tensor(tensor).permute(_unpack_axes(axes, len(tensor.shape)))
         for tensor, axes in ((a, a_axes), (b, b_axes), (c, c_axes))
     )
     torch.matmul(left, right, out=target)
@@ -111,8 +131,8 @@ def attention_backward_masked(
     targets[0].masked_fill_(empty, 0)
 
 
-attention = without_mask(attention_masked, 3)
-attention_backward = without_mask(attention_backward_masked, 6)
+attention = _without_mask(attention_masked, 3)
+attention_backward = _without_mask(attention_backward_masked, 6)
 
 
 def embedding_backward(grad: Any, ids: Any, padding_idx: int, out: Any) -> None:
@@ -135,7 +155,8 @@ def embedding_backward_add(grad: Any, ids: Any, addend: Any, padding_idx: int, o
 
 
 # A few of PyTorch's kernels for each step.
-recurrence, recurrence_backward = recurrence_steps.library_functions(torch.tanh, torch.from_dlpack)
+recurrence = recurrence_steps.library_function(recurrence_steps.forward, 4)
+recurrence_backward = recurrence_steps.library_function(recurrence_steps.backward, 6)
 
 
 def ctc_loss(

@@ -1,8 +1,52 @@
-"""The libraries that compiled code calls by name: which one for which device."""
+"""Make the library functions exist that compiled code calls by name.
+
+============================================ ====================================================
+`relax_disc.cpu.matmul`                      a, b, a_split, b_split, transpose_a, transpose_b, c
+`relax_disc.cpu.matmul_add`                  a, b, addend, (as above), c
+`relax_disc.cpu.batch_matmul`                a, b, a_axes, b_axes, c_axes, c
+`relax_disc.cpu.attention`                   q, k, v, scale, is_causal, layout, out, lse
+`relax_disc.cpu.attention_masked`            q, k, v, mask, scale, is_causal, layout, out, lse
+`relax_disc.cpu.attention_backward`          grad_out, q, k, v, out, lse, scale, is_causal, layout,
+                                             dq, dk, dv
+`relax_disc.cpu.attention_backward_masked`   the same, with the mask after lse
+`relax_disc.cpu.ctc_loss`                    log_probs [T, N, C], targets [N, S], input_lengths [N],
+                                             target_lengths [N], blank, loss [N],
+                                             alpha [N, T, 2 S + 1]
+`relax_disc.cpu.ctc_loss_backward`           grad [N], (the first four), loss, alpha, blank, result
+`relax_disc.cpu.embedding_backward`          grad, ids, padding_idx, out
+`relax_disc.cpu.embedding_backward_add`      grad, ids, addend, padding_idx, out
+`relax_disc.cpu.recurrence`                  projected, state, weight, bias, kind, batch_first,
+                                             reverse, out, last, reserve
+`relax_disc.cpu.recurrence_backward`         grad_out, grad_last, state, weight, out, reserve, kind,
+                                             batch_first, reverse, gradients, grad_state
+`relax_disc.cpu.sort`                        x, descending, values, positions; the last axis
+`relax_disc.cpu.vocabulary_head`             see `vocabulary_head`, also for the suffixes
+`relax_disc.cpu.workspace_bytes`             formula, parameters -> bytes beside the arguments
+`relax_disc.cpu.own_workspace_bytes`         () -> bytes kept for calls that were lent none
+============================================ ====================================================
+
+`relax_disc.cuda.*` take the same arguments. All tensors are compact; results are written into the
+last. On the CPU they are float32 or float64 alike within a call.
+
+* A matrix operand of any rank counts its first `split` axes as rows and the others as columns.
+* An `axes` code is a permutation, one hexadecimal digit an axis: logical axis i of a batched
+  operand is axis `axes[i]` of the tensor as stored; the columns of c must be stored contiguously.
+* Attention's `layout` has one bit per tensor of rank 4, in the order of the arguments without mask
+  and lse, the first at the lowest bit: 0 if the tensor is stored [batch, heads, length, dim], 1 if
+  it is stored [batch, length, heads, dim]. `lse` is always [batch, heads, length]. The mask is bool
+  (True takes part) or added to the scores, [B|1, H|1, Tq|1, Tk|1]. A row that sees nothing has
+  out = 0 and lse = -inf.
+* The integers of `ctc_loss` are int64. A loss is infinite where no path gives the target; its
+  gradient is then NaN, but 0 where `grad` is 0. The gradient is PyTorch's, made for the results of
+  a log-softmax.
+* Ids equal to `padding_idx` add nothing; `out` of an addition may be the addend itself.
+* A recurrence's `kind` is the position of a name in `relax_disc.recurrence_kinds.KINDS`; shapes are
+  those of `recurrence_steps`.
+"""
 
 from __future__ import annotations
 
-from relax_disc.vm_builtins.libraries import library_kernels
+from relax_disc.vm_builtins import native, threads
 
 
 def install(device: str) -> None:
@@ -19,6 +63,7 @@ def install(device: str) -> None:
         # Imports torch, a second's work.
         from relax_disc.vm_builtins.libraries import cuda_library
 
-        cuda_library.install()
+        cuda_library.register()
     else:
-        library_kernels.install()
+        threads.configure()
+        native.load()

@@ -1,7 +1,6 @@
-"""The recurrent part of RNN, GRU and LSTM layers, step by step, over numpy arrays or torch tensors.
+"""The recurrent part of RNN, GRU and LSTM layers, step by step, for PyTorch's tracer and CUDA.
 
-Only indexing, arithmetic and the `tanh` that is passed in are used, so that one text serves the
-numpy twins, PyTorch's tracer and CUDA.  The order of gates is in `relax_disc.recurrence_kinds`.
+The order of gates is in `relax_disc.recurrence_kinds`.
 """
 
 from __future__ import annotations
@@ -9,42 +8,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from relax_disc.recurrence_kinds import KINDS
+from torch import Tensor, from_dlpack, sigmoid, tanh
 
-Tanh = Callable[[Any], Any]
+from relax_disc.recurrence_kinds import KINDS
 
 
 def forward(
-    tanh: Tanh,
-    projected: Any,
-    state: Any,
-    weight: Any,
-    bias: Any,
+    projected: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor,
     kind: str,
     batch_first: bool,
     reverse: bool,
-    out: Any,
-    last: Any,
-    reserve: Any,
+    out: Tensor,
+    last: Tensor,
+    reserve: Tensor,
 ) -> None:
     """Run a layer in one direction.
 
     Parameters
     ----------
-    tanh : callable
-        Hyperbolic tangent of the arrays' library.
-    projected : array
+    projected : Tensor
         Input times input weights plus their bias, ``[T, B, gates H]``, or ``[B, T, ...]`` if
         `batch_first`, as all arrays with a time axis.
-    state : array
+    state : Tensor
         First state ``[states, B, H]``: hidden, and the cell of an LSTM.
-    weight, bias : array
+    weight, bias : Tensor
         Of the recurrent product, ``[gates H, H]`` and ``[gates H]``.
     kind : str
         A key of `KINDS`.
     batch_first, reverse : bool
         Whether the batch is the first axis; whether time runs from the end to the start.
-    out, last, reserve : array
+    out, last, reserve : Tensor
         Results: hidden states ``[T, B, H]``, state after the last step like `state`, and what the
         gradient needs, ``[T, B, reserve H]``.
     """
@@ -56,13 +52,13 @@ def forward(
         product = hidden @ weight.T + bias
         if kind == "lstm":
             i, f, g, o = _parts(projected[t] + product, width)
-            i, f, g, o = _sigmoid(tanh, i), _sigmoid(tanh, f), tanh(g), _sigmoid(tanh, o)
+            i, f, g, o = sigmoid(i), sigmoid(f), tanh(g), sigmoid(o)
             cell = f * cell + i * g
             hidden = o * tanh(cell)
             _store(reserve[t], width, (i, f, g, o, cell))
         elif kind == "gru":
             (r, z, n), (by_r, by_z, q) = _parts(projected[t], width), _parts(product, width)
-            r, z = _sigmoid(tanh, r + by_r), _sigmoid(tanh, z + by_z)
+            r, z = sigmoid(r + by_r), sigmoid(z + by_z)
             n = tanh(n + r * q)
             hidden = n + z * (hidden - n)
             _store(reserve[t], width, (r, z, n, q))
@@ -76,28 +72,27 @@ def forward(
 
 
 def backward(
-    tanh: Tanh,
-    grad_out: Any,
-    grad_last: Any,
-    state: Any,
-    weight: Any,
-    out: Any,
-    reserve: Any,
+    grad_out: Tensor,
+    grad_last: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    reserve: Tensor,
     kind: str,
     batch_first: bool,
     reverse: bool,
-    gradients: Any,
-    grad_state: Any,
+    gradients: Tensor,
+    grad_state: Tensor,
 ) -> None:
     """Run the gradient of `forward` against its direction of time.
 
     Parameters
     ----------
-    grad_out, grad_last : array
+    grad_out, grad_last : Tensor
         Gradients of `out` and `last`.
     state, weight, out, reserve, kind, batch_first, reverse
         As in `forward`.
-    gradients, grad_state : array
+    gradients, grad_state : Tensor
         Results: gradients before the activations, ``[T, B, gradients H]`` (see the module), and
         those of `state`.
     """
@@ -144,50 +139,41 @@ def backward(
         grad_state[1] = by_cell
 
 
-def library_functions(
-    tanh: Tanh, view: Callable[[Any], Any]
-) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Make the library functions `recurrence` and `recurrence_backward` over one kind of arrays.
+def library_function(function: Callable[..., None], options: int) -> Callable[..., None]:
+    """Make a library function of `forward` or `backward`, over torch tensors.
 
-    They take what `forward` and `backward` take after `tanh`, with `kind` as its position in
-    `KINDS` and integers for truth values.
+    It takes `kind` as its position in `KINDS` and integers for truth values.
 
     Parameters
     ----------
-    tanh : callable
-        Hyperbolic tangent of the arrays' library.
-    view : callable
-        Makes an array that shares the memory of an argument.
+    function : callable
+        `forward` or `backward`.
+    options : int
+        Position of `kind` among its arguments.
     """
     names = tuple(KINDS)
 
-    def over(function: Callable[..., None], options: int) -> Callable[..., None]:
-        def run(*arguments: Any) -> None:
-            kind, batch_first, reverse = arguments[options : options + 3]
-            inputs, results = map(view, arguments[:options]), map(view, arguments[options + 3 :])
-            function(tanh, *inputs, names[kind], bool(batch_first), bool(reverse), *results)
+    def run(*arguments: Any) -> None:
+        kind, batch_first, reverse = arguments[options : options + 3]
+        inputs, results = arguments[:options], arguments[options + 3 :]
+        tensors = ([from_dlpack(x) for x in part] for part in (inputs, results))
+        function(*next(tensors), names[kind], bool(batch_first), bool(reverse), *next(tensors))
 
-        return run
-
-    return over(forward, 4), over(backward, 6)
+    return run
 
 
 def _times(length: int, reverse: bool) -> range:
     return range(length - 1, -1, -1) if reverse else range(length)
 
 
-def _by_time(array: Any, batch_first: bool) -> Any:
-    return array.swapaxes(0, 1) if batch_first else array
+def _by_time(tensor: Tensor, batch_first: bool) -> Tensor:
+    return tensor.swapaxes(0, 1) if batch_first else tensor
 
 
-def _parts(array: Any, width: int) -> list[Any]:
-    return [array[..., k : k + width] for k in range(0, array.shape[-1], width)]
+def _parts(tensor: Tensor, width: int) -> list[Tensor]:
+    return [tensor[..., k : k + width] for k in range(0, tensor.shape[-1], width)]
 
 
-def _store(target: Any, width: int, parts: tuple[Any, ...]) -> None:
+def _store(target: Tensor, width: int, parts: tuple[Tensor, ...]) -> None:
     for k, part in enumerate(parts):
         target[..., k * width : (k + 1) * width] = part
-
-
-def _sigmoid(tanh: Tanh, x: Any) -> Any:
-    return 0.5 * tanh(0.5 * x) + 0.5

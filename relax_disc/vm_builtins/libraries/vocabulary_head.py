@@ -1,0 +1,32 @@
+"""Variants and workspace of `relax_disc.cpu.vocabulary_head{_bias}{_z}{_frozen}`.
+
+Arguments: x of N rows, weight [V, D], target [N] int64, grad_loss [], bias [V] (`_bias`),
+lse_factor [N] float32 (`_z`), ignore_index, label_smoothing, is_mean; results: loss [], grad_x of
+N rows, grad_bias [V] (`_bias`), lse [N] float32 (`_z`), grad_weight [V, D] (unless `_frozen`),
+workspace [rows of a chunk, `workspace_columns(V, D)`], the rows being a multiple of `ROW_UNIT`.
+
+The loss is the cross-entropy of the rows whose label is not ignored. Gradients are those of
+``grad_loss * loss + sum(lse_factor * lse**2) / 2``, `lse` being the log-sum-exp of each row's
+logits (z-loss). Rows that neither count nor have a factor are not computed: their `lse` is 0.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+# As in `src/kernels/vocabulary_head_chunk.h`.
+ROW_UNIT, BLOCK_CLASSES, STATISTICS = 16, 336, 3
+
+NAMES = tuple(
+    map("".join, product(["vocabulary_head"], ["", "_bias"], ["", "_z"], ["", "_frozen"]))
+)
+
+
+def workspace_columns(classes: Any, width: Any) -> Any:
+    """Columns of the workspace, for numbers as well as symbolic extents.
+
+    Logits, the inputs packed twice, and statistics of each block of classes.
+    """
+    blocks = (classes + (BLOCK_CLASSES - 1)) // BLOCK_CLASSES
+    return classes + 2 * ((width + (ROW_UNIT - 1)) // ROW_UNIT * ROW_UNIT) + STATISTICS * blocks
