@@ -6,7 +6,9 @@ capture -> IRModule -> pipeline -> executable -> `TrainingStep`.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +34,9 @@ from relax_disc.training.cache.saved_step import Program
 from relax_disc.training.calibration import machine_name, read
 from relax_disc.training.call.batch import BatchLeaf, BatchSchema
 from relax_disc.training_step import TrainingStep
+from relax_disc.transform.schedule_kernels import LOWERING_FAILURES
+
+_logger = logging.getLogger(__name__)
 
 
 def compile(
@@ -181,7 +186,15 @@ def build(
     options : PipelineOptions, optional
         Switches of the pipeline.
     """
-    return relax.build(module, _resolve(target), relax_pipeline=pipeline(options))
+    chosen, resolved = options or PipelineOptions(), _resolve(target)
+    try:
+        quick = replace(chosen, verify_schedules=False)
+        return relax.build(module, resolved, relax_pipeline=pipeline(quick))
+    except LOWERING_FAILURES as error:
+        if not chosen.verify_schedules:
+            raise
+        _logger.info("code generation failed, kernels are verified one by one: %s", error)
+        return relax.build(module, resolved, relax_pipeline=pipeline(chosen))
 
 
 def build_or_reuse(

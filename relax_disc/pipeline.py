@@ -1,12 +1,15 @@
 """The pass pipeline from operators to an executable module: what runs, in which order.
 
-`pipeline(options)` is what `relax.build(mod, target, relax_pipeline="relax_disc")` uses.
+`pipeline(options)` is what `relax.build(mod, target, relax_pipeline="relax_disc")` uses.  It has
+six phases; `PipelineOptions(dump_to=...)` shows the module after each.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -54,6 +57,14 @@ class PipelineOptions:
         Prepare tensors to be given up and computed again where a memory budget asks for it.
     plan_arena : bool
         Plan the memory of each call at entry; off: TVM's own memory planning.
+    verify_schedules : bool
+        Put kernels back whose schedule makes no code: lowers each once more.  `compile` does so
+        only after code generation has failed.
+    dump_to : path-like, optional
+        A folder, made if need be, for the module's text after each phase: `01-simplify.py`,
+        `02-libraries.py`, `03-fusion.py`, `04-kernels.py`, `05-memory.py`, `06-finalize.py`; files
+        of an earlier run are replaced.  Such a program is compiled, never taken from the cache of
+        compiled programs, nor kept there.
     """
 
     chunk_vocabulary_head: bool = True
@@ -64,6 +75,8 @@ class PipelineOptions:
     schedule_ops: bool = True
     rematerialize: bool = True
     plan_arena: bool = True
+    verify_schedules: bool = True
+    dump_to: str | os.PathLike[str] | None = None
 
 
 def pipeline(options: PipelineOptions | None = None) -> Pass:
@@ -91,20 +104,48 @@ def pipeline(options: PipelineOptions | None = None) -> Pass:
 
 
 def passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
-    """List all passes, in order."""
-    return [
-        *simplify_passes(),
-        *library_passes(target, options),
-        *legalize_passes(target, options),
-        *alias_passes(),
-        *(kernel_passes(target) if options.schedule_kernels else []),
-        *(workspace_passes() if options.plan_arena else []),
-        *(order_passes() if options.schedule_ops else []),
-        *(rematerialization_passes() if options.rematerialize else []),
-        *(memory_passes() if options.plan_arena else []),
-        *leftover_passes(),
-        *finalize_passes(),
-    ]
+    """List the phases, each a pass, in order; with `dump_to`, what writes the module after each."""
+    result: list[Pass] = []
+    for number, (name, stages) in enumerate(phases(target, options).items(), 1):
+        result.append(tvm.transform.Sequential(stages, name=f"relax_disc.{name}"))
+        if options.dump_to is not None:
+            result.append(_dump(Path(options.dump_to) / f"{number:02}-{name}.py"))
+    return result
+
+
+def phases(target: tvm.target.Target, options: PipelineOptions) -> dict[str, list[Pass]]:
+    """List the passes of each phase, by its name, in order."""
+    return {
+        "simplify": simplify_passes(),
+        "libraries": library_passes(target, options),
+        "fusion": [*legalize_passes(target, options), *alias_passes()],
+        "kernels": [
+            *(kernel_passes(target, options) if options.schedule_kernels else []),
+            *(workspace_passes() if options.plan_arena else []),
+        ],
+        "memory": [
+            *(order_passes() if options.schedule_ops else []),
+            *(rematerialization_passes() if options.rematerialize else []),
+            *(memory_passes() if options.plan_arena else []),
+            *leftover_passes(),
+        ],
+        "finalize": finalize_passes(),
+    }
+
+
+def _dump(path: Path) -> Pass:
+    """Make the pass that writes a module's text and changes nothing."""
+
+    @tvm.transform.module_pass(opt_level=0, name=f"relax_disc.dump.{path.stem}")
+    def write(mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        del ctx
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(mod.script(show_meta=True))
+        draft.replace(path)  # whole or not at all
+        return mod
+
+    return write
 
 
 def simplify_passes() -> list[Pass]:
@@ -146,9 +187,9 @@ def alias_passes() -> list[Pass]:
     ]
 
 
-def kernel_passes(target: tvm.target.Target) -> list[Pass]:
+def kernel_passes(target: tvm.target.Target, options: PipelineOptions | None = None) -> list[Pass]:
     """Parallel, vectorised loops."""
-    return [ScheduleKernels(target)]
+    return [ScheduleKernels(target, verify=options is None or options.verify_schedules)]
 
 
 def workspace_passes() -> list[Pass]:

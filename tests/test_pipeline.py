@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 import tvm
-from tvm import relax
+import tvm_ffi
+from tvm import relax, s_tir
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from relax_disc.compiler import build
+from relax_disc.pipeline import PipelineOptions, pipeline
+from relax_disc.transform import schedule_kernels
 from relax_disc.vm_builtins.session import Session
 
 TARGET = tvm.target.Target("llvm")
@@ -161,3 +165,58 @@ def test_overlapping_arguments_of_one_call():
     result = machine["main"](x, x).numpy()
     np.testing.assert_allclose(result, before * before - 2 * before, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(x.numpy(), before)
+
+
+def test_the_module_is_written_after_each_phase(tmp_path):
+    folder = tmp_path / "new" / "dumps"
+    options = PipelineOptions(dump_to=folder)
+    dumped = relax.build(Mixed, TARGET, relax_pipeline=pipeline(options))
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "01-simplify.py",
+        "02-libraries.py",
+        "03-fusion.py",
+        "04-kernels.py",
+        "05-memory.py",
+        "06-finalize.py",
+    ]
+    text = {path.stem[3:]: path.read_text() for path in folder.iterdir()}
+    assert "R.nn.softmax" in text["simplify"] and "R.nn.softmax" not in text["fusion"]
+    assert "T.parallel" in text["kernels"] and "T.parallel" not in text["fusion"]
+    assert "relax_disc.enter" in text["memory"] and "relax_disc.enter" not in text["kernels"]
+    assert all("def main" in each for each in text.values())
+    plain = relax.build(Mixed, TARGET, relax_pipeline=pipeline())
+    assert dumped.as_text() == plain.as_text()
+    (folder / "04-kernels.py").write_text("of an earlier run")
+    relax.build(Mixed, TARGET, relax_pipeline=pipeline(options))
+    assert (folder / "04-kernels.py").read_text() == text["kernels"]
+    assert len(list(folder.iterdir())) == 6
+
+
+def test_kernels_are_verified_only_after_code_generation_failed(monkeypatch, caplog):
+    class Unknown:
+        """A rule whose kernel calls what LLVM does not know."""
+
+        def apply(self, func, target, tunable):
+            def call(value, mutator):
+                return tvm.ir.Call("tirx.cosh", [value.args[0]], ret_ty="float32x4")
+
+            body = tvm_ffi.structural_mutate(func.body, (tvm.ir.Call, call))
+            return None if body.same_as(func.body) else s_tir.Schedule(func.with_body(body))
+
+    lowered = []
+    lowers = schedule_kernels._lowers
+    monkeypatch.setattr(
+        schedule_kernels, "_lowers", lambda *given: lowered.append(given) or lowers(*given)
+    )
+    build(Mixed, TARGET)
+    assert not lowered
+    broken = [Unknown(), *schedule_kernels.rules_for(TARGET)]
+    monkeypatch.setattr(schedule_kernels, "rules_for", lambda target: broken)
+    with caplog.at_level("WARNING"):
+        executable = build(Mixed, TARGET)
+    assert lowered and "cannot be lowered" in caplog.text
+    (x,) = tensors(0, (4, 3))
+    found = relax.VirtualMachine(executable, tvm.cpu())["second"](x).numpy()
+    np.testing.assert_allclose(
+        found, np.tanh(2 * (x.numpy() ** 2).sum(1, keepdims=True)), rtol=1e-5
+    )

@@ -23,7 +23,14 @@ from relax_disc.transform.functions import is_reshape
 
 _logger = logging.getLogger(__name__)
 
-_FAILURES = (tvm.error.InternalError, s_tir.ScheduleError, ValueError, TypeError, AssertionError)
+LOWERING_FAILURES = (
+    tvm.error.InternalError,
+    s_tir.ScheduleError,
+    ValueError,
+    TypeError,
+    AssertionError,
+)
+"""What rules, TVM and LLVM raise on a kernel whose schedule makes no code."""
 
 
 @tvm.transform.module_pass(opt_level=0, name="ScheduleKernels")
@@ -36,10 +43,12 @@ class ScheduleKernels:
     ----------
     target : tvm.target.Target, optional
         Default: the target in whose scope the pass runs.
+    verify : bool
+        Lower all scheduled kernels, and put back those that cannot be.
     """
 
-    def __init__(self, target: Target | None = None) -> None:
-        self.target = target
+    def __init__(self, target: Target | None = None, *, verify: bool = True) -> None:
+        self.target, self.verify = target, verify
 
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with scheduled kernels."""
@@ -52,7 +61,9 @@ class ScheduleKernels:
             for var, func in merged.functions.items()
             if isinstance(func, tirx.PrimFunc) and not _is_final(func)
         }
-        for var, func in _without_failures(scheduled, merged, target).items():
+        if self.verify:
+            scheduled = _without_failures(scheduled, merged, target)
+        for var, func in scheduled.items():
             result.update_func(var, func)
         return result
 
@@ -81,7 +92,7 @@ def schedule_kernel(
     for rule in rules:
         try:
             schedule = rule.apply(func, target, False)
-        except _FAILURES as error:
+        except LOWERING_FAILURES as error:
             _logger.warning("%s failed on %s, kernel kept: %s", type(rule).__name__, name, error)
             continue
         if schedule is None:
@@ -121,7 +132,7 @@ def _lowers(functions: Sequence[tirx.PrimFunc], target: Target) -> bool:
     quick = Target({**dict(target.export()), "opt-level": 0})
     try:
         tvm.compile(tvm.IRModule(named), quick)
-    except _FAILURES as error:
+    except LOWERING_FAILURES as error:
         _logger.debug("lowering: %s", error)
         return False
     return True

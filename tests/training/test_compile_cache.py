@@ -225,3 +225,12 @@ def test_two_processes_compile_at_once_and_a_third_uses_what_they_left(tmp_path)
     left = sorted(path.suffix for path in (tmp_path / "programs").iterdir())
     assert left == [".capture", ".program"]
     assert results[0] == results[1] == printed(start("train_from_cache()", tmp_path))
+
+
+def test_a_dump_is_written_whatever_the_cache_holds(folder, tmp_path):
+    module, target = capture(), cpu_target()
+    options = PipelineOptions(dump_to=tmp_path / "dumps")
+    assert program_key(module, target, options) == program_key(module, target, None)
+    assert compiler.build_or_reuse(module, target).path is not None
+    assert compiler.build_or_reuse(module, target, options).path is None
+    assert len(list((tmp_path / "dumps").iterdir())) == 6

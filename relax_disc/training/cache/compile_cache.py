@@ -22,7 +22,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def surroundings(target: tvm.target.Target, options: PipelineOptions | None) -> 
     """Write down what the code depends on besides the module, as text."""
     facts: dict[str, Any] = {
         "target": str(target),
-        "options": asdict(options or PipelineOptions()),
+        "options": asdict(replace(options or PipelineOptions(), dump_to=None)),
         "versions": versions(),
         "processor": processor(),
         "native": native.load() is not None,
@@ -143,6 +143,8 @@ def build_cached(
 ) -> CachedProgram:
     """Return a module's code from the cache, or build it and keep it.
 
+    With `PipelineOptions.dump_to` the cache is left alone, so that the files are written.
+
     Parameters
     ----------
     module, target, options
@@ -153,9 +155,9 @@ def build_cached(
     Returns
     -------
     CachedProgram
-        Without a library and a path when the cache is off.
+        Without a library and a path when the cache is off or left alone.
     """
-    if not enabled():
+    if not enabled() or (options is not None and options.dump_to is not None):
         return CachedProgram(build())
     name = program_key(module, target, options)
     known = load_program(name, target)

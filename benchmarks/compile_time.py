@@ -1,0 +1,157 @@
+"""Seconds of processor time that compiling a training step takes, by phase.
+
+    python -m benchmarks.compile_time --models llama resnet18 densenet121 ghostnet_100
+
+Each model is compiled in a process of its own, on one core and with one thread, without the caches
+of captures and of programs; imports and the native library's build are left out.  `llama` is size S
+of `benchmarks.training`, the others are timm's, with dynamic batch, height and width; AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+MODELS = ("llama", "resnet18", "densenet121", "ghostnet_100", "mobilenetv3_small_100")
+PHASES = ("export", "trace", "import", "simplify", "libraries", "fusion", "kernels", "memory")
+PHASES += ("finalize", "code", "link")
+_Result = TypeVar("_Result")
+
+
+def _model(name: str) -> tuple[Any, tuple[Any, ...], Any]:
+    """Return a model, a batch, and its dynamic shapes."""
+    import torch
+    from torch import nn
+    from torch.export import Dim
+
+    torch.manual_seed(0)
+    if name == "llama":
+        from benchmarks.training_batches import LONGEST, make_batch
+        from benchmarks.training_worker import peer_llama
+
+        shape = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=LONGEST)}
+        return peer_llama("S"), make_batch([24, 16], seed=0), {"ids": shape, "labels": shape}
+    import timm
+
+    class Classified(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = timm.create_model(name, num_classes=10)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.model(x), labels)
+
+    batch, sides = Dim("batch", min=1, max=64), [Dim(n, min=64, max=256) for n in ("high", "wide")]
+    example = torch.randn(3, 3, 65, 67), torch.randint(0, 10, (3,))
+    return Classified(), example, {"x": {0: batch, 2: sides[0], 3: sides[1]}, "labels": {0: batch}}
+
+
+class _Clock:
+    """Sums processor time, that of child processes included, by phase."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    def run(self, phase: str, work: Callable[[], _Result]) -> _Result:
+        start = self._now()
+        result = work()
+        self.seconds[phase] += self._now() - start
+        return result
+
+    @staticmethod
+    def _now() -> float:
+        spent = os.times()
+        return spent.user + spent.system + spent.children_user + spent.children_system
+
+
+def _instrument(clock: _Clock) -> Any:
+    """Make the instrument that books the passes of the pipeline's phases."""
+    from tvm.ir.instrument import pass_instrument
+
+    @pass_instrument
+    class Phases:
+        def run_before_pass(self, mod: Any, info: Any) -> None:
+            clock.seconds[str(info.name)] = -clock._now()
+
+        def run_after_pass(self, mod: Any, info: Any) -> None:
+            _, _, phase = str(info.name).rpartition("relax_disc.")
+            spent = clock.seconds.pop(str(info.name)) + clock._now()
+            if phase in PHASES:
+                clock.seconds[phase] += spent
+
+    return Phases()
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Compile a model in this process; return its seconds by phase, and sizes of the program."""
+    import torch
+    import tvm
+
+    from relax_disc import compiler
+    from relax_disc.frontend.capture import step
+    from relax_disc.tir_kernels.target import cpu_target
+    from relax_disc.training.cache import artefact
+    from relax_disc.vm_builtins import native
+
+    torch.set_num_threads(1)
+    native.load()
+    model, example, shapes = _model(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    clock, target = _Clock(), cpu_target()
+    wall = time.perf_counter()
+    exported = clock.run(
+        "export", lambda: compiler.export_step(model, optimizer, example, dynamic_shapes=shapes)
+    )
+    traced = clock.run("trace", lambda: step._trace(exported.exported, model))
+    wanted = [step.Wanted(optimizer=optimizer, max_grad_norm=None)]
+    captured = clock.run("import", lambda: step.emit_functions(exported.exported, traced, wanted))
+    with tvm.transform.PassContext(opt_level=2, instruments=[_instrument(clock)]):
+        built = clock.run("code", lambda: compiler.build(captured[0].module, target))
+    inside = sum(clock.seconds[phase] for phase in PHASES[3:9])
+    clock.seconds["code"] -= inside
+    library = clock.run("link", lambda: artefact.export_library(built))
+    seconds = {phase: round(clock.seconds[phase], 2) for phase in PHASES}
+    return {
+        "seconds": seconds,
+        "total": round(sum(seconds.values()), 2),
+        "wall": round(time.perf_counter() - wall, 2),
+        "library_bytes": len(library),
+    }
+
+
+def main() -> None:
+    """Measure models, each in a process of its own, and write them down."""
+    from benchmarks.record import write_result
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.worker:
+        print(json.dumps(measure(chosen.worker)))
+        return
+    core = min(os.sched_getaffinity(0))
+    settings = {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1", "RELAX_DISC_COMPILE_CACHE": "0"}
+    results = {}
+    for name in chosen.models:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.compile_time", "--worker", name],
+            env={**os.environ, **settings},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        )
+        results[name] = json.loads(done.stdout.splitlines()[-1])
+        print(f"{name:24}", results[name])
+    write_result("compile_time", {"models": chosen.models, "cores": 1}, results)
+
+
+if __name__ == "__main__":
+    main()
