@@ -25,10 +25,10 @@ from tvm import relax, tirx
 from benchmarks.record import write_result
 from relax_disc import ops
 from relax_disc.compiler import build
+from relax_disc.ops.vocabulary_head import workspace_columns
 from relax_disc.pipeline import PipelineOptions
 from relax_disc.transform.libraries.chunk_vocabulary_head import chunk_rows
 from relax_disc.vm_builtins.libraries.install import install
-from relax_disc.vm_builtins.libraries.vocabulary_head import workspace_columns
 
 _IGNORED = -100
 _LOSS_KERNELS = ("cross_entropy_rows", "cross_entropy_total", "fused_cross_entropy_gradient")

@@ -128,7 +128,10 @@ class Emitter:
 
     def fields(self, call: relax.Call) -> tuple[relax.Var, ...]:
         """Emit a call that returns a tuple, and take the tuple apart."""
-        whole = self.emit(call)
+        return self.elements(self.emit(call))
+
+    def elements(self, whole: relax.Var) -> tuple[relax.Var, ...]:
+        """Take a tuple apart."""
         count = len(whole.ty.fields)
         return tuple(self.emit(relax.TupleGetItem(whole, k)) for k in range(count))
 

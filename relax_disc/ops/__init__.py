@@ -1,12 +1,14 @@
-"""Relax operators that TVM does not have, one symbol each, so that a library or a kernel can match.
+"""Operators that TVM does not have, and those that libraries compute: one file says all about each.
 
-Importing this package registers the operators with TVM.  Each operator is pure, infers its type,
-keeps its parameters in ``call.attrs`` (a ``DictAttrs``: ``call.attrs["scale"]``) and is turned into
-kernels later, by a dispatch pass or by its ``FLegalize`` rule.
+Importing this package registers the operators with TVM and with torch, and fills the tables of
+`registry`.  Each Relax operator is pure, infers its type, keeps its parameters in ``call.attrs`` (a
+``DictAttrs``: ``call.attrs["scale"]``) and is turned into kernels later, by a dispatch rule or by
+its ``FLegalize`` rule; the torch operator of the same name keeps it whole while a step is traced.
 """
 
-from relax_disc.ops import legalize_attention as _legalize_attention  # noqa: F401
-from relax_disc.ops import legalize_cross_entropy as _legalize_cross_entropy  # noqa: F401
+from relax_disc.ops import cumprod as _cumprod  # noqa: F401
+from relax_disc.ops import matmul as _matmul  # noqa: F401
+from relax_disc.ops import vocabulary_head as _vocabulary_head  # noqa: F401
 from relax_disc.ops.attention import attention, attention_backward
 from relax_disc.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from relax_disc.ops.ctc import ctc_loss, ctc_loss_backward

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from tvm import relax, tirx
+from typing import TYPE_CHECKING, Any
+
+from tvm import relax, te, tirx
 
 from relax_disc.ops import registry
+from relax_disc.ops.operand_views import is_call_of, same_shape
+
+if TYPE_CHECKING:
+    from relax_disc.transform.libraries.dispatch_library import Site
 
 
 def embedding_backward(
@@ -47,3 +53,81 @@ def _infer(call: relax.Call, builder: relax.BlockBuilder) -> relax.TensorType:
 registry.register(
     "relax_disc.embedding_backward", _infer, "Gradient of an embedding table by its lookups."
 )
+
+
+def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    grad, ids = call.args
+    rows, padding = int(call.attrs["num_embeddings"]), int(call.attrs["padding_idx"])
+    wide = registry.statistics_dtype(grad.ty)
+    dtype = registry.dtype_name(grad.ty)
+
+    def table(grad: te.Tensor, ids: te.Tensor) -> te.Tensor:
+        axes = [te.reduce_axis((0, extent)) for extent in ids.shape]
+
+        def element(row: Any, column: Any) -> Any:
+            index = ids[tuple(axes)]
+            found = tirx.all(index == row.astype(index.dtype), index != padding)
+            value = grad[(*axes, column)].astype(wide)
+            return te.sum(tirx.if_then_else(found, value, tirx.const(0, wide)), axis=axes)
+
+        sums = te.compute((rows, grad.shape[-1]), element, name="embedding_backward")
+        if dtype == wide:
+            return sums
+        return te.compute(sums.shape, lambda *i: sums(*i).astype(dtype), name="narrow")
+
+    return builder.call_te(table, grad, ids)
+
+
+registry.register_legalization("relax_disc.embedding_backward", _legalize)
+# The gradient of a tied table is added up where the other gradient lies.
+registry.LIBRARY["embedding_backward_add"] = registry.LibraryFunction(
+    overwrites=frozenset({(2, 4)})
+)
+
+
+@registry.dispatches("relax_disc.embedding_backward")
+def dispatch(call: relax.Call, site: Site) -> relax.Expr:
+    """Dispatch `relax_disc.embedding_backward`; halves are summed in float32."""
+    grad, ids = call.args
+    kind = site.original.ty
+    dtype = registry.dtype_name(kind)
+    wide = "float64" if dtype == "float64" else "float32"
+    if dtype != wide and site.family.endswith(".cpu"):
+        grad = site.builder.emit(relax.op.astype(grad, wide))
+    else:
+        wide = dtype
+    result = site.call(
+        "embedding_backward",
+        [grad, ids, int(call.attrs["padding_idx"])],
+        relax.TensorType(kind.shape, wide),
+    )
+    if wide == dtype:
+        return result
+    return relax.op.astype(site.builder.emit(result), dtype)
+
+
+@registry.dispatches("relax.add")
+def dispatch_add(call: relax.Call, site: Site) -> relax.Expr | None:
+    """Fold an addition into the table's gradient that nothing else uses."""
+    name = f"{site.family}.embedding_backward"
+    for index in (1, 0):
+        if not _is_only_here(site.original.args[index], site):
+            continue
+        gradient, addend = call.args[index], call.args[1 - index]
+        value = site.definition(gradient)
+        if not is_call_of(value, "relax.call_dps_packed") or value.args[0].global_symbol != name:
+            continue  # a cast lies between
+        kinds = [registry.dtype_name(operand.ty) for operand in (gradient, addend)]
+        if kinds[0] != kinds[1] or not same_shape(gradient, addend, site.analyzer):
+            continue
+        grad, ids, padding = value.args[1].fields
+        result = relax.TensorType(gradient.ty.shape, kinds[0])
+        return site.call("embedding_backward_add", [grad, ids, addend, padding], result)
+    return None
+
+
+def _is_only_here(expr: relax.Expr, site: Site) -> bool:
+    """Whether an expression is a table's gradient with one use."""
+    if not isinstance(expr, relax.Var) or len(site.uses.users_of(expr)) != 1:
+        return False
+    return is_call_of(site.uses.definitions.get(expr, expr), "relax_disc.embedding_backward")

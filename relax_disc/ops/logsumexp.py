@@ -5,8 +5,11 @@ Rows of minus infinity alone give minus infinity, as in PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from tvm import relax, te, tirx
 
 from relax_disc.ops import registry
@@ -99,3 +102,49 @@ registry.register(
 )
 registry.register_legalization("relax_disc.logsumexp", _legalize)
 registry.register_legalization("relax_disc.logsumexp_backward", _legalize_backward)
+registry.traced("logsumexp", logsumexp)
+registry.traced("logsumexp_backward", logsumexp_backward)
+
+
+@registry.kept(torch.ops.aten.logsumexp.default)
+def keep_logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor | None:
+    """Keep ``logsumexp`` over the last axis, as rows of a matrix."""
+    last = x.dim() - 1
+    if last < 1 or [axis % x.dim() for axis in dim] != [last] or not x.is_floating_point():
+        return None
+    rows = torch.ops.relax_disc.logsumexp(x.reshape(-1, x.shape[-1])).to(x.dtype)
+    shape = [*x.shape[:-1], 1] if keepdim else x.shape[:-1]
+    return rows.reshape(shape)
+
+
+@torch.library.custom_op("relax_disc::logsumexp", mutates_args=())
+def eager_logsumexp(x: Tensor) -> Tensor:
+    """Log of the sum of exponentials of ``[N, V]``; see :func:`relax_disc.ops.logsumexp`."""
+    return torch.logsumexp(x.to(registry.torch_statistics_dtype(x)), -1)
+
+
+@eager_logsumexp.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0],), dtype=registry.torch_statistics_dtype(x))
+
+
+@torch.library.custom_op("relax_disc::logsumexp_backward", mutates_args=())
+def eager_logsumexp_backward(grad: Tensor, x: Tensor, lse: Tensor) -> Tensor:
+    """Gradient of :func:`logsumexp` by its argument."""
+    return (grad[:, None] * torch.exp(x.to(lse.dtype) - lse[:, None])).to(x.dtype)
+
+
+@eager_logsumexp_backward.register_fake
+def _(grad: Tensor, x: Tensor, lse: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save_logsumexp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _logsumexp_gradient(ctx: Any, grad: Tensor) -> Tensor:
+    return torch.ops.relax_disc.logsumexp_backward(grad, *ctx.saved_tensors)
+
+
+eager_logsumexp.register_autograd(_logsumexp_gradient, setup_context=_save_logsumexp)

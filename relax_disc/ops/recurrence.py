@@ -2,15 +2,23 @@
 
 The input's product with its weights is an ordinary product outside; the operator does what cannot
 be done for all steps at once.  What the gradient needs is an explicit output, so that the planner
-sees its size and may compute it again.
+sees its size and may compute it again.  The gradients of weights and biases are products over all
+steps, written in ordinary operators.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 from tvm import relax, tirx
 
-from relax_disc.ops import registry
-from relax_disc.recurrence_kinds import KINDS
+from relax_disc.ops import recurrence_steps, registry
+from relax_disc.ops.recurrence_steps import KINDS
+
+if TYPE_CHECKING:
+    from relax_disc.transform.libraries.dispatch_library import Site
 
 
 def recurrence(
@@ -35,7 +43,7 @@ def recurrence(
     weight, bias : relax.Expr
         Of the recurrent product, ``[gates H, H]`` and ``[gates H]``, gates in PyTorch's order.
     kind : {"rnn_tanh", "rnn_relu", "gru", "lstm"}
-        What a step computes; :data:`relax_disc.recurrence_kinds.KINDS` has the counts.
+        What a step computes; :data:`relax_disc.ops.recurrence_steps.KINDS` has the counts.
     batch_first, reverse : bool
         Order of the first two axes; whether time runs from the end to the start.
 
@@ -75,7 +83,7 @@ def recurrence_backward(
     -------
     relax.Call
         Of type ``Tuple(gradients [T, B, gradients H], grad_state [states, B, H])``: the gradients
-        before the activations, their order in :mod:`relax_disc.recurrence_kinds`.
+        before the activations, their order in :mod:`relax_disc.ops.recurrence_steps`.
     """
     args = [grad_out, grad_last, state, weight, out, reserve]
     return registry.call("relax_disc.recurrence_backward", args, _attrs(kind, batch_first, reverse))
@@ -131,3 +139,147 @@ registry.register(
     _infer_recurrence_backward,
     "Gradient of the recurrent part of an RNN, GRU or LSTM layer.",
 )
+registry.traced("recurrence", recurrence, "kind", "batch_first", "reverse")
+registry.traced("recurrence_backward", recurrence_backward, "kind", "batch_first", "reverse")
+
+
+@registry.dispatches("relax_disc.recurrence", "relax_disc.recurrence_backward")
+def dispatch(call: relax.Call, site: Site) -> relax.Expr:
+    """Call the library, float32 and float64: there is no other form."""
+    name = call.op.name.removeprefix("relax_disc.")
+    kind, batch_first, reverse = (
+        registry.attribute(call, key) for key in ("kind", "batch_first", "reverse")
+    )
+    flags = (tuple(KINDS).index(kind), int(batch_first), int(reverse))
+    return site.call(name, [*call.args, *flags], list(site.original.ty.fields))
+
+
+def _facts(formula: str, state: int) -> registry.LibraryFunction:
+    """Count the recurrent products; the weight follows the state."""
+
+    def flops(views: list[Any], numbers: list[int]) -> Any:
+        del numbers
+        rows = views[0].shape[0] * views[0].shape[1]
+        return 2 * rows * registry.elements(views[state + 1].shape)
+
+    def workspace(views: list[Any], numbers: list[int]) -> registry.Workspace:
+        del numbers
+        rows, width = views[state + 1].shape
+        return formula, (views[state].shape[1], width, rows)
+
+    return registry.LibraryFunction(flops=flops, workspace=workspace)
+
+
+registry.LIBRARY["recurrence"] = _facts("recurrence", state=1)
+registry.LIBRARY["recurrence_backward"] = _facts("recurrence_backward", state=2)
+
+
+@torch.library.custom_op("relax_disc::recurrence", mutates_args=())
+def eager_recurrence(
+    projected: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    kind: str,
+    batch_first: bool,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One direction of a layer; see :func:`relax_disc.ops.recurrence`."""
+    results = _results(projected, state, weight, kind)
+    recurrence_steps.forward(projected, state, weight, bias, kind, batch_first, reverse, *results)
+    return results
+
+
+@eager_recurrence.register_fake
+def _(
+    projected: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    kind: str,
+    batch_first: bool,
+    reverse: bool,
+) -> Any:
+    return _results(projected, state, weight, kind)
+
+
+def _results(
+    projected: Tensor, state: Tensor, weight: Tensor, kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    first, second, width = *projected.shape[:2], weight.shape[1]
+    return (
+        projected.new_empty((first, second, width)),
+        state.new_empty(state.shape),
+        projected.new_empty((first, second, KINDS[kind].reserve * width)),
+    )
+
+
+@torch.library.custom_op("relax_disc::recurrence_backward", mutates_args=())
+def eager_recurrence_backward(
+    grad_out: Tensor,
+    grad_last: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    reserve: Tensor,
+    kind: str,
+    batch_first: bool,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients before the activations and of the first state."""
+    results = _gradients(grad_out, state, weight, kind)
+    inputs = (grad_out, grad_last, state, weight, out, reserve)
+    recurrence_steps.backward(*inputs, kind, batch_first, reverse, *results)
+    return results
+
+
+@eager_recurrence_backward.register_fake
+def _(
+    grad_out: Tensor,
+    grad_last: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    reserve: Tensor,
+    kind: str,
+    batch_first: bool,
+    reverse: bool,
+) -> Any:
+    return _gradients(grad_out, state, weight, kind)
+
+
+def _gradients(grad_out: Tensor, state: Tensor, weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    parts = KINDS[kind].gradients * weight.shape[1]
+    return grad_out.new_empty((*grad_out.shape[:2], parts)), state.new_empty(state.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _, state, weight, _, ctx.kind, ctx.batch_first, ctx.reverse = inputs
+    out, _, reserve = output
+    ctx.mark_non_differentiable(reserve)
+    ctx.save_for_backward(state, weight, out, reserve)
+
+
+def _gradient(ctx: Any, grad_out: Tensor, grad_last: Tensor, _reserve: Tensor) -> Any:
+    state, weight, out, reserve = ctx.saved_tensors
+    gradients, grad_state = torch.ops.relax_disc.recurrence_backward(
+        grad_out, grad_last, state, weight, out, reserve, ctx.kind, ctx.batch_first, ctx.reverse
+    )
+    width, axis = weight.shape[1], int(ctx.batch_first)
+    recurrent = gradients[..., : weight.shape[0]]
+    grad_weight = grad_bias = None
+    if ctx.needs_input_grad[2]:
+        first = state[0].unsqueeze(axis)
+        # One step too long, then cut: a length less one would be a size of its own.
+        states = torch.cat([out, first] if ctx.reverse else [first, out], axis)
+        before = states.narrow(axis, int(ctx.reverse), out.shape[axis])
+        grad_weight = recurrent.flatten(0, 1).t() @ before.flatten(0, 1)
+    if ctx.needs_input_grad[3]:
+        grad_bias = recurrent.sum((0, 1))
+    grad_projected = gradients
+    if ctx.kind == "gru":
+        grad_projected = torch.cat([gradients[..., : 2 * width], gradients[..., 3 * width :]], -1)
+    return grad_projected, grad_state, grad_weight, grad_bias, None, None, None
+
+
+eager_recurrence.register_autograd(_gradient, setup_context=_save)

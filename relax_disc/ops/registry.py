@@ -1,4 +1,7 @@
-"""Register an operator with TVM and build calls of it.
+"""Tables of what is known of each operator, and its registration with TVM.
+
+A file of this package says everything about one operator; the frontend, the passes and the analyses
+look it up here.
 
 TVM keeps operators in a table of the process and refuses a name that is there already, so
 :func:`register` asks first: importing this package twice (``importlib.reload``) is harmless.
@@ -7,13 +10,88 @@ TVM keeps operators in a table of the process and refuses a name that is there a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+import torch
 import tvm
 from tvm import relax
 from tvm.ir import Op, make_node, register_op_attr
 
 InferType = Callable[[relax.Call, relax.BlockBuilder], tvm.ir.Type]
+
+Keep = Callable[..., Any]
+"""From the arguments of an ATen operator to its result by operators of ours; None: "not mine"."""
+
+Dispatch = Callable[..., "relax.Expr | None"]
+"""``rule(call, site)``: a library call for an operator's call; None: "not mine"."""
+
+Workspace = tuple[str, tuple[Any, ...]]
+"""A formula of the native library and its parameters, integers or expressions of the dims."""
+
+KEPT: dict[Any, Keep] = {}
+"""ATen operators that are traced whole where their rule says so, by overload."""
+
+TRACED: dict[str, tuple[Callable[..., relax.Call], tuple[str, ...]]] = {}
+"""Torch operators of ours: how their Relax call is built, the keywords of what is no tensor."""
+
+DISPATCH: dict[str, list[Dispatch]] = {}
+"""Relax operators that a library may compute: rules, the first that fits."""
+
+LIBRARY: dict[str, LibraryFunction] = {}
+"""Library functions by the last part of their name, such as ``"matmul"``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryFunction:
+    """What plans know of a library function; views are its tensors, numbers its constants.
+
+    Attributes
+    ----------
+    flops : callable
+        ``flops(views, numbers)``: floating-point operations, for those that do much more than one
+        pass over their operands.
+    workspace : callable
+        ``workspace(views, numbers)``: memory beside the arguments on the CPU.
+    overwrites : frozenset of (int, int)
+        Arguments (input, output) where the output may be written over the input, on the CPU.
+    """
+
+    flops: Callable[[list[Any], list[int]], Any] | None = None
+    workspace: Callable[[list[Any], list[int]], Workspace] | None = None
+    overwrites: frozenset[tuple[int, int]] = frozenset()
+
+
+def kept(operator: Any) -> Callable[[Keep], Keep]:
+    """Enter the rule by which an ATen operator is traced whole."""
+
+    def enter(rule: Keep) -> Keep:
+        KEPT[operator] = rule
+        return rule
+
+    return enter
+
+
+def traced(name: str, build: Callable[..., relax.Call], *keywords: str) -> None:
+    """Translate the torch operator ``relax_disc::name`` by ``build(*tensors, **keywords)``."""
+    TRACED[f"relax_disc.{name}.default"] = build, keywords
+
+
+def dispatches(*operators: str) -> Callable[[Dispatch], Dispatch]:
+    """Enter a rule by which libraries compute Relax operators."""
+
+    def enter(rule: Dispatch) -> Dispatch:
+        for operator in operators:
+            DISPATCH.setdefault(operator, []).append(rule)
+        return rule
+
+    return enter
+
+
+def elements(shape: Sequence[Any]) -> Any:
+    """Product of extents."""
+    return prod(shape)
 
 
 def register(name: str, infer_type: InferType, description: str) -> None:
@@ -89,3 +167,8 @@ def dtype_name(kind: relax.TensorType) -> str:
 def statistics_dtype(kind: relax.TensorType) -> str:
     """Name the type in which sums over a tensor are kept: float32, or float64 for float64."""
     return "float64" if dtype_name(kind) == "float64" else "float32"
+
+
+def torch_statistics_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Like `statistics_dtype`, of a torch tensor."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

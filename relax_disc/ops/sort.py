@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tvm import relax, tirx
 
 from relax_disc.ops import registry
+
+if TYPE_CHECKING:
+    from relax_disc.transform.libraries.dispatch_library import Site
 
 
 def sort(x: relax.Expr, *, descending: bool, count: int | None = None) -> relax.Call:
@@ -43,3 +48,16 @@ def _infer(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
 
 
 registry.register("relax_disc.sort", _infer, "First elements of each row in sorted order.")
+
+
+@registry.dispatches("relax_disc.sort")
+def dispatch(call: relax.Call, site: Site) -> relax.Expr:
+    """Call the library: there is no other form; the results' shape says how many to return."""
+    descending = int(registry.attribute(call, "descending"))
+    return site.call("sort", [*call.args, descending], list(site.original.ty.fields))
+
+
+# Scratch for the row that each thread sorts.
+registry.LIBRARY["sort"] = registry.LibraryFunction(
+    workspace=lambda views, _: ("sort", (views[0].shape[-1],))
+)

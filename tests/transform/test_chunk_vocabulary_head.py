@@ -17,10 +17,10 @@ from tvm import tirx
 import relax_disc
 from relax_disc.errors import MemoryBudgetError
 from relax_disc.frontend import capture_step
+from relax_disc.ops.vocabulary_head import workspace_columns
 from relax_disc.transform.libraries.chunk_vocabulary_head import ChunkVocabularyHead, chunk_rows
 from relax_disc.transform.simplify.simplify import Simplify
 from relax_disc.vm_builtins.libraries.install import install
-from relax_disc.vm_builtins.libraries.vocabulary_head import workspace_columns
 
 
 def run(function, x, weight, target, grad, options, chunk, frozen=False, bias=None):

@@ -8,7 +8,7 @@ import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_disc.transform.libraries.dispatch_matmul import pack_axes
+from relax_disc.ops.matmul import pack_axes
 from tests.vm_builtins.library_calls import LIBRARIES, call
 
 dtypes = st.sampled_from(["float32", "float64"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from relax_disc.recurrence_kinds import KINDS
+from relax_disc.ops.recurrence_steps import KINDS
 from tests.vm_builtins.library_calls import LIBRARIES, call
 
 # (length, batch, width): single steps and rows, no whole vectors, several tiles and depth blocks.

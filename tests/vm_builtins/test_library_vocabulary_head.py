@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from relax_disc.ops.vocabulary_head import workspace_columns
 from relax_disc.vm_builtins.libraries.install import install
-from relax_disc.vm_builtins.libraries.vocabulary_head import workspace_columns
 
 install("llvm")
 SUFFIXES = ["", "_frozen", "_bias", "_bias_frozen"]

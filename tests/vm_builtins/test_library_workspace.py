@@ -6,9 +6,9 @@ import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_disc.transform.libraries.dispatch_matmul import pack_axes
+from relax_disc.ops.matmul import pack_axes
+from relax_disc.ops.vocabulary_head import workspace_columns
 from relax_disc.vm_builtins.libraries.install import install
-from relax_disc.vm_builtins.libraries.vocabulary_head import workspace_columns
 
 install("llvm")
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 
-from relax_disc.analysis.kernels.cost import library_flops
 from relax_disc.analysis.kernels.inplace import inplace_pairs
-from relax_disc.analysis.kernels.workspace import library_workspace
+from relax_disc.analysis.kernels.library import (
+    library_flops,
+    library_overwrites,
+    library_workspace,
+)
 from relax_disc.analysis.program.table import FunctionTable, KernelCall
-
-# (input, output) among the arguments of library functions that may write over an input: a product
-# reads each element of its addend just before it writes the sum there (src/kernels/gemm.h).
-# The gradient of a tied table is added up where the other gradient lies (src/kernels/embedding.cc).
-_LIBRARY_PAIRS = {
-    "relax_disc.cpu.matmul_add": frozenset({(2, 7)}),
-    "relax_disc.cpu.embedding_backward_add": frozenset({(2, 4)}),
-}
 
 
 class KernelFacts:
@@ -46,7 +41,7 @@ class KernelFacts:
         if isinstance(kernel.callee, tvm.ir.GlobalVar):
             pairs = self._parameter_pairs(kernel.callee)
         else:
-            pairs = _LIBRARY_PAIRS.get(kernel.name, frozenset())
+            pairs = library_overwrites(kernel)
         if not pairs:
             return []
         views = [value if kind == "view" else None for kind, value in kernel.arguments]

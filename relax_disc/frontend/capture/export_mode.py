@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from relax_disc.frontend import torch_ctc  # noqa: F401  registers torch.ops.relax_disc
+from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 from relax_disc.frontend.capture.recurrent_layers import recurrent_layers, refusal, refuse_packing
 
 

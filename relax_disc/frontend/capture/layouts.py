@@ -53,4 +53,7 @@ def _text(size: int | torch.SymInt) -> str:
 
 
 def _hint(size: int | torch.SymInt) -> int | None:
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    if not isinstance(size, torch.SymInt):
+        return size
+    hint = size.node.hint
+    return None if hint is None else int(hint)

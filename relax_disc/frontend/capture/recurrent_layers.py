@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend import torch_recurrence  # noqa: F401  registers torch.ops.relax_disc
 from relax_disc.frontend.capture.source_lines import parse_stack
-from relax_disc.recurrence_kinds import KINDS
+from relax_disc.ops.recurrence_steps import KINDS
 
 
 def refuse_packing(name: str) -> NoReturn:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._decomp.decompositions import grid_sampler_2d
 
+from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend import torch_cumulation  # noqa: F401  registers torch.ops.relax_disc
 
 Rule = Callable[..., Any]
 

@@ -4,7 +4,6 @@ from relax_disc.frontend.converters import (
     adaptive_pooling,
     convolution,
     creation,
-    ctc,
     cumulation,
     diagonals,
     elementwise,
@@ -14,10 +13,10 @@ from relax_disc.frontend.converters import (
     ordering,
     pooling,
     random,
-    recurrence,
     reductions,
     scattering,
     shapes,
+    whole,
 )
 from relax_disc.frontend.converters.registry import TABLE
 
@@ -26,7 +25,6 @@ __all__ = [
     "adaptive_pooling",
     "convolution",
     "creation",
-    "ctc",
     "cumulation",
     "diagonals",
     "elementwise",
@@ -36,8 +34,8 @@ __all__ = [
     "ordering",
     "pooling",
     "random",
-    "recurrence",
     "reductions",
     "scattering",
     "shapes",
+    "whole",
 ]

@@ -78,7 +78,7 @@ def cumprod(emitter: Emitter, x: Any, axis: int) -> Any:
 
 @converts("relax_disc.cumprod_backward.default")
 def cumprod_backward(emitter: Emitter, grad: Any, x: Any, out: Any, axis: int) -> Any:
-    """Gradient of the cumulative product, from the end: see :mod:`..torch_cumulation`."""
+    """Gradient of the cumulative product, from the end: see :mod:`relax_disc.ops.cumprod`."""
     if not emitter.shape(x):
         return grad
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import ir, relax
 
+from relax_disc.ops.operand_views import Uses
 from relax_disc.transform.functions import (
     block_like,
     copy_module,
@@ -41,7 +42,6 @@ from relax_disc.transform.fusion.producers import (
     pattern_of,
     work_of,
 )
-from relax_disc.transform.simplify.operand_views import Uses
 
 _MOST_READERS = 4
 # Readers of what was given to readers are seen in the next round.

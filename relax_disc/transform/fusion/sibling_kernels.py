@@ -24,6 +24,7 @@ from tvm import relax
 from tvm.relax.analysis import tir_vars_in_type
 
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.ops.operand_views import Uses
 from relax_disc.transform.functions import is_reshape
 from relax_disc.transform.fusion.producers import (
     INJECTIVE,
@@ -36,7 +37,6 @@ from relax_disc.transform.fusion.producers import (
     pattern_of,
     work_of,
 )
-from relax_disc.transform.simplify.operand_views import Uses
 
 _MOST_RESULTS = 4
 # Between the last reader before and the kernel that makes a value again there are so many bindings

@@ -22,17 +22,16 @@ import tvm
 from tvm import relax, tirx
 from tvm.sym.analyzer import Analyzer
 
-from relax_disc.ops import registry
-from relax_disc.transform.functions import at_span
-from relax_disc.transform.libraries.lse_factor import LseTerm, late_definitions, lse_term
-from relax_disc.transform.simplify.operand_views import (
+from relax_disc.ops import registry, vocabulary_head
+from relax_disc.ops.operand_views import (
     Uses,
     extents_of,
     is_call_of,
     matrix_view,
     same_shape,
 )
-from relax_disc.vm_builtins.libraries import vocabulary_head
+from relax_disc.transform.functions import at_span
+from relax_disc.transform.libraries.lse_factor import LseTerm, late_definitions, lse_term
 from relax_disc.vm_builtins.libraries.install import install
 
 # An eighth of the rows, but not too few: on one thread, 512 rows in chunks of 64 take 0.95 of the

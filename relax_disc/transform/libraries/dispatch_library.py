@@ -10,7 +10,6 @@ A rule is `rule(call, site) -> Expr or None`; None means "not mine", and `Legali
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +17,10 @@ import tvm
 from tvm import relax
 from tvm.sym.analyzer import Analyzer
 
+from relax_disc import ops  # noqa: F401  fills the table of rules
+from relax_disc.ops.operand_views import Uses, definition, is_call_of, permutation_of
+from relax_disc.ops.registry import DISPATCH
 from relax_disc.transform.functions import at_span
-from relax_disc.transform.libraries import (
-    dispatch_attention,
-    dispatch_ctc,
-    dispatch_embedding,
-    dispatch_matmul,
-    dispatch_recurrence,
-    dispatch_sort,
-)
-from relax_disc.transform.simplify.operand_views import Uses, definition, is_call_of, permutation_of
 from relax_disc.vm_builtins.libraries import install as libraries
 
 
@@ -69,32 +62,6 @@ class Site:
         values = [relax.prim_value(x) if isinstance(x, int) else x for x in arguments]
         call = relax.call_dps_packed(f"{self.family}.{name}", values, result)
         return at_span(call, self.original.span)
-
-
-Rule = Callable[[relax.Call, Site], "relax.Expr | None"]
-
-
-def _first_of(*rules: Rule) -> Rule:
-    """Try rules in turn."""
-
-    def apply(call: relax.Call, site: Site) -> relax.Expr | None:
-        return next((new for rule in rules if (new := rule(call, site)) is not None), None)
-
-    return apply
-
-
-RULES: dict[str, Rule] = {
-    "relax.matmul": dispatch_matmul.matmul,
-    "relax.add": _first_of(dispatch_matmul.add, dispatch_embedding.add),
-    "relax_disc.attention": dispatch_attention.attention,
-    "relax_disc.attention_backward": dispatch_attention.attention_backward,
-    "relax_disc.embedding_backward": dispatch_embedding.embedding_backward,
-    "relax_disc.recurrence": dispatch_recurrence.recurrence,
-    "relax_disc.recurrence_backward": dispatch_recurrence.recurrence,
-    "relax_disc.sort": dispatch_sort.sort,
-    "relax_disc.ctc_loss": dispatch_ctc.ctc_loss,
-    "relax_disc.ctc_loss_backward": dispatch_ctc.ctc_loss_backward,
-}
 
 
 @tvm.transform.module_pass(opt_level=0, name="DispatchLibrary")
@@ -153,12 +120,11 @@ class _Dispatcher(relax.PyExprMutator):
         new = self.visit_expr_post_order(call)
         if is_call_of(new, "relax.permute_dims"):
             return self._cancel_permutations(new)
-        rule = RULES.get(new.op.name) if isinstance(new.op, tvm.ir.Op) else None
-        if rule is None or variable is None:
+        rules = DISPATCH.get(new.op.name, ()) if isinstance(new.op, tvm.ir.Op) else ()
+        if not rules or variable is None:
             return new
         site = Site(self._family, self.builder_, call, variable, self._uses, self._analyzer)
-        replaced = rule(new, site)
-        return new if replaced is None else replaced
+        return next((made for rule in rules if (made := rule(new, site)) is not None), new)
 
     def _cancel_permutations(self, call: relax.Call) -> relax.Expr:
         """Undo a permutation of a permutation that restores the order of axes."""

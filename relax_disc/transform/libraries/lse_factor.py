@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
-from relax_disc.transform.simplify.operand_views import Uses, extents_of, is_call_of
+from relax_disc.ops.operand_views import Uses, extents_of, is_call_of
 from relax_disc.transform.simplify.rules import scalar
 
 _MOVES = ("relax.reshape", "relax.expand_dims", "relax.squeeze")

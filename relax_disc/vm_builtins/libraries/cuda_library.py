@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional
 import tvm_ffi
 
-from relax_disc.vm_builtins.libraries import recurrence_steps
+from relax_disc.ops import recurrence_steps
 
 _ROWS = 1024  # of scores at a time, for the log-sum-exp
 

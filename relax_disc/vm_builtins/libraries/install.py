@@ -40,8 +40,8 @@ last. On the CPU they are float32 or float64 alike within a call.
   gradient is then NaN, but 0 where `grad` is 0. The gradient is PyTorch's, made for the results of
   a log-softmax.
 * Ids equal to `padding_idx` add nothing; `out` of an addition may be the addend itself.
-* A recurrence's `kind` is the position of a name in `relax_disc.recurrence_kinds.KINDS`; shapes are
-  those of `recurrence_steps`.
+* A recurrence's `kind` is the position of a name in `KINDS` of `relax_disc.ops.recurrence_steps`,
+  which has the shapes.
 """
 
 from __future__ import annotations

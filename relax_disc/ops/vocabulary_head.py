@@ -1,4 +1,6 @@
-"""Variants and workspace of `relax_disc.cpu.vocabulary_head{_bias}{_z}{_frozen}`.
+"""A linear head with cross-entropy in chunks of rows, which `ChunkVocabularyHead` emits.
+
+Variants and workspace of `relax_disc.cpu.vocabulary_head{_bias}{_z}{_frozen}`.
 
 Arguments: x of N rows, weight [V, D], target [N] int64, grad_loss [], bias [V] (`_bias`),
 lse_factor [N] float32 (`_z`), ignore_index, label_smoothing, is_mean; results: loss [], grad_x of
@@ -15,6 +17,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+from relax_disc.ops import registry
+
 # As in `src/kernels/vocabulary_head_chunk.h`.
 ROW_UNIT, BLOCK_CLASSES, STATISTICS = 16, 336, 3
 
@@ -30,3 +34,21 @@ def workspace_columns(classes: Any, width: Any) -> Any:
     """
     blocks = (classes + (BLOCK_CLASSES - 1)) // BLOCK_CLASSES
     return classes + 2 * ((width + (ROW_UNIT - 1)) // ROW_UNIT * ROW_UNIT) + STATISTICS * blocks
+
+
+def _facts(products: int) -> registry.LibraryFunction:
+    """Count so many products of rows x classes x width; all scratch but for rows is a result."""
+
+    def flops(views: list[Any], numbers: list[int]) -> Any:
+        del numbers
+        return 2 * products * registry.elements(views[0].shape) * views[1].shape[0]
+
+    def workspace(views: list[Any], numbers: list[int]) -> registry.Workspace:
+        del numbers
+        return "vocabulary_head", (registry.elements(views[2].shape),)
+
+    return registry.LibraryFunction(flops=flops, workspace=workspace)
+
+
+for _name in NAMES:
+    registry.LIBRARY[_name] = _facts(2 if _name.endswith("_frozen") else 3)

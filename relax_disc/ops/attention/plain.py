@@ -1,4 +1,4 @@
-"""Attention and embedding gradients as plain operators, where no library takes them.
+"""Attention and its gradient as plain operators, where no library takes them.
 
 These hold a matrix of scores, length by length; the library kernels do not.  Half precision is
 computed in float32.
@@ -10,8 +10,6 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
-import relax_disc.ops.attention
-import relax_disc.ops.embedding  # noqa: F401  both register the operators first
 from relax_disc.ops import registry
 
 _OP = relax.op
@@ -134,29 +132,6 @@ def _attention_backward(builder: relax.BlockBuilder, call: relax.Call) -> relax.
     return relax.Tuple([heads.narrow(x, like) for x, like in ((dq, q), (dk, k), (dv, v))])
 
 
-def _embedding_backward(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    grad, ids = call.args
-    rows, padding = int(call.attrs["num_embeddings"]), int(call.attrs["padding_idx"])
-    wide = registry.statistics_dtype(grad.ty)
-    dtype = registry.dtype_name(grad.ty)
-
-    def table(grad: te.Tensor, ids: te.Tensor) -> te.Tensor:
-        axes = [te.reduce_axis((0, extent)) for extent in ids.shape]
-
-        def element(row: Any, column: Any) -> Any:
-            index = ids[tuple(axes)]
-            found = tirx.all(index == row.astype(index.dtype), index != padding)
-            value = grad[(*axes, column)].astype(wide)
-            return te.sum(tirx.if_then_else(found, value, tirx.const(0, wide)), axis=axes)
-
-        sums = te.compute((rows, grad.shape[-1]), element, name="embedding_backward")
-        if dtype == wide:
-            return sums
-        return te.compute(sums.shape, lambda *i: sums(*i).astype(dtype), name="narrow")
-
-    return builder.call_te(table, grad, ids)
-
-
 def _hide_later_columns(scores: te.Tensor) -> te.Tensor:
     def element(*index: Any) -> Any:
         hidden = tirx.const(float("-inf"), scores.dtype)
@@ -173,4 +148,3 @@ def _quotient(heads: Any, key_heads: Any) -> Any:
 
 registry.register_legalization("relax_disc.attention", _attention)
 registry.register_legalization("relax_disc.attention_backward", _attention_backward)
-registry.register_legalization("relax_disc.embedding_backward", _embedding_backward)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tvm import relax
 
 from relax_disc.ops import registry
-from relax_disc.transform.simplify.operand_views import (
+from relax_disc.ops.operand_views import (
     extents_of,
     is_call_of,
     matrix_view,
@@ -33,6 +33,7 @@ def pack_axes(axes: Sequence[int]) -> int:
     return code
 
 
+@registry.dispatches("relax.matmul")
 def matmul(call: relax.Call, site: Site) -> relax.Expr | None:
     """Dispatch `relax.matmul`; integers are not ours."""
     result = _result_type(call, site)
@@ -56,6 +57,7 @@ def matmul(call: relax.Call, site: Site) -> relax.Expr | None:
     return relax.op.astype(site.builder.emit(product), dtype)
 
 
+@registry.dispatches("relax.add")
 def add(call: relax.Call, site: Site) -> relax.Expr | None:
     """Fold an addition into the product that is one of its operands, if nothing else uses it."""
     for index in (1, 0):
@@ -174,3 +176,48 @@ def _cast(expr: relax.Expr, dtype: str, site: Site) -> relax.Expr:
     if registry.dtype_name(expr.ty) == dtype:
         return expr
     return site.builder.emit(relax.op.astype(expr, dtype))
+
+
+def _flops(views: list[Any], numbers: list[int]) -> Any:
+    left, right = views[0], views[1]
+    _, split, _, is_transposed = numbers[:4]
+    columns = right.shape[:split] if is_transposed else right.shape[split:]
+    return 2 * registry.elements(left.shape) * registry.elements(columns)
+
+
+def _workspace(views: list[Any], numbers: list[int]) -> registry.Workspace:
+    """Rows, columns and depth of a product of matrices."""
+    left, right = views[:2]
+    left_split, right_split, left_transposed, right_transposed = numbers[:4]
+    rows = registry.elements(left.shape[:left_split])
+    depth = registry.elements(left.shape[left_split:])
+    if left_transposed:
+        rows, depth = depth, rows
+    columns = right.shape[:right_split] if right_transposed else right.shape[right_split:]
+    return "matmul", (rows, registry.elements(columns), depth)
+
+
+def _batch_flops(views: list[Any], numbers: list[int]) -> Any:
+    left, result = views[0], views[-1]
+    inner = left.shape[numbers[0] & 15]  # the last digit of the axes' code
+    return 2 * registry.elements(result.shape) * inner
+
+
+def _batch_workspace(views: list[Any], numbers: list[int]) -> registry.Workspace:
+    """Count, rows, columns and depth of products of matrices."""
+    left, result = views[0], views[-1]
+    left_axes, _, result_axes = numbers[:3]
+    rows, columns = (result.shape[result_axes >> shift & 15] for shift in (4, 0))
+    rank = len(result.shape)
+    batch = [result.shape[result_axes >> 4 * axis & 15] for axis in range(2, rank)]
+    return "batch_matmul", (registry.elements(batch), rows, columns, left.shape[left_axes & 15])
+
+
+registry.LIBRARY["matmul"] = registry.LibraryFunction(flops=_flops, workspace=_workspace)
+# A product reads each element of its addend just before it writes the sum there.
+registry.LIBRARY["matmul_add"] = registry.LibraryFunction(
+    flops=_flops, workspace=_workspace, overwrites=frozenset({(2, 7)})
+)
+registry.LIBRARY["batch_matmul"] = registry.LibraryFunction(
+    flops=_batch_flops, workspace=_batch_workspace
+)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tvm import relax, tirx
 
 from relax_disc.ops import registry
-from relax_disc.transform.simplify.operand_views import (
+from relax_disc.ops.operand_views import (
     extents_of,
     is_call_of,
     permutation_of,
@@ -21,6 +21,7 @@ _SWAPPED = (0, 2, 1, 3)  # [batch, heads, length, dim] and [batch, length, heads
 _MOST_DIM = 384  # of the native kernels: one panel of `gemm_tile.h`
 
 
+@registry.dispatches("relax_disc.attention")
 def attention(call: relax.Call, site: Site) -> relax.Expr | None:
     """Dispatch `relax_disc.attention`; heads too wide or of unknown width are not ours."""
     q, k, v, *mask = call.args
@@ -48,6 +49,7 @@ def attention(call: relax.Call, site: Site) -> relax.Expr | None:
     return relax.Tuple([out, site.builder.emit(relax.TupleGetItem(results, 1))])
 
 
+@registry.dispatches("relax_disc.attention_backward")
 def attention_backward(call: relax.Call, site: Site) -> relax.Expr | None:
     """Dispatch `relax_disc.attention_backward`."""
     grad, q, k, v, out, lse, *mask = call.args
@@ -151,3 +153,24 @@ def _restored(field: relax.Expr, swapped: int, dtype: str, site: Site) -> relax.
     if registry.dtype_name(field.ty) != dtype:
         field = site.builder.emit(relax.op.astype(field, dtype))
     return field
+
+
+def _facts(formula: str, products: int, key: int) -> registry.LibraryFunction:
+    """Count so many products of length x length x depth; scratch by the widths of the heads."""
+
+    def flops(views: list[Any], numbers: list[int]) -> Any:
+        is_causal, layout = numbers[:2]
+        length = views[key].shape[1 if layout >> key & 1 else 2]
+        whole = products * registry.elements(views[0].shape) * length
+        return whole if is_causal else 2 * whole
+
+    def workspace(views: list[Any], numbers: list[int]) -> registry.Workspace:
+        del numbers
+        return formula, (views[key].shape[3], views[key + 1].shape[3])
+
+    return registry.LibraryFunction(flops=flops, workspace=workspace)
+
+
+for _suffix in ("", "_masked"):
+    registry.LIBRARY[f"attention{_suffix}"] = _facts("attention", 2, key=1)
+    registry.LIBRARY[f"attention_backward{_suffix}"] = _facts("attention_backward", 5, key=2)

@@ -1,0 +1,250 @@
+"""Scaled dot-product attention and its gradient as one operator each.
+
+``out = softmax(scale * q @ k^T + mask) @ v`` over tensors laid out ``[batch, heads, length, dim]``.
+``k`` and ``v`` may have fewer heads than ``q`` (grouped heads): query head ``h`` uses key head
+``h // (heads / key_heads)``.  The log of the sum of exponentials of each row is an explicit output,
+so that the gradient needs nothing of the size ``length x length``
+(Dao et al., FlashAttention, 2022, section 3).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from tvm import relax
+
+from relax_disc.ops import registry
+
+
+def attention(
+    q: relax.Expr,
+    k: relax.Expr,
+    v: relax.Expr,
+    mask: relax.Expr | None = None,
+    *,
+    scale: float,
+    is_causal: bool,
+) -> relax.Call:
+    """Build ``relax_disc.attention``.
+
+    Parameters
+    ----------
+    q : relax.Expr
+        ``[B, H, Tq, D]``.
+    k : relax.Expr
+        ``[B, Hk, Tk, D]`` with ``H`` divisible by ``Hk``.
+    v : relax.Expr
+        ``[B, Hk, Tk, Dv]``.
+    mask : relax.Expr, optional
+        Broadcastable to ``[B, H, Tq, Tk]``, rank 4; bool (True takes part) or added to the scores.
+    scale : float
+        Factor of the scores.
+    is_causal : bool
+        Row ``i`` sees columns ``j <= i`` (aligned to the top left, as PyTorch does).
+
+    Returns
+    -------
+    relax.Call
+        Of type ``Tuple(out [B, H, Tq, Dv], lse [B, H, Tq] float32)``; the ``lse`` of float64 inputs
+        is float64.  A row that sees nothing has ``out = 0`` and ``lse = -inf``.
+    """
+    args = [q, k, v] if mask is None else [q, k, v, mask]
+    attrs = {"scale": float(scale), "is_causal": bool(is_causal)}
+    return registry.call("relax_disc.attention", args, attrs)
+
+
+def attention_backward(
+    grad_out: relax.Expr,
+    q: relax.Expr,
+    k: relax.Expr,
+    v: relax.Expr,
+    out: relax.Expr,
+    lse: relax.Expr,
+    mask: relax.Expr | None = None,
+    *,
+    scale: float,
+    is_causal: bool,
+) -> relax.Call:
+    """Build ``relax_disc.attention_backward``: the gradients of q, k and v, in their shapes.
+
+    Parameters
+    ----------
+    grad_out : relax.Expr
+        Gradient of the loss by ``out``, ``[B, H, Tq, Dv]``.
+    q, k, v, mask, scale, is_causal
+        As given to :func:`attention`.
+    out, lse : relax.Expr
+        The two results of :func:`attention`.
+
+    Returns
+    -------
+    relax.Call
+        Of type ``Tuple(dq, dk, dv)``; the mask gets no gradient.
+    """
+    args = [grad_out, q, k, v, out, lse]
+    if mask is not None:
+        args.append(mask)
+    attrs = {"scale": float(scale), "is_causal": bool(is_causal)}
+    return registry.call("relax_disc.attention_backward", args, attrs)
+
+
+def _infer_attention(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
+    q, k, v = (
+        registry.tensor_type(arg, f"relax_disc.attention: {name}", 4)
+        for name, arg in zip("qkv", call.args[:3], strict=True)
+    )
+    if len(call.args) > 3:
+        registry.tensor_type(call.args[3], "relax_disc.attention: mask", 4)
+    if len({registry.dtype_name(kind) for kind in (q, k, v)}) != 1:
+        raise TypeError(f"relax_disc.attention: q, k and v differ in type: {q}, {k}, {v}.")
+    batch, heads, rows, _ = registry.extents(q)
+    return relax.TupleType(
+        [
+            relax.TensorType([batch, heads, rows, registry.extents(v)[3]], registry.dtype_name(q)),
+            relax.TensorType([batch, heads, rows], registry.statistics_dtype(q)),
+        ]
+    )
+
+
+def _infer_attention_backward(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
+    return relax.TupleType(
+        [
+            registry.tensor_type(arg, f"relax_disc.attention_backward: {name}", 4)
+            for name, arg in zip("qkv", call.args[1:4], strict=True)
+        ]
+    )
+
+
+registry.register("relax_disc.attention", _infer_attention, "Scaled dot-product attention.")
+registry.register(
+    "relax_disc.attention_backward",
+    _infer_attention_backward,
+    "Gradients of scaled dot-product attention.",
+)
+registry.traced("attention", attention, "scale", "is_causal")
+registry.traced("attention_backward", attention_backward, "scale", "is_causal")
+
+
+@registry.kept(torch.ops.aten.scaled_dot_product_attention.default)
+def keep_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Keep ``scaled_dot_product_attention`` over rank 4 without dropout or a trained mask."""
+    whole = query.dim() == key.dim() == value.dim() == 4 and dropout_p == 0.0
+    if not whole or (attn_mask is not None and attn_mask.requires_grad):
+        return None
+    if query.shape[0] != key.shape[0] or (query.shape[1] != key.shape[1] and not enable_gqa):
+        return None
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    return torch.ops.relax_disc.attention(query, key, value, attn_mask, factor, is_causal)[0]
+
+
+def _scores(
+    q: Tensor, k: Tensor, mask: Tensor | None, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the masked scores and the keys repeated for grouped heads."""
+    kind = registry.torch_statistics_dtype(q)
+    keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(kind)
+    scores = (q.to(kind) @ keys.transpose(-1, -2)) * scale
+    if is_causal:
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~visible, float("-inf"))
+    if mask is not None:
+        hidden = ~mask if mask.dtype == torch.bool else None
+        scores = scores + mask if hidden is None else scores.masked_fill(hidden, float("-inf"))
+    return scores, keys
+
+
+@torch.library.custom_op("relax_disc::attention", mutates_args=())
+def eager_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of ``[B, H, Tq, D]`` queries; see :func:`relax_disc.ops.attention`."""
+    scores, _ = _scores(q, k, mask, scale, is_causal)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
+    values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).to(scores.dtype)
+    return (weights @ values).to(q.dtype), lse
+
+
+@eager_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool) -> Any:
+    out = q.new_empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
+    return out, q.new_empty(q.shape[:3], dtype=registry.torch_statistics_dtype(q))
+
+
+@torch.library.custom_op("relax_disc::attention_backward", mutates_args=())
+def eager_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`attention` by q, k and v."""
+    scores, keys = _scores(q, k, mask, scale, is_causal)
+    weights = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
+    repeats = q.shape[1] // k.shape[1]
+    kind = scores.dtype
+    grad, values = grad_out.to(kind), v.repeat_interleave(repeats, dim=1).to(kind)
+    dots = (grad * out.to(kind)).sum(-1, keepdim=True)
+    dscores = weights * (grad @ values.transpose(-1, -2) - dots) * scale
+    dq = dscores @ keys
+    dk = dscores.transpose(-1, -2) @ q.to(kind)
+    dv = weights.transpose(-1, -2) @ grad
+    grouped = (k.shape[0], k.shape[1], repeats)
+    dk = dk.reshape(*grouped, *k.shape[2:]).sum(2)
+    dv = dv.reshape(*grouped, *v.shape[2:]).sum(2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+@eager_attention_backward.register_fake
+def _(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    is_causal: bool,
+) -> Any:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    q, k, v, mask, ctx.scale, ctx.is_causal = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, mask, *output)
+
+
+def _attention_gradient(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> Any:
+    q, k, v, mask, out, lse = ctx.saved_tensors
+    grads = torch.ops.relax_disc.attention_backward(
+        grad_out, q, k, v, out, lse, mask, ctx.scale, ctx.is_causal
+    )
+    return (*grads, None, None, None)
+
+
+eager_attention.register_autograd(_attention_gradient, setup_context=_save_attention)
+
+
+from relax_disc.ops.attention import library, plain  # noqa: E402, F401  what computes them
