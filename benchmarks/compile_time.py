@@ -56,7 +56,7 @@ class _Clock:
     """Sums processor time, that of child processes included, by phase."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     def run(self, phase: str, work: Callable[[], _Result]) -> _Result:
         start = self._now()

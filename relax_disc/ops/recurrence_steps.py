@@ -78,7 +78,7 @@ def forward(
     width = weight.shape[1]
     projected, out, reserve = (_by_time(x, batch_first) for x in (projected, out, reserve))
     hidden = state[0]
-    cell = state[1] if kind == "lstm" else None
+    cell: Any = state[1] if kind == "lstm" else None
     for t in _times(projected.shape[0], reverse):
         product = hidden @ weight.T + bias
         if kind == "lstm":
@@ -132,7 +132,7 @@ def backward(
         _by_time(x, batch_first) for x in (grad_out, out, reserve, gradients)
     )
     by_hidden = grad_last[0]
-    by_cell = grad_last[1] if kind == "lstm" else None
+    by_cell: Any = grad_last[1] if kind == "lstm" else None
     recurrent = KINDS[kind].gates * width
     steps = _times(out.shape[0], reverse)
     for k in range(len(steps) - 1, -1, -1):
