@@ -18,6 +18,7 @@ check_environment()
 
 from tvm import relax  # noqa: E402 - only after the check
 
+from relax_disc import devices  # noqa: E402
 from relax_disc.vm_builtins import threads  # noqa: E402
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def _pipeline() -> Pass:
     return importlib.import_module("relax_disc.pipeline").pipeline()
 
 
+devices.register_tags()
 threads.configure()
 if "relax_disc" not in relax.pipeline.PIPELINE_MAP:
     relax.register_pipeline("relax_disc")(_pipeline)

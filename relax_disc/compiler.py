@@ -19,6 +19,7 @@ from relax_disc.analysis.program.index_ranges import index_ranges
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
+from relax_disc.devices import device_figures
 from relax_disc.forward_function import ForwardFunction
 from relax_disc.frontend import (
     ExportedStep,
@@ -27,7 +28,7 @@ from relax_disc.frontend import (
 )
 from relax_disc.frontend.spec import CapturedStep, UpdateGroup
 from relax_disc.pipeline import PipelineOptions, pipeline
-from relax_disc.tir_kernels.target import cpu_target
+from relax_disc.tir_kernels.target import resolve_target
 from relax_disc.training.cache.capture_cache import Described, recall, remember
 from relax_disc.training.cache.compile_cache import CachedProgram, build_cached, enabled
 from relax_disc.training.cache.saved_step import Program
@@ -66,9 +67,11 @@ def compile(
         See `relax_disc.frontend.capture_step`; without it the model's output is the loss, or has
         an attribute ``loss``.
     target : str or tvm.target.Target
-        ``"llvm"`` compiles for this machine's processor.
+        ``"llvm"`` compiles for this machine's processor; a tag such as ``"relax_disc/h100"`` for
+        that device (`relax_disc.devices.TAGS` lists them); or a target of TVM.
     memory_budget : int or str, optional
-        Bytes (``8589934592`` or ``"8GiB"``) that all device memory of a step stays inside.
+        Bytes (``8589934592`` or ``"8GiB"``) that all device memory of a step stays inside.  By
+        default nine tenths of the memory of a device named by a tag, none elsewhere.
     max_grad_norm : float, optional
         Clip the gradients' global norm.
 
@@ -84,7 +87,8 @@ def compile(
     InputMismatchError
         An argument of this function does not fit.
     """
-    budget = None if memory_budget is None else parse_bytes(memory_budget)
+    target = resolve_target(target)
+    budget = _budget(memory_budget, target)
     export = functools.partial(
         export_step,
         model,
@@ -112,9 +116,16 @@ def compile(
     return step
 
 
+def _budget(memory_budget: int | str | None, target: tvm.target.Target) -> int | None:
+    if memory_budget is not None:
+        return parse_bytes(memory_budget)
+    figures = device_figures(target)
+    return None if figures is None else figures.default_budget_bytes()
+
+
 def _capture_or_recall(
     exported: ExportedStep,
-    target: str | tvm.target.Target,
+    target: tvm.target.Target,
     *,
     accumulate: bool = False,
     groups: Sequence[UpdateGroup] | None = None,
@@ -123,17 +134,16 @@ def _capture_or_recall(
 
     Returns the step alone, or the two functions that sum gradients, in update groups as given.
     """
-    resolved = _resolve(target)
     fingerprint = None
     if enabled():
         fingerprint = exported.fingerprint(accumulate=accumulate, groups=groups)
-    known = recall(fingerprint, resolved, exported.constants())
+    known = recall(fingerprint, target, exported.constants())
     if known is not None:
         return known
     captured = exported.capture_accumulation(groups) if accumulate else (exported.capture(),)
     functions = [(each, describe_batch(each, exported.model)) for each in captured]
-    built = build_or_reuse(captured[0].module, resolved)
-    remember(fingerprint, resolved, functions, built.path)
+    built = build_or_reuse(captured[0].module, target)
+    remember(fingerprint, target, functions, built.path)
     return functions, built
 
 
@@ -163,7 +173,8 @@ def compile_forward(
     ForwardFunction
         ``outputs = function(*inputs)``, without gradients.
     """
-    budget = None if memory_budget is None else parse_bytes(memory_budget)
+    target = resolve_target(target)
+    budget = _budget(memory_budget, target)
     captured = capture_forward(model, example_inputs, dynamic_shapes=dynamic_shapes)
     built = build_or_reuse(captured.module, target)
     schema = describe_batch(captured, model)
@@ -186,7 +197,7 @@ def build(
     options : PipelineOptions, optional
         Switches of the pipeline.
     """
-    chosen, resolved = options or PipelineOptions(), _resolve(target)
+    chosen, resolved = options or PipelineOptions(), resolve_target(target)
     try:
         quick = replace(chosen, verify_schedules=False)
         return relax.build(module, resolved, relax_pipeline=pipeline(quick))
@@ -201,16 +212,8 @@ def build_or_reuse(
     module: tvm.IRModule, target: str | tvm.target.Target, options: PipelineOptions | None = None
 ) -> CachedProgram:
     """Like `build`, but look into the cache of compiled programs first."""
-    resolved = _resolve(target)
+    resolved = resolve_target(target)
     return build_cached(module, resolved, options, lambda: build(module, resolved, options))
-
-
-def _resolve(target: str | tvm.target.Target) -> tvm.target.Target:
-    if isinstance(target, str):
-        if target == "llvm":
-            return cpu_target()
-        return tvm.target.Target(target)
-    return target
 
 
 def describe_batch(captured: CapturedStep, model: torch.nn.Module) -> BatchSchema:

@@ -30,7 +30,7 @@ from relax_disc.analysis.program.tensor_graph import TensorGraph, check_shape
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.bytes_text import parse_bytes
 from relax_disc.errors import GraphError, ShapeRangeError
-from relax_disc.tir_kernels.target import cpu_target
+from relax_disc.tir_kernels.target import resolve_target
 from relax_disc.training.memory_plan import largest_that_fits
 from relax_disc.vm_builtins.plan_metadata import PlanMetadata
 
@@ -193,7 +193,7 @@ def _lowered(
     module: tvm.IRModule, target: str | tvm.target.Target, *, scheduled: bool = True
 ) -> tvm.IRModule:
     """Return the module's kernels, in the order in which they would run if `scheduled`."""
-    chosen = cpu_target() if target == "llvm" else tvm.target.Target(target)
+    chosen = resolve_target(target)
     options = pipeline.PipelineOptions()
     passes = [
         *pipeline.simplify_passes(),

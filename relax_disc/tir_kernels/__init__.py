@@ -11,7 +11,11 @@ from typing import Any
 from tvm.target import Target
 
 from relax_disc.tir_kernels.cpu import cpu_rules
-from relax_disc.tir_kernels.target import cpu_target, cuda_target
+from relax_disc.tir_kernels.target import (
+    cpu_target,
+    cuda_target,
+    resolve_target,
+)
 
 
 def rules_for(target: Target) -> list[Any]:
@@ -26,4 +30,10 @@ def rules_for(target: Target) -> list[Any]:
     return []
 
 
-__all__ = ["cpu_rules", "cpu_target", "cuda_target", "rules_for"]
+__all__ = [
+    "cpu_rules",
+    "cpu_target",
+    "cuda_target",
+    "resolve_target",
+    "rules_for",
+]

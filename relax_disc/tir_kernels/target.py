@@ -1,10 +1,47 @@
-"""Targets: this machine's processor, and CUDA devices by architecture."""
+"""Targets: this machine's processor, CUDA devices by architecture or by a tag of `devices`."""
 
 from __future__ import annotations
 
 from tvm.target import Target, codegen
 
+from relax_disc.devices import FAST_MATH, TAGS
+from relax_disc.errors import InputMismatchError
 from relax_disc.vm_builtins.threads import core_count
+
+
+def resolve_target(target: str | Target) -> Target:
+    """Make a target of what a user says.
+
+    Parameters
+    ----------
+    target : str or tvm.target.Target
+        ``"llvm"`` is this machine's processor; a tag, such as ``"relax_disc/h100"``; or what
+        TVM's `Target` takes.
+
+    Returns
+    -------
+    tvm.target.Target
+        With this machine's processor as host, if it needs one and names none.
+
+    Raises
+    ------
+    InputMismatchError
+        TVM knows no such target; lists the tags.
+    """
+    if isinstance(target, Target):
+        return target
+    if target == "llvm":
+        return cpu_target()
+    try:
+        found = Target(target)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputMismatchError(
+            f"target={target!r} is no target of TVM: say 'llvm' for this machine's processor, a "
+            f"tag ({', '.join(sorted(TAGS))}), "
+            "or a dict such as {'kind': 'cuda', 'arch': 'sm_90'}."
+        ) from error
+    needs_host = found.kind.name in ("cuda", "rocm", "nvptx") and found.host is None
+    return found.with_host(cpu_target()) if needs_host else found
 
 
 def cpu_target() -> Target:
@@ -24,8 +61,7 @@ def cpu_target() -> Target:
             "kind": "llvm",
             "mcpu": codegen.llvm_get_system_cpu(),
             "num-cores": core_count(),
-            "fast-math-contract": True,
-            "fast-math-nsz": True,
+            **FAST_MATH,
         }
     )
 

@@ -1,0 +1,142 @@
+"""Known devices: tags for TVM's targets, and what plans must know of each before it is measured.
+
+``tvm.target.Target("relax_disc/h100")`` describes an NVIDIA H100; `TAGS` lists all.  The figures
+are the vendors' data sheets'; what `calibrate` measures replaces the rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tvm.target import Target, list_tags, register_tag
+
+_GB, _KIB = 10**9, 1 << 10
+_BUDGET_SHARE = 0.9  # of a device's memory: context, libraries and fragmentation take the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFigures:
+    """What is known of a kind of device before anything is measured on it.
+
+    Attributes
+    ----------
+    arch : str
+        Architecture that code is generated for, such as ``"sm_90"``; empty for processors.
+    memory_bytes : int
+        Its memory; 0 where it is not the target that says it.
+    copy_bytes_per_ns : float
+        Bandwidth of its memory, in bytes per nanosecond (GB/s).
+    flops_per_ns : float
+        Arithmetic in float32, in operations per nanosecond (GFLOP/s), without tensor cores.
+    half_flops_per_ns : float
+        The same of matrix products in bfloat16, dense, with sums in float32.
+    launch_ns : float
+        Time of an empty kernel.
+    shared_bytes : int
+        Shared memory that a block may ask the driver for.
+    """
+
+    arch: str = ""
+    memory_bytes: int = 0
+    copy_bytes_per_ns: float
+    flops_per_ns: float
+    half_flops_per_ns: float
+    launch_ns: float = 3000.0
+    shared_bytes: int = 0
+
+    def default_budget_bytes(self) -> int | None:
+        """Share of the memory that a step stays inside unless told otherwise; None if unknown."""
+        return int(self.memory_bytes * _BUDGET_SHARE) if self.memory_bytes else None
+
+
+TAGS: Mapping[str, DeviceFigures] = {
+    # H100 SXM and H200 data sheets; shared memory: CUDA programming guide, compute capability 9.0.
+    "relax_disc/h100": DeviceFigures(
+        arch="sm_90",
+        memory_bytes=80 * _GB,
+        copy_bytes_per_ns=3350.0,
+        flops_per_ns=67_000.0,
+        half_flops_per_ns=989_000.0,
+        shared_bytes=227 * _KIB,
+    ),
+    "relax_disc/h200": DeviceFigures(
+        arch="sm_90",
+        memory_bytes=141 * _GB,
+        copy_bytes_per_ns=4800.0,
+        flops_per_ns=67_000.0,
+        half_flops_per_ns=989_000.0,
+        shared_bytes=227 * _KIB,
+    ),
+    # A100 80 GB SXM data sheet; compute capability 8.0.
+    "relax_disc/a100": DeviceFigures(
+        arch="sm_80",
+        memory_bytes=80 * _GB,
+        copy_bytes_per_ns=2039.0,
+        flops_per_ns=19_500.0,
+        half_flops_per_ns=312_000.0,
+        shared_bytes=163 * _KIB,
+    ),
+    # Ada architecture white paper; compute capability 8.9.
+    "relax_disc/rtx-4090": DeviceFigures(
+        arch="sm_89",
+        memory_bytes=24 * _GB,
+        copy_bytes_per_ns=1008.0,
+        flops_per_ns=82_600.0,
+        half_flops_per_ns=165_200.0,
+        shared_bytes=99 * _KIB,
+    ),
+    # L4 data sheet, which gives twice this for sparse matrices; compute capability 8.9.
+    "relax_disc/l4": DeviceFigures(
+        arch="sm_89",
+        memory_bytes=24 * _GB,
+        copy_bytes_per_ns=300.0,
+        flops_per_ns=30_300.0,
+        half_flops_per_ns=121_000.0,
+        shared_bytes=99 * _KIB,
+    ),
+    # A processor of no particular kind: code for x86-64 with AVX2, planned as for two cores.
+    "relax_disc/cpu": DeviceFigures(
+        copy_bytes_per_ns=10.0, flops_per_ns=100.0, half_flops_per_ns=100.0
+    ),
+}
+"""By the name of the tag."""
+
+_THREADS, _WARP, _REGISTERS = 1024, 32, 65536  # of every architecture above, per block
+_STATIC_SHARED_BYTES = 48 * _KIB  # what TVM's code takes without asking the driver for more
+FAST_MATH = {"fast-math-contract": True, "fast-math-nsz": True}
+
+
+def register_tags() -> None:
+    """Make the tags known to TVM; once is enough, twice is harmless."""
+    known = set(list_tags() or ())
+    for name, figures in TAGS.items():
+        if name in known:
+            continue
+        if figures.arch:
+            register_tag(
+                name,
+                {
+                    "kind": "cuda",
+                    "tag": name,
+                    "arch": figures.arch,
+                    "max_num_threads": _THREADS,
+                    "max_threads_per_block": _THREADS,
+                    "thread_warp_size": _WARP,
+                    "registers_per_block": _REGISTERS,
+                    "max_shared_memory_per_block": _STATIC_SHARED_BYTES,
+                },
+            )
+        else:
+            register_tag(name, {"kind": "llvm", "tag": name, "mcpu": "x86-64-v3", **FAST_MATH})
+
+
+def device_figures(target: Target) -> DeviceFigures | None:
+    """Figures of a target that was made by one of the tags; None for any other.
+
+    Parameters
+    ----------
+    target : tvm.target.Target
+        Any.
+    """
+    return TAGS.get(str(target.tag))

@@ -1,0 +1,73 @@
+"""Tags of known devices: what they tell TVM, plans and users."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import tvm
+from torch.export import Dim
+
+import relax_disc
+from relax_disc.devices import TAGS, device_figures, register_tags
+from relax_disc.errors import InputMismatchError
+from relax_disc.tir_kernels.target import cpu_target, resolve_target
+
+
+@pytest.mark.parametrize("name", TAGS)
+def test_a_tag_is_a_target_of_tvm_whose_figures_are_found_again(name):
+    target = resolve_target(name)
+    assert device_figures(target) is TAGS[name]
+    assert target.kind.name == ("cuda" if TAGS[name].arch else "llvm")
+    if TAGS[name].arch:
+        assert str(target.attrs["arch"]) == TAGS[name].arch
+        assert target.host.kind.name == "llvm"
+        assert device_figures(target).default_budget_bytes() < TAGS[name].memory_bytes
+    else:
+        assert device_figures(target).default_budget_bytes() is None
+
+
+def test_tags_are_known_after_the_import_alone():
+    code = "import relax_disc, tvm; print(tvm.target.Target('relax_disc/h100').attrs['arch'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "sm_90", done.stderr
+
+
+def test_registering_twice_is_harmless():
+    register_tags()
+    assert str(resolve_target("relax_disc/l4").attrs["arch"]) == "sm_89"
+
+
+def test_other_targets_have_no_figures():
+    assert device_figures(cpu_target()) is None
+    given = tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
+    assert resolve_target(given) is given
+    assert device_figures(given) is None
+
+
+@pytest.mark.parametrize("name", ["relax_disc/h900", "nonsense", "cuda -arch=sm_90"])
+def test_what_is_no_target_is_refused_with_the_list_of_tags(name):
+    with pytest.raises(InputMismatchError, match=r"no target of TVM.*relax_disc/h100"):
+        resolve_target(name)
+
+
+def test_a_generic_processor_trains_without_a_budget():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.layer(x).square().mean()
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    shapes = ({0: Dim("rows", min=1, max=64)},)
+    x = torch.rand(4, 5)
+    expected = model(x).detach()
+    step = relax_disc.compile(
+        model, optimizer, (x,), dynamic_shapes=shapes, target="relax_disc/cpu"
+    )
+    assert step.memory_budget is None
+    torch.testing.assert_close(step(x), expected)
