@@ -181,9 +181,10 @@ class Emitter:
         """List the extents of a tensor."""
         return list(x.ty.shape.values)
 
-    def dtype(self, x: relax.Expr) -> str:
+    def dtype(self, x: relax.Expr | relax.TensorType) -> str:
         """Name the element type of a tensor."""
-        return str(x.ty.dtype.dtype)
+        kind = x if isinstance(x, relax.TensorType) else x.ty
+        return str(kind.dtype.dtype)
 
     def same_shape(self, left: Sequence[Any], right: Sequence[Any]) -> bool:
         """Say whether two shapes are proved equal."""
@@ -192,11 +193,18 @@ class Emitter:
         )
 
     def type_of(self, value: torch.Tensor) -> relax.TensorType:
-        """Return the Relax type of a fake tensor."""
-        return relax.TensorType(self.symbols.shape(value.shape), dtype_name(value.dtype))
+        """Return the Relax type of a fake tensor; complex numbers are pairs along one more axis."""
+        shape = self.symbols.shape(value.shape)
+        if value.dtype.is_complex:
+            return relax.TensorType(
+                [*shape, tirx.IntImm("int64", 2)], dtype_name(value.dtype.to_real())
+            )
+        return relax.TensorType(shape, dtype_name(value.dtype))
 
     def torch_constant(self, value: torch.Tensor) -> relax.Expr:
         """Make a constant of a tensor's values."""
+        if value.is_complex():
+            value = torch.view_as_real(value.resolve_conj())
         if value.dtype == torch.bfloat16:
             return relax.const(value.detach().float().numpy(), "bfloat16")
         return relax.const(value.detach().contiguous().numpy(), dtype_name(value.dtype))
@@ -214,8 +222,8 @@ class Emitter:
             fits = (
                 isinstance(found, relax.TensorType)
                 and isinstance(found.shape, relax.ShapeExpr)
-                and self.dtype(result) == dtype_name(value.dtype)
-                and self.same_shape(found.shape.values, self.symbols.shape(value.shape))
+                and self.dtype(result) == self.dtype(expected)
+                and self.same_shape(found.shape.values, expected.shape.values)
             )
             if not fits:
                 raise self.refuse(f"its translation has the type {found}, not {expected}")

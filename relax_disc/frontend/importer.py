@@ -6,6 +6,7 @@ and returns the loss, the extra outputs and everything that the step changes.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,15 @@ from torch.utils import _pytree as pytree
 from tvm import relax
 
 from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend import fallback
 from relax_disc.frontend.capture.arguments import Argument
 from relax_disc.frontend.capture.source_lines import source_line
 from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.converters import TABLE
 from relax_disc.frontend.emitter import Emitter, dtype_name
 from relax_disc.frontend.spec import InputSpec
+
+_logger = logging.getLogger(__name__)
 
 # Arguments of ATen operators that say where memory lies, not what is computed.
 _PLACEMENT = ("layout", "device", "pin_memory", "memory_format", "non_blocking")
@@ -54,22 +58,24 @@ class Parameters:
 
 
 def refuse_unknown(traced: Traced) -> None:
-    """Raise when the graph holds an operator without a converter.
+    """Raise when the graph holds an operator that neither we nor PyTorch's own kernel can run.
 
     Raises
     ------
     UnsupportedOperatorError
         Lists every such operator with the line of the model that calls it.
     """
-    found: dict[tuple[str, str], None] = {}
+    found: dict[tuple[str, str], str] = {}
     for node in traced.graph.graph.nodes:
         if node.op != "call_function" or not _makes_tensors(node):
             continue
         name = str(node.target)
-        if name not in TABLE and name not in _IGNORED and not _is_getitem(node):
-            found[_origin(node), str(source_line(node))] = None
+        if name in TABLE or name in _IGNORED or _is_getitem(node):
+            continue
+        if why := fallback.why_not(node):
+            found[_origin(node), str(source_line(node))] = why
     if found:
-        listing = "\n".join(f"  {name} at {line}" for name, line in found)
+        listing = "\n".join(f"  {name} at {line}: {why}" for (name, line), why in found.items())
         raise UnsupportedOperatorError(
             f"{len(found)} uses of operators cannot be translated:\n{listing}\n"
             "Nothing was compiled; replace them, or leave this part of the model to PyTorch.",
@@ -188,8 +194,17 @@ def _translate(node: fx.Node, emitter: Emitter, env: dict[fx.Node, Any]) -> Any:
     kwargs = {
         key: _operand(x, env, emitter) for key, x in node.kwargs.items() if key not in _PLACEMENT
     }
-    result = TABLE[str(node.target)](emitter, *args, **kwargs)
-    emitter.check(result, value)
+    converter = TABLE.get(str(node.target))
+    if converter is None or fallback.touches_complex(node):
+        return fallback.call(emitter, args, kwargs)
+    try:
+        result = converter(emitter, *args, **kwargs)
+        emitter.check(result, value)
+    except UnsupportedOperatorError as error:
+        if fallback.why_not(node):
+            raise
+        _logger.info("%s; PyTorch's own kernel runs it", error)
+        return fallback.call(emitter, args, kwargs)
     return result
 
 

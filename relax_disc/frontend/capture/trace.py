@@ -32,6 +32,7 @@ from relax_disc.frontend.capture.decompositions import decomposition_table
 from relax_disc.frontend.capture.export import Exported
 from relax_disc.frontend.capture.guards import GuardWatch
 from relax_disc.frontend.capture.layouts import laid_out_like
+from relax_disc.frontend.capture.linalg_checks import check_where_computed, checks_are_traced
 from relax_disc.frontend.capture.refusals import refuse_autocast
 from relax_disc.frontend.capture.source_lines import source_line
 from relax_disc.frontend.capture.whole_operators import RULES, under_autocast
@@ -198,6 +199,7 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
     if not mutates and _mutates(graph):  # a decomposition wrote in place
         graph = _make_graph(step, fakes, functionalize=True)
     watch.check(exported.dims)
+    check_where_computed(graph)
     graph.graph.eliminate_dead_code()
     kept = [i for i, there in zip(trained, outputs["grads"], strict=True) if there]
     return _drop_unchanged(graph, arguments, len(users) - 1, buffers, tuple(kept), program)
@@ -213,6 +215,7 @@ def _make_graph(step: Callable[..., Any], fakes: list[Any], functionalize: bool)
         _lines_of_the_model(),
         enable_python_dispatcher(),  # decompositions that keep sizes symbolic
         _without_libraries(),
+        checks_are_traced(),
     )
     with contextlib.ExitStack() as stack:
         for context in contexts:

@@ -47,6 +47,7 @@ last. On the CPU they are float32 or float64 alike within a call.
 from __future__ import annotations
 
 from relax_disc.vm_builtins import native, threads
+from relax_disc.vm_builtins.libraries import library_aten
 
 
 def install(device: str) -> None:
@@ -59,6 +60,7 @@ def install(device: str) -> None:
     device : str
         "cuda"; everything else runs on the CPU's library.
     """
+    library_aten.install()
     if device == "cuda":
         # Imports torch, a second's work.
         from relax_disc.vm_builtins.libraries import cuda_library

@@ -1,0 +1,75 @@
+"""A call of one of PyTorch's own operators on planned memory, by a recipe in text.
+
+``call_dps_packed("relax_disc.aten.call", (recipe, *operands), results)`` is a kernel like any other
+to the planners.  The recipe is JSON, of a version of its own, so that a saved step is refused rather
+than misread::
+
+    {"version": 1, "operator": "aten::roll", "overload": "", "out": null,
+     "arguments": [["operand", 0], ["list", [["operand", 1]]], ["list", [["int", 0]]]],
+     "results": [0]}
+
+An argument of the operator's schema, all of them in order, is written as
+
+================== ==============================================================================
+``operand``, k     the k-th operand: a tensor, or an integer that depends on sizes
+``complex``, k     the k-th operand, float pairs along its last axis, seen as complex numbers
+``scalar``, k      the number in the k-th operand, a tensor of one element on the host
+``none``
+``int``, ``bool``  and the value
+``float``, text    as ``repr`` writes it, so that infinities and NaN survive
+``dtype``, text    such as ``"float32"``
+``text``, text
+``device``         that of the results
+``list``, items    arguments again
+================== ==============================================================================
+
+``results`` says for each tensor that the operator returns, lists flattened, which result of the call
+it is copied into, or -1.  With ``out``, the name of an overload, the operator writes them itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tvm import relax
+from tvm.ir import StringImm
+
+CALL = "relax_disc.aten.call"
+VERSION = 1
+
+Encoded = list[Any]
+
+
+@dataclass(slots=True)
+class Recipe:
+    """How to call an operator; operands are collected while arguments are written."""
+
+    operator: str
+    overload: str
+    out: str | None
+    arguments: list[Encoded] = field(default_factory=list)
+    operands: list[relax.Expr] = field(default_factory=list)
+
+    def operand(self, kind: str, value: relax.Expr) -> Encoded:
+        """Add an operand of kind ``"operand"``, ``"complex"`` or ``"scalar"``."""
+        self.operands.append(value)
+        return [kind, len(self.operands) - 1]
+
+    def call(self, results: Sequence[int], types: Sequence[relax.TensorType]) -> relax.Call:
+        """Build the call; its type is the only one of ``types``, or their tuple."""
+        text = json.dumps(
+            {
+                "version": VERSION,
+                "operator": self.operator,
+                "overload": self.overload,
+                "out": self.out,
+                "arguments": self.arguments,
+                "results": list(results),
+            },
+            separators=(",", ":"),
+        )
+        kind = types[0] if len(types) == 1 else list(types)
+        return relax.call_dps_packed(CALL, [StringImm(text), *self.operands], kind)
