@@ -107,7 +107,7 @@ def main(
     again: Annotated[bool, typer.Option("--again", help="Only what was not right before.")] = False,
     name: Annotated[str, typer.Option(help="Of the file of results.")] = "operators",
 ) -> None:
-    """Judge the entries; writes benchmarks/results/<name>.json, keeping entries that are not run."""
+    """Judge the entries; writes benchmarks/results/<name>.json, where others stay as they are."""
     console = Console()
     native.load()  # built once per machine
     words = [word.strip() for word in only.split(",") if word.strip()]

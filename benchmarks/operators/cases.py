@@ -1,8 +1,8 @@
 """Make training cases of PyTorch's `op_db` and `module_db`: their own samples, one axis dynamic.
 
 A case is a module whose parameters reach every differentiable input, and two batches of different
-size.  The second one has a sample's rows again, nearly: they stay where the operator is defined, and
-no two are equal.
+size.  The second one has a sample's rows again, nearly: they stay where the operator is defined,
+and no two are equal.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,6 @@ from torch.utils import _pytree as pytree
 
 _SAMPLES = 24
 """Samples of an operator that are looked at."""
-
-CASES = 2
-"""Cases of an operator that are run."""
 
 
 @dataclass(slots=True)
@@ -39,8 +37,10 @@ class Case:
         Called with a batch; returns a list of tensors.
     batches : list of tuple of Tensor
         One for each size; a single one where no axis can vary.
-    dynamic : tuple of dict of int to bool
-        For each tensor of a batch, whether its first axis varies.
+    dynamic : tuple of bool
+        For each tensor of a batch, whether an axis of it varies.
+    axis : int
+        Which one.
     is_random : bool
         Two calls give two results.
     """
@@ -49,7 +49,13 @@ class Case:
     module: nn.Module
     batches: list[tuple[Tensor, ...]]
     dynamic: tuple[bool, ...]
+    axis: int = 0
     is_random: bool = False
+
+    @property
+    def is_static(self) -> bool:
+        """Whether no axis varies."""
+        return len(self.batches) == 1
 
 
 class OperatorModule(nn.Module):
@@ -61,6 +67,7 @@ class OperatorModule(nn.Module):
         leaves: list[Any],
         spec: Any,
         moving: Sequence[int],
+        axis: int,
         fed: Sequence[int],
     ) -> None:
         super().__init__()
@@ -74,13 +81,15 @@ class OperatorModule(nn.Module):
             trained = leaf.requires_grad
             if k in fed:
                 if trained:
-                    shape = leaf.shape[1:] if k in moving else leaf.shape
+                    shape = list(leaf.shape)
+                    if k in moving:
+                        shape[axis] = 1
                     self.factors[str(k)] = nn.Parameter(torch.ones((), dtype=leaf.dtype))
                     self.addends[str(k)] = nn.Parameter(torch.zeros(shape, dtype=leaf.dtype))
             elif trained:
-                self.weights[str(k)] = nn.Parameter(leaf.detach().clone())
+                self.weights[str(k)] = nn.Parameter(_copy(leaf))
             else:
-                self.register_buffer(f"constant{k}", leaf.detach().clone())
+                self.register_buffer(f"constant{k}", _copy(leaf))
 
     def forward(self, *batch: Tensor) -> list[Tensor]:
         """Call the operator."""
@@ -96,6 +105,10 @@ class OperatorModule(nn.Module):
             leaves[int(name.removeprefix("constant"))] = constant
         first, args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return tensors_of(self.function(first, *args, **kwargs))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 class ModuleCase(nn.Module):
@@ -151,8 +164,8 @@ def modules() -> dict[str, Any]:
     return {info.formatted_name: info for info in module_db if torch.float32 in info.dtypes}
 
 
-def operator_cases(name: str) -> list[Case]:
-    """Make the first cases of an operator, those with a dynamic axis first."""
+def operator_samples(name: str) -> Iterator[Iterator[Case]]:
+    """For each sample of an operator its cases: an axis varies, another one, at last none."""
     info = operators()[name]
     torch.manual_seed(0)
 
@@ -162,96 +175,105 @@ def operator_cases(name: str) -> list[Case]:
 
         return run
 
-    static: list[Case] = []
-    found: list[Case] = []
     samples = info.sample_inputs("cpu", torch.float32, requires_grad=True)
     for index, sample in enumerate(itertools.islice(samples, _SAMPLES)):
         leaves, spec = pytree.tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
-        title = f"{name} [{index}]"
-        for case in _variants(title, function(sample), leaves, spec):
-            (static if len(case.batches) == 1 else found).append(case)
-            break
-        if len(found) == CASES:
-            break
-    return found or static[:CASES]
+        tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        trained = [k for k in tensors if leaves[k].requires_grad]
+        if not trained or not all(_is_plain(leaves[k]) for k in tensors):
+            continue
+
+        call = function(sample)
+
+        def make(
+            moving: list[int],
+            axis: int,
+            call: Callable[..., Any] = call,
+            leaves: list[Any] = leaves,
+            spec: Any = spec,
+            first: int = trained[0],
+        ) -> tuple[nn.Module, list[int]]:
+            fed = moving or [first]
+            return OperatorModule(call, leaves, spec, moving, axis, fed), fed
+
+        yield _variants(f"{name} [{index}]", make, leaves, tensors, trained)
 
 
-def _variants(
-    name: str, function: Callable[..., Any], leaves: list[Any], spec: Any
-) -> Iterator[Case]:
-    """Try which inputs may vary together; the last case has none that does."""
-    tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    trained = [k for k in tensors if leaves[k].requires_grad]
-    if not trained or any(leaves[k].dtype.is_complex for k in tensors):
-        return
-    choices: list[list[int]] = []
-    for lead in trained:
-        if leaves[lead].dim() and leaves[lead].shape[0] >= 2:
-            size = leaves[lead].shape[0]
-            alike = [k for k in tensors if leaves[k].dim() and leaves[k].shape[0] == size]
-            choices += [alike, [k for k in alike if k in trained], [lead]]
-    for moving in [*choices, []]:
-        fed = moving or trained[:1]
-        module = OperatorModule(function, leaves, spec, moving, fed)
-        batches = [tuple(leaves[k].detach() for k in fed)]
-        if moving:
-            batches.append(tuple(longer(leaves[k].detach()) for k in fed))
-        case = Case(name, module, batches, tuple(k in moving for k in fed))
-        if runs(case):
-            yield case
-
-
-def module_cases(name: str) -> list[Case]:
-    """Make the first cases of a module."""
+def module_samples(name: str) -> Iterator[Iterator[Case]]:
+    """For each sample of a module its cases, as `operator_samples`."""
     info = modules()[name]
-    static: list[Case] = []
-    found: list[Case] = []
     inputs = info.module_inputs_func(
         info, device="cpu", dtype=torch.float32, requires_grad=True, training=True
     )
     for index, given in enumerate(itertools.islice(inputs, _SAMPLES)):
         if given.forward_input is None:
             continue
-        torch.manual_seed(index)
-        made = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs)
         forward = (tuple(given.forward_input.args), dict(given.forward_input.kwargs))
         leaves, spec = pytree.tree_flatten(forward)
-        case = _module_case(f"{name} [{index}]", made.train(), leaves, spec)
-        if case is not None:
-            (static if len(case.batches) == 1 else found).append(case)
-        if len(found) == CASES:
-            break
-    return found or static[:CASES]
-
-
-def _module_case(name: str, made: nn.Module, leaves: list[Any], spec: Any) -> Case | None:
-    tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    if not tensors or any(leaves[k].dtype.is_complex for k in tensors):
-        return None
-    for lead in tensors:
-        if not leaves[lead].dim() or leaves[lead].shape[0] < 2:
+        tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if not tensors or not all(_is_plain(leaves[k]) for k in tensors):
             continue
-        size = leaves[lead].shape[0]
-        moving = [k for k in tensors if leaves[k].dim() and leaves[k].shape[0] == size]
-        batches = [
-            tuple(leaves[k].detach() for k in tensors),
-            tuple(
-                longer(leaves[k].detach()) if k in moving else leaves[k].detach() for k in tensors
-            ),
-        ]
-        module = ModuleCase(made, leaves, spec, tensors)
-        case = Case(name, module, batches, tuple(k in moving for k in tensors))
+
+        def make(
+            moving: list[int],
+            axis: int,
+            index: int = index,
+            given: Any = given.constructor_input,
+            leaves: list[Any] = leaves,
+            spec: Any = spec,
+            tensors: list[int] = tensors,
+        ) -> tuple[nn.Module, list[int]]:
+            torch.manual_seed(index)
+            made = info.module_cls(*given.args, **given.kwargs).train()
+            return ModuleCase(made, leaves, spec, tensors), tensors
+
+        yield _variants(f"{name} [{index}]", make, leaves, tensors, tensors)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_complex() and tensor.numel() > 0
+
+
+def _variants(
+    name: str,
+    make: Callable[[list[int], int], tuple[nn.Module, list[int]]],
+    leaves: list[Any],
+    tensors: list[int],
+    leading: list[int],
+) -> Iterator[Case]:
+    """Let the axes of the leading inputs vary, alone and with all of that size; at last none."""
+    tried: list[tuple[list[int], int]] = []
+    for axis in range(max(leaves[k].dim() for k in leading)):
+        for lead in leading:
+            if axis >= leaves[lead].dim() or leaves[lead].shape[axis] < 2:
+                continue
+            size = leaves[lead].shape[axis]
+            alike = [k for k in tensors if _size(leaves[k], axis) == size]
+            for moving in (alike, [k for k in alike if k in leading], [lead]):
+                if (moving, axis) not in tried:
+                    tried.append((moving, axis))
+    for moving, axis in [*tried, ([], 0)]:
+        module, fed = make(moving, axis)
+        given = [leaves[k].detach().contiguous() for k in fed]
+        batches = [tuple(given)]
+        if moving:
+            longer_ = [
+                longer(x, axis) if k in moving else x for k, x in zip(fed, given, strict=True)
+            ]
+            batches.append(tuple(longer_))
+        case = Case(name, module, batches, tuple(k in moving for k in fed), axis)
         if runs(case):
-            return case
-    module = ModuleCase(made, leaves, spec, tensors)
-    case = Case(name, module, [tuple(leaves[k].detach() for k in tensors)], (False,) * len(tensors))
-    return case if runs(case) else None
+            yield case
 
 
-def longer(x: Tensor) -> Tensor:
+def _size(tensor: Tensor, axis: int) -> int:
+    return tensor.shape[axis] if axis < tensor.dim() else -1
+
+
+def longer(x: Tensor, axis: int) -> Tensor:
     """Add rows like the first ones, a little smaller so that no two are equal."""
-    extra = x[: min(3, x.shape[0])]
-    return torch.cat([x, extra * 0.97 if x.is_floating_point() else extra])
+    extra = x.narrow(axis, 0, min(3, x.shape[axis]))
+    return torch.cat([x, extra * 0.97 if x.is_floating_point() else extra], axis)
 
 
 def runs(case: Case) -> bool:
@@ -262,8 +284,7 @@ def runs(case: Case) -> bool:
         for batch in case.batches:
             before = torch.get_rng_state()
             try:
-                results = case.module(*batch)
-                again = case.module(*batch)
+                results, again = (_seeded(case.module, batch, seed) for seed in (1, 2))
                 loss = weighed(results)
                 if not isinstance(loss, Tensor) or not loss.requires_grad:
                     return False
@@ -279,6 +300,14 @@ def runs(case: Case) -> bool:
                 return False
             seen.append([x.shape for x in results])
     return True
+
+
+def _seeded(module: nn.Module, batch: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """Call a module with a seed that the list's own functions, which all set one, cannot change."""
+    plant = torch.manual_seed
+    plant(seed)
+    with mock.patch.object(torch, "manual_seed", lambda _: plant(seed)):
+        return module(*batch)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

@@ -10,21 +10,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.operators.cases import module_cases, modules, operator_cases, operators
-from benchmarks.operators.judge import NO_SAMPLE, judge_one, outcome_of, worst
+from benchmarks.operators.cases import module_samples, modules, operator_samples, operators
+from benchmarks.operators.judge import NO_SAMPLE, judge_samples
 
 
 def judged(kind: str, name: str) -> dict[str, Any]:
-    """Judge an entry by its first cases; the worst outcome is its own."""
+    """Judge an entry in this process."""
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            cases = operator_cases(name) if kind == "operator" else module_cases(name)
-            found = [(*judge_one(case), case.name) for case in cases]
-        except Exception as error:
-            found = [(*outcome_of(error), name)]
-    outcome, reason, sample = worst(found) if found else (NO_SAMPLE, "", "")
+            samples = operator_samples if kind == "operator" else module_samples
+            outcome, reason, sample = judge_samples(samples(name))
+        except Exception as error:  # the list's own samples
+            outcome, reason, sample = NO_SAMPLE, str(error), name
     return {
         "kind": kind,
         "name": name,

@@ -202,6 +202,8 @@ def _encode(emitter: Emitter, recipe: aten.Recipe, fake: Any, argument: Any) -> 
         return ["int", argument]
     if isinstance(argument, float):
         return ["float", repr(argument)]
+    if isinstance(argument, complex):
+        return ["pair", repr(argument.real), repr(argument.imag)]
     if isinstance(argument, str):
         return ["text", argument]
     if isinstance(argument, torch.dtype):

@@ -1,8 +1,8 @@
 """A call of one of PyTorch's own operators on planned memory, by a recipe in text.
 
 ``call_dps_packed("relax_disc.aten.call", (recipe, *operands), results)`` is a kernel like any other
-to the planners.  The recipe is JSON, of a version of its own, so that a saved step is refused rather
-than misread::
+to the planners.  The recipe is JSON, of a version of its own, so that a saved step is refused
+rather than misread::
 
     {"version": 1, "operator": "aten::roll", "overload": "", "out": null,
      "arguments": [["operand", 0], ["list", [["operand", 1]]], ["list", [["int", 0]]]],
@@ -17,14 +17,16 @@ An argument of the operator's schema, all of them in order, is written as
 ``none``
 ``int``, ``bool``  and the value
 ``float``, text    as ``repr`` writes it, so that infinities and NaN survive
+``pair``, re, im   a complex number, parts as of ``float``
 ``dtype``, text    such as ``"float32"``
 ``text``, text
 ``device``         that of the results
 ``list``, items    arguments again
 ================== ==============================================================================
 
-``results`` says for each tensor that the operator returns, lists flattened, which result of the call
-it is copied into, or -1.  With ``out``, the name of an overload, the operator writes them itself.
+``results`` says for each tensor that the operator returns, lists flattened, which result of the
+call it is copied into, or -1.  With ``out``, the name of an overload, the operator writes them
+itself.
 """
 
 from __future__ import annotations

@@ -173,9 +173,29 @@ def grid_sampler(
     return grid_sampler_2d(x, grid, mode, padding_mode, align_corners)
 
 
+def as_strided(
+    x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Tensor | None:
+    """Read a contiguous tensor at positions, of which the gradient is a sum at positions."""
+    if not x.is_contiguous() or x.storage_offset() != 0:
+        return None
+    first = storage_offset or 0
+    last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if last >= x.numel():  # what lies behind it in memory
+        return None
+    places: Any = first
+    for axis, (n, step) in enumerate(zip(size, stride, strict=True)):
+        along = torch.arange(n, device=x.device) * step
+        places = places + along.reshape([-1 if k == axis else 1 for k in range(len(size))])
+    if not len(size):
+        return x.flatten()[first]
+    return x.flatten().index_select(0, places.flatten()).reshape(size)
+
+
 _ATEN = torch.ops.aten
 
 REWRITES: dict[Any, Rule] = {
+    _ATEN.as_strided.default: as_strided,
     _ATEN.cosine_similarity.default: cosine_similarity,
     _ATEN.adaptive_avg_pool1d.default: adaptive_average,
     _ATEN.adaptive_avg_pool2d.default: adaptive_average,

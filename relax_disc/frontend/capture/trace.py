@@ -38,6 +38,8 @@ from relax_disc.frontend.capture.source_lines import source_line
 from relax_disc.frontend.capture.whole_operators import RULES, under_autocast
 from relax_disc.frontend.random_ops import Randomness
 
+# Their schemas do not tell that they write running statistics.
+_WRITES_STATISTICS = ("aten::batch_norm", "aten::native_batch_norm", "aten::instance_norm")
 _WITHOUT_GRADIENT = re.compile(r"derivative for (\S+) is not implemented")
 
 
@@ -289,7 +291,9 @@ def _mutates(graph: fx.GraphModule) -> bool:
         nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
         for node in nodes:
             schema = getattr(node.target, "_schema", None)
-            if node.op == "call_function" and schema is not None and schema.is_mutable:
+            if node.op != "call_function" or schema is None:
+                continue
+            if schema.is_mutable or schema.name in _WRITES_STATISTICS:
                 return True
     return False
 

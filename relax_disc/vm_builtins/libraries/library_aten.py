@@ -1,4 +1,4 @@
-"""`relax_disc.aten.call`: one of PyTorch's operators on planned memory, by a recipe (`ops/aten.py`)."""
+"""`relax_disc.aten.call`: one of PyTorch's operators by a recipe (see `ops/aten.py`)."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ def _prepared(text: str) -> Callable[[list[Any]], None]:
             return operands[value].item()
         if kind == "float":
             return float(value)
+        if kind == "pair":
+            return complex(float(value), float(rest[1]))
         if kind == "dtype":
             return getattr(torch, value)
         if kind == "device":

@@ -1,0 +1,162 @@
+"""Operators without a converter: PyTorch's own kernel on planned memory, beside eager PyTorch."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import relax_disc
+from relax_disc.errors import UnsupportedOperatorError
+
+ROWS = Dim("rows", min=2, max=64)
+
+
+class Mixed(nn.Module):
+    """Linear algebra, complex numbers, special functions, views, several results."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.weight = nn.Linear(4, 4), nn.Parameter(3 * torch.eye(4))
+
+    def forward(self, x):
+        h = self.linear(x)
+        square = h.transpose(1, 2) @ h + self.weight
+        values, vectors = torch.linalg.eigh(square + square.mT)
+        spectrum = torch.fft.rfft(h, dim=-1) * torch.polar(h[..., :3].exp(), h[..., :3])
+        terms = [
+            torch.linalg.inv(square),
+            torch.linalg.cholesky(square @ square.mT + torch.eye(4)),
+            values,
+            vectors.abs(),
+            spectrum.abs(),
+            torch.view_as_real(spectrum.conj().resolve_conj()),
+            torch.fft.irfft(spectrum, n=5),
+            torch.special.digamma(square.abs() + 1),
+            torch.lgamma(square.abs() + 1),
+            h.unfold(2, 2, 1).contiguous(),
+            torch.as_strided(h.contiguous(), (3, 2), (2, 4), 1),
+        ]
+        return sum((term**2).mean() for term in terms)
+
+
+def compiled(model, x, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return relax_disc.compile(
+            model, optimizer, (x,), dynamic_shapes={"x": {0: ROWS}}, **options
+        )
+
+
+def train_eagerly(model, x):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    loss = model(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def test_mixed_model_trains_as_eager_does():
+    torch.manual_seed(0)
+    model = Mixed()
+    twin = copy.deepcopy(model)
+    step = compiled(model, torch.randn(3, 5, 4))
+    for rows in (3, 64, 2, 17):
+        x = torch.randn(rows, 5, 4)
+        torch.testing.assert_close(step(x), train_eagerly(twin, x), rtol=1e-5, atol=1e-6)
+        for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, plain, rtol=2e-4, atol=2e-5)
+    assert "relax_disc.aten.call" in step.session.kernel_names
+
+
+class Deep(nn.Module):
+    """Calls whose results are worth computing twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.Parameter(torch.rand(8, 64))
+
+    def forward(self, x):
+        for scale in self.scales:
+            x = torch.special.i1e(x.roll(1, -1)) + scale * torch.special.i0e(x)
+        return (x**2).sum()
+
+
+def test_results_do_not_depend_on_the_budget():
+    torch.manual_seed(0)
+    model, x = Deep(), torch.randn(32, 5, 64)
+    twin = copy.deepcopy(model)
+    step, other = compiled(model, x), compiled(twin, x)
+    peak = step.plan(rows=32).peak_bytes
+    other.memory_budget = peak // 2
+    least = other.plan(rows=32).least_bytes
+    assert least < 0.8 * peak
+    other.memory_budget = least
+    for _ in range(3):
+        assert torch.equal(step(x), other(x))
+    for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, plain)
+    assert other.memory_report().recomputations > 0
+
+
+class Inverse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return torch.linalg.inv(self.scale * x).sum()
+
+
+def test_an_error_of_the_operator_leaves_the_step_intact():
+    model = Inverse()
+    step = compiled(model, torch.eye(3).repeat(2, 1, 1))
+    with pytest.raises(RuntimeError, match="singular"):
+        step(torch.zeros(4, 3, 3))
+    assert model.scale == 1
+    loss = step(2 * torch.eye(3).repeat(2, 1, 1))
+    assert loss == 3 and model.scale != 1
+
+
+class Statistics(nn.Module):
+    """Batch norm without its module: no schema says that it writes its statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        return (
+            nn.functional.batch_norm(x, self.mean, self.var, self.weight, training=True).exp().sum()
+        )
+
+
+def test_functional_batch_norm_writes_its_statistics():
+    torch.manual_seed(0)
+    model, x = Statistics(), torch.randn(8, 4)
+    twin = copy.deepcopy(model)
+    compiled(model, x)(x)
+    train_eagerly(twin, x)
+    torch.testing.assert_close(model.mean, twin.mean)
+    torch.testing.assert_close(model.var, twin.var)
+
+
+class Drawing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return (torch.poisson(x.exp()) * self.scale + torch.masked_select(x, x > 0).sum()).sum()
+
+
+def test_what_cannot_run_so_is_refused_by_name():
+    with pytest.raises(UnsupportedOperatorError) as caught:
+        compiled(Drawing(), torch.randn(4, 3))
+    assert "poisson" in str(caught.value) or "masked_select" in str(caught.value)
