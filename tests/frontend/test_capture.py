@@ -162,7 +162,7 @@ class Unknown(nn.Module):
 
     def forward(self, x):
         x = self.linear(x)
-        drawn = torch._standard_gamma(x.exp())
+        drawn = torch._standard_gamma(x.exp().detach())
         return (x * torch.poisson(x.exp()) * drawn).sum()
 
 

@@ -160,3 +160,17 @@ def test_what_cannot_run_so_is_refused_by_name():
     with pytest.raises(UnsupportedOperatorError) as caught:
         compiled(Drawing(), torch.randn(4, 3))
     assert "poisson" in str(caught.value) or "masked_select" in str(caught.value)
+
+
+class Undescribed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return torch._standard_gamma((x * self.scale).exp()).sum()
+
+
+def test_gradient_that_cannot_be_described_is_refused_by_name():
+    with pytest.raises(UnsupportedOperatorError, match="_standard_gamma_grad"):
+        compiled(Undescribed(), torch.randn(4, 3))

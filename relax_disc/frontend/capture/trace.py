@@ -19,6 +19,7 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
@@ -261,6 +262,12 @@ def _lines_of_the_model() -> Iterator[None]:
 def _gradients(loss: Tensor, wanted: list[Tensor]) -> Sequence[Tensor | None]:
     try:
         return torch.autograd.grad(loss, wanted, allow_unused=True)
+    except UnsupportedOperatorException as error:
+        raise UnsupportedOperatorError(
+            f"The gradient of the model needs {error.func}, whose results PyTorch cannot describe "
+            "without running it; detach what goes into it.",
+            ((str(error.func), "the gradient"),),
+        ) from error
     except RuntimeError as error:
         found = _WITHOUT_GRADIENT.search(str(error))
         if found is None:
