@@ -21,7 +21,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils import _pytree as pytree
 
-_SAMPLES = 24
+_SAMPLES = 300
 """Samples of an operator that are looked at."""
 
 

@@ -122,6 +122,33 @@ def test_an_error_of_the_operator_leaves_the_step_intact():
     assert loss == 3 and model.scale != 1
 
 
+class Distances(nn.Module):
+    """Distances of more and of fewer rows than PyTorch's choice of an algorithm looks at."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(32, 4))
+
+    def forward(self, x):
+        nearest = torch.cdist(x, self.table).amin(-1)
+        return (
+            nearest.mean()
+            + torch.cov(x.mT @ x * self.table[:4]).sum()
+            + torch.corrcoef(x.mT + self.table[:4, :1]).square().sum()
+        )
+
+
+def test_distances_and_covariances_at_any_number_of_rows():
+    torch.manual_seed(0)
+    model = Distances()
+    twin = copy.deepcopy(model)
+    step = compiled(model, torch.randn(8, 4))
+    for rows in (2, 25, 26, 64):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(step(x), train_eagerly(twin, x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model.table, twin.table, rtol=1e-4, atol=1e-5)
+
+
 class Statistics(nn.Module):
     """Batch norm without its module: no schema says that it writes its statistics."""
 

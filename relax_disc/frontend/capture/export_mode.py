@@ -182,6 +182,45 @@ def _gaussian_nll_loss(
     return {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}[reduction](loss)
 
 
+def _cov(
+    x: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Tensor:
+    """PyTorch's formula without its look at the weights."""
+    x = x if x.dim() == 2 else x.reshape(1, -1)
+    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
+    weights = [w for w in (fweights, aweights) if w is not None]
+    if not weights:
+        count: Any = x.shape[1]
+        centred = x - x.mean(1, keepdim=True)
+        return (centred @ centred.mH / torch.sym_max(count - correction, 0)).squeeze()
+    w = math.prod(weights[1:], start=weights[0])
+    total = w.sum()
+    spent = correction if aweights is None else correction * (w * aweights).sum() / total
+    centred = x - (x * w).sum(1, keepdim=True) / total
+    return (centred * w @ centred.mH / (total - spent).clamp_min(0)).squeeze()
+
+
+def _corrcoef(x: Tensor) -> Tensor:
+    """The covariance by the standard deviations."""
+    cov = _cov(x)
+    if cov.dim() == 0:
+        return cov / cov
+    deviation = cov.diagonal().real.sqrt() if cov.is_complex() else cov.diagonal().sqrt()
+    found = cov / deviation[:, None] / deviation[None]
+    if not found.is_complex():
+        return found.clamp(-1, 1)
+    return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+
+
+def _cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
+    """By differences whatever the number of rows, on which PyTorch's choice would depend."""
+    return torch.cdist(x, y, p, "donot_use_mm_for_euclid_dist")
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
     torch.lstm: _layer("lstm"),
     torch.gru: _layer("gru"),
@@ -196,4 +235,9 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     functional.max_pool1d: _max_pool1d,
     functional.ctc_loss: _ctc_loss,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.cdist: _cdist,
+    torch.cov: _cov,
+    torch.Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    torch.Tensor.corrcoef: _corrcoef,
 }

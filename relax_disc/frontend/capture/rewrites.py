@@ -45,7 +45,9 @@ def adaptive_average(x: Tensor, output_size: Sequence[int]) -> Tensor | None:
 
 def cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Tensor:
     """Norms of all differences, never by a matrix product: exact for near points."""
-    return torch.linalg.vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, dim=-1)
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    x, y = (t.expand(*batch, *t.shape[-2:]).contiguous() for t in (x, y))
+    return torch.ops.aten._cdist_forward(x, y, float(p), 2)
 
 
 def dist(x: Tensor, y: Tensor, p: float = 2.0) -> Tensor:
