@@ -137,7 +137,7 @@ def main() -> None:
         print(json.dumps(measure(chosen.worker)))
         return
     core = min(os.sched_getaffinity(0))
-    settings = {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1", "RELAX_DISC_COMPILE_CACHE": "0"}
+    settings = {"OMP_NUM_THREADS": "1", "RELAX_DISC_COMPILE_CACHE": "0"}
     results = {}
     for name in chosen.models:
         done = subprocess.run(

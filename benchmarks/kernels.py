@@ -169,7 +169,6 @@ def main(threads: int = 2, rounds: int = 30) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     install("llvm")
-    tvm_ffi.get_global_func("relax_disc.cpu.set_thread_count")(threads)
     print(f"{'kernel':34}{'ours us':>10}{'torch us':>10}{'GFLOP/s':>9}   ratio [quartiles]")
     rows = []
     for pair in pairs():

@@ -67,7 +67,6 @@ def started(name: str, size: str, threads: int) -> Iterator[Variant]:
         **os.environ,
         **preload_environment(),
         "OMP_NUM_THREADS": str(threads),
-        "TVM_NUM_THREADS": str(threads),
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         "RELAX_DISC_COMPILE_CACHE": "0",
     }

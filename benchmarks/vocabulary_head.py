@@ -167,7 +167,7 @@ def measure(classes: int, width: int, rows: int, kernels: Any, rounds: int) -> R
 
 
 def main(
-    threads: Annotated[int, typer.Option(help="Of TVM's pool.")] = 1,
+    threads: Annotated[int, typer.Option(help="Of the kernels.")] = 1,
     rounds: int = 9,
     vocabulary: int = 32_000,
     widths: Annotated[str, typer.Option(help="Separated by commas.")] = "256,512",
@@ -175,8 +175,7 @@ def main(
     name: Annotated[str, typer.Option(help="Of the results; empty: none.")] = "vocabulary_head",
 ) -> None:
     """Print the table and write it to `benchmarks/results`."""
-    # A pool of more threads waits in a loop beside kernels that use fewer: that is processor time.
-    os.environ["TVM_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
     install("llvm")
     print("width  rows  chunk   plain ms  chunked ms   ratio [quartiles]     errors")
     measured = []

@@ -19,7 +19,6 @@ check_environment()
 from tvm import relax  # noqa: E402 - only after the check
 
 from relax_disc import devices  # noqa: E402
-from relax_disc.vm_builtins import threads  # noqa: E402
 
 if TYPE_CHECKING:
     from tvm.ir.transform import Pass
@@ -68,7 +67,6 @@ def _pipeline() -> Pass:
 
 
 devices.register_tags()
-threads.configure()
 if "relax_disc" not in relax.pipeline.PIPELINE_MAP:
     relax.register_pipeline("relax_disc")(_pipeline)
 

@@ -115,6 +115,7 @@ def passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
 
 def phases(target: tvm.target.Target, options: PipelineOptions) -> dict[str, list[Pass]]:
     """List the passes of each phase, by its name, in order."""
+    runtime.load()  # before code is loaded that the passes make: it takes the pool of threads there
     return {
         "simplify": simplify_passes(),
         "libraries": library_passes(target, options),
@@ -209,7 +210,6 @@ def rematerialization_passes() -> list[Pass]:
 
 def memory_passes() -> list[Pass]:
     """One arena per call, planned when the shapes are known."""
-    runtime.load()
     return [PlanArena()]
 
 

@@ -3,10 +3,8 @@
 import os
 from pathlib import Path
 
-# Before TVM, OpenBLAS or torch start their threads; two pools of two threads on two cores make
-# a step several times slower.
+# Before torch and OpenBLAS start their threads.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-os.environ.setdefault("TVM_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

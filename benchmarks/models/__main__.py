@@ -41,7 +41,6 @@ def judged(entry: Entry, limit_seconds: float) -> dict[str, Any]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "TVM_NUM_THREADS": "1",
         "RELAX_DISC_COMPILE_CACHE": "0",
         "HF_HUB_OFFLINE": "1",
     }

@@ -62,7 +62,6 @@ class Worker:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "TVM_NUM_THREADS": "1",
             "RELAX_DISC_COMPILE_CACHE": "0",
         }
         return subprocess.Popen(

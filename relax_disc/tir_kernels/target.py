@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from tvm.target import Target, codegen
 
 from relax_disc.devices import FAST_MATH, TAGS
 from relax_disc.errors import InputMismatchError
-from relax_disc.vm_builtins.threads import core_count
 
 
 def resolve_target(target: str | Target) -> Target:
@@ -60,7 +61,7 @@ def cpu_target() -> Target:
         {
             "kind": "llvm",
             "mcpu": codegen.llvm_get_system_cpu(),
-            "num-cores": core_count(),
+            "num-cores": os.cpu_count() or 1,
             **FAST_MATH,
         }
     )

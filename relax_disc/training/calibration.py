@@ -1,7 +1,7 @@
 """Measured times of a step's kernels: made by a short run, kept with the step and in the cache.
 
 They decide which kernels a plan runs again, never what is computed.  They hold for one kind of
-machine, which they name; another machine does not use them.
+machine, which they name, and each for one number of threads; no other uses them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 
 from relax_disc.errors import ArtefactError
 from relax_disc.training.cache import artefact
-from relax_disc.vm_builtins import threads
 from relax_disc.vm_builtins.calibration import Measurement, apply_measurements, measured
 from relax_disc.vm_builtins.session import Session
 
@@ -37,7 +36,7 @@ class Calibration:
     machine : str
         As `machine_name` gives it.
     measurements : mapping of str to tuple of Measurement
-        By the function's name in its program, each shape once, in the order of the shapes.
+        By the function's name in its program, each shape and number of threads once, in order.
     """
 
     machine: str
@@ -49,9 +48,9 @@ class Calibration:
 
     def adding(self, function: str, measurement: Measurement) -> Calibration:
         """Return a calibration with one more shape, or with another result for a known one."""
-        shapes = {known.dims: known for known in self.of(function)}
-        shapes[measurement.dims] = measurement
-        ordered = tuple(shapes[dims] for dims in sorted(shapes))
+        known = {(each.threads, each.dims): each for each in self.of(function)}
+        known[measurement.threads, measurement.dims] = measurement
+        ordered = tuple(known[key] for key in sorted(known))
         return Calibration(self.machine, {**self.measurements, function: ordered})
 
     def describe(self) -> dict[str, Any]:
@@ -59,7 +58,7 @@ class Calibration:
         return {
             "machine": self.machine,
             "functions": {
-                name: [[list(each.dims), list(each.times_ns)] for each in found]
+                name: [[list(each.dims), list(each.times_ns), each.threads] for each in found]
                 for name, found in sorted(self.measurements.items())
             },
         }
@@ -68,15 +67,17 @@ class Calibration:
     def restore(facts: Mapping[str, Any]) -> Calibration:
         """Undo `describe`."""
         functions = {
-            name: tuple(Measurement(tuple(dims), tuple(times)) for dims, times in found)
+            name: tuple(
+                Measurement(tuple(dims), tuple(times), count) for dims, times, count in found
+            )
             for name, found in facts["functions"].items()
         }
         return Calibration(facts["machine"], functions)
 
 
 def machine_name(device: torch.device) -> str:
-    """Name what kernels' times depend on: processor, number of threads, accelerator."""
-    name = f"{platform.machine()} {_processor_name()}, {threads.configure()} threads"
+    """Name what kernels' times depend on besides the threads: processor, accelerator."""
+    name = f"{platform.machine()} {_processor_name()}"
     if device.type == "cpu":
         return name
     return f"{name}, {torch.cuda.get_device_name(device)}"
@@ -101,7 +102,8 @@ def profile(session: Session, run: Callable[[], object], repeats: int) -> Measur
             run()
         found.append(measured(session))
     times = zip(*(each.times_ns for each in found), strict=True)
-    return Measurement(found[0].dims, tuple(statistics.median(column) for column in times))
+    medians = tuple(statistics.median(column) for column in times)
+    return Measurement(found[0].dims, medians, found[0].threads)
 
 
 def usable(saved: Calibration | None, machine: str, where: object) -> Calibration | None:

@@ -10,7 +10,9 @@ Limits: kernels that pass from arithmetic to memory traffic as they grow are fit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from relax_disc.vm_builtins.plan_metadata import PlanMetadata, run_program
 from relax_disc.vm_builtins.runtime_twin_plan import CostModel
@@ -27,10 +29,13 @@ class Measurement:
         The shape, as `PlanMetadata.dims` counts.
     times_ns : tuple of float
         Of one execution of each kernel.
+    threads : int
+        How many ran it.
     """
 
     dims: tuple[int, ...]
     times_ns: tuple[float, ...]
+    threads: int = field(default_factory=torch.get_num_threads)
 
 
 def measured(session: Session) -> Measurement:
@@ -48,11 +53,14 @@ def measured(session: Session) -> Measurement:
 
 
 def apply_measurements(session: Session, measurements: Sequence[Measurement]) -> None:
-    """Model kernels' times by measurements, or by the defaults without any; drops all plans."""
-    model = fit_model(session.metadata, measurements) if measurements else CostModel()
-    session.set_cost_model(
-        model.flops_per_ns, model.bytes_per_ns, model.overhead_ns, model.factors, model.fixed_ns
-    )
+    """Model times by what was measured on as many threads, else by defaults; drops all plans."""
+    models = {0: CostModel()}
+    for threads in sorted({each.threads for each in measurements}):
+        own = [each for each in measurements if each.threads == threads]
+        models[threads] = fit_model(session.metadata, own)
+    for threads, model in models.items():
+        rates = model.flops_per_ns, model.bytes_per_ns, model.overhead_ns
+        session.set_cost_model(*rates, model.factors, model.fixed_ns, threads=threads)
 
 
 def fit_model(metadata: PlanMetadata, measurements: Sequence[Measurement]) -> CostModel:

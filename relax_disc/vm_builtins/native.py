@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import tvm
+import torch
 import tvm_ffi
 from tvm_ffi import libinfo
 
@@ -36,6 +36,9 @@ _logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("src")
 _COMPILE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-Wall", "-Wno-unknown-pragmas")
+# Sources in this folder may include PyTorch's headers, which are slow to read and need C++20; a
+# header that others include must not.
+_ATEN = "aten"
 _INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -52,6 +55,8 @@ class Toolchain:
     ----------
     compile_flags : tuple of str
         Flags of one compilation, include paths among them.
+    aten_flags : tuple of str
+        What comes after them for sources that use PyTorch's headers.
     link_flags : tuple of str
         Flags of the one link, libraries and run paths among them.
     identity : str
@@ -59,8 +64,14 @@ class Toolchain:
     """
 
     compile_flags: tuple[str, ...]
+    aten_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
     identity: str
+
+    def flags_of(self, source: Path) -> tuple[str, ...]:
+        """Flags of the compilation of a source."""
+        extra = self.aten_flags if source.parent.name == _ATEN else ()
+        return (*self.compile_flags, *extra)
 
 
 def cache_directory() -> Path:
@@ -138,11 +149,14 @@ def build(sources: Path, cache: Path) -> Path | None:
         targets = {
             path: cache / "objects" / f"{path.stem}-{key}.o" for path, key in objects.items()
         }
-        flags = (*chain.compile_flags, f"-I{sources}")
         missing = [(path, target) for path, target in targets.items() if not target.exists()]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             jobs = [
-                pool.submit(_run, [compiler, *flags, "-c", str(path)], target)
+                pool.submit(
+                    _run,
+                    [compiler, *chain.flags_of(path), f"-I{sources}", "-c", str(path)],
+                    target,
+                )
                 for path, target in missing
             ]
             for job in jobs:
@@ -155,16 +169,19 @@ def build(sources: Path, cache: Path) -> Path | None:
 def _toolchain() -> Toolchain:
     """Flags for this machine and the versions of what is linked."""
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    pytorch = Path(torch.__file__).parent
     libraries = (
         (Path(libinfo.find_libtvm_ffi()).parent, "tvm_ffi"),
-        (Path(str(tvm.__file__)).parent / "lib", "tvm_runtime"),
+        (pytorch / "lib", "torch_cpu"),
+        (pytorch / "lib", "c10"),
     )
     link: list[str] = ["-pthread"]
     for folder, name in libraries:
         link += [f"-L{folder}", f"-Wl,-rpath,{folder}", f"-l{name}"]
-    versions = (tvm.__version__, tvm_ffi.__version__)
+    versions = (torch.__version__, tvm_ffi.__version__)
     return Toolchain(
         (*_COMPILE_FLAGS, native, *(f"-I{path}" for path in libinfo.include_paths())),
+        ("-std=c++20", f"-isystem{pytorch / 'include'}"),
         tuple(link),
         "\n".join((*versions, os.environ.get("CXX", ""), _processor())),
     )
@@ -197,7 +214,7 @@ def _object_key(path: Path, chain: Toolchain, sources: Path) -> str:
         names = _INCLUDE.findall(parts[current])
         waiting += [sources / os.fsdecode(name) for name in names]
     ordered = [content for _, content in sorted(parts.items())]
-    return _digest(path.name, *ordered, *chain.compile_flags, chain.identity)
+    return _digest(path.name, *ordered, *chain.flags_of(path), chain.identity)
 
 
 def _digest(*parts: str | bytes) -> str:

@@ -313,6 +313,7 @@ def set_mode(session: TwinSession, mode: int) -> None:
 
 def set_cost_model(
     session: TwinSession,
+    threads: int,
     flops_per_ns: float,
     bytes_per_ns: float,
     overhead_ns: float,
@@ -320,6 +321,7 @@ def set_cost_model(
     fixed_ns: Sequence[float],
 ) -> None:
     """Set what times are modelled by, and drop all plans."""
+    del threads  # here is one
     numbers = (flops_per_ns, bytes_per_ns, overhead_ns)
     session.cost = CostModel(*numbers, tuple(factors), tuple(fixed_ns))
     session.plans.clear()

@@ -312,6 +312,8 @@ class Session:
         overhead_ns: float,
         factors: Sequence[float] = (),
         fixed_ns: Sequence[float] = (),
+        *,
+        threads: int = 0,
     ) -> None:
         """Set what kernels' times are modelled by; drops all plans.
 
@@ -321,10 +323,12 @@ class Session:
             work = max(flops / flops_per_ns, bytes / bytes_per_ns); time = work + overhead_ns.
         factors, fixed_ns : sequence of float
             Measured, per kernel: time = work * factor + fixed_ns.
+        threads : int
+            Number of threads that it holds for; 0: any number, in place of all models so far.
         """
         numbers = (float(flops_per_ns), float(bytes_per_ns), float(overhead_ns))
         lists = ([float(number) for number in values] for values in (factors, fixed_ns))
-        self._ask("set_cost_model", *numbers, *lists)
+        self._ask("set_cost_model", threads, *numbers, *lists)
 
     def check_budget(self, dims: Sequence[int]) -> None:
         """Plan a shape under the present budget, running nothing.

@@ -2,13 +2,17 @@
 
 import json
 
+import torch
+
 from benchmarks import record, vocabulary_head
+from tests.thread_count import threads
 
 
 def test_runs_and_records(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    monkeypatch.setenv("TVM_NUM_THREADS", "1")
-    vocabulary_head.main(threads=1, rounds=2, vocabulary=400, widths="16", rows="20,100", name="x")
+    settings = {"threads": 1, "rounds": 2, "vocabulary": 400, "widths": "16", "rows": "20,100"}
+    with threads(torch.get_num_threads()):
+        vocabulary_head.main(**settings, name="x")
     found = json.loads((tmp_path / "x.json").read_text())
     assert found["settings"]["vocabulary"] == 400
     assert [row["rows"] for row in found["results"]] == [20, 100]

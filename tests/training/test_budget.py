@@ -187,7 +187,7 @@ def test_results_do_not_depend_on_the_number_of_threads(repository):
     """Races, and sums in the order of threads, would show: in library and in generated kernels."""
     hashes = []
     for threads in ("1", "2", "4"):
-        environment = {**os.environ, "TVM_NUM_THREADS": threads, "PYTHONPATH": str(repository)}
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(repository)}
         command = [sys.executable, "-c", HASH]
         done = subprocess.run(
             command, cwd=repository, env=environment, capture_output=True, text=True, check=True

@@ -21,6 +21,7 @@ from relax_disc.ops.vocabulary_head import workspace_columns
 from relax_disc.transform.libraries.chunk_vocabulary_head import ChunkVocabularyHead, chunk_rows
 from relax_disc.transform.simplify.simplify import Simplify
 from relax_disc.vm_builtins.libraries.install import install
+from tests.thread_count import threads
 
 
 def run(function, x, weight, target, grad, options, chunk, frozen=False, bias=None):
@@ -124,11 +125,10 @@ def test_threads_do_not_change_a_bit():
     bias = random.standard_normal(1000, "float32")
     target, grad = random.integers(0, 1000, 70), np.array(1, "float32")
     function = tvm_ffi.get_global_func("relax_disc.cpu.vocabulary_head_bias")
-    set_thread_count = tvm_ffi.get_global_func("relax_disc.cpu.set_thread_count")
     found = []
-    for threads in (1, 0):  # one, and all of the pool
-        set_thread_count(threads)
-        found.append(run(function, x, weight, target, grad, (-100, 0.1, 1), 32, bias=bias))
+    for count in (1, 5):
+        with threads(count):
+            found.append(run(function, x, weight, target, grad, (-100, 0.1, 1), 32, bias=bias))
     for one, all_of_them in zip(*found, strict=True):
         np.testing.assert_array_equal(one, all_of_them)
 

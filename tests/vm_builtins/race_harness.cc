@@ -1,6 +1,6 @@
 // Runs the parallel library kernels on plain threads, for ThreadSanitizer to watch.
 //
-// TVM's pool is not instrumented, so that its own synchronisation would look like races; here every
+// OpenMP is not instrumented, so that its own synchronisation would look like races; here every
 // parallel region starts and joins its threads.  Built and run by `test_races.py`.
 #include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/container/tensor.h>
@@ -15,24 +15,24 @@
 #include <thread>
 #include <vector>
 
+#include "kernels/parallel.h"
+
 namespace ffi = tvm::ffi;
 
 constexpr int kThreads = 4;
 
-struct ParallelEnv {
-  void* sync_handle;
-  int32_t num_task;
-};
+namespace relax_disc {
 
-extern "C" int TVMBackendParallelLaunch(int (*task)(int, ParallelEnv*, void*), void* data,
-                                        int count) {
-  ParallelEnv env{nullptr, count == 0 ? kThreads : count};
+int NumThreads() { return kThreads; }
+
+void LaunchTasks(void (*body)(void*, int, int), void* data, int tasks) {
   std::vector<std::thread> threads;
-  for (int i = 1; i < env.num_task; ++i) threads.emplace_back([&, i] { task(i, &env, data); });
-  task(0, &env, data);
+  for (int i = 1; i < tasks; ++i) threads.emplace_back([=] { body(data, i, tasks); });
+  body(data, 0, tasks);
   for (std::thread& thread : threads) thread.join();
-  return 0;
 }
+
+}  // namespace relax_disc
 
 struct Memory {
   void AllocData(DLTensor* tensor) {
@@ -122,17 +122,11 @@ void Others() {
 /*! \brief A race on purpose: that it is seen shows that the others would be. */
 void Race() {
   int sum = 0;
-  auto add = [](int, ParallelEnv*, void* data) {
-    ++*static_cast<int*>(data);
-    return 0;
-  };
-  TVMBackendParallelLaunch(add, &sum, 2);
+  relax_disc::LaunchTasks([](void* data, int, int) { ++*static_cast<int*>(data); }, &sum, 2);
 }
 
 int main(int count, char**) {
   if (count > 1) Race();
-  ffi::Function::SetGlobal("runtime.NumThreads",
-                           ffi::Function::FromTyped([]() -> int64_t { return kThreads; }));
   Matmuls();
   Attentions();
   Recurrences();

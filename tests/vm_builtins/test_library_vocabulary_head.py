@@ -17,6 +17,7 @@ from torch import nn
 
 from relax_disc.ops.vocabulary_head import workspace_columns
 from relax_disc.vm_builtins.libraries.install import install
+from tests.thread_count import threads
 
 install("llvm")
 SUFFIXES = ["", "_frozen", "_bias", "_bias_frozen"]
@@ -173,11 +174,10 @@ def test_factors_of_zero_do_not_change_a_bit(suffix, smoothing):
 def test_threads_do_not_change_a_bit():
     options = {"ignored": 0.4, "ignore_index": 5, "smoothing": 0.1, "mean": True}
     c = case(70, 48, 1000, 32, **options, seed=4)
-    set_thread_count = tvm_ffi.get_global_func("relax_disc.cpu.set_thread_count")
     found = []
-    for threads in (1, 2, 0):  # 0: all of the pool
-        set_thread_count(threads)
-        found.append(run("vocabulary_head_bias_z", c))
+    for count in (1, 2, 5):
+        with threads(count):
+            found.append(run("vocabulary_head_bias_z", c))
     for others in found[1:]:
         for key, value in found[0].items():
             np.testing.assert_array_equal(value, others[key], err_msg=key)

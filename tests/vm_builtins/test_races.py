@@ -19,7 +19,6 @@ SOURCES = (
     "kernels/recurrence_backward",
     "kernels/recurrence_forward",
     "runtime/memory",
-    "kernels/threads",
     "kernels/vocabulary_head",
     "kernels/workspace",
 )

@@ -46,7 +46,7 @@ last. On the CPU they are float32 or float64 alike within a call.
 
 from __future__ import annotations
 
-from relax_disc.vm_builtins import native, threads
+from relax_disc.vm_builtins import native
 from relax_disc.vm_builtins.libraries import library_aten
 
 
@@ -67,5 +67,4 @@ def install(device: str) -> None:
 
         cuda_library.register()
     else:
-        threads.configure()
         native.load()

@@ -8,12 +8,10 @@
 #define RELAX_DISC_GEMM_H_
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <new>
-#include <thread>
 
 #include "kernels/gemm_pack.h"
 #include "kernels/parallel.h"
@@ -40,29 +38,6 @@ constexpr int64_t kBlockRowBytes = 4096;
 constexpr int64_t kWholeBytes = 2 * kDepth * kBlockRowBytes;
 /*! \brief ...if they are at least so wide: each packing of A serves so many columns. */
 constexpr int64_t kWholeRowBytes = 2048;
-
-/*! \brief Barrier of the threads of one parallel region. */
-class Barrier {
- public:
-  explicit Barrier(int count) : count_(count) {}
-  void Wait() {
-    if (count_ == 1) return;
-    int generation = generation_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
-      arrived_.store(0, std::memory_order_relaxed);
-      generation_.store(generation + 1, std::memory_order_release);
-      return;
-    }
-    for (int spins = 0; generation_.load(std::memory_order_acquire) == generation; ++spins) {
-      if (spins > 4096) std::this_thread::yield();
-    }
-  }
-
- private:
-  const int count_;
-  std::atomic<int> arrived_{0};
-  std::atomic<int> generation_{0};
-};
 
 /*! \brief Part `index` of [0, count) cut into `parts` nearly equal parts of whole `unit`s. */
 inline std::pair<int64_t, int64_t> Share(int64_t count, int64_t unit, int64_t parts,

@@ -1,4 +1,4 @@
-// One thread pool for everything: TVM's, through its C interface.
+// Parallel regions on the one thread pool of the process: PyTorch's.
 #ifndef RELAX_DISC_PARALLEL_H_
 #define RELAX_DISC_PARALLEL_H_
 
@@ -7,25 +7,42 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <thread>
 #include <utility>
-
-extern "C" {
-typedef struct {
-  void* sync_handle;
-  int32_t num_task;
-} RelaxDiscParallelEnv;
-// Declared here as in tvm/runtime/c_backend_api.h: that header pulls in the whole runtime.
-int TVMBackendParallelLaunch(int (*task)(int, RelaxDiscParallelEnv*, void*), void* data,
-                             int num_task);
-}
 
 namespace relax_disc {
 
-/*! \brief Threads of TVM's pool. */
-int PoolThreads();
-
-/*! \brief Threads that a parallel region uses: all of TVM's pool unless set otherwise. */
+/*! \brief Threads of a parallel region: `torch.get_num_threads()` of the caller; 1 inside a region. */
 int NumThreads();
+
+/*!
+ * \brief Run body(data, index, tasks) for every index at the same time; it must not throw.
+ * \param tasks At most `NumThreads()`.
+ */
+void LaunchTasks(void (*body)(void* data, int index, int tasks), void* data, int tasks);
+
+/*! \brief Barrier of the threads of one parallel region. */
+class Barrier {
+ public:
+  explicit Barrier(int count) : count_(count) {}
+  void Wait() {
+    if (count_ == 1) return;
+    int generation = generation_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      generation_.store(generation + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; generation_.load(std::memory_order_acquire) == generation; ++spins) {
+      if (spins > 4096) std::this_thread::yield();
+    }
+  }
+
+ private:
+  const int count_;
+  std::atomic<int> arrived_{0};
+  std::atomic<int> generation_{0};
+};
 
 namespace detail {
 template <typename F>
@@ -34,15 +51,14 @@ struct Region {
   std::exception_ptr error;
   std::mutex guard;
 
-  static int Task(int index, RelaxDiscParallelEnv* env, void* data) {
+  static void Task(void* data, int index, int tasks) {
     Region* self = static_cast<Region*>(data);
     try {
-      (*self->body)(index, static_cast<int>(env->num_task));
+      (*self->body)(index, tasks);
     } catch (...) {
       std::lock_guard<std::mutex> lock(self->guard);
       self->error = std::current_exception();
     }
-    return 0;
   }
 };
 }  // namespace detail
@@ -56,7 +72,7 @@ void ParallelRegion(int tasks, const F& body) {
     return;
   }
   detail::Region<F> region{&body, nullptr, {}};
-  TVMBackendParallelLaunch(&detail::Region<F>::Task, &region, tasks);
+  LaunchTasks(&detail::Region<F>::Task, &region, tasks);
   if (region.error) std::rethrow_exception(region.error);
 }
 

@@ -62,46 +62,46 @@ ThreadState& State() {
   return state;
 }
 
-template <typename T>
-int64_t MatmulBytes(int64_t m, int64_t n, int64_t k) {
-  return GemmBytes<T>(m, n, k, PoolThreads());
-}
-
 /*! \brief Products one after the other on all threads, or each on one of them. */
 template <typename T>
-int64_t BatchMatmulBytes(int64_t count, int64_t m, int64_t n, int64_t k) {
-  const int64_t serial = std::clamp<int64_t>(count / 2, 1, PoolThreads());
-  return std::max(MatmulBytes<T>(m, n, k), serial * PieceBytes(GemmBytes<T>(m, n, k, 1)));
+int64_t BatchMatmulBytes(int64_t count, int64_t m, int64_t n, int64_t k, int64_t threads) {
+  const int64_t serial = std::clamp<int64_t>(count / 2, 1, threads);
+  return std::max(GemmBytes<T>(m, n, k, threads), serial * PieceBytes(GemmBytes<T>(m, n, k, 1)));
 }
 
-int64_t HeadBytes(int64_t rows) {
+int64_t HeadBytes(int64_t rows, int64_t threads) {
   return 2 * PieceBytes(rows * 8) + PieceBytes(rows * 4) +
-         PieceBytes(PoolThreads() * kHeadScratch * static_cast<int64_t>(sizeof(float)));
+         PieceBytes(threads * kHeadScratch * static_cast<int64_t>(sizeof(float)));
 }
 
 /*! \brief The packed weight, and room for the rows of each thread, which share out the batch. */
 template <typename T>
-int64_t RecurrenceBytes(int64_t batch, int64_t depth, int64_t columns, int64_t extra) {
+int64_t RecurrenceBytes(int64_t batch, int64_t depth, int64_t columns, int64_t extra,
+                        int64_t threads) {
   typedef PackedMatrix<T> Packed;
-  const int64_t threads = PoolThreads(), row = Packed::Pitch(columns) + extra;
+  const int64_t row = Packed::Pitch(columns) + extra;
   const int64_t rooms = threads * Packed::kWorkspace + (batch + threads) * row;
   return PieceBytes((Packed::Size(depth, columns) + rooms) * static_cast<int64_t>(sizeof(T)));
 }
 
 template <typename T>
-int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n) {
-  if (kind == "matmul") return MatmulBytes<T>(n.at(1), n.at(2), n.at(3));
-  if (kind == "batch_matmul") return BatchMatmulBytes<T>(n.at(1), n.at(2), n.at(3), n.at(4));
-  if (kind == "vocabulary_head") return HeadBytes(n.at(1));
-  if (kind == "recurrence") return RecurrenceBytes<T>(n.at(1), n.at(2), n.at(3), 0);
-  if (kind == "sort") return PieceBytes(PoolThreads() * n.at(1) * 8);
+int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n, int64_t threads) {
+  if (kind == "matmul") return GemmBytes<T>(n.at(1), n.at(2), n.at(3), threads);
+  if (kind == "batch_matmul") {
+    return BatchMatmulBytes<T>(n.at(1), n.at(2), n.at(3), n.at(4), threads);
+  }
+  if (kind == "vocabulary_head") return HeadBytes(n.at(1), threads);
+  if (kind == "recurrence") {
+    return RecurrenceBytes<T>(n.at(1), n.at(2), n.at(3), 0, threads);
+  }
+  if (kind == "sort") return PieceBytes(threads * n.at(1) * 8);
   if (kind == "ctc_loss_backward") {
-    return PieceBytes(PoolThreads() * (2 * n.at(1) + 1) * static_cast<int64_t>(sizeof(T)));
+    return PieceBytes(threads * (2 * n.at(1) + 1) * static_cast<int64_t>(sizeof(T)));
   }
   if (kind == "recurrence_backward") {
-    return RecurrenceBytes<T>(n.at(1), n.at(3), n.at(2), n.at(2));
+    return RecurrenceBytes<T>(n.at(1), n.at(3), n.at(2), n.at(2), threads);
   }
-  const int64_t element = sizeof(T), threads = PoolThreads();
+  const int64_t element = sizeof(T);
   if (kind == "attention") {
     return threads * PieceBytes(AttentionElements<T>(n.at(1), n.at(2)) * element);
   }
@@ -150,15 +150,17 @@ LentWorkspace::~LentWorkspace() {
   state.used = used_;
 }
 
-int64_t WorkspaceBytes(const std::string& kind, const std::vector<int64_t>& numbers) {
-  return numbers.at(0) == 8 ? BytesOf<double>(kind, numbers) : BytesOf<float>(kind, numbers);
+int64_t WorkspaceBytes(const std::string& kind, const std::vector<int64_t>& numbers,
+                       int64_t threads) {
+  return numbers.at(0) == 8 ? BytesOf<double>(kind, numbers, threads)
+                            : BytesOf<float>(kind, numbers, threads);
 }
 
 TVM_FFI_STATIC_INIT_BLOCK() {
   tvm::ffi::reflection::GlobalDef()
       .def("relax_disc.cpu.workspace_bytes",
            [](const tvm::ffi::String& kind, const tvm::ffi::Shape& numbers) {
-             return WorkspaceBytes(kind, {numbers.begin(), numbers.end()});
+             return WorkspaceBytes(kind, {numbers.begin(), numbers.end()}, NumThreads());
            })
       .def_packed("relax_disc.cpu.call_with_workspace",  // as the run time calls a kernel; for tests
                   [](tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {

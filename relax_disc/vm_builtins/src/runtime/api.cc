@@ -147,12 +147,12 @@ void Enter(ffi::PackedArgs args, ffi::Any* result) {
                                ->Enter(Values(dims), std::move(given)));
 }
 
-void SetCostModel(const ffi::ObjectRef& session, double flops_per_ns, double bytes_per_ns,
+void SetCostModel(const ffi::ObjectRef& session, int64_t threads, double flops_per_ns, double bytes_per_ns,
                   double overhead_ns, const ffi::Array<double>& factors,
                   const ffi::Array<double>& fixed_ns) {
   CostModel cost{flops_per_ns, bytes_per_ns, overhead_ns, {factors.begin(), factors.end()},
                  {fixed_ns.begin(), fixed_ns.end()}};
-  SessionOf(session)->SetCostModel(std::move(cost));
+  SessionOf(session)->SetCostModel(static_cast<int>(threads), std::move(cost));
 }
 
 ffi::Tensor Reserve(const ffi::Shape& shape, DLDataType dtype) {

@@ -48,13 +48,14 @@ PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
 
 /*! \brief Workspace of a call: kernels run one after the other, so they share it. */
 int64_t WorkspaceAt(const Metadata& metadata, const std::vector<int64_t>& values,
-                    int64_t alignment) {
+                    const PlanRequest& request) {
   int64_t most = 0;
   for (const KernelEntry& kernel : metadata.kernels) {
     if (kernel.workspace.empty()) continue;
-    most = std::max(most, WorkspaceBytes(kernel.workspace, ShapeAt(kernel.workspace_numbers, values)));
+    const std::vector<int64_t> numbers = ShapeAt(kernel.workspace_numbers, values);
+    most = std::max(most, WorkspaceBytes(kernel.workspace, numbers, request.threads));
   }
-  return RoundUp(most, alignment);
+  return RoundUp(most, request.alignment);
 }
 
 }  // namespace
@@ -89,7 +90,7 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const PlanRequ
       plan->escaping_bytes += RoundUp(bytes, request.alignment);
     }
   }
-  plan->workspace_bytes = WorkspaceAt(metadata, plan->values, request.alignment);
+  plan->workspace_bytes = WorkspaceAt(metadata, plan->values, request);
   int64_t room = kUnlimited;
   if (request.budget_bytes >= 0) room = request.budget_bytes - plan->outside_bytes();
   PlannerGraph graph = GraphAt(metadata, cost, plan->values, request.alignment);

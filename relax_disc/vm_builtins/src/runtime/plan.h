@@ -48,6 +48,7 @@ using PlanPtr = std::shared_ptr<const Plan>;
 struct PlanRequest {
   std::vector<int64_t> dims;
   int64_t budget_bytes = -1;  // of peak_bytes; negative: none
+  int threads = 1;            // that run it: the workspace depends on them
   int64_t alignment = 64;
   int effort = kEffortFast;  // more costs a new shape many times the time and wins 0.1 %
 };

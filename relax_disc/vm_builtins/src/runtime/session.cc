@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <string>
 
+#include "kernels/parallel.h"
+
 namespace relax_disc {
 
 namespace ffi = tvm::ffi;
@@ -15,7 +17,9 @@ namespace {
 constexpr size_t kBindingLimit = 4;
 }  // namespace
 
-PlanPtr Session::Lookup(const Key& key, bool* hit) {
+PlanPtr Session::Lookup(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit) {
+  const int threads = NumThreads();
+  const Key key{dims, budget_bytes, threads};
   auto found = plans_.find(key);
   if (hit != nullptr) *hit = found != plans_.end();
   if (found != plans_.end()) {
@@ -23,10 +27,12 @@ PlanPtr Session::Lookup(const Key& key, bool* hit) {
     return found->second.plan;
   }
   PlanRequest request;
-  request.dims = key.first;
-  request.budget_bytes = key.second;
+  request.dims = dims;
+  request.budget_bytes = budget_bytes;
+  request.threads = threads;
   request.alignment = metadata_.alignment;
-  PlanPtr plan = MakePlan(metadata_, cost_, request);
+  const CostModel& cost = costs_.at(costs_.count(threads) > 0 ? threads : 0);
+  PlanPtr plan = MakePlan(metadata_, cost, request);
   recent_.push_front(key);
   plans_[key] = {plan, recent_.begin()};
   while (plans_.size() > plan_limit_) {
@@ -43,7 +49,7 @@ PlanPtr Session::PlanFor(const std::vector<int64_t>& dims, int64_t budget_bytes,
     TVM_FFI_THROW(ValueError) << metadata_.function << " has " << metadata_.dims.size()
                               << " dims, got " << dims.size();
   }
-  return Lookup({dims, budget_bytes}, hit);
+  return Lookup(dims, budget_bytes, hit);
 }
 
 void Session::CheckBudget(const std::vector<int64_t>& dims) {
@@ -75,7 +81,7 @@ ffi::ObjectPtr<Frame> Session::Enter(const std::vector<int64_t>& dims,
     std::lock_guard<std::mutex> lock(mutex_);
     ++counters_.calls;
     bool hit = false;
-    PlanPtr plan = Lookup({dims, budget_bytes_}, &hit);
+    PlanPtr plan = Lookup(dims, budget_bytes_, &hit);
     ++(hit ? counters_.hits : counters_.misses);
     if (!plan->feasible) RefuseBudget(*plan);
     for (const ffi::Tensor& tensor : given) {
@@ -164,9 +170,14 @@ void Session::SetMode(Mode mode) {
   }
 }
 
-void Session::SetCostModel(CostModel cost) {
+void Session::SetCostModel(int threads, CostModel cost) {
   std::lock_guard<std::mutex> lock(mutex_);
-  cost_ = std::move(cost);
+  if (threads == 0) costs_.clear();
+  costs_[threads] = std::move(cost);
+  DropPlans();
+}
+
+void Session::DropPlans() {
   plans_.clear();
   recent_.clear();
   bindings_.clear();
@@ -179,9 +190,7 @@ void Session::SetPlanLimit(int64_t plans) {
 
 void Session::Release() {
   std::lock_guard<std::mutex> lock(mutex_);
-  plans_.clear();
-  recent_.clear();
-  bindings_.clear();
+  DropPlans();
   arena_->GiveBackAbove(0);
 }
 

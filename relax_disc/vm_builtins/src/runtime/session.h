@@ -22,6 +22,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -66,7 +67,7 @@ class Session : public tvm::ffi::Object {
   tvm::ffi::ObjectPtr<Frame> Enter(const std::vector<int64_t>& dims,
                                    std::vector<tvm::ffi::Tensor> given);
 
-  /*! \brief The plan of a shape under a budget (negative: the session's). */
+  /*! \brief The plan of a shape under a budget (negative: none) for the caller's threads. */
   PlanPtr PlanFor(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit = nullptr);
 
   /*! \brief Throw what a call at this shape would throw for its budget. */
@@ -77,7 +78,8 @@ class Session : public tvm::ffi::Object {
 
   void SetBudget(int64_t bytes);
   void SetMode(Mode mode);
-  void SetCostModel(CostModel cost);
+  /*! \brief Model times on so many threads; 0: on any number, in place of all models so far. */
+  void SetCostModel(int threads, CostModel cost);
   void SetPlanLimit(int64_t plans);
   /*! \brief Set every byte between calls, for tests. */
   void FillMemory(uint8_t byte) { arena_->Fill(byte); }
@@ -101,15 +103,16 @@ class Session : public tvm::ffi::Object {
 
  private:
   friend class Frame;
-  using Key = std::pair<std::vector<int64_t>, int64_t>;
+  using Key = std::tuple<std::vector<int64_t>, int64_t, int>;  // dims, budget, threads
   struct Cached {
     PlanPtr plan;
     std::list<Key>::iterator use;
   };
 
   [[noreturn]] void RefuseBudget(const Plan& plan) const;
-  PlanPtr Lookup(const Key& key, bool* hit);  // mutex held
-  void TakeArena(Frame* frame);               // mutex held
+  PlanPtr Lookup(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit);  // mutex held
+  void TakeArena(Frame* frame);                                                       // mutex held
+  void DropPlans();                                                                   // mutex held
   std::unique_ptr<Binding> TakeBinding(const PlanPtr& plan, const BlockPtr& arena);
   void Return(Frame* frame);
 
@@ -122,7 +125,7 @@ class Session : public tvm::ffi::Object {
   size_t plan_limit_ = 256;
   std::shared_ptr<SharedArena> arena_ = std::make_shared<SharedArena>();
   DLDevice device_{kDLCPU, 0};
-  CostModel cost_;
+  std::map<int, CostModel> costs_{{0, CostModel()}};  // by threads; 0: any other number
   int64_t budget_bytes_ = -1;
   Mode mode_ = Mode::kRun;
   bool torn_ = false;
