@@ -15,7 +15,6 @@ import torch
 import tvm
 from tvm import relax
 
-from relax_disc.analysis.program.index_ranges import index_ranges
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
@@ -218,12 +217,10 @@ def build_or_reuse(
 
 def describe_batch(captured: CapturedStep, model: torch.nn.Module) -> BatchSchema:
     """Describe the batch that the captured function takes."""
-    ranges = index_ranges(captured.module[captured.function])
     leaves = []
     for spec in captured.inputs:
         if spec.kind != "batch":
             continue
-        known = ranges.get(spec.name)
         leaves.append(
             BatchLeaf(
                 name=f"batch argument {spec.target} ({spec.name})",
@@ -233,12 +230,15 @@ def describe_batch(captured: CapturedStep, model: torch.nn.Module) -> BatchSchem
                     for extent in spec.shape
                 ),
                 dtype=getattr(torch, spec.dtype),
-                index_range=None if known is None else (known.lower, known.upper),
-                ignored_value=None if known is None else known.ignored,
             )
         )
     devices = {tensor.device for tensor in model.parameters()}  # one: the capture refuses more
     dims = tuple(SymbolicDim(dim.name, dim.lower, dim.upper) for dim in captured.dims)
     return BatchSchema(
-        captured.batch, tuple(leaves), dims, devices.pop() if devices else torch.device("cpu")
+        captured.batch,
+        tuple(leaves),
+        dims,
+        devices.pop() if devices else torch.device("cpu"),
+        captured.index_checks,
+        captured.size_checks,
     )

@@ -32,6 +32,10 @@ class ShapeRangeError(RelaxDiscError, ValueError):
     """A dim of an argument is outside its declared range, or two arguments contradict."""
 
 
+class IndexRangeError(ShapeRangeError, IndexError):
+    """An index is outside the tensor that it reads or writes; nothing has been written."""
+
+
 class MemoryBudgetError(RelaxDiscError, MemoryError):
     """A shape cannot run inside the memory budget; raised before any kernel has run.
 
@@ -62,7 +66,7 @@ class StepTornError(RelaxDiscError, RuntimeError):
 
 
 class NonFiniteLossError(RelaxDiscError, FloatingPointError):
-    """The loss is NaN or infinite; raised, where asked for, before a parameter is written."""
+    """The loss, or a buffer's new value, is NaN or infinite; raised before anything is written."""
 
 
 class GraphError(RelaxDiscError, ValueError):

@@ -18,7 +18,9 @@ from relax_disc.frontend.capture.arguments import constants_of
 from relax_disc.frontend.capture.export import Exported
 from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.emitter import Emitter
+from relax_disc.frontend.guarding import Guards
 from relax_disc.frontend.importer import Parameters, declare, translate
+from relax_disc.frontend.index_checks import IndexChecks, normalization_checks
 from relax_disc.frontend.optimizer.accumulation import declare_gradients, emit_sums
 from relax_disc.frontend.optimizer.updates import emit_updates, plan_updates
 from relax_disc.frontend.spec import (
@@ -77,16 +79,26 @@ def _emit(
     )
     with builder.function(wanted.function, parameters.variables):
         with builder.dataflow():
-            flat = translate(traced, emitter, env)
+            checks = IndexChecks(emitter, traced.graph, traced.arguments)
+            flat = translate(traced, emitter, env, checks)
             outputs, values = _outputs(traced, flat, parameters.specs, wanted.forward)
             plain = _plain_extras(traced, flat, symbols, wanted.forward)
+            buffers = [
+                (out.name, value)
+                for out, value in zip(outputs, values, strict=True)
+                if out.kind == "buffer"
+            ]
+            guards = Guards(emitter, values[0], buffers, checks.flags)
             grads = flat[len(flat) - len(traced.gradients) :] if traced.gradients else []
             if wanted.accumulate:
-                added, grads = emit_sums(emitter, parameters, sums, grads, values[0])
+                added, grads = emit_sums(emitter, parameters, sums, grads, guards)
                 outputs += added
                 values += grads
             if wanted.update:
-                emit_updates(emitter, updates, grads, outputs, values)
+                emit_updates(emitter, updates, grads, outputs, values, guards)
+            if checks.flags and not (wanted.accumulate or updates.items):
+                outputs.append(OutputSpec("guarded", "guard"))
+                values.append(guards.token())
             bound: list[Any] = [_bound(emitter, value) for value in values]
             result = builder.emit_output(relax.Tuple(bound))
         builder.emit_func_output(result)
@@ -106,6 +118,8 @@ def _emit(
         extras=_extras_structure(traced, wanted.forward),
         plain_extras=plain,
         function=wanted.function,
+        index_checks=tuple(checks.at_entry),
+        size_checks=(*checks.sizes, *normalization_checks(exported.program, symbols)),
     )
 
 

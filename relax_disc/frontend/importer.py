@@ -24,6 +24,7 @@ from relax_disc.frontend.capture.source_lines import source_line
 from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.converters import TABLE
 from relax_disc.frontend.emitter import Emitter, dtype_name
+from relax_disc.frontend.index_checks import IndexChecks
 from relax_disc.frontend.spec import InputSpec
 
 _logger = logging.getLogger(__name__)
@@ -156,7 +157,9 @@ def _input_spec(argument: Argument, shape: tuple[int | str, ...], dtype: str) ->
     )
 
 
-def translate(traced: Traced, emitter: Emitter, env: dict[fx.Node, Any]) -> list[Any]:
+def translate(
+    traced: Traced, emitter: Emitter, env: dict[fx.Node, Any], checks: IndexChecks
+) -> list[Any]:
     """Emit the whole graph; return its flat list of outputs.
 
     Raises
@@ -166,7 +169,7 @@ def translate(traced: Traced, emitter: Emitter, env: dict[fx.Node, Any]) -> list
     """
     for node in traced.graph.graph.nodes:
         if node.op == "call_function":
-            env[node] = _translate(node, emitter, env)
+            env[node] = _translate(node, emitter, env, checks)
         elif node.op == "get_attr":
             emitter.at(node)
             env[node] = emitter.emit(emitter.torch_constant(_attribute(traced.graph, node)))
@@ -182,7 +185,9 @@ def _attribute(graph: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     return value
 
 
-def _translate(node: fx.Node, emitter: Emitter, env: dict[fx.Node, Any]) -> Any:
+def _translate(
+    node: fx.Node, emitter: Emitter, env: dict[fx.Node, Any], checks: IndexChecks
+) -> Any:
     value = node.meta.get("val")
     if str(node.target) in _IGNORED or not _makes_tensors(node):
         return value
@@ -190,7 +195,7 @@ def _translate(node: fx.Node, emitter: Emitter, env: dict[fx.Node, Any]) -> Any:
         source: Any = node.args[0]
         return env[source][node.args[1]]
     emitter.at(node)
-    args = [_operand(x, env, emitter) for x in node.args]
+    args = checks.apply(node, [_operand(x, env, emitter) for x in node.args])
     kwargs = {
         key: _operand(x, env, emitter) for key, x in node.kwargs.items() if key not in _PLACEMENT
     }

@@ -24,7 +24,7 @@ InputKind = Literal[
     "state",
     "hyper",
 ]
-OutputKind = Literal["loss", "extra", "norm", "gradient", "buffer", "parameter", "state"]
+OutputKind = Literal["loss", "extra", "norm", "gradient", "buffer", "parameter", "state", "guard"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,56 @@ class SizeOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexCheck:
+    """Values that a part of a batch tensor may have, because it is used as an index.
+
+    Attributes
+    ----------
+    leaf : int
+        Index among the leaves of the flattened batch.
+    views : tuple
+        Which part: ``(name, *numbers)`` of :data:`.batch.VIEWS`, one after the other; a number is
+        an integer or an expression over the dims.
+    lower, upper : int, str or None
+        Least and greatest value, expressions over the dims; ``None`` is no limit.
+    ignored : int or None
+        One more value that is allowed.
+    where : str
+        The operator that uses it and its line.
+    """
+
+    leaf: int
+    views: tuple[tuple[Any, ...], ...]
+    lower: int | str | None
+    upper: int | str | None
+    ignored: int | None
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class SizeCheck:
+    """A condition on the dims beyond their ranges; a call that breaks it is refused at entry.
+
+    Attributes
+    ----------
+    size, limit : int or str
+        Expressions over the dims.
+    relation : str
+        ``"<="``: the size must not be above the limit; ``"!="``: they must differ.
+    message : str
+        Why; ``{size}`` and ``{limit}`` stand for the two values, ``{shape[0]}`` for an extent.
+    shape : tuple of int or str
+        More expressions for the message.
+    """
+
+    size: int | str
+    relation: Literal["<=", "!="]
+    limit: int | str
+    message: str
+    shape: tuple[int | str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedStep:
     """A PyTorch function as one Relax function with symbolic shapes.
 
@@ -135,6 +185,8 @@ class CapturedStep:
         `SizeOutput`, or the value itself.
     function : str
         Its name in the module.
+    index_checks, size_checks : tuple
+        What a batch must fulfil beyond the declared dims.
     """
 
     module: tvm.IRModule
@@ -147,3 +199,5 @@ class CapturedStep:
     extras: pytree.TreeSpec | None = None
     plain_extras: Mapping[int, Any] = field(default_factory=dict)
     function: str = "main"
+    index_checks: tuple[IndexCheck, ...] = ()
+    size_checks: tuple[SizeCheck, ...] = ()

@@ -43,6 +43,11 @@ class SymbolTranslator:
         self.analyzer = Analyzer()
 
     @property
+    def dims(self) -> list[DimSpec]:
+        """All dims that the user declared, met or not."""
+        return list(self._dims.specs.values())
+
+    @property
     def used(self) -> list[tuple[DimSpec, tirx.Var]]:
         """Dims met so far, in the order in which they were met."""
         return [(self._dims.specs[name], var) for name, var in self._variables.items()]

@@ -1,7 +1,8 @@
-"""Stop a step whose loss is not finite before it writes a parameter.
+"""Stop a step before it writes anything: an index is out of range, or a value is not finite.
 
-The optimizer's kernels read their hyper-parameters from what this function passes on, so whatever
-order they are scheduled in, they run after it.
+The run time orders every kernel that overwrites a tensor of the caller after this one (see
+`analysis/program/storage.py`), and what it reads is computed before.  On CUDA all that it looks at
+is fetched in one transfer.
 """
 
 from __future__ import annotations
@@ -11,37 +12,69 @@ from typing import Any
 
 import tvm_ffi
 
-from relax_disc.errors import NonFiniteLossError
+from relax_disc.errors import IndexRangeError, NonFiniteLossError
 
-GUARD = "relax_disc.guard_finite"
+GUARD = "relax_disc.guard"
 
 
-def guard_finite(hyper: Any, loss: Any, passed: Any) -> None:
-    """Copy the hyper-parameters; with their last entry set, refuse a loss that is not finite.
+def guard(hyper: Any, loss: Any, count: int, *rest: Any) -> None:
+    """Copy the hyper-parameters, unless something forbids the step.
 
     Parameters
     ----------
-    hyper, passed : tensor
-        Vector of hyper-parameters, and where to copy it.
+    hyper : tensor
+        Vector of hyper-parameters; with its last entry set, `loss` and the buffers must be finite.
     loss : tensor
         One number.
+    count : int
+        How many buffers follow.
+    *rest
+        New values of ``count`` buffers with a name each; then for each checked index its flag (see
+        `frontend.index_checks`), the least and the greatest value allowed, and where it stands in
+        the model; last, where to copy `hyper`.
 
     Raises
     ------
+    IndexRangeError
+        A flag is set.
     NonFiniteLossError
-        The check is on and the loss is NaN or infinite.
+        The check is on, and the loss or a buffer is NaN or infinite.
     """
     import torch  # a second's work, which whoever calls this has done
 
+    passed, buffers, flags = rest[-1], rest[: 2 * count], rest[2 * count : -1]
     source = torch.from_dlpack(hyper)
     torch.from_dlpack(passed).copy_(source)
-    value = float(torch.from_dlpack(loss)) if bool(source[-1]) else 0.0
-    if not math.isfinite(value):
-        raise NonFiniteLossError(
-            f"The loss of this batch is {value}; no parameter has been written. Look at the batch "
-            "and the learning rate, or set step.check_finite = False to go on regardless."
-        )
+    checked = torch.from_dlpack(loss), *map(torch.from_dlpack, flags[::4])
+    if source.device.type != "cpu":
+        parts = [tensor.reshape(-1).double() for tensor in (source[-1], *checked)]
+        source, *checked = torch.cat(parts).cpu().split(1)
+    for k, flag in enumerate(checked[1:]):
+        if int(flag) > 0:
+            raise _refusal(int(flag), *flags[4 * k + 1 : 4 * k + 4])
+    if not bool(source[-1]):
+        return
+    values = [torch.from_dlpack(tensor).sum(dtype=torch.float64) for tensor in buffers[::2]]
+    names = ["loss of this batch", *(f"new value of the buffer {name}" for name in buffers[1::2])]
+    for value, name in zip((checked[0], *values), names, strict=True):
+        # A sum of finite numbers is finite in float64, unless they are far from any use.
+        if not math.isfinite(value):
+            raise NonFiniteLossError(
+                f"The {name} is {float(value)}; nothing has been written. Look at the batch and "
+                "the learning rate, or set step.check_finite = False to go on regardless."
+            )
 
 
-tvm_ffi.register_error(NonFiniteLossError)
-tvm_ffi.register_global_func(GUARD, guard_finite, override=True)
+def _refusal(flag: int, lower: int, upper: int, where: str) -> IndexRangeError:
+    """Make the error of a flag: twice the distance from the range, odd below it."""
+    distance, below = divmod(flag, 2)
+    value = lower - distance if below else upper + distance
+    return IndexRangeError(
+        f"{where}: an index is {value}; indices must be in {lower} .. {upper}. Nothing has been "
+        "written."
+    )
+
+
+for _error in (IndexRangeError, NonFiniteLossError):
+    tvm_ffi.register_error(_error)
+tvm_ffi.register_global_func(GUARD, guard, override=True)

@@ -3,18 +3,20 @@
 A result escapes: it gets memory of its own.  A result that replaces a parameter (attribute
 ``relax_disc.inplace_pairs``) is written into the parameter's buffer by the kernel that makes it, if
 every kernel that reads the old value can come first and the kernel itself may write where it reads;
-else it is made in the arena and copied over at the end.
+else it is made in the arena and copied over at the end.  Nothing is written over a parameter before
+the guards have run (`vm_builtins/guard.py`): what they depend on is copied, too.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tvm import relax
 
 from relax_disc.analysis.program.table import FunctionTable, KernelCall, View
+from relax_disc.vm_builtins.guard import GUARD
 from relax_disc.vm_builtins.plan_metadata import Storage
 
 MayOverwrite = Callable[[KernelCall, int, int], bool]
@@ -52,6 +54,8 @@ def place_results(
     results = table.flat_result()
     overwritten = {given[param] for param in pairs.values()}
     producers = {b: k for k, kernel in enumerate(table.kernels) for b in kernel.outputs}
+    guards = [k for k, kernel in enumerate(table.kernels) if kernel.name == GUARD]
+    guarded_by = _ancestors(table, guards)
     replacement: dict[int, int] = {}
     deferred: list[tuple[int, int]] = []
     for position, leaf in enumerate(results):
@@ -66,7 +70,10 @@ def place_results(
         if target < 0:
             replacement[position] = _escape(table, leaf, overwritten, movable)
         elif (
-            movable and not only_copies and _can_write(table, maker, buffer, target, may_overwrite)
+            movable
+            and not only_copies
+            and maker not in guarded_by
+            and _can_write(table, maker, buffer, target, may_overwrite)
         ):
             entry = table.buffers[buffer]
             entry.storage, entry.given = Storage.OVERWRITE, table.buffers[target].given
@@ -85,7 +92,7 @@ def place_results(
     ]
     for (position, target), source in zip(deferred, saved, strict=True):
         replacement[position] = _store(table, source, target)
-    _order_writers(table, given)
+    _order_writers(table, given, guards)
     if replacement:
         positions = iter(range(len(results)))
         table.result = _replace(table.result, replacement, positions)
@@ -134,14 +141,14 @@ def _store(table: FunctionTable, source: int, target: int) -> int:
     return stored
 
 
-def _order_writers(table: FunctionTable, given: Mapping[int, int]) -> None:
-    """Put every kernel that overwrites a given tensor after all readers of the old value."""
+def _order_writers(table: FunctionTable, given: Mapping[int, int], guards: Sequence[int]) -> None:
+    """Put every kernel that overwrites a given tensor after the guards and the old value's readers."""
     for writer, kernel in enumerate(table.kernels):
         for buffer in kernel.outputs:
             entry = table.buffers[buffer]
             if entry.storage is Storage.OVERWRITE:
                 readers = table.readers(given[entry.given])
-                kernel.after.update(k for k in readers if k != writer)
+                kernel.after.update(k for k in (*readers, *guards) if k != writer)
 
 
 def _copy(table: FunctionTable, source: int, storage: Storage, given: int = -1) -> int:
@@ -178,6 +185,21 @@ def _descendants(table: FunctionTable, start: int) -> set[int]:
             found.add(k)
             made |= set(kernel.outputs)
     return found - {start}
+
+
+def _ancestors(table: FunctionTable, kernels: Sequence[int]) -> set[int]:
+    """Kernels that must come before some kernels, and those themselves."""
+    producers = {b: k for k, kernel in enumerate(table.kernels) for b in kernel.outputs}
+    found: set[int] = set()
+    waiting = list(kernels)
+    while waiting:
+        k = waiting.pop()
+        if k not in found:
+            found.add(k)
+            kernel = table.kernels[k]
+            waiting += [producers[b] for b in kernel.inputs if b in producers]
+            waiting += kernel.after
+    return found
 
 
 def execution_order(table: FunctionTable) -> list[int] | None:

@@ -15,11 +15,11 @@ from tvm import relax
 from relax_disc.frontend.capture.source_lines import SourceLine
 from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.emitter import Emitter, dtype_name
+from relax_disc.frontend.guarding import Guards
 from relax_disc.frontend.importer import Parameters, variable_name
 from relax_disc.frontend.optimizer.kernels import hyper_dtype, update_kernel
 from relax_disc.frontend.optimizer.states import hyper_names
 from relax_disc.frontend.spec import InputSpec, OutputSpec
-from relax_disc.vm_builtins.guard import GUARD
 
 
 def declare_gradients(traced: Traced, parameters: Parameters) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ def emit_sums(
     parameters: Parameters,
     positions: Sequence[int],
     grads: Sequence[Any],
-    loss: Any,
+    guards: Guards,
 ) -> tuple[list[OutputSpec], list[Any]]:
     """Add the new gradients to the sums so far.
 
@@ -63,9 +63,7 @@ def emit_sums(
     guarded: dict[str, Any] = {}
     for spec, variable in zip(parameters.specs, parameters.variables, strict=True):
         if spec.kind == "adding":
-            emitter.locate(f"{spec.name}_checked", SourceLine("", 0))
-            call = relax.call_dps_packed(GUARD, [variable, loss], variable.ty)
-            guarded[spec.dtype] = emitter.emit(call)
+            guarded[spec.dtype] = guards.behind(variable)
     outputs, values = [], []
     for position, grad in zip(positions, grads, strict=True):
         spec = parameters.specs[position]

@@ -15,6 +15,7 @@ from relax_disc.frontend.capture.arguments import Argument
 from relax_disc.frontend.capture.source_lines import SourceLine
 from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.emitter import Emitter, dtype_name
+from relax_disc.frontend.guarding import Guards
 from relax_disc.frontend.importer import Parameters, variable_name
 from relax_disc.frontend.optimizer.clipping import emit_clip
 from relax_disc.frontend.optimizer.kernels import hyper_dtype, update_kernel
@@ -26,7 +27,6 @@ from relax_disc.frontend.optimizer.states import (
     update_rule,
 )
 from relax_disc.frontend.spec import InputSpec, OutputSpec, UpdateGroup
-from relax_disc.vm_builtins.guard import GUARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +204,7 @@ def emit_updates(
     grads: Sequence[Any],
     outputs: list[OutputSpec],
     values: list[Any],
+    guards: Guards,
 ) -> None:
     """Emit one kernel a parameter, and list the new values as outputs paired with the old.
 
@@ -221,7 +222,8 @@ def emit_updates(
         return
     states: list[tuple[OutputSpec, Any]] = []
     hyper = {
-        group.hyper_input: _guard(emitter, updates, group, values[0]) for group in updates.groups
+        group.hyper_input: guards.behind(updates.variables[group.hyper_input])
+        for group in updates.groups
     }
     for item in updates.items:
         grad = grads[item.gradient]
@@ -237,13 +239,6 @@ def emit_updates(
 def _extra_end(outputs: Sequence[OutputSpec]) -> int:
     kinds = ("loss", "extra", "norm")
     return sum(1 for output in outputs if output.kind in kinds)
-
-
-def _guard(emitter: Emitter, updates: Updates, group: UpdateGroup, loss: Any) -> relax.Var:
-    """Let the updates of a group wait for the check of the loss: they read what it passes on."""
-    hyper = updates.variables[group.hyper_input]
-    emitter.locate(f"{hyper.name}_checked", SourceLine("", 0))
-    return emitter.emit(relax.call_dps_packed(GUARD, [hyper, loss], hyper.ty))
 
 
 def _emit_update(

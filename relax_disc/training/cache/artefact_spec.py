@@ -17,8 +17,10 @@ from relax_disc.frontend.capture.batch_spec import BatchSpec
 from relax_disc.frontend.spec import (
     CapturedStep,
     DimSpec,
+    IndexCheck,
     InputSpec,
     OutputSpec,
+    SizeCheck,
     SizeOutput,
     UpdateGroup,
 )
@@ -56,6 +58,8 @@ def describe_captured(captured: CapturedStep, schema: BatchSchema) -> dict[str, 
             for name, tensor in captured.constants.items()
         },
         "function": captured.function,
+        "index_checks": [list(astuple(check)) for check in captured.index_checks],
+        "size_checks": [list(astuple(check)) for check in captured.size_checks],
         "leaves": [_describe_leaf(leaf) for leaf in schema.leaves],
         "device": str(schema.device),
     }
@@ -115,22 +119,25 @@ def restore_captured(
             for k, kind, value in facts["plain_extras"]
         },
         function=facts["function"],
+        index_checks=tuple(IndexCheck(*_tuples(check)) for check in facts["index_checks"]),
+        size_checks=tuple(SizeCheck(*_tuples(check)) for check in facts["size_checks"]),
     )
     ranges = tuple(SymbolicDim(dim.name, dim.lower, dim.upper) for dim in dims)
     leaves = tuple(_restore_leaf(leaf) for leaf in facts["leaves"])
-    return captured, BatchSchema(batch, leaves, ranges, device)
+    checks = captured.index_checks, captured.size_checks
+    return captured, BatchSchema(batch, leaves, ranges, device, *checks)
 
 
 def _describe_leaf(leaf: BatchLeaf) -> list[Any]:
     shape = [extent if isinstance(extent, int) else str(extent) for extent in leaf.shape]
     dtype = _dtype_text(leaf.dtype)
-    return [leaf.name, leaf.position, shape, dtype, leaf.index_range, leaf.ignored_value]
+    return [leaf.name, leaf.position, shape, dtype]
 
 
 def _restore_leaf(fields: list[Any]) -> BatchLeaf:
-    name, position, shape, dtype, index_range, ignored = fields
+    name, position, shape, dtype = fields
     extents = tuple(SymbolicExpr.parse(n) if isinstance(n, str) else n for n in shape)
-    return BatchLeaf(name, position, extents, getattr(torch, dtype), _tuples(index_range), ignored)
+    return BatchLeaf(name, position, extents, getattr(torch, dtype))
 
 
 def _dtype_text(dtype: torch.dtype) -> str:
@@ -145,7 +152,7 @@ def _tensor(content: bytes, shape: list[int], dtype: str) -> torch.Tensor:
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(_tuples(part) for part in value) if isinstance(value, list) else value
 
 
 def _scalar(value: Any) -> Any:

@@ -7,7 +7,8 @@ shows it alone or multiplied, and all other extents must then agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
-from relax_disc.errors import InputMismatchError, ShapeRangeError
+from relax_disc.errors import IndexRangeError, InputMismatchError, ShapeRangeError
 from relax_disc.frontend.capture.batch_spec import BatchSpec
+from relax_disc.frontend.spec import IndexCheck, SizeCheck
 
 Extent = int | SymbolicExpr
 
@@ -37,18 +39,12 @@ class BatchLeaf:
         Extents over the dims.
     dtype : torch.dtype
         Element type; never converted silently.
-    index_range : tuple of (int, int) or None
-        Allowed values, inclusive, of ids that index a table; None where any value goes.
-    ignored_value : int or None
-        A value outside ``index_range`` that is allowed too (a loss's ``ignore_index``).
     """
 
     name: str
     position: int
     shape: tuple[Extent, ...]
     dtype: torch.dtype
-    index_range: tuple[int, int] | None = None
-    ignored_value: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,12 +61,18 @@ class BatchSchema:
         Every dim with its range.
     device : torch.device
         Where the tensors must be.
+    index_checks : tuple of IndexCheck
+        On the values of tensors that are used as indices.
+    size_checks : tuple of SizeCheck
+        On the dims, beyond their ranges.
     """
 
     spec: BatchSpec
     leaves: tuple[BatchLeaf, ...]
     dims: tuple[SymbolicDim, ...]
     device: torch.device
+    index_checks: tuple[IndexCheck, ...] = ()
+    size_checks: tuple[SizeCheck, ...] = ()
     # Values of the dims by the shapes of the leaves: lengths come back, and to solve them again
     # takes longer than all else that is done before a step.
     _solved: dict[tuple[torch.Size, ...], dict[str, int]] = field(
@@ -88,7 +90,10 @@ class BatchSchema:
             The structure, a rank, dtype, device or a leaf that is no tensor differs from the
             example's.
         ShapeRangeError
-            An extent or an id is outside its range, or two extents contradict each other.
+            An extent is outside its range, two extents contradict each other, or the model cannot
+            run at these sizes.
+        IndexRangeError
+            A value that is used as an index is outside its range.
         """
         flat = self.spec.flatten(tuple(args), kwargs)
         tensors = [self._check_type(leaf, flat[leaf.position]) for leaf in self.leaves]
@@ -98,8 +103,8 @@ class BatchSchema:
             if len(self._solved) >= _MOST_SHAPES:
                 self._solved.clear()
             values = self._solved[shapes] = self._solve(tensors)
-        for leaf, tensor in zip(self.leaves, tensors, strict=True):
-            _check_ids(leaf, tensor)
+        if self.index_checks:
+            self._check_indices(flat, values)
         return tensors, dict(values)
 
     def _check_type(self, leaf: BatchLeaf, value: object) -> torch.Tensor:
@@ -126,6 +131,15 @@ class BatchSchema:
         if value.layout != torch.strided:
             raise InputMismatchError(f"{leaf.name} must be a dense tensor, got {value.layout}.")
         return value.detach()
+
+    def _check_indices(self, flat: Sequence[Any], values: Mapping[str, int]) -> None:
+        """Look at the ids; on another device than the CPU the program does."""
+        names = {leaf.position: leaf.name for leaf in self.leaves}
+        for check in self.index_checks:
+            part = flat[check.leaf].detach()
+            for view, *numbers in check.views:
+                part = VIEWS[view](part, *(_number(n, values) for n in numbers))
+            _check_values(check, part, names[check.leaf], values)
 
     def _solve(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
         """Find the dims' values and check every extent against them."""
@@ -156,6 +170,13 @@ class BatchSchema:
                         f"dim {axis} of {leaf.name} is {size}, expected "
                         f"{_expectation(extent, wanted, shown)}."
                     )
+        for check in self.size_checks:
+            size, limit = (_number(x, values) for x in (check.size, check.limit))
+            if size > limit if check.relation == "<=" else size == limit:
+                shape = [_number(n, values) for n in check.shape]
+                sizes = ", ".join(f"{name}={value}" for name, value in values.items())
+                text = check.message.format(size=size, limit=limit, shape=shape)
+                raise ShapeRangeError(f"At {sizes}: {text}" if sizes else text)
         return values
 
 
@@ -181,23 +202,45 @@ def _expectation(extent: Extent, wanted: int, shown: Mapping[str, str]) -> str:
     return f"{wanted} = {extent}" + (f"; {seen}" if seen else "")
 
 
-def _check_ids(leaf: BatchLeaf, tensor: torch.Tensor) -> None:
-    """Check that ids index inside their table; on CUDA the kernels set a flag instead."""
-    if leaf.index_range is None or tensor.numel() == 0 or tensor.device.type != "cpu":
+VIEWS: dict[str, Callable[..., torch.Tensor]] = {
+    "reshape": lambda x, *sizes: x.reshape(sizes),
+    "permute": lambda x, *axes: x.permute(axes),
+    "select": lambda x, axis, index: x.select(axis, index),
+    "slice": lambda x, *numbers: torch.ops.aten.slice.Tensor(x, *numbers),
+}
+"""Parts of a batch tensor that an `IndexCheck` may be about, by name, with their numbers."""
+
+
+def _number(value: int | str, dims: Mapping[str, int]) -> int:
+    return value if isinstance(value, int) else int(_expression(value).evaluate(dims))
+
+
+@functools.lru_cache(maxsize=1024)
+def _expression(text: str) -> SymbolicExpr:
+    return SymbolicExpr.parse(text)
+
+
+def _check_values(
+    check: IndexCheck, part: torch.Tensor, name: str, dims: Mapping[str, int]
+) -> None:
+    if part.numel() == 0:
         return
-    low, high = leaf.index_range
-    least, greatest = (int(bound) for bound in torch.aminmax(tensor))
+    least, greatest = (int(bound) for bound in torch.aminmax(part))
+    low = least if check.lower is None else _number(check.lower, dims)
+    high = greatest if check.upper is None else _number(check.upper, dims)
     if least >= low and greatest <= high:
         return
-    outside = (tensor < low) | (tensor > high)
-    if leaf.ignored_value is not None:
-        outside &= tensor != leaf.ignored_value
+    outside = (part < low) | (part > high)
+    if check.ignored is not None:
+        outside &= part != check.ignored
     if bool(outside.any()):
         place = tuple(int(index) for index in outside.nonzero()[0])
-        also = "" if leaf.ignored_value is None else f" (or {leaf.ignored_value}, ignored)"
-        raise ShapeRangeError(
-            f"{leaf.name}{list(place)} is {int(tensor[place])}; ids must be in {low} .. "
-            f"{high}{also}."
+        also = "" if check.ignored is None else f" (or {check.ignored}, ignored)"
+        of_part = " (of the part that is read)" if check.views else ""
+        bounds = f"{'' if check.lower is None else low} .. {'' if check.upper is None else high}"
+        raise IndexRangeError(
+            f"{name}{list(place)}{of_part} is {int(part[place])}; ids must be in {bounds}{also}: "
+            f"{check.where} uses them as indices."
         )
 
 

@@ -1,0 +1,312 @@
+"""Make every index of a traced program safe: proved in range, checked at entry, or by the program.
+
+What an index may be follows from `index_ranges`.  Where that proves it in range nothing is done.
+Where it stems from the batch, or from sizes alone, a condition is noted that each call checks
+before it runs.  Any other is brought into range, so that kernels read and write inside their
+tensors, and a flag says by how much it was outside: a scalar that `vm_builtins/guard.py` looks at
+before the step writes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from tvm import relax, te, tirx
+from tvm.ir import StringImm
+
+from relax_disc.frontend.capture.arguments import Argument
+from relax_disc.frontend.capture.source_lines import source_line
+from relax_disc.frontend.emitter import Emitter
+from relax_disc.frontend.index_ranges import IndexRanges, Interval, Size, required
+from relax_disc.frontend.spec import IndexCheck, SizeCheck
+from relax_disc.frontend.symbols import SymbolTranslator
+
+_FARTHEST = 2**40
+"""Distances from the range are cut to this, so that twice one fits a flag."""
+
+# Of these, which PyTorch writes as advanced indexing, a negative index is an error.
+_NEVER_NEGATIVE = ("aten.index_add", "aten.index_copy", "aten.index_reduce")
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """An index among the arguments of a node.
+
+    Attributes
+    ----------
+    path : tuple of int
+        Its argument, and its place there if that is a list.
+    extent : int or SymInt
+        Of the axis that it selects from.
+    wraps : bool
+        Whether negative positions count from the end.
+    ignored : int or None
+        A value that selects nothing.
+    """
+
+    path: tuple[int, ...]
+    extent: Any
+    wraps: bool = False
+    ignored: int | None = None
+
+
+def uses(node: fx.Node) -> Iterator[Use]:
+    """List the indices that an operator takes."""
+    name = str(node.target)
+    args: Any = node.args
+    if name == "aten.embedding.default":
+        yield Use((1,), args[0].meta["val"].shape[0])
+    elif name == "aten.embedding_dense_backward.default":
+        yield Use((1,), args[2])
+    elif name.startswith("relax_disc.cross_entropy"):
+        at = 2 if "backward" in name else 1
+        ignored = int(args[6 if "backward" in name else 3])
+        yield Use((at,), args[at - 1].meta["val"].shape[1], ignored=ignored)
+    elif name.startswith(("aten.gather.", "aten.scatter", "aten.index_select.")):
+        shape = args[0].meta["val"].shape
+        yield Use((2,), shape[args[1]] if shape else 1)
+    elif name in ("aten.index.Tensor", "aten.index_put.default"):
+        wraps = not _origin(node).startswith(_NEVER_NEGATIVE)
+        for place, index in enumerate(args[1]):
+            if index is not None and index.meta["val"].dtype not in (torch.bool, torch.uint8):
+                yield Use((1, place), args[0].meta["val"].shape[place], wraps)
+    elif name == "aten.eq.Tensor" and _origin(node).startswith("aten.one_hot."):
+        yield Use((0,), node.meta["val"].shape[-1])
+
+
+def _origin(node: fx.Node) -> str:
+    sources = node.meta.get("from_node") or []
+    return str(sources[0].target) if sources else ""
+
+
+class IndexChecks:
+    """What one function checks of its indices.
+
+    Parameters
+    ----------
+    emitter : Emitter
+        Of the function.
+    graph : fx.GraphModule
+        What was traced.
+    arguments : sequence of Argument
+        Its inputs.
+
+    Attributes
+    ----------
+    at_entry : list of IndexCheck
+        On the batch.
+    sizes : list of SizeCheck
+        On the dims.
+    flags : list
+        For the guard: flag, least and greatest value, place in the model, of each index.
+    """
+
+    def __init__(
+        self, emitter: Emitter, graph: fx.GraphModule, arguments: Sequence[Argument]
+    ) -> None:
+        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self._emitter = emitter
+        self._argument = dict(zip(nodes, arguments, strict=True))
+        on_device = any(
+            a.tensor is not None and a.tensor.device.type != "cpu" for a in arguments
+        )  # to look there at the batch would wait for it
+        leaves = {
+            node: int(a.target)
+            for node, a in self._argument.items()
+            if a.kind == "batch" and not on_device
+        }
+        self._ranges = IndexRanges(emitter.symbols, leaves)
+        self._safe: dict[tuple[Any, ...], Any] = {}
+        self.at_entry: list[IndexCheck] = []
+        self.sizes: list[SizeCheck] = []
+        self.flags: list[Any] = []
+
+    def apply(self, node: fx.Node, args: Sequence[Any]) -> list[Any]:
+        """Return the translated arguments of a node with safe indices."""
+        result = list(args)
+        for use in uses(node):
+            source: Any = node.args[use.path[0]]
+            for place in use.path[1:]:
+                source = source[place]
+            first, *rest = use.path
+            if rest:
+                result[first] = list(result[first])
+            holder, last = (result[first], rest[0]) if rest else (result, first)
+            safe = self._checked(node, source, use, holder[last])
+            if safe is not None:
+                holder[last] = safe
+        return result
+
+    def _checked(self, node: fx.Node, source: fx.Node, use: Use, index: Any) -> Any:
+        """Check one index; return what to read in its place, None for itself."""
+        key = (source, str(use.extent), use.wraps, use.ignored)
+        if key in self._safe:
+            return self._safe[key]
+        found, extent = self._ranges.of(source), self._ranges.size(use.extent)
+        self._safe[key] = None
+        if extent is not None:
+            lower, upper = (-extent if use.wraps else extent * 0), extent - 1
+            if self._is_proved(found, lower, upper):
+                return None
+            if found.is_reached and self._by_sizes(node, found, lower, upper):
+                return None
+            if self._by_batch(node, found, use, lower, upper):
+                return None
+        self._safe[key] = self._flagged(node, use, index)
+        return self._safe[key]
+
+    def _is_proved(self, found: Interval, lower: Size, upper: Size) -> bool:
+        at_most = self._ranges.at_most
+        return at_most(lower, found.lower) and at_most(found.upper, upper)
+
+    def _by_sizes(self, node: fx.Node, found: Interval, lower: Size, upper: Size) -> bool:
+        """Note what the dims must fulfil where data play no part."""
+        if found.lower is None or found.upper is None:
+            return False
+        table = self._table(node)
+        if not self._ranges.at_most(found.upper, upper):
+            self.sizes.append(
+                SizeCheck(
+                    _plain(found.upper + 1),
+                    "<=",
+                    _plain(upper + 1),
+                    f"{_where(node)} needs {found.upper + 1} = {{size}} rows of {table}, which has "
+                    "{limit}. Crop the batch, or declare a narrower Dim.",
+                )
+            )
+        if not self._ranges.at_most(lower, found.lower):
+            self.sizes.append(
+                SizeCheck(
+                    _plain(lower),
+                    "<=",
+                    _plain(found.lower),
+                    f"{_where(node)} reads position {{limit}} of {table}; the least is {{size}}.",
+                )
+            )
+        return True
+
+    def _by_batch(self, node: fx.Node, found: Interval, use: Use, lower: Size, upper: Size) -> bool:
+        """Note what the batch must fulfil; False where that does not follow."""
+        origin = found.origin
+        if origin is None:
+            return False
+        ignored = use.ignored
+        if origin.ignored is not None:
+            at_most = self._ranges.at_most
+            if not (at_most(lower, origin.instead) and at_most(origin.instead, upper)):
+                return False
+            ignored = origin.ignored
+        elif ignored is not None and origin.steps:
+            return False
+        limits = required(self._ranges, origin, lower, upper)
+        if limits is None:
+            return False
+        views = list(origin.views)
+        while views and views[-1][0] in ("reshape", "permute"):
+            views.pop()
+        numbers = tuple((name, *map(_plain, rest)) for name, *rest in views)
+        ends = (None if end is None else _plain(end) for end in limits)
+        self.at_entry.append(IndexCheck(origin.leaf, numbers, *ends, ignored, _where(node)))
+        return True
+
+    def _flagged(self, node: fx.Node, use: Use, index: Any) -> relax.Var:
+        """Emit a flag, and the index brought into range."""
+        emitter = self._emitter
+        extent = emitter.symbols.size(use.extent)
+        least = -extent if use.wraps else tirx.IntImm("int64", 0)
+        dtype = emitter.dtype(index)
+
+        def distance(value: Any) -> Any:
+            value = value.astype("int64")
+            far, zero = tirx.const(_FARTHEST, "int64"), tirx.const(0, "int64")
+            below = tirx.min(least - value, far) * 2 + 1
+            above = tirx.min(value - (extent - 1), far) * 2
+            flag = tirx.Select(value < least, below, tirx.Select(value >= extent, above, zero))
+            return _unless(use.ignored, value, zero, flag)
+
+        def flag(index: Any, *_: Any) -> Any:
+            axes = [te.reduce_axis((0, n), "i") for n in index.shape]
+            if not axes:
+                return te.compute((), lambda: distance(index()), name="outside")
+            return te.compute((), lambda: te.max(distance(index(*axes)), axis=axes), name="outside")
+
+        def inside(index: Any, *_: Any) -> Any:
+            def element(*i: Any) -> Any:
+                value = index(*i).astype("int64")
+                place = tirx.Select(value < 0, value + extent, value) if use.wraps else value
+                zero = tirx.const(0, "int64")
+                place = tirx.max(tirx.min(place, extent - 1), zero)
+                return _unless(use.ignored, value, value, place).astype(dtype)
+
+            return te.compute(index.shape, element, name="inside")
+
+        number = [] if isinstance(extent, tirx.IntImm) else [extent]
+        outside = emitter.te("index_outside", flag, index, *number)
+        bounds = [relax.prim_value(bound) for bound in (least, extent - 1)]
+        self.flags += [outside, *bounds, StringImm(_where(node))]
+        return emitter.te("index_inside", inside, index, *number)
+
+    def _table(self, node: fx.Node) -> str:
+        table: Any = node.args[0]
+        while str(table.target) in ("aten.alias.default", "aten.detach.default"):
+            table = table.args[0]
+        argument = self._argument.get(table)
+        if argument is not None and argument.kind in ("parameter", "buffer"):
+            return str(argument.target)
+        return "the tensor"
+
+
+def _unless(ignored: int | None, value: Any, this: Any, other: Any) -> Any:
+    return other if ignored is None else tirx.Select(value == ignored, this, other)
+
+
+def _plain(size: Size) -> int | str:
+    return size.as_int() if size.is_constant else str(size)
+
+
+def _where(node: fx.Node) -> str:
+    name = _origin(node) or str(node.target)
+    return name.removesuffix(".default") + _at_line(node)
+
+
+def _at_line(node: fx.Node) -> str:
+    line = source_line(node)
+    return f" at {line}" if line.file else ""
+
+
+_MEANS_OF = {
+    "aten.batch_norm.default": "Expected more than 1 value per channel",
+    "aten.instance_norm.default": "Expected more than 1 spatial element",
+    "aten.group_norm.default": "Expected more than 1 value per channel",
+}
+
+
+def normalization_checks(program: ExportedProgram, symbols: SymbolTranslator) -> list[SizeCheck]:
+    """Find the layers that PyTorch refuses to train on one value for each mean.
+
+    Batch and instance normalization look at the axes behind the channels, batch normalization at
+    the batch, too; group normalization at a group's channels as well.
+    """
+    checks = []
+    for node in program.graph.nodes:
+        name = str(node.target)
+        text = _MEANS_OF.get(name)
+        if text is None:
+            continue
+        if name != "aten.group_norm.default" and not node.args[5]:
+            continue  # in inference
+        shape = [symbols.text(n) for n in node.args[0].meta["val"].shape]
+        if name == "aten.group_norm.default":
+            shape[:2] = f"({shape[0]})*({shape[1]})//{node.args[1]}", node.args[1]
+        counted = shape[2:] if name == "aten.instance_norm.default" else [shape[0], *shape[2:]]
+        size = "*".join(f"({n})" for n in counted) or "1"
+        extents = ", ".join(f"{{shape[{k}]}}" for k in range(len(shape)))
+        extents = f"[{extents}]" if "group" in name else f"torch.Size([{extents}])"
+        message = f"{text} when training, got input size {extents}{_at_line(node)}"
+        checks.append(SizeCheck(size, "!=", 1, message, tuple(shape)))
+    return checks
