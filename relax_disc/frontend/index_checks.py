@@ -210,8 +210,8 @@ class IndexChecks:
         while views and views[-1][0] in ("reshape", "permute"):
             views.pop()
         numbers = tuple((name, *map(_plain, rest)) for name, *rest in views)
-        ends = (None if end is None else _plain(end) for end in limits)
-        self.at_entry.append(IndexCheck(origin.leaf, numbers, *ends, ignored, _where(node)))
+        low, high = (None if end is None else _plain(end) for end in limits)
+        self.at_entry.append(IndexCheck(origin.leaf, numbers, low, high, ignored, _where(node)))
         return True
 
     def _flagged(self, node: fx.Node, use: Use, index: Any) -> relax.Var:

@@ -1,4 +1,4 @@
-"""Which values the integer tensors of a traced graph can have, and where in the batch they stem from.
+"""Which values the integer tensors of a traced graph can have, and where they stem from.
 
 An interval follows from the operators alone: ``arange`` ends below its length, ``argmax`` below the
 axis.  Where a tensor is a batch tensor seen through views and monotone arithmetic with constants,
@@ -49,7 +49,7 @@ class Origin:
     views: tuple[tuple[Any, ...], ...] = ()
     steps: tuple[tuple[str, Size], ...] = ()
     ignored: int | None = None
-    instead: Size = SymbolicExpr(0)
+    instead: Size | None = None
     is_expanded: bool = False
 
 
@@ -152,17 +152,17 @@ class IndexRanges:
         if value.is_floating_point() or value.is_complex():
             return _ANY
         limits = _LIMITS.get(value.dtype)
-        ends = (None, None) if limits is None else tuple(map(SymbolicExpr.constant, limits))
+        low, high = (None, None) if limits is None else map(SymbolicExpr.constant, limits)
         if node.op == "placeholder":
             origin = None
             if node in self._leaves:
                 origin = Origin(self._leaves[node])
-            return Interval(*ends, origin=origin)
+            return Interval(low, high, origin=origin)
         found = self._apply(node)
         if limits is not None:
             # Arithmetic in a narrow type wraps around.
-            inside = self.at_most(ends[0], found.lower) and self.at_most(found.upper, ends[1])
-            return found if inside else Interval(*ends)
+            inside = self.at_most(low, found.lower) and self.at_most(found.upper, high)
+            return found if inside else Interval(low, high)
         return found
 
     def _apply(self, node: fx.Node) -> Interval:
@@ -290,8 +290,12 @@ def _permute(ranges: IndexRanges, node: fx.Node) -> Interval:
         order = [axis % rank for axis in axes]
     elif rank > 1:
         a, b = node.args[1:] if len(node.args) > 1 else (0, 1)
-        order[a % rank], order[b % rank] = b % rank, a % rank  # pyright: ignore
+        order[_int(a) % rank], order[_int(b) % rank] = _int(b) % rank, _int(a) % rank
     return _viewed(ranges.of(_first(node)), "permute", *map(SymbolicExpr.constant, order))
+
+
+def _int(value: Any) -> int:
+    return int(value)
 
 
 @_rule("select")
@@ -323,10 +327,12 @@ def _getitem(ranges: IndexRanges, node: fx.Node) -> Interval:
     if name in ("split_with_sizes", "split") and isinstance(call.args[1], list | tuple):
         axis = call.args[2] if len(call.args) > 2 else 0
         sizes = [ranges.size(n) for n in call.args[1]]
-        if None in sizes:
-            return _viewed(ranges.of(source), "slice", None)
-        start = sum(sizes[:place], _ZERO)
-        numbers = (ranges.size(axis), start, start + sizes[place], _ONE)
+        start: Any = _ZERO
+        for size in sizes[:place]:
+            start = None if start is None or size is None else start + size
+        size = sizes[place]
+        end = None if start is None or size is None else start + size
+        numbers = (ranges.size(axis), start, end, _ONE)
         return _viewed(ranges.of(source), "slice", *numbers)
     return ranges.of(source) if name in ("sort", "topk", "max", "min") else _ANY
 
@@ -405,15 +411,13 @@ def _add(ranges: IndexRanges, node: fx.Node) -> Interval:
 
 
 def _sum(a: Interval, b: Interval) -> Interval:
-    ends = [
-        None if x is None or y is None else x + y
-        for x, y in ((a.lower, b.lower), (a.upper, b.upper))
-    ]
+    lower = None if a.lower is None or b.lower is None else a.lower + b.lower
+    upper = None if a.upper is None or b.upper is None else a.upper + b.upper
     for x, other in ((a, b), (b, a)):
         number = _constant(other)
         if number is not None:
-            return Interval(*ends, x.is_reached, _stepped(x, "add", number))
-    return Interval(*ends)
+            return Interval(lower, upper, x.is_reached, _stepped(x, "add", number))
+    return Interval(lower, upper)
 
 
 def _times(x: Interval, number: Size | None) -> Interval:
@@ -421,11 +425,10 @@ def _times(x: Interval, number: Size | None) -> Interval:
         return _ANY
     if number.as_int() == 0:
         return Interval(_ZERO, _ZERO)
-    ends = [None if end is None else end * number for end in (x.lower, x.upper)]
-    if number.as_int() < 0:
-        ends.reverse()
+    low, high = (x.lower, x.upper) if number.as_int() > 0 else (x.upper, x.lower)
+    low, high = (None if end is None else end * number for end in (low, high))
     origin = _stepped(x, "multiply", number) if number.as_int() >= -1 else None
-    return Interval(*ends, x.is_reached, origin)
+    return Interval(low, high, x.is_reached, origin)
 
 
 @_rule("neg")
@@ -440,10 +443,11 @@ def _mul(ranges: IndexRanges, node: fx.Node) -> Interval:
         number = _constant(other)
         if number is not None and number.is_constant:
             return _times(x, number)
-    known = (a.lower, a.upper, b.lower, b.upper)
-    if None in known or not (ranges.at_most(_ZERO, a.lower) and ranges.at_most(_ZERO, b.lower)):
+    if a.lower is None or a.upper is None or b.lower is None or b.upper is None:
         return _ANY
-    return Interval(a.lower * b.lower, a.upper * b.upper)  # pyright: ignore
+    if not (ranges.at_most(_ZERO, a.lower) and ranges.at_most(_ZERO, b.lower)):
+        return _ANY
+    return Interval(a.lower * b.lower, a.upper * b.upper)
 
 
 def _divisor(ranges: IndexRanges, node: fx.Node) -> Size | None:
@@ -461,8 +465,8 @@ def _divide(ranges: IndexRanges, node: fx.Node) -> Interval:
         return _ANY
     if mode != "floor" and not ranges.at_most(_ZERO, x.lower):
         return _ANY
-    ends = [None if end is None else end // number for end in (x.lower, x.upper)]
-    return Interval(*ends, x.is_reached, _stepped(x, "divide", number))
+    low, high = (None if end is None else end // number for end in (x.lower, x.upper))
+    return Interval(low, high, x.is_reached, _stepped(x, "divide", number))
 
 
 @_rule("remainder")

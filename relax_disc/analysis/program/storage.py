@@ -142,7 +142,7 @@ def _store(table: FunctionTable, source: int, target: int) -> int:
 
 
 def _order_writers(table: FunctionTable, given: Mapping[int, int], guards: Sequence[int]) -> None:
-    """Put every kernel that overwrites a given tensor after the guards and the old value's readers."""
+    """Put what overwrites a given tensor after the guards and all readers of the old value."""
     for writer, kernel in enumerate(table.kernels):
         for buffer in kernel.outputs:
             entry = table.buffers[buffer]
