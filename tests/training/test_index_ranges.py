@@ -325,3 +325,20 @@ def test_check_finite_looks_at_buffers_and_stops_before_they_are_written(update)
     torch.testing.assert_close(step(*good, update=update), loss, rtol=1e-5, atol=1e-6)
     for name, buffer in twin.named_buffers():
         torch.testing.assert_close(model.get_buffer(name), buffer, rtol=1e-5, atol=1e-6)
+
+
+def test_position_of_an_extremum_is_inside_the_axis_whatever_the_data():
+    model = nn.Linear(4, 3)
+
+    def loss_fn(model, x):
+        rows = model.weight.T
+        return (rows[x.argmax(1)] + rows[x.max(1).indices] + rows[x.argmin(1)]).pow(2).mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = relax_disc.compile(
+        model, optimizer, (torch.randn(3, 4),), dynamic_shapes=({0: BATCH},), loss_fn=loss_fn
+    )
+    for bad in (float("inf"), float("-inf"), float("nan")):
+        x = torch.randn(4, 4)
+        x[2] = bad
+        torch.testing.assert_close(step(x), loss_fn(model, x).detach())

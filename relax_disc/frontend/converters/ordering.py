@@ -7,6 +7,7 @@ from typing import Any
 from tvm import relax, te
 
 from relax_disc import ops
+from relax_disc.frontend.converters.reductions import first_position
 from relax_disc.frontend.converters.registry import WIDE, axis_of, converts
 from relax_disc.frontend.emitter import Emitter
 
@@ -67,7 +68,7 @@ def extremum(emitter: Emitter, x: Any, axis: int, keepdim: bool = False) -> Any:
     x = emitter.cast(x, "int8") if dtype == "bool" else x
     value = emitter.emit((op.max if is_max else op.min)(x, [axis], keepdim))
     place = emitter.emit((op.argmax if is_max else op.argmin)(x, axis, keepdim))
-    return emitter.cast(value, dtype), emitter.cast(place, "int64")
+    return emitter.cast(value, dtype), first_position(emitter, place)
 
 
 @converts("aten.searchsorted.Tensor")

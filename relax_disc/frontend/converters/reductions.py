@@ -174,4 +174,11 @@ def argument(emitter: Emitter, x: Any, axis: Any = None, keepdim: bool = False) 
     build = op.argmax if "argmax" in str(emitter.node.target) else op.argmin
     if axis is None and keepdim:
         raise emitter.refuse("keepdim without an axis")
-    return emitter.cast(emitter.emit(build(x, axis, keepdim)), "int64")
+    return first_position(emitter, emitter.emit(build(x, axis, keepdim)))
+
+
+def first_position(emitter: Emitter, place: Any) -> Any:
+    """Turn TVM's -1, for an axis of NaN or of infinities, into the first position."""
+    return emitter.cast(
+        emitter.emit(op.maximum(place, emitter.const(0, emitter.dtype(place)))), "int64"
+    )
