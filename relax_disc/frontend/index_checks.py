@@ -218,35 +218,37 @@ class IndexChecks:
         """Emit a flag, and the index brought into range."""
         emitter = self._emitter
         extent = emitter.symbols.size(use.extent)
-        least = -extent if use.wraps else tirx.IntImm("int64", 0)
-        dtype = emitter.dtype(index)
+        dtype, zero = emitter.dtype(index), tirx.const(0, "int64")
 
-        def distance(value: Any) -> Any:
-            value = value.astype("int64")
-            far, zero = tirx.const(_FARTHEST, "int64"), tirx.const(0, "int64")
+        def distance(value: Any, extent: Any) -> Any:
+            value, far = value.astype("int64"), tirx.const(_FARTHEST, "int64")
+            least = -extent if use.wraps else zero
             below = tirx.min(least - value, far) * 2 + 1
             above = tirx.min(value - (extent - 1), far) * 2
             flag = tirx.Select(value < least, below, tirx.Select(value >= extent, above, zero))
             return _unless(use.ignored, value, zero, flag)
 
-        def flag(index: Any, *_: Any) -> Any:
+        # Sizes as the kernel gets them: TVM gives it variables of its own.
+        def flag(index: Any, size: Any = extent) -> Any:
             axes = [te.reduce_axis((0, n), "i") for n in index.shape]
             if not axes:
-                return te.compute((), lambda: distance(index()), name="outside")
-            return te.compute((), lambda: te.max(distance(index(*axes)), axis=axes), name="outside")
+                return te.compute((), lambda: distance(index(), size), name="outside")
+            return te.compute(
+                (), lambda: te.max(distance(index(*axes), size), axis=axes), name="outside"
+            )
 
-        def inside(index: Any, *_: Any) -> Any:
+        def inside(index: Any, size: Any = extent) -> Any:
             def element(*i: Any) -> Any:
                 value = index(*i).astype("int64")
-                place = tirx.Select(value < 0, value + extent, value) if use.wraps else value
-                zero = tirx.const(0, "int64")
-                place = tirx.max(tirx.min(place, extent - 1), zero)
+                place = tirx.Select(value < 0, value + size, value) if use.wraps else value
+                place = tirx.max(tirx.min(place, size - 1), zero)
                 return _unless(use.ignored, value, value, place).astype(dtype)
 
             return te.compute(index.shape, element, name="inside")
 
         number = [] if isinstance(extent, tirx.IntImm) else [extent]
         outside = emitter.te("index_outside", flag, index, *number)
+        least = -extent if use.wraps else zero
         bounds = [relax.prim_value(bound) for bound in (least, extent - 1)]
         self.flags += [outside, *bounds, StringImm(_where(node))]
         return emitter.te("index_inside", inside, index, *number)

@@ -469,9 +469,11 @@ def _divide(ranges: IndexRanges, node: fx.Node) -> Interval:
     return Interval(low, high, x.is_reached, _stepped(x, "divide", number))
 
 
-@_rule("remainder")
+@_rule("remainder", "fmod")
 def _remainder(ranges: IndexRanges, node: fx.Node) -> Interval:
     number = ranges.of(node.args[1])
+    if "fmod" in str(node.target) and not ranges.at_most(_ZERO, ranges.of(_first(node)).lower):
+        return _ANY
     if number.lower is None or number.upper is None or not ranges.at_most(_ONE, number.lower):
         return _ANY
     return Interval(_ZERO, number.upper - 1)
