@@ -74,7 +74,7 @@ format: $(LINT)
 	$(PYTHON) -m ruff format .
 
 docs: $(TEST)
-	$(PYTHON) -m relax_disc.frontend.operator_table > docs/operators.md.new
+	$(PYTHON) -m benchmarks.operators.document > docs/operators.md.new
 	mv docs/operators.md.new docs/operators.md
 	$(PYTHON) -m benchmarks.models --write-docs
 

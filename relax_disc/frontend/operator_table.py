@@ -22,17 +22,38 @@ _INTRODUCTION = """\
 # Operators
 
 Made from the code by `make docs`; a test holds it up to date. An operator that a model uses is
-translated by a converter, or broken by PyTorch's own decompositions into operators that are.
-Anything else is refused at compile, by name and with the line of the model, all of them in one
-message; so is a use that a converter does not fit. In-place and `out=` forms are made functional
-first."""
+translated by a converter, or broken by PyTorch's own decompositions into operators that are. What
+has no converter, and a use that its converter does not fit, runs PyTorch's own kernel. Anything
+else is refused at compile, by name and with the line of the model, all of them in one message.
+In-place and `out=` forms are made functional first."""
+
+_OWN_KERNELS = """\
+## Operators that run PyTorch's own kernel
+
+An operator of PyTorch that is in none of the tables below becomes one call of PyTorch's kernel for
+the device, through its dispatcher, on planned memory: linear algebra, Fourier transforms, special
+functions, samplers and resizing of every kind, complex numbers. A call costs a microsecond or two
+beside its kernel. Its results are tensors of the plan like all others: they are placed, given up
+and computed again under a budget. Gradients are PyTorch's formulas, whose operators are translated
+or called in the same way.
+
+* The operator writes its results itself where PyTorch has an `out=` form of it; else they are
+  copied, views too, so that strides never matter.
+* A complex tensor is memory of pairs of real numbers. Complex parameters and batches are refused.
+* What the operator checks on data it checks in the call: `torch.linalg.inv` of a singular matrix
+  raises PyTorch's error. Nothing has changed then, unless a parameter had been written already,
+  which `StepTornError` says.
+* Refused by name: operators that draw random numbers by PyTorch's generator (a value computed again
+  would be another one), whose results have a shape or value that depends on data
+  (`masked_select`, `unique`), that write into their operands, or that make sparse or quantised
+  tensors; `as_strided` of a tensor whose strides are not kept."""
 
 _BY_NAME = "The function of that name, element by element."
 
 
 def page() -> str:
     """Write all tables as Markdown."""
-    parts = [_INTRODUCTION]
+    parts = [_INTRODUCTION, _OWN_KERNELS]
     count = sum(len(operators) for _, operators in _families())
     parts.append(f"## Translated one by one: {count}")
     for family, operators in _families():

@@ -1,6 +1,7 @@
 """Make the library functions exist that compiled code calls by name.
 
 ============================================ ====================================================
+`relax_disc.aten.call`                       see `ops/aten.py`; every device
 `relax_disc.cpu.matmul`                      a, b, a_split, b_split, transpose_a, transpose_b, c
 `relax_disc.cpu.matmul_add`                  a, b, addend, (as above), c
 `relax_disc.cpu.batch_matmul`                a, b, a_axes, b_axes, c_axes, c
@@ -47,7 +48,6 @@ last. On the CPU they are float32 or float64 alike within a call.
 from __future__ import annotations
 
 from relax_disc.vm_builtins import native
-from relax_disc.vm_builtins.libraries import library_aten
 
 
 def install(device: str) -> None:
@@ -60,11 +60,9 @@ def install(device: str) -> None:
     device : str
         "cuda"; everything else runs on the CPU's library.
     """
-    library_aten.install()
+    native.load()  # the CPU's functions, and what serves every device
     if device == "cuda":
         # Imports torch, a second's work.
         from relax_disc.vm_builtins.libraries import cuda_library
 
         cuda_library.register()
-    else:
-        native.load()

@@ -1,0 +1,322 @@
+// relax_disc.aten.call: one of PyTorch's operators on planned memory, by a recipe (ops/aten.py).
+//
+// The recipe is read once.  The call goes through PyTorch's dispatcher, so that it runs on the
+// device where its operands are; it sees neither autograd nor autocast.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/view_as_real.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/extra/json.h>
+#include <tvm/ffi/reflection/registry.h>
+#include <tvm/ffi/tvm_ffi.h>
+
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace relax_disc {
+namespace {
+
+namespace ffi = tvm::ffi;
+namespace json = tvm::ffi::json;
+
+constexpr int64_t kVersion = 1;
+
+c10::ScalarType ElementOf(DLDataType dtype) {
+  const int code = dtype.code, bits = dtype.bits;
+  if (code == kDLFloat && bits == 32) return c10::kFloat;
+  if (code == kDLFloat && bits == 64) return c10::kDouble;
+  if (code == kDLFloat && bits == 16) return c10::kHalf;
+  if (code == kDLBfloat && bits == 16) return c10::kBFloat16;
+  if (code == kDLInt && bits == 64) return c10::kLong;
+  if (code == kDLInt && bits == 32) return c10::kInt;
+  if (code == kDLInt && bits == 16) return c10::kShort;
+  if (code == kDLInt && bits == 8) return c10::kChar;
+  if (code == kDLBool || (code == kDLUInt && bits == 1)) return c10::kBool;
+  if (code == kDLUInt && bits == 8) return c10::kByte;
+  TVM_FFI_THROW(TypeError) << "PyTorch has no elements of code " << code << " with " << bits
+                           << " bits";
+  throw;  // not reached
+}
+
+c10::ScalarType NamedType(const std::string& name) {
+  static const std::unordered_map<std::string, c10::ScalarType> types = {
+      {"float64", c10::kDouble},         {"float32", c10::kFloat}, {"float16", c10::kHalf},
+      {"bfloat16", c10::kBFloat16},      {"int64", c10::kLong},    {"int32", c10::kInt},
+      {"int16", c10::kShort},            {"int8", c10::kChar},     {"uint8", c10::kByte},
+      {"bool", c10::kBool},              {"complex32", c10::kComplexHalf},
+      {"complex64", c10::kComplexFloat}, {"complex128", c10::kComplexDouble}};
+  return types.at(name);
+}
+
+at::Tensor TensorOf(const ffi::AnyView& value) {
+  ffi::TensorView view = value.cast<ffi::TensorView>();
+  char* data = static_cast<char*>(view.data_ptr()) + view.byte_offset();
+  const c10::DeviceType type = view.device().device_type == kDLCPU ? c10::kCPU : c10::kCUDA;
+  const c10::Device device(type, type == c10::kCPU ? -1 : view.device().device_id);
+  return at::for_blob(data, {view.shape().data(), static_cast<size_t>(view.ndim())})
+      .options(at::TensorOptions().dtype(ElementOf(view.dtype())).device(device))
+      .target_device(device)
+      .make_tensor();
+}
+
+/*! \brief Lets PyTorch's kernels use the stream of the virtual machine; the CPU has none. */
+class OnStream {
+ public:
+  explicit OnStream(const c10::Device& device) {
+    if (device.is_cpu()) return;
+    void* raw = TVMFFIEnvGetStream(kDLCUDA, device.index());
+    guard_.emplace(device.type());
+    // PyTorch's id of a stream that it did not make is its address; 0 is the default stream.
+    const c10::StreamId id = reinterpret_cast<c10::StreamId>(raw);
+    before_ = guard_->exchangeStream(c10::Stream(c10::Stream::UNSAFE, device, id));
+  }
+  ~OnStream() {
+    if (guard_) guard_->exchangeStream(*before_);
+  }
+  OnStream(const OnStream&) = delete;
+  OnStream& operator=(const OnStream&) = delete;
+
+ private:
+  std::optional<c10::impl::VirtualGuardImpl> guard_;
+  std::optional<c10::Stream> before_;
+};
+
+/*! \brief What an argument of the operator is made of. */
+struct Argument {
+  enum Kind { kConstant, kTensor, kInteger, kComplex, kScalar, kDevice, kList };
+  Kind kind = kConstant;
+  int64_t operand = 0;
+  c10::IValue constant;
+  std::vector<Argument> items;
+  c10::TypePtr type;  // of the parameter, or of a list's elements
+
+  c10::IValue Value(const ffi::PackedArgs& operands, const c10::Device& device) const;
+};
+
+c10::TypePtr WithoutOptional(c10::TypePtr type) {
+  if (auto optional = type->cast<c10::OptionalType>()) return optional->getElementType();
+  return type;
+}
+
+template <typename T, typename Convert>
+c10::IValue ListOf(const std::vector<c10::IValue>& items, Convert convert) {
+  c10::List<T> list;
+  list.reserve(items.size());
+  for (const c10::IValue& item : items) list.push_back(convert(item));
+  return list;
+}
+
+c10::IValue MakeList(const c10::TypePtr& element, const std::vector<c10::IValue>& items) {
+  const c10::TypeKind kind = element->kind();
+  if (kind == c10::TypeKind::TensorType) {
+    return ListOf<at::Tensor>(items, [](const c10::IValue& v) { return v.toTensor(); });
+  }
+  if (kind == c10::TypeKind::OptionalType) {
+    return ListOf<std::optional<at::Tensor>>(items, [](const c10::IValue& v) {
+      return v.isNone() ? std::nullopt : std::make_optional(v.toTensor());
+    });
+  }
+  if (kind == c10::TypeKind::FloatType) {
+    return ListOf<double>(items, [](const c10::IValue& v) { return v.toScalar().toDouble(); });
+  }
+  if (kind == c10::TypeKind::BoolType) {
+    return ListOf<bool>(items, [](const c10::IValue& v) { return v.toBool(); });
+  }
+  if (kind == c10::TypeKind::NumberType) {
+    return ListOf<c10::Scalar>(items, [](const c10::IValue& v) { return v.toScalar(); });
+  }
+  return ListOf<int64_t>(items, [](const c10::IValue& v) { return v.toInt(); });
+}
+
+c10::IValue Argument::Value(const ffi::PackedArgs& operands, const c10::Device& device) const {
+  switch (kind) {
+    case kConstant:
+      return constant;
+    case kTensor:
+    case kInteger: {
+      const ffi::AnyView value = operands[operand];
+      if (value.type_index() != ffi::TypeIndex::kTVMFFIInt) return TensorOf(value);
+      const int64_t number = value.cast<int64_t>();
+      return type->kind() == c10::TypeKind::FloatType ? c10::IValue(static_cast<double>(number))
+                                                      : c10::IValue(number);
+    }
+    case kComplex:
+      return at::view_as_complex(TensorOf(operands[operand]));
+    case kScalar:
+      return TensorOf(operands[operand]).item();
+    case kDevice:
+      return device;
+    case kList: {
+      std::vector<c10::IValue> values;
+      for (const Argument& item : items) values.push_back(item.Value(operands, device));
+      return MakeList(type, values);
+    }
+  }
+  return {};
+}
+
+Argument Parse(const json::Array& encoded, c10::TypePtr type) {
+  Argument result;
+  result.type = type = WithoutOptional(std::move(type));
+  const std::string kind(encoded[0].cast<ffi::String>());
+  auto list = type->cast<c10::ListType>();
+  if (list && kind != "list" && kind != "none") {  // one number stands for all
+    result.kind = Argument::kList;
+    result.type = list->getElementType();
+    result.items.push_back(Parse(encoded, result.type));
+    return result;
+  }
+  auto text = [&] { return std::string(encoded[1].cast<ffi::String>()); };
+  const bool is_float = type->kind() == c10::TypeKind::FloatType;
+  if (kind == "operand" || kind == "complex" || kind == "scalar") {
+    result.kind = kind == "operand"   ? Argument::kTensor
+                  : kind == "complex" ? Argument::kComplex
+                                      : Argument::kScalar;
+    result.operand = encoded[1].cast<int64_t>();
+  } else if (kind == "device") {
+    result.kind = Argument::kDevice;
+  } else if (kind == "list") {
+    result.kind = Argument::kList;
+    result.type = list ? list->getElementType() : type;
+    for (const ffi::Any& item : encoded[1].cast<json::Array>()) {
+      // An element may be optional: only then is it told apart from a plain one.
+      Argument parsed = Parse(item.cast<json::Array>(), result.type);
+      result.items.push_back(std::move(parsed));
+    }
+  } else if (kind == "int") {
+    const int64_t value = encoded[1].cast<int64_t>();
+    result.constant = is_float ? c10::IValue(static_cast<double>(value)) : c10::IValue(value);
+  } else if (kind == "bool") {
+    result.constant = encoded[1].cast<bool>();
+  } else if (kind == "float") {
+    result.constant = std::strtod(text().c_str(), nullptr);
+  } else if (kind == "pair") {
+    const std::string imaginary(encoded[2].cast<ffi::String>());
+    result.constant = c10::complex<double>(std::strtod(text().c_str(), nullptr),
+                                           std::strtod(imaginary.c_str(), nullptr));
+  } else if (kind == "dtype") {
+    result.constant = static_cast<int64_t>(NamedType(text()));
+  } else if (kind == "text") {
+    result.constant = text();
+  } else if (kind != "none") {
+    TVM_FFI_THROW(ArtefactError) << "unknown argument " << kind << " in the recipe of an operator";
+  }
+  return result;
+}
+
+/*! \brief An operator with its arguments, read from a recipe. */
+class Recipe {
+ public:
+  explicit Recipe(const ffi::String& text) {
+    json::Object object = json::Parse(text).cast<json::Object>();
+    if (object.at(ffi::String("version")).cast<int64_t>() != kVersion) {
+      TVM_FFI_THROW(ArtefactError) << "a recipe of another version than " << kVersion
+                                   << ": compile the module again";
+    }
+    name_ = object.at(ffi::String("operator")).cast<ffi::String>();
+    const ffi::Any out = object.at(ffi::String("out"));
+    writes_results_ = out.type_index() != ffi::TypeIndex::kTVMFFINone;
+    const std::string overload(
+        (writes_results_ ? out : object.at(ffi::String("overload"))).cast<ffi::String>());
+    handle_ = c10::Dispatcher::singleton().findSchemaOrThrow(name_.c_str(), overload.c_str());
+    const auto& parameters = handle_->schema().arguments();
+    json::Array encoded = object.at(ffi::String("arguments")).cast<json::Array>();
+    for (size_t i = 0; i < encoded.size(); ++i) {
+      arguments_.push_back(Parse(encoded[i].cast<json::Array>(), parameters.at(i).type()));
+    }
+    for (const ffi::Any& place : object.at(ffi::String("results")).cast<json::Array>()) {
+      places_.push_back(place.cast<int64_t>());
+      count_ = std::max(count_, places_.back() + 1);
+    }
+  }
+
+  void Run(const ffi::PackedArgs& operands) const {
+    c10::InferenceMode without_gradients;
+    c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+    std::vector<at::Tensor> results;
+    for (int64_t i = operands.size() - count_; i < operands.size(); ++i) {
+      results.push_back(TensorOf(operands[i]));
+    }
+    const c10::Device device = results.at(0).device();
+    OnStream stream(device);
+    torch::jit::Stack stack;
+    stack.reserve(arguments_.size() + results.size());
+    for (const Argument& argument : arguments_) stack.push_back(argument.Value(operands, device));
+    if (writes_results_) stack.insert(stack.end(), results.begin(), results.end());
+    handle_->callBoxed(stack);
+    if (!writes_results_) Deliver(stack, results);
+  }
+
+  const std::string& name() const { return name_; }
+
+ private:
+  void Deliver(const torch::jit::Stack& stack, const std::vector<at::Tensor>& results) const {
+    size_t next = 0;
+    auto deliver = [&](const c10::IValue& value) {
+      const int64_t place = places_.at(next++);
+      if (place < 0) return;
+      at::Tensor tensor = value.toTensor();
+      results[place].copy_(tensor.is_complex() ? at::view_as_real(tensor.resolve_conj()) : tensor);
+    };
+    for (const c10::IValue& value : stack) {
+      if (value.isTensorList()) {
+        for (const at::Tensor& item : value.toTensorVector()) deliver(item);
+      } else {
+        deliver(value);
+      }
+    }
+  }
+
+  std::string name_;
+  std::optional<c10::OperatorHandle> handle_;
+  bool writes_results_ = false;
+  std::vector<Argument> arguments_;
+  std::vector<int64_t> places_;
+  int64_t count_ = 0;
+};
+
+const Recipe& Known(const ffi::String& text) {
+  static std::mutex mutex;
+  static auto* known = new std::unordered_map<std::string, std::unique_ptr<Recipe>>;
+  std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<Recipe>& recipe = (*known)[std::string(text)];
+  if (recipe == nullptr) recipe = std::make_unique<Recipe>(text);
+  return *recipe;
+}
+
+/*! \brief Raise what PyTorch raised as the exception that eager PyTorch's user would see. */
+[[noreturn]] void Raise(const char* kind, const std::string& name, const c10::Error& error) {
+  throw ffi::Error(kind, name + ": " + error.what_without_backtrace(), "");
+}
+
+void Call(ffi::PackedArgs arguments, ffi::Any* nothing) {
+  const Recipe& recipe = Known(arguments[0].cast<ffi::String>());
+  try {
+    recipe.Run(arguments.Slice(1));
+  } catch (const c10::LinAlgError& error) {
+    Raise("LinAlgError", recipe.name(), error);
+  } catch (const c10::IndexError& error) {
+    Raise("IndexError", recipe.name(), error);
+  } catch (const c10::ValueError& error) {
+    Raise("ValueError", recipe.name(), error);
+  } catch (const c10::Error& error) {
+    Raise("RuntimeError", recipe.name(), error);
+  }
+}
+
+}  // namespace
+
+TVM_FFI_STATIC_INIT_BLOCK() {
+  tvm::ffi::reflection::GlobalDef().def_packed("relax_disc.aten.call", Call);
+}
+
+}  // namespace relax_disc
