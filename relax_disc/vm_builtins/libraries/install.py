@@ -47,6 +47,9 @@ last. On the CPU they are float32 or float64 alike within a call.
 
 from __future__ import annotations
 
+import torch
+import tvm_ffi
+
 from relax_disc.vm_builtins import native
 
 
@@ -60,6 +63,7 @@ def install(device: str) -> None:
     device : str
         "cuda"; everything else runs on the CPU's library.
     """
+    tvm_ffi.register_error("LinAlgError", torch.linalg.LinAlgError)
     native.load()  # the CPU's functions, and what serves every device
     if device == "cuda":
         # Imports torch, a second's work.
