@@ -1,7 +1,7 @@
 # `make demo` and `make test` work from a bare clone: they need Python 3.10-3.13, make and g++.
 # The packages go into the active virtual environment, or into .venv when none is active.
 
-.PHONY: demo test test-full lint format bench docs clean help
+.PHONY: demo test test-full test-wheel lint format bench docs clean help
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
@@ -25,6 +25,7 @@ PARALLEL := $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
 help:
 	@echo "make demo       fine-tune a small Llama on the source code of Python itself (2 minutes)"
 	@echo "make test       the fast tier of tests; make test-full runs everything"
+	@echo "make test-wheel build a wheel and train from it without a compiler (3 minutes)"
 	@echo "make lint       ruff, pyright and the direction of imports; make format rewrites"
 	@echo "make bench      training steps next to eager PyTorch and torch.compile"
 	@echo "make docs       the pages that are made from the code and from results"
@@ -59,6 +60,10 @@ demo: $(DEMO)
 
 test: $(TEST)
 	$(PYTHON) -m pytest -q -m "not slow" $(PARALLEL)
+
+# Build a wheel for the oldest processors and train from it where there is no compiler.
+test-wheel: $(TEST)
+	$(PYTHON) -m pytest -q tests/test_packaging_wheel.py -k baseline
 
 test-full: $(FULL)
 	HYPOTHESIS_PROFILE=full $(PYTHON) -m pytest -q $(PARALLEL)

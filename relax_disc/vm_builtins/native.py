@@ -1,12 +1,14 @@
-"""Build and load the C++ part of the package: `vm_builtins/src/*/*.cc` as one shared library.
+"""Find or build, and load, the C++ part of the package: `vm_builtins/src/*/*.cc`.
 
-The first use on a machine compiles every source (in parallel, one object each) into the user's
-cache; later uses only open the file. The file name is a hash of everything that the result
+A wheel carries it (`vm_builtins/lib`, made by CMakeLists.txt), once for each of a few instruction
+sets, of which the best that the processor has is loaded.  From a source tree the first use on a
+machine compiles every source (in parallel, one object each) into the user's cache; later uses only
+open the file. The file name is a hash of everything that the result
 depends on: sources, flags, versions and paths of the libraries, and the processor, since the code
 is made for this processor. Static initialisers in the sources register global functions
 `relax_disc.*` with TVM's registry.
 
-Limits: g++ or clang++ with C++17, Linux (macOS best effort). The cache is never cleaned up.
+Limits: g++ or clang++ with C++20, Linux (macOS best effort). The cache is never cleaned up.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +37,13 @@ from relax_disc.errors import RelaxDiscError
 _logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("src")
+LIBRARIES = Path(__file__).with_name("lib")
+# What the levels of x86-64 add, best first, as /proc/cpuinfo names it (x86-64 psABI, table 3.1).
+_LEVELS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"},
+    "x86-64-v2": {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"},
+}
 _COMPILE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-Wall", "-Wno-unknown-pragmas")
 # Sources in this folder may include PyTorch's headers, which are slow to read and need C++20; a
 # header that others include must not.
@@ -44,7 +53,7 @@ _INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 @tvm_ffi.register_error
 class NativeBuildError(RelaxDiscError, RuntimeError):
-    """The C++ sources do not compile on this machine; the message holds the compiler's."""
+    """There is no library for this machine, or its sources do not compile; says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,43 +102,69 @@ def find_compiler() -> str | None:
 
 
 @functools.cache
-def load() -> tvm_ffi.Module | None:
-    """Load the native library, building it first where the cache has none.
-
-    Returns
-    -------
-    tvm_ffi.Module or None
-        None if `RELAX_DISC_NATIVE=0`, or if nothing is cached and there is no C++ compiler:
-        then the Python and numpy twins do the work, slower, and a warning says so once.
+def load() -> tvm_ffi.Module:
+    """Load the native library: the wheel's, else the cache's, which is built if it is not there.
 
     Raises
     ------
     NativeBuildError
-        If a source does not compile or link.
+        If there is neither a library for this processor nor a C++ compiler, or if a source does
+        not compile or link.
     """
-    if os.environ.get("RELAX_DISC_NATIVE") == "0":
-        _logger.info("RELAX_DISC_NATIVE=0: using the Python twins of the native code")
-        return None
-    library = build(SOURCES, cache_directory())
+    library = carried(LIBRARIES, processor_flags())
     if library is None:
-        _logger.warning(
-            "no C++ compiler (g++ or clang++) was found: relax_disc runs, but its kernels and "
-            "planners use numpy and Python and are many times slower"
-        )
-        return None
+        library = build(SOURCES, cache_directory())
+    _logger.info("the native library is %s", library)
     return tvm_ffi.load_module(str(library), keep_module_alive=True)
 
 
-def build(sources: Path, cache: Path) -> Path | None:
+def carried(folder: Path, flags: Set[str]) -> Path | None:
+    """Choose among the libraries of a wheel.
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+        Holds `relax_disc-<instruction set>.so`; may be missing.
+    flags : set of str
+        What the processor can do, as `processor_flags` names it.
+
+    Returns
+    -------
+    pathlib.Path or None
+        For the best instruction set that the processor has; None if there is none for it.
+    """
+    generic = folder / "relax_disc-generic.so"
+    if generic.exists():
+        return generic
+    needed: set[str] = set()
+    chosen = None
+    for level, added in reversed(_LEVELS.items()):
+        needed |= added
+        library = folder / f"relax_disc-{level}.so"
+        if needed <= flags and library.exists():
+            chosen = library
+    return chosen
+
+
+def processor_flags() -> frozenset[str]:
+    """What the processor and the system under it can do; empty where that is not known."""
+    for line in _processor().splitlines():
+        name, _, values = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(values.split())
+    return frozenset()
+
+
+def build(sources: Path, cache: Path) -> Path:
     """Compile all `*.cc` in a directory into one shared library in `cache`.
 
     Objects are cached one by one, keyed by their source and the headers it includes, so that an
     edit of one source compiles one. Safe against other processes doing the same.
 
-    Returns
-    -------
-    pathlib.Path or None
-        The library; None if it is not cached and there is no compiler.
+    Raises
+    ------
+    NativeBuildError
+        If it is not cached and there is no compiler, or if a source does not compile or link.
     """
     files = sorted(sources.rglob("*.cc"))
     chain = _toolchain()
@@ -140,7 +175,12 @@ def build(sources: Path, cache: Path) -> Path | None:
         return library
     compiler = find_compiler()
     if compiler is None:
-        return None
+        raise NativeBuildError(
+            "relax_disc has no compiled library for this machine. Install a C++ compiler (g++ or "
+            "clang++; CXX names another), with which it is built at first use, or a wheel of "
+            "relax_disc, which carries it for Linux on x86-64: `pip wheel --no-deps .` makes one "
+            "from the sources on a machine that has a compiler."
+        )
     (cache / "objects").mkdir(parents=True, exist_ok=True)
     with _locked(cache / "build.lock"):
         if library.exists():
@@ -235,8 +275,7 @@ def _run(command: Sequence[str], target: Path) -> None:
     if result.returncode != 0:
         draft.unlink(missing_ok=True)
         raise NativeBuildError(
-            f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr}\n"
-            "Set RELAX_DISC_NATIVE=0 to run without native code, slower."
+            f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr}"
         )
     draft.replace(target)
 

@@ -1,7 +1,6 @@
 """The native build: caching, errors and the way without a compiler."""
 
 import ctypes
-import os
 import subprocess
 import sys
 import time
@@ -92,19 +91,40 @@ def test_a_source_that_does_not_compile_raises_with_the_compilers_message(tmp_pa
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
-def test_without_a_compiler_there_is_no_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_the_error_names_both_remedies(tmp_path, monkeypatch):
     (tmp_path / "one.cc").write_text("int relax_disc_test_nothing() { return 1; }\n")
     monkeypatch.setattr(native, "find_compiler", lambda: None)
-    assert native.build(tmp_path, tmp_path / "cache") is None
+    with pytest.raises(native.NativeBuildError, match=r"(?s)C\+\+ compiler .* or a wheel"):
+        native.build(tmp_path, tmp_path / "cache")
 
 
-def test_native_code_can_be_switched_off() -> None:
-    program = (
-        "from relax_disc.vm_builtins import native; assert native.load() is None;"
-        "import tvm_ffi;"
-        "assert tvm_ffi.get_global_func('relax_disc.cpu.thread_count', allow_missing=True) is None"
-    )
-    environment = {**os.environ, "RELAX_DISC_NATIVE": "0"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+V2 = {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}
+V3 = V2 | {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        (V4 | {"amx_bf16"}, "v4"),
+        (V4 - {"avx512vl"}, "v3"),
+        (V4 - {"fma"}, "v2"),  # half of a level is not that level, nor one above it
+        (V3, "v3"),
+        (V2, "v2"),
+        (V2 - {"popcnt"}, None),
+        (set(), None),
+    ],
+)
+def test_the_best_library_that_the_processor_can_run_is_chosen(tmp_path, flags, level):
+    for each in ("v2", "v3", "v4"):
+        (tmp_path / f"relax_disc-x86-64-{each}.so").touch()
+    chosen = native.carried(tmp_path, flags)
+    assert chosen == (None if level is None else tmp_path / f"relax_disc-x86-64-{level}.so")
+
+
+def test_a_wheel_may_lack_some_libraries_or_have_one_for_all(tmp_path):
+    assert native.carried(tmp_path / "missing", V4) is None
+    (tmp_path / "relax_disc-x86-64-v2.so").touch()
+    assert native.carried(tmp_path, V4).name == "relax_disc-x86-64-v2.so"
+    (tmp_path / "relax_disc-generic.so").touch()
+    assert native.carried(tmp_path, set()).name == "relax_disc-generic.so"

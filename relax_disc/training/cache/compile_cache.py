@@ -100,7 +100,6 @@ def surroundings(target: tvm.target.Target, options: PipelineOptions | None) -> 
         "options": asdict(replace(options or PipelineOptions(), dump_to=None)),
         "versions": versions(),
         "processor": processor(),
-        "native": native.load() is not None,
         "sources": _sources(),
     }
     return json.dumps(facts, sort_keys=True)
