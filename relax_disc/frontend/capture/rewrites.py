@@ -175,6 +175,15 @@ def grid_sampler(
     return grid_sampler_2d(x, grid, mode, padding_mode, align_corners)
 
 
+def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor | None:
+    """Choose by a mask; PyTorch's gradient by the value asks for the distinct positions."""
+    if x.dim() == 0:
+        return None
+    mask = torch.zeros(x.shape[dim], dtype=torch.bool, device=x.device).index_fill(0, index, True)
+    shape = [-1 if axis == dim % x.dim() else 1 for axis in range(x.dim())]
+    return torch.where(mask.reshape(shape), value.to(x.dtype), x)
+
+
 def as_strided(
     x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Tensor | None:
@@ -198,6 +207,7 @@ _ATEN = torch.ops.aten
 
 REWRITES: dict[Any, Rule] = {
     _ATEN.as_strided.default: as_strided,
+    _ATEN.index_fill.int_Tensor: index_fill,
     _ATEN.cosine_similarity.default: cosine_similarity,
     _ATEN.adaptive_avg_pool1d.default: adaptive_average,
     _ATEN.adaptive_avg_pool2d.default: adaptive_average,
