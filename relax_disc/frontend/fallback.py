@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from tvm import relax, tirx
 
 from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.aten_workspace import scratch_bytes
 from relax_disc.frontend.emitter import Emitter, dtype_name
 from relax_disc.ops import aten
 
@@ -142,7 +143,9 @@ def call(emitter: Emitter, args: list[Any], kwargs: dict[str, Any]) -> Any:
         else:
             fake = argument = None
         recipe.arguments.append(_argument(emitter, recipe, parameter, fake, argument))
-    made = emitter.emit(recipe.call(places, [emitter.type_of(tensor) for tensor in tensors]))
+    scratch = scratch_bytes(emitter.symbols, recipe.text(places), recipe.fakes, tensors)
+    types = [emitter.type_of(tensor) for tensor in tensors]
+    made = emitter.emit(recipe.call(places, types, scratch))
     if len(tensors) == 1:
         results = [made]
     else:
@@ -194,8 +197,8 @@ def _encode(emitter: Emitter, recipe: aten.Recipe, fake: Any, argument: Any) -> 
     if isinstance(argument, tirx.IntImm):
         return ["int", int(argument)]
     if isinstance(argument, relax.Expr) and isinstance(argument.ty, relax.TensorType):
-        is_complex = emitter.value(fake).is_complex()
-        return recipe.operand("complex" if is_complex else "operand", argument)
+        tensor = emitter.value(fake)
+        return recipe.operand("complex" if tensor.is_complex() else "operand", argument, tensor)
     if isinstance(argument, bool):
         return ["bool", argument]
     if isinstance(argument, int):
@@ -210,6 +213,7 @@ def _encode(emitter: Emitter, recipe: aten.Recipe, fake: Any, argument: Any) -> 
         return ["dtype", str(argument).removeprefix("torch.")]
     if isinstance(argument, relax.Expr):
         if "float" in str(argument.ty):
-            return recipe.operand("scalar", emitter.tensor(argument, "float64"))
-        return recipe.operand("operand", argument)
+            scalar = torch.empty((), dtype=torch.float64, device="meta")
+            return recipe.operand("scalar", emitter.tensor(argument, "float64"), scalar)
+        return recipe.operand("operand", argument, emitter.value(fake))
     raise emitter.refuse(f"an argument of type {type(argument).__name__} cannot be passed on")

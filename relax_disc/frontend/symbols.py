@@ -62,6 +62,11 @@ class SymbolTranslator:
             self.analyzer.update(var, _interval(spec.lower, upper))
         return self._variables[spec.name]
 
+    def size_in_range(self, symbol: sympy.Symbol, size: int) -> int:
+        """Return the size of a dim that is nearest to another one."""
+        spec = self._dims[symbol]
+        return max(spec.lower, size if spec.upper is None else min(size, spec.upper))
+
     def size(self, value: int | torch.SymInt | sympy.Expr) -> Any:
         """Translate a size, a ``SymInt`` or a sympy expression, into an int64 expression."""
         if isinstance(value, int):

@@ -1,8 +1,8 @@
 """A call of one of PyTorch's own operators on planned memory, by a recipe in text.
 
-``call_dps_packed("relax_disc.aten.call", (recipe, *operands), results)`` is a kernel like any other
-to the planners.  The recipe is JSON, of a version of its own, so that a saved step is refused
-rather than misread::
+``call_dps_packed("relax_disc.aten.call", (recipe, bytes, *operands), results)`` is a kernel like
+any other to the planners.  ``bytes`` bounds what the operator allocates meanwhile.  The recipe is
+JSON, of a version of its own, so that a saved step is refused rather than misread::
 
     {"version": 1, "operator": "aten::roll", "overload": "", "out": null,
      "arguments": [["operand", 0], ["list", [["operand", 1]]], ["list", [["int", 0]]]],
@@ -54,15 +54,17 @@ class Recipe:
     out: str | None
     arguments: list[Encoded] = field(default_factory=list)
     operands: list[relax.Expr] = field(default_factory=list)
+    fakes: list[Any] = field(default_factory=list)
 
-    def operand(self, kind: str, value: relax.Expr) -> Encoded:
+    def operand(self, kind: str, value: relax.Expr, fake: Any) -> Encoded:
         """Add an operand of kind ``"operand"``, ``"complex"`` or ``"scalar"``."""
         self.operands.append(value)
+        self.fakes.append(fake)
         return [kind, len(self.operands) - 1]
 
-    def call(self, results: Sequence[int], types: Sequence[relax.TensorType]) -> relax.Call:
-        """Build the call; its type is the only one of ``types``, or their tuple."""
-        text = json.dumps(
+    def text(self, results: Sequence[int]) -> str:
+        """Write the recipe down."""
+        return json.dumps(
             {
                 "version": VERSION,
                 "operator": self.operator,
@@ -73,5 +75,12 @@ class Recipe:
             },
             separators=(",", ":"),
         )
+
+    def call(
+        self, results: Sequence[int], types: Sequence[relax.TensorType], scratch_bytes: relax.Expr
+    ) -> relax.Call:
+        """Build the call; its type is the only one of ``types``, or their tuple."""
         kind = types[0] if len(types) == 1 else list(types)
-        return relax.call_dps_packed(CALL, [StringImm(text), *self.operands], kind)
+        return relax.call_dps_packed(
+            CALL, [StringImm(self.text(results)), scratch_bytes, *self.operands], kind
+        )

@@ -201,3 +201,15 @@ class Undescribed(nn.Module):
 def test_gradient_that_cannot_be_described_is_refused_by_name():
     with pytest.raises(UnsupportedOperatorError, match="_standard_gamma_grad"):
         compiled(Undescribed(), torch.randn(4, 3))
+
+
+def test_what_operators_allocate_is_inside_the_planned_peak():
+    torch.manual_seed(0)
+    model = Mixed()
+    step = compiled(model, torch.randn(3, 5, 4))
+    for rows in (2, 3, 40, 64):
+        step(torch.randn(rows, 5, 4))
+        report = step.memory_report()
+        assert report.peak_bytes == report.planned_peak_bytes == step.plan(rows=rows).peak_bytes
+    calls = [k for k in step.session.metadata.kernels if k.name == "relax_disc.aten.call"]
+    assert any(kernel.workspace[0] == "aten" for kernel in calls)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from relax_disc import ops  # noqa: F401  fills the table
 from relax_disc.analysis.program.table import FunctionTable, KernelCall, View, dtype_bytes
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.ops import aten
 from relax_disc.ops.registry import LIBRARY, LibraryFunction
 
 Workspace = tuple[str, tuple[SymbolicExpr, ...]]
@@ -27,6 +28,9 @@ def library_flops(table: FunctionTable, kernel: KernelCall) -> SymbolicExpr:
 
 def library_workspace(table: FunctionTable, kernel: KernelCall) -> Workspace:
     """Formula and parameters of a library call on the CPU; ``("", ())`` for any other kernel."""
+    if kernel.name == aten.CALL:  # the bytes are its first number
+        size = next(value for kind, value in kernel.arguments if kind == "integer")
+        return "aten", (SymbolicExpr(1), size)
     read = _known(kernel).workspace
     if read is None or not kernel.name.startswith(_CPU):
         return "", ()

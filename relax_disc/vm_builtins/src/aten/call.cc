@@ -3,6 +3,7 @@
 // The recipe is read once.  The call goes through PyTorch's dispatcher, so that it runs on the
 // device where its operands are; it sees neither autograd nor autocast.
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
@@ -21,6 +22,8 @@
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+#include "aten/memory.h"
 
 namespace relax_disc {
 namespace {
@@ -239,7 +242,8 @@ class Recipe {
     }
   }
 
-  void Run(const ffi::PackedArgs& operands) const {
+  /*! \brief Run on operands, of which the results are the last, and so many bytes of scratch. */
+  void Run(int64_t bytes, const ffi::PackedArgs& operands) const {
     c10::InferenceMode without_gradients;
     c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
     std::vector<at::Tensor> results;
@@ -248,6 +252,10 @@ class Recipe {
     }
     const c10::Device device = results.at(0).device();
     OnStream stream(device);
+    // What is returned may be made where its one result shall be; nothing else may.
+    const bool in_place = !writes_results_ && results.size() == 1 && device.is_cpu();
+    std::optional<AtenScope> scope;
+    if (device.is_cpu()) scope.emplace(bytes, in_place ? results[0] : at::empty({0}));
     torch::jit::Stack stack;
     stack.reserve(arguments_.size() + results.size());
     for (const Argument& argument : arguments_) stack.push_back(argument.Value(operands, device));
@@ -265,7 +273,8 @@ class Recipe {
       const int64_t place = places_.at(next++);
       if (place < 0) return;
       at::Tensor tensor = value.toTensor();
-      results[place].copy_(tensor.is_complex() ? at::view_as_real(tensor.resolve_conj()) : tensor);
+      relax_disc::Deliver(tensor.is_complex() ? at::view_as_real(tensor.resolve_conj()) : tensor,
+                          results[place]);
     };
     for (const c10::IValue& value : stack) {
       if (value.isTensorList()) {
@@ -301,7 +310,7 @@ const Recipe& Known(const ffi::String& text) {
 void Call(ffi::PackedArgs arguments, ffi::Any* nothing) {
   const Recipe& recipe = Known(arguments[0].cast<ffi::String>());
   try {
-    recipe.Run(arguments.Slice(1));
+    recipe.Run(arguments[1].cast<int64_t>(), arguments.Slice(2));
   } catch (const c10::LinAlgError& error) {
     Raise("LinAlgError", recipe.name(), error);
   } catch (const c10::IndexError& error) {

@@ -5,9 +5,11 @@
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/ffi/tvm_ffi.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 #include "kernels/attention_workspace.h"
 #include "kernels/gemm.h"
@@ -48,6 +50,8 @@ struct OwnPieces {
     return piece.data;
   }
 };
+
+thread_local int64_t overflow = 0;
 
 struct ThreadState {
   bool is_lent = false;
@@ -94,6 +98,7 @@ int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n, int64_t 
   if (kind == "recurrence") {
     return RecurrenceBytes<T>(n.at(1), n.at(2), n.at(3), 0, threads);
   }
+  if (kind == "aten") return PieceBytes(n.at(1));  // measured: frontend/aten_workspace.py
   if (kind == "sort") return PieceBytes(threads * n.at(1) * 8);
   if (kind == "ctc_loss_backward") {
     return PieceBytes(threads * (2 * n.at(1) + 1) * static_cast<int64_t>(sizeof(T)));
@@ -113,6 +118,9 @@ int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n, int64_t 
 }
 
 }  // namespace
+
+void CountOverflow(int64_t bytes) { overflow = std::max(overflow, bytes); }
+int64_t TakeOverflow() { return std::exchange(overflow, 0); }
 
 WorkspaceScope::WorkspaceScope() : used_(State().used) {}
 WorkspaceScope::~WorkspaceScope() { State().used = used_; }
@@ -169,6 +177,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
                     LentWorkspace lent(block->base(), block->bytes());
                     args[1].cast<tvm::ffi::Function>().CallPacked(args.Slice(2), result);
                   })
+      .def("relax_disc.cpu.take_overflow", []() -> int64_t { return TakeOverflow(); })
       .def("relax_disc.cpu.own_workspace_bytes", []() -> int64_t { return own_bytes; });
 }
 

@@ -52,13 +52,19 @@ class LentWorkspace {
   int64_t bytes_, used_;  // of whoever lent before: calls may nest
 };
 
+/*! \brief Note that a library took so many bytes beyond what it was lent. */
+void CountOverflow(int64_t bytes);
+
+/*! \brief Most bytes that a call of this thread took so since the last question. */
+int64_t TakeOverflow();
+
 /*! \brief Bytes of a piece as `WorkspaceScope` counts it. */
 inline int64_t PieceBytes(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 /*!
  * \brief Most workspace that a library kernel takes on so many threads.
  * \param kind Formula: "matmul", "batch_matmul", "attention", "attention_backward", "recurrence",
- *   "recurrence_backward", "sort", "ctc_loss_backward" or "vocabulary_head".
+ *   "recurrence_backward", "sort", "aten", "ctc_loss_backward" or "vocabulary_head".
  * \param numbers Bytes of an element, then the formula's parameters (`kernel_workspace.py`).
  */
 int64_t WorkspaceBytes(const std::string& kind, const std::vector<int64_t>& numbers,

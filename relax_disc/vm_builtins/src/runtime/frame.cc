@@ -105,7 +105,7 @@ void Frame::Leave() {
   report_.arena_bytes = arena_peak_;
   report_.escaping_bytes = escaping_bytes_;
   report_.resident_bytes = resident_bytes_;
-  report_.workspace_bytes = plan_->workspace_bytes;
+  report_.workspace_bytes = plan_->workspace_bytes + TakeOverflow();
   report_.peak_bytes = arena_peak_ + escaping_bytes_ + resident_bytes_ + report_.workspace_bytes;
   report_.planning_ns = report_.cache_hit ? 0 : plan_->planning_ns;
   report_.time_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(

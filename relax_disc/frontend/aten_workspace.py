@@ -1,0 +1,155 @@
+"""How much memory one of PyTorch's operators takes while it runs, as a function of the dims.
+
+Nothing tells that of an operator but running it: it is called at a few small sizes with an
+allocator that counts.  Allocations are copies and intermediate tensors, so that they grow no faster
+than the operands and results do; the steepest growth seen, and what remains at no size, bound the
+others.  A call that needs more takes it from PyTorch's allocator, and the step's report counts it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import tvm
+import tvm_ffi
+from torch import Tensor
+from tvm import tirx
+
+from relax_disc.frontend.symbols import SymbolTranslator
+from relax_disc.ops import aten
+from relax_disc.vm_builtins.libraries import install
+
+_LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 21
+"""Of operands and results together, at the sizes that are tried, if the dims allow."""
+
+_LENT_BYTES = 1 << 26
+_UNKNOWN = 2.0
+"""Growth that is assumed of an operator that raises on every operand that is tried."""
+
+
+def scratch_bytes(
+    symbols: SymbolTranslator,
+    recipe: str,
+    operands: Sequence[Any],
+    results: Sequence[Tensor],
+) -> Any:
+    """Bound the memory of a call.
+
+    Parameters
+    ----------
+    symbols : SymbolTranslator
+        Of the function that the call is in.
+    recipe : str
+        Of the call.
+    operands : sequence of Tensor or int or SymInt
+        Fake values; complex tensors as such.
+    results : sequence of Tensor
+        Fake values.
+
+    Returns
+    -------
+    tirx expression
+        Bytes, in the dims.
+    """
+    install.install("llvm")
+    tensors = [x for x in (*operands, *results) if isinstance(x, Tensor)]
+    free = sorted({s for x in tensors for n in x.shape for s in _free(n)}, key=str)
+    points = _points(symbols, tensors, free)
+    seen = [
+        (sum(_bytes(x, sizes) for x in tensors), found)
+        for sizes in points
+        if (found := _measured(recipe, operands, results, sizes)) is not None
+    ]
+    growth, base = _bound(seen)
+    total: Any = tirx.IntImm("int64", base)
+    for x in tensors:
+        each = math.ceil(growth * x.element_size())
+        count: Any = tirx.IntImm("int64", each)
+        for n in symbols.shape(x.shape):
+            count = count * n
+        total = total + count
+    return symbols.analyzer.simplify(total)
+
+
+def _bound(seen: Sequence[tuple[int, int]]) -> tuple[float, int]:
+    """Growth with the bytes of operands and results, and bytes that do not grow."""
+    if not seen:
+        return _UNKNOWN, 0
+    ordered = sorted(seen)
+    growth = max(
+        [0.0]
+        + [
+            (most - least) / (large - small)
+            for k, (small, least) in enumerate(ordered)
+            for large, most in ordered[k + 1 :]
+            if large > small
+        ]
+    )
+    if len(ordered) == 1:
+        return 0.0, ordered[0][1]
+    return growth, max(0, *(math.ceil(most - growth * size) for size, most in ordered))
+
+
+def _points(
+    symbols: SymbolTranslator, tensors: Sequence[Tensor], free: Sequence[Any]
+) -> list[dict[Any, int]]:
+    """Sizes to try: all dims small, then larger and larger; a single point without dims."""
+    if not free:
+        return [{}]
+    points: list[dict[Any, int]] = []
+    for factor in (1, 2, 3, 5, 8, 16, 32, 64, 128, 256, 512, 1024):
+        sizes = {s: symbols.size_in_range(s, 2 * factor) for s in free}
+        total = sum(_bytes(x, sizes) for x in tensors)
+        if points and (sizes == points[-1] or total > _MOST_BYTES):
+            break
+        points.append(sizes)
+        if total >= _LEAST_BYTES and len(points) >= 4:
+            break
+    return points
+
+
+def _free(size: Any) -> set[Any]:
+    return size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
+
+
+def _value(size: Any, sizes: dict[Any, int]) -> int:
+    return int(size.node.expr.xreplace(sizes)) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _bytes(x: Tensor, sizes: dict[Any, int]) -> int:
+    return math.prod(_value(n, sizes) for n in x.shape) * x.element_size()
+
+
+def _measured(
+    recipe: str, operands: Sequence[Any], results: Sequence[Tensor], sizes: dict[Any, int]
+) -> int | None:
+    """Bytes that a call takes at some sizes; None where it raises."""
+    call = tvm_ffi.get_global_func("relax_disc.cpu.call_with_workspace")
+    function = tvm_ffi.get_global_func(aten.CALL)
+    given = [
+        _example(x, sizes) if isinstance(x, Tensor) else _value(x, sizes)
+        for x in (*operands, *results)
+    ]
+    try:
+        call(_LENT_BYTES, function, recipe, _LENT_BYTES, *given)
+    except Exception:
+        return None
+    return int(tvm_ffi.get_global_func("relax_disc.cpu.aten_last_bytes")())
+
+
+def _example(x: Tensor, sizes: dict[Any, int]) -> tvm.runtime.Tensor:
+    """Numbers between 0 and 1, indices 0, and matrices that can be inverted."""
+    shape = [_value(n, sizes) for n in x.shape]
+    if not x.is_floating_point() and not x.is_complex():
+        return tvm.runtime.from_dlpack(torch.zeros(shape, dtype=x.dtype))
+    kind = x.dtype.to_real() if x.is_complex() else x.dtype
+    made = torch.linspace(0.1, 0.9, math.prod(shape), dtype=torch.float64).reshape(shape)
+    if len(shape) > 1 and shape[-1] == shape[-2]:
+        made = (made + made.mT) / 2 + shape[-1] * torch.eye(shape[-1], dtype=torch.float64)
+    made = made.to(kind)
+    if x.is_complex():
+        made = torch.stack([made, torch.zeros_like(made)], -1)
+    return tvm.runtime.from_dlpack(made.contiguous())
