@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.export import ExportedProgram
 from torch.export.dynamic_shapes import _combine_args
+from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
@@ -40,7 +41,7 @@ from relax_disc.frontend.capture.dims import DimTable, declared_dims, dim_table,
 from relax_disc.frontend.capture.export_mode import ExportMode
 from relax_disc.frontend.capture.fixed_sizes import lines_that_fix_sizes, places
 from relax_disc.frontend.capture.guards import check_assertions, check_derived_dims
-from relax_disc.frontend.capture.size_branches import size_branches
+from relax_disc.frontend.capture.size_branches import SizeBranches, size_branches
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack, source_line
 from relax_disc.frontend.capture.symbolic_len import symbolic_len
 
@@ -196,7 +197,9 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
     leaves, structure = pytree.tree_flatten((args, kwargs))
     larger_args, larger_kwargs = _enlarged(args, kwargs, declared)
     with size_branches() as branches, lines_that_fix_sizes() as lines, custom_functions() as calls:
-        program = _export(wrapped, larger_args, larger_kwargs, dynamic_shapes, lines)
+        program = _export(
+            wrapped, larger_args, larger_kwargs, dynamic_shapes, lines, branches
+        )
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     _refuse_data_dependent_sizes(program)
     table = dim_table(program, leaves, declared)
@@ -251,6 +254,7 @@ def _export(
     kwargs: dict[str, Any],
     dynamic_shapes: Any,
     lines: Sequence[SourceLine],
+    branches: SizeBranches,
 ) -> ExportedProgram:
     """Export; where torch cannot prove what it relies on, once more with assertions to check."""
 
@@ -274,6 +278,14 @@ def _export(
             except UserError as error:
                 if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
                     raise
+            try:
+                return attempt(deferred=True)
+            except UserError as error:
+                if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+                    raise
+            # Sizes such as ``length - 1`` may be 1 without being treated apart, as dims may.
+            branches.ones_are_general = True
+            with symbolic_config.patch(backed_size_oblivious=True):
                 return attempt(deferred=True)
     except (
         GuardOnDataDependentSymNode,

@@ -22,7 +22,7 @@ from torch.utils._sympy import functions as torch_sympy
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend.capture.dims import DimTable
 from relax_disc.frontend.capture.fixed_sizes import places
-from relax_disc.frontend.capture.size_branches import SizeBranches
+from relax_disc.frontend.capture.size_branches import SizeBranches, general
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.spec import DimSpec
 
@@ -77,7 +77,7 @@ def check_assertions(program: ExportedProgram, dims: DimTable, branches: SizeBra
         value = getattr(node.args[0], "meta", {}).get("val")
         expr = getattr(getattr(value, "node", None), "expr", None)
         if isinstance(expr, sympy.Basic) and expr.free_symbols and branches.decides(expr):
-            _check(expr, dims, source_line(node))
+            _check(branches.required(expr), dims, source_line(node))
 
 
 def check_derived_dims(
@@ -159,10 +159,12 @@ class GuardWatch:
             # No code of the user runs in a trace of operators: PyTorch's own "not equal" says
             # that it took the general way, which holds for equal sizes as well.
             if guard.expr.free_symbols and not isinstance(guard.expr, sympy.Ne):
-                _check(guard.expr, dims, SourceLine("", 0))
+                _check(general(guard.expr), dims, SourceLine("", 0))
 
 
 def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
+    if condition == sympy.true:
+        return
     symbols = sorted(condition.free_symbols, key=str)
     specs = [dims[symbol] for symbol in symbols]
     ranges = [np.arange(spec.lower, _upper(spec) + 1) for spec in specs]

@@ -24,15 +24,26 @@ _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 class SizeBranches:
-    """The equalities of sizes on which a model's own code branched."""
+    """The equalities of sizes on which a model's own code branched.
+
+    Attributes
+    ----------
+    ones_are_general : bool
+        Traced so that sizes of 1 take the way of all others, as declared dims do: what PyTorch
+        alone compared with 1 need not hold.
+    """
 
     def __init__(self) -> None:
         self._differences: dict[Any, SourceLine] = {}
+        self._inequalities: set[Any] = set()
+        self.ones_are_general = False
 
     def add(self, condition: Any, line: SourceLine) -> None:
         """Note a condition, whether it held or not, and the line that asked."""
         for equality in condition.atoms(sympy.Eq, sympy.Ne):
             self._differences.setdefault(_difference(equality), line)
+        for inequality in condition.atoms(sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt):
+            self._inequalities |= {inequality.canonical, inequality.negated.canonical}
 
     def line(self, condition: Any) -> SourceLine:
         """Return the line that asked for a condition; one without a file where none is known."""
@@ -42,11 +53,33 @@ class SizeBranches:
     def decides(self, condition: Any) -> bool:
         """Whether a condition must hold: all but inequalities that PyTorch alone looked at.
 
-        Sizes of 1 must not be mistaken in any case, since they broadcast.
+        Sizes of 1 must not be mistaken, since they broadcast, unless the trace was told so.
         """
-        if not isinstance(condition, sympy.Ne) or 1 in condition.args:
+        if not isinstance(condition, sympy.Ne):
+            return True
+        if 1 in condition.args and not self.ones_are_general:
             return True
         return _difference(condition) in self._differences
+
+    def required(self, condition: Any) -> Any:
+        """What must hold of a condition; the code of the model is taken by its word."""
+        taken_by_word = not self.ones_are_general or condition.canonical in self._inequalities
+        return condition if taken_by_word else general(condition)
+
+
+def general(condition: Any) -> Any:
+    """What must hold where PyTorch alone took a size to be 2 or more: the way holds for 1 as well.
+
+    The size 0 stays apart.
+    """
+    if isinstance(condition, sympy.Ge | sympy.Gt) and condition.rhs.is_Integer:
+        size, least = condition.lhs, int(condition.rhs)
+    elif isinstance(condition, sympy.Le | sympy.Lt) and condition.lhs.is_Integer:
+        size, least = condition.rhs, int(condition.lhs)
+    else:
+        return condition
+    least += isinstance(condition, sympy.Gt | sympy.Lt)
+    return size >= 1 if least == 2 else condition
 
 
 def _difference(equality: Any) -> Any:
