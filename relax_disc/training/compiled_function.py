@@ -85,6 +85,21 @@ class CompiledFunction:
             self._session.share_arena(sibling._session)
             self._session.memory_budget = sibling._session.memory_budget
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse ``copy.deepcopy`` and ``pickle``.
+
+        Raises
+        ------
+        InputMismatchError
+            Always: says how a step is stored, and how a copy of a model is compiled.
+        """
+        raise InputMismatchError(
+            f"A {type(self).__name__} holds native code bound to its model and cannot be copied or "
+            "pickled. Store a step with step.save(path) and TrainingStep.load(path, model, "
+            "optimizer); for a copy of the model compile again, which takes the program from the "
+            "cache."
+        )
+
     @property
     def rng_state(self) -> torch.Tensor | None:
         """``[seed, calls so far]`` of the random operators, None where there are none; settable.

@@ -7,6 +7,7 @@ of torch.export become this package's errors and name the line of the model.
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch.export import ExportedProgram
 from torch.export.dynamic_shapes import _combine_args
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import (
@@ -71,6 +73,7 @@ class _Wrapped(nn.Module):
         loss_fn: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
+        self.contract = "model(*batch)" if loss_fn is None else "loss_fn(model, *batch)"
         self.training = model.training
         self.add_module(MODEL, model)
 
@@ -85,17 +88,39 @@ class _Wrapped(nn.Module):
 def wrap_step(model: nn.Module, loss_fn: Callable[..., Any] | None) -> nn.Module:
     """Wrap a model so that calling it returns ``(loss, extras)``.
 
-    With ``loss_fn`` the loss is ``loss_fn(model, *batch)``; without, the model's output is the
-    loss, has ``.loss``, holds ``"loss"``, or is a tuple that begins with it.
+    With ``loss_fn`` the loss is ``loss_fn(model, *batch)``, or, if it is a module such as
+    ``nn.CrossEntropyLoss()`` or a function of ``torch.nn.functional``,
+    ``loss_fn(model(*inputs), target)`` for a batch ``(*inputs, target)``; without, the model's
+    output is the loss, has ``.loss``, holds ``"loss"``, or is a tuple that begins with it.
     """
     if loss_fn is None:
         return _Wrapped(model, lambda *a, **k: split_loss(model(*a, **k)), _signature(model))
+    if _is_criterion(loss_fn):
+        return _wrap_criterion(model, loss_fn)
     sign = inspect.signature(loss_fn)
     rest = list(sign.parameters.values())
     if rest and rest[0].kind is not inspect.Parameter.VAR_POSITIONAL:
         rest = rest[1:]
     sign = sign.replace(parameters=rest)
     return _Wrapped(model, lambda *a, **k: split_loss(loss_fn(model, *a, **k)), sign, loss_fn)
+
+
+def _is_criterion(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a loss takes a model's output and a target, as PyTorch's own do."""
+    homes = (functional.__name__, "torch._C._nn")
+    return isinstance(loss_fn, nn.Module) or getattr(loss_fn, "__module__", "") in homes
+
+
+def _wrap_criterion(model: nn.Module, criterion: Callable[..., Any]) -> nn.Module:
+    def loss(*batch: Any) -> Any:
+        return split_loss(criterion(model(*batch[:-1]), batch[-1]))
+
+    both = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    inputs = [
+        p for p in _signature(model).parameters.values() if p.kind in both and p.default is p.empty
+    ]
+    target = inspect.Parameter("target", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return _Wrapped(model, loss, inspect.Signature([*inputs, target]), criterion)
 
 
 def wrap_forward(model: nn.Module) -> nn.Module:
@@ -184,7 +209,9 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
     try:
         combined = _combine_args(wrapped, args, kwargs)
     except TypeError as error:
-        raise InputMismatchError(f"example_inputs do not fit the model: {error}") from error
+        raise InputMismatchError(
+            f"example_inputs do not fit {wrapped.contract}, which is how they are passed: {error}."
+        ) from error
     dynamic_shapes = _shapes_like(dynamic_shapes, combined)
     try:
         declared = declared_dims(combined, dynamic_shapes)
@@ -197,9 +224,7 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
     leaves, structure = pytree.tree_flatten((args, kwargs))
     larger_args, larger_kwargs = _enlarged(args, kwargs, declared)
     with size_branches() as branches, lines_that_fix_sizes() as lines, custom_functions() as calls:
-        program = _export(
-            wrapped, larger_args, larger_kwargs, dynamic_shapes, lines, branches
-        )
+        program = _export(wrapped, larger_args, larger_kwargs, dynamic_shapes, lines, branches)
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     _refuse_data_dependent_sizes(program)
     table = dim_table(program, leaves, declared)
@@ -322,7 +347,16 @@ def _export(
 
 def _translate(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
     if error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
-        return _contradiction(_first_part(error), lines)
+        least = _LEAST.findall(str(error).partition("Suggested fixes:")[2])
+        if least:
+            dims = ", ".join(
+                f"Dim({name!r}, min={low}{f', max={high}' if high else ''})"
+                for name, low, high in least
+            )
+            reason = f"shorter batches than that do not go through it: give {dims}"
+        else:
+            reason = _first_part(error)
+        return _contradiction(reason, lines)
     if error.error_type is UserErrorType.INVALID_INPUT:
         return InputMismatchError(f"dynamic_shapes do not fit the example inputs: {error}")
     return _data_dependent(error)
@@ -348,18 +382,34 @@ def _refuse_data_dependent_sizes(program: ExportedProgram) -> None:
         )
 
 
+_ADVICE_OF_TORCH = re.compile(
+    r"The error above occurred.*|While executing %.*|Use tlparse to see.*"
+    r"|For more information, run with TORCH_LOGS\S*"
+    r"|(Please )?file an issue on github\.?|For the potential source, you can refer[^.]*\.",
+    re.IGNORECASE | re.DOTALL,
+)
+_LEAST = re.compile(r"(\w+) = Dim\('\w+', min=(\d+)(?:, max=(\d+))?\)")
+
+
 def _first_part(error: Exception) -> str:
     """Cut torch's advice about tools of its own off an error's message."""
-    return str(error).split("The error above occurred")[0].strip()
+    return _ADVICE_OF_TORCH.sub("", str(error)).strip()
 
 
 def _data_dependent(error: Exception) -> UnsupportedOperatorError:
-    line = parse_stack(str(error))
+    line, trace = parse_stack(str(error)), _traceback(error)
     if not line.file:
-        line = parse_stack(_traceback(error))
+        line = parse_stack(trace)
+    if "/torch/distributions/" in trace:
+        advice = (
+            "torch.distributions checks its arguments so; say validate_args=False, or "
+            "torch.distributions.Distribution.set_default_validate_args(False) before compile"
+        )
+    else:
+        advice = "leave the branch out, write it with torch.where, or compute it in loss_fn"
     return UnsupportedOperatorError(
         f"{line}: the model decides from data (control flow or a shape that depends on the values "
-        f"of a tensor), which one compiled program cannot follow: {str(error).splitlines()[0]}",
+        f"of a tensor), which one compiled program cannot follow; {advice}.",
         (("data-dependent control flow", str(line)),),
     )
 

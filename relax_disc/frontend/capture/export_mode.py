@@ -55,6 +55,29 @@ def _hook(*_: Any) -> Any:
     raise refusal("Tensor.register_hook", why + "torch.autograd.Function")
 
 
+def _gradient(*_: Any, **__: Any) -> Any:
+    """Refused by name: gradients inside the loss would have to be differentiated again."""
+    why = (
+        "gradients of gradients (gradient penalties, physics-informed losses, steps inside the "
+        "loss) cannot be compiled; run these batches in eager PyTorch"
+    )
+    raise refusal("torch.autograd.grad", why)
+
+
+def _embedding(
+    ids: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> None:
+    """Refused by name where its gradient would be sparse; else PyTorch's own."""
+    if sparse and weight.requires_grad:
+        raise refusal("embedding", "its gradient is sparse; say sparse=False, which is as exact")
+
+
 def _linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor | None:
     """Evenly spaced numbers, as many as a dim says."""
     numbers = isinstance(start, int | float) and isinstance(end, int | float)
@@ -83,7 +106,9 @@ def _embedding_bag(
     padding_idx: int | None = None,
 ) -> Tensor | None:
     """Bags of one length, rank 2: rows of a table, summed, averaged, or their greatest."""
-    if ids.dim() != 2 or max_norm is not None or scale_grad_by_freq or sparse:
+    if sparse and weight.requires_grad:
+        raise refusal("embedding_bag", "its gradient is sparse; say sparse=False")
+    if ids.dim() != 2 or max_norm is not None or scale_grad_by_freq:
         return None
     rows = functional.embedding(ids, weight, padding_idx)
     if padding_idx is None:
@@ -229,7 +254,11 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch._VF._pack_padded_sequence: _packing("pack_padded_sequence"),
     torch._VF._pad_packed_sequence: _packing("pad_packed_sequence"),
     torch.Tensor.register_hook: _hook,
+    torch.autograd.grad: _gradient,
+    torch.autograd.backward: _gradient,
+    torch.Tensor.backward: _gradient,
     torch.linspace: _linspace,
+    functional.embedding: _embedding,
     functional.embedding_bag: _embedding_bag,
     torch.max_pool1d: _max_pool1d,
     functional.max_pool1d: _max_pool1d,

@@ -181,11 +181,14 @@ def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
     failing = np.argwhere(~np.broadcast_to(holds, grids[0].shape))
     if len(failing) == 0:
         return
-    first, last = failing[0], failing[-1]
+    first = failing[0]
     at = ", ".join(f"{d.name}={r[k]}" for d, r, k in zip(specs, ranges, first, strict=True))
     advice = "change the model or the ranges"
-    if len(specs) == 1 and len(failing) == last[0] + 1:
-        advice = f"give Dim({specs[0].name!r}, min={ranges[0][last[0]] + 1})"
+    for k, (spec, sizes) in enumerate(zip(specs, ranges, strict=True)):
+        beyond = int(failing[:, k].max()) + 1  # all sizes below fail, whatever the other dims are
+        if len(failing) == beyond * (grids[0].size // len(sizes)) and beyond < len(sizes):
+            upper = "" if spec.upper is None else f", max={spec.upper}"
+            advice = f"give Dim({spec.name!r}, min={sizes[beyond]}{upper})"
     raise ShapeRangeError(
         f"The traced program needs {text}, which fails at {at} "
         f"(and {len(failing) - 1} more sizes in range): {advice}."

@@ -23,7 +23,7 @@ class SourceLine:
     line: int
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}" if self.file else "an unknown line"
+        return f"{self.file}:{self.line}" if self.file else "the model"
 
 
 def source_line(node: fx.Node) -> SourceLine:

@@ -16,6 +16,7 @@ from relax_disc.frontend.capture.export import Exported, export, wrap_forward, w
 from relax_disc.frontend.capture.fingerprint import fingerprint
 from relax_disc.frontend.capture.refusals import refuse_model
 from relax_disc.frontend.capture.trace import Traced, trace_forward, trace_step
+from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.emission import Wanted, emit_functions
 from relax_disc.frontend.importer import refuse_unknown
 from relax_disc.frontend.optimizer.updates import describe_updates
@@ -114,7 +115,8 @@ def export_step(
 ) -> ExportedStep:
     """Do the first part of `capture_step`, whose parameters and errors it has."""
     refuse_model(model, trained=True)
-    exported = export(wrap_step(model, loss_fn), example_inputs, dynamic_shapes)
+    with tracing():
+        exported = export(wrap_step(model, loss_fn), example_inputs, dynamic_shapes)
     return ExportedStep(exported, model, optimizer, max_grad_norm)
 
 
@@ -216,7 +218,8 @@ def capture_accumulation(
 
 
 def _trace(exported: Exported, model: nn.Module) -> Traced:
-    traced = trace_step(exported, model)
+    with tracing():
+        traced = trace_step(exported, model)
     refuse_unknown(traced)
     if not traced.gradients:
         raise InputMismatchError(
@@ -233,7 +236,8 @@ def capture_forward(model: nn.Module, example_inputs: Any, *, dynamic_shapes: An
     changes are outputs too.
     """
     refuse_model(model, trained=False)
-    exported = export(wrap_forward(model), example_inputs, dynamic_shapes)
-    traced = trace_forward(exported, model)
+    with tracing():
+        exported = export(wrap_forward(model), example_inputs, dynamic_shapes)
+        traced = trace_forward(exported, model)
     refuse_unknown(traced)
     return emit_functions(exported, traced, [Wanted(forward=True)])[0]

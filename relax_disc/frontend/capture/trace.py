@@ -274,7 +274,7 @@ def _gradients(loss: Tensor, wanted: list[Tensor]) -> Sequence[Tensor | None]:
             raise
         raise UnsupportedOperatorError(
             f"PyTorch has no gradient for {found[1]}; detach what goes into it.",
-            ((found[1], "an unknown line"),),
+            ((found[1], "the model"),),
         ) from error
 
 

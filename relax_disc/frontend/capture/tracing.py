@@ -1,0 +1,54 @@
+"""One trace at a time, without the words of PyTorch's own tools.
+
+torch.export and make_fx patch what the whole process shares, so that two threads that trace at once
+mislead each other.  What they log and warn of is about their own insides; this package's errors say
+what the user can change.  With the environment variable ``TORCH_LOGS`` set, all of it is heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+
+import torch.export._trace
+
+_LOCK = threading.RLock()
+_SILENT = logging.CRITICAL + 1
+_INSIDE = r"(torch\.(_dynamo|_export|_functorch|_higher_order_ops|export|fx|utils)\b|copyreg$)"
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Hold the process's right to trace, and keep PyTorch's tools quiet meanwhile."""
+    with _LOCK, warnings.catch_warnings():
+        if os.environ.get("TORCH_LOGS"):
+            yield
+            return
+        warnings.filterwarnings("ignore", module=_INSIDE)
+        handlers = [handler for logger in _loggers() for handler in logger.handlers]
+        levels = [handler.level for handler in handlers]
+        for handler in handlers:
+            handler.setLevel(_SILENT)
+        # torch.export prints what it has traced of a model that it refuses.
+        vars(torch.export._trace)["print"] = _say_nothing
+        try:
+            yield
+        finally:
+            del vars(torch.export._trace)["print"]
+            for handler, level in zip(handlers, levels, strict=True):
+                handler.setLevel(level)
+
+
+def _say_nothing(*_: object, **__: object) -> None:
+    """Stand in for ``print``."""
+
+
+def _loggers() -> Iterator[logging.Logger]:
+    """PyTorch's loggers; several have handlers of their own."""
+    for name in ("torch", *logging.root.manager.loggerDict):
+        if name.partition(".")[0] == "torch":
+            yield logging.getLogger(name)
