@@ -1,6 +1,7 @@
 """Settings that every test shares: threads, hypothesis profiles, the folder of shared data."""
 
 import os
+import signal
 from pathlib import Path
 
 # Before torch and OpenBLAS start their threads.
@@ -10,6 +11,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# A shell that starts the tests in the background has them ignore SIGINT, which some of them raise.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -42,7 +42,7 @@ def test_counter_sees_blocks_and_mappings(repository):
         env={**os.environ, **preload_environment(), "PYTHONPATH": str(repository)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     mega, slack = 2**20, 64 * 2**10

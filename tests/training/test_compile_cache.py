@@ -206,7 +206,7 @@ def start(call, cache):
 
 
 def printed(process):
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=600)
     assert process.returncode == 0
     return json.loads(text.splitlines()[-1])
 

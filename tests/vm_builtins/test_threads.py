@@ -231,7 +231,7 @@ def test_workers_of_a_data_loader(context):
     """They are forked between steps, while the threads of the pool wait for work."""
     step, alone = compiled(), compiled()
     loader = DataLoader(
-        Lengths(), batch_size=None, num_workers=2, multiprocessing_context=context, timeout=120
+        Lengths(), batch_size=None, num_workers=2, multiprocessing_context=context, timeout=600
     )
     with threads(3):
         step(batch(64)), alone(batch(64))

@@ -1,0 +1,195 @@
+"""What users do who are new here: it works, or a message names the cause and the remedy."""
+
+import copy
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.export import Dim
+
+import relax_disc
+from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
+
+X, Y = torch.linspace(-1, 1, 16).reshape(4, 4), torch.tensor([0, 2, 1, 2])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def compiled(model, batch, loss_fn=None, shapes=None):
+    shapes = shapes or ({0: Dim("batch", min=1, max=64)},) * len(batch)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return relax_disc.compile(model, optimizer, batch, dynamic_shapes=shapes, loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), F.cross_entropy])
+def test_a_criterion_is_a_loss_function_over_inputs_and_target(criterion):
+    model = Net()
+    expected = [criterion(model(X[:n]), Y[:n]).detach() for n in (4, 1)]
+    step = compiled(model, (X, Y), criterion)
+    torch.testing.assert_close(step(X, Y), expected[0])
+    other = Net()
+    torch.testing.assert_close(compiled(other, (X, Y), criterion)(X[:1], Y[:1]), expected[1])
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [lambda model, x: model(x).mean(), lambda x, y: x.mean()],
+    ids=["too few", "no model"],
+)
+def test_a_loss_function_of_another_signature_is_told_the_contract(loss_fn):
+    with pytest.raises(InputMismatchError, match=r"loss_fn\(model, \*batch\)"):
+        compiled(Net(), (X, Y), loss_fn)
+
+
+def test_distributions_that_check_their_arguments_are_told_the_switch():
+    def loss(model, x, y):
+        return -torch.distributions.Categorical(logits=model(x)).log_prob(y).mean()
+
+    with pytest.raises(UnsupportedOperatorError, match="set_default_validate_args") as caught:
+        compiled(Net(), (X, Y), loss)
+    assert __file__ in str(caught.value)
+
+    def unchecked(model, x, y):
+        given = torch.distributions.Categorical(logits=model(x), validate_args=False)
+        return -given.log_prob(y).mean()
+
+    model = Net()
+    expected = F.cross_entropy(model(X), Y).detach()
+    torch.testing.assert_close(compiled(model, (X, Y), unchecked)(X, Y), expected)
+
+
+def test_a_refused_model_prints_nothing():
+    program = f"""
+import torch, relax_disc
+from torch.export import Dim
+import importlib.util
+spec = importlib.util.spec_from_file_location("messages", {__file__!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+def loss(model, x, y):
+    return -torch.distributions.Categorical(logits=model(x)).log_prob(y).mean()
+try:
+    module.compiled(module.Net(), (module.X, module.Y), loss)
+except relax_disc.errors.UnsupportedOperatorError:
+    print("refused")
+module.compiled(module.Net(), (module.X, module.Y), torch.nn.CrossEntropyLoss())
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.stdout == "refused\n", done.stderr
+    assert done.stderr == ""
+
+
+def test_gradients_of_gradients_are_refused_with_their_line():
+    def penalty(model, x):
+        x = x.requires_grad_(True)
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return (gradient.norm(dim=1) - 1).square().mean()
+
+    with pytest.raises(UnsupportedOperatorError, match="gradients of gradients") as caught:
+        compiled(Net(), (X,), penalty)
+    assert __file__ in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_by_name(kind):
+    model = kind(10, 4, sparse=True)
+    ids = torch.randint(0, 10, (4, 3))
+    with pytest.raises(UnsupportedOperatorError, match="sparse=False"):
+        compiled(model, (ids,), lambda model, x: model(x).square().mean())
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_copies_of_a_step_are_refused_with_what_to_do(copy_of):
+    step = compiled(Net(), (X,), lambda model, x: model(x).mean())
+    with pytest.raises(InputMismatchError, match=r"step\.save\(path\)"):
+        copy_of(step)
+    step(X)
+
+
+def test_two_threads_may_compile_at_once():
+    results = {}
+
+    def run(number):
+        model = Net()
+        expected = model(X).square().mean().detach() * (number + 1)
+        step = compiled(model, (X,), lambda model, x: model(x).square().mean() * (number + 1))
+        results[number] = (step(X), expected)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3
+    for found, expected in results.values():
+        torch.testing.assert_close(found, expected)
+
+
+class NextToken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+    def forward(self, ids):
+        logits = self.head(self.table(ids[:, :-1]))
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].reshape(-1))
+
+
+def length(least):
+    return ({0: Dim("batch", min=1, max=8), 1: Dim("length", min=least, max=64)},)
+
+
+def test_a_language_model_that_shifts_its_ids_takes_two_tokens():
+    model, ids = NextToken(), torch.arange(36).reshape(4, 9)
+    step = compiled(model, (ids,), shapes=length(2))
+    for rows, tokens in ((4, 9), (3, 2), (1, 2), (1, 9), (2, 3)):
+        batch = ids[:rows, :tokens]
+        expected = model(batch).detach()
+        torch.testing.assert_close(step(batch), expected)
+
+
+def test_one_token_has_no_next_and_the_message_gives_the_dim():
+    with pytest.raises(ShapeRangeError, match=r"Dim\('length', min=2, max=64\)"):
+        compiled(NextToken(), (torch.arange(36).reshape(4, 9),), shapes=length(1))
+
+
+def test_a_branch_on_three_tokens_is_still_seen():
+    class Branch(NextToken):
+        def forward(self, ids):
+            short = ids[:, :-1]
+            factor = 1.0 if short.shape[1] >= 2 else 5.0
+            return super().forward(ids) * factor
+
+    with pytest.raises(ShapeRangeError, match=r"min=3"):
+        compiled(Branch(), (torch.arange(36).reshape(4, 9),), shapes=length(2))
+
+
+def test_a_bias_before_a_batch_norm_is_no_difference():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batch = torch.randn(8, 3, 32, 32), torch.randint(0, 5, (8,))
+    rows = {0: Dim("batch", min=2, max=64)}
+    step = relax_disc.compile(
+        model, optimizer, batch, dynamic_shapes=(rows, rows), loss_fn=nn.CrossEntropyLoss()
+    )
+    step(*batch)
+    report = relax_disc.verify(step, [batch])
+    assert report.ok, str(report)
