@@ -49,7 +49,7 @@ def full_size_model() -> Llama:
 def full_size_step(options: PipelineOptions | None = None) -> TrainingStep:
     """Compile the model's step for batches up to 64 of up to 2,048 tokens."""
     step = compile_llama(full_size_model(), batch=64, longest=2048, options=options)
-    step.session.set_cost_model(FLOPS_PER_NS, BYTES_PER_NS, KERNEL_NS)
+    step.session.set_machine(FLOPS_PER_NS, BYTES_PER_NS, KERNEL_NS)
     return step
 
 

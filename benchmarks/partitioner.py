@@ -27,10 +27,7 @@ from benchmarks.partitioner_values import Digest, alike, carried_over, our_diges
 from benchmarks.planner_peak import planner_peak
 from relax_disc.analysis import Kernel
 from relax_disc.training_step import TrainingStep
-from relax_disc.vm_builtins import planner_codec
-from relax_disc.vm_builtins.plan_metadata import run_program
-from relax_disc.vm_builtins.planner_twin_model import PlannerGraph
-from relax_disc.vm_builtins.runtime_twin_plan import CostModel, planner_graph
+from relax_disc.vm_builtins.planner import PlannerGraph, plan_rematerialization
 
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 HEAD = "relax_disc.cpu.vocabulary_head"
@@ -167,9 +164,8 @@ def compare_plans(step: TrainingStep, batch: int, length: int) -> list[dict[str,
     full = [Kernel(kernel.name, kernel.inputs, kernel.outputs) for kernel in metadata.kernels]
     ours = carried_over(small, full, digests)
     theirs = torch_digests()
-    values = tuple(run_program(program, (batch, length)) for program in metadata.programs)
-    cost = CostModel(FLOPS_PER_NS, BYTES_PER_NS, KERNEL_NS)
-    graph = planner_graph(metadata, cost, values)
+    step.session.set_machine(FLOPS_PER_NS, BYTES_PER_NS, KERNEL_NS)
+    graph = step.session.planner_graph((batch, length))
     head = step.session.kernel_names.index(HEAD)
     rows = []
     for partition in partitions(batch, length, BUDGETS):
@@ -178,7 +174,7 @@ def compare_plans(step: TrainingStep, batch: int, length: int) -> list[dict[str,
         peak = planner_peak(graph, sequence)
         base = sum(op.time_ns for op in graph.ops)
         time = sum(graph.ops[k].time_ns for k in sequence)
-        plan = planner_codec.plan_rematerialization(graph, peak, _FAST)
+        plan = plan_rematerialization(graph, peak, _FAST)
         rows.append(
             {
                 "batch": batch,

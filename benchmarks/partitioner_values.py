@@ -2,25 +2,19 @@
 
 The two programs know nothing of each other's names.  Run on the same numbers, a tensor of one is a
 tensor of the other where both hold the same values, in whatever layout; a digest of the values
-stands for them.  `python -m benchmarks.partitioner_values` prints ours; it needs
-``RELAX_DISC_NATIVE=0``, since only the Python run time can be looked into.  Our step at full size
-has the same kernels, but its schedule may put some that do not depend on each other in another
-order: `carried_over` finds each tensor's twin.
+stands for them.  Our step at full size has the same kernels, but its schedule may put some that do
+not depend on each other in another order: `carried_over` finds each tensor's twin.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+import tvm_ffi
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition
 from torch._inductor.decomposition import select_decomp_table
@@ -29,8 +23,8 @@ from torch.export import Dim
 import relax_disc
 from benchmarks.training_batches import make_batch
 from relax_disc.analysis import Kernel
-from relax_disc.vm_builtins import runtime_twin
 from relax_disc.vm_builtins.plan_metadata import Storage
+from relax_disc.vm_builtins.runtime import function
 from tutorials._llama import Llama, LlamaSizes
 
 # Llama-2-7B's proportions, so that the kernels come in the same order.
@@ -79,27 +73,37 @@ def alike(a: Sequence[float], b: Sequence[float]) -> bool:
 @functools.cache
 def our_digests() -> tuple[list[Kernel], dict[int, Digest]]:
     """Kernels of our small step in order, and a digest for each tensor that one of them makes."""
-    root = Path(__file__).parents[1]
-    environment = {
-        **os.environ,
-        "RELAX_DISC_NATIVE": "0",
-        "RELAX_DISC_COMPILE_CACHE": "0",
-        "PYTHONPATH": str(root),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.partitioner_values"],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"the small step failed:\n{done.stderr}")
-    kernels, digests = json.loads(done.stdout.splitlines()[-1])
-    return (
-        [Kernel(name, tuple(inputs), tuple(outputs)) for name, inputs, outputs in kernels],
-        {int(tensor): tuple(values) for tensor, values in digests.items()},
-    )
+    run = function("relax_disc.kernel")
+
+    def recorded(frame: Any, index: int, kernel: Any) -> None:
+        arguments: list[Any] = []
+        run(frame, index, lambda *given: (kernel(*given), arguments.extend(given)))
+        metadata = step.session.metadata
+        entry = metadata.kernels[index]
+        for (kind, view), value in zip(entry.arguments, arguments, strict=True):
+            tensor = metadata.views[view].tensor if kind == "view" else -1
+            if tensor in entry.outputs and metadata.tensors[tensor].storage is Storage.ARENA:
+                value = torch.from_dlpack(value)
+                if value.is_floating_point():
+                    found.setdefault(tensor, digest(value))
+
+    found: dict[int, Digest] = {}
+    dims = {0: Dim("batch", min=1, max=8), 1: Dim("length", min=1, max=SMALL.longest)}
+    model = small_model()
+    # The machine looks its functions up when it is made.
+    tvm_ffi.register_global_func("relax_disc.kernel", recorded, override=True)
+    try:
+        step = relax_disc.compile(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=0.0),
+            make_batch([12, 10], 0),
+            dynamic_shapes={"ids": dims, "labels": dims},
+        )
+        step(*small_batch())
+    finally:
+        tvm_ffi.register_global_func("relax_disc.kernel", run, override=True)
+    kernels = step.session.metadata.kernels
+    return [Kernel(kernel.name, kernel.inputs, kernel.outputs) for kernel in kernels], found
 
 
 def carried_over(
@@ -169,36 +173,3 @@ class _Recorder(torch.fx.Interpreter):
         if isinstance(result, torch.Tensor) and result.is_floating_point():
             self._found[n.name] = digest(result)
         return result
-
-
-def _print_ours() -> None:
-    found: dict[int, Digest] = {}
-    run = runtime_twin.TwinFrame.run
-
-    def recorded(frame: runtime_twin.TwinFrame, function: Any) -> None:
-        kernel = frame.plan.sequence[frame.position]
-        run(frame, function)
-        metadata = frame.session.metadata
-        for tensor in metadata.kernels[kernel].outputs:
-            views = [i for i, view in enumerate(metadata.views) if view.tensor == tensor]
-            if metadata.tensors[tensor].storage is Storage.ARENA and views:
-                value = torch.from_dlpack(frame.view(views[0]))
-                if value.is_floating_point():
-                    found[tensor] = digest(value)
-
-    runtime_twin.TwinFrame.run = recorded  # type: ignore[method-assign]
-    dims = {0: Dim("batch", min=1, max=8), 1: Dim("length", min=1, max=SMALL.longest)}
-    model = small_model()
-    step = relax_disc.compile(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=0.0),
-        make_batch([12, 10], 0),
-        dynamic_shapes={"ids": dims, "labels": dims},
-    )
-    step(*small_batch())
-    kernels = [(k.name, k.inputs, k.outputs) for k in step.session.metadata.kernels]
-    print(json.dumps([kernels, found]))
-
-
-if __name__ == "__main__":
-    _print_ours()

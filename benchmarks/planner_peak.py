@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_disc.vm_builtins.planner_twin_model import PlannerGraph
+from relax_disc.vm_builtins.planner import PlannerGraph
 
 
 def planner_peak(planner: PlannerGraph, sequence: tuple[int, ...]) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import tvm_ffi
 import typer
 
 from benchmarks.memory_full_size import compile_llama
@@ -36,10 +37,8 @@ from relax_disc.analysis.memory.rematerialization import (
     planner_graph,
 )
 from relax_disc.errors import MemoryBudgetError
-from relax_disc.vm_builtins import planner_codec, runtime_twin_plan
-from relax_disc.vm_builtins.plan_metadata import run_program
-from relax_disc.vm_builtins.planner_twin import UNLIMITED
-from relax_disc.vm_builtins.planner_twin_model import PlannerGraph
+from relax_disc.vm_builtins.planner import PlannerGraph, plan_arena
+from relax_disc.vm_builtins.runtime import function
 
 SHARED = Path(__file__).parents[2] / "shared" / "graphs"
 PARTS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -82,9 +81,7 @@ def compiled_llama(batch: int, length: int) -> PlannerGraph:
     """Return what the run time plans for a step of Llama S at one shape."""
     torch.manual_seed(0)
     step = compile_llama(peer_llama("S"), batch=64, longest=LONGEST)
-    metadata = step.session.metadata
-    values = tuple(run_program(program, (batch, length)) for program in metadata.programs)
-    return runtime_twin_plan.planner_graph(metadata, runtime_twin_plan.CostModel(), values)
+    return step.session.planner_graph((batch, length))
 
 
 def time_ratio(
@@ -188,11 +185,11 @@ def speed(quick: bool) -> list[dict[str, Any]]:
     graphs = [*own(quick), *((name, graph) for name, graph, _ in recorded() if name != "lstm")]
     steps = [(name, planner_graph(graph)) for name, graph in graphs]
     for name, planner in [("llama 4, compiled", compiled_llama(14, 330)), *steps]:
-        whole = planner_codec.plan_arena(planner, UNLIMITED, ALIGNMENT, 0)
+        whole = plan_arena(planner, None, ALIGNMENT, 0)
         for part in ARENA_PARTS:
             budget = int(whole.arena_bytes * part)
             milliseconds = 1e3 * min(native_seconds(planner, budget) for _ in range(REPEATS))
-            plan = planner_codec.plan_arena(planner, budget, ALIGNMENT, 0)
+            plan = plan_arena(planner, budget, ALIGNMENT, 0)
             row: dict[str, Any] = {
                 "graph": name,
                 "kernels": len(planner.ops),
@@ -213,10 +210,10 @@ def speed(quick: bool) -> list[dict[str, Any]]:
 
 
 def native_seconds(planner: PlannerGraph, budget: int) -> float:
-    """Time one plan without the coding of its arguments and result, where there is C++."""
-    call = planner_codec.arena_call(planner, budget, ALIGNMENT, 0)
+    """Time one plan without the conversion of its arguments to C++ and of its result back."""
+    plan, graph = function("relax_disc.plan_arena"), tvm_ffi.convert(planner.lists())
     start = time.perf_counter()
-    call()
+    plan(graph, budget, ALIGNMENT, 0)
     return time.perf_counter() - start
 
 

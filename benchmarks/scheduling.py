@@ -22,12 +22,13 @@ from typing import Any
 
 from benchmarks.record import write_result
 from benchmarks.scheduling_graphs import LLAMA_STEP, OWN_GRAPHS
+from benchmarks.scheduling_rules import order_by_rule
 from relax_disc.analysis import TensorGraph, schedule_ops
-from relax_disc.analysis.schedule.order import Schedule, Strategy
+from relax_disc.analysis.schedule.order import Schedule
 from relax_disc.analysis.schedule.problem import peaks_at_points, problem_of
 
 RECORDED = Path(__file__).parents[2] / "shared" / "graphs" / "recorded"
-RULES: tuple[Strategy, ...] = (
+RULES = (
     "paper", "inductor_lpmf", "inductor_bfs", "inductor_dfs", "list", "list_backward",
 )  # fmt: skip
 HEADS = ("paper", "LPMF", "BFS", "DFS", "list", "backward")
@@ -84,12 +85,7 @@ def measure(name: str, graph: TensorGraph) -> list[dict[str, Any]]:
     shapes = [point.shape for point in ours.points]
     problem = problem_of(graph, shapes)
     given = peaks_at_points(problem, range(problem.ops))
-    peaks = {
-        rule: peaks_at_points(
-            problem, schedule_ops(graph, shapes, strategy=rule, work_limit=1).order
-        )
-        for rule in RULES
-    }
+    peaks = {rule: peaks_at_points(problem, order_by_rule(graph, shapes, rule)) for rule in RULES}
     rows = [
         {
             "graph": name,

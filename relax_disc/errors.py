@@ -5,6 +5,8 @@ Each message says what went wrong, where, with which number, and what to do next
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class RelaxDiscError(Exception):
     """Base class of every error that the package raises on purpose."""
@@ -49,8 +51,22 @@ class MemoryBudgetError(RelaxDiscError, MemoryError):
 
     def __init__(self, message: str, least_bytes: int = 0, lower_bound_bytes: int = 0) -> None:
         super().__init__(message)
+        self._thrown: Any = None
         self.least_bytes = least_bytes
         self.lower_bound_bytes = lower_bound_bytes
+
+    @property
+    def __tvm_ffi_error__(self) -> Any:
+        """What C++ threw; tvm_ffi sets it, and looks for it on the way back through C++."""
+        if self._thrown is None:
+            raise AttributeError("__tvm_ffi_error__")
+        return self._thrown
+
+    @__tvm_ffi_error__.setter
+    def __tvm_ffi_error__(self, thrown: Any) -> None:
+        self._thrown = thrown
+        for name, value in (thrown.extra_context or {}).items():
+            setattr(self, str(name), value)
 
 
 class OutOfMemoryError(RelaxDiscError, MemoryError):

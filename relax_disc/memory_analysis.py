@@ -19,11 +19,10 @@ from relax_disc import pipeline
 from relax_disc.analysis.memory.report import (
     MemoryAnalysis,
     Shape,
-    fits_budget,
     graph_of_table,
     report_memory,
 )
-from relax_disc.analysis.program.extraction import extract
+from relax_disc.analysis.program.extraction import extract, memory_alignment
 from relax_disc.analysis.program.reader import function_dims
 from relax_disc.analysis.program.table import NotPlannableError
 from relax_disc.analysis.program.tensor_graph import TensorGraph, check_shape
@@ -32,7 +31,7 @@ from relax_disc.bytes_text import parse_bytes
 from relax_disc.errors import GraphError, ShapeRangeError
 from relax_disc.tir_kernels.target import resolve_target
 from relax_disc.training.memory_plan import largest_that_fits
-from relax_disc.vm_builtins.plan_metadata import PlanMetadata
+from relax_disc.vm_builtins.session import Session
 
 if TYPE_CHECKING:
     from relax_disc.frontend.spec import CapturedStep
@@ -73,8 +72,8 @@ def analyze_memory(
     """
     if isinstance(source, TensorGraph):
         return report_memory(source, shapes)
-    table, kinds, dims = _table(source, target)
-    return report_memory(table, shapes, kinds=kinds, dims=dims)
+    session, kinds, dims = _planner(source, target)
+    return report_memory(session, shapes, kinds=kinds, dims=dims)
 
 
 def largest(
@@ -112,7 +111,8 @@ def largest(
     """
     if isinstance(source, TensorGraph):
         raise GraphError("largest() plans a program that can run: give the module or the step")
-    table, _, dims = _table(source, target)
+    session, _, dims = _planner(source, target)
+    names = session.metadata.dims
     budget = parse_bytes(memory_budget)
     found = next((d for d in dims if d.name == dim), None)
     if found is None or found.last is None:
@@ -120,7 +120,11 @@ def largest(
         raise ShapeRangeError(f"largest() needs one bounded dim of {names}; got {dim!r}")
     check_shape(dims, {**other_dims, dim: found.last})
     return largest_that_fits(
-        lambda size: fits_budget(table, {**other_dims, dim: size}, budget),
+        lambda size: (
+            session.plan(
+                [size if name == dim else other_dims[name] for name in names], budget
+            ).feasible
+        ),
         found.first,
         found.last,
         found.divisor,
@@ -145,20 +149,20 @@ def step_graph(
         As in `analyze_memory`.
     """
     if getattr(source, "session", None) is not None:
-        table, _, dims = _table(source, target)
-        return graph_of_table(table, dims)
+        session, _, dims = _planner(source, target)
+        return graph_of_table(session.metadata, dims)
     module = source if isinstance(source, tvm.IRModule) else source.module
     lowered = _lowered(module, target, scheduled=scheduled)
     return extract(lowered, _main_of(lowered)).graph()
 
 
-def _table(
+def _planner(
     source: Any, target: str | tvm.target.Target
-) -> tuple[PlanMetadata, tuple[str, ...], tuple[SymbolicDim, ...]]:
-    """Return what will run, the kinds of what the caller passes, and the dims."""
+) -> tuple[Session, tuple[str, ...], tuple[SymbolicDim, ...]]:
+    """Return what plans the program, the kinds of what the caller passes, and the dims."""
     session = getattr(source, "session", None)
     if session is not None:
-        return session.metadata, source.input_kinds, tuple(source.dims)
+        return session, source.input_kinds, tuple(source.dims)
     module = source if isinstance(source, tvm.IRModule) else source.module
     name = _main_of(module)
     function = module[name]
@@ -171,7 +175,7 @@ def _table(
     if not kinds:  # a module from elsewhere
         kinds = tuple("input" for p in function.params if isinstance(p.ty, relax.TensorType))
     return (
-        extraction.metadata(),
+        Session.to_plan(extraction.metadata(memory_alignment(resolve_target(target)))),
         tuple(kind for kind in kinds if kind != "shape"),
         tuple(function_dims(function).values()),
     )
@@ -193,7 +197,7 @@ def _lowered(
     module: tvm.IRModule, target: str | tvm.target.Target, *, scheduled: bool = True
 ) -> tvm.IRModule:
     """Return the module's kernels, in the order in which they would run if `scheduled`."""
-    chosen = resolve_target(target)
+    chosen = resolveresolve_target(target)
     options = pipeline.PipelineOptions()
     passes = [
         *pipeline.simplify_passes(),

@@ -225,10 +225,7 @@ def draw_program(data, strategies, *, most=14, constants=True):
 def compile_program(module):
     """Lower and load a module; return the virtual machine."""
     from relax_disc.pipeline import pipeline
-    from relax_disc.vm_builtins import runtime, runtime_twin
 
-    if not runtime.load():
-        runtime_twin.forget_sessions()
     executable = relax.build(module, tvm.target.Target("llvm"), relax_pipeline=pipeline())
     return relax.VirtualMachine(executable, tvm.cpu())
 

@@ -12,8 +12,12 @@ from torch.export import Dim
 
 from relax_disc.compiler import build
 from relax_disc.frontend import capture_step
+from relax_disc.memory_analysis import analyze_memory, largest
 from relax_disc.tir_kernels.target import cuda_target
+from relax_disc.vm_builtins.plan_metadata import PlanMetadata
+from relax_disc.vm_builtins.session import Session
 from tests.frontend.models import Llama, dims, token_batch
+from tests.placement import check_plan
 
 
 def sources(module):
@@ -60,3 +64,31 @@ def test_a_recurrent_tagger_compiles():
     code = build(captured.module, cuda_target("sm_80")).as_text()
     for name in ("recurrence", "recurrence_backward", "sort"):
         assert f"relax_disc.cuda.{name}" in code
+
+
+def test_what_is_analysed_is_what_the_program_will_plan(monkeypatch):
+    """In a GPU's memory everything begins at multiples of 256 bytes, not of the CPU's 64."""
+    rows = Dim("rows", min=1, max=64)
+    captured = capture_step(
+        nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)),
+        None,
+        (torch.randn(3, 5),),
+        dynamic_shapes=({0: rows},),
+        loss_fn=lambda model, x: model(x).square().mean(),
+    )
+    target = cuda_target("sm_80")
+    written = []
+    to_json = PlanMetadata.to_json
+    monkeypatch.setattr(PlanMetadata, "to_json", lambda t: written.append(t) or to_json(t))
+    build(captured.module, target)
+    (table,) = written
+    assert table.alignment == 256
+    session = Session.to_plan(table)
+    for count in (1, 10, 33):
+        plan = check_plan(session, [count])
+        point = analyze_memory(captured.module, {"rows": count}, target=target).worst
+        assert point.peak_bytes == plan.peak_bytes
+        assert (point.arena_bytes, point.escaping_bytes) == (plan.arena_bytes, plan.escaping_bytes)
+        assert (
+            largest(captured.module, "rows", memory_budget=plan.peak_bytes, target=target) >= count
+        )

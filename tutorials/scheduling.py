@@ -99,16 +99,6 @@ print(
 )
 
 # %%
-# Other rules
-# -----------
-# The rule of BladeDISC++ compares the sizes symbolically; torch inductor's see one shape.
-
-for strategy in ("paper", "inductor_lpmf", "inductor_bfs", "inductor_dfs"):
-    other = schedule_ops(graph, [short, long], strategy=strategy)
-    ratios = [p.peak_bytes / p.lower_bound_bytes for p in other.points]
-    print(f"{strategy:15} {ratios[0]:.3f} and {ratios[1]:.3f} of the bound at {short} and {long}")
-
-# %%
 # What is alive at the peak
 # -------------------------
 # Named with the line of the model that made it.  The peak over all shapes is a maximum of a few

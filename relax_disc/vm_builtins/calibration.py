@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from relax_disc.vm_builtins.plan_metadata import PlanMetadata, run_program
-from relax_disc.vm_builtins.runtime_twin_plan import CostModel
 from relax_disc.vm_builtins.session import Session
 
 
@@ -53,45 +51,35 @@ def measured(session: Session) -> Measurement:
 
 
 def apply_measurements(session: Session, measurements: Sequence[Measurement]) -> None:
-    """Model times by what was measured on as many threads, else by defaults; drops all plans."""
-    models = {0: CostModel()}
-    for threads in sorted({each.threads for each in measurements}):
-        own = [each for each in measurements if each.threads == threads]
-        models[threads] = fit_model(session.metadata, own)
-    for threads, model in models.items():
-        rates = model.flops_per_ns, model.bytes_per_ns, model.overhead_ns
-        session.set_cost_model(*rates, model.factors, model.fixed_ns, threads=threads)
+    """Model kernels' times by what was measured on as many threads, else by the machine's figures.
 
-
-def fit_model(metadata: PlanMetadata, measurements: Sequence[Measurement]) -> CostModel:
-    """Fit every kernel's line.
+    Drops all plans.
 
     Raises
     ------
     ValueError
         A measurement is of another function: it has another number of kernels or dims.
     """
-    start = CostModel()
+    metadata = session.metadata
+    wanted = len(metadata.dims), len(metadata.kernels)
+    points: dict[int, list[list[tuple[float, float]]]] = {}
+    overhead_ns = 0.0
     for measurement in measurements:
         found = len(measurement.dims), len(measurement.times_ns)
-        if found != (len(metadata.dims), len(metadata.kernels)):
+        if found != wanted:
             raise ValueError(
                 f"A measurement of {found[1]} kernels and {found[0]} dims does not belong to "
-                f"{metadata.function}, which has {len(metadata.kernels)} and {len(metadata.dims)}."
+                f"{metadata.function}, which has {wanted[1]} and {wanted[0]}."
             )
-    lines = []
-    for index, kernel in enumerate(metadata.kernels):
-        points = []
-        for measurement in measurements:
-            flops, moved = (
-                run_program(metadata.programs[program], measurement.dims)
-                for program in (kernel.flops, kernel.moved_bytes)
-            )
-            points.append((start.work(flops, moved), measurement.times_ns[index]))
-        lines.append(fit_line(points, start.overhead_ns))
-    return CostModel(
-        factors=tuple(factor for factor, _ in lines), fixed_ns=tuple(fixed for _, fixed in lines)
-    )
+        works, overhead_ns = session.kernel_work(measurement.dims)
+        of_threads = points.setdefault(measurement.threads, [[] for _ in works])
+        for kernel, point in enumerate(zip(works, measurement.times_ns, strict=True)):
+            of_threads[kernel].append(point)
+    session.set_kernel_times([], [])
+    for threads, kernels in sorted(points.items()):
+        lines = [fit_line(of_kernel, overhead_ns) for of_kernel in kernels]
+        factors, fixed_ns = ([line[k] for line in lines] for k in (0, 1))
+        session.set_kernel_times(factors, fixed_ns, threads=threads)
 
 
 def fit_line(points: Sequence[tuple[float, float]], overhead_ns: float) -> tuple[float, float]:

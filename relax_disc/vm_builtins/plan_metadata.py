@@ -1,8 +1,7 @@
 """The table of kernels of one compiled function: what PlanArena writes and the run time reads.
 
 Integers that depend on the shape are postfix programs over the dims (`SymbolicExpr.program`), kept
-once each; tensors, views and kernels name them by index.  The C++ reader is
-`src/runtime/metadata.cc`, the Python one `runtime_twin.py`.
+once each; tensors, views and kernels name them by index.  The reader is `src/runtime/metadata.cc`.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class PlanMetadata:
     views: tuple[ViewEntry, ...]
     kernels: tuple[KernelEntry, ...]
     outputs: tuple[int, ...]
-    alignment: int = 64
+    alignment: int
 
     def to_json(self) -> str:
         """Write the table as text."""
@@ -189,29 +188,3 @@ class ProgramTable:
     def all(self) -> tuple[Program, ...]:
         """Return all programs in the order of their indices."""
         return tuple(self._index)
-
-
-def run_program(program: Program, dims: Sequence[int]) -> int:
-    """Evaluate a postfix program at the values of the dims."""
-    stack: list[int] = []
-    codes = iter(program)
-    for code in codes:
-        if code == 0:
-            stack.append(next(codes))
-        elif code == 1:
-            stack.append(dims[next(codes)])
-        else:
-            right = stack.pop()
-            stack[-1] = _OPERATIONS[code](stack[-1], right)
-    return stack[-1]
-
-
-_OPERATIONS = {
-    2: int.__add__,
-    3: int.__sub__,
-    4: int.__mul__,
-    5: int.__floordiv__,
-    6: int.__mod__,
-    7: min,
-    8: max,
-}

@@ -1,9 +1,8 @@
-"""Make the run-time functions available: the C++ ones if they are built, else the Python twin."""
+"""The functions of the native library by name; errors that keep their class through C++."""
 
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import tvm_ffi
@@ -11,13 +10,10 @@ import tvm_ffi
 from relax_disc import errors
 from relax_disc.vm_builtins import native
 
-_LEAST = re.compile(r"least found feasible is (\d+) bytes")
-_BOUND = re.compile(r"less than (\d+) bytes")
-
 
 @functools.cache
-def load() -> bool:
-    """Register the global functions that compiled code calls; return whether they are native."""
+def load() -> None:
+    """Register the global functions that compiled code calls."""
     for kind in (
         errors.InputMismatchError,
         errors.ShapeRangeError,
@@ -28,22 +24,21 @@ def load() -> bool:
         errors.MemoryBudgetError,
     ):
         tvm_ffi.register_error(kind)
-    # After its class, so that errors raised in Python keep their name on the way through C++.
-    tvm_ffi.register_error("MemoryBudgetError", _BudgetErrorFromText)
     tvm_ffi.register_global_func("relax_disc.device_allocate", _device_allocate, override=True)
     tvm_ffi.register_global_func("relax_disc.device_copy", _device_copy, override=True)
-    if native.load() is not None:
-        return True
-    from relax_disc.vm_builtins import runtime_twin
+    native.load()
 
-    runtime_twin.register()
-    return False
+
+@functools.cache
+def function(name: str) -> Any:
+    """Return a function of the native library."""
+    load()
+    return tvm_ffi.get_global_func(name)
 
 
 def _device_allocate(device: Any, size: int) -> Any:
-    from relax_disc.vm_builtins.libraries import (
-        cuda_memory,  # imports torch, which the CPU does not need
-    )
+    # Imports torch, which the CPU does not need.
+    from relax_disc.vm_builtins.libraries import cuda_memory
 
     return cuda_memory.allocate(device, size)
 
@@ -52,13 +47,3 @@ def _device_copy(source: Any, target: Any) -> None:
     from relax_disc.vm_builtins.libraries import cuda_memory
 
     cuda_memory.copy(source, target)
-
-
-class _BudgetErrorFromText:
-    """Makes the Python error of a C++ one, whose numbers are in its message."""
-
-    def __new__(cls, message: str) -> errors.MemoryBudgetError:  # type: ignore[misc]
-        least, bound = _LEAST.search(message), _BOUND.search(message)
-        return errors.MemoryBudgetError(
-            message, int(least[1]) if least else 0, int(bound[1]) if bound else 0
-        )

@@ -15,30 +15,11 @@ from typing import Any
 
 import tvm_ffi
 
-from relax_disc.vm_builtins import runtime
-from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Storage, run_program
+from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Storage
+from relax_disc.vm_builtins.planner import PlacedVersion, PlannerGraph, plain
+from relax_disc.vm_builtins.runtime import function, load
 
 _RUN, _DRY_RUN, _PROFILE = 0, 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedVersion:
-    """One life of a tensor in the arena; positions in the sequence are inclusive.
-
-    Attributes
-    ----------
-    tensor : int
-        Index in the metadata.
-    created, last_use : int
-        First and last position.
-    offset : int
-        Bytes from the arena's start.
-    """
-
-    tensor: int
-    created: int
-    last_use: int
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +50,6 @@ class ArenaFacts:
         Kernels in the order of their execution.
     versions : tuple of PlacedVersion
         Places in the arena.
-    recomputed : tuple of int
-        Kernels that run again, in order.
     """
 
     feasible: bool
@@ -88,7 +67,12 @@ class ArenaFacts:
     cache_hit: bool
     sequence: tuple[int, ...]
     versions: tuple[PlacedVersion, ...]
-    recomputed: tuple[int, ...]
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Kernels that run again, in order."""
+        seen: set[int] = set()
+        return tuple(k for k in self.sequence if k in seen or seen.add(k))
 
     @property
     def time_ratio(self) -> float:
@@ -168,25 +152,29 @@ class SessionCounters:
 
 
 class Session:
-    """Handle of the run-time state of one function of one virtual machine."""
+    """Handle of the run-time state of one function: of a virtual machine, or only to plan."""
 
     def __init__(self, handle: Any) -> None:
-        runtime.load()
         self._handle = handle
 
     @staticmethod
-    def of(machine: Any, function: str = "main") -> Session:
+    def to_plan(metadata: PlanMetadata) -> Session:
+        """Make a session that plans as the run time will, without a machine to run on."""
+        return Session(function("relax_disc.plan_only")(metadata.to_json()))
+
+    @staticmethod
+    def of(machine: Any, name: str = "main") -> Session:
         """Open the session of a function.
 
         Parameters
         ----------
         machine : tvm.relax.VirtualMachine
             The machine; its state is its own.
-        function : str
+        name : str
             Name of a function that `PlanArena` lowered.
         """
-        runtime.load()
-        return Session(machine[f"{function}__session"]())
+        load()
+        return Session(machine[f"{name}__session"]())
 
     @functools.cached_property
     def metadata(self) -> PlanMetadata:
@@ -219,25 +207,19 @@ class Session:
             None is no limit.
         """
         shape = tvm_ffi.Shape(tuple(int(dim) for dim in dims))
-        facts = dict(self._ask("plan", shape, -1 if budget_bytes is None else budget_bytes))
-        facts.pop("values")
-        sequence = tuple(facts.pop("sequence"))
-        flat = tuple(facts.pop("versions"))
-        seen: set[int] = set()
-        recomputed = tuple(k for k in sequence if k in seen or seen.add(k))
-        versions = tuple(PlacedVersion(*flat[i : i + 4]) for i in range(0, len(flat), 4))
-        return ArenaFacts(**facts, sequence=sequence, versions=versions, recomputed=recomputed)
+        return ArenaFacts(
+            **plain(self._ask("plan", shape, -1 if budget_bytes is None else budget_bytes))
+        )
 
     def report(self) -> CallReport:
         """Tell what the last call did."""
-        facts = dict(self._ask("report"))
+        facts = plain(self._ask("report"))
         budget = facts.pop("budget_bytes")
-        dims = tuple(facts.pop("dims"))
-        return CallReport(**facts, dims=dims, budget_bytes=None if budget < 0 else budget)
+        return CallReport(**facts, budget_bytes=None if budget < 0 else budget)
 
     def counters(self) -> SessionCounters:
         """Return totals since the session was opened."""
-        return SessionCounters(**dict(self._ask("counters")))
+        return SessionCounters(**plain(self._ask("counters")))
 
     @property
     def torn(self) -> bool:
@@ -271,15 +253,16 @@ class Session:
             If the shape does not fit.
         """
         enter, before, kernel, leave, reserve = (
-            _function(f"relax_disc.{name}")
+            function(f"relax_disc.{name}")
             for name in ("enter", "regenerate_before", "kernel", "leave", "reserve")
         )
         metadata = self.metadata
+        values = self._ask("values", tvm_ffi.Shape(tuple(dims)))
         given: dict[int, Any] = {}
         for view in metadata.views:
             entry = metadata.tensors[view.tensor]
             if entry.storage is Storage.GIVEN and entry.given not in given:
-                shape = tuple(run_program(metadata.programs[i], dims) for i in view.shape)
+                shape = tuple(values[i] for i in view.shape)
                 given[entry.given] = reserve(tvm_ffi.Shape(shape), view.dtype)
         nothing = tvm_ffi.convert(lambda *_: None)
         with self.dry_run():
@@ -305,30 +288,43 @@ class Session:
         runs, times = self._ask("profile")
         return tuple(zip((int(r) for r in runs), (int(t) for t in times), strict=True))
 
-    def set_cost_model(
-        self,
-        flops_per_ns: float,
-        bytes_per_ns: float,
-        overhead_ns: float,
-        factors: Sequence[float] = (),
-        fixed_ns: Sequence[float] = (),
-        *,
-        threads: int = 0,
-    ) -> None:
-        """Set what kernels' times are modelled by; drops all plans.
+    def planner_graph(self, dims: Sequence[int]) -> PlannerGraph:
+        """Return the program as the planner sees it at a shape: what is outside the arena is 0."""
+        return PlannerGraph.from_lists(self._ask("graph", tvm_ffi.Shape(tuple(dims))))
+
+    def set_machine(self, flops_per_ns: float, bytes_per_ns: float, overhead_ns: float) -> None:
+        """Model every kernel's time by a machine's figures, on any number of threads.
+
+        Drops all plans.
 
         Parameters
         ----------
         flops_per_ns, bytes_per_ns, overhead_ns : float
             work = max(flops / flops_per_ns, bytes / bytes_per_ns); time = work + overhead_ns.
+        """
+        self._ask("set_machine", float(flops_per_ns), float(bytes_per_ns), float(overhead_ns))
+
+    def set_kernel_times(
+        self, factors: Sequence[float], fixed_ns: Sequence[float], *, threads: int = 0
+    ) -> None:
+        """Model each kernel's time as work * factor + fixed_ns; by the machine's figures if empty.
+
+        Drops all plans.
+
+        Parameters
+        ----------
         factors, fixed_ns : sequence of float
-            Measured, per kernel: time = work * factor + fixed_ns.
+            One for each kernel, or none.
         threads : int
             Number of threads that it holds for; 0: any number, in place of all models so far.
         """
-        numbers = (float(flops_per_ns), float(bytes_per_ns), float(overhead_ns))
         lists = ([float(number) for number in values] for values in (factors, fixed_ns))
-        self._ask("set_cost_model", threads, *numbers, *lists)
+        self._ask("set_kernel_times", threads, *lists)
+
+    def kernel_work(self, dims: Sequence[int]) -> tuple[tuple[float, ...], float]:
+        """Return each kernel's work at a shape by the machine's figures and the overhead, in ns."""
+        facts = self._ask("kernel_work", tvm_ffi.Shape(tuple(dims)))
+        return tuple(facts["work_ns"]), float(facts["overhead_ns"])
 
     def check_budget(self, dims: Sequence[int]) -> None:
         """Plan a shape under the present budget, running nothing.
@@ -357,9 +353,4 @@ class Session:
         self._ask("release")
 
     def _ask(self, what: str, *args: Any) -> Any:
-        return _function(f"relax_disc.session.{what}")(self._handle, *args)
-
-
-@functools.cache
-def _function(name: str) -> Any:
-    return tvm_ffi.get_global_func(name)
+        return function(f"relax_disc.session.{what}")(self._handle, *args)

@@ -114,8 +114,8 @@ def needs(graph):
     ]
 
 
-def shuffled(graph, seed):
-    """The same program in a random valid order."""
+def shuffled_order(graph, seed):
+    """A random valid order of a program."""
     rng = random.Random(seed)
     before = needs(graph)
     order, ready, done = [], [k for k, need in enumerate(before) if not need], set()
@@ -132,7 +132,12 @@ def shuffled(graph, seed):
             left[j] -= 1
             if not left[j]:
                 ready.append(j)
-    return graph.reordered(order)
+    return order
+
+
+def shuffled(graph, seed):
+    """The same program in a random valid order."""
+    return graph.reordered(shuffled_order(graph, seed))
 
 
 def replayed_peak(graph, order):

@@ -1,4 +1,4 @@
-"""plan_offsets: MiniMalloc's problems, random ones, equal results of C++ and Python, errors."""
+"""plan_offsets: MiniMalloc's problems, random ones against exhaustion, perfect packings, errors."""
 
 import csv
 import itertools
@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from relax_disc.analysis.memory.offsets import plan_offsets
 from relax_disc.errors import GraphError
-from relax_disc.vm_builtins import native, offsets_twin
-from relax_disc.vm_builtins.offsets_twin_search import Restarts
+from relax_disc.vm_builtins.runtime import function
 
 CAPACITY = 1048576
 
@@ -49,8 +48,6 @@ def random_problem(seed, count=30):
 
 @pytest.mark.parametrize("name", "ABCDF")
 def test_published_problems_fit(shared, name):
-    if native.load() is None:
-        pytest.skip("minutes without a C++ compiler")
     problem = read_problem(shared / "graphs" / "minimalloc" / f"{name}.1048576.csv")
     offsets, height = plan_offsets(*problem, CAPACITY)
     check(*problem, offsets, height)
@@ -83,25 +80,67 @@ def test_random_problems(seed, spare):
         offsets, height = plan_offsets(*problem, bound + spare)
         check(*problem, offsets, height)
         assert height <= bound + spare
-        assert (offsets, height) == offsets_twin.plan_offsets(*problem, bound + spare)
+        assert (offsets, height) == plan_offsets(*problem, bound + spare)
 
 
-def test_python_searches_alike():
-    """Problems that greedy placement does not solve, so that both go through the search."""
-    found = 0
-    for seed in range(400):
-        lower, upper, size = problem = random_problem(seed, count=14)
-        if not size:
-            continue
-        graph = offsets_twin.make_problem(lower, upper, size)
-        offsets, _ = offsets_twin.search_offsets(graph, graph.lower_bound, 20_000)
-        if offsets is not None:
-            found += 1
-            check(lower, upper, size, *offsets_twin.plan_offsets(*problem, graph.lower_bound))
-            assert plan_offsets(*problem, graph.lower_bound) == offsets_twin.plan_offsets(
-                *problem, graph.lower_bound
-            )
-    assert found > 200
+def fits(lower, upper, size, height):
+    """Whether any placement stays within a height, by trying all.
+
+    Dropped in the order of their offsets, the buffers of a placement fall onto one another or the
+    ground and end no higher: so all orders are tried in which offsets do not fall.
+    """
+    count = len(size)
+    overlaps = [
+        [j for j in range(count) if lower[i] < upper[j] and lower[j] < upper[i]]
+        for i in range(count)
+    ]
+
+    def place(tops, last):
+        if len(tops) == count:
+            return True
+        for i in set(range(count)) - tops.keys():
+            at = max((tops[j] for j in overlaps[i] if j in tops), default=0)
+            if (
+                (at, i) > last
+                and at + size[i] <= height
+                and place({**tops, i: at + size[i]}, (at, i))
+            ):
+                return True
+        return False
+
+    return place({}, (-1, -1))
+
+
+def full_problem(rng, height, steps):
+    """Buffers of which those alive fill the height at every step; most, not all, can be packed."""
+    lower, upper, size, alive = [], [], [], []
+    for step in range(steps):
+        gone = rng.sample(alive, rng.randint(1, len(alive))) if alive else []
+        for buffer in gone:
+            upper[buffer] = step
+            alive.remove(buffer)
+        left = sum(size[buffer] for buffer in gone) if step else height
+        while left:
+            alive.append(len(size))
+            lower.append(step)
+            upper.append(steps)
+            size.append(rng.randint(1, left))
+            left -= size[-1]
+    return lower, upper, size
+
+
+def test_small_problems_against_all_placements():
+    """What does not reach the load has no placement that does."""
+    above = 0
+    for seed in range(6000):
+        problem = full_problem(random.Random(seed), 4 + seed % 4, 7)
+        if len(problem[2]) <= 14:
+            offsets, height = plan_offsets(*problem)
+            check(*problem, offsets, height)
+            if height > load(*problem):
+                above += 1
+                assert not fits(*problem, height - 1)
+    assert above >= 3
 
 
 def cut_apart(random, pieces, span=64, height=4096):
@@ -124,14 +163,33 @@ def cut_apart(random, pieces, span=64, height=4096):
 @pytest.mark.parametrize("fills_tight", [False, True])
 def test_each_search_finds_perfect_packings(fills_tight):
     """Without slack anywhere, so that the second search fills a floor at every step."""
+    search = function("relax_disc.search_offsets")
     for seed in range(30):
         problem = cut_apart(random.Random(seed), 24)
-        graph = offsets_twin.make_problem(*map(list, problem))
-        runs = Restarts(graph, 4096, 6, fills_tight=fills_tight)
-        orders = [list(range(24)), sorted(range(24), key=lambda i: problem[2][i])]
-        assert any(runs.run(orders) for _ in range(40))
-        check(*(list(part) for part in problem), runs.search.offsets, 4096)
-        assert plan_offsets(*problem, 4096) == offsets_twin.plan_offsets(*problem, 4096)
+        offsets = search(*problem, 4096, 10**7, fills_tight)
+        check(*problem, offsets, 4096)
+        best = plan_offsets(*problem, 4096)
+        check(*problem, *best)
+        assert best[1] == 4096
+
+
+def test_each_search_finds_what_fits():
+    """Random problems at their lower bound: what is found is valid, and much is found."""
+    found = 0
+    search = function("relax_disc.search_offsets")
+    for seed in range(400):
+        problem = random_problem(seed, count=14)
+        real = [i for i, size in enumerate(problem[2]) if size and problem[0][i] < problem[1][i]]
+        problem = [[part[i] for i in real] for part in problem]
+        if not real:
+            continue
+        bound = load(*problem)
+        for fills_tight in (False, True):
+            offsets = search(*problem, bound, 20_000, fills_tight)
+            if offsets:
+                found += 1
+                check(*problem, offsets, bound)
+    assert found > 400
 
 
 def test_too_small_a_capacity_is_told():

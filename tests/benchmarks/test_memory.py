@@ -8,8 +8,7 @@ from benchmarks.partitioner import replayed
 from benchmarks.partitioner_values import alike, carried_over
 from benchmarks.planner_peak import planner_peak
 from relax_disc.analysis import Kernel
-from relax_disc.vm_builtins import planner_codec
-from relax_disc.vm_builtins.planner_twin_model import PlannerGraph, PlannerOp
+from relax_disc.vm_builtins.planner import PlannerGraph, PlannerOp, plan_rematerialization
 
 
 def way(seconds, peak, **more):
@@ -64,7 +63,7 @@ def test_what_is_not_kept_runs_again_when_it_is_read(kept):
         assert sequence == tuple(range(12))
     else:
         assert again == [k for k in range(5) if k + 1 not in kept]  # the head makes its own
-    plan = planner_codec.plan_rematerialization(graph, planner_peak(graph, sequence), 0)
+    plan = plan_rematerialization(graph, planner_peak(graph, sequence), 0)
     assert plan.feasible
     assert plan.time_ns <= sum(graph.ops[k].time_ns for k in sequence)
 

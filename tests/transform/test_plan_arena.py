@@ -8,7 +8,8 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from relax_disc.transform.memory.plan_arena import PlanArena
-from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Storage, run_program
+from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Storage
+from tests.placement import run_program
 from tests.relax_programs import Program
 
 

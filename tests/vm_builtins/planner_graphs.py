@@ -5,7 +5,7 @@ import itertools
 import random
 
 from benchmarks.planner_peak import planner_peak
-from relax_disc.vm_builtins.planner_twin_model import PlannerGraph, PlannerOp
+from relax_disc.vm_builtins.planner import PlannerGraph, PlannerOp
 
 ALIGNMENT = 4
 
@@ -87,7 +87,7 @@ def replay(graph, sequence):
     return planner_peak(graph, sequence), time
 
 
-def run_in_arena(graph, plan):
+def run_in_arena(graph, plan, alignment=ALIGNMENT):
     """Run a plan over an arena of units that hold what was written; check every read."""
     _check_runs(graph, plan.sequence)
     outside = _outside(graph)
@@ -99,8 +99,8 @@ def run_in_arena(graph, plan):
     def place(version):
         tensor = version.tensor
         size = graph.sizes[tensor] if tensor >= 0 else graph.ops[-1 - tensor].workspace
-        assert version.offset % ALIGNMENT == 0
-        rounded = -(-size // ALIGNMENT) * ALIGNMENT
+        assert version.offset % alignment == 0
+        rounded = -(-size // alignment) * alignment
         assert 0 <= version.offset and version.offset + rounded <= plan.arena_bytes
         return range(version.offset, version.offset + rounded)
 

@@ -8,7 +8,6 @@ from relax_disc.vm_builtins.calibration import (
     Measurement,
     apply_measurements,
     fit_line,
-    fit_model,
     measured,
 )
 from relax_disc.vm_builtins.session import Session
@@ -47,7 +46,7 @@ def test_two_shapes_model_those_between():
 def test_another_functions_measurement_is_refused():
     session = Session.of(compile_program(CHAIN.module()))
     with pytest.raises(ValueError, match="does not belong"):
-        fit_model(session.metadata, [Measurement((3,), (1.0,))])
+        apply_measurements(session, [Measurement((3,), (1.0,))])
 
 
 POINT = st.tuples(st.floats(0, 1e9), st.floats(1, 1e10))

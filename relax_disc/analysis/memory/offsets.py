@@ -2,8 +2,8 @@
 
 A few greedy placements, which reach the lower bound on most real programs; then, where a gap is
 left, a depth-first search over canonical placements with restarts (after MiniMalloc, Moffitt,
-ASPLOS 2024; see `src/planner/offsets_search.cc`). The amount of search is fixed, in
-steps and not in seconds, so the result is the same on every machine.
+ASPLOS 2024; see `src/planner/offsets_search.cc`). The amount of search is fixed, in steps and not
+in seconds, so the result is the same on every machine.
 
 Limits: problems with more than 3,000 buffers are placed greedily.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from relax_disc.errors import GraphError
-from relax_disc.vm_builtins import planner_codec
+from relax_disc.vm_builtins.runtime import function
 
 
 def plan_offsets(
@@ -57,4 +57,6 @@ def plan_offsets(
             raise GraphError(f"buffer {buffer} lives in [{begin}, {end}) and has size {bytes_}")
     if capacity is not None and capacity < 0:
         raise GraphError(f"capacity is {capacity}; give a height of 0 or more, or None")
-    return planner_codec.plan_offsets(lower, upper, size, -1 if capacity is None else capacity)
+    limit = -1 if capacity is None else capacity
+    *offsets, height = function("relax_disc.plan_offsets")(lower, upper, size, limit)
+    return offsets, height

@@ -4,9 +4,8 @@ What to keep across the highest peak is a knapsack, which a dynamic program solv
 peaks allow its plan, that is the answer. Else a search goes down a ladder of budgets, evicting at
 each peak the tensor that frees most for the time of bringing it back, simulates every change
 exactly, and takes back what turns out not to be needed. Both are in
-`relax_disc/vm_builtins/src/rematerialization_*.cc`; their Python twins explain them too. First runs
-keep the graph's order. A larger budget never gives a slower program, a higher effort never either,
-and the same question has the same answer always.
+`relax_disc/vm_builtins/src/planner`. First runs keep the graph's order. A larger budget never gives
+a slower program, a higher effort never either, and the same question has the same answer always.
 
 Limits: one order; no offload. The result is no proof of optimality, `lower_bound_bytes` of the
 error is a proof of what cannot fit.
@@ -21,13 +20,11 @@ from typing import Literal, get_args
 from relax_disc.analysis.program.tensor_graph import Kernel, TensorGraph
 from relax_disc.bytes_text import format_bytes, parse_bytes
 from relax_disc.errors import GraphError, MemoryBudgetError
-from relax_disc.vm_builtins import planner_codec
-from relax_disc.vm_builtins.planner_twin_model import PlannerGraph, PlannerOp
+from relax_disc.vm_builtins import planner
+from relax_disc.vm_builtins.planner import PlannerGraph, PlannerOp
+from relax_disc.vm_builtins.runtime import function
 
 Effort = Literal["fast", "normal", "high"]
-
-# Where a kernel has no measured time: the run time's cost model before calibration.
-_FLOPS_PER_NS, _BYTES_PER_NS, _OVERHEAD_NS = 100, 10, 3000
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,7 @@ def plan_rematerialization(
         names = ", ".join(dim.name for dim in graph.dims)
         raise GraphError(f"the graph's sizes depend on {names}: give a shape")
     numeric = graph.at(shape) if shape is not None else graph
-    program = planner_codec.plan_rematerialization(
+    program = planner.plan_rematerialization(
         planner_graph(numeric), budget, get_args(Effort).index(effort)
     )
     if not program.feasible:
@@ -139,4 +136,4 @@ def _time(graph: TensorGraph, kernel: Kernel) -> int:
     if not moved:
         tensors = (*kernel.inputs, *kernel.outputs)
         moved = sum(int(graph.sizes[tensor]) for tensor in tensors)  # type: ignore[arg-type]
-    return _OVERHEAD_NS + max(flops // _FLOPS_PER_NS, moved // _BYTES_PER_NS)
+    return function("relax_disc.kernel_time_ns")(flops, moved)

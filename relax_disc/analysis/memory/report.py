@@ -1,9 +1,8 @@
 """What a program needs of memory, before anything runs: how much, where, and because of which line.
 
-`report_memory` looks at a `TensorGraph` or at the table of kernels that the run time executes
-(`PlanMetadata`).  With the table the peak is the planned one: every tensor rounded and placed in
-the arena, as the run time will do it without a budget, so that it equals the measured peak to the
-byte. With a bare graph it is the peak of live bytes.
+`report_memory` looks at a `TensorGraph` or at what the run time plans from (a `Session`, with or
+without a machine).  With a session the peak is the run time's own plan without a budget, so that it
+equals the measured peak to the byte.  With a bare graph it is the peak of live bytes.
 
 The symbolic peak is the maximum of some polynomials in the dims: one for each step whose live bytes
 are not proved to be at most those of another.
@@ -19,17 +18,8 @@ from relax_disc.analysis.memory.symbolic_peak import symbolic_peak
 from relax_disc.analysis.program.tensor_graph import Kernel, TensorGraph
 from relax_disc.analysis.symbolic.expr import SymbolicDim, SymbolicExpr
 from relax_disc.errors import GraphError
-from relax_disc.vm_builtins import planner_codec
-from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Program, Storage, run_program
-from relax_disc.vm_builtins.planner_twin import ArenaPlan
-from relax_disc.vm_builtins.runtime_twin_plan import (
-    ALIGNMENT,
-    EFFORT,
-    UNLIMITED,
-    CostModel,
-    outside_bytes,
-    planner_graph,
-)
+from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Program, Storage
+from relax_disc.vm_builtins.session import Session
 
 Shape = Mapping[str, int]
 
@@ -178,7 +168,7 @@ class MemoryAnalysis:
 
 
 def report_memory(
-    program: TensorGraph | PlanMetadata,
+    program: TensorGraph | Session,
     shapes: Shape | Sequence[Shape],
     *,
     kinds: Sequence[str] = (),
@@ -188,15 +178,15 @@ def report_memory(
 
     Parameters
     ----------
-    program : TensorGraph or PlanMetadata
+    program : TensorGraph or Session
         What will run, in its order.
     shapes : mapping, or sequence of mappings
         Values of the dims; ``{}`` for a program without dims.
     kinds : sequence of str
         The kind of each tensor that the caller passes, in order; missing ones are "constant" in a
-        table and "input" in a graph.
+        session and "input" in a graph.
     dims : sequence of SymbolicDim
-        Ranges of the dims of a table, which has only their names.
+        Ranges of the dims of a session, which has only their names.
 
     Raises
     ------
@@ -208,18 +198,18 @@ def report_memory(
     points = (shapes,) if isinstance(shapes, Mapping) else tuple(shapes)
     if not points:
         raise GraphError("a memory report needs at least one shape")
-    if isinstance(program, PlanMetadata):
-        graph, metadata, missing = graph_of_table(program, dims), program, "constant"
+    if isinstance(program, Session):
+        graph, session, missing = graph_of_table(program.metadata, dims), program, "constant"
     else:
-        graph, metadata, missing = program, None, "input"
+        graph, session, missing = program, None, "input"
     padded = [*kinds, *[missing] * len(graph.inputs)]
     kind_of = dict(zip(graph.inputs, padded, strict=False))
-    reports = tuple(_at_shape(graph, metadata, kind_of, shape) for shape in points)
+    reports = tuple(_at_shape(graph, session, kind_of, shape) for shape in points)
     return MemoryAnalysis(reports, symbolic_peak(graph))
 
 
 def _at_shape(
-    graph: TensorGraph, metadata: PlanMetadata | None, kind_of: Mapping[int, str], shape: Shape
+    graph: TensorGraph, session: Session | None, kind_of: Mapping[int, str], shape: Shape
 ) -> ShapeMemory:
     numeric = graph.at(shape)
     sizes = numeric.numbers()
@@ -258,12 +248,14 @@ def _at_shape(
         by_kind["workspace"] = by_kind.get("workspace", 0) + beside
     escaping = sum(sizes[tensor] for tensor in outputs)
     arena, workspace, peak = None, 0, live_peak
-    if metadata is not None:
-        dims = [shape[name] for name in metadata.dims]
-        values = tuple(run_program(program, dims) for program in metadata.programs)
-        resident, escaping, workspace = outside_bytes(metadata, values)
-        arena = _planned(metadata, values, UNLIMITED).arena_bytes
-        peak = resident + escaping + workspace + arena
+    if session is not None:
+        plan = session.plan([shape[name] for name in session.metadata.dims])
+        resident, escaping, workspace = (
+            plan.resident_bytes,
+            plan.escaping_bytes,
+            plan.workspace_bytes,
+        )
+        arena, peak = plan.arena_bytes, plan.peak_bytes
     if workspace:
         by_kind["workspace"] = by_kind.get("workspace", 0) + workspace
     live.sort(key=lambda tensor: -tensor.bytes)
@@ -283,20 +275,6 @@ def _at_shape(
         live_tensors=tuple(live),
         trace=tuple(trace.tolist()),
     )
-
-
-def fits_budget(metadata: PlanMetadata, shape: Shape, budget_bytes: int) -> bool:
-    """Whether the run time will find a plan within a budget of all memory, recomputing or not."""
-    dims = [shape[name] for name in metadata.dims]
-    values = tuple(run_program(program, dims) for program in metadata.programs)
-    room = budget_bytes - sum(outside_bytes(metadata, values))
-    return room >= 0 and _planned(metadata, values, room).feasible
-
-
-def _planned(metadata: PlanMetadata, values: Sequence[int], room: int) -> ArenaPlan:
-    """Plan the arena as the run time will, inside so many bytes."""
-    graph = planner_graph(metadata, CostModel(), values)
-    return planner_codec.plan_arena(graph, room, ALIGNMENT, EFFORT)
 
 
 def graph_of_table(metadata: PlanMetadata, dims: Sequence[SymbolicDim] = ()) -> TensorGraph:

@@ -116,7 +116,7 @@ class Extraction:
             origin=table.name,
         )
 
-    def metadata(self, alignment: int = 64) -> PlanMetadata:
+    def metadata(self, alignment: int) -> PlanMetadata:
         """Return the table that the run time executes, in memory of an alignment in bytes."""
         table = self.table
         names = [dim.name for dim in table.dims.values()]
@@ -191,6 +191,11 @@ def _argument(kind: str, value: Any, program: Any) -> tuple[str, Any]:
     if kind == "shape":
         return kind, [program(extent) for extent in value]
     return kind, value
+
+
+def memory_alignment(target: tvm.target.Target | None) -> int:
+    """Bytes that sizes and offsets are multiples of in a target's memory; the CPU's for None."""
+    return 64 if target is None or target.kind.name == "llvm" else 256
 
 
 def extract(mod: tvm.IRModule, name: str) -> Extraction:

@@ -16,11 +16,9 @@ from collections.abc import Mapping, Sequence
 
 from relax_disc.analysis.program.tensor_graph import TensorGraph
 from relax_disc.analysis.schedule.exact import exact_order
-from relax_disc.analysis.schedule.native import native_split
 from relax_disc.analysis.schedule.problem import (
     ScheduleProblem,
     at_points,
-    peak_of,
     peaks_at_points,
     problem_of,
     rescaled,
@@ -29,8 +27,7 @@ from relax_disc.analysis.schedule.split import Found, split_search
 
 Shape = Mapping[str, int]
 
-WORK_LIMIT = 500_000_000  # arcs: 2 to 4 s of one core in C++; structured graphs need a hundredth
-_TWIN_SLOWNESS = 50  # times, in Python: the same time buys so much less work
+WORK_LIMIT = 500_000_000  # arcs: 2 to 4 s of one core; structured graphs need a hundredth
 _TIME_LIMIT_S = 60.0  # a last resort: with it the result may depend on the machine
 _SCALE = 10**9  # units of one shape's best peak
 _ENOUGH = 1.001  # worst ratio at which to stop
@@ -60,7 +57,6 @@ class JointSearch:
         shapes: Sequence[Shape],
         checks: Sequence[Shape],
         work: int,
-        native: bool,
     ) -> None:
         self.problem = problem_of(graph, shapes)
         self.bounds = list(self.problem.base)
@@ -72,9 +68,6 @@ class JointSearch:
         self._given = list(range(self.problem.ops))
         self._limits = peaks_at_points(self._judge, self._given)
         self._best = [0] * len(shapes)
-        self._native = native
-        if not native or native_split() is None:
-            work //= _TWIN_SLOWNESS
         # A search for all shapes at once, and one for each aim, beside those for each shape alone.
         self._share = work // (len(shapes) + 1 + len(_AIMS)) if len(self.checked) > 1 else work
 
@@ -108,11 +101,6 @@ class JointSearch:
         passing = [order for order in candidates if self._worst_excess(order) is None]
         return min(passing, key=self._worst_ratio)
 
-    def find_bounds(self, order: list[int]) -> None:
-        """Find the bounds for an order that somebody else made."""
-        for point in range(self.problem.points):
-            self._solve_alone(point, [order])
-
     def _solve_alone(self, point: int, starts: Sequence[list[int]]) -> list[int]:
         problem = at_points(self.problem, [point])
         found = self._split(problem, starts, 0)
@@ -120,7 +108,7 @@ class JointSearch:
         if bound < peak and problem.ops <= _SMALL_OPS:
             exact = exact_order(problem, peak, _SMALL_STATES)
             if exact.order is not None:
-                order, peak = exact.order, peak_of(problem, exact.order)[0]
+                order, peak = exact.order, peaks_at_points(problem, exact.order)[0]
             if exact.is_complete:
                 bound = peak
         self.bounds[point] = bound
@@ -144,12 +132,7 @@ class JointSearch:
 
     def _split(self, problem: ScheduleProblem, starts: Sequence[list[int]], target: int) -> Found:
         found = split_search(
-            problem,
-            starts,
-            target=target,
-            work=self._share,
-            seconds=_TIME_LIMIT_S,
-            native=self._native,
+            problem, starts, target=target, work=self._share, seconds=_TIME_LIMIT_S
         )
         self.timed_out |= found.timed_out
         return found

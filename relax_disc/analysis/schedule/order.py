@@ -5,48 +5,19 @@ each shape that it optimises for.  With several shapes the worst ratio of a shap
 peak found for that shape alone is minimised.  The result is never worse than the given order at any
 shape that is looked at: those, and where the caller names none a grid over the declared ranges.
 
-The search is in `schedule_joint` (several shapes) and `schedule_split` (the method).
+The search is in `joint` (several shapes) and `split` (the method).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from relax_disc.analysis.program.tensor_graph import TensorGraph, check_shape
 from relax_disc.analysis.schedule.joint import WORK_LIMIT, JointSearch, Shape
-from relax_disc.analysis.schedule.paper import paper_order
-from relax_disc.analysis.schedule.problem import ScheduleProblem, peaks_at_points
-from relax_disc.analysis.schedule.rules import (
-    depth_first_order,
-    inductor_bfs_order,
-    inductor_dfs_order,
-    list_order,
-    lpmf_order,
-)
+from relax_disc.analysis.schedule.problem import peaks_at_points
 from relax_disc.analysis.schedule.shapes import check_shapes, sample_shapes
 from relax_disc.errors import GraphError
-
-Strategy = Literal[
-    "min_cut",
-    "given",
-    "paper",
-    "list",
-    "list_backward",
-    "depth_first",
-    "inductor_lpmf",
-    "inductor_bfs",
-    "inductor_dfs",
-]
-_RULES: dict[str, Callable[[ScheduleProblem, int], list[int]]] = {
-    "list": list_order,
-    "list_backward": lambda problem, point: list_order(problem, point, reverse=True),
-    "depth_first": depth_first_order,
-    "inductor_lpmf": lpmf_order,
-    "inductor_bfs": inductor_bfs_order,
-    "inductor_dfs": inductor_dfs_order,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +77,7 @@ def schedule_ops(
     graph: TensorGraph,
     shapes: Shape | Sequence[Shape] | None = None,
     *,
-    strategy: Strategy = "min_cut",
     work_limit: int = WORK_LIMIT,
-    native: bool = True,
 ) -> Schedule:
     """Find an order of a graph's kernels with a small peak of live memory.
 
@@ -119,16 +88,8 @@ def schedule_ops(
     shapes : mapping, or sequence of mappings, optional
         The shapes to optimise for, and to be no worse than the given order at; by default corners
         and middle of the declared ranges, and a grid over them to check.
-    strategy : str
-        "min_cut" for the best order.  The others, to compare with: "given"; "paper", the rule of
-        BladeDISC++; "list" and "list_backward", least growth of memory; "depth_first";
-        "inductor_lpmf", "inductor_bfs", "inductor_dfs", the rules of torch inductor.  Rules other
-        than the paper's look at the last of the shapes, and may be worse than the given order.
     work_limit : int
         How much to search, for all shapes together; the order depends on it, on no clock.
-    native : bool
-        Use C++ where it is there.  Python searches a fiftieth of the work; where that is enough, as
-        it is on most graphs, the result is the same.
 
     Returns
     -------
@@ -144,12 +105,8 @@ def schedule_ops(
     """
     points = _points(graph, shapes)
     checks = check_shapes(graph.dims) if shapes is None else ()
-    search = JointSearch(graph, points, checks, work_limit, native)
-    if strategy == "min_cut":
-        order = search.best_order()
-    else:
-        order = _by_rule(graph, search.problem, strategy)
-        search.find_bounds(order)
+    search = JointSearch(graph, points, checks, work_limit)
+    order = search.best_order()
     peaks = peaks_at_points(search.problem, order)
     given = peaks_at_points(search.problem, range(len(graph.kernels)))
     facts = tuple(
@@ -163,20 +120,9 @@ def schedule_ops(
         lower_bound_bytes=top.lower_bound_bytes,
         is_optimal=all(point.peak_bytes == point.lower_bound_bytes for point in facts),
         points=facts,
-        checked=search.checked if strategy == "min_cut" else (),
+        checked=search.checked,
         timed_out=search.timed_out,
     )
-
-
-def _by_rule(graph: TensorGraph, problem: ScheduleProblem, strategy: Strategy) -> list[int]:
-    if strategy == "given":
-        return list(range(problem.ops))
-    if strategy == "paper":
-        return list(paper_order(graph))
-    if strategy in _RULES:
-        return _RULES[strategy](problem, problem.points - 1)
-    known = ("min_cut", "given", "paper", *_RULES)
-    raise GraphError(f"unknown strategy {strategy!r}; known are {', '.join(known)}")
 
 
 def _points(graph: TensorGraph, shapes: Shape | Sequence[Shape] | None) -> tuple[Shape, ...]:

@@ -7,13 +7,13 @@ reader (`extra`, live only while the op runs).  In-place pairs whose input has s
 depend on the order and stay (`pair`).
 
 Sizes are numbers at several points, so that one order can be judged at several shapes at once.
-`vm_builtins/src/schedule/problem.cc` is the same in C++.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -68,10 +68,12 @@ class ScheduleProblem:
         """Number of points at which sizes are known."""
         return len(self.base)
 
-    @property
-    def touches(self) -> int:
-        """Number of (op, buffer) incidences: the unit in which work is counted."""
-        return sum(map(len, self.touch))
+    def lists(self) -> tuple[Sequence[Any], ...]:
+        """Return what C++ makes the problem of."""
+        return (
+            *(self.touch, self.need, self.pair, self.ready, self.stays),
+            *(self.size, self.extra, self.base),
+        )
 
 
 def _transposed(rows: Sequence[Sequence[int]], columns: int) -> list[list[int]]:
@@ -169,79 +171,6 @@ def at_points(problem: ScheduleProblem, points: Sequence[int]) -> ScheduleProble
         extra=[problem.extra[point] for point in points],
         base=[problem.base[point] for point in points],
     )
-
-
-def part_of(problem: ScheduleProblem, ops: Sequence[int], done: Sequence[bool]) -> ScheduleProblem:
-    """Return the problem of running `ops`, a legal order, after all ops with ``done[op]``."""
-    local = {op: index for index, op in enumerate(ops)}
-    base = list(problem.base)
-    renamed: dict[int, int] = {}
-    ready_flags, stays_flags = [], []
-    for buffer, users in enumerate(problem.users):
-        ready, stays, inside = problem.ready[buffer], problem.stays[buffer], False
-        for op in users:
-            if op in local:
-                inside = True
-            elif done[op]:
-                ready = True
-            else:
-                stays = True
-        if ready and stays:
-            base = [value + row[buffer] for value, row in zip(base, problem.size, strict=True)]
-        elif inside:
-            renamed[buffer] = len(renamed)
-            ready_flags.append(ready)
-            stays_flags.append(stays)
-    return ScheduleProblem(
-        touch=[[renamed[b] for b in problem.touch[op] if b in renamed] for op in ops],
-        need=[sorted(local[j] for j in problem.need[op] if j in local) for op in ops],
-        pair=[
-            [(renamed[a], renamed[b]) for a, b in problem.pair[op] if a in renamed and b in renamed]
-            for op in ops
-        ],
-        ready=ready_flags,
-        stays=stays_flags,
-        size=[[row[buffer] for buffer in renamed] for row in problem.size],
-        extra=[[row[op] for op in ops] for row in problem.extra],
-        base=base,
-    )
-
-
-def live_during(problem: ScheduleProblem, order: Sequence[int], point: int) -> list[int]:
-    """Return the live bytes during each step of an order at a point."""
-    count = problem.ops
-    size, extra = problem.size[point], problem.extra[point]
-    position = [0] * count
-    for step, op in enumerate(order):
-        position[op] = step
-    change = [0] * (count + 2)
-    last = []
-    for buffer, users in enumerate(problem.users):
-        steps = [position[op] for op in users]
-        last.append(count if problem.stays[buffer] else max(steps))
-        change[0 if problem.ready[buffer] else min(steps)] += size[buffer]
-        change[last[-1] + 1] -= size[buffer]
-    now, live = problem.base[point], []
-    for step, op in enumerate(order):
-        now += change[step]
-        dead = [pair for pair in problem.pair[op] if last[pair[0]] == step]
-        live.append(now + extra[op] - (overlaid_bytes(size, dead) if dead else 0))
-    return live
-
-
-def peak_of(
-    problem: ScheduleProblem, order: Sequence[int], skip: range = range(0)
-) -> tuple[int, int, int]:
-    """Return the most live bytes over steps and points, the op there and the point.
-
-    The first point and the first step of several with the same bytes; steps in `skip` do not count.
-    """
-    best = (-1, -1, 0)
-    for point in range(problem.points):
-        for step, live in enumerate(live_during(problem, order, point)):
-            if live > best[0] and step not in skip:
-                best = (live, order[step], point)
-    return best
 
 
 def peaks_at_points(problem: ScheduleProblem, order: Sequence[int]) -> list[int]:

@@ -27,7 +27,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from relax_disc.analysis.program.extraction import Extraction, extract
+from relax_disc.analysis.program.extraction import Extraction, extract, memory_alignment
 from relax_disc.analysis.program.table import NotPlannableError
 from relax_disc.analysis.symbolic.from_tirx import to_tirx
 from relax_disc.transform.functions import copy_module, program_functions
@@ -66,12 +66,6 @@ class PlanArena:
         return result
 
 
-def _alignment() -> int:
-    """Alignment of memory for the target in whose scope the pass runs."""
-    target = tvm.target.Target.current(allow_none=True)
-    return 64 if target is None or target.kind.name == "llvm" else 256
-
-
 class _Lowering:
     def __init__(
         self, mod: tvm.IRModule, variable: tvm.ir.GlobalVar, extraction: Extraction
@@ -104,7 +98,8 @@ class _Lowering:
                 self._mod.update_func(overlaid, kernel.without_attr("tirx.noalias"))
 
     def _add_session_function(self, name: str) -> tvm.ir.GlobalVar:
-        text = tvm.ir.StringImm(self._extraction.metadata(_alignment()).to_json())
+        alignment = memory_alignment(tvm.target.Target.current(allow_none=True))
+        text = tvm.ir.StringImm(self._extraction.metadata(alignment).to_json())
         opened = relax.Var("session", _ANY)
         arguments = relax.Tuple([text])
         call = relax.Call(

@@ -28,7 +28,7 @@ from relax_disc.analysis.program.tensor_graph import TensorGraph
 from relax_disc.analysis.schedule.bindings import BindingGraph, is_movable
 from relax_disc.analysis.schedule.hoist import hoist_sinks
 from relax_disc.analysis.schedule.joint import Shape
-from relax_disc.analysis.schedule.order import Schedule, Strategy, schedule_ops
+from relax_disc.analysis.schedule.order import Schedule, schedule_ops
 from relax_disc.analysis.schedule.problem import peaks_at_points, problem_of
 from relax_disc.errors import GraphError
 from relax_disc.transform.functions import block_like, copy_module, program_functions, with_blocks
@@ -50,13 +50,10 @@ class ScheduleOps:
     shapes : mapping, or sequence of mappings, optional
         Shapes to optimise for, by the names of the dims; by default what the function's attributes
         say of their ranges, else a wide range.
-    strategy : str
-        See `relax_disc.analysis.schedule_ops`.
     """
 
-    def __init__(self, shapes: Shapes | None = None, strategy: Strategy = "min_cut") -> None:
+    def __init__(self, shapes: Shapes | None = None) -> None:
         self.shapes = shapes
-        self.strategy: Strategy = strategy
 
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with its bindings in a better order."""
@@ -143,7 +140,7 @@ class ScheduleOps:
         return _in_order(run, [reader.calls[k] for k in schedule.order])
 
     def _schedule(self, graph: TensorGraph, name: str) -> Schedule:
-        schedule = schedule_ops(graph, self.shapes, strategy=self.strategy)
+        schedule = schedule_ops(graph, self.shapes)
         for point in schedule.points:
             _logger.info(
                 "%s at %s: peak %d bytes, was %d, at least %d",

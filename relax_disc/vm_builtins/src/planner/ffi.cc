@@ -1,13 +1,17 @@
-// The planners as global functions over byte strings of int64 numbers; see planner_codec.py.
+// The planners as global functions: a graph as lists in, named figures out; see planner.py.
+#include <tvm/ffi/container/map.h>
+#include <tvm/ffi/container/shape.h>
+#include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/ffi/string.h>
 
-#include <cstring>
-#include <initializer_list>
 #include <vector>
 
+#include "planner/front_search.h"
+#include "planner/offsets.h"
 #include "planner/planner.h"
+#include "runtime/lists.h"
 
 namespace relax_disc {
 
@@ -15,103 +19,109 @@ namespace ffi = tvm::ffi;
 
 namespace {
 
-// Reads numbers off a byte string.
-class Reader {
- public:
-  explicit Reader(const ffi::Bytes& bytes) : numbers_(bytes.size() / sizeof(int64_t)) {
-    std::memcpy(numbers_.data(), bytes.data(), numbers_.size() * sizeof(int64_t));
-  }
+using Facts = ffi::Map<ffi::String, ffi::Any>;
 
-  int64_t Next() {
-    if (at_ >= numbers_.size()) {
-      TVM_FFI_THROW(ValueError) << "a planner was given " << numbers_.size() << " numbers, too few";
-    }
-    return numbers_[at_++];
-  }
+ffi::Shape Numbers(const std::vector<int32_t>& values) {
+  return ffi::Shape(std::vector<int64_t>(values.begin(), values.end()));
+}
 
-  template <typename T>
-  void List(int64_t count, std::vector<T>* list) {
-    for (int64_t i = 0; i < count; ++i) list->push_back(static_cast<T>(Next()));
-  }
+int64_t BudgetOf(int64_t bytes) { return bytes < 0 ? kUnlimited : bytes; }
 
- private:
-  std::vector<int64_t> numbers_;
-  std::size_t at_ = 0;
-};
-
-PlannerGraph ReadGraph(const ffi::Bytes& bytes) {
-  Reader reader(bytes);
+// sizes, resident, is_output; of each op: time, rerun, workspace, recomputable, inputs, outputs,
+// in-place pairs.
+PlannerGraph ReadGraph(const List& parts) {
   PlannerGraph graph;
-  const int64_t tensors = reader.Next(), ops = reader.Next();
-  reader.List(tensors, &graph.bytes);
-  reader.List(tensors, &graph.resident);
-  reader.List(tensors, &graph.is_output);
-  for (int64_t k = 0; k < ops; ++k) {
+  graph.bytes = Integers<int64_t>(parts[0]);
+  graph.resident = Integers<char>(parts[1]);
+  graph.is_output = Integers<char>(parts[2]);
+  const size_t count = graph.bytes.size();
+  TVM_FFI_CHECK(graph.resident.size() == count && graph.is_output.size() == count, ValueError)
+      << "a graph has " << count << " sizes, " << graph.resident.size() << " and "
+      << graph.is_output.size() << " flags";
+  for (const ffi::Any& item : ListOf(parts[3])) {
+    const List row = ListOf(item);
     PlannerOp op;
-    op.time_ns = reader.Next();
-    op.rerun_ns = reader.Next();
-    op.workspace = reader.Next();
-    op.recomputable = reader.Next() != 0;
-    reader.List(reader.Next(), &op.inputs);
-    reader.List(reader.Next(), &op.outputs);
-    const int64_t pairs = reader.Next();
-    for (int64_t i = 0; i < pairs; ++i) {
-      const auto input = static_cast<int32_t>(reader.Next());
-      op.inplace.emplace_back(input, static_cast<int32_t>(reader.Next()));
+    op.time_ns = row[0].cast<int64_t>();
+    op.rerun_ns = row[1].cast<int64_t>();
+    op.workspace = row[2].cast<int64_t>();
+    op.recomputable = row[3].cast<int64_t>() != 0;
+    op.inputs = Integers(row[4]);
+    op.outputs = Integers(row[5]);
+    op.inplace = Pairs(row[6]);
+    for (const std::vector<int32_t>* tensors : {&op.inputs, &op.outputs}) {
+      for (int32_t tensor : *tensors) {
+        TVM_FFI_CHECK(0 <= tensor && tensor < static_cast<int64_t>(count), ValueError)
+            << "op " << graph.ops.size() << " has tensor " << tensor << " of " << count;
+      }
     }
     graph.ops.push_back(std::move(op));
   }
   return graph;
 }
 
-ffi::Bytes Write(const std::vector<int64_t>& numbers) {
-  return ffi::Bytes(reinterpret_cast<const char*>(numbers.data()),
-                    numbers.size() * sizeof(int64_t));
-}
-
-ffi::Bytes PlanRematerializationBytes(const ffi::Bytes& graph, int64_t budget, int64_t effort) {
+Facts PlanRematerializationFacts(const List& graph, int64_t budget, int64_t effort) {
   const Program program =
-      PlanRematerialization(ReadGraph(graph), budget, static_cast<int>(effort));
-  std::vector<int64_t> result{program.feasible, program.peak_bytes, program.time_ns,
-                              program.least_bytes, program.lower_bound_bytes};
-  result.insert(result.end(), program.sequence.begin(), program.sequence.end());
-  return Write(result);
+      PlanRematerialization(ReadGraph(graph), BudgetOf(budget), static_cast<int>(effort));
+  return {{"feasible", program.feasible},
+          {"sequence", Numbers(program.sequence)},
+          {"peak_bytes", program.peak_bytes},
+          {"time_ns", program.time_ns},
+          {"least_bytes", program.least_bytes},
+          {"lower_bound_bytes", program.lower_bound_bytes}};
 }
 
-ffi::Bytes PlanArenaBytes(const ffi::Bytes& graph, int64_t budget, int64_t alignment,
-                          int64_t effort) {
+Facts PlanArenaFacts(const List& graph, int64_t budget, int64_t alignment, int64_t effort) {
   const ArenaPlan plan =
-      PlanArena(ReadGraph(graph), budget, alignment, static_cast<int>(effort));
-  std::vector<int64_t> result{plan.feasible, plan.arena_bytes, plan.live_peak_bytes, plan.time_ns,
-                              plan.least_bytes, plan.lower_bound_bytes,
-                              static_cast<int64_t>(plan.sequence.size())};
-  result.insert(result.end(), plan.sequence.begin(), plan.sequence.end());
+      PlanArena(ReadGraph(graph), BudgetOf(budget), alignment, static_cast<int>(effort));
+  std::vector<int64_t> versions;
   for (const Version& version : plan.versions) {
-    result.insert(result.end(),
-                  {version.tensor, version.created, version.last_use, version.offset});
+    versions.insert(versions.end(),
+                    {version.tensor, version.created, version.last_use, version.offset});
   }
-  return Write(result);
+  return {{"feasible", plan.feasible},
+          {"sequence", Numbers(plan.sequence)},
+          {"versions", ffi::Shape(versions)},
+          {"arena_bytes", plan.arena_bytes},
+          {"live_peak_bytes", plan.live_peak_bytes},
+          {"time_ns", plan.time_ns},
+          {"least_bytes", plan.least_bytes},
+          {"lower_bound_bytes", plan.lower_bound_bytes}};
 }
 
-ffi::Bytes PlanOffsetsBytes(const ffi::Bytes& buffers, int64_t capacity) {
-  Reader reader(buffers);
-  const int64_t count = reader.Next();
-  std::vector<int64_t> lower, upper, size, offsets;
-  reader.List(count, &lower);
-  reader.List(count, &upper);
-  reader.List(count, &size);
-  std::vector<int64_t> result{PlanOffsets(lower, upper, size, capacity, &offsets)};
-  result.insert(result.end(), offsets.begin(), offsets.end());
-  return Write(result);
+ffi::Shape PlanOffsetsList(const List& lower, const List& upper, const List& size,
+                           int64_t capacity) {
+  std::vector<int64_t> offsets;
+  const int64_t height = PlanOffsets(Integers<int64_t>(lower), Integers<int64_t>(upper),
+                                     Integers<int64_t>(size), capacity, &offsets);
+  offsets.push_back(height);
+  return ffi::Shape(offsets);
+}
+
+// For tests: one of the two searches alone; empty where it finds nothing within the work.
+ffi::Shape SearchOffsetsList(const List& lower, const List& upper, const List& size,
+                             int64_t height, int64_t work, bool fills_tight) {
+  const OffsetProblem problem(Integers<int64_t>(lower), Integers<int64_t>(upper),
+                              Integers<int64_t>(size));
+  std::vector<int64_t> offsets;
+  if (!SearchOffsetsAlone(problem, height, fills_tight, work, &offsets)) return ffi::Shape();
+  return ffi::Shape(offsets);
+}
+
+// For tests: no program within the budget takes less time; 0 where that is not known.
+int64_t LeastTime(const List& graph, int64_t budget) {
+  const Model model(ReadGraph(graph));
+  return FrontSearch(model, kEffortFast, budget - model.resident_bytes).bound();
 }
 
 }  // namespace
 
 TVM_FFI_STATIC_INIT_BLOCK() {
   ffi::reflection::GlobalDef()
-      .def("relax_disc.plan_rematerialization", PlanRematerializationBytes)
-      .def("relax_disc.plan_arena", PlanArenaBytes)
-      .def("relax_disc.plan_offsets", PlanOffsetsBytes);
+      .def("relax_disc.plan_rematerialization", PlanRematerializationFacts)
+      .def("relax_disc.plan_arena", PlanArenaFacts)
+      .def("relax_disc.plan_offsets", PlanOffsetsList)
+      .def("relax_disc.search_offsets", SearchOffsetsList)
+      .def("relax_disc.least_time_ns", LeastTime);
 }
 
 }  // namespace relax_disc

@@ -37,6 +37,9 @@ std::vector<std::vector<int>> PlacementOrders(const OffsetProblem& problem);
 // it does, counted in buffers looked at, and is lowered by what it did.
 bool SearchOffsets(const OffsetProblem& problem, int64_t height, int64_t* work,
                    std::vector<int64_t>* offsets);
+// One of its two searches alone, with so much work.
+bool SearchOffsetsAlone(const OffsetProblem& problem, int64_t height, bool fills_tight,
+                        int64_t work, std::vector<int64_t>* offsets);
 
 // How hard to try: the work of searches, how far above the lower bound (as the bound divided by
 // this; 0 means not at all) a height needs no search, rounds without success before repair ends, a

@@ -362,10 +362,8 @@ constexpr int kPeriod = 6, kTightPeriod = 20;
 // What the first search does before the second joins, times the square of the number of buffers.
 constexpr int64_t kAlone = 1200;
 
-}  // namespace
-
-bool SearchOffsets(const OffsetProblem& problem, int64_t height, int64_t* work,
-                   std::vector<int64_t>* offsets) {
+// The orders that searches begin with.
+std::vector<std::vector<int64_t>> StartingRanks(const OffsetProblem& problem) {
   const int count = problem.count();
   std::vector<int64_t> width(count), area(count), crowd(count, 0);
   for (int i = 0; i < count; ++i) {
@@ -376,9 +374,29 @@ bool SearchOffsets(const OffsetProblem& problem, int64_t height, int64_t* work,
     }
   }
   const std::vector<int64_t>& size = problem.size;
-  const std::vector<std::vector<int64_t>> orders{
+  return {
       Ranks({width, area, crowd}), Ranks({crowd, area, width}), Ranks({crowd, width, area}),
       Ranks({area, width, crowd}), Ranks({size, width, crowd}), Ranks({width, crowd, size})};
+}
+
+}  // namespace
+
+bool SearchOffsetsAlone(const OffsetProblem& problem, int64_t height, bool fills_tight,
+                        int64_t work, std::vector<int64_t>* offsets) {
+  const std::vector<std::vector<int64_t>> orders = StartingRanks(problem);
+  Restarts search(problem, height, fills_tight ? kTightPeriod : kPeriod, fills_tight);
+  while (search.work() < work) {
+    if (!search.Run(orders)) continue;
+    *offsets = search.offsets();
+    return true;
+  }
+  return false;
+}
+
+bool SearchOffsets(const OffsetProblem& problem, int64_t height, int64_t* work,
+                   std::vector<int64_t>* offsets) {
+  const int count = problem.count();
+  const std::vector<std::vector<int64_t>> orders = StartingRanks(problem);
   Restarts free(problem, height, kPeriod, false), tight(problem, height, kTightPeriod, true);
   const int64_t alone = kAlone * count * count;
   while (true) {

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/lists.h"
 #include "runtime/session.h"
 
 namespace relax_disc {
@@ -75,7 +76,6 @@ Facts PlanFacts(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t bu
   Session* session = SessionOf(object);
   bool hit = false;
   PlanPtr plan = session->PlanFor(Values(dims), budget_bytes, &hit);
-  const int64_t outside = plan->outside_bytes();
   const ArenaPlan& arena = plan->arena;
   std::vector<int64_t> versions;
   for (const Version& version : arena.versions) {
@@ -84,21 +84,20 @@ Facts PlanFacts(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t bu
   }
   std::vector<int64_t> sequence(arena.sequence.begin(), arena.sequence.end());
   return Facts{{"feasible", plan->feasible},
-               {"peak_bytes", plan->feasible ? plan->peak_bytes() : outside + arena.least_bytes},
+               {"peak_bytes", plan->feasible ? plan->peak_bytes() : plan->least_bytes()},
                {"arena_bytes", arena.arena_bytes},
                {"live_peak_bytes", arena.live_peak_bytes},
                {"resident_bytes", plan->resident_bytes},
                {"escaping_bytes", plan->escaping_bytes},
                {"workspace_bytes", plan->workspace_bytes},
-               {"least_bytes", outside + (arena.feasible ? arena.arena_bytes : arena.least_bytes)},
-               {"lower_bound_bytes", outside + arena.lower_bound_bytes},
+               {"least_bytes", plan->least_bytes()},
+               {"lower_bound_bytes", plan->outside_bytes() + arena.lower_bound_bytes},
                {"time_ns", arena.time_ns},
                {"base_time_ns", plan->base_time_ns},
                {"planning_ns", plan->planning_ns},
                {"cache_hit", hit},
                {"sequence", ffi::Shape(sequence)},
-               {"versions", ffi::Shape(versions)},
-               {"values", ffi::Shape(plan->values)}};
+               {"versions", ffi::Shape(versions)}};
 }
 
 Facts LastReport(const ffi::ObjectRef& object) {
@@ -147,12 +146,41 @@ void Enter(ffi::PackedArgs args, ffi::Any* result) {
                                ->Enter(Values(dims), std::move(given)));
 }
 
-void SetCostModel(const ffi::ObjectRef& session, int64_t threads, double flops_per_ns, double bytes_per_ns,
-                  double overhead_ns, const ffi::Array<double>& factors,
-                  const ffi::Array<double>& fixed_ns) {
-  CostModel cost{flops_per_ns, bytes_per_ns, overhead_ns, {factors.begin(), factors.end()},
-                 {fixed_ns.begin(), fixed_ns.end()}};
+void SetMachine(const ffi::ObjectRef& session, double flops_per_ns, double bytes_per_ns,
+                double overhead_ns) {
+  SessionOf(session)->SetCostModel(0, {flops_per_ns, bytes_per_ns, overhead_ns, {}, {}});
+}
+
+void SetKernelTimes(const ffi::ObjectRef& session, int64_t threads,
+                    const ffi::Array<double>& factors, const ffi::Array<double>& fixed_ns) {
+  CostModel cost = SessionOf(session)->default_cost();
+  cost.factors.assign(factors.begin(), factors.end());
+  cost.fixed_ns.assign(fixed_ns.begin(), fixed_ns.end());
   SessionOf(session)->SetCostModel(static_cast<int>(threads), std::move(cost));
+}
+
+Facts KernelWork(const ffi::ObjectRef& session, const ffi::Shape& dims) {
+  const std::vector<double> work = SessionOf(session)->Work(Values(dims));
+  return Facts{{"work_ns", ffi::Array<double>(work.begin(), work.end())},
+               {"overhead_ns", SessionOf(session)->default_cost().overhead_ns}};
+}
+
+/*! \brief As planner.py takes it. */
+List GraphLists(const ffi::ObjectRef& session, const ffi::Shape& dims) {
+  const auto list = [](const auto& values) {
+    List result;
+    for (const auto value : values) result.push_back(static_cast<int64_t>(value));
+    return result;
+  };
+  const PlannerGraph graph = SessionOf(session)->GraphFor(Values(dims));
+  List ops;
+  for (const PlannerOp& op : graph.ops) {
+    List pairs;
+    for (const auto& [input, output] : op.inplace) pairs.push_back(list(std::vector{input, output}));
+    ops.push_back(List{op.time_ns, op.rerun_ns, op.workspace, op.recomputable, list(op.inputs),
+                       list(op.outputs), pairs});
+  }
+  return {list(graph.bytes), list(graph.resident), list(graph.is_output), ops};
 }
 
 ffi::Tensor Reserve(const ffi::Shape& shape, DLDataType dtype) {
@@ -173,6 +201,12 @@ TVM_FFI_STATIC_INIT_BLOCK() {
            [](void* context, ffi::String metadata) {
              return Object(TableOf(context)->Open(metadata));
            })
+      .def("relax_disc.plan_only",
+           [](ffi::String metadata) { return Object(ffi::make_object<Session>(metadata)); })
+      .def("relax_disc.kernel_time_ns",
+           [](int64_t flops, int64_t moved_bytes) {
+             return CostModel().Time(0, flops, moved_bytes);
+           })
       .def_packed("relax_disc.enter", Enter)
       .def("relax_disc.kernel", [](const Object& frame, int64_t k,
                                    const ffi::Function& f) { FrameOf(frame)->Kernel(k, f); })
@@ -184,6 +218,10 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("relax_disc.copy", [](DLTensor* from, DLTensor* to) { CopyBytes(from, to); })
       .def("relax_disc.session.metadata",
            [](const Object& s) { return SessionOf(s)->text(); })
+      .def("relax_disc.session.values",
+           [](const Object& s, const ffi::Shape& dims) {
+             return ffi::Shape(SessionOf(s)->metadata().Evaluate(Values(dims)));
+           })
       .def("relax_disc.session.plan", PlanFacts)
       .def("relax_disc.session.report", LastReport)
       .def("relax_disc.session.counters", CounterFacts)
@@ -193,7 +231,10 @@ TVM_FFI_STATIC_INIT_BLOCK() {
            [](const Object& s, int64_t bytes) { SessionOf(s)->SetBudget(bytes); })
       .def("relax_disc.session.set_mode",
            [](const Object& s, int64_t mode) { SessionOf(s)->SetMode(static_cast<Mode>(mode)); })
-      .def("relax_disc.session.set_cost_model", SetCostModel)
+      .def("relax_disc.session.set_machine", SetMachine)
+      .def("relax_disc.session.set_kernel_times", SetKernelTimes)
+      .def("relax_disc.session.kernel_work", KernelWork)
+      .def("relax_disc.session.graph", GraphLists)
       .def("relax_disc.session.set_plan_limit",
            [](const Object& s, int64_t plans) { SessionOf(s)->SetPlanLimit(plans); })
       .def("relax_disc.session.fill_memory",

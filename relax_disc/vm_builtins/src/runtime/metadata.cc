@@ -8,6 +8,8 @@
 
 #include <algorithm>
 
+#include "runtime/lists.h"
+
 namespace relax_disc {
 
 namespace ffi = tvm::ffi;
@@ -17,28 +19,10 @@ namespace {
 
 constexpr int64_t kVersion = 2;
 
-json::Array List(const ffi::Any& value) { return value.cast<json::Array>(); }
-
 ffi::Any Field(const json::Object& object, const char* name) {
   auto found = object.find(ffi::String(name));
   if (found == object.end()) TVM_FFI_THROW(ArtefactError) << "plan metadata lack " << name;
   return (*found).second;
-}
-
-template <typename T = int32_t>
-std::vector<T> Integers(const ffi::Any& value) {
-  std::vector<T> result;
-  for (const ffi::Any& item : List(value)) result.push_back(static_cast<T>(item.cast<int64_t>()));
-  return result;
-}
-
-std::vector<std::pair<int32_t, int32_t>> Pairs(const ffi::Any& value) {
-  std::vector<std::pair<int32_t, int32_t>> result;
-  for (const ffi::Any& item : List(value)) {
-    std::vector<int32_t> pair = Integers(item);
-    result.emplace_back(pair.at(0), pair.at(1));
-  }
-  return result;
 }
 
 DLDataType DType(const ffi::Any& value) {
@@ -46,7 +30,7 @@ DLDataType DType(const ffi::Any& value) {
 }
 
 Argument ParseArgument(const ffi::Any& value) {
-  json::Array pair = List(value);
+  List pair = ListOf(value);
   std::string kind = pair[0].cast<ffi::String>();
   ffi::Any operand = pair[1];
   Argument result;
@@ -74,7 +58,7 @@ KernelEntry ParseKernel(const ffi::Any& value) {
   KernelEntry result;
   result.name = std::string(Field(object, "name").cast<ffi::String>());
   result.source = std::string(Field(object, "source").cast<ffi::String>());
-  for (const ffi::Any& item : List(Field(object, "arguments"))) {
+  for (const ffi::Any& item : ListOf(Field(object, "arguments"))) {
     result.arguments.push_back(ParseArgument(item));
   }
   result.inputs = Integers(Field(object, "inputs"));
@@ -84,7 +68,7 @@ KernelEntry ParseKernel(const ffi::Any& value) {
   result.flops = static_cast<int32_t>(Field(object, "flops").cast<int64_t>());
   result.moved_bytes = static_cast<int32_t>(Field(object, "moved_bytes").cast<int64_t>());
   result.recomputable = Field(object, "recomputable").cast<bool>();
-  json::Array workspace = List(Field(object, "workspace"));
+  List workspace = ListOf(Field(object, "workspace"));
   result.workspace = std::string(workspace[0].cast<ffi::String>());
   result.workspace_numbers = Integers(workspace[1]);
   return result;
@@ -134,26 +118,26 @@ Metadata Metadata::Parse(const ffi::String& text) {
   }
   Metadata result;
   result.function = std::string(Field(object, "function").cast<ffi::String>());
-  for (const ffi::Any& item : List(Field(object, "dims"))) {
+  for (const ffi::Any& item : ListOf(Field(object, "dims"))) {
     result.dims.emplace_back(item.cast<ffi::String>());
   }
-  for (const ffi::Any& item : List(Field(object, "programs"))) {
+  for (const ffi::Any& item : ListOf(Field(object, "programs"))) {
     result.programs.push_back(Integers<int64_t>(item));
   }
-  for (const ffi::Any& item : List(Field(object, "tensors"))) {
-    json::Array row = List(item);
+  for (const ffi::Any& item : ListOf(Field(object, "tensors"))) {
+    List row = ListOf(item);
     result.tensors.push_back({std::string(row[0].cast<ffi::String>()),
                               static_cast<int32_t>(row[1].cast<int64_t>()),
                               static_cast<Storage>(row[2].cast<int64_t>()),
                               static_cast<int32_t>(row[3].cast<int64_t>())});
     result.given_count = std::max(result.given_count, result.tensors.back().given + 1);
   }
-  for (const ffi::Any& item : List(Field(object, "views"))) {
-    json::Array row = List(item);
+  for (const ffi::Any& item : ListOf(Field(object, "views"))) {
+    List row = ListOf(item);
     result.views.push_back(
         {static_cast<int32_t>(row[0].cast<int64_t>()), DType(row[1]), Integers(row[2])});
   }
-  for (const ffi::Any& item : List(Field(object, "kernels"))) {
+  for (const ffi::Any& item : ListOf(Field(object, "kernels"))) {
     result.kernels.push_back(ParseKernel(item));
     KernelEntry& kernel = result.kernels.back();
     for (int32_t tensor : kernel.outputs) {

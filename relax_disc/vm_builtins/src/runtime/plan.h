@@ -23,6 +23,7 @@ struct CostModel {
   // Per kernel, as measured: time = work * factor + fixed.  Empty: 1 and overhead_ns.
   std::vector<double> factors, fixed_ns;
 
+  double Work(int64_t flops, int64_t moved_bytes) const;
   int64_t Time(size_t kernel, int64_t flops, int64_t moved_bytes) const;
 };
 
@@ -40,21 +41,25 @@ struct Plan {
   /*! \brief What is there beside the arena, whatever is planned. */
   int64_t outside_bytes() const { return resident_bytes + escaping_bytes + workspace_bytes; }
   int64_t peak_bytes() const { return outside_bytes() + arena.arena_bytes; }
+  /*! \brief The least budget that was found to be enough. */
+  int64_t least_bytes() const {
+    return outside_bytes() + (arena.feasible ? arena.arena_bytes : arena.least_bytes);
+  }
 };
 
 using PlanPtr = std::shared_ptr<const Plan>;
 
-/*! \brief Everything that a plan depends on, beside the metadata. */
-struct PlanRequest {
-  std::vector<int64_t> dims;
-  int64_t budget_bytes = -1;  // of peak_bytes; negative: none
-  int threads = 1;            // that run it: the workspace depends on them
-  int64_t alignment = 64;
-  int effort = kEffortFast;  // more costs a new shape many times the time and wins 0.1 %
-};
+/*! \brief What the planner sees at some values of the programs: outside the arena nothing counts. */
+PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
+                     const std::vector<int64_t>& values);
 
-/*! \brief Make the plan; `feasible` says whether it is inside the budget. */
-PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const PlanRequest& request);
+/*!
+ * \brief Make the plan of a shape; `feasible` says whether it is inside the budget.
+ * \param budget_bytes Of `peak_bytes`; negative: none.
+ * \param threads That will run it: the workspace depends on them.
+ */
+PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vector<int64_t>& dims,
+                 int64_t budget_bytes, int threads);
 
 /*! \brief Shape of a view at the plan's dims. */
 std::vector<int64_t> ShapeAt(const std::vector<int32_t>& programs, const std::vector<int64_t>& values);

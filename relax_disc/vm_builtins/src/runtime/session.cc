@@ -3,6 +3,8 @@
 #include <tvm/ffi/error.h>
 
 #include <algorithm>
+#include <optional>
+#include <sstream>
 #include <string>
 
 #include "kernels/parallel.h"
@@ -26,13 +28,7 @@ PlanPtr Session::Lookup(const std::vector<int64_t>& dims, int64_t budget_bytes, 
     recent_.splice(recent_.begin(), recent_, found->second.use);
     return found->second.plan;
   }
-  PlanRequest request;
-  request.dims = dims;
-  request.budget_bytes = budget_bytes;
-  request.threads = threads;
-  request.alignment = metadata_.alignment;
-  const CostModel& cost = costs_.at(costs_.count(threads) > 0 ? threads : 0);
-  PlanPtr plan = MakePlan(metadata_, cost, request);
+  PlanPtr plan = MakePlan(metadata_, CostFor(threads), dims, budget_bytes, threads);
   recent_.push_front(key);
   plans_[key] = {plan, recent_.begin()};
   while (plans_.size() > plan_limit_) {
@@ -63,14 +59,17 @@ void Session::RefuseBudget(const Plan& plan) const {
   for (size_t i = 0; i < plan.dims.size(); ++i) {
     shape += (i > 0 ? ", " : "") + metadata_.dims[i] + "=" + std::to_string(plan.dims[i]);
   }
-  const int64_t least = outside + (plan.arena.feasible ? plan.arena.arena_bytes
-                                                       : plan.arena.least_bytes);
-  const int64_t bound = outside + plan.arena.lower_bound_bytes;
-  TVM_FFI_THROW(MemoryBudgetError)
-      << metadata_.function << " at " << shape << " does not fit into the memory budget of "
-      << plan.budget_bytes << " bytes: the least found feasible is " << least << " bytes, of which "
-      << outside << " are parameters, inputs, results and workspace; no plan can do with less than "
-      << bound << " bytes. Raise the budget or lower the shape.";
+  const int64_t least = plan.least_bytes(), bound = outside + plan.arena.lower_bound_bytes;
+  std::ostringstream text;
+  text << metadata_.function << " at " << shape << " does not fit into the memory budget of "
+       << plan.budget_bytes << " bytes: the least found feasible is " << least << " bytes, of which "
+       << outside << " are parameters, inputs, results and workspace; no plan can do with less than "
+       << bound << " bytes. Raise the budget or lower the shape.";
+  const TVMFFIByteArray* trace = TVMFFIBacktrace(__FILE__, __LINE__, TVM_FFI_FUNC_SIG, 0);
+  throw ffi::Error("MemoryBudgetError", text.str(), std::string(trace->data, trace->size),
+                   std::nullopt,
+                   ffi::Map<ffi::String, int64_t>{{"least_bytes", least},
+                                                  {"lower_bound_bytes", bound}});
 }
 
 ffi::ObjectPtr<Frame> Session::Enter(const std::vector<int64_t>& dims,
@@ -168,6 +167,25 @@ void Session::SetMode(Mode mode) {
     std::fill(kernel_ns_.begin(), kernel_ns_.end(), 0);
     std::fill(kernel_runs_.begin(), kernel_runs_.end(), 0);
   }
+}
+
+const CostModel& Session::CostFor(int threads) const {
+  return costs_.at(costs_.count(threads) > 0 ? threads : 0);
+}
+
+PlannerGraph Session::GraphFor(const std::vector<int64_t>& dims) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return GraphAt(metadata_, CostFor(NumThreads()), metadata_.Evaluate(dims));
+}
+
+std::vector<double> Session::Work(const std::vector<int64_t>& dims) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const std::vector<int64_t> values = metadata_.Evaluate(dims);
+  std::vector<double> work;
+  for (const KernelEntry& kernel : metadata_.kernels) {
+    work.push_back(costs_.at(0).Work(values[kernel.flops], values[kernel.moved_bytes]));
+  }
+  return work;
 }
 
 void Session::SetCostModel(int threads, CostModel cost) {

@@ -80,6 +80,12 @@ class Session : public tvm::ffi::Object {
   void SetMode(Mode mode);
   /*! \brief Model times on so many threads; 0: on any number, in place of all models so far. */
   void SetCostModel(int threads, CostModel cost);
+  /*! \brief The model for numbers of threads that have none of their own. */
+  CostModel default_cost() const { return costs_.at(0); }
+  /*! \brief The program as the planner sees it at a shape. */
+  PlannerGraph GraphFor(const std::vector<int64_t>& dims) const;
+  /*! \brief Per kernel: modelled nanoseconds at a shape, without what calibration knows. */
+  std::vector<double> Work(const std::vector<int64_t>& dims) const;
   void SetPlanLimit(int64_t plans);
   /*! \brief Set every byte between calls, for tests. */
   void FillMemory(uint8_t byte) { arena_->Fill(byte); }
@@ -110,6 +116,7 @@ class Session : public tvm::ffi::Object {
   };
 
   [[noreturn]] void RefuseBudget(const Plan& plan) const;
+  const CostModel& CostFor(int threads) const;  // mutex held
   PlanPtr Lookup(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit);  // mutex held
   void TakeArena(Frame* frame);                                                       // mutex held
   void DropPlans();                                                                   // mutex held

@@ -1,7 +1,7 @@
 """The paper's rule: least symbolic impact first, lifetime where sizes do not compare."""
 
+from benchmarks.scheduling_paper import paper_order
 from relax_disc.analysis import Kernel, SymbolicDim, SymbolicExpr, TensorGraph
-from relax_disc.analysis.schedule.paper import paper_order
 
 N, M = SymbolicDim("n", 1, 100), SymbolicDim("m", 1, 100)
 n, m = SymbolicExpr.dim(N), SymbolicExpr.dim(M)

@@ -1,23 +1,23 @@
-"""Orders by simple rules: seeds of the split search, and the rules of others to compare with.
+"""Orders by simple rules, those of others among them, to compare ours with.
 
 Every rule has the signature ``(problem, point) -> order``; sizes count at one point.
 
 * `list_order`: of the ready ops that which adds least to what is live after it; forwards, or
   backwards from the end.
 * `depth_first_order`: post-order from the sinks, operands with the most bytes below them first.
-* `level_order`: by the longest path from a source.
 * `lpmf_order`, `inductor_bfs_order`, `inductor_dfs_order`: the three rules of
   torch/_inductor/memory.py, written anew from what its docstrings say.
-
-`vm_builtins/src/schedule/rules.cc` has the first three in C++.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from relax_disc.analysis.schedule.problem import ScheduleProblem
+from benchmarks.scheduling_paper import paper_order
+from relax_disc.analysis import TensorGraph
+from relax_disc.analysis.schedule.problem import ScheduleProblem, problem_of
 
 
 def list_order(problem: ScheduleProblem, point: int, *, reverse: bool = False) -> list[int]:
@@ -105,14 +105,6 @@ def _post_order(
     return order
 
 
-def level_order(problem: ScheduleProblem, point: int = 0) -> list[int]:
-    """Return the ops by their longest path from a source; sizes do not count."""
-    level = [0] * problem.ops
-    for op, needs in enumerate(problem.need):
-        level[op] = max((level[other] + 1 for other in needs), default=0)
-    return sorted(range(problem.ops), key=lambda op: (level[op], op))
-
-
 def lpmf_order(problem: ScheduleProblem, point: int) -> list[int]:
     """Return the order of the rule "least peak memory first".
 
@@ -184,3 +176,25 @@ def inductor_dfs_order(problem: ScheduleProblem, point: int) -> list[int]:
     moved = [sum(size[buffer] for buffer in row) for row in problem.touch]
     roots = sorted(range(problem.ops), key=lambda op: (-moved[op], op))
     return _post_order(problem, roots, [(0.0, op) for op in range(problem.ops)])
+
+
+RULES: dict[str, Callable[[ScheduleProblem, int], list[int]]] = {
+    "list": list_order,
+    "list_backward": functools.partial(list_order, reverse=True),
+    "depth_first": depth_first_order,
+    "inductor_lpmf": lpmf_order,
+    "inductor_bfs": inductor_bfs_order,
+    "inductor_dfs": inductor_dfs_order,
+}
+
+
+def order_by_rule(graph: TensorGraph, shapes: Sequence[Mapping[str, int]], rule: str) -> list[int]:
+    """Return the order of a rule, the "given" one, or that of the "paper" (`scheduling_paper`).
+
+    Rules other than the paper's, which compares symbolically, see the sizes of the last shape.
+    """
+    if rule == "given":
+        return list(range(len(graph.kernels)))
+    if rule == "paper":
+        return list(paper_order(graph))
+    return RULES[rule](problem_of(graph, shapes), len(shapes) - 1)

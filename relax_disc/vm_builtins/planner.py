@@ -1,0 +1,185 @@
+"""The C++ planners over plain graphs: which kernels run again, and where tensors lie.
+
+Lists of numbers cross to C++, maps of named numbers come back.  Plans of compiled functions are
+made by `Session`, from their table of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from relax_disc.vm_builtins.runtime import function
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerOp:
+    """One kernel of a program; see `src/planner/planner.h` for the meaning of in-place pairs.
+
+    Attributes
+    ----------
+    time_ns, rerun_ns : int
+        Time of the first run, and of running it again (-1: the same).
+    workspace : int
+        Scratch bytes that are live while it runs.
+    inputs, outputs : tuple of int
+        Tensors.
+    inplace : tuple of (int, int)
+        Pairs of an input and the output that may, or for resident inputs does, take its place.
+    recomputable : bool
+        Whether it may run again.
+    """
+
+    time_ns: int
+    rerun_ns: int
+    workspace: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    inplace: tuple[tuple[int, int], ...] = ()
+    recomputable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerGraph:
+    """A program in execution order over sized tensors.
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        Bytes per tensor.
+    resident, is_output : tuple of bool
+        Whether a tensor lies outside the arena at all times, and must be there at the end.
+    ops : tuple of PlannerOp
+        The kernels.
+    """
+
+    sizes: tuple[int, ...]
+    resident: tuple[bool, ...]
+    is_output: tuple[bool, ...]
+    ops: tuple[PlannerOp, ...]
+
+    def lists(self) -> list[Any]:
+        """Return it as C++ reads it."""
+        ops = []
+        for op in self.ops:
+            tensors = op.inputs, op.outputs, op.inplace
+            ops.append((op.time_ns, op.rerun_ns, op.workspace, op.recomputable, *tensors))
+        return [self.sizes, self.resident, self.is_output, ops]
+
+    @staticmethod
+    def from_lists(parts: Sequence[Any]) -> PlannerGraph:
+        """Undo `lists`."""
+        sizes, resident, is_output = (tuple(map(int, part)) for part in parts[:3])
+        ops = []
+        for time_ns, rerun_ns, workspace, recomputable, inputs, outputs, pairs in parts[3]:
+            tensors = tuple(inputs), tuple(outputs), tuple(tuple(pair) for pair in pairs)
+            ops.append(PlannerOp(time_ns, rerun_ns, workspace, *tensors, bool(recomputable)))
+        return PlannerGraph(
+            sizes, tuple(map(bool, resident)), tuple(map(bool, is_output)), tuple(ops)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A sequence of kernels within a budget of live bytes.
+
+    Attributes
+    ----------
+    feasible : bool
+        Whether one was found; if not, the sequence is empty.
+    sequence : tuple of int
+        Kernels; a repeat is a recomputation.
+    peak_bytes, time_ns : int
+        Most live bytes, resident tensors counted, and time.
+    least_bytes : int
+        Least budget found feasible, where infeasible; else 0.
+    lower_bound_bytes : int
+        No order-preserving program needs less.
+    """
+
+    feasible: bool
+    sequence: tuple[int, ...]
+    peak_bytes: int
+    time_ns: int
+    least_bytes: int
+    lower_bound_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedVersion:
+    """One life of a tensor in the arena; positions in the sequence are inclusive.
+
+    Attributes
+    ----------
+    tensor : int
+        Index in the program; the workspace of kernel k is -1 - k.
+    created, last_use : int
+        First and last position.
+    offset : int
+        Bytes from the arena's start.
+    """
+
+    tensor: int
+    created: int
+    last_use: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPlan:
+    """A sequence of kernels and the place of every tensor; resident tensors are not counted.
+
+    Attributes
+    ----------
+    feasible : bool
+        Whether one was found; if not, `sequence` and `versions` are empty.
+    sequence : tuple of int
+        Kernels; a repeat is a recomputation.
+    versions : tuple of PlacedVersion
+        Places, by `created`.
+    arena_bytes, live_peak_bytes : int
+        Highest end offset; most live bytes.
+    time_ns : int
+        Modelled time.
+    least_bytes, lower_bound_bytes : int
+        Least arena found feasible where infeasible, else 0; no plan can do with less than the
+        bound.
+    """
+
+    feasible: bool
+    sequence: tuple[int, ...]
+    versions: tuple[PlacedVersion, ...]
+    arena_bytes: int
+    live_peak_bytes: int
+    time_ns: int
+    least_bytes: int
+    lower_bound_bytes: int
+
+
+def plan_rematerialization(graph: PlannerGraph, budget: int | None, effort: int) -> Program:
+    """Find the fastest program within a budget of live bytes; None is no limit."""
+    facts = function("relax_disc.plan_rematerialization")(graph.lists(), _limit(budget), effort)
+    return Program(**plain(facts))
+
+
+def plan_arena(graph: PlannerGraph, budget: int | None, alignment: int, effort: int) -> ArenaPlan:
+    """Find a program and places for its tensors in an arena within a budget; None is no limit."""
+    facts = function("relax_disc.plan_arena")(graph.lists(), _limit(budget), alignment, effort)
+    return ArenaPlan(**plain(facts))
+
+
+def plain(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn the named figures of C++ into Python's numbers and tuples."""
+    result = {
+        str(name): tuple(value) if isinstance(value, Sequence) else value
+        for name, value in facts.items()
+    }
+    if "versions" in result:
+        flat = result["versions"]
+        result["versions"] = tuple(PlacedVersion(*flat[i : i + 4]) for i in range(0, len(flat), 4))
+    return result
+
+
+def _limit(budget: int | None) -> int:
+    return -1 if budget is None else budget

@@ -1,0 +1,41 @@
+/*!
+ * \file lists.h
+ * \brief Lists of numbers as they come from Python and from JSON: the run time's only encoding.
+ */
+#ifndef RELAX_DISC_RUNTIME_LISTS_H_
+#define RELAX_DISC_RUNTIME_LISTS_H_
+
+#include <tvm/ffi/any.h>
+#include <tvm/ffi/container/array.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace relax_disc {
+
+using List = tvm::ffi::Array<tvm::ffi::Any>;
+
+inline List ListOf(const tvm::ffi::Any& value) { return value.cast<List>(); }
+
+template <typename T = int32_t>
+std::vector<T> Integers(const tvm::ffi::Any& value) {
+  const List list = ListOf(value);
+  std::vector<T> result;
+  result.reserve(list.size());
+  for (const tvm::ffi::Any& item : list) result.push_back(static_cast<T>(item.cast<int64_t>()));
+  return result;
+}
+
+inline std::vector<std::pair<int32_t, int32_t>> Pairs(const tvm::ffi::Any& value) {
+  std::vector<std::pair<int32_t, int32_t>> result;
+  for (const tvm::ffi::Any& item : ListOf(value)) {
+    const std::vector<int32_t> pair = Integers(item);
+    result.emplace_back(pair.at(0), pair.at(1));
+  }
+  return result;
+}
+
+}  // namespace relax_disc
+
+#endif  // RELAX_DISC_RUNTIME_LISTS_H_
