@@ -354,7 +354,7 @@ class TrainingStep(CompiledFunction):
         calls = [function]
         if function is not self:
             calls.append(self.accumulation.function_for(False))
-        return all(call._plan(dims, budget).fits for call in calls)
+        return all(call._plan_facts(dims, budget).feasible for call in calls)
 
     def _run(
         self, function: CompiledFunction, batch: tuple[Any, ...], named: dict[str, Any]

@@ -21,7 +21,7 @@ from relax_disc.training.call.binding import Binding, as_runtime
 from relax_disc.training.call.interrupt import deferred_interrupt
 from relax_disc.training.call.reentrance import OneAtATime
 from relax_disc.training.memory_plan import MemoryPlan, MemoryReport, largest_that_fits
-from relax_disc.vm_builtins.session import Session
+from relax_disc.vm_builtins.session import ArenaFacts, Session
 
 _STATE_KINDS = ("parameter", "buffer", "state")
 
@@ -303,9 +303,9 @@ class CompiledFunction:
         return sum(by_kind.get(kind, 0) for kind in _STATE_KINDS)
 
     def _plan(self, dims: Mapping[str, int], budget: int | None) -> MemoryPlan:
-        self._check_dims(dims)
-        names = self._session.metadata.dims
-        facts = self._session.plan([int(dims[name]) for name in names], budget)
+        facts = self._plan_facts(dims, budget)
+        # Whatever budget is refused, this is the least that the refusal names.
+        least = facts if not facts.feasible else self._plan_facts(dims, 0)
         kernels = self._session.kernel_names
         return MemoryPlan(
             shape=dict(dims),
@@ -320,11 +320,16 @@ class CompiledFunction:
             workspace_bytes=facts.workspace_bytes,
             time_ratio=facts.time_ratio,
             evicted=tuple(kernels[kernel] for kernel in facts.recomputed),
-            least_bytes=facts.least_bytes,
+            least_bytes=least.least_bytes,
         )
 
+    def _plan_facts(self, dims: Mapping[str, int], budget: int | None) -> ArenaFacts:
+        self._check_dims(dims)
+        names = self._session.metadata.dims
+        return self._session.plan([int(dims[name]) for name in names], budget)
+
     def _fits(self, dims: Mapping[str, int], budget: int) -> bool:
-        return self._plan(dims, budget).fits
+        return self._plan_facts(dims, budget).feasible
 
     def _check_dims(self, given: Mapping[str, int]) -> None:
         names = [dim.name for dim in self.dims]

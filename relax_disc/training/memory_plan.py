@@ -40,7 +40,8 @@ class MemoryPlan:
     evicted : tuple of str
         Names of the kernels that run again, in the order in which they do.
     least_bytes : int
-        The least budget that the planner found feasible for this shape.
+        The least budget that the planner finds for this shape, whatever the present one is: what
+        `MemoryBudgetError` names too.
     """
 
     shape: Mapping[str, int]

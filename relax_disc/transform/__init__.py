@@ -7,9 +7,11 @@ from relax_disc.transform.fusion.inline_producers import InlineProducers
 from relax_disc.transform.libraries.chunk_vocabulary_head import ChunkVocabularyHead
 from relax_disc.transform.libraries.dispatch_library import DispatchLibrary
 from relax_disc.transform.memory.hoist_workspace import HoistWorkspace
-from relax_disc.transform.memory.insert_rematerialization import InsertRematerialization
-from relax_disc.transform.memory.lower_rematerialization import LowerRematerialization
 from relax_disc.transform.memory.plan_arena import PlanArena
+from relax_disc.transform.memory.rematerialization import (
+    InsertRematerialization,
+    LowerRematerialization,
+)
 from relax_disc.transform.memory.schedule_ops import ScheduleOps
 from relax_disc.transform.schedule_kernels import ScheduleKernels
 from relax_disc.transform.simplify.canonicalize_extents import CanonicalizeExtents

@@ -39,7 +39,8 @@ class ArenaFacts:
     workspace_bytes : int
         Memory that library kernels share beside their arguments.
     least_bytes, lower_bound_bytes : int
-        Least peak found feasible, and a bound below which no plan can be.
+        Least peak found feasible, which is not of this plan alone where none is feasible, and a
+        bound below which no plan can be.
     time_ns, base_time_ns : int
         Modelled time, and the same without recomputations.
     planning_ns : int

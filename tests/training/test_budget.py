@@ -63,12 +63,15 @@ def run(trained, budget_of, byte=0):
 
 
 def least(step, **shape):
-    """The least budget that the planner finds for a shape."""
+    """The least budget that the planner finds for a shape; any budget's plan tells it."""
     unlimited = step.memory_budget
-    step.memory_budget = step.plan(**shape).resident_bytes + 1
-    found = step.plan(**shape).least_bytes
+    plan = step.plan(**shape)
+    for budget in (None, plan.peak_bytes, plan.least_bytes, plan.least_bytes - 1, 1):
+        step.memory_budget = budget
+        assert step.plan(**shape).least_bytes == plan.least_bytes
+        assert step.plan(**shape).fits == (budget is None or budget >= plan.least_bytes)
     step.memory_budget = unlimited
-    return found
+    return plan.least_bytes
 
 
 @pytest.mark.parametrize("fraction", [0.75, 0.5, 0.25, 0.0])
@@ -121,6 +124,8 @@ def test_what_cannot_fit_is_refused_with_a_way_out(trained):
     with pytest.raises(MemoryBudgetError) as caught:
         step(*token_batch(8, 48))
     assert caught.value.lower_bound_bytes <= caught.value.least_bytes
+    assert caught.value.least_bytes == step.plan(b=8, s=48).least_bytes
+    assert f"least found feasible is {caught.value.least_bytes} bytes" in str(caught.value)
     assert all(torch.equal(x, y) for x, y in zip(before, model.parameters(), strict=True))
     best = step.largest("s", b=2)
     assert best >= 20

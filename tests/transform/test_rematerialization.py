@@ -9,8 +9,10 @@ from hypothesis import given
 from tvm import relax, tirx
 
 from relax_disc.errors import MemoryBudgetError
-from relax_disc.transform.memory.insert_rematerialization import InsertRematerialization
-from relax_disc.transform.memory.lower_rematerialization import LowerRematerialization
+from relax_disc.transform.memory.rematerialization import (
+    InsertRematerialization,
+    LowerRematerialization,
+)
 from relax_disc.vm_builtins.session import Session
 from tests.placement import check_placement
 from tests.relax_programs import Program, call, compile_program, draw_program

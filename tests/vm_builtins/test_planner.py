@@ -186,3 +186,15 @@ def test_a_graph_that_is_no_graph_is_refused():
     ):
         with pytest.raises(error, match=message):
             plan(graph, -1, ALIGNMENT, 0)
+
+
+@given(seed=SEEDS, effort=st.sampled_from([0, 1]))
+def test_every_refusal_names_the_same_least(seed, effort):
+    """It is where refusals end, so that asking at any budget tells it."""
+    graph = random_graph(seed)
+    least = plan_arena(graph, 0, ALIGNMENT, effort).least_bytes
+    for budget in (least // 3, least * 2 // 3, least - ALIGNMENT, least - 1):
+        if budget >= 0:
+            plan = plan_arena(graph, budget, ALIGNMENT, effort)
+            assert (plan.feasible, plan.least_bytes) == (False, least)
+    assert plan_arena(graph, least, ALIGNMENT, effort).feasible
