@@ -197,7 +197,7 @@ def _lowered(
     module: tvm.IRModule, target: str | tvm.target.Target, *, scheduled: bool = True
 ) -> tvm.IRModule:
     """Return the module's kernels, in the order in which they would run if `scheduled`."""
-    chosen = resolveresolve_target(target)
+    chosen = resolve_target(target)
     options = pipeline.PipelineOptions()
     passes = [
         *pipeline.simplify_passes(),
