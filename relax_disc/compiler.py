@@ -98,10 +98,6 @@ def compile(
         max_grad_norm=max_grad_norm,
     )
     [(captured, schema)], built = _capture_or_recall(export(), target)
-    step = TrainingStep(captured, built.executable, schema, model, optimizer, built.library)
-    _calibrate_from_cache(step, built, machine_name(schema.device))
-    step.memory_budget = budget
-    step.loss_fn, step.max_grad_norm = loss_fn, max_grad_norm
 
     def accumulation_programs() -> tuple[Program, Program]:
         groups = captured.update_groups
@@ -111,8 +107,17 @@ def compile(
         )
         return adding, updating
 
-    step.accumulation.compile = accumulation_programs
-    return step
+    machine = machine_name(schema.device)
+    path = built.calibration_path(machine)
+    return TrainingStep(
+        *(captured, built.executable, schema, model, optimizer, built.library),
+        loss_fn=loss_fn,
+        max_grad_norm=max_grad_norm,
+        memory_budget=budget,
+        calibration=None if path is None else read(path, machine),
+        calibration_path=path,
+        summing=accumulation_programs,
+    )
 
 
 def _budget(memory_budget: int | str | None, target: tvm.target.Target) -> int | None:
@@ -144,15 +149,6 @@ def _capture_or_recall(
     built = build_or_reuse(captured[0].module, target)
     remember(fingerprint, target, functions, built.path)
     return functions, built
-
-
-def _calibrate_from_cache(step: TrainingStep, built: CachedProgram, machine: str) -> None:
-    """Use the kernels' times that were measured of the same program on such a machine."""
-    step.calibration_path = built.calibration_path(machine)
-    if step.calibration_path is not None:
-        known = read(step.calibration_path, machine)
-        if known is not None:
-            step.use_calibration(known, step.calibration_path)
 
 
 def compile_forward(

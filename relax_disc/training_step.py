@@ -20,7 +20,7 @@ from tvm import relax
 
 from relax_disc.errors import InputMismatchError, StepTornError
 from relax_disc.frontend.spec import CapturedStep
-from relax_disc.training.accumulation import Accumulation, SummingFunction
+from relax_disc.training.accumulation import Accumulation, Programs, SummingFunction
 from relax_disc.training.cache import saved_step
 from relax_disc.training.calibration import (
     Calibration,
@@ -56,20 +56,26 @@ class TrainingStep(CompiledFunction):
         Its state is updated in place; state that is missing is created as PyTorch would.
     library : bytes, optional
         The executable as a shared library, where it is known already.
+    loss_fn : callable, optional
+        As given to `relax_disc.compile`; unknown after `load`.
+    max_grad_norm : float, optional
+        As given to `relax_disc.compile`.
+    memory_budget : int, optional
+        Bytes; may be changed between calls.
+    check_finite : bool
+        Raise `NonFiniteLossError` before the first parameter is written when the loss is NaN or
+        infinite.  May be changed between calls.
+    calibration : Calibration, optional
+        Times that were measured on such a machine before.
+    calibration_path : pathlib.Path, optional
+        Where `calibrate` keeps what it measured, besides in the step.
+    summing : pair of Program, or callable, optional
+        The functions that sum gradients, or what makes them when they are first needed.
 
     Attributes
     ----------
-    check_finite : bool
-        Raise `NonFiniteLossError` before the first parameter is written when the loss is NaN or
-        infinite.  False by default; may be changed between calls.
-    loss_fn : callable or None
-        As given to `relax_disc.compile`; None after `load`.
-    max_grad_norm : float or None
-        As given to `relax_disc.compile`.
     accumulation : Accumulation
-        The functions that sum gradients, compiled when they are first needed.
-    calibration_path : pathlib.Path or None
-        Where `calibrate` keeps what it measured, besides in the step.
+        The functions that sum gradients.
     """
 
     def __init__(
@@ -80,6 +86,14 @@ class TrainingStep(CompiledFunction):
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         library: bytes | None = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        max_grad_norm: float | None = None,
+        memory_budget: int | None = None,
+        check_finite: bool = False,
+        calibration: Calibration | None = None,
+        calibration_path: Path | None = None,
+        summing: Programs | Callable[[], Programs] | None = None,
     ) -> None:
         # Before the binding, which creates the state whose absence the counters look for.
         self._counters = [StepCounters(group, model, optimizer) for group in captured.update_groups]
@@ -91,15 +105,15 @@ class TrainingStep(CompiledFunction):
         self.bind_hyper_parameters(self._vectors)
         self._optimizer = optimizer
         self._library = library
-        self.loss_fn: Callable[..., Any] | None = None
-        self.max_grad_norm: float | None = None
-        self.accumulation = Accumulation(self, optimizer, self._vectors, self._model_times)
-        self.check_finite = False
+        self.loss_fn, self.max_grad_norm = loss_fn, max_grad_norm
+        self.accumulation = Accumulation(self, optimizer, self._vectors, self._model_times, summing)
+        self.check_finite = check_finite
         self._last: CompiledFunction = self
         self._tear: Tear | None = None
         self._norm: torch.Tensor | None = None
-        self._calibration: Calibration | None = None
-        self.calibration_path: Path | None = None
+        self._calibration, self.calibration_path = calibration, calibration_path
+        self._model_times(self)
+        self.memory_budget = memory_budget
 
     def __call__(self, *batch: Any, update: bool = True, **named: Any) -> Any:
         """Run one step.
@@ -309,16 +323,16 @@ class TrainingStep(CompiledFunction):
         """
         programs, settings = saved_step.load(path, model, optimizer)
         main = programs["step"]
-        step = cls(main.captured, main.executable, main.schema, model, optimizer, main.library)
-        if "adding" in programs:
-            step.accumulation.programs = programs["adding"], programs["updating"]
-        if settings["calibration"] is not None:
-            saved = Calibration.restore(settings["calibration"])
-            step.use_calibration(saved, path)
-        step.memory_budget = settings["memory_budget"]
-        step.check_finite = settings["check_finite"]
-        step.max_grad_norm = settings["max_grad_norm"]
-        return step
+        measured = settings.pop("calibration")
+        if measured is not None:
+            machine = machine_name(main.schema.device)
+            measured = usable(Calibration.restore(measured), machine, path)
+        return cls(
+            *(main.captured, main.executable, main.schema, model, optimizer, main.library),
+            calibration=measured,
+            summing=(programs["adding"], programs["updating"]) if "adding" in programs else None,
+            **settings,
+        )
 
     def use_calibration(self, saved: Calibration, where: object) -> None:
         """Plan by times that were measured before, unless on another kind of machine.

@@ -114,12 +114,12 @@ class Accumulation:
         Hyper-parameters of the update groups, which all functions read.
     ready : callable
         Gets each function when it has been made.
+    programs : pair of Program, or callable, optional
+        That which adds and that which updates, of one executable, or what makes them.
 
     Attributes
     ----------
-    compile : callable or None
-        Makes the programs, that which adds and that which updates, of one executable.
-    programs : tuple of Program or None
+    programs : pair of Program or None
         What was compiled or loaded.
     started : bool
         Whether gradients were added since the last update.
@@ -131,11 +131,12 @@ class Accumulation:
         optimizer: torch.optim.Optimizer,
         vectors: Sequence[torch.Tensor],
         ready: Callable[[CompiledFunction], None],
+        programs: Programs | Callable[[], Programs] | None = None,
     ) -> None:
         self._step, self._optimizer, self._vectors, self._ready = step, optimizer, vectors, ready
         self._made: tuple[SummingFunction, SummingFunction] | None = None
-        self.compile: Callable[[], Programs] | None = None
-        self.programs: Programs | None = None
+        self._compile = programs if callable(programs) else None
+        self.programs = None if callable(programs) else programs
         self.started = False
 
     def known(self) -> tuple[SummingFunction, ...]:
@@ -179,13 +180,13 @@ class Accumulation:
     def _functions(self) -> tuple[SummingFunction, SummingFunction]:
         if self._made is None:
             if self.programs is None:
-                if self.compile is None:
+                if self._compile is None:
                     raise InputMismatchError(
                         "This step was saved without the functions for update=False; call it once "
                         "with update=False before saving it."
                     )
                 self._step.check_unchanged()  # or another model would be compiled than the step's
-                self.programs = self.compile()
+                self.programs = self._compile()
             adding = SummingFunction(self.programs[0], self._step, self._optimizer)
             updating = SummingFunction(self.programs[1], adding, self._optimizer)
             self._made = adding, updating
