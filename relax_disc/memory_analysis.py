@@ -28,9 +28,9 @@ from relax_disc.analysis.program.table import NotPlannableError
 from relax_disc.analysis.program.tensor_graph import TensorGraph, check_shape
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.bytes_text import parse_bytes
-from relax_disc.errors import GraphError, ShapeRangeError
+from relax_disc.errors import GraphError
 from relax_disc.tir_kernels.target import resolve_target
-from relax_disc.training.memory_plan import largest_that_fits
+from relax_disc.training.memory_plan import bounded_dim, largest_that_fits
 from relax_disc.vm_builtins.session import Session
 
 if TYPE_CHECKING:
@@ -114,21 +114,14 @@ def largest(
     session, _, dims = _planner(source, target)
     names = session.metadata.dims
     budget = parse_bytes(memory_budget)
-    found = next((d for d in dims if d.name == dim), None)
-    if found is None or found.last is None:
-        names = ", ".join(d.name for d in dims)
-        raise ShapeRangeError(f"largest() needs one bounded dim of {names}; got {dim!r}")
-    check_shape(dims, {**other_dims, dim: found.last})
-    return largest_that_fits(
-        lambda size: (
-            session.plan(
-                [size if name == dim else other_dims[name] for name in names], budget
-            ).feasible
-        ),
-        found.first,
-        found.last,
-        found.divisor,
-    )
+    found = bounded_dim(dims, dim)
+    check_shape(dims, {**other_dims, dim: found.last or 0})
+
+    def fits(size: int) -> bool:
+        sizes = {**other_dims, dim: size}
+        return session.plan([sizes[name] for name in names], budget).feasible
+
+    return largest_that_fits(fits, found)
 
 
 def step_graph(

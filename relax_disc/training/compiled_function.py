@@ -18,9 +18,8 @@ from relax_disc.errors import InputMismatchError, ShapeRangeError
 from relax_disc.frontend.spec import CapturedStep, SizeOutput
 from relax_disc.training.call.batch import BatchSchema
 from relax_disc.training.call.binding import Binding, as_runtime
-from relax_disc.training.call.interrupt import deferred_interrupt
-from relax_disc.training.call.reentrance import OneAtATime
-from relax_disc.training.memory_plan import MemoryPlan, MemoryReport, largest_that_fits
+from relax_disc.training.call.interrupt import OneAtATime, deferred_interrupt
+from relax_disc.training.memory_plan import MemoryPlan, MemoryReport, bounded_dim, largest_that_fits
 from relax_disc.vm_builtins.session import ArenaFacts, Session
 
 _STATE_KINDS = ("parameter", "buffer", "state")
@@ -190,18 +189,11 @@ class CompiledFunction:
             The dim is unknown or has no upper bound, or the others are not all given.
         """
         budget = self.memory_budget if memory_budget is None else parse_bytes(memory_budget)
-        found = next((d for d in self.dims if d.name == dim), None)
-        if found is None or found.last is None:
-            names = ", ".join(d.name for d in self.dims)
-            raise ShapeRangeError(f"largest() needs one bounded dim of {names}; got {dim!r}.")
+        found = bounded_dim(self.dims, dim)
+        self._check_dims({**other_dims, dim: found.last or 0})
         if budget is None:
-            return found.last
-        return largest_that_fits(
-            lambda size: self._fits({**other_dims, dim: size}, budget),
-            found.first,
-            found.last,
-            found.divisor,
-        )
+            return found.last or 0
+        return largest_that_fits(lambda size: self._fits({**other_dims, dim: size}, budget), found)
 
     def memory_report(self) -> MemoryReport:
         """Tell what the last call used, counted while it ran."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.bytes_text import format_bytes
+from relax_disc.errors import ShapeRangeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +117,27 @@ class MemoryReport:
         return self.peak_bytes - self.state_bytes
 
 
+def bounded_dim(dims: Sequence[SymbolicDim], name: str) -> SymbolicDim:
+    """Find a dim that has an upper bound.
+
+    Raises
+    ------
+    ShapeRangeError
+        There is none of this name.
+    """
+    found = next((dim for dim in dims if dim.name == name), None)
+    if found is None or found.last is None:
+        names = ", ".join(dim.name for dim in dims)
+        raise ShapeRangeError(f"largest() needs one bounded dim of {names}; got {name!r}")
+    return found
+
+
 _LOOK_AHEAD = 4
 """Sizes; seen: one between two that fit, of a Llama's lengths 14 to 29 in a batch of 2."""
 
 
-def largest_that_fits(fits: Callable[[int], bool], lower: int, upper: int, step: int) -> int:
-    """Return the greatest multiple of ``step`` in ``lower .. upper`` that fits, or 0 if none does.
+def largest_that_fits(fits: Callable[[int], bool], dim: SymbolicDim) -> int:
+    """Return the greatest size of a bounded dim that fits, or 0 if none does.
 
     Peaks grow with a dim almost always, but a plan is a heuristic's answer, and a size that falls
     badly into chunks can need more than the next ones do.  So the boundary found by bisection is
@@ -130,11 +147,10 @@ def largest_that_fits(fits: Callable[[int], bool], lower: int, upper: int, step:
     ----------
     fits : callable
         Whether a size fits.
-    lower, upper : int
-        Range, inclusive.
-    step : int
-        Divisor of the dim.
+    dim : SymbolicDim
+        With an upper bound.
     """
+    lower, upper, step = dim.first, dim.last or 0, dim.divisor
     low, high = -(-lower // step), upper // step
     if low > high or not fits(low * step):
         return 0

@@ -1,1 +1,1 @@
-"""What runs beside the compiled code: sessions, planners, library kernels; C++ and its twins."""
+"""What runs beside the compiled code: sessions, planners and library kernels, in C++."""

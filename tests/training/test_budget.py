@@ -12,6 +12,7 @@ import torch
 from torch.export import Dim
 
 import relax_disc
+from relax_disc.analysis import SymbolicDim
 from relax_disc.errors import MemoryBudgetError
 from relax_disc.training.memory_plan import largest_that_fits
 from tests.frontend.models import Llama, dims, token_batch
@@ -149,7 +150,7 @@ def test_what_cannot_fit_is_refused_with_a_way_out(trained):
 def test_the_largest_size_is_looked_for_beyond_the_first_that_does_not_fit(
     fits, lower, upper, step, wanted
 ):
-    assert largest_that_fits(fits, lower, upper, step) == wanted
+    assert largest_that_fits(fits, SymbolicDim("n", lower, upper, step)) == wanted
 
 
 def test_no_kernel_reads_what_none_has_written(trained):

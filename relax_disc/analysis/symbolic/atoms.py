@@ -123,14 +123,6 @@ def substitute(expr: SymbolicExpr, values: Mapping[str, SymbolicExpr]) -> Symbol
     return result
 
 
-def divide_exactly(left: SymbolicExpr, right: SymbolicExpr) -> SymbolicExpr | None:
-    """Return the polynomial ``q`` with ``left == q*right``, or None where there is none."""
-    if not right:
-        return None
-    quotient, rest = _take_multiples(left, right)
-    return None if rest else quotient
-
-
 def _rebuild(kind: str, args: Sequence[SymbolicExpr]) -> SymbolicExpr:
     if kind == "floordiv":
         return floordiv(args[0], args[1])

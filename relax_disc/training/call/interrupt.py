@@ -1,4 +1,4 @@
-"""Let Ctrl-C wait until the parameters of a step are all written."""
+"""What may not come between: Ctrl-C waits until all is written, a call from inside is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, TracebackType
+
+from relax_disc.errors import ReentrantCallError
 
 
 @contextlib.contextmanager
@@ -30,3 +32,33 @@ def deferred_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
         if held and callable(previous):
             previous(*held[-1])
+
+
+class OneAtATime:
+    """Context of one call; the caller holds a lock that keeps other threads out.
+
+    Raises
+    ------
+    ReentrantCallError
+        On entry, if the context is entered already: a signal handler, a finalizer or a kernel
+        called.
+    """
+
+    def __init__(self) -> None:
+        self._is_entered = False
+
+    def __enter__(self) -> None:
+        if self._is_entered:
+            raise ReentrantCallError(
+                "This function is running already, in the same thread: a signal handler, a "
+                "finalizer or a kernel called it. Let that call end first."
+            )
+        self._is_entered = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_entered = False

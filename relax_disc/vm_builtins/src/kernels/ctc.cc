@@ -2,7 +2,7 @@
 //
 // Graves et al., "Connectionist temporal classification" (2006), in logarithms: alpha runs forward
 // over the states blank, label, blank, ..., blank of a target, beta backward. The threads share out
-// the sequences, so that results do not depend on their number. Arguments: library_ctc.py.
+// the sequences, so that results do not depend on their number. Arguments: libraries/install.py.
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/ffi/tvm_ffi.h>
 

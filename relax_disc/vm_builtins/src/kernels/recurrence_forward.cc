@@ -2,7 +2,7 @@
 //
 // The threads share out the sequences of the batch and never meet; each step is one product of the
 // hidden states with the weights, packed once, and one pass over the gates. See
-// library_recurrence.py for the arguments and recurrence_steps.py for the formulas.
+// libraries/install.py for the arguments and recurrence_steps.py for the formulas.
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/ffi/tvm_ffi.h>
 

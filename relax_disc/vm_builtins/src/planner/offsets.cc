@@ -158,29 +158,32 @@ int64_t PlaceInOrder(const OffsetProblem& problem, const std::vector<int>& order
   return height;
 }
 
-std::vector<std::vector<int>> PlacementOrders(const OffsetProblem& problem) {
-  const int count = problem.count();
-  std::vector<int64_t> width(count), area(count), crowd(count, 0);
-  for (int i = 0; i < count; ++i) {
+OffsetMeasures::OffsetMeasures(const OffsetProblem& problem)
+    : width(problem.count()), area(problem.count()), crowd(problem.count(), 0) {
+  for (int i = 0; i < problem.count(); ++i) {
     width[i] = problem.last[i] - problem.first[i];
     area[i] = problem.size[i] * width[i];
     for (int t = problem.first[i]; t < problem.last[i]; ++t) {
       crowd[i] = std::max(crowd[i], problem.load[t]);
     }
   }
+}
+
+std::vector<std::vector<int>> PlacementOrders(const OffsetProblem& problem) {
+  const OffsetMeasures measures(problem);
   std::vector<std::vector<int>> orders;
   const auto add = [&](const std::vector<int64_t>& major) {
-    std::vector<int> order(count);
+    std::vector<int> order(problem.count());
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
       return major[a] != major[b] ? major[a] > major[b] : problem.size[a] > problem.size[b];
     });
     orders.push_back(std::move(order));
   };
-  add(width);
-  add(area);
+  add(measures.width);
+  add(measures.area);
   add(problem.size);
-  add(crowd);
+  add(measures.crowd);
   return orders;
 }
 

@@ -22,6 +22,14 @@ struct OffsetProblem {
   int64_t lower_bound = 0;                  // largest load
 };
 
+// What orders of buffers go by, each per buffer: length of its life, that times its size, and the
+// largest load during it.
+struct OffsetMeasures {
+  explicit OffsetMeasures(const OffsetProblem& problem);
+
+  std::vector<int64_t> width, area, crowd;
+};
+
 // Per buffer: the others that are alive at the same time.
 std::vector<std::vector<int>> FindOverlaps(const OffsetProblem& problem);
 

@@ -364,15 +364,8 @@ constexpr int64_t kAlone = 1200;
 
 // The orders that searches begin with.
 std::vector<std::vector<int64_t>> StartingRanks(const OffsetProblem& problem) {
-  const int count = problem.count();
-  std::vector<int64_t> width(count), area(count), crowd(count, 0);
-  for (int i = 0; i < count; ++i) {
-    width[i] = problem.last[i] - problem.first[i];
-    area[i] = problem.size[i] * width[i];
-    for (int t = problem.first[i]; t < problem.last[i]; ++t) {
-      crowd[i] = std::max(crowd[i], problem.load[t]);
-    }
-  }
+  const OffsetMeasures measures(problem);
+  const auto& [width, area, crowd] = measures;
   const std::vector<int64_t>& size = problem.size;
   return {
       Ranks({width, area, crowd}), Ranks({crowd, area, width}), Ranks({crowd, width, area}),

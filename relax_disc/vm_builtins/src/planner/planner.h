@@ -1,6 +1,5 @@
 // The planners: which kernels to run again so that a step fits a byte budget, and where in one arena
-// each tensor lies.  Plain C++ over plain data; knows nothing of TVM.  planner_twin.py and its
-// neighbours are the same algorithms in Python, with equal results.
+// each tensor lies.  Plain C++ over plain data; knows nothing of TVM.
 //
 // Everything here is a pure function of its arguments: same graph, budget and effort, same plan, on
 // any machine, whatever was planned before.

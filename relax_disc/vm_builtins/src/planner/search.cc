@@ -109,7 +109,7 @@ void Search::Collect(int64_t limit, const SearchStyle& style) {
     if (cost >= kImpossible) continue;
     const int relieved = overfull_[std::max(idle.need, idle.from + 1)] - overfull_[idle.from + 1];
     // Products and quotients only: a sum of products may round differently where the processor
-    // fuses the two, and Python's twin must come to the same numbers.
+    // fuses the two, and plans are the same on every machine.
     double score = static_cast<double>(model_.bytes[tensor]) * std::max(1, relieved);
     score /= static_cast<double>(cost + 1);
     if (noise_) score *= 800 + noise_->Below(401);

@@ -1,7 +1,6 @@
 // Orders of operators with a small peak of live memory: plain C++ over plain data.
 //
-// analysis/schedule/problem.py, schedule_rules.py, min_cut.py and schedule_split.py are the same
-// algorithms in Python, with equal results; the description of the method is in schedule_split.py.
+// The method is described in analysis/schedule/split.py.
 // Everything is a pure function of its arguments, except where the time limit strikes.
 #ifndef RELAX_DISC_VM_BUILTINS_SCHEDULE_H_
 #define RELAX_DISC_VM_BUILTINS_SCHEDULE_H_
