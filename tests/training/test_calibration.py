@@ -152,8 +152,8 @@ def test_is_saved_with_the_step_and_refused_on_another_machine(
     assert loaded.session.plan([512], budget).time_ns == planned.time_ns
     assert loaded.session.plan([512], budget).sequence == planned.sequence
     assert not caplog.records
-    monkeypatch.setattr(calibrations, "machine_name", lambda device: "another")
-    monkeypatch.setattr("relax_disc.training_step.machine_name", lambda device: "another")
+    for user in ("training.calibration", "training_step", "compiler"):
+        monkeypatch.setattr(f"relax_disc.{user}.machine_name", lambda device: "another")
     other = relax_disc.TrainingStep.load(path, *make())
     assert other.calibration is None
     assert "not used on another" in caplog.text
