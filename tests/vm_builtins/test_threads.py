@@ -208,6 +208,26 @@ def test_regions_inside_regions_are_serial():
     assert all((c == 300).all() for c in inside)
 
 
+def test_threads_wait_for_each_other_inside_a_region():
+    @T.prim_func(s_tir=True)
+    def turn(a: T.Buffer((4096,), "int32"), b: T.Buffer((4096,), "int32")):
+        with T.attr(0, "pragma_parallel_launch_point", 1):
+            with T.attr(0, "pragma_parallel_barrier_when_finish", 1):
+                for i in T.parallel(4096):
+                    a[i] = i
+            for j in T.parallel(4096):
+                b[j] = a[4095 - j]
+
+    function = tvm.compile(turn, target="llvm")
+    assert "TVMBackendParallelBarrier" in function.mod.inspect_source("ll")
+    for count in (1, 2, 4):
+        with threads(count):
+            for _ in range(50):
+                a, b = np.zeros(4096, "int32"), np.zeros(4096, "int32")
+                function(tvm_ffi.from_dlpack(a), tvm_ffi.from_dlpack(b))
+                np.testing.assert_array_equal(b, np.arange(4096)[::-1])
+
+
 class Lengths(torch.utils.data.Dataset):
     """Makes its items by a product of matrices, so that workers use the pool of threads too."""
 
