@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from benchmarks.operators.judge import CRASH
 from benchmarks.operators.worker import entries
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, commit, write_result
 from relax_disc.vm_builtins import native
 
 _ROOT = Path(__file__).parents[2]
@@ -109,6 +109,7 @@ def main(
     """Judge the entries; writes benchmarks/results/<name>.json, where others stay as they are."""
     console = Console()
     native.load()  # built once per machine
+    at = commit()
     words = [word.strip() for word in only.split(",") if word.strip()]
     path = RESULTS / f"{name}.json"
     known = json.loads(path.read_text())["results"] if path.exists() else []
@@ -120,14 +121,14 @@ def main(
         ]
     with Progress(console=console) as progress:
         for result in progress.track(judge_all(chosen, jobs, limit_seconds), len(chosen)):
-            by_entry[result["kind"], result["name"]] = result
+            by_entry[result["kind"], result["name"]] = {**result, "commit": at}
             if not result["outcome"].startswith("right"):
                 text = (
                     f"{result['name']}: {result['outcome']} {result['sample']} {result['reason']}"
                 )
                 progress.console.print(text, markup=False, highlight=False)
-    results = [by_entry[e] for e in entries() if e in by_entry]
-    write_result(name, {"optimizer": "SGD", "threads": 1}, results)
+            results = [by_entry[e] for e in entries() if e in by_entry]
+            write_result(name, {"optimizer": "SGD", "threads": 1}, results)
     for kind in ("operator", "module"):
         console.print(kind, dict(Counter(r["outcome"] for r in results if r["kind"] == kind)))
 

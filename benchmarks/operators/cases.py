@@ -289,6 +289,8 @@ def runs(case: Case) -> bool:
                 if not isinstance(loss, Tensor) or not loss.requires_grad:
                     return False
                 loss.backward()
+                if all(p.grad is None for p in case.module.parameters()):
+                    return False  # the norm with p=0, say
             except Exception:
                 return False
             finally:

@@ -62,7 +62,8 @@ def uses(node: fx.Node) -> Iterator[Use]:
     if name == "aten.embedding.default":
         yield Use((1,), args[0].meta["val"].shape[0])
     elif name == "aten.embedding_dense_backward.default":
-        yield Use((1,), args[2])
+        rows = args[2].meta["val"] if isinstance(args[2], fx.Node) else args[2]
+        yield Use((1,), rows)
     elif name.startswith("relax_disc.cross_entropy"):
         at = 2 if "backward" in name else 1
         ignored = int(args[6 if "backward" in name else 3])

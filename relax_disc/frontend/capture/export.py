@@ -331,7 +331,14 @@ def _export(
             (("what torch.export cannot trace", str(line)),),
         ) from error
     except ValueError as error:
-        if ", in make_fake_inputs" not in _traceback(error):  # the model's own
+        trace = _traceback(error)
+        if re.search(r"\bs\d+\b", str(error)):  # PyTorch asks for a number, and got a symbol
+            line = parse_stack(trace)
+            raise UnsupportedOperatorError(
+                f"{line}: PyTorch cannot trace the model with symbolic sizes: {_first_part(error)}",
+                (("what torch.export cannot trace", str(line)),),
+            ) from error
+        if ", in make_fake_inputs" not in trace:  # the model's own
             raise
         raise InputMismatchError(f"example_inputs cannot be exported: {error}") from error
     except AssertionError as error:

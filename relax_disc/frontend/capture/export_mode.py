@@ -241,6 +241,14 @@ def _corrcoef(x: Tensor) -> Tensor:
     return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
 
 
+def _narrow(x: Tensor, dim: int, start: Any, length: Any) -> Tensor | None:
+    """Rows from a start that is data, read at positions."""
+    if not isinstance(start, Tensor):
+        return None
+    first = torch.where(start < 0, start + x.shape[dim], start).reshape(())
+    return x.index_select(dim, first + torch.arange(length, device=x.device))
+
+
 def _cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
     """By differences whatever the number of rows, on which PyTorch's choice would depend."""
     return torch.cdist(x, y, p, "donot_use_mm_for_euclid_dist")
@@ -264,6 +272,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     functional.max_pool1d: _max_pool1d,
     functional.ctc_loss: _ctc_loss,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.narrow: _narrow,
+    torch.Tensor.narrow: _narrow,
     torch.cdist: _cdist,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,

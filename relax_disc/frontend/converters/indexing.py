@@ -46,6 +46,8 @@ def embedding_backward(
     """Gradient of a table, whole."""
     if by_frequency:
         raise emitter.refuse("scale_grad_by_freq is not supported")
+    if not isinstance(count, int | tirx.IntImm):
+        raise emitter.refuse("the table has as many rows as a dim says")
     call = ops.embedding_backward(
         grad, ids, num_embeddings=int(count), padding_idx=int(padding_idx)
     )

@@ -73,7 +73,17 @@ def cat(emitter: Emitter, tensors: Any, axis: int = 0) -> Any:
     ]
     if len(kept) == 1:
         return kept[0]
-    return emitter.emit(op.concat(kept, axis if axis >= 0 else axis + rank))
+    axis = axis if axis >= 0 else axis + rank
+    result = emitter.emit(op.concat(kept, axis))
+    if _terms(emitter.shape(result)[axis]) > _terms(emitter.wanted_shape[axis]):
+        raise emitter.refuse("FuseTIR takes the extents n + 1 + 1 and n + 2 for different ones")
+    return result
+
+
+def _terms(extent: Any) -> int:
+    if not isinstance(extent, tirx.Add | tirx.Sub):
+        return 1
+    return _terms(extent.a) + _terms(extent.b)
 
 
 def _clamped(emitter: Emitter, position: Any, extent: Any, otherwise: Any) -> Any:
