@@ -59,13 +59,15 @@ class _Clock:
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     def run(self, phase: str, work: Callable[[], _Result]) -> _Result:
-        start = self._now()
+        """Do something and book its time."""
+        start = self.now()
         result = work()
-        self.seconds[phase] += self._now() - start
+        self.seconds[phase] += self.now() - start
         return result
 
     @staticmethod
-    def _now() -> float:
+    def now() -> float:
+        """Seconds that this process and its children have computed."""
         spent = os.times()
         return spent.user + spent.system + spent.children_user + spent.children_system
 
@@ -74,15 +76,17 @@ def _instrument(clock: _Clock) -> Any:
     """Make the instrument that books the passes of the pipeline's phases."""
     from tvm.ir.instrument import pass_instrument
 
+    started: list[float] = []
+
     @pass_instrument
     class Phases:
         def run_before_pass(self, mod: Any, info: Any) -> None:
-            clock.seconds[str(info.name)] = -clock._now()
+            started.append(clock.now())
 
         def run_after_pass(self, mod: Any, info: Any) -> None:
-            _, _, phase = str(info.name).rpartition("relax_disc.")
-            spent = clock.seconds.pop(str(info.name)) + clock._now()
-            if phase in PHASES:
+            spent = clock.now() - started.pop()
+            phase = str(info.name).removeprefix("relax_disc.")
+            if phase in PHASES and phase != str(info.name):
                 clock.seconds[phase] += spent
 
     return Phases()

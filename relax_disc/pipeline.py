@@ -18,6 +18,7 @@ from tvm import relax
 
 from relax_disc.transform.fusion.fuse_kernels import FuseKernels
 from relax_disc.transform.fusion.inline_producers import InlineProducers
+from relax_disc.transform.fusion.share_kernels import ShareKernels
 from relax_disc.transform.libraries.chunk_vocabulary_head import ChunkVocabularyHead
 from relax_disc.transform.libraries.dispatch_library import DispatchLibrary
 from relax_disc.transform.memory.hoist_workspace import HoistWorkspace
@@ -191,8 +192,11 @@ def alias_passes() -> list[Pass]:
 
 
 def kernel_passes(target: tvm.target.Target, options: PipelineOptions | None = None) -> list[Pass]:
-    """Parallel, vectorised loops."""
-    return [ScheduleKernels(target, verify=options is None or options.verify_schedules)]
+    """One kernel for those that differ in sizes; parallel, vectorised loops."""
+    return [
+        ShareKernels(),
+        ScheduleKernels(target, verify=options is None or options.verify_schedules),
+    ]
 
 
 def workspace_passes() -> list[Pass]:

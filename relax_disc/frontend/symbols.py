@@ -109,13 +109,25 @@ class SymbolTranslator:
         if isinstance(expr, (*_FLOOR_DIVISIONS, *_MODULI, torch_sympy.TruncToInt)):
             return _as(self._integer(expr), kind)
         if isinstance(expr, _TRUE_DIVISIONS):
-            left, right = (self._translate(arg, "float64") for arg in expr.args)
-            return left / right
+            return self._quotient(*expr.args)
+        if kind == "float64" and expr.is_integer:
+            return _as(
+                self._translate(expr, "int64"), kind
+            )  # as the same size is written elsewhere
         if isinstance(expr, _POWERS):
             return self._power(expr, kind)
         if type(expr).__name__ == "OpaqueUnaryFn_sqrt":
             return tirx.sqrt(self._translate(expr.args[0], "float64"))
         return self._fold(expr, kind)
+
+    def _quotient(self, above: Any, below: Any) -> Any:
+        """Divide as floats, by no number that is a factor of the other side as well."""
+        if below.is_Integer and above.is_integer:
+            factor, rest = above.as_coeff_Mul()
+            common = sympy.igcd(factor, below)
+            above, below = factor / common * rest, below / common
+        left, right = (self._translate(side, "float64") for side in (above, below))
+        return left if below == 1 else left / right
 
     def _integer(self, expr: Any) -> Any:
         if isinstance(expr, torch_sympy.TruncToInt):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import relax, tirx
 
 from relax_disc.analysis.kernels.stages import is_buffer
@@ -66,3 +68,32 @@ def block_like(block: relax.BindingBlock, bindings: Sequence[relax.Binding]) -> 
     if isinstance(block, relax.DataflowBlock):
         return relax.DataflowBlock(list(bindings))
     return relax.BindingBlock(list(bindings))
+
+
+def result_types(call: Any) -> list[relax.Type]:
+    """Types of the tensors that a `call_tir` makes."""
+    kind = call.ty_args[0]
+    return list(kind.fields) if isinstance(kind, relax.TupleType) else [kind]
+
+
+def size_meanings(kernel: tirx.PrimFunc, call: Any) -> dict[Any, Any]:
+    """What a kernel's dims and integers stand for in a `call_tir` of it, in the caller's dims."""
+    meanings: dict[Any, Any] = {}
+    operands = [*call.args[1].fields, *result_types(call)]
+    for parameter, operand in zip(kernel.params, operands, strict=False):
+        kind: Any = operand if isinstance(operand, relax.TensorType) else operand.ty
+        if not isinstance(kind, relax.TensorType):
+            meanings[parameter] = operand
+        elif isinstance(kind.shape, relax.ShapeExpr):
+            pairs = zip(parameter.shape, kind.shape.values, strict=True)
+            meanings.update((a, b) for a, b in pairs if isinstance(a, tirx.Var))
+    return meanings
+
+
+def substitute_sizes(expr: Any, meanings: Mapping[Any, Any]) -> Any:
+    """Replace dims, in an expression or throughout a kernel and the shapes of its buffers."""
+
+    def replace(var: Any, mutator: Any) -> Any:
+        return meanings[var] if var in meanings else mutator.default_mutate(var)
+
+    return tvm_ffi.structural_mutate(expr, (tirx.Var, replace))

@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import tvm
-import tvm_ffi
-from tvm import relax, s_tir, tirx
+from tvm import s_tir, tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.inplace import INPLACE_ATTRIBUTE, inplace_pairs
 from relax_disc.tir_kernels import rules_for
 from relax_disc.tir_kernels.binding import keep_in_buffers
 from relax_disc.tir_kernels.vector_math import use_vector_math
-from relax_disc.transform.functions import is_reshape
+from relax_disc.transform.functions import copy_module, is_reshape
 
 _logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ LOWERING_FAILURES = (
 
 @tvm.transform.module_pass(opt_level=0, name="ScheduleKernels")
 class ScheduleKernels:
-    """Schedule the kernels of a module for a target; equal kernels become one.
+    """Schedule the kernels of a module for a target.
 
     Reshapes are left alone, so that `RewriteDataflowReshape` still recognises them.
 
@@ -54,15 +53,14 @@ class ScheduleKernels:
         """Return the module with scheduled kernels."""
         target = self.target or Target.current(allow_none=False)
         rules = rules_for(target)
-        merged = _merge_equal_kernels(mod)
-        result = tvm.IRModule(merged.functions, attrs=merged.attrs, global_infos=mod.global_infos)
+        result = copy_module(mod)
         scheduled = {
             var: schedule_kernel(func, target, rules, var.name_hint)
-            for var, func in merged.functions.items()
+            for var, func in mod.functions_items()
             if isinstance(func, tirx.PrimFunc) and not _is_final(func)
         }
         if self.verify:
-            scheduled = _without_failures(scheduled, merged, target)
+            scheduled = _without_failures(scheduled, mod, target)
         for var, func in scheduled.items():
             result.update_func(var, func)
         return result
@@ -140,26 +138,3 @@ def _lowers(functions: Sequence[tirx.PrimFunc], target: Target) -> bool:
 
 def _is_final(func: tirx.PrimFunc) -> bool:
     return bool(func.attrs.get("tirx.is_scheduled", False)) or is_reshape(func)
-
-
-def _merge_equal_kernels(mod: tvm.IRModule) -> tvm.IRModule:
-    """Let calls of structurally equal private kernels call the first of them."""
-    first: dict[Any, Any] = {}
-    renamed: dict[Any, Any] = {}
-    for var, func in mod.functions.items():
-        if isinstance(func, tirx.PrimFunc) and "global_symbol" not in func.attrs:
-            kept = first.setdefault(tvm_ffi.StructuralKey(func), var)
-            if not kept.same_as(var):
-                renamed[var] = kept
-    if not renamed:
-        return mod
-    functions = {}
-    for var, func in mod.functions.items():
-        if var in renamed:
-            continue
-        if isinstance(func, relax.Function):
-            func = tvm_ffi.structural_mutate(
-                func, (tvm.ir.GlobalVar, lambda used, mutator: renamed.get(used, used))
-            )
-        functions[var] = func
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)

@@ -1,4 +1,4 @@
-"""The pass: merging, attributes, what it leaves alone, and rules that fail."""
+"""The pass: attributes, what it leaves alone, and rules that fail."""
 
 import logging
 import time
@@ -70,30 +70,6 @@ def test_first_rows_are_no_reshape():
     assert all(relax.analysis.has_reshape_pattern(kernel) for kernel in kernels(mod).values())
     (kernel,) = kernels(ScheduleKernels(TARGET)(mod)).values()
     assert kernel.attrs["tirx.is_scheduled"]
-
-
-def test_equal_kernels_become_one():
-    # One kernel under two names, as fusion makes them for equal groups.
-    (kernel,) = kernels(legalized(lambda emit, x: relax.op.exp(x), (N, 40))).values()
-    builder = relax.BlockBuilder()
-    x = relax.Var("x", relax.TensorType([N, 40], "float32"))
-    with builder.function("main", [x]):
-        one = builder.add_func(kernel, "one")
-        other = builder.add_func(kernel.with_attr("other", 1), "other")
-        with builder.dataflow():
-            y = builder.emit(relax.call_tir(one, relax.Tuple([x]), x.ty))
-            out = builder.emit_output(relax.call_tir(other, relax.Tuple([y]), x.ty))
-        builder.emit_func_output(out)
-    mod = builder.get()
-    mod = tvm.IRModule(
-        {
-            var: func.without_attr("other") if var.name_hint == "other" else func
-            for var, func in mod.functions.items()
-        }
-    )
-    merged = ScheduleKernels(TARGET)(mod)
-    assert (len(kernels(mod)), len(kernels(merged))) == (2, 1)
-    relax.analysis.well_formed(merged)
 
 
 def test_a_failing_rule_is_said_and_the_kernel_kept(monkeypatch, caplog):

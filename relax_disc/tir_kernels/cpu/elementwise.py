@@ -31,6 +31,8 @@ from relax_disc.tir_kernels.vectorizable import moves_in_vectors, segments, vect
 
 # Below this many elements starting the threads costs more than the work (2-5 us).
 SERIAL_ELEMENTS = 8192
+# Attribute of a kernel whose sizes are dims that never make more elements than that.
+FEW_ELEMENTS = "relax_disc.few_elements"
 
 
 class Elementwise:
@@ -51,7 +53,7 @@ class Elementwise:
         flat = FlatBuffers()
         for together in _same_domain(outputs):
             elements = inliner.elements(together)
-            statements += emit_elements(elements, flat)
+            statements += emit_elements(elements, flat, FEW_ELEMENTS in (func.attrs or {}))
         return with_body(func, [*flat.declarations(), *statements])
 
 
@@ -69,8 +71,8 @@ def _same_domain(stages: list[Stage]) -> list[list[Stage]]:
     return groups
 
 
-def emit_elements(elements: list[Element], flat: FlatBuffers) -> list[Any]:
-    """Make the loops that compute elements over one domain."""
+def emit_elements(elements: list[Element], flat: FlatBuffers, few: bool = False) -> list[Any]:
+    """Make the loops that compute elements over one domain; of `few` elements: on one thread."""
     stage = elements[0].stage
     axes = [axis for axis in stage.axes if constant(axis.extent) != 1]
     unit = unit_mapping(stage)
@@ -81,7 +83,7 @@ def emit_elements(elements: list[Element], flat: FlatBuffers) -> list[Any]:
     *outer, inner = collapse(axes, expressions, stores)
     total = constant(product([axis.extent for axis in axes]))
     rows = constant(product([group_extent(group) for group in outer]))
-    spread = total is None or total > SERIAL_ELEMENTS
+    spread = not few and (total is None or total > SERIAL_ELEMENTS)
     spread_inner = spread and rows is not None and rows < LANES
 
     def row(mapping: dict[Any, Any]) -> list[Any]:

@@ -18,7 +18,13 @@ import tvm_ffi
 from tvm import relax, s_tir, tirx
 
 from relax_disc.analysis.program.table import dtype_bytes
-from relax_disc.transform.functions import copy_module, program_functions
+from relax_disc.transform.functions import (
+    copy_module,
+    program_functions,
+    result_types,
+    size_meanings,
+    substitute_sizes,
+)
 
 _LEAST_BYTES = 1 << 16
 """Constant buffers below this are left: a few kilobytes for each thread, kept warm in its cache."""
@@ -97,45 +103,20 @@ def _is_call(expr: Any, hoisted: dict[Any, list[Any]]) -> bool:
     )
 
 
-def _result_types(call: Any) -> list[Any]:
-    kind = call.ty_args[0]
-    return list(kind.fields) if isinstance(kind, relax.TupleType) else [kind]
-
-
 def _workspace_types(
     mod: tvm.IRModule, call: Any, hoisted: dict[Any, list[Any]]
 ) -> list[Any] | None:
     """Types of a call's workspace in the caller's dims; None if they cannot be told."""
-    function = mod[call.args[0]]
-    operands = [*call.args[1].fields, *_result_types(call)]
-    meaning: dict[Any, Any] = {}
-    for parameter, operand in zip(function.params, operands, strict=False):
-        kind = operand if isinstance(operand, relax.TensorType) else operand.ty
-        if isinstance(kind, relax.TensorType) and isinstance(kind.shape, relax.ShapeExpr):
-            pairs = zip(parameter.shape, kind.shape.values, strict=True)
-            meaning.update((a, b) for a, b in pairs if isinstance(a, tirx.Var))
-        elif not isinstance(kind, relax.TensorType):
-            meaning[parameter] = operand
+    meanings = size_meanings(mod[call.args[0]], call)
     types = []
     for buffer in hoisted[call.args[0]]:
-        shape = [_substitute(extent, meaning) for extent in buffer.shape]
-        if any(extent is None for extent in shape):
+        dims: list[Any] = []
+        tvm_ffi.structural_walk(list(buffer.shape), (tirx.Var, dims.append))
+        if any(dim not in meanings for dim in dims):
             return None
+        shape = [substitute_sizes(extent, meanings) for extent in buffer.shape]
         types.append(relax.TensorType(shape, str(buffer.dtype)))
     return types
-
-
-def _substitute(extent: Any, meaning: dict[Any, Any]) -> Any:
-    missing = []
-
-    def replace(variable: Any, mutator: Any) -> Any:
-        del mutator
-        if variable not in meaning:
-            missing.append(variable)
-        return meaning.get(variable, variable)
-
-    result = tvm_ffi.structural_mutate(extent, (tirx.Var, replace))
-    return None if missing else result
 
 
 def _rewrite_calls(
@@ -153,7 +134,7 @@ def _rewrite_calls(
             if not _is_call(call, hoisted):
                 bindings.append(binding)
                 continue
-            results = _result_types(call)
+            results = result_types(call)
             extra = _workspace_types(mod, call, hoisted)
             assert extra is not None
             whole_type = relax.TupleType([*results, *extra])
