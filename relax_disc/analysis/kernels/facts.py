@@ -1,17 +1,28 @@
-"""What a kernel's body says of it: which results may lie over its inputs, and its arithmetic."""
+"""What plans know of kernels: arithmetic, scratch memory, which results may lie over inputs.
+
+A generated kernel's body says it, and of a library function its own file in `relax_disc.ops`; here
+the arguments of its calls are read.  The cost model takes the larger of the time for arithmetic and
+the time to move the bytes, so only functions that do much more than one pass over their operands
+count arithmetic.  The formulas of scratch memory are the native library's
+(`src/kernels/workspace.cc`), since they follow from the block sizes of its kernels on the processor
+at hand.
+"""
 
 from __future__ import annotations
 
 import tvm
 from tvm import tirx
 
+from relax_disc import ops  # noqa: F401  fills the table
 from relax_disc.analysis.kernels.inplace import inplace_pairs
-from relax_disc.analysis.kernels.library import (
-    library_flops,
-    library_overwrites,
-    library_workspace,
-)
-from relax_disc.analysis.program.table import FunctionTable, KernelCall
+from relax_disc.analysis.program.table import FunctionTable, KernelCall, View, dtype_bytes
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.ops import aten
+from relax_disc.ops.registry import LIBRARY, LibraryFunction
+
+Workspace = tuple[str, tuple[SymbolicExpr, ...]]
+
+_CPU = "relax_disc.cpu."
 
 
 class KernelFacts:
@@ -25,8 +36,8 @@ class KernelFacts:
     def annotate(self) -> None:
         """Add arithmetic, workspace, and pairs of buffers where it may write over an input."""
         for kernel in self._table.kernels:
-            kernel.flops = library_flops(self._table, kernel)
-            kernel.workspace = library_workspace(self._table, kernel)
+            kernel.flops = _library_flops(self._table, kernel)
+            kernel.workspace = _library_workspace(self._table, kernel)
             kernel.inplace += [
                 (source, target)
                 for source, target in self._buffer_pairs(kernel)
@@ -41,7 +52,7 @@ class KernelFacts:
         if isinstance(kernel.callee, tvm.ir.GlobalVar):
             pairs = self._parameter_pairs(kernel.callee)
         else:
-            pairs = library_overwrites(kernel)
+            pairs = _library_overwrites(kernel)
         if not pairs:
             return []
         views = [value if kind == "view" else None for kind, value in kernel.arguments]
@@ -62,3 +73,49 @@ class KernelFacts:
                 pairs = frozenset(inplace_pairs(function))
             self._pairs[name] = pairs
         return self._pairs[name]
+
+
+def _library_flops(table: FunctionTable, kernel: KernelCall) -> SymbolicExpr:
+    """Floating-point operations of a library call; 0 for any other kernel."""
+    count = _known(kernel).flops
+    return SymbolicExpr() if count is None else _expression(count(*_arguments(table, kernel)))
+
+
+def _library_workspace(table: FunctionTable, kernel: KernelCall) -> Workspace:
+    """Formula and parameters of a library call on the CPU; ``("", ())`` for any other kernel."""
+    if kernel.name == aten.CALL:  # the bytes are its first number
+        size = next(value for kind, value in kernel.arguments if kind == "integer")
+        return "aten", (SymbolicExpr(1), size)
+    read = _known(kernel).workspace
+    if read is None or not kernel.name.startswith(_CPU):
+        return "", ()
+    views, numbers = _arguments(table, kernel)
+    formula, parameters = read(views, numbers)
+    return formula, (SymbolicExpr(dtype_bytes(views[0].dtype)), *map(_expression, parameters))
+
+
+def _library_overwrites(kernel: KernelCall) -> frozenset[tuple[int, int]]:
+    """Arguments (input, output) of a library call on the CPU that may lie in one place."""
+    return _known(kernel).overwrites if kernel.name.startswith(_CPU) else frozenset()
+
+
+def _known(kernel: KernelCall) -> LibraryFunction:
+    family, _, operation = kernel.name.rpartition(".")
+    return LIBRARY.get(operation, _OTHER) if family.startswith("relax_disc.") else _OTHER
+
+
+_OTHER = LibraryFunction()
+
+
+def _expression(value: SymbolicExpr | int) -> SymbolicExpr:
+    return SymbolicExpr(value) if isinstance(value, int) else value
+
+
+def _arguments(table: FunctionTable, kernel: KernelCall) -> tuple[list[View], list[int]]:
+    views = [table.views[value] for kind, value in kernel.arguments if kind == "view"]
+    numbers = [
+        value.as_int()
+        for kind, value in kernel.arguments
+        if kind == "integer" and value.is_constant
+    ]
+    return views, numbers
