@@ -1,10 +1,7 @@
 // The planners as global functions: a graph as lists in, named figures out; see planner.py.
-#include <tvm/ffi/container/map.h>
-#include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
-#include <tvm/ffi/string.h>
 
 #include <vector>
 
@@ -18,12 +15,6 @@ namespace relax_disc {
 namespace ffi = tvm::ffi;
 
 namespace {
-
-using Facts = ffi::Map<ffi::String, ffi::Any>;
-
-ffi::Shape Numbers(const std::vector<int32_t>& values) {
-  return ffi::Shape(std::vector<int64_t>(values.begin(), values.end()));
-}
 
 int64_t BudgetOf(int64_t bytes) { return bytes < 0 ? kUnlimited : bytes; }
 

@@ -18,8 +18,6 @@ namespace ffi = tvm::ffi;
 
 namespace {
 
-using Facts = ffi::Map<ffi::String, ffi::Any>;
-
 /*! \brief The sessions of one virtual machine: a module that it imports, so that both end together. */
 class SessionTable : public ffi::ModuleObj {
  public:
@@ -82,7 +80,6 @@ Facts PlanFacts(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t bu
     versions.insert(versions.end(),
                     {version.tensor, version.created, version.last_use, version.offset});
   }
-  std::vector<int64_t> sequence(arena.sequence.begin(), arena.sequence.end());
   return Facts{{"feasible", plan->feasible},
                {"peak_bytes", plan->feasible ? plan->peak_bytes() : plan->least_bytes()},
                {"arena_bytes", arena.arena_bytes},
@@ -96,7 +93,7 @@ Facts PlanFacts(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t bu
                {"base_time_ns", plan->base_time_ns},
                {"planning_ns", plan->planning_ns},
                {"cache_hit", hit},
-               {"sequence", ffi::Shape(sequence)},
+               {"sequence", Numbers(arena.sequence)},
                {"versions", ffi::Shape(versions)}};
 }
 

@@ -106,6 +106,24 @@ int64_t CutNetwork::BytesWith(int32_t other, Side side, int64_t enough) {
   return bytes_ + network_.FlowFrom(node_[other], side == kBefore, enough - bytes_);
 }
 
+int64_t SavingAt(const ScheduleProblem& problem, int32_t point, int32_t op,
+                 std::vector<int32_t>* sources) {
+  const int64_t* size = problem.sizes(point);
+  int64_t saving = 0;
+  std::vector<int32_t> targets;
+  for (const int32_t* i = problem.pair.from(op); i != problem.pair.to(op); i += 2) {
+    if (size[i[0]] != size[i[1]] || problem.stays[i[0]]) continue;
+    if (std::find(targets.begin(), targets.end(), i[1]) == targets.end()) {
+      targets.push_back(i[1]);
+      saving += size[i[1]];
+    }
+    if (std::find(sources->begin(), sources->end(), i[0]) == sources->end()) {
+      sources->push_back(i[0]);
+    }
+  }
+  return saving;
+}
+
 Cut LeastCut(const ScheduleProblem& problem, int32_t point, int32_t op, bool late,
              const std::vector<std::pair<int32_t, Side>>& force) {
   Cut cut;

@@ -20,19 +20,8 @@ struct Option {
 };
 
 std::vector<Option> OptionsAt(const ScheduleProblem& problem, int32_t op) {
-  const int64_t* size = problem.sizes(0);
-  int64_t saving = 0;
-  std::vector<int32_t> sources, targets;
-  for (const int32_t* i = problem.pair.from(op); i != problem.pair.to(op); i += 2) {
-    if (size[i[0]] != size[i[1]] || problem.stays[i[0]]) continue;
-    if (std::find(targets.begin(), targets.end(), i[1]) == targets.end()) {
-      targets.push_back(i[1]);
-      saving += size[i[1]];
-    }
-    if (std::find(sources.begin(), sources.end(), i[0]) == sources.end()) {
-      sources.push_back(i[0]);
-    }
-  }
+  std::vector<int32_t> sources;
+  const int64_t saving = SavingAt(problem, 0, op, &sources);
   std::vector<Option> options;
   options.push_back({CutNetwork(problem, 0, op, {}), 0});
   for (int32_t source : sources) {

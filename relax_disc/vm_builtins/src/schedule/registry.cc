@@ -1,8 +1,5 @@
 // The scheduler's face to Python: a problem as lists in, an order with its figures out.
-#include <tvm/ffi/container/map.h>
-#include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/reflection/registry.h>
-#include <tvm/ffi/string.h>
 
 #include <utility>
 #include <vector>
@@ -14,8 +11,6 @@ namespace relax_disc {
 namespace {
 
 namespace ffi = tvm::ffi;
-
-using Facts = ffi::Map<ffi::String, ffi::Any>;
 
 Rows RowsOf(const ffi::Any& lists) {
   Rows rows;
@@ -54,11 +49,6 @@ ScheduleProblem ProblemOf(const List& parts) {
   problem.next = Transposed(problem.need, problem.ops);
   for (int32_t op = 0; op < problem.ops; ++op) problem.id.push_back(op);
   return problem;
-}
-
-template <typename T>
-ffi::Shape Numbers(const std::vector<T>& values) {
-  return ffi::Shape(std::vector<int64_t>(values.begin(), values.end()));
 }
 
 Facts SplitFacts(const List& parts, const List& starts, int64_t target, int64_t work,

@@ -104,6 +104,10 @@ class CutNetwork {
   FlowNetwork network_;
 };
 
+// The bytes that in-place pairs can save at an op, and the inputs whose places are taken.
+int64_t SavingAt(const ScheduleProblem& problem, int32_t point, int32_t op,
+                 std::vector<int32_t>* sources);
+
 Cut LeastCut(const ScheduleProblem& problem, int32_t point, int32_t op, bool late,
              const std::vector<std::pair<int32_t, Side>>& force);
 

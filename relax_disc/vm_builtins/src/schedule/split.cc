@@ -259,19 +259,8 @@ class SplitSearcher {
   Cut CutInPlace(const ScheduleProblem& problem, int32_t point, int32_t op, bool late,
                  const Force& force) {
     Cut best = Counted(LeastCut(problem, point, op, late, force));
-    const int64_t* size = problem.sizes(point);
-    int64_t saving = 0;
-    Order sources, targets;
-    for (const int32_t* i = problem.pair.from(op); i != problem.pair.to(op); i += 2) {
-      if (size[i[0]] != size[i[1]] || problem.stays[i[0]]) continue;
-      if (std::find(targets.begin(), targets.end(), i[1]) == targets.end()) {
-        targets.push_back(i[1]);
-        saving += size[i[1]];
-      }
-      if (std::find(sources.begin(), sources.end(), i[0]) == sources.end()) {
-        sources.push_back(i[0]);
-      }
-    }
+    Order sources;
+    const int64_t saving = SavingAt(problem, point, op, &sources);
     if (!best.possible) return best;
     for (int32_t source : sources) {
       // The output takes the source's place only where all other users of it run before.
