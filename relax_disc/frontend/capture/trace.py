@@ -39,8 +39,9 @@ from relax_disc.frontend.capture.source_lines import source_line
 from relax_disc.frontend.capture.whole_operators import RULES, under_autocast
 from relax_disc.frontend.random_ops import Randomness
 
-# Their schemas do not tell that they write running statistics.
+# Their schemas do not tell that they write running statistics where they normalise by the batch's.
 _WRITES_STATISTICS = ("aten::batch_norm", "aten::native_batch_norm", "aten::instance_norm")
+_BY_BATCH = 5  # the position of that argument
 _WITHOUT_GRADIENT = re.compile(r"derivative for (\S+) is not implemented")
 
 
@@ -300,7 +301,8 @@ def _mutates(graph: fx.GraphModule) -> bool:
             schema = getattr(node.target, "_schema", None)
             if node.op != "call_function" or schema is None:
                 continue
-            if schema.is_mutable or schema.name in _WRITES_STATISTICS:
+            writes = schema.name in _WRITES_STATISTICS and node.args[_BY_BATCH]
+            if schema.is_mutable or writes:
                 return True
     return False
 
