@@ -19,12 +19,14 @@ from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
 from relax_disc.devices import device_figures
+from relax_disc.errors import InputMismatchError
 from relax_disc.forward_function import ForwardFunction
 from relax_disc.frontend import (
     ExportedStep,
     capture_forward,
     export_step,
 )
+from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep, UpdateGroup
 from relax_disc.pipeline import PipelineOptions, pipeline
 from relax_disc.tir_kernels.target import resolve_target
@@ -33,7 +35,7 @@ from relax_disc.training.cache.compile_cache import CachedProgram, build_cached,
 from relax_disc.training.cache.saved_step import Program
 from relax_disc.training.calibration import machine_name, read
 from relax_disc.training.call.batch import BatchLeaf, BatchSchema
-from relax_disc.training_step import TrainingStep
+from relax_disc.training_step import GradientStep, TrainingStep
 from relax_disc.transform.schedule_kernels import LOWERING_FAILURES
 
 _logger = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 def compile(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     example_inputs: tuple[Any, ...],
     *,
     dynamic_shapes: Any,
@@ -56,8 +58,11 @@ def compile(
     ----------
     model : torch.nn.Module
         In ``train()`` or ``eval()`` mode, which is fixed from now on.
-    optimizer : torch.optim.Optimizer
-        SGD, Adam or AdamW over the model's parameters.
+    optimizer : torch.optim.Optimizer, list of them or None
+        Over the model's parameters, of any class whose ``step`` can be traced: its own update is
+        compiled.  Several hold different parameters and all step.  Without one, calls of the step
+        with ``update=False`` leave the gradients in ``p.grad`` for an optimizer that cannot be
+        compiled.
     example_inputs : tuple
         One batch, of any size; a dynamic axis of size 1 is traced as if it were longer.
     dynamic_shapes : tuple or dict
@@ -88,6 +93,12 @@ def compile(
     """
     target = resolve_target(target)
     budget = _budget(memory_budget, target)
+    optimizers_of(optimizer)  # or it is refused before the model is exported
+    if optimizer is None and max_grad_norm is not None:
+        raise InputMismatchError(
+            "max_grad_norm needs the optimizer; without one call torch.nn.utils.clip_grad_norm_ "
+            "between step(*batch, update=False) and your optimizer's step()."
+        )
     export = functools.partial(
         export_step,
         model,
@@ -109,7 +120,8 @@ def compile(
 
     machine = machine_name(schema.device)
     path = built.calibration_path(machine)
-    return TrainingStep(
+    kind = GradientStep if optimizer is None else TrainingStep
+    return kind(
         *(captured, built.executable, schema, model, optimizer, built.library),
         loss_fn=loss_fn,
         max_grad_norm=max_grad_norm,
@@ -144,7 +156,10 @@ def _capture_or_recall(
     known = recall(fingerprint, target, exported.constants())
     if known is not None:
         return known
-    captured = exported.capture_accumulation(groups) if accumulate else (exported.capture(),)
+    if exported.optimizer is None:
+        captured = (exported.capture_gradients(),)
+    else:
+        captured = exported.capture_accumulation(groups) if accumulate else (exported.capture(),)
     functions = [(each, describe_batch(each, exported.model)) for each in captured]
     built = build_or_reuse(captured[0].module, target)
     remember(fingerprint, target, functions, built.path)

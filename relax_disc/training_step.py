@@ -19,8 +19,9 @@ import tvm
 from tvm import relax
 
 from relax_disc.errors import InputMismatchError, StepTornError
+from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep
-from relax_disc.training.accumulation import Accumulation, Programs, SummingFunction
+from relax_disc.training.accumulation import Accumulation, Programs, Summing
 from relax_disc.training.cache import saved_step
 from relax_disc.training.calibration import (
     Calibration,
@@ -31,7 +32,7 @@ from relax_disc.training.calibration import (
     write,
 )
 from relax_disc.training.call.batch import BatchSchema
-from relax_disc.training.call.counters import StepCounters, fill
+from relax_disc.training.call.counters import GroupWatch, StepCounters, fill
 from relax_disc.training.call.interrupt import deferred_interrupt
 from relax_disc.training.call.snapshot import restored, without_gradients
 from relax_disc.training.call.tear import Tear
@@ -52,7 +53,7 @@ class TrainingStep(CompiledFunction):
         What a batch must look like.
     model : torch.nn.Module
         Its parameters and buffers are updated in place.
-    optimizer : torch.optim.Optimizer
+    optimizer : torch.optim.Optimizer, list of them or None
         Its state is updated in place; state that is missing is created as PyTorch would.
     library : bytes, optional
         The executable as a shared library, where it is known already.
@@ -84,7 +85,7 @@ class TrainingStep(CompiledFunction):
         executable: relax.VMExecutable | tvm.runtime.Module,
         schema: BatchSchema,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         library: bytes | None = None,
         *,
         loss_fn: Callable[..., Any] | None = None,
@@ -95,18 +96,28 @@ class TrainingStep(CompiledFunction):
         calibration_path: Path | None = None,
         summing: Programs | Callable[[], Programs] | None = None,
     ) -> None:
-        # Before the binding, which creates the state whose absence the counters look for.
-        self._counters = [StepCounters(group, model, optimizer) for group in captured.update_groups]
+        members = optimizers_of(optimizer)
+        self._watches = [GroupWatch(model, member) for member in members]
+        self._counters = [
+            StepCounters(group, model, optimizer)
+            for group in captured.update_groups
+            if optimizer is not None
+        ]
         super().__init__(captured, executable, schema, model, optimizer)
         hyper = [captured.inputs[group.hyper_input] for group in captured.update_groups]
         self._vectors = [
             torch.zeros(int(spec.shape[0]), dtype=getattr(torch, spec.dtype)) for spec in hyper
         ]
         self.bind_hyper_parameters(self._vectors)
-        self._optimizer = optimizer
+        self._members = members
+        self._optimizer = members[0] if len(members) == 1 else members or None
         self._library = library
         self.loss_fn, self.max_grad_norm = loss_fn, max_grad_norm
-        self.accumulation = Accumulation(self, optimizer, self._vectors, self._model_times, summing)
+        self.accumulation: Any = (
+            Accumulation(self, optimizer, self._vectors, self._model_times, summing)
+            if members
+            else _Sums(self)
+        )
         self.check_finite = check_finite
         self._last: CompiledFunction = self
         self._tear: Tear | None = None
@@ -193,8 +204,8 @@ class TrainingStep(CompiledFunction):
         return self._model
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer whose state the step updates."""
+    def optimizer(self) -> Any:
+        """The optimizer, or a tuple of several; None in a `GradientStep`."""
         return self._optimizer
 
     @contextlib.contextmanager
@@ -204,8 +215,9 @@ class TrainingStep(CompiledFunction):
         Sums of gradients are put aside meanwhile: inside there are none.
         """
         with self._lock, without_gradients(self._model):
-            self._binding.refresh()
-            tensors = [self._binding.tensor(index) for index in self._written]
+            self._binding.refresh(early=True)
+            there = [index for index in self._written if self._binding.is_bound(index)]
+            tensors = [self._binding.tensor(index) for index in there]
             rng, started = self.rng_state, self.accumulation.started
             self.accumulation.started = False
             try:
@@ -256,17 +268,6 @@ class TrainingStep(CompiledFunction):
         if self.calibration_path is not None:
             write(self.calibration_path, calibration)
 
-    def forget_new_momentum(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Remove momentum buffers that were made for the step but hold nothing yet.
-
-        Parameters
-        ----------
-        model, optimizer
-            The step's own, or copies, on which PyTorch is about to take its first step.
-        """
-        for counter in self._counters:
-            counter.forget_new_momentum(model, optimizer)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the compiled step into one file, without weights and optimizer state.
 
@@ -301,7 +302,7 @@ class TrainingStep(CompiledFunction):
         cls,
         path: str | os.PathLike[str],
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
     ) -> TrainingStep:
         """Load a saved step for a model and an optimizer like those that it was compiled for.
 
@@ -327,7 +328,8 @@ class TrainingStep(CompiledFunction):
         if measured is not None:
             machine = machine_name(main.schema.device)
             measured = usable(Calibration.restore(measured), machine, path)
-        return cls(
+        kind = GradientStep if optimizer is None else cls
+        return kind(
             *(main.captured, main.executable, main.schema, model, optimizer, main.library),
             calibration=measured,
             summing=(programs["adding"], programs["updating"]) if "adding" in programs else None,
@@ -376,13 +378,16 @@ class TrainingStep(CompiledFunction):
         self._refuse_torn()
         self._check_mode()
         tensors, values = self._schema.bind(batch, named)
-        fill(self._vectors, self._counters, check=self.check_finite)
-        if isinstance(function, SummingFunction):
-            function.set_check(self.check_finite)
+        for watch in self._watches:
+            watch.check()
         self._last = function
         try:
+            fill(self._vectors, self._counters, check=self.check_finite)
+            if isinstance(function, Summing):
+                function.set_check(self.check_finite)
             flat = function._execute(tensors, values)
         except BaseException as error:
+            self._withdraw_state(function)
             self._note_failure(function, error)
             raise
         kinds = [out.kind for out in function._returned]
@@ -392,8 +397,17 @@ class TrainingStep(CompiledFunction):
             for counter in self._counters:
                 counter.advance()
             # What the wrapper that a learning-rate scheduler puts round optimizer.step would set.
-            self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+            for member in self._members:
+                setattr(member, "_opt_called", True)  # noqa: B010 - it declares no such name
+        else:
+            self._withdraw_state(function)
         return (flat[0], function._extras(flat)) if function._has_extras else flat[0]
+
+    def _withdraw_state(self, function: CompiledFunction) -> None:
+        """Leave no state that PyTorch would not have created yet."""
+        if not function._session.torn:
+            for counter in self._counters:
+                counter.withdraw()
 
     def _note_failure(self, function: CompiledFunction, error: BaseException) -> None:
         """Remember what was written, so that a later call knows when it has been loaded again."""
@@ -408,3 +422,51 @@ class TrainingStep(CompiledFunction):
         if self._tear is not None:
             self._tear.mend()
             self._tear = None
+
+
+class GradientStep(Summing, TrainingStep):
+    """A step compiled without an optimizer: it adds gradients into ``p.grad``, no more.
+
+    Every call is made with ``update=False``; the update is the caller's own, as in
+    ``optimizer.step(); optimizer.zero_grad()``.  The gradients count as resident memory.  The
+    parameters are those of `TrainingStep`.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.bind_check()
+
+    def plan(self, *, update: bool = False, **dims: int) -> MemoryPlan:
+        """Tell the memory and modelled time of a shape: see `TrainingStep.plan`."""
+        return super().plan(update=update, **dims)
+
+    def _fits(self, dims: Mapping[str, int], budget: int) -> bool:
+        return self._plan(dims, budget).fits
+
+
+class _Sums:
+    """In the place of `Accumulation` where there is nothing to update."""
+
+    started, programs = False, None
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+
+    def function_for(self, update: bool) -> CompiledFunction:
+        if update:
+            raise InputMismatchError(
+                "This step was compiled without an optimizer: call step(*batch, update=False), "
+                "which adds the gradients into p.grad, then your optimizer's step() and "
+                "zero_grad()."
+            )
+        return self._step
+
+    def known(self) -> tuple[CompiledFunction, ...]:
+        return ()
+
+    def note(self, function: CompiledFunction) -> bool:
+        del function
+        return False
+
+    def forget_gradients(self) -> None:
+        self._step.forget_gradients()

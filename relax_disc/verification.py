@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from relax_disc.errors import InputMismatchError
 from relax_disc.frontend.capture.export import wrap_step
+from relax_disc.frontend.optimizer.several import optimizers_of, owners_of
 from relax_disc.training_step import TrainingStep
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-4}
@@ -135,6 +136,8 @@ def verify(
             "The step draws random numbers (dropout), which PyTorch would draw otherwise; compile "
             "it with dropout probability 0 or in eval() mode to verify it."
         )
+    if step.optimizer is None:
+        raise InputMismatchError("verify() compares updates; compile the step with an optimizer.")
     found: list[Difference] = []
     count = compared = 0
     for number, batch in enumerate(batches):
@@ -148,7 +151,6 @@ def _run_both(
     step: TrainingStep, batch: tuple[Any, ...], loss_fn: Callable[..., Any] | None
 ) -> list[_Pair]:
     model, optimizer = copy.deepcopy((step.model, step.optimizer))
-    step.forget_new_momentum(model, optimizer)
     with step.restored():
         before = {name: tensor.clone() for name, _, tensor in _state(step.model, step.optimizer)}
         output = step(*batch)
@@ -175,17 +177,18 @@ def _run_both(
 def _step(
     step: TrainingStep,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     batch: tuple[Any, ...],
     loss_fn: Callable[..., Any] | None,
 ) -> list[torch.Tensor]:
     """Take PyTorch's step; return the loss and the extra outputs."""
-    optimizer.zero_grad()
+    model.zero_grad()
     loss, extras = wrap_step(model, loss_fn)(*batch)
     loss.backward()
     if step.max_grad_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), step.max_grad_norm)
-    type(optimizer).step(optimizer)
+    for member in optimizers_of(optimizer):
+        type(member).step(member)
     others = (x for x in pytree.tree_leaves(extras) if isinstance(x, torch.Tensor))
     return [x.detach() for x in (loss, *others)]
 
@@ -193,14 +196,14 @@ def _step(
 def _in_float64(
     step: TrainingStep,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     batch: tuple[Any, ...],
     loss_fn: Callable[..., Any] | None,
 ) -> dict[str, torch.Tensor]:
     """Take PyTorch's step on copies in float64; nothing where the model does not run in it."""
     model, optimizer = copy.deepcopy((model, optimizer))
     model.double()
-    for state in optimizer.state.values():
+    for state in (s for member in optimizers_of(optimizer) for s in member.state.values()):
         state.update({key: _wide(value) for key, value in state.items()})
     try:
         outputs = _step(step, model, optimizer, pytree.tree_map(_wide, batch), loss_fn)
@@ -227,14 +230,14 @@ def _well_above_noise(momenta: dict[str, torch.Tensor], target: str) -> torch.Te
     return mine > max(_FLOOR * float(mine.max()), tolerance * strongest)
 
 
-def _state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, str, torch.Tensor]]:
+def _state(model: torch.nn.Module, optimizer: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
     """List (name, owner, tensor): buffers, states, parameters; each in the model's order."""
+    owners = owners_of(optimizer)
     for name, buffer in model.named_buffers():
         yield f"buffer {name}", name, buffer
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        owner = owners.get(id(parameter))
+        for key, value in owner.state.get(parameter, {}).items() if owner is not None else ():
             if isinstance(value, torch.Tensor) and key != "step":
                 yield f"{key} of {name}", name, value
     for name, parameter in model.named_parameters():

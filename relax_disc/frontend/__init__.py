@@ -22,15 +22,7 @@ from relax_disc.frontend.capture.step import (
     capture_step,
     export_step,
 )
-from relax_disc.frontend.optimizer.states import (
-    ADAM_HYPER,
-    SGD_HYPER,
-    SUM_HYPER,
-    hyper_values,
-    required_state,
-    state_step,
-    update_rule,
-)
+from relax_disc.frontend.optimizer.programs import programs_of
 from relax_disc.frontend.spec import (
     CapturedStep,
     DimSpec,
@@ -40,9 +32,6 @@ from relax_disc.frontend.spec import (
 )
 
 __all__ = [
-    "ADAM_HYPER",
-    "SGD_HYPER",
-    "SUM_HYPER",
     "BatchSpec",
     "CapturedStep",
     "DimSpec",
@@ -54,8 +43,5 @@ __all__ = [
     "capture_forward",
     "capture_step",
     "export_step",
-    "hyper_values",
-    "required_state",
-    "state_step",
-    "update_rule",
+    "programs_of",
 ]

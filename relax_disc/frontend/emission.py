@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import tvm
 from torch import fx
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from tvm import relax, tirx
 
@@ -39,7 +38,7 @@ class Wanted:
     """What one function shall do with what was traced."""
 
     function: str = "main"
-    optimizer: Optimizer | None = None
+    optimizer: Any = None
     max_grad_norm: float | None = None
     forward: bool = False
     accumulate: bool = False

@@ -30,7 +30,7 @@ from relax_disc.frontend.spec import InputSpec
 _logger = logging.getLogger(__name__)
 
 # Arguments of ATen operators that say where memory lies, not what is computed.
-_PLACEMENT = ("layout", "device", "pin_memory", "memory_format", "non_blocking")
+PLACEMENT = ("layout", "device", "pin_memory", "memory_format", "non_blocking")
 _IGNORED = frozenset(
     {
         "aten._assert_tensor_metadata.default",
@@ -197,14 +197,26 @@ def _translate(
     emitter.at(node)
     args = checks.apply(node, [_operand(x, env, emitter) for x in node.args])
     kwargs = {
-        key: _operand(x, env, emitter) for key, x in node.kwargs.items() if key not in _PLACEMENT
+        key: _operand(x, env, emitter) for key, x in node.kwargs.items() if key not in PLACEMENT
     }
+    return convert(emitter, args, kwargs)
+
+
+def convert(emitter: Emitter, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Emit the emitter's node, whose tensors have become the operands given.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Neither the node's converter nor PyTorch's own kernel fits.
+    """
+    node = emitter.node
     converter = TABLE.get(str(node.target))
     if converter is None or fallback.touches_complex(node):
         return fallback.call(emitter, args, kwargs)
     try:
         result = converter(emitter, *args, **kwargs)
-        emitter.check(result, value)
+        emitter.check(result, node.meta["val"])
     except UnsupportedOperatorError as error:
         if fallback.why_not(node):
             raise

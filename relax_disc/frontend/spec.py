@@ -50,7 +50,8 @@ class InputSpec:
         that is neither), ``"rng"`` (``[seed, offset]``, int64, there only when the model draws
         random numbers; the caller raises the offset by one after each step), ``"gradient"`` (the
         sum so far), ``"adding"`` (what the addition of gradients reads: `SUM_HYPER` of
-        :mod:`.optimizers`), ``"state"`` (of the optimizer) or ``"hyper"`` (:mod:`.optimizers`).
+        :mod:`.optimizer.kernels`), ``"state"`` (of the optimizer) or ``"hyper"``
+        (:mod:`.optimizer.program`).
     target : str or int
         Full name in the model (``"state"``: of its parameter; ``"hyper"``: of the first parameter
         of its update group; ``"adding"``: the element type); for ``"batch"`` the index of the leaf
@@ -95,7 +96,7 @@ class UpdateGroup:
     targets : tuple of str
         Full names of the parameters.
     hyper_input : int
-        Index of the input with the vector of :func:`relax_disc.frontend.hyper_values`.
+        Index of the input with the vector of :class:`.optimizer.program.UpdateProgram`.
     """
 
     param_group: int

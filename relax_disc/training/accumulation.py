@@ -19,29 +19,16 @@ from relax_disc.training.compiled_function import CompiledFunction, bind_vector
 Programs = tuple[Program, Program]
 
 
-class SummingFunction(CompiledFunction):
-    """A function that reads and writes ``p.grad``; its tensors are bound while they exist.
+class Summing(CompiledFunction):
+    """A function that reads and writes ``p.grad``; its tensors are bound while they exist."""
 
-    Parameters
-    ----------
-    program : Program
-        What was captured, with its code.
-    sibling : CompiledFunction
-        The function whose model, arena, budget and random state it shares.
-    optimizer : torch.optim.Optimizer
-        Owner of the state.
-    """
+    _adding: list[torch.Tensor]
 
-    def __init__(
-        self, program: Program, sibling: CompiledFunction, optimizer: torch.optim.Optimizer
-    ) -> None:
-        captured = program.captured
-        super().__init__(
-            captured, program.executable, program.schema, sibling._model, optimizer, sibling
-        )
+    def bind_check(self) -> None:
+        """Bind the flags that tell whether the loss is checked before anything is added."""
         self._adding = [
             bind_vector(self._binding, index, int(spec.shape[0]), spec.dtype)
-            for index, spec in enumerate(captured.inputs)
+            for index, spec in enumerate(self._captured.inputs)
             if spec.kind == "adding"
         ]
 
@@ -56,7 +43,7 @@ class SummingFunction(CompiledFunction):
     def set_check(self, check: bool) -> None:
         """Refuse a loss that is not finite before anything is added."""
         for vector in self._adding:
-            vector.copy_(torch.tensor([1.0, float(check)]))
+            vector.fill_(float(check))
 
     def forget_gradients(self) -> None:
         """Let go of the sums' memory."""
@@ -78,6 +65,29 @@ class SummingFunction(CompiledFunction):
                 if missing:
                     self.forget_gradients()
             raise
+
+
+class SummingFunction(Summing):
+    """One of the functions of accumulation.
+
+    Parameters
+    ----------
+    program : Program
+        What was captured, with its code.
+    sibling : CompiledFunction
+        The function whose model, arena, budget and random state it shares.
+    optimizer : torch.optim.Optimizer
+        Owner of the state.
+    """
+
+    def __init__(
+        self, program: Program, sibling: CompiledFunction, optimizer: torch.optim.Optimizer
+    ) -> None:
+        captured = program.captured
+        super().__init__(
+            captured, program.executable, program.schema, sibling._model, optimizer, sibling
+        )
+        self.bind_check()
 
 
 def _begin_sums(parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -262,7 +262,7 @@ class CompiledFunction:
             Names what changed.
         """
         self._check_mode()
-        self._binding.refresh()
+        self._binding.refresh(early=True)
 
     def bind_hyper_parameters(self, vectors: Sequence[torch.Tensor]) -> None:
         """Let the program read the vectors of hyper-parameters, one for each update group."""

@@ -8,7 +8,7 @@ import torch
 import tvm
 from tvm import relax
 
-from relax_disc.frontend import hyper_values
+from relax_disc.frontend import programs_of
 from tests.frontend.plain_ops import plain_ops
 
 
@@ -49,7 +49,7 @@ class Runner:
             elif spec.kind == "hyper":
                 value = tvm.runtime.tensor(self.hyper(spec, optimizer, named))
             elif spec.kind == "adding":
-                value = tvm.runtime.tensor(np.asarray([1, 0], spec.dtype))
+                value = tvm.runtime.tensor(np.asarray([0], spec.dtype))
             elif spec.kind == "gradient":
                 value = to_tvm(named[spec.target].grad)
             elif spec.kind == "state":
@@ -66,13 +66,13 @@ class Runner:
 
     def hyper(self, spec, optimizer, named):
         group = self.captured.update_groups[spec.group]
-        state = optimizer.state.get(named[spec.target], {})
-        step = int(state.get("step", 0)) + 1
-        first = state.get("momentum_buffer") is None
-        values = hyper_values(
-            optimizer, optimizer.param_groups[group.param_group], step, first=first
-        )
-        return np.asarray(values, spec.dtype)
+        settings = optimizer.param_groups[group.param_group]
+        parameter = named[spec.target]
+        program = programs_of(optimizer).of(settings, parameter)
+        state = optimizer.state.get(parameter, {})
+        scalars = program.scalars_now(state, settings)
+        values, _, _ = program.host(settings, scalars, program.is_fresh(state))
+        return np.asarray([*values, 0], spec.dtype)
 
     def sizes(self, leaves):
         """Solve `k` from an extent such as `8*k`; only products are met in tests."""

@@ -302,7 +302,6 @@ class Program:
     def _compare(self, batch: list[torch.Tensor]) -> None:
         before = self.tensors()
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
-        self.step.forget_new_momentum(model, optimizer)
         failure = loss = None
         optimizer.zero_grad()
         try:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from relax_disc.errors import InputMismatchError
 from relax_disc.frontend.capture.arguments import constants_of, list_arguments
@@ -36,7 +35,7 @@ class ExportedStep:
         The forward pass.
     model : torch.nn.Module
         As given.
-    optimizer : Optimizer or None
+    optimizer : torch.optim.Optimizer, list of them or None
         As given.
     max_grad_norm : float or None
         As given.
@@ -44,7 +43,7 @@ class ExportedStep:
 
     exported: Exported
     model: nn.Module
-    optimizer: Optimizer | None
+    optimizer: Any
     max_grad_norm: float | None
 
     def fingerprint(
@@ -88,6 +87,11 @@ class ExportedStep:
         wanted = Wanted(optimizer=self.optimizer, max_grad_norm=self.max_grad_norm)
         return emit_functions(self.exported, _trace(self.exported, self.model), [wanted])[0]
 
+    def capture_gradients(self) -> CapturedStep:
+        """Make the function that adds the gradients to the sums so far, and updates nothing."""
+        wanted = Wanted(accumulate=True, update=False)
+        return emit_functions(self.exported, _trace(self.exported, self.model), [wanted])[0]
+
     def capture_accumulation(
         self, groups: Sequence[UpdateGroup] | None = None
     ) -> tuple[CapturedStep, CapturedStep]:
@@ -106,7 +110,7 @@ class ExportedStep:
 
 def export_step(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Any,
     example_inputs: Any,
     *,
     dynamic_shapes: Any,
@@ -122,7 +126,7 @@ def export_step(
 
 def capture_step(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Any,
     example_inputs: Any,
     *,
     dynamic_shapes: Any,
@@ -137,8 +141,9 @@ def capture_step(
     ----------
     model : torch.nn.Module
         In the mode, ``train()`` or ``eval()``, in which it shall run.
-    optimizer : Optimizer or None
-        SGD, Adam or AdamW; with ``None`` the gradients themselves are returned.
+    optimizer : torch.optim.Optimizer, list of them or None
+        Of any class whose ``step`` can be traced; with ``None`` the gradients themselves are
+        returned.
     example_inputs : tuple, mapping or object
         Positional arguments, keyword arguments, or the only argument of the step.  Its tensors
         are only looked at; a dynamic axis of size 1 is traced as if it were longer.
@@ -179,7 +184,7 @@ def capture_step(
 
 def capture_accumulation(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Any,
     example_inputs: Any,
     *,
     dynamic_shapes: Any,

@@ -17,8 +17,7 @@ from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.emitter import Emitter, dtype_name
 from relax_disc.frontend.guarding import Guards
 from relax_disc.frontend.importer import Parameters, variable_name
-from relax_disc.frontend.optimizer.kernels import hyper_dtype, update_kernel
-from relax_disc.frontend.optimizer.states import hyper_names
+from relax_disc.frontend.optimizer.kernels import SUM_HYPER, hyper_dtype, sum_kernel
 from relax_disc.frontend.spec import InputSpec, OutputSpec
 
 
@@ -41,7 +40,7 @@ def declare_gradients(traced: Traced, parameters: Parameters) -> tuple[int, ...]
         kinds.add(hyper_dtype(dtype))
     positions = tuple(range(first, len(parameters.specs)))
     for dtype in sorted(kinds):
-        shape = (len(hyper_names("sum")),)
+        shape = (len(SUM_HYPER),)
         parameters.add(InputSpec(f"adding_{dtype}", "adding", dtype, "", -1, shape, dtype), shape)
     return positions
 
@@ -68,7 +67,7 @@ def emit_sums(
     for position, grad in zip(positions, grads, strict=True):
         spec = parameters.specs[position]
         extents: Any = list(spec.shape)
-        kernel = update_kernel("sum", tuple(extents), spec.dtype, False)
+        kernel = sum_kernel(tuple(extents), spec.dtype)
         emitter.locate(f"{spec.name}_sum", SourceLine("", 0))
         args = [parameters.variables[position], grad, guarded[hyper_dtype(spec.dtype)]]
         kind = relax.TensorType(extents, spec.dtype)

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from tvm import relax
+from tvm import relax, te
 
 from relax_disc.errors import InputMismatchError
+from relax_disc.frontend import fallback
 from relax_disc.frontend.capture.arguments import Argument
 from relax_disc.frontend.capture.source_lines import SourceLine
 from relax_disc.frontend.capture.trace import Traced
+from relax_disc.frontend.converters import TABLE
 from relax_disc.frontend.emitter import Emitter, dtype_name
 from relax_disc.frontend.guarding import Guards
-from relax_disc.frontend.importer import Parameters, variable_name
+from relax_disc.frontend.importer import PLACEMENT, Parameters, convert, variable_name
 from relax_disc.frontend.optimizer.clipping import emit_clip
-from relax_disc.frontend.optimizer.kernels import hyper_dtype, update_kernel
-from relax_disc.frontend.optimizer.states import (
-    Rule,
-    hyper_names,
-    required_state,
-    state_step,
-    update_rule,
+from relax_disc.frontend.optimizer.kernels import (
+    hyper_dtype,
+    is_elementwise,
+    states_read,
+    update_kernel,
 )
+from relax_disc.frontend.optimizer.program import UpdateProgram, Value, reachable
+from relax_disc.frontend.optimizer.programs import programs_of, refuse_operators
+from relax_disc.frontend.optimizer.several import groups_of
 from relax_disc.frontend.spec import InputSpec, OutputSpec, UpdateGroup
+
+_INPUTS = ("parameter", "gradient", "state", "entry", "filled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +39,10 @@ class Update:
     """One parameter to update: indices of inputs, and which gradient."""
 
     target: str
-    rule: Rule
+    program: UpdateProgram
     parameter: int
     gradient: int
-    states: tuple[int, ...]
+    states: Mapping[str, int]
     hyper: int
 
 
@@ -55,15 +60,17 @@ class Updates:
 
 def plan_updates(
     traced: Traced,
-    optimizer: Optimizer | None,
+    optimizer: Any,
     max_grad_norm: float | None,
     parameters: Parameters,
     like: Sequence[UpdateGroup] | None = None,
 ) -> Updates:
     """Decide which parameters are updated how; declare states and hyper-parameters.
 
-    Parameters of one ``param_group`` whose counts of steps differ, or whose types differ, go into
-    update groups of their own, because one vector of hyper-parameters holds one bias correction.
+    ``optimizer`` is one, several or none.
+
+    Parameters of one ``param_group`` whose counts of steps, types or updates differ go into update
+    groups of their own, because one vector of hyper-parameters holds one bias correction.
     Parameters that the optimizer does not hold, or that get no gradient, are left alone.  With
     ``like`` the groups are those of another function of the same model and optimizer.
 
@@ -82,18 +89,18 @@ def plan_updates(
     position = {s.target: k for k, s in enumerate(parameters.specs) if s.kind == "parameter"}
     items: list[Update] = []
     groups: list[UpdateGroup] = []
-    for index, grads in _members(optimizer, gradient_of, targets, like):
-        assert optimizer is not None
-        group = optimizer.param_groups[index]
-        rule, keys = update_rule(optimizer, group), required_state(optimizer, group)
+    owned = groups_of(optimizer)
+    for index, grads in _members(owned, gradient_of, targets, like):
+        owner, group = owned[index]
         number = len(groups)
         names = tuple(targets[k] for k in grads)
-        dtype = dtype_name(_tensor(tensors, grads[0]).dtype)
-        hyper = _declare_hyper(parameters, rule, number, names[0], dtype)
-        for name, grad in zip(names, grads, strict=True):
-            tensor = _tensor(tensors, grad)
-            states = _declare_states(parameters, name, number, tensor, dtype, keys)
-            items.append(Update(name, rule, position[name], grad, states, hyper))
+        members = [(name, _tensor(tensors, k), k) for name, k in zip(names, grads, strict=True)]
+        programs = [programs_of(owner).of(group, tensor) for _, tensor, _ in members]
+        refuse_operators(owner, programs, _untranslated)
+        hyper = _declare_hyper(parameters, programs[0], number, names[0], members[0][1])
+        for (name, tensor, grad), program in zip(members, programs, strict=True):
+            states = _declare_states(parameters, name, number, tensor, program)
+            items.append(Update(name, program, position[name], grad, states, hyper))
         groups.append(UpdateGroup(index, names, hyper))
     if optimizer is not None and not items:
         raise InputMismatchError(
@@ -111,7 +118,7 @@ def plan_updates(
 
 
 def _members(
-    optimizer: Optimizer | None,
+    owned: Sequence[tuple[Optimizer, dict[str, Any]]],
     gradient_of: dict[int, int],
     targets: Sequence[str],
     like: Sequence[UpdateGroup] | None,
@@ -122,21 +129,19 @@ def _members(
         for group in like:
             yield group.param_group, [gradient[target] for target in group.targets]
         return
-    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        assert optimizer is not None
-        for members in _split(optimizer, group, gradient_of):
+    for index, (owner, group) in enumerate(owned):
+        for members in _split(owner, group, gradient_of):
             yield index, [gradient_of[id(tensor)] for tensor in members]
 
 
-def describe_updates(optimizer: Optimizer | None, arguments: Sequence[Argument]) -> list[Any]:
-    """Describe all of an optimizer that `plan_updates` looks at, whichever gradients there are.
+def describe_updates(optimizer: Any, arguments: Sequence[Argument]) -> list[Any]:
+    """Describe all of the optimizers that `plan_updates` looks at, whichever gradients there are.
 
     Returns
     -------
     list
-        For each ``param_group`` its rule, the states that it keeps, and the names of its
-        parameters, listed apart where they cannot share one vector of hyper-parameters; JSON can
-        hold it.
+        For each ``param_group`` the names of its parameters and a hash of their updates, listed
+        apart where they cannot share one vector of hyper-parameters; JSON can hold it.
 
     Raises
     ------
@@ -145,15 +150,12 @@ def describe_updates(optimizer: Optimizer | None, arguments: Sequence[Argument])
     """
     names = {id(argument.tensor): argument.target for argument in arguments}
     place = {known: k for k, known in enumerate(names)}
-    if optimizer is None:
-        return []
     return [
         [
-            update_rule(optimizer, group),
-            required_state(optimizer, group),
-            [[names[id(p)] for p in part] for part in _split(optimizer, group, place)],
+            [[names[id(p)], programs_of(owner).of(group, p).digest] for p in part]
+            for part in _split(owner, group, place)
         ]
-        for group in optimizer.param_groups
+        for owner, group in groups_of(optimizer)
     ]
 
 
@@ -166,36 +168,53 @@ def _tensor(tensors: Sequence[torch.Tensor | None], index: int) -> torch.Tensor:
 def _split(
     optimizer: Optimizer, group: dict[str, Any], gradient_of: dict[int, int]
 ) -> list[list[torch.Tensor]]:
-    """Split the trained parameters of a group by type and by count of steps."""
-    parts: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+    """Split the trained parameters of a group by what the host computes for them, and from what."""
+    parts: dict[Any, list[torch.Tensor]] = {}
     for tensor in group["params"]:
         if id(tensor) in gradient_of:
-            key = (state_step(optimizer, tensor), tensor.dtype)
-            parts.setdefault(key, []).append(tensor)
+            program = programs_of(optimizer).of(group, tensor)
+            key = (_vector_dtype(program, tensor), program.host_text)
+            state = optimizer.state.get(tensor, {})
+            counts = repr((program.scalars_now(state, group), program.is_fresh(state)))
+            parts.setdefault((counts, *key), []).append(tensor)
     return list(parts.values())
 
 
-def _declare_hyper(parameters: Parameters, rule: Rule, number: int, target: str, dtype: str) -> int:
-    shape = (len(hyper_names(rule)),)
-    spec = InputSpec(f"hyper_{number}", "hyper", target, "", number, shape, hyper_dtype(dtype))
+def _vector_dtype(program: UpdateProgram, tensor: torch.Tensor) -> str:
+    return hyper_dtype(dtype_name(tensor.dtype)) if is_elementwise(program) else "float64"
+
+
+def _untranslated(program: UpdateProgram) -> list[str]:
+    """Name the operators of an update that there is no converter for."""
+    if is_elementwise(program):
+        return []
+    values = reachable([v for way in program.ways for v in way.outputs.values()])
+    known = (*_INPUTS, "<built-in function getitem>")
+    calls = [v for v in values if v.op not in known and v.op not in TABLE]
+    return sorted({v.op for v in calls if fallback.why_not(v.node)})
+
+
+def _declare_hyper(
+    parameters: Parameters, program: UpdateProgram, number: int, target: str, tensor: torch.Tensor
+) -> int:
+    shape, dtype = (program.width,), _vector_dtype(program, tensor)
+    spec = InputSpec(f"hyper_{number}", "hyper", target, "", number, shape, dtype)
     parameters.add(spec, shape)
     return len(parameters.specs) - 1
 
 
 def _declare_states(
-    parameters: Parameters,
-    target: str,
-    number: int,
-    tensor: torch.Tensor,
-    dtype: str,
-    keys: Sequence[str],
-) -> tuple[int, ...]:
-    shape = tuple(tensor.shape)
-    for key in keys:
-        name = f"{variable_name(target)}_{key}"
-        parameters.add(InputSpec(name, "state", target, key, number, shape, dtype), shape)
-    count = len(parameters.specs)
-    return tuple(range(count - len(keys), count))
+    parameters: Parameters, target: str, number: int, tensor: torch.Tensor, program: UpdateProgram
+) -> dict[str, int]:
+    needed = {state.key for state in (*states_read(program), *program.written)}
+    places = {}
+    for state in program.tensors:
+        if state.key in needed:
+            shape, dtype = program.shape_of(state, tensor), dtype_name(state.dtype)
+            name = f"{variable_name(target)}_{variable_name(state.key)}"
+            parameters.add(InputSpec(name, "state", target, state.key, number, shape, dtype), shape)
+            places[state.key] = len(parameters.specs) - 1
+    return places
 
 
 def emit_updates(
@@ -206,7 +225,7 @@ def emit_updates(
     values: list[Any],
     guards: Guards,
 ) -> None:
-    """Emit one kernel a parameter, and list the new values as outputs paired with the old.
+    """Emit the updates, and list the new values as outputs paired with the old.
 
     New parameters come first, then new states, each in the order of the updates.  Without updates
     the gradients themselves become outputs.
@@ -230,7 +249,8 @@ def emit_updates(
         results = _emit_update(emitter, updates, item, grad, hyper[item.hyper], coefficient)
         outputs.append(OutputSpec(item.target, "parameter", item.parameter))
         values.append(results[0])
-        for state, result in zip(item.states, results[1:], strict=True):
+        written = [item.states[state.key] for state in item.program.written]
+        for state, result in zip(written, results[1:], strict=True):
             states.append((OutputSpec(updates.specs[state].name, "state", state), result))
     outputs += [spec for spec, _ in states]
     values += [value for _, value in states]
@@ -247,17 +267,97 @@ def _emit_update(
     name = variable_name(item.target)
     emitter.locate(f"{name}_update", SourceLine("", 0))
     parameter = updates.variables[item.parameter]
+    program, dtype = item.program, emitter.dtype(parameter)
+    if not is_elementwise(program):
+        if coefficient is not None:
+            grad = emitter.emit(relax.op.multiply(grad, emitter.cast(coefficient, dtype)))
+        return _Translation(emitter, updates, item, grad, hyper).results()
     shape = tuple(int(n) for n in emitter.shape(parameter))
-    dtype = emitter.dtype(parameter)
-    args = [parameter, grad, *(updates.variables[k] for k in item.states)]
-    args.append(hyper)
+    reads = [updates.variables[item.states[state.key]] for state in states_read(program)]
+    args = [parameter, grad, *reads, hyper]
     if coefficient is not None:
         args.append(emitter.cast(coefficient, hyper_dtype(dtype)))
-    kernel = update_kernel(item.rule, shape, dtype, coefficient is not None)
+    kernel = update_kernel(program, shape, dtype, coefficient is not None)
     extents: Any = list(shape)
-    kinds = [relax.TensorType(extents, dtype)] * (1 + len(item.states))
+    types = [dtype, *(dtype_name(state.dtype) for state in program.written)]
+    kinds = [relax.TensorType(extents, each) for each in types]
     if len(kinds) == 1:
-        return [emitter.kernel(kernel, f"update_{item.rule}", args, kinds[0])]
-    both = emitter.kernel(kernel, f"update_{item.rule}", args, kinds)
+        return [emitter.kernel(kernel, "update", args, kinds[0])]
+    both = emitter.kernel(kernel, "update", args, kinds)
     emitter.locate(f"{name}_new", SourceLine("", 0))
     return [emitter.emit(relax.TupleGetItem(both, k)) for k in range(len(kinds))]
+
+
+class _Translation:
+    """Emits an update that is no single kernel operator by operator, as the model's own."""
+
+    def __init__(
+        self, emitter: Emitter, updates: Updates, item: Update, grad: Any, hyper: relax.Var
+    ) -> None:
+        self._emitter, self._program, self._hyper = emitter, item.program, hyper
+        self._name = variable_name(item.target)
+        self._known = {"parameter": updates.variables[item.parameter], "gradient": grad}
+        self._states = {key: updates.variables[k] for key, k in item.states.items()}
+        self._entries = {expr: k for k, expr in enumerate(item.program.entries)}
+        self._made: dict[Any, Any] = {}
+
+    def results(self) -> list[relax.Var]:
+        """Emit the new parameter and the new states, as the way that is taken makes them."""
+        emitter, ways = self._emitter, self._program.ways
+        found = []
+        for name in ("parameter", *(state.key for state in self._program.written)):
+            old = self._known.get(name, self._states.get(name))
+            chosen = self._output(ways[0].outputs.get(name), old)
+            for k, way in enumerate(ways[1:], len(self._entries)):
+                if way.outputs.get(name) is not ways[0].outputs.get(name):
+                    flag = emitter.emit(relax.op.greater(self._entry(k), relax.const(0, "float64")))
+                    other = self._output(way.outputs.get(name), old)
+                    chosen = emitter.emit(relax.op.where(flag, other, chosen))
+            found.append(chosen)
+        return found
+
+    def _output(self, value: Value | None, old: Any) -> Any:
+        return old if value is None else self._emitter.cast(self._emit(value), old.ty.dtype.dtype)
+
+    def _entry(self, k: int) -> Any:
+        if k not in self._made:
+            self._emitter.locate(f"{self._name}_setting", SourceLine("", 0))
+            self._made[k] = self._emitter.te(
+                "setting", lambda vector: te.compute((), lambda: vector[k], name="x"), self._hyper
+            )
+        return self._made[k]
+
+    def _emit(self, value: Value) -> Any:
+        if value.op in self._known:
+            return self._known[value.op]
+        if id(value) not in self._made:
+            self._made[id(value)] = self._operation(value)
+        return self._made[id(value)]
+
+    def _operation(self, value: Value) -> Any:
+        emitter, node = self._emitter, value.node
+        if value.op == "state":
+            return self._states[value.args[0]]
+        if value.op == "entry":
+            expr = value.args[0]
+            if expr[0] == "const":
+                return relax.const(float(expr[1]), "float64")
+            return self._entry(self._entries[expr])
+        count = len(node.args)
+        args = [] if value.op == "filled" else [self._operand(x) for x in value.args[:count]]
+        emitter.at(node)
+        emitter.locate(f"{self._name}_update", SourceLine("", 0))
+        if value.op == "filled":
+            number = relax.const(value.args[0], dtype_name(value.dtype))
+            return (
+                emitter.emit(relax.op.broadcast_to(number, value.shape)) if value.shape else number
+            )
+        if value.op == "<built-in function getitem>":
+            return args[0][value.args[1]]
+        named = {k: self._operand(x) for k, x in value.args[count:] if k not in PLACEMENT}
+        return convert(emitter, args, named)
+
+    def _operand(self, argument: Any) -> Any:
+        if isinstance(argument, Value):
+            return self._emit(argument)
+        return [self._operand(x) for x in argument] if isinstance(argument, tuple) else argument

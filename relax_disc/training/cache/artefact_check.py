@@ -13,7 +13,8 @@ import tvm
 import tvm_ffi
 
 from relax_disc.errors import ArtefactError
-from relax_disc.frontend.optimizer.states import update_rule
+from relax_disc.frontend.optimizer.programs import programs_of
+from relax_disc.frontend.optimizer.several import groups_of, optimizers_of
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -128,20 +129,27 @@ def _compare(
                 )
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Any]:
-    """Describe the optimizer's class and, for each group, its rule and the parameters' names."""
+def describe_optimizer(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
+    """Describe the optimizer's class and, for each group, hashes of its updates and its names."""
     names = {id(tensor): name for name, tensor in model.named_parameters()}
     return {
-        "class": type(optimizer).__name__,
+        "class": " + ".join(type(member).__name__ for member in optimizers_of(optimizer))
+        or "no optimizer",
         "groups": [
-            [update_rule(optimizer, group), [names.get(id(p), "") for p in group["params"]]]
-            for group in optimizer.param_groups
+            [
+                sorted({programs_of(owner).of(group, p).digest for p in group["params"]}),
+                [names.get(id(p), "") for p in group["params"]],
+            ]
+            for owner, group in groups_of(optimizer)
         ],
     }
 
 
 def check_optimizer(
-    path: object, saved: dict[str, Any], optimizer: torch.optim.Optimizer, model: torch.nn.Module
+    path: object,
+    saved: dict[str, Any],
+    optimizer: Any,
+    model: torch.nn.Module,
 ) -> None:
     """Refuse an optimizer that differs from the one that the step was compiled for.
 
@@ -165,8 +173,9 @@ def check_optimizer(
     for index, (old, new) in enumerate(zip(saved["groups"], now["groups"], strict=True)):
         if old[0] != new[0]:
             raise ArtefactError(
-                f"{path}: parameter group {index} was compiled for the rule {old[0]!r}, now it is "
-                f"{new[0]!r}; does its momentum differ?"
+                f"{path}: parameter group {index} was compiled for another update than "
+                f"{now['class']} makes with these settings; does a flag differ, or a momentum or "
+                "weight decay that was or is 0?"
             )
         if old[1] != new[1]:
             raise ArtefactError(

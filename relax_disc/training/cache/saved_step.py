@@ -62,7 +62,7 @@ def save(
     programs: Mapping[str, Program],
     settings: Mapping[str, Any],
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
 ) -> None:
     """Write programs, and what they were made with and for, into one file.
 
@@ -95,7 +95,9 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Any,
 ) -> tuple[dict[str, Program], dict[str, Any]]:
     """Read a file, check it against this machine, the model and the optimizer, then load its code.
 

@@ -7,13 +7,16 @@ and binds anew what changed; a changed dtype, shape, device or layout is refused
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import tvm
 
 from relax_disc.errors import InputMismatchError
+from relax_disc.frontend.optimizer.several import owners_of
 from relax_disc.frontend.spec import InputSpec
 
 _ALIGNMENT = 64
@@ -28,11 +31,11 @@ class _Slot:
     look: Callable[[], torch.Tensor | None]
     tensor: torch.Tensor | None  # None: not bound now
     address: int
-    layout: dict[str, object]
+    layout: dict[str, Any]
     trained: bool
 
 
-def _layout(tensor: torch.Tensor) -> dict[str, object]:
+def _layout(tensor: torch.Tensor) -> dict[str, Any]:
     """What the compiled program relies on; a tensor object can change it under ``.data =``."""
     return {"dtype": tensor.dtype, "shape": tuple(tensor.shape), "device": tensor.device}
 
@@ -67,8 +70,8 @@ class Binding:
         Parameters of the compiled function, in order.
     model : torch.nn.Module
         Owner of parameters and buffers.
-    optimizer : torch.optim.Optimizer or None
-        Owner of the state; missing state is created as PyTorch would.
+    optimizer : torch.optim.Optimizer, list of them or None
+        Owners of the state.
     constants : mapping of str to torch.Tensor
         Tensors of kind ``"constant"``.
     """
@@ -77,11 +80,12 @@ class Binding:
         self,
         specs: Sequence[InputSpec],
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Any,
         constants: dict[str, torch.Tensor],
     ) -> None:
         self._specs = tuple(specs)
         self._model, self._optimizer = model, optimizer
+        self._owners = owners_of(optimizer)
         self.arguments: list[object] = [None] * len(self._specs)
         self._slots: list[_Slot] = []
         self._by_input: dict[int, _Slot] = {}
@@ -95,7 +99,7 @@ class Binding:
             elif spec.kind == "gradient":
                 self._await_gradient(index, spec)
             elif spec.kind == "state":
-                self._bind(index, f"state {spec.state_key} of {spec.target}", self._state(spec))
+                self._await_state(index, spec)
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
@@ -103,11 +107,13 @@ class Binding:
         result: dict[str, int] = {}
         seen: set[int] = set()
         for slot in self._slots:
-            if slot.tensor is None or (slot.address in seen and slot.tensor.numel()):
+            kind = self._specs[slot.index].kind
+            if slot.tensor is None and kind != "state":
+                continue
+            if slot.tensor is not None and slot.address in seen and slot.tensor.numel():
                 continue
             seen.add(slot.address)
-            kind = self._specs[slot.index].kind
-            size = slot.tensor.numel() * slot.tensor.element_size()
+            size = math.prod(slot.layout["shape"]) * slot.layout["dtype"].itemsize
             result[kind] = result.get(kind, 0) + size
         return result
 
@@ -116,6 +122,10 @@ class Binding:
         tensor = self._by_input[index].tensor
         assert tensor is not None
         return tensor
+
+    def is_bound(self, index: int) -> bool:
+        """Say whether there is a tensor for an input."""
+        return self._by_input[index].look() is not None
 
     def look(self, index: int) -> torch.Tensor | None:
         """Return the tensor that PyTorch has now for an input, bound or not."""
@@ -128,8 +138,13 @@ class Binding:
                 self.arguments[slot.index] = slot.tensor = None
                 slot.address = 0
 
-    def refresh(self) -> bool:
+    def refresh(self, *, early: bool = False) -> bool:
         """Bind anew whatever PyTorch has replaced since the last call.
+
+        Parameters
+        ----------
+        early : bool
+            Accept that there is no state yet.
 
         Returns
         -------
@@ -153,6 +168,9 @@ class Binding:
             if tensor is not None and tensor is slot.tensor and tensor.data_ptr() == slot.address:
                 if tensor.requires_grad is not slot.trained and self._optimizer is not None:
                     self._refuse_thaw(slot)
+                continue
+            if tensor is None and early and self._specs[slot.index].kind == "state":
+                self.arguments[slot.index] = slot.tensor = None
                 continue
             if tensor is None:
                 raise InputMismatchError(
@@ -212,22 +230,21 @@ class Binding:
         self._slots.append(slot)
         self._by_input[index] = slot
 
-    def _state(self, spec: InputSpec) -> Callable[[], torch.Tensor | None]:
-        optimizer = self._optimizer
-        assert optimizer is not None
-        parameter = self._model.get_parameter(str(spec.target))
-        key = spec.state_key
+    def _await_state(self, index: int, spec: InputSpec) -> None:
+        """Find the optimizer's state at each call; it is there from the first step on."""
+        parameter, key = self._model.get_parameter(str(spec.target)), spec.state_key
+        owner = self._owners[id(parameter)]
+        shape = tuple(int(extent) for extent in spec.shape)
+        layout = {**_layout(parameter), "dtype": getattr(torch, spec.dtype), "shape": shape}
+        empty: dict[str, torch.Tensor] = {}  # reading state[parameter] would create it
 
         def look() -> torch.Tensor | None:
-            state = optimizer.state[parameter]
-            value = state.get(key)
-            if value is None:
-                value = state[key] = torch.zeros_like(
-                    parameter, memory_format=torch.preserve_format
-                )
-            return value
+            return owner.state.get(parameter, empty).get(key)
 
-        return look
+        what = f"state {key} of {spec.target}"
+        slot = _Slot(index, what, look, None, 0, layout, trained=False)
+        self._slots.append(slot)
+        self._by_input[index] = slot
 
     @staticmethod
     def _refuse_thaw(slot: _Slot) -> None:
@@ -251,7 +268,7 @@ class Binding:
         spec = self._specs[slot.index]
         if self._optimizer is None or spec.kind != "parameter" or tensor is slot.tensor:
             return
-        known = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
+        known = owners_of(self._optimizer)
         if id(slot.tensor) in known and id(tensor) not in known:
             raise InputMismatchError(
                 f"{slot.what} was replaced by another object, which the optimizer does not know "

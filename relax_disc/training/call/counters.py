@@ -1,49 +1,61 @@
 """Optimizer hyper-parameters and step counts: read before a step, raised after it.
 
-PyTorch keeps the count of steps per parameter in ``optimizer.state[p]["step"]``.  The counts stay
-there; the vectors of hyper-parameters that the kernels read are made from them in float64.
+PyTorch keeps the counts in ``optimizer.state[parameter]``, as tensors of one element or as numbers.
+They stay there; the vectors that the kernels read are computed from them in float64, by the
+expressions that were recorded of the optimizer's own step.  State that PyTorch would create at the
+first step is created at the first step, and taken back when that fails.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.optimizer.states import hyper_values
+from relax_disc.frontend.optimizer.numbers import Expr
+from relax_disc.frontend.optimizer.program import UpdateProgram
+from relax_disc.frontend.optimizer.programs import programs_of
+from relax_disc.frontend.optimizer.several import groups_of
+from relax_disc.frontend.optimizer.tracing import plain_number
 from relax_disc.frontend.spec import UpdateGroup
 
 
 class StepCounters:
     """The step counts of one update group, cached while nobody else writes them.
 
-    State that PyTorch would create at the first step is found missing here, before the binding
-    creates it, so this is constructed first.
-
     Parameters
     ----------
     group : UpdateGroup
-        Parameters that share hyper-parameters and a count.
+        Parameters that share hyper-parameters and counts.
     model : torch.nn.Module
         Owner of the parameters.
-    optimizer : torch.optim.Optimizer
-        Owner of counts and hyper-parameters.
+    optimizer : torch.optim.Optimizer or list of them
+        Among them the owner of counts and hyper-parameters.
     """
 
-    def __init__(
-        self, group: UpdateGroup, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self._group, self._optimizer = group, optimizer
-        self._counted = not isinstance(optimizer, torch.optim.SGD)
+    def __init__(self, group: UpdateGroup, model: torch.nn.Module, optimizer: Any) -> None:
+        owned = groups_of(optimizer)
+        self._optimizer, settings = owned[group.param_group]
+        first = next(k for k, (owner, _) in enumerate(owned) if owner is self._optimizer)
+        self._group, self._index = group, group.param_group - first
         self._parameters = [model.get_parameter(name) for name in group.targets]
-        self._tensors: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        self._step, self._first = 0, False
-        self._read()
+        self._use([programs_of(self._optimizer).of(settings, p) for p in self._parameters])
+        self._keys = self._program.order[:1]  # one tells of all
+        self._pending = False  # the state was created here and no step has been finished since
+        self._created: list[dict[str, Any]] = []
+        self._found: list[Any] = []
+        self._versions: list[Any] = []
+        self._now: dict[str, Any] = {}
+        self._next: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+
+    def _use(self, programs: list[UpdateProgram]) -> None:
+        self._programs, self._program = programs, programs[0]
+        self._distinct = list({id(program): program for program in programs}.values())
 
     def values(self, check: bool) -> list[float]:
-        """Return the hyper-parameter vector of the coming step.
+        """Return the hyper-parameter vector of the coming step; create state that is missing.
 
         Parameters
         ----------
@@ -53,73 +65,232 @@ class StepCounters:
         Raises
         ------
         InputMismatchError
-            The parameters' counts differ now, though they agreed when the step was compiled.
+            The parameters' counts differ now, though they agreed when the step was compiled, or a
+            setting changed that decides what the optimizer computes.
         """
+        settings = self._optimizer.param_groups[self._index]
+        self._refuse_changed(settings)
+        if self._keys:
+            self._create_missing(settings)
         self._read()
-        settings = self._optimizer.param_groups[self._group.param_group]
-        return hyper_values(
-            self._optimizer, settings, self._step + 1, first=self._first, check=check
-        )
+        numbers, scalars, changed = self._program.host(settings, self._now, self._pending)
+        self._next = scalars, changed
+        return [*numbers, float(check)]
 
     def advance(self) -> None:
         """Count a finished step."""
-        self._step, self._first = self._step + 1, False
-        if self._tensors:
-            with torch.no_grad():
-                torch._foreach_add_(self._tensors, 1)  # pyright: ignore[reportPrivateImportUsage]
-            self._versions = [tensor._version for tensor in self._tensors]
+        scalars, settings = self._next
+        for state in self._program.scalars:
+            if state.dtype is None:
+                for parameter in self._parameters:
+                    self._optimizer.state[parameter][state.key] = scalars[state.key]
+            else:
+                tensors = [self._optimizer.state[p][state.key] for p in self._parameters]
+                value = torch.tensor(scalars[state.key], dtype=state.dtype)
+                with torch.no_grad():
+                    torch._foreach_copy_(tensors, [value] * len(tensors))  # pyright: ignore[reportPrivateImportUsage]
+                scalars[state.key] = value.item()
+        self._optimizer.param_groups[self._index].update(settings)
+        self._now, self._pending, self._created = scalars, False, []
+        self._remember()
+
+    def withdraw(self) -> None:
+        """Take back the state that was created for a step that did not come."""
+        if self._pending:
+            for parameter in self._parameters:
+                self._optimizer.state.pop(parameter, None)
+            self._found = []
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The counts that PyTorch keeps."""
-        self._read()
-        return tuple(self._tensors)
+        """The counts that PyTorch keeps as tensors."""
+        states = [self._optimizer.state.get(p, {}) for p in self._parameters]
+        found = [state.get(s.key) for s in self._program.scalars for state in states]
+        return tuple(value for value in found if isinstance(value, torch.Tensor))
 
-    def mark(self) -> tuple[int, bool]:
+    def mark(self) -> tuple[Any, ...]:
         """Return what `restore` needs besides the tensors' values."""
-        return self._step, self._first
+        missing = any(self._is_missing(parameter) for parameter in self._parameters)
+        settings = self._optimizer.param_groups[self._index]
+        kept = {key: settings[key] for way in self._program.ways for key in way.trace.group}
+        plain = [s.key for s in self._program.scalars if s.dtype is None]
+        states = [] if missing else [self._optimizer.state[p] for p in self._parameters]
+        return missing, kept, [{key: state[key] for key in plain} for state in states]
 
-    def restore(self, mark: tuple[int, bool]) -> None:
+    def restore(self, mark: tuple[Any, ...]) -> None:
         """Go back to a mark, once the tensors have their values of then."""
-        self._step, self._first = mark
-        self._versions = [tensor._version for tensor in self._tensors]
+        missing, settings, plain = mark
+        self._optimizer.param_groups[self._index].update(settings)
+        for parameter, numbers in zip(self._parameters, plain, strict=not missing):
+            self._optimizer.state[parameter].update(numbers)
+        self._found = []
+        if missing and self._keys:
+            self._created = [dict(self._optimizer.state.get(p, {})) for p in self._parameters]
+            self._pending = True
+            self.withdraw()
 
-    def forget_new_momentum(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Remove momentum buffers of a model's optimizer that PyTorch has not filled yet."""
-        if self._first:
-            for name in self._group.targets:
-                optimizer.state[model.get_parameter(name)].pop("momentum_buffer", None)
+    def _is_missing(self, parameter: torch.nn.Parameter) -> bool:
+        state = self._optimizer.state.get(parameter)
+        return bool(self._keys) and (state is None or state.get(self._keys[0]) is None)
+
+    def _create_missing(self, settings: dict[str, Any]) -> None:
+        """Create the state of parameters that have none."""
+        missing = [self._is_missing(parameter) for parameter in self._parameters]
+        if not any(missing):
+            self._pending, self._created = False, []  # somebody loaded it or took a step
+            return
+        if not all(missing):
+            name = self._group.targets[missing.index(True)]
+            raise InputMismatchError(
+                f"The optimizer's state of {name} is gone and that of other parameters of its "
+                "group is there; compile the step again, or clear all of it."
+            )
+        self._pending = True
+        again = self._created or [{}] * len(self._parameters)
+        self._created = []
+        for k, (parameter, program) in enumerate(
+            zip(self._parameters, self._programs, strict=True)
+        ):
+            made = program.initial_state(parameter, settings)
+            for key, value in made.items():
+                if isinstance(value, torch.Tensor) and isinstance(again[k].get(key), torch.Tensor):
+                    made[key] = again[k][key].copy_(value)  # the program is bound to this one
+            self._optimizer.state[parameter] = made
+            self._created.append(made)
 
     def _read(self) -> None:
         state = self._optimizer.state
-        if not self._counted:
-            empty: dict[str, torch.Tensor] = {}  # reading state[p] would create it
-            self._first |= any(
-                state.get(p, empty).get("momentum_buffer") is None for p in self._parameters
-            )
+        scalars = self._program.scalars
+        found = [state[p].get(s.key) for s in scalars for p in self._parameters]
+        if self._found and _same(found, self._found) and _versions(found) == self._versions:
             return
-        tensors = [state[parameter].get("step") for parameter in self._parameters]
-        same = len(tensors) == len(self._tensors) and all(
-            new is old and new._version == version
-            for new, old, version in zip(tensors, self._tensors, self._versions, strict=True)
+        count = len(self._parameters)
+        for k, scalar in enumerate(scalars):
+            for parameter, value in zip(self._parameters, found[k * count :], strict=False):
+                if scalar.dtype is not None and not isinstance(value, torch.Tensor):
+                    made = torch.tensor(0.0 if value is None else value, dtype=scalar.dtype)
+                    state[parameter][scalar.key] = made
+        self._now = {}
+        for scalar in scalars:
+            numbers = {plain_number(state[p][scalar.key]) for p in self._parameters}
+            if len(numbers) > 1:
+                raise InputMismatchError(
+                    f"The optimizer's step counts ({scalar.key}) of {self._group.targets[0]} and "
+                    f"others of its parameter group differ ({sorted(numbers)[:4]}), but they "
+                    "agreed when the step was compiled; compile the step again."
+                )
+            self._now[scalar.key] = numbers.pop()
+        self._remember()
+
+    def _remember(self) -> None:
+        state = self._optimizer.state
+        self._found = [state[p][s.key] for s in self._program.scalars for p in self._parameters]
+        self._versions = _versions(self._found)
+
+    def _refuse_changed(self, settings: dict[str, Any]) -> None:
+        """Refuse settings that make the optimizer compute something else than was compiled."""
+        now = [(program, program.check(settings)) for program in self._distinct]
+        wrong = [(p, found) for p, found in now if found != tuple(p.guards.values())]
+        known = self._program.settings
+        changed = [key for key, value in known.items() if settings.get(key, value) != value]
+        if not changed and not wrong:
+            return
+        programs_now = programs_of(self._optimizer)
+        found = [programs_now.of(settings, parameter) for parameter in self._parameters]
+        if all(a.digest == b.digest for a, b in zip(found, self._programs, strict=True)):
+            self._use(found)
+            return
+        if changed:
+            was = f"{changed[0]} was {known[changed[0]]!r} when the step was compiled"
+            self._refuse(was, settings[changed[0]])
+        program, outcomes = wrong[0]
+        guards = zip(program.guards.items(), outcomes, strict=True)
+        expr, outcome = next(guard for guard, found in guards if guard[1] != found)
+        names = sorted(_hyper_names(expr))
+        held = "held" if outcome else "did not hold"
+        self._refuse(
+            f"{' and '.join(names)} decides what it computes: {_text(expr)} {held} when the "
+            "step was compiled",
+            ", ".join(repr(settings[name]) for name in names),
         )
-        if same:
+
+    def _refuse(self, what: str, now: Any) -> None:
+        raise InputMismatchError(
+            f"Parameter group {self._index} of {type(self._optimizer).__name__}: "
+            f"{what}, now it is {now}; set it back or compile the step again."
+        )
+
+
+class GroupWatch:
+    """Which parameters each group of an optimizer held when the step was compiled.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Names the parameters.
+    optimizer : torch.optim.Optimizer
+        Whose groups are watched.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._members = [list(map(id, group["params"])) for group in optimizer.param_groups]
+
+    def check(self) -> None:
+        """Refuse groups that were added, removed or changed.
+
+        Raises
+        ------
+        InputMismatchError
+            Names the group and its parameters.
+        """
+        now = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
+        if now == self._members:
             return
-        found: list[torch.Tensor] = []
-        for parameter, tensor in zip(self._parameters, tensors, strict=True):
-            if not isinstance(tensor, torch.Tensor):
-                tensor = torch.tensor(float(tensor or 0.0), dtype=torch.float32)
-                state[parameter]["step"] = tensor
-            found.append(tensor)
-        counts = {int(tensor) for tensor in found}
-        if len(counts) > 1:
-            raise InputMismatchError(
-                f"The optimizer's step counts of {self._group.targets[0]} and others of its "
-                f"parameter group differ ({sorted(counts)[:4]}), but they agreed when the step was "
-                "compiled; compile the step again."
-            )
-        self._step = counts.pop()
-        self._tensors, self._versions = found, [tensor._version for tensor in found]
+        for k, (old, new) in enumerate(zip(self._members, now, strict=False)):
+            if changed := [*(i for i in new if i not in old), *(i for i in old if i not in new)]:
+                self._refuse(f"parameter group {k} changed", changed)
+        if len(now) > len(self._members):
+            k = len(self._members)
+            self._refuse(f"parameter group {k} was added", now[k])
+        self._refuse("parameter groups were removed or ordered anew", [])
+
+    def _refuse(self, what: str, members: Sequence[int]) -> None:
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        listed = ", ".join(names.get(i, "a parameter of another model") for i in members[:6])
+        more = f" and {len(members) - 6} more" if len(members) > 6 else ""
+        raise InputMismatchError(
+            f"The optimizer's {what} after compiling{': ' + listed if listed else ''}{more}; the "
+            "compiled step would not train it so. Compile the step again."
+        )
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _versions(found: Sequence[Any]) -> list[Any]:
+    return [x._version if isinstance(x, torch.Tensor) else x for x in found]
+
+
+def _hyper_names(expr: Expr) -> set[str]:
+    if expr[0] == "hyper":
+        return {expr[1]}
+    return set() if expr[0] == "const" else set().union(*map(_hyper_names, expr[1:]))
+
+
+_SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_SIGNS |= {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**"}
+
+
+def _text(expr: Expr) -> str:
+    if expr[0] == "hyper":
+        return expr[1] if expr[2] is None else f"{expr[1]}[{expr[2]}]"
+    if expr[0] == "const":
+        return repr(expr[1])
+    parts = [_text(part) for part in expr[1:]]
+    sign = _SIGNS.get(expr[0])
+    return f" {sign} ".join(parts) if sign else f"{expr[0]}({', '.join(parts)})"
 
 
 def fill(vectors: Sequence[torch.Tensor], counters: Sequence[StepCounters], *, check: bool) -> None:

@@ -1,0 +1,513 @@
+"""Trace an optimizer's own ``step`` over one parameter, as eager PyTorch would run it.
+
+A shadow of the optimizer, with the same class and attributes, holds one fake parameter.  Its
+hyper-parameters and counts are numbers that record what is computed of them (:mod:`.numbers`);
+its tensors are traced by ``make_fx``.  A condition on a count (RAdam's first steps) is followed
+both ways, a trace for each; a condition on a hyper-parameter alone (``weight_decay != 0``) is taken
+as it is now and becomes a guard.  The step is traced without state, as the first one runs, and with
+it; where the first is the second on new state, only that is kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from relax_disc.frontend.capture.decompositions import decomposition_table
+from relax_disc.frontend.optimizer.numbers import (
+    RECORDER,
+    Cell,
+    Expr,
+    Number,
+    Untraceable,
+    depends_on_state,
+    expression,
+    is_tensor,
+    recording_functions,
+)
+
+IMPLEMENTATION = ("foreach", "fused", "capturable")
+"""Flags of groups that choose among PyTorch's own implementations of one formula."""
+_SIZES = frozenset(
+    ("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes", "is_contiguous")
+)
+_MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
+_FILLED = {torch.zeros: 0.0, torch.ones: 1.0}
+_MOST_TRACES = 8
+FRESH: Expr = ("fresh",)
+"""The condition that a parameter has no state yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarState:
+    """A state outside the kernel: a plain number, or (``dtype``) a tensor of one element."""
+
+    key: str
+    dtype: torch.dtype | None
+    initial: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class TensorState:
+    """A state tensor that the kernel reads and writes."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one run of the step recorded.
+
+    ``outputs`` are nodes of ``graph``: the new parameter and the new states; ``created`` the states
+    as they were made, where there were none; ``others`` the inputs of other parameters, where the
+    step was traced over several.  ``entries`` gives the numbers that placeholders stand for.
+    """
+
+    graph: fx.GraphModule
+    inputs: dict[str, fx.Node]
+    others: frozenset[fx.Node]
+    entries: dict[fx.Node, Expr]
+    outputs: dict[str, fx.Node]
+    created: dict[str, fx.Node]
+    tensors: list[TensorState]
+    scalars: dict[str, Expr]
+    scalar_states: dict[str, ScalarState]
+    group: dict[str, Expr]
+    path: list[tuple[Expr, bool]]
+    guards: dict[Expr, Any]
+    sizes_read: bool
+    keys: tuple[str, ...]
+
+
+class _State(dict[str, Any]):
+    """The state of the shadow's parameter: notes how each entry was made."""
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        super().__init__(known)
+        self.created: dict[str, Any] = {}
+        self.scalars: dict[str, ScalarState] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self:
+            if is_tensor(value):
+                self.created[key] = value.clone()
+            elif isinstance(value, (int, float, Number)) and not isinstance(value, bool):
+                dtype = value.dtype if isinstance(value, Cell) else None
+                initial = expression(value)
+                self.scalars[key] = ScalarState(key, dtype, initial)
+                value = scalar_input(self.scalars[key])
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *others: Any, **named: Any) -> None:
+        for key, value in dict(*others, **named).items():
+            self[key] = value
+
+
+class _States(dict[Any, Any]):
+    """The shadow's ``state``: of its parameters alone."""
+
+    def __missing__(self, key: Any) -> _State:
+        raise Untraceable("keeps state that belongs to no parameter")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self[key].clear()
+        self[key].update(value)
+
+
+def scalar_input(state: ScalarState) -> Number:
+    """Return a scalar state as the step finds it."""
+    expr = ("state", state.key)
+    return Number(expr) if state.dtype is None else Cell(expr, None, state.dtype)
+
+
+class _PoolEmpty(Exception):
+    """More numbers meet tensors than placeholders were prepared for."""
+
+
+class _Run:
+    """The recorder of one run: decisions ahead of it, and what it met."""
+
+    def __init__(self, decisions: Sequence[bool], forced: Mapping[Expr, bool]) -> None:
+        self._decisions, self._forced = decisions, forced
+        self.path: list[tuple[Expr, bool]] = []
+        self.guards: dict[Expr, Any] = {}
+        self.entries: dict[Expr, int] = {}
+        self.pool: Sequence[Tensor] = ()
+        self.sizes_read = False
+
+    def decide(self, expr: Expr, value: bool | None) -> bool:
+        if not depends_on_state(expr):
+            return self.guards.setdefault(expr, self._forced.get(expr, bool(value)))
+        known = dict(self.path)
+        if expr not in known:
+            count = len(self.path)
+            outcome = self._decisions[count] if count < len(self._decisions) else True
+            self.path.append((expr, outcome))
+            return outcome
+        return known[expr]
+
+    def freeze(self, expr: Expr, value: Any) -> None:
+        self.guards[("eq", expr, ("const", value))] = True
+
+    def entry(self, expr: Expr) -> Tensor:
+        index = self.entries.setdefault(expr, len(self.entries))
+        if index >= len(self.pool):
+            raise _PoolEmpty
+        return self.pool[index]
+
+
+class _Numbers(TorchFunctionMode):
+    """Lets PyTorch's functions take numbers, and notes when sizes are asked for."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", "")
+        if name in _SIZES:
+            self._run.sizes_read = True
+        if (made := _made(func, args, kwargs)) is not None:
+            return made
+        if name in ("item", "__float__", "__int__", "__bool__", "tolist"):
+            if name != "item":
+                raise Untraceable("branches on a value that it computes from gradients")
+            return Number((), None, args[0].reshape(()).to(torch.float64))
+        if name == "__setitem__" and isinstance(args[1], Tensor) and args[1].dtype is torch.bool:
+            value = args[2].tensor() if isinstance(args[2], Number) else args[2]
+            return args[0].copy_(torch.where(args[1], value, args[0]))
+        flat = [*_flat(args), *_flat(kwargs.values())]
+        if not any(isinstance(x, Number) for x in flat):
+            return func(*args, **kwargs)
+        like = next((x for x in flat if is_tensor(x)), None)
+        # Beside a tensor of one element a number must not widen the result.
+        single = like is not None and like.dim() == 0 and like.is_floating_point()
+        dtype = like.dtype if like is not None and single else None
+        args, kwargs = _tensors(args, dtype), {k: _tensors(x, dtype) for k, x in kwargs.items()}
+        if (rewritten := _rewritten(name, args, kwargs)) is not NotImplemented:
+            return rewritten
+        return func(*args, **kwargs)
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _tensors(value: Any, dtype: torch.dtype | None) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)([_tensors(x, dtype) for x in value])
+    if not isinstance(value, Number):
+        return value
+    return value.tensor() if dtype is None else value.tensor().to(dtype)
+
+
+def _made(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Cell | None:
+    """Make a cell where PyTorch would make a tensor of one number."""
+    dtype = kwargs.get("dtype")
+    if func in _MAKERS and args and isinstance(args[0], (int, float, Number)):
+        if isinstance(args[0], Number) and args[0].data is not None:
+            return None
+        if dtype is None and len(args) > 1 and isinstance(args[1], torch.dtype):
+            dtype = args[1]
+        return Cell(expression(args[0]), getattr(args[0], "value", args[0]), _default(dtype))
+    shape = args[0] if args else kwargs.get("size", kwargs.get("shape"))
+    if func in _FILLED and isinstance(shape, list | tuple) and not len(shape):
+        return Cell(("const", _FILLED[func]), _FILLED[func], _default(dtype))
+    return None
+
+
+def _default(dtype: torch.dtype | None) -> torch.dtype:
+    return torch.get_default_dtype() if dtype is None else dtype
+
+
+def _rewritten(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Write a function with numbers for factors in terms of products."""
+    plain, x = name.rstrip("_"), args[0]
+    out = kwargs.pop("out", None)
+    if plain in ("add", "sub", "subtract") and "alpha" in kwargs:
+        change = args[1] * kwargs["alpha"]
+        result = x + change if plain == "add" else x - change
+    elif plain in ("addcmul", "addcdiv"):
+        value = kwargs.get("value", args[3] if len(args) > 3 else 1)
+        both = args[1] * args[2] if plain == "addcmul" else args[1] / args[2]
+        result = x + both * value
+    elif plain == "lerp":
+        weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+        result = x + (args[1] - x) * weight
+    elif plain in ("addmm", "addmv", "baddbmm", "addbmm") and plain != "addbmm":
+        product = torch.matmul(args[1], args[2])
+        result = x * kwargs.get("beta", 1) + product * kwargs.get("alpha", 1)
+    elif plain in ("clamp", "clip", "clamp_min", "clamp_max"):
+        low = kwargs.get("min", args[1] if len(args) > 1 and plain != "clamp_max" else None)
+        high = kwargs.get("max", args[2] if len(args) > 2 else None)
+        if plain == "clamp_max" and high is None:
+            high = args[1]
+        result = x if low is None else torch.maximum(x, _like(low, x))
+        result = result if high is None else torch.minimum(result, _like(high, x))
+    elif plain in ("full_like", "new_full"):
+        value = kwargs.pop("fill_value", args[-1])
+        shaped = torch.zeros_like(x, **kwargs) if plain == "full_like" else x.new_zeros(args[1])
+        result = shaped + value
+    else:
+        if out is not None:
+            kwargs["out"] = out
+        return NotImplemented
+    target = x if name.endswith("_") else out
+    return result if target is None else target.copy_(result)
+
+
+def _like(value: Any, x: Tensor) -> Tensor:
+    return (value if isinstance(value, Tensor) else torch.full((), value)).to(x.dtype)
+
+
+def lift_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group whose numbers are recorded; tensors of one number count as numbers."""
+    return {key: _lift(key, value) for key, value in group.items() if key != "params"}
+
+
+def _lift(key: str, value: Any) -> Any:
+    if key in IMPLEMENTATION and isinstance(value, bool | None):
+        return False
+    if isinstance(value, list | tuple) and value and all(map(_is_number, value)):
+        return type(value)(
+            [Number(("hyper", key, k), plain_number(x)) for k, x in enumerate(value)]
+        )
+    return Number(("hyper", key, None), plain_number(value)) if _is_number(value) else value
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def plain_number(value: Any) -> Any:
+    """Return a hyper-parameter as Python's number."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+class OptimizerTracer:
+    """Traces the steps of one optimizer's groups.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Looked at, never changed.
+    forced : mapping of Expr to bool
+        Conditions on hyper-parameters that are taken to turn out so.
+    """
+
+    def __init__(self, optimizer: Optimizer, forced: Mapping[Expr, bool] | None = None) -> None:
+        self._optimizer, self._forced = weakref.ref(optimizer), dict(forced or {})
+        kind = type(optimizer)
+        self._step = inspect.unwrap(kind.step)
+        methods = [x for base in kind.__mro__ for x in vars(base).values() if callable(x)]
+        scopes = [getattr(inspect.unwrap(x), "__globals__", None) for x in methods]
+        self._scopes = list({id(x): x for x in scopes if x is not None}.values())
+
+    def explore(
+        self,
+        group: Mapping[str, Any],
+        like: Tensor,
+        tensors: Sequence[TensorState] = (),
+        scalars: Sequence[ScalarState] = (),
+    ) -> list[Trace]:
+        """Trace the step on a parameter and its state, once for each way through it."""
+        found: list[Trace] = []
+        waiting: list[tuple[bool, ...]] = [()]
+        while waiting:
+            if len(found) == _MOST_TRACES:
+                raise Untraceable(f"goes more than {_MOST_TRACES} ways, by the count of steps")
+            decisions = waiting.pop()
+            trace = self._trace(group, like, tensors, scalars, decisions)
+            found.append(trace)
+            outcomes = tuple(outcome for _, outcome in trace.path)
+            waiting += [(*outcomes[:k], False) for k in range(len(decisions), len(outcomes))]
+        return found
+
+    def refuse_coupling(
+        self, alone: Trace, group: Any, like: Tensor, tensors: Any, scalars: Any
+    ) -> None:
+        """Refuse a step that lets one parameter's update depend on another's."""
+        both = self._trace(group, like, tensors, scalars, (), copies=2)
+        waiting = [both.outputs[key] for key in alone.outputs]
+        seen: set[fx.Node] = set()
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                waiting += node.all_input_nodes
+        if seen & both.others or both.group != alone.group or both.scalars != alone.scalars:
+            raise Untraceable("lets one parameter's update depend on the others'")
+
+    def _trace(
+        self,
+        group: Any,
+        like: Tensor,
+        tensors: Sequence[TensorState],
+        scalars: Sequence[ScalarState],
+        decisions: Sequence[bool],
+        pool: int = 12,
+        copies: int = 1,
+    ) -> Trace:
+        run = _Run(decisions, self._forced)
+        width = 2 + len(tensors)  # inputs of each copy of the parameter
+        kept: dict[str, Any] = {}
+
+        def step(*flat: Tensor) -> list[Tensor]:
+            run.pool = flat[copies * width :]
+            parameters, states = [], []
+            for first in range(0, copies * width, width):
+                parameter, parameter.grad, *rest = flat[first : first + width]
+                known: dict[str, Any] = {s.key: t for s, t in zip(tensors, rest, strict=True)}
+                states.append(_State({**known, **{s.key: scalar_input(s) for s in scalars}}))
+                states[-1].scalars = {s.key: s for s in scalars}
+                parameters.append(parameter)
+            kept["group"] = self._run(run, group, parameters, states)
+            made = [
+                {key: x for key, x in state.items() if is_tensor(x)} for state in reversed(states)
+            ]
+            kept["scalars"], kept["specs"] = _scalars_after(states[-1]), states[-1].scalars
+            kept["keys"] = tuple(states[-1])
+            kept["outputs"], kept["created"] = list(made[0]), list(states[-1].created)
+            kept["tensors"] = [TensorState(k, tuple(x.shape), x.dtype) for k, x in made[0].items()]
+            last = [parameters[-1], *made[0].values(), *states[-1].created.values()]
+            return [*last, *parameters[:-1], *(x for other in made[1:] for x in other.values())]
+
+        mode = FakeTensorMode()
+        with mode:
+            shapes = [(tuple(like.shape), like.dtype)] * 2 + [(s.shape, s.dtype) for s in tensors]
+            fakes = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes * copies]
+            fakes += [torch.empty((), dtype=torch.float64) for _ in range(pool)]
+        functional = dispatch_functionalize(
+            step, FunctionalTensorMode(pre_dispatch=False, _allow_token_discovery=False)
+        )
+        token = RECORDER.set(run)
+        try:
+            with mode:
+                graph = make_fx(
+                    functional,
+                    decomposition_table=decomposition_table(),
+                    tracing_mode="real",
+                    _allow_non_fake_inputs=True,
+                )(*fakes)
+        except _PoolEmpty:
+            return self._trace(group, like, tensors, scalars, decisions, 2 * pool, copies)
+        finally:
+            RECORDER.reset(token)
+        graph.graph.eliminate_dead_code()
+        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        flat: Any = graph.graph.output_node().args[0]
+        names = ["parameter", "gradient", *(s.key for s in tensors)]
+        count, last = copies * width, (copies - 1) * width
+        return Trace(
+            graph,
+            dict(zip(names, nodes[last:count], strict=True)),
+            frozenset(nodes[:last]),
+            {nodes[count + index]: expr for expr, index in run.entries.items()},
+            dict(zip(["parameter", *kept["outputs"]], flat, strict=False)),
+            dict(zip(kept["created"], flat[1 + len(kept["outputs"]) :], strict=False)),
+            kept["tensors"],
+            kept["scalars"],
+            kept["specs"],
+            kept["group"],
+            run.path,
+            run.guards,
+            run.sizes_read,
+            kept["keys"],
+        )
+
+    def _run(
+        self, run: _Run, group: Any, parameters: list[Tensor], states: list[_State]
+    ) -> dict[str, Expr]:
+        """Run the shadow's step; return what it changed in its group."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        settings = {**lift_group(group), "params": parameters}
+        attributes = {**vars(optimizer), "param_groups": [settings]}
+        attributes["state"] = _States(zip(parameters, states, strict=True))
+        shadow = object.__new__(type(optimizer))
+        vars(shadow).update(attributes)
+        before = {key: copy.copy(x) for key, x in attributes.items() if _is_simple(x)}
+        given = dict(settings)
+        with torch.no_grad(), recording_functions(self._scopes), _Numbers(run):
+            self._step(shadow)
+        _refuse_changed_attributes(before, vars(shadow))
+        return _group_after(given, settings)
+
+
+def _is_simple(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | list | tuple | Tensor | None)
+
+
+def _refuse_changed_attributes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    for name, value in after.items():
+        if name not in before and _is_simple(value):
+            raise Untraceable(f"keeps an attribute of its own, {name}")
+        if name in before and name != "param_groups" and _differs(before[name], value):
+            raise Untraceable(f"changes its attribute {name}")
+
+
+def _differs(old: Any, new: Any) -> bool:
+    if old is new:
+        return False
+    if isinstance(old, Tensor) or isinstance(new, Tensor):
+        return True
+    return type(old) is not type(new) or bool(old != new)
+
+
+def _scalars_after(state: _State) -> dict[str, Expr]:
+    result = {}
+    for key, value in state.items():
+        if is_tensor(value):
+            continue
+        if isinstance(value, Number):
+            if value.data is not None:
+                raise Untraceable(f"keeps {key}, a number that it computes from tensors")
+            result[key] = value.expr
+        elif key in state.scalars and isinstance(value, int | float):
+            result[key] = ("const", value)
+        elif not isinstance(value, bool | str | None):
+            raise Untraceable(f"keeps {key}, a {type(value).__name__}, in its state")
+    return result
+
+
+def _group_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Expr]:
+    changed = {}
+    for key, value in after.items():
+        if key in before and value is before[key]:
+            continue
+        if isinstance(value, Number) and value.data is not None:
+            raise Untraceable(f"computes its group's {key} from tensors")
+        if not isinstance(value, (int, float, Number)):
+            raise Untraceable(f"changes its group's {key}")
+        changed[key] = expression(value)
+    return changed
