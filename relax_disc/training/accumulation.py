@@ -76,13 +76,11 @@ class SummingFunction(Summing):
         What was captured, with its code.
     sibling : CompiledFunction
         The function whose model, arena, budget and random state it shares.
-    optimizer : torch.optim.Optimizer
+    optimizer : torch.optim.Optimizer or list of them
         Owner of the state.
     """
 
-    def __init__(
-        self, program: Program, sibling: CompiledFunction, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def __init__(self, program: Program, sibling: CompiledFunction, optimizer: Any) -> None:
         captured = program.captured
         super().__init__(
             captured, program.executable, program.schema, sibling._model, optimizer, sibling
@@ -118,7 +116,7 @@ class Accumulation:
     ----------
     step : CompiledFunction
         The plain step.
-    optimizer : torch.optim.Optimizer
+    optimizer : torch.optim.Optimizer or list of them
         Owner of the state.
     vectors : sequence of torch.Tensor
         Hyper-parameters of the update groups, which all functions read.
@@ -138,7 +136,7 @@ class Accumulation:
     def __init__(
         self,
         step: CompiledFunction,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         vectors: Sequence[torch.Tensor],
         ready: Callable[[CompiledFunction], None],
         programs: Programs | Callable[[], Programs] | None = None,
