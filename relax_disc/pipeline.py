@@ -30,6 +30,7 @@ from relax_disc.transform.memory.rematerialization import (
 from relax_disc.transform.memory.schedule_ops import ScheduleOps
 from relax_disc.transform.schedule_kernels import ScheduleKernels
 from relax_disc.transform.simplify.canonicalize_extents import CanonicalizeExtents
+from relax_disc.transform.simplify.channels_last import ChannelsLast
 from relax_disc.transform.simplify.simplify import Simplify
 from relax_disc.vm_builtins import runtime
 
@@ -154,7 +155,7 @@ def _dump(path: Path) -> Pass:
 
 def simplify_passes() -> list[Pass]:
     """Fewer views, powers, casts and broadcasts; TVM fuses inside dataflow blocks only."""
-    return [relax.transform.ConvertToDataflow(), Simplify()]
+    return [relax.transform.ConvertToDataflow(), Simplify(), ChannelsLast(), Simplify()]
 
 
 def library_passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:

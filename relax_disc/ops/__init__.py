@@ -10,6 +10,7 @@ from relax_disc.ops import cumprod as _cumprod  # noqa: F401
 from relax_disc.ops import matmul as _matmul  # noqa: F401
 from relax_disc.ops import vocabulary_head as _vocabulary_head  # noqa: F401
 from relax_disc.ops.attention import attention, attention_backward
+from relax_disc.ops.convolution import convolution, convolution_input, convolution_weight
 from relax_disc.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from relax_disc.ops.ctc import ctc_loss, ctc_loss_backward
 from relax_disc.ops.embedding import embedding_backward
@@ -21,6 +22,9 @@ from relax_disc.ops.sort import sort
 __all__ = [
     "attention",
     "attention_backward",
+    "convolution",
+    "convolution_input",
+    "convolution_weight",
     "cross_entropy",
     "cross_entropy_backward",
     "ctc_loss",

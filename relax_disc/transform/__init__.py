@@ -15,10 +15,12 @@ from relax_disc.transform.memory.rematerialization import (
 from relax_disc.transform.memory.schedule_ops import ScheduleOps
 from relax_disc.transform.schedule_kernels import ScheduleKernels
 from relax_disc.transform.simplify.canonicalize_extents import CanonicalizeExtents
+from relax_disc.transform.simplify.channels_last import ChannelsLast
 from relax_disc.transform.simplify.simplify import Simplify
 
 __all__ = [
     "CanonicalizeExtents",
+    "ChannelsLast",
     "ChunkVocabularyHead",
     "DispatchLibrary",
     "FuseKernels",

@@ -6,15 +6,40 @@ Gradients gather: an element of the input sums over the windows that hold it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tvm import relax, te, tirx
 
-from relax_disc.frontend.converters.convolution import Geometry
 from relax_disc.frontend.converters.registry import converts
 from relax_disc.frontend.emitter import Emitter
 
 op: Any = relax.op
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Of windows over the inner side; one entry for each spatial axis."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def read(self, place: Sequence[Any], tap: Sequence[Any]) -> list[Any]:
+        """Position on the inner side that a window's tap reads."""
+        each = zip(place, tap, self.stride, self.dilation, self.padding, strict=True)
+        return [p * s + k * d - pad for p, k, s, d, pad in each]
+
+    def windows(self, place: Sequence[Any], tap: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Windows on the outer side whose tap reads ``place``, and when there is one."""
+        windows, exact = [], []
+        each = zip(place, tap, self.stride, self.dilation, self.padding, strict=True)
+        for p, k, s, d, pad in each:
+            offset = p + pad - k * d
+            windows.append(offset if s == 1 else tirx.floordiv(offset, s))
+            if s != 1:
+                exact.append(tirx.floormod(offset, s) == 0)
+        return windows, exact
 
 
 def _geometry(
@@ -27,7 +52,7 @@ def _geometry(
         return tuple(values * len(taps) if len(values) == 1 else values)
 
     stride = spread(stride) if stride else tuple(taps)
-    return Geometry(stride, spread(padding), spread(dilation), 1), spread(taps)  # pyright: ignore
+    return Geometry(stride, spread(padding), spread(dilation)), spread(taps)  # pyright: ignore
 
 
 def _taps(kernel: Sequence[int]) -> list[Any]:

@@ -11,6 +11,7 @@
 #include <new>
 #include <utility>
 
+#include "aten/convolution.h"
 #include "kernels/attention_workspace.h"
 #include "kernels/gemm.h"
 #include "kernels/packed_matrix.h"
@@ -99,6 +100,9 @@ int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n, int64_t 
     return RecurrenceBytes<T>(n.at(1), n.at(2), n.at(3), 0, threads);
   }
   if (kind == "aten") return PieceBytes(n.at(1));  // measured: frontend/aten_workspace.py
+  if (kind == "convolution") {
+    return ConvolutionBytes(ConvolutionSizes::Read(n, 3), n.at(1), n.at(0), n.at(2) != 0, threads);
+  }
   if (kind == "sort") return PieceBytes(threads * n.at(1) * 8);
   if (kind == "ctc_loss_backward") {
     return PieceBytes(threads * (2 * n.at(1) + 1) * static_cast<int64_t>(sizeof(T)));

@@ -1,0 +1,154 @@
+"""Convolutions of any spatial rank, grouped or not, and both their gradients; the library's.
+
+Activations have their channels last, weights are PyTorch's ``[outer, inner / groups, *kernel]``.  A
+convolution leads from its inner side, the input, to its outer side; a transposed one is the gradient
+by the input of a convolution, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tvm import relax
+from tvm.ir import Op, make_node
+
+from relax_disc.ops import registry
+
+if TYPE_CHECKING:
+    from relax_disc.transform.libraries.dispatch_library import Site
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Of a convolution from the inner to the outer side; one entry for each spatial axis."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+def convolution(
+    x: relax.Expr,
+    weight: relax.Expr,
+    bias: relax.Expr | None,
+    shape: Sequence[Any],
+    geometry: Geometry,
+) -> relax.Call:
+    """Build ``relax_disc.convolution``.
+
+    Parameters
+    ----------
+    x : relax.Expr
+        The inner side, ``[N, *P, C]``.
+    weight : relax.Expr
+        ``[O, C / groups, *K]``.
+    bias : relax.Expr or None
+        ``[O]``.
+    shape : sequence
+        Extents of the result, the outer side: ``[N, *Q, O]``.
+    geometry : Geometry
+        Strides, padding, dilation, groups.
+    """
+    return _call("convolution", [x, weight, *([] if bias is None else [bias])], shape, geometry)
+
+
+def convolution_input(
+    grad: relax.Expr, weight: relax.Expr, shape: Sequence[Any], geometry: Geometry
+) -> relax.Call:
+    """Build ``relax_disc.convolution_input``: the inner side's gradient of extents ``shape``."""
+    return _call("convolution_input", [grad, weight], shape, geometry)
+
+
+def convolution_weight(
+    grad: relax.Expr, x: relax.Expr, shape: Sequence[Any], geometry: Geometry
+) -> relax.Call:
+    """Build ``relax_disc.convolution_weight``: the weight's gradient of extents ``shape``."""
+    return _call("convolution_weight", [grad, x], shape, geometry)
+
+
+def _call(
+    name: str, operands: list[relax.Expr], shape: Sequence[Any], geometry: Geometry
+) -> relax.Call:
+    attrs = make_node(
+        "ir.DictAttrs",
+        stride=list(geometry.stride),
+        padding=list(geometry.padding),
+        dilation=list(geometry.dilation),
+        groups=geometry.groups,
+    )
+    # Strides and output padding leave the result's shape open: it is said, as for `call_tir`.
+    kind = relax.TensorType(list(shape), registry.dtype_name(operands[0].ty))
+    return relax.Call(Op.get(f"relax_disc.{name}"), operands, attrs, [kind])
+
+
+def _infer(call: relax.Call, builder: relax.BlockBuilder) -> relax.TensorType:
+    name = str(call.op.name)
+    kinds = [argument.ty for argument in call.args[:2]]
+    if len(call.ty_args) != 1 or not all(isinstance(kind, relax.TensorType) for kind in kinds):
+        raise TypeError(f"{name}: two tensors and the result's type are wanted, got {call}.")
+    if len({(kind.ndim, registry.dtype_name(kind)) for kind in (*kinds, call.ty_args[0])}) != 1:
+        raise TypeError(f"{name}: operands of one rank and type are wanted, got {kinds}.")
+    return call.ty_args[0]
+
+
+for _name, _what in (
+    ("convolution", "Convolution, channels last."),
+    ("convolution_input", "Gradient of a convolution by its input."),
+    ("convolution_weight", "Gradient of a convolution by its weight."),
+):
+    registry.register(f"relax_disc.{_name}", _infer, _what)
+
+
+@registry.dispatches(
+    "relax_disc.convolution", "relax_disc.convolution_input", "relax_disc.convolution_weight"
+)
+def dispatch(call: relax.Call, site: Site) -> relax.Expr:
+    """Call the library: there is no other form."""
+    name = call.op.name.removeprefix("relax_disc.")
+    numbers = [
+        *(int(n) for key in ("stride", "padding", "dilation") for n in call.attrs[key]),
+        int(call.attrs["groups"]),
+    ]
+    operands = list(call.args)
+    if len(operands) == 3:
+        name = "convolution_bias"
+    return site.call(name, [*operands, *numbers], site.original.ty)
+
+
+def _sides(which: int) -> Callable[[list[Any]], tuple[Any, Any, Any]]:
+    """Inner side, outer side and weight among the views of a call; the result is the last."""
+    if which == 0:
+        return lambda views: (views[0], views[-1], views[1])
+    if which == 1:
+        return lambda views: (views[-1], views[0], views[1])
+    return lambda views: (views[1], views[0], views[-1])
+
+
+def _library(which: int) -> registry.LibraryFunction:
+    sides = _sides(which)
+
+    def flops(views: list[Any], numbers: list[int]) -> Any:
+        _, outer, weight = sides(views)
+        return 2 * registry.elements(outer.shape) * registry.elements(weight.shape[1:])
+
+    def workspace(views: list[Any], numbers: list[int]) -> registry.Workspace:
+        inner, outer, weight = sides(views)
+        rank = len(weight.shape) - 2
+        stride, dilation, groups = numbers[:rank], numbers[2 * rank : 3 * rank], numbers[3 * rank]
+        spatial = [inner.shape[1:-1], outer.shape[1:-1], weight.shape[2:], stride, dilation]
+        flat = [n for extents in spatial for n in ((1,) if rank == 1 else ()) + tuple(extents)]
+        sizes = (inner.shape[0], inner.shape[-1], outer.shape[-1], groups)
+        return "convolution", (which, int(inner.dtype == "float16"), *sizes, *flat)
+
+    return registry.LibraryFunction(flops=flops, workspace=workspace)
+
+
+registry.LIBRARY.update(
+    convolution=_library(0),
+    convolution_bias=_library(0),
+    convolution_input=_library(1),
+    convolution_weight=_library(2),
+)

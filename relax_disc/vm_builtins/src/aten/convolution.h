@@ -1,0 +1,34 @@
+// What a convolution takes beside its arguments.
+#ifndef RELAX_DISC_ATEN_CONVOLUTION_H_
+#define RELAX_DISC_ATEN_CONVOLUTION_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace relax_disc {
+
+/*! \brief Sizes of a convolution from its inner side (the input) to its outer side. */
+struct ConvolutionSizes {
+  int64_t batch, inner_channels, outer_channels, groups;
+  std::vector<int64_t> inner, outer, kernel, stride, dilation;  // one entry for each spatial axis
+
+  /*! \brief The numbers in the order of the fields, after which axes there are. */
+  static ConvolutionSizes Read(const std::vector<int64_t>& numbers, std::size_t first);
+};
+
+/*!
+ * \brief Workspace of a convolution (`which` 0), its input's (1) or its weight's gradient (2).
+ *
+ * oneDNN tells nobody what it will take: these are bounds fitted to some thousands of geometries
+ * (`tests/vm_builtins/test_aten_convolution.py` draws others).  They are close for the layers of the
+ * usual networks and generous for rare ones: three axes, dilation, strides beyond two.
+ * \param element Bytes of an element: 8 is computed by ATen's own kernels, others by oneDNN.
+ * \param is_half Elements are float16, which few processors have kernels for.
+ */
+int64_t ConvolutionBytes(const ConvolutionSizes& sizes, int64_t which, int64_t element,
+                         bool is_half, int64_t threads);
+
+}  // namespace relax_disc
+
+#endif  // RELAX_DISC_ATEN_CONVOLUTION_H_

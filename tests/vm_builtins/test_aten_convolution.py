@@ -1,0 +1,139 @@
+"""Convolutions of the library against PyTorch in float64, and the workspace that plans count."""
+
+import math
+
+import pytest
+import torch
+import tvm_ffi
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_disc.ops import registry
+from relax_disc.vm_builtins.libraries.install import install
+
+install("cpu")
+CONVOLUTION = torch.ops.aten.convolution
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+class View:
+    def __init__(self, tensor):
+        self.shape, self.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def run(name, tensors, numbers):
+    """Call a kernel with the workspace that a plan would lend it; it must be enough."""
+    formula, parameters = registry.LIBRARY[name].workspace([View(t) for t in tensors], numbers)
+    size = tvm_ffi.get_global_func("relax_disc.cpu.workspace_bytes")(
+        formula, tvm_ffi.Shape([tensors[0].element_size(), *parameters])
+    )
+    *operands, result = (tvm_ffi.from_dlpack(t) for t in tensors)
+    overflow = tvm_ffi.get_global_func("relax_disc.cpu.take_overflow")
+    own = tvm_ffi.get_global_func("relax_disc.cpu.own_workspace_bytes")
+    overflow()
+    before = own()
+    tvm_ffi.get_global_func("relax_disc.cpu.call_with_workspace")(
+        size, tvm_ffi.get_global_func(f"relax_disc.cpu.{name}"), *operands, *numbers, result
+    )
+    assert own() == before
+    return overflow(), size
+
+
+def error(found, exact):
+    return float((found.double() - exact).norm() / exact.norm().clamp(min=1e-6))
+
+
+def check(batch, inner, outer, groups, space, kernel, stride, padding, dilation, dtype):
+    """All three kernels of one geometry; returns the overflow and the planned size of each."""
+    rank = len(space)
+    there = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, p, d, k, s in zip(space, padding, dilation, kernel, stride, strict=True)
+    ]
+    if min(there) < 1:
+        return []
+    generator = torch.Generator().manual_seed(hash((batch, inner, outer, *space)) % 2**31)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    x, weight, bias = (
+        random(batch, *space, inner),
+        random(outer, inner // groups, *kernel),
+        random(outer),
+    )
+    grad = random(batch, *there, outer)
+    numbers = [*stride, *padding, *dilation, groups]
+    out, dx, dw = (torch.full_like(t, math.nan) for t in (grad, x, weight))
+    taken = [
+        run("convolution_bias", [x, weight, bias, out], numbers),
+        run("convolution_input", [grad, weight, dx], numbers),
+        run("convolution_weight", [grad, x, dw], numbers),
+    ]
+    exact_x = x.movedim(-1, 1).double().requires_grad_()
+    exact_weight = weight.double().requires_grad_()
+    exact = CONVOLUTION(
+        exact_x, exact_weight, bias.double(), stride, padding, dilation, False, [0] * rank, groups
+    )
+    exact.backward(grad.movedim(-1, 1).double())
+    found = (out.movedim(-1, 1), dx.movedim(-1, 1), dw)
+    for mine, theirs in zip(found, (exact, exact_x.grad, exact_weight.grad), strict=True):
+        assert error(mine, theirs.detach()) < TOLERANCE[dtype]
+    return taken
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    ("inner", "outer", "groups", "space", "kernel", "stride", "padding", "dilation"),
+    [
+        (3, 16, 1, (33, 40), (7, 7), (2, 2), (3, 3), (1, 1)),
+        (64, 64, 1, (14, 14), (3, 3), (1, 1), (1, 1), (1, 1)),
+        (32, 48, 1, (9, 11), (1, 1), (1, 1), (0, 0), (1, 1)),
+        (32, 32, 32, (15, 9), (3, 3), (2, 2), (1, 1), (1, 1)),
+        (24, 48, 4, (8, 12), (3, 5), (1, 1), (1, 2), (1, 1)),
+        (1, 1, 1, (9, 13), (3, 3), (1, 1), (1, 1), (1, 1)),
+        (8, 12, 1, (20, 21), (3, 3), (1, 1), (2, 2), (2, 2)),
+        (16, 24, 1, (50,), (5,), (2,), (2,), (1,)),
+        (6, 10, 2, (5, 8, 9), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
+        (40, 10, 1, (1, 1), (1, 1), (1, 1), (0, 0), (1, 1)),
+    ],
+)
+def test_kernels(inner, outer, groups, space, kernel, stride, padding, dilation, dtype):
+    for batch in (1, 4):
+        taken = check(batch, inner, outer, groups, space, kernel, stride, padding, dilation, dtype)
+        for overflow, size in taken:
+            assert overflow == 0
+            assert size <= 64 << 20
+
+
+@st.composite
+def geometries(draw):
+    rank = draw(st.integers(1, 3))
+    most = {1: 200, 2: 40, 3: 12}[rank]
+
+    def each(elements):
+        return tuple(draw(elements) for _ in range(rank))
+
+    groups = draw(st.sampled_from([1, 1, 1, 2, 4, 8]))
+    inner, outer = (groups * draw(st.sampled_from([1, 3, 8, 16])) for _ in range(2))
+    kernel, dilation = each(st.sampled_from([1, 3, 5])), each(st.sampled_from([1, 1, 2]))
+    padding = tuple(draw(st.integers(0, d * (k - 1))) for k, d in zip(kernel, dilation))
+    space = each(st.integers(1, most))
+    stride = each(st.sampled_from([1, 1, 2, 3]))
+    return inner, outer, groups, space, kernel, stride, padding, dilation
+
+
+@given(geometry=geometries(), batch=st.integers(1, 5))
+@settings(max_examples=40, deadline=None)
+def test_any_geometry_stays_inside_its_workspace(geometry, batch):
+    for overflow, _ in check(batch, *geometry, torch.float32):
+        assert overflow == 0
+
+
+def test_an_overflow_is_counted():
+    x, weight, out = torch.randn(2, 8, 8, 16), torch.randn(16, 16, 3, 3), torch.empty(2, 8, 8, 16)
+    tensors = [tvm_ffi.from_dlpack(t) for t in (x, weight)]
+    call = tvm_ffi.get_global_func("relax_disc.cpu.call_with_workspace")
+    kernel = tvm_ffi.get_global_func("relax_disc.cpu.convolution")
+    with pytest.raises(RuntimeError, match="bytes of workspace, planned were 64"):
+        call(64, kernel, *tensors, 1, 1, 1, 1, 1, 1, 1, tvm_ffi.from_dlpack(out))
