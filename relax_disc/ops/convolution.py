@@ -1,8 +1,8 @@
 """Convolutions of any spatial rank, grouped or not, and both their gradients; the library's.
 
-Activations have their channels last, weights are PyTorch's ``[outer, inner / groups, *kernel]``.  A
-convolution leads from its inner side, the input, to its outer side; a transposed one is the gradient
-by the input of a convolution, and the other way round.
+Activations have their channels last, weights are PyTorch's ``[outer, inner / groups, *kernel]``.
+A convolution leads from its inner side, the input, to its outer side; a transposed one is the
+gradient of a convolution by its input, and the other way round.
 """
 
 from __future__ import annotations

@@ -117,7 +117,9 @@ def geometries(draw):
     groups = draw(st.sampled_from([1, 1, 1, 2, 4, 8]))
     inner, outer = (groups * draw(st.sampled_from([1, 3, 8, 16])) for _ in range(2))
     kernel, dilation = each(st.sampled_from([1, 3, 5])), each(st.sampled_from([1, 1, 2]))
-    padding = tuple(draw(st.integers(0, d * (k - 1))) for k, d in zip(kernel, dilation))
+    padding = tuple(
+        draw(st.integers(0, d * (k - 1))) for k, d in zip(kernel, dilation, strict=True)
+    )
     space = each(st.integers(1, most))
     stride = each(st.sampled_from([1, 1, 2, 3]))
     return inner, outer, groups, space, kernel, stride, padding, dilation

@@ -1,9 +1,9 @@
 """Keep activations of convolution networks with their channels last between the layers.
 
-The library's convolutions read and write ``[N, *P, C]``, PyTorch's programs speak of ``[N, C, *P]``:
-every convolution stands between two permutations.  The pass follows what convolutions and pooling
-write forwards through element-wise operators, reductions and concatenations, computes these with
-channels last too, and so leaves a permutation only where something else reads the value.
+The library's convolutions read and write ``[N, *P, C]``, PyTorch's programs speak of
+``[N, C, *P]``: every convolution stands between two permutations.  The pass follows what they write
+forwards through element-wise operators, reductions and concatenations, computes these with channels
+last too, and so leaves a permutation only where something else reads the value.
 
 Limits: a reshape, a matrix product or a kernel of TE ends the way; one dataflow block at a time.
 """
