@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ RIGHT, STATIC, RANDOM, REFUSED, WRONG, CRASH = OUTCOMES = (
     "crash",
 )
 NO_SAMPLE = "no sample"
+_ROOT = Path(__file__).parents[2]
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-5
 _SAMPLES = 12
 
@@ -125,7 +127,7 @@ def outcome_of(error: BaseException) -> tuple[str, str]:
     """Tell a refusal, which is an error of ours, from a crash."""
     kind = type(error).__name__
     lines = [line for line in str(error).splitlines() if line.strip()]
-    text = f"{kind}: {' '.join(lines[:3])[:300]}"
+    text = f"{kind}: {' '.join(lines[:3])[:300]}".replace(f"{_ROOT}/", "")
     return (REFUSED if isinstance(error, RelaxDiscError) else CRASH), text
 
 

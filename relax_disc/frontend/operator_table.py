@@ -39,6 +39,11 @@ or called in the same way.
 
 * The operator writes its results itself where PyTorch has an `out=` form of it; else they are
   copied, views too, so that strides never matter.
+* What it allocates meanwhile, on the CPU, comes from the step's workspace and is inside the planned
+  peak: the figure was measured when the step was compiled, at a few small sizes, and grows with the
+  operands and results. It is a bound for operators that work alike at all sizes. One that takes
+  more gets it from PyTorch's allocator, and the peak that `memory_report` counts is then above the
+  planned one by so much.
 * A complex tensor is memory of pairs of real numbers. Complex parameters and batches are refused.
 * What the operator checks on data it checks in the call: `torch.linalg.inv` of a singular matrix
   raises PyTorch's error. Nothing has changed then, unless a parameter had been written already,

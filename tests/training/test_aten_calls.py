@@ -213,3 +213,52 @@ def test_what_operators_allocate_is_inside_the_planned_peak():
         assert report.peak_bytes == report.planned_peak_bytes == step.plan(rows=rows).peak_bytes
     calls = [k for k in step.session.metadata.kernels if k.name == "relax_disc.aten.call"]
     assert any(kernel.workspace[0] == "aten" for kernel in calls)
+
+
+class Lengthened(nn.Module):
+    """Keys get two more rows, so that their number is spelled n + 1 + 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, add_bias_kv=True, add_zero_attn=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0].square().sum()
+
+
+def test_lengths_that_are_spelled_in_two_ways():
+    torch.manual_seed(0)
+    model = Lengthened()
+    twin = copy.deepcopy(model)
+    step = compiled(model, torch.randn(5, 4))
+    for rows in (3, 64):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(step(x), train_eagerly(twin, x), rtol=1e-5, atol=1e-5)
+        for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
+
+
+class Started(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, 3))
+
+    def forward(self, x, start):
+        return (x * torch.narrow(self.table, 0, start, x.shape[0])).sum()
+
+
+def test_rows_from_a_start_that_is_data():
+    model = Started()
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    example = (torch.randn(4, 3), torch.tensor(2))
+    step = relax_disc.compile(model, optimizer, example, dynamic_shapes=({0: ROWS}, None))
+    for rows, start in ((4, 2), (9, 0), (5, -7)):
+        x, start = torch.randn(rows, 3), torch.tensor(start)
+        other = torch.optim.SGD(twin.parameters(), lr=0.001)
+        loss = twin(x, start)
+        loss.backward()
+        torch.testing.assert_close(step(x, start), loss.detach())
+        other.step()
+        other.zero_grad()
+        torch.testing.assert_close(model.table, twin.table)

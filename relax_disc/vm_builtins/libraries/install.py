@@ -63,7 +63,7 @@ def install(device: str) -> None:
     device : str
         "cuda"; everything else runs on the CPU's library.
     """
-    tvm_ffi.register_error("LinAlgError", torch.linalg.LinAlgError)
+    tvm_ffi.register_error("LinAlgError", torch._C._LinAlgError)
     native.load()  # the CPU's functions, and what serves every device
     if device == "cuda":
         # Imports torch, a second's work.
