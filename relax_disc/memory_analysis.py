@@ -22,7 +22,7 @@ from relax_disc.analysis.memory.report import (
     graph_of_table,
     report_memory,
 )
-from relax_disc.analysis.program.extraction import extract, memory_alignment
+from relax_disc.analysis.program.extraction import extract, machine_of
 from relax_disc.analysis.program.reader import function_dims
 from relax_disc.analysis.program.table import NotPlannableError
 from relax_disc.analysis.program.tensor_graph import TensorGraph, check_shape
@@ -168,7 +168,7 @@ def _planner(
     if not kinds:  # a module from elsewhere
         kinds = tuple("input" for p in function.params if isinstance(p.ty, relax.TensorType))
     return (
-        Session.to_plan(extraction.metadata(memory_alignment(resolve_target(target)))),
+        Session.to_plan(extraction.metadata(machine_of(resolve_target(target)))),
         tuple(kind for kind in kinds if kind != "shape"),
         tuple(function_dims(function).values()),
     )

@@ -46,7 +46,7 @@ def graph_in_units(metadata, dims):
         ops.append(PlannerOp(1, -1, 0, kernel.inputs, kernel.outputs, pairs, kernel.recomputable))
     return PlannerGraph(
         sizes=tuple(
-            -(-values[t.bytes] // metadata.alignment) if t.storage is Storage.ARENA else 0
+            -(-values[t.bytes] // metadata.machine.alignment) if t.storage is Storage.ARENA else 0
             for t in tensors
         ),
         resident=tuple(t.storage is Storage.GIVEN for t in tensors),
@@ -59,7 +59,7 @@ def check_plan(session, dims, budget=None):
     """Replay a feasible plan over its arena and count all its figures anew."""
     facts, metadata = session.plan(dims, budget), session.metadata
     assert facts.feasible and (budget is None or facts.peak_bytes <= budget)
-    unit = metadata.alignment
+    unit = metadata.machine.alignment
     graph = graph_in_units(metadata, dims)
 
     class Plan:
@@ -110,7 +110,7 @@ def check_placement(session, dims, budget=None):
         entry = metadata.tensors[version.tensor]
         size = run_program(metadata.programs[entry.bytes], dims)
         if entry.storage is Storage.ARENA and size:
-            assert version.offset % metadata.alignment == 0
+            assert version.offset % metadata.machine.alignment == 0
             assert version.offset + size <= facts.arena_bytes
             placed.append((version, size))
     for i, (a, a_size) in enumerate(placed):

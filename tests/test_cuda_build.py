@@ -82,7 +82,7 @@ def test_what_is_analysed_is_what_the_program_will_plan(monkeypatch):
     monkeypatch.setattr(PlanMetadata, "to_json", lambda t: written.append(t) or to_json(t))
     build(captured.module, target)
     (table,) = written
-    assert table.alignment == 256
+    assert table.machine.alignment == 256
     session = Session.to_plan(table)
     for count in (1, 10, 33):
         plan = check_plan(session, [count])

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Program = tuple[int, ...]
 
@@ -96,6 +96,27 @@ class KernelEntry:
     workspace: tuple[str, tuple[int, ...]] = ("", ())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What plans must know of the machine that a function runs on.
+
+    A kernel's time is ``max(flops / flops_per_ns, bytes / bytes_per_ns) + overhead_ns`` until it
+    has been measured.
+
+    Attributes
+    ----------
+    alignment : int
+        Bytes that every size and offset is a multiple of: 64 on CPUs, 256 on GPUs.
+    flops_per_ns, bytes_per_ns, overhead_ns : float
+        By default as of two cores of a desktop.
+    """
+
+    alignment: int = 64
+    flops_per_ns: float = 100.0
+    bytes_per_ns: float = 10.0
+    overhead_ns: float = 3000.0
+
+
 @dataclass(frozen=True, slots=True)
 class PlanMetadata:
     """Everything that the run time knows of one function.
@@ -112,8 +133,8 @@ class PlanMetadata:
         The tables.
     outputs : tuple of int
         Views that the function returns, in order.
-    alignment : int
-        Bytes that every size and offset is a multiple of: 64 on CPUs, 256 on GPUs.
+    machine : Machine
+        What it runs on.
     """
 
     function: str
@@ -123,7 +144,7 @@ class PlanMetadata:
     views: tuple[ViewEntry, ...]
     kernels: tuple[KernelEntry, ...]
     outputs: tuple[int, ...]
-    alignment: int
+    machine: Machine
 
     def to_json(self) -> str:
         """Write the table as text."""
@@ -137,7 +158,7 @@ class PlanMetadata:
                 "views": [[v.tensor, v.dtype, v.shape] for v in self.views],
                 "kernels": [asdict(kernel) for kernel in self.kernels],
                 "outputs": self.outputs,
-                "alignment": self.alignment,
+                "machine": asdict(self.machine),
             },
             separators=(",", ":"),
         )
@@ -162,7 +183,7 @@ class PlanMetadata:
             views=tuple(ViewEntry(t, d, tuple(s)) for t, d, s in data["views"]),
             kernels=tuple(_kernel(entry) for entry in data["kernels"]),
             outputs=tuple(data["outputs"]),
-            alignment=data["alignment"],
+            machine=Machine(**data["machine"]),
         )
 
 

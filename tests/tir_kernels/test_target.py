@@ -71,3 +71,17 @@ def test_a_generic_processor_trains_without_a_budget():
     )
     assert step.memory_budget is None
     torch.testing.assert_close(step(x), expected)
+
+
+def test_plans_for_a_device_know_its_speed_and_alignment():
+    """Before anything is measured on it; the figures travel with the compiled program."""
+    from relax_disc.analysis.program.extraction import machine_of
+    from relax_disc.vm_builtins.plan_metadata import Machine, PlanMetadata
+
+    h100, l4 = (machine_of(resolve_target(f"relax_disc/{name}")) for name in ("h100", "l4"))
+    assert h100.alignment == l4.alignment == 256
+    assert h100.bytes_per_ns == TAGS["relax_disc/h100"].copy_bytes_per_ns
+    assert h100.bytes_per_ns > 10 * l4.bytes_per_ns
+    assert machine_of(cpu_target()) == Machine()
+    table = PlanMetadata("main", (), (), (), (), (), (), h100)
+    assert PlanMetadata.from_json(table.to_json()).machine == h100

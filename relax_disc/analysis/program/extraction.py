@@ -24,8 +24,10 @@ from relax_disc.analysis.program.table import (
 )
 from relax_disc.analysis.program.tensor_graph import Kernel, Size, TensorGraph
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.devices import device_figures
 from relax_disc.vm_builtins.plan_metadata import (
     KernelEntry,
+    Machine,
     PlanMetadata,
     ProgramTable,
     Storage,
@@ -116,8 +118,8 @@ class Extraction:
             origin=table.name,
         )
 
-    def metadata(self, alignment: int) -> PlanMetadata:
-        """Return the table that the run time executes, in memory of an alignment in bytes."""
+    def metadata(self, machine: Machine) -> PlanMetadata:
+        """Return the table that the run time executes on a machine."""
         table = self.table
         names = [dim.name for dim in table.dims.values()]
         programs = ProgramTable()
@@ -161,7 +163,7 @@ class Extraction:
             views=views,
             kernels=kernels,
             outputs=tuple(self.result_views()),
-            alignment=alignment,
+            machine=machine,
         )
 
     def _moved(self, kernel: KernelCall) -> SymbolicExpr:
@@ -193,9 +195,18 @@ def _argument(kind: str, value: Any, program: Any) -> tuple[str, Any]:
     return kind, value
 
 
-def memory_alignment(target: tvm.target.Target | None) -> int:
-    """Bytes that sizes and offsets are multiples of in a target's memory; the CPU's for None."""
-    return 64 if target is None or target.kind.name == "llvm" else 256
+def machine_of(target: tvm.target.Target | None) -> Machine:
+    """What plans must know of a target: its memory's alignment, a tagged device's speed."""
+    alignment = 64 if target is None or target.kind.name == "llvm" else 256
+    figures = None if target is None else device_figures(target)
+    if figures is None:
+        return Machine(alignment=alignment)
+    return Machine(
+        alignment=alignment,
+        flops_per_ns=figures.flops_per_ns,
+        bytes_per_ns=figures.copy_bytes_per_ns,
+        overhead_ns=figures.launch_ns,
+    )
 
 
 def extract(mod: tvm.IRModule, name: str) -> Extraction:

@@ -13,10 +13,12 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch.export._trace
 
 _LOCK = threading.RLock()
+_EXPORT: Any = torch.export._trace
 _SILENT = logging.CRITICAL + 1
 _INSIDE = r"(torch\.(_dynamo|_export|_functorch|_higher_order_ops|export|fx|utils)\b|copyreg$)"
 
@@ -34,11 +36,11 @@ def tracing() -> Iterator[None]:
         for handler in handlers:
             handler.setLevel(_SILENT)
         # torch.export prints what it has traced of a model that it refuses.
-        vars(torch.export._trace)["print"] = _say_nothing
+        _EXPORT.print = _say_nothing
         try:
             yield
         finally:
-            del vars(torch.export._trace)["print"]
+            del _EXPORT.print
             for handler, level in zip(handlers, levels, strict=True):
                 handler.setLevel(level)
 

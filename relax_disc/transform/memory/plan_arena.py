@@ -27,7 +27,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from relax_disc.analysis.program.extraction import Extraction, extract, memory_alignment
+from relax_disc.analysis.program.extraction import Extraction, extract, machine_of
 from relax_disc.analysis.program.table import NotPlannableError
 from relax_disc.analysis.symbolic.from_tirx import to_tirx
 from relax_disc.transform.functions import copy_module, program_functions
@@ -98,8 +98,8 @@ class _Lowering:
                 self._mod.update_func(overlaid, kernel.without_attr("tirx.noalias"))
 
     def _add_session_function(self, name: str) -> tvm.ir.GlobalVar:
-        alignment = memory_alignment(tvm.target.Target.current(allow_none=True))
-        text = tvm.ir.StringImm(self._extraction.metadata(alignment).to_json())
+        machine = machine_of(tvm.target.Target.current(allow_none=True))
+        text = tvm.ir.StringImm(self._extraction.metadata(machine).to_json())
         opened = relax.Var("session", _ANY)
         arguments = relax.Tuple([text])
         call = relax.Call(

@@ -145,7 +145,7 @@ void Enter(ffi::PackedArgs args, ffi::Any* result) {
 
 void SetMachine(const ffi::ObjectRef& session, double flops_per_ns, double bytes_per_ns,
                 double overhead_ns) {
-  SessionOf(session)->SetCostModel(0, {flops_per_ns, bytes_per_ns, overhead_ns, {}, {}});
+  SessionOf(session)->SetCostModel(0, CostModel({64, flops_per_ns, bytes_per_ns, overhead_ns}));
 }
 
 void SetKernelTimes(const ffi::ObjectRef& session, int64_t threads,

@@ -166,7 +166,7 @@ void Binding::Fill(const PlanPtr& plan, const MemoryBlock& arena) {
     DLTensor* tensor = Fields(placed.tensor);
     tensor->data = arena.base() + offset;
     tensor->device = arena.device();
-    placed.end = offset + RoundUp(values[placed.bytes], metadata_.alignment);
+    placed.end = offset + RoundUp(values[placed.bytes], metadata_.machine.alignment);
   }
   for (Step& step : steps_) step.arena_end = 0;
   for (const auto& [step, entry] : arena_uses_) {

@@ -33,7 +33,7 @@ void Frame::Bind() {
   for (int32_t first : binding_->escaping()) {
     const ViewEntry& view = metadata.views[first];
     const int64_t bytes =
-        RoundUp(plan_->values[metadata.tensors[view.tensor].bytes], metadata.alignment);
+        RoundUp(plan_->values[metadata.tensors[view.tensor].bytes], metadata.machine.alignment);
     escaping_.push_back(ViewOfBlock(MemoryBlock::Allocate(memory_.arena->device(), bytes, backing), 0,
                                     ShapeAt(view.shape, plan_->values), view.dtype));
     escaping_bytes_ += bytes;

@@ -17,7 +17,7 @@ namespace json = tvm::ffi::json;
 
 namespace {
 
-constexpr int64_t kVersion = 2;
+constexpr int64_t kVersion = 3;
 
 ffi::Any Field(const json::Object& object, const char* name) {
   auto found = object.find(ffi::String(name));
@@ -145,7 +145,11 @@ Metadata Metadata::Parse(const ffi::String& text) {
     }
   }
   result.outputs = Integers(Field(object, "outputs"));
-  result.alignment = Field(object, "alignment").cast<int64_t>();
+  auto machine = Field(object, "machine").cast<json::Object>();
+  result.machine = {Field(machine, "alignment").cast<int64_t>(),
+                    Field(machine, "flops_per_ns").cast<double>(),
+                    Field(machine, "bytes_per_ns").cast<double>(),
+                    Field(machine, "overhead_ns").cast<double>()};
   return result;
 }
 

@@ -62,6 +62,12 @@ struct KernelEntry {
   bool overwrites = false;  // whether a given tensor's buffer is written
 };
 
+/*! \brief What plans must know of the machine; a kernel's time before it has been measured. */
+struct Machine {
+  int64_t alignment = 64;  // bytes that every size and offset is a multiple of
+  double flops_per_ns = 100.0, bytes_per_ns = 10.0, overhead_ns = 3000.0;
+};
+
 struct Metadata {
   std::string function;
   std::vector<std::string> dims;
@@ -71,7 +77,7 @@ struct Metadata {
   std::vector<KernelEntry> kernels;
   std::vector<int32_t> outputs;  // views, in the order of the flat result
   int32_t given_count = 0;
-  int64_t alignment = 64;  // bytes that every size and offset is a multiple of
+  Machine machine;
 
   /*! \brief Parse the JSON text of plan_metadata.py. */
   static Metadata Parse(const tvm::ffi::String& text);

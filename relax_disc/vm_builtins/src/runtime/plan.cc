@@ -17,7 +17,7 @@ PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
   std::vector<int32_t> given(metadata.given_count, -1);
   for (size_t i = 0; i < count; ++i) {
     const TensorEntry& tensor = metadata.tensors[i];
-    if (tensor.storage == Storage::kArena) graph.bytes[i] = RoundUp(values[tensor.bytes], metadata.alignment);
+    if (tensor.storage == Storage::kArena) graph.bytes[i] = RoundUp(values[tensor.bytes], metadata.machine.alignment);
     if (tensor.storage == Storage::kGiven) {
       graph.resident[i] = 1;
       given[tensor.given] = static_cast<int32_t>(i);
@@ -54,7 +54,7 @@ int64_t WorkspaceAt(const Metadata& metadata, const std::vector<int64_t>& values
     const std::vector<int64_t> numbers = ShapeAt(kernel.workspace_numbers, values);
     most = std::max(most, WorkspaceBytes(kernel.workspace, numbers, threads));
   }
-  return RoundUp(most, metadata.alignment);
+  return RoundUp(most, metadata.machine.alignment);
 }
 
 }  // namespace
@@ -90,7 +90,7 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vec
     const int64_t bytes = plan->values[tensor.bytes];
     if (tensor.storage == Storage::kGiven) plan->resident_bytes += bytes;
     if (tensor.storage == Storage::kEscaping) {
-      plan->escaping_bytes += RoundUp(bytes, metadata.alignment);
+      plan->escaping_bytes += RoundUp(bytes, metadata.machine.alignment);
     }
   }
   plan->workspace_bytes = WorkspaceAt(metadata, plan->values, threads);
@@ -99,7 +99,7 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vec
   PlannerGraph graph = GraphAt(metadata, cost, plan->values);
   for (const PlannerOp& op : graph.ops) plan->base_time_ns += op.time_ns;
   // More effort costs a new shape many times the time and wins 0.1 %.
-  plan->arena = PlanArena(graph, std::max<int64_t>(room, 0), metadata.alignment, kEffortFast);
+  plan->arena = PlanArena(graph, std::max<int64_t>(room, 0), metadata.machine.alignment, kEffortFast);
   plan->feasible = plan->arena.feasible && room >= 0;
   plan->planning_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
                           std::chrono::steady_clock::now() - start)

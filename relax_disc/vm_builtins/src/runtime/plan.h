@@ -17,9 +17,11 @@ namespace relax_disc {
 
 /*! \brief Model of a kernel's time, used for choices only. */
 struct CostModel {
-  double flops_per_ns = 100.0;  // two cores of a desktop; calibration replaces all of these
-  double bytes_per_ns = 10.0;
-  double overhead_ns = 3000.0;
+  explicit CostModel(const Machine& machine = Machine())
+      : flops_per_ns(machine.flops_per_ns),
+        bytes_per_ns(machine.bytes_per_ns),
+        overhead_ns(machine.overhead_ns) {}
+  double flops_per_ns, bytes_per_ns, overhead_ns;  // calibration replaces all of these
   // Per kernel, as measured: time = work * factor + fixed.  Empty: 1 and overhead_ns.
   std::vector<double> factors, fixed_ns;
 

@@ -132,7 +132,7 @@ class Session : public tvm::ffi::Object {
   size_t plan_limit_ = 256;
   std::shared_ptr<SharedArena> arena_ = std::make_shared<SharedArena>();
   DLDevice device_{kDLCPU, 0};
-  std::map<int, CostModel> costs_{{0, CostModel()}};  // by threads; 0: any other number
+  std::map<int, CostModel> costs_{{0, CostModel(metadata_.machine)}};  // by threads; 0: any other
   int64_t budget_bytes_ = -1;
   Mode mode_ = Mode::kRun;
   bool torn_ = false;
