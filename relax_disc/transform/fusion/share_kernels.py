@@ -224,8 +224,8 @@ def _generalize(kernel: tirx.PrimFunc, results: int) -> _General:
 def _divisions(kernel: tirx.PrimFunc) -> list[Any]:
     found: list[Any] = []
     shapes = [list(param.shape) for param in kernel.params if is_buffer(param)]
-    for kind in _DIVISIONS:
-        tvm_ffi.structural_walk([*shapes, kernel.body], (kind, found.append))
+    visits = [(kind, found.append) for kind in _DIVISIONS]
+    tvm_ffi.structural_walk([*shapes, kernel.body], visits)
     return found
 
 
@@ -258,12 +258,9 @@ def _is_over(expr: Any, free: set[Any]) -> bool:
 
 def _free_dims(kernel: tirx.PrimFunc) -> set[Any]:
     """Dims and integers that a kernel takes."""
-    found: list[Any] = []
-    for param in kernel.params:
-        if is_buffer(param):
-            tvm_ffi.structural_walk(list(param.shape), (tirx.Var, found.append))
-        else:
-            found.append(param)
+    found = [param for param in kernel.params if not is_buffer(param)]
+    shapes = [list(param.shape) for param in kernel.params if is_buffer(param)]
+    tvm_ffi.structural_walk(shapes, (tirx.Var, found.append))
     return set(found)
 
 
