@@ -64,8 +64,8 @@ class TrainingStep(CompiledFunction):
     memory_budget : int, optional
         Bytes; may be changed between calls.
     check_finite : bool
-        Raise `NonFiniteLossError` before the first parameter is written when the loss is NaN or
-        infinite.  May be changed between calls.
+        Raise `NonFiniteLossError` before anything is written when the loss, or a new value of a
+        buffer, is NaN or infinite.  May be changed between calls.
     calibration : Calibration, optional
         Times that were measured on such a machine before.
     calibration_path : pathlib.Path, optional

@@ -182,6 +182,9 @@ PIECES: dict[str, tuple] = {
 class CountedNorm(nn.Module):
     """Writes buffers of its own in every forward pass in training."""
 
+    seen: torch.Tensor
+    level: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
@@ -248,6 +251,10 @@ class Program:
         torch.manual_seed(seed)
         names = choose.sample(sorted(PIECES), choose.randint(2, 4))
         loss, optimizer = choose.choice(sorted(LOSSES)), choose.choice(sorted(OPTIMIZERS))
+        # PyTorch's kernel of this loss leaves NaN out, its decomposition does not; pooling drops
+        # NaN, and TVM takes the product with 0, softshrink's middle in PyTorch's form, for 0.
+        lose_nan = {"max pool", "softshrink", "sort", "topk"}
+        self.loses_nan = loss == "margin" or not lose_nan.isdisjoint(names)
         self.model = Net(names, loss, choose.random() < 0.3)
         self.model.train(choose.random() < 0.9)
         if choose.random() < 0.2:
@@ -259,7 +266,7 @@ class Program:
         batch = torch.export.Dim("batch", min=1, max=LARGEST)
         shapes = ({0: batch},) * 3
         self.step = relax_disc.compile(
-            self.model, self.optimizer, self.batch(choose, 4), dynamic_shapes=shapes
+            self.model, self.optimizer, tuple(self.batch(choose, 4)), dynamic_shapes=shapes
         )
 
     def note(self, text: str) -> None:
@@ -271,9 +278,7 @@ class Program:
         return [torch.randn(size, WIDTH), ids, torch.randn(size, WIDTH)]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        found = dict(self.model.state_dict())
-        for number, state in enumerate(self.optimizer.state.values()):
-            found |= {f"{number} {k}": v for k, v in state.items() if torch.is_tensor(v)}
+        found = _state(self.model, self.optimizer)
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 found[f"{name}.grad"] = parameter.grad
@@ -302,6 +307,7 @@ class Program:
     def _compare(self, batch: list[torch.Tensor]) -> None:
         before = self.tensors()
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
+        before_step = copy.deepcopy((model, optimizer))
         failure = loss = None
         optimizer.zero_grad()
         try:
@@ -325,23 +331,54 @@ class Program:
         # Adam turns a gradient that is rounding alone into a step of the learning rate.
         rate = max(group["lr"] for group in optimizer.param_groups)
         is_adam = isinstance(optimizer, torch.optim.Adam)
-        self._close("loss", found, loss.detach(), 1e-4)
-        wanted = dict(model.state_dict())
-        for number, state in enumerate(optimizer.state.values()):
-            wanted |= {f"{number} {k}": v for k, v in state.items() if torch.is_tensor(v)}
-        after = self.tensors()
+        found = {"loss": found} | self.tensors()
+        wanted = {"loss": loss.detach()} | _state(model, optimizer)
+        if not loss.isfinite():  # gradients then differ between PyTorch's own forms
+            found, wanted = ({"loss": values["loss"]} for values in (found, wanted))
         trained = {name for name, _ in self.model.named_parameters()}
+        off = []
         for name, value in wanted.items():
             slack = 3 * rate if is_adam and name in trained else 0.0
-            self._close(name, after[name], value, 2e-4 + slack)
+            if not _close(found[name], value, 2e-4 + slack):
+                off.append(name)
+        if not off:
+            return
+        exact = self._in_float64(before_step, batch)
+        for name in off:
+            error, usual = (
+                float((values[name].double() - exact[name]).abs().max())
+                for values in (found, wanted)
+            )
+            if not error <= 30 * usual:
+                text = f"{name} is {found[name]}, eager's {wanted[name]}, in float64 {exact[name]}"
+                raise Mismatch(self.report(text))
 
-    def _close(self, name: str, found: torch.Tensor, wanted: torch.Tensor, atol: float) -> None:
-        if not torch.allclose(found, wanted, rtol=2e-3, atol=atol, equal_nan=True):
-            raise Mismatch(self.report(f"{name} is {found}, eager's {wanted}"))
+    def _in_float64(self, before: tuple, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Eager's step once more, wide: what rounding explains is no mismatch."""
+        model, optimizer = copy.deepcopy(before)
+        model.double()
+        for state in optimizer.state.values():
+            state |= {k: v.double() for k, v in state.items() if torch.is_tensor(v) and v.dim()}
+        optimizer.zero_grad()
+        loss = model(*(t.detach().double() if t.is_floating_point() else t for t in batch))
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss.detach()} | _state(model, optimizer)
 
     def report(self, what: str) -> str:
         lines = "\n".join(self.log)
         return f"{what}\n{lines}\npython tests/training/fuzz_programs.py {self.seed}"
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = dict(model.state_dict())
+    for number, state in enumerate(optimizer.state.values()):
+        found |= {f"{number} {k}": v for k, v in state.items() if torch.is_tensor(v)}
+    return found
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor, atol: float) -> bool:
+    return torch.allclose(found, wanted, rtol=2e-3, atol=atol, equal_nan=True)
 
 
 def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -451,8 +488,7 @@ def index_out_of_range(program, choose, batch):
 
 @habit
 def not_a_number(program, choose, batch):
-    # PyTorch's kernel of this loss leaves NaN out, its decomposition does not.
-    program.step.check_finite = choose.random() < 0.7 or program.model.loss == "margin"
+    program.step.check_finite = choose.random() < 0.7 or program.loses_nan
     batch[0][choose.randrange(len(batch[0])), choose.randrange(WIDTH)] = float("nan")
     if program.step.check_finite:
         return None

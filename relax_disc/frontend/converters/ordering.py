@@ -7,7 +7,7 @@ from typing import Any
 from tvm import relax, te
 
 from relax_disc import ops
-from relax_disc.frontend.converters.reductions import first_position
+from relax_disc.frontend.converters import reductions
 from relax_disc.frontend.converters.registry import WIDE, axis_of, converts
 from relax_disc.frontend.emitter import Emitter
 
@@ -66,9 +66,10 @@ def extremum(emitter: Emitter, x: Any, axis: int, keepdim: bool = False) -> Any:
     is_max = "max" in str(emitter.node.target)
     axis, dtype = axis_of(emitter, x, axis), emitter.dtype(x)
     x = emitter.cast(x, "int8") if dtype == "bool" else x
-    value = emitter.emit((op.max if is_max else op.min)(x, [axis], keepdim))
+    build = op.max if is_max else op.min
+    value = emitter.emit(reductions.extremum(emitter, build, x, [axis], keepdim))
     place = emitter.emit((op.argmax if is_max else op.argmin)(x, axis, keepdim))
-    return emitter.cast(value, dtype), first_position(emitter, place)
+    return emitter.cast(value, dtype), reductions.first_position(emitter, place)
 
 
 @converts("aten.searchsorted.Tensor")

@@ -26,6 +26,26 @@ def _reduce(
     return emitter.cast(x, emitter.wanted_dtype)
 
 
+def _extreme(
+    emitter: Emitter, build: Callable[..., Any], x: Any, axes: Any, keepdim: bool, dtype: str
+) -> Any:
+    """Reduce to an extremum."""
+    return _reduce(emitter, functools.partial(extremum, emitter, build), x, axes, keepdim, dtype)
+
+
+def extremum(
+    emitter: Emitter, build: Callable[..., Any], x: Any, axes: Any, keepdims: bool = False
+) -> Any:
+    """Greatest or least element; NaN wins, which TVM's own reductions lose."""
+    found = build(x, axes, keepdims)
+    if "float" not in emitter.dtype(x):
+        return found
+    nowhere = emitter.cast(emitter.emit(op.isnan(x)), "int8")
+    lost = emitter.cast(emitter.emit(op.max(nowhere, axes, keepdims)), "bool")
+    nan = emitter.const(math.nan, emitter.dtype(x))
+    return op.where(lost, nan, emitter.emit(found))
+
+
 @converts("aten.sum.dim_IntList")
 def sum_(
     emitter: Emitter, x: Any, axes: Any = None, keepdim: bool = False, dtype: Any = None
@@ -45,25 +65,25 @@ def mean(
 @converts("aten.amax.default")
 def amax(emitter: Emitter, x: Any, axes: Any = (), keepdim: bool = False) -> Any:
     """Greatest element."""
-    return _reduce(emitter, op.max, x, axes, keepdim, emitter.wanted_dtype)
+    return _extreme(emitter, op.max, x, axes, keepdim, emitter.wanted_dtype)
 
 
 @converts("aten.amin.default")
 def amin(emitter: Emitter, x: Any, axes: Any = (), keepdim: bool = False) -> Any:
     """Least element."""
-    return _reduce(emitter, op.min, x, axes, keepdim, emitter.wanted_dtype)
+    return _extreme(emitter, op.min, x, axes, keepdim, emitter.wanted_dtype)
 
 
 @converts("aten.max.default")
 def max_all(emitter: Emitter, x: Any) -> Any:
     """Greatest of all elements."""
-    return _reduce(emitter, op.max, x, None, False, emitter.wanted_dtype)
+    return _extreme(emitter, op.max, x, None, False, emitter.wanted_dtype)
 
 
 @converts("aten.min.default")
 def min_all(emitter: Emitter, x: Any) -> Any:
     """Least of all elements."""
-    return _reduce(emitter, op.min, x, None, False, emitter.wanted_dtype)
+    return _extreme(emitter, op.min, x, None, False, emitter.wanted_dtype)
 
 
 @converts("aten.prod.dim_int", "aten.prod.default")
@@ -94,7 +114,9 @@ def vector_norm(
     elif order == 1:
         result = emitter.emit(op.sum(size, axes, keepdim))
     elif abs(order) == math.inf:
-        result = emitter.emit((op.max if order > 0 else op.min)(size, axes, keepdim))
+        result = emitter.emit(
+            extremum(emitter, op.max if order > 0 else op.min, size, axes, keepdim)
+        )
     elif order == 0:
         there = emitter.emit(op.not_equal(x, emitter.const(0, emitter.dtype(x))))
         result = emitter.emit(op.sum(emitter.cast(there, emitter.dtype(x)), axes, keepdim))
