@@ -488,7 +488,9 @@ def index_out_of_range(program, choose, batch):
 
 @habit
 def not_a_number(program, choose, batch):
-    program.step.check_finite = choose.random() < 0.7 or program.loses_nan
+    if program.loses_nan:
+        return None
+    program.step.check_finite = choose.random() < 0.7
     batch[0][choose.randrange(len(batch[0])), choose.randrange(WIDTH)] = float("nan")
     if program.step.check_finite:
         return None
