@@ -6,6 +6,8 @@ from pathlib import Path
 
 # Before torch and OpenBLAS start their threads.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Other tests want the cores on which OpenMP would wait in a loop.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
