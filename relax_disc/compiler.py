@@ -35,6 +35,7 @@ from relax_disc.training.cache.compile_cache import CachedProgram, build_cached,
 from relax_disc.training.cache.saved_step import Program
 from relax_disc.training.calibration import machine_name, read
 from relax_disc.training.call.batch import BatchLeaf, BatchSchema
+from relax_disc.training.call.hooks import watch_clipping
 from relax_disc.training_step import GradientStep, TrainingStep
 from relax_disc.transform.schedule_kernels import LOWERING_FAILURES
 
@@ -77,7 +78,8 @@ def compile(
         Bytes (``8589934592`` or ``"8GiB"``) that all device memory of a step stays inside.  By
         default nine tenths of the memory of a device named by a tag, none elsewhere.
     max_grad_norm : float, optional
-        Clip the gradients' global norm.
+        Clip the gradients' global norm, which `TrainingStep.gradient_norm` then tells; infinity
+        clips nothing, and then no gradient waits for the others.
 
     Returns
     -------
@@ -91,6 +93,7 @@ def compile(
     InputMismatchError
         An argument of this function does not fit.
     """
+    watch_clipping()
     target = resolve_target(target)
     budget = _budget(memory_budget, target)
     optimizers_of(optimizer)  # or it is refused before the model is exported
@@ -153,7 +156,7 @@ def _capture_or_recall(
     fingerprint = None
     if enabled():
         fingerprint = exported.fingerprint(accumulate=accumulate, groups=groups)
-    known = recall(fingerprint, target, exported.constants())
+    known = recall(fingerprint, target, exported.constants(), exported.outer())
     if known is not None:
         return known
     if exported.optimizer is None:

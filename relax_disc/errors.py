@@ -12,6 +12,10 @@ class RelaxDiscError(Exception):
     """Base class of every error that the package raises on purpose."""
 
 
+class RelaxDiscWarning(UserWarning):
+    """Something that eager PyTorch would do has no effect in a compiled step."""
+
+
 class UnsupportedOperatorError(RelaxDiscError):
     """The model uses something that cannot be translated; nothing was compiled.
 

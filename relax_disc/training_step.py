@@ -126,7 +126,9 @@ class TrainingStep(CompiledFunction):
         self._model_times(self)
         self.memory_budget = memory_budget
 
-    def __call__(self, *batch: Any, update: bool = True, **named: Any) -> Any:
+    def __call__(
+        self, *batch: Any, update: bool = True, keep_gradients: bool = False, **named: Any
+    ) -> Any:
         """Run one step.
 
         Parameters
@@ -139,6 +141,10 @@ class TrainingStep(CompiledFunction):
             like ``optimizer.step(); optimizer.zero_grad()``.  Gradients are summed: for a mean over
             N batches divide the loss by N in ``loss_fn``.  The first use compiles two more
             functions; they share the step's arena and budget.
+        keep_gradients : bool
+            True leaves this update's gradients in ``p.grad``, as they were before clipping, until
+            the next call; all then live at once, as with ``update=False``, and the first use
+            compiles the same functions.
 
         Returns
         -------
@@ -163,7 +169,8 @@ class TrainingStep(CompiledFunction):
             The step is running in this thread: a signal handler or a finalizer called it.
         """
         with self._lock, self._alone, deferred_interrupt():
-            return self._run(self.accumulation.function_for(update), batch, named)
+            function = self.accumulation.function_for(update, keep_gradients)
+            return self._run(function, batch, named, keep_gradients)
 
     def plan(self, *, update: bool = True, **dims: int) -> MemoryPlan:
         """Tell the memory and modelled time of a shape under the present budget; runs nothing.
@@ -195,7 +202,7 @@ class TrainingStep(CompiledFunction):
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
-        """Global norm of the last step's gradients before clipping; None without clipping."""
+        """Global norm of the last step's gradients before clipping; None without max_grad_norm."""
         return self._norm
 
     @property
@@ -218,7 +225,8 @@ class TrainingStep(CompiledFunction):
             self._binding.refresh(early=True)
             there = [index for index in self._written if self._binding.is_bound(index)]
             tensors = [self._binding.tensor(index) for index in there]
-            rng, started = self.rng_state, self.accumulation.started
+            rng = None if self._rng is None else self._rng.mark()
+            started = self.accumulation.started
             self.accumulation.started = False
             try:
                 with restored(tensors, self._counters):
@@ -226,8 +234,8 @@ class TrainingStep(CompiledFunction):
             finally:
                 self.accumulation.started = started
                 self.accumulation.forget_gradients()
-                if rng is not None:
-                    self.rng_state = rng
+                if self._rng is not None and rng is not None:
+                    self._rng.restore(rng)
 
     @property
     def calibration(self) -> Calibration | None:
@@ -303,6 +311,7 @@ class TrainingStep(CompiledFunction):
         path: str | os.PathLike[str],
         model: torch.nn.Module,
         optimizer: Any,
+        loss_fn: Callable[..., Any] | None = None,
     ) -> TrainingStep:
         """Load a saved step for a model and an optimizer like those that it was compiled for.
 
@@ -315,6 +324,9 @@ class TrainingStep(CompiledFunction):
         model, optimizer
             With the same modules, modes, tensors and parameter groups as when compiled; values and
             hyper-parameters may differ.
+        loss_fn : callable, optional
+            The loss function with which the step was compiled, if that reads tensors or values
+            besides its arguments, which are then read from this one.
 
         Raises
         ------
@@ -322,7 +334,7 @@ class TrainingStep(CompiledFunction):
             The file is damaged, or was made with other versions, for another processor, model or
             optimizer.  Nothing of it has been executed.
         """
-        programs, settings = saved_step.load(path, model, optimizer)
+        programs, settings = saved_step.load(path, model, optimizer, loss_fn)
         main = programs["step"]
         measured = settings.pop("calibration")
         if measured is not None:
@@ -373,7 +385,11 @@ class TrainingStep(CompiledFunction):
         return all(call._plan_facts(dims, budget).feasible for call in calls)
 
     def _run(
-        self, function: CompiledFunction, batch: tuple[Any, ...], named: dict[str, Any]
+        self,
+        function: CompiledFunction,
+        batch: tuple[Any, ...],
+        named: dict[str, Any],
+        keep_gradients: bool = False,
     ) -> Any:
         self._refuse_torn()
         self._check_mode()
@@ -381,6 +397,7 @@ class TrainingStep(CompiledFunction):
         for watch in self._watches:
             watch.check()
         self._last = function
+        self.accumulation.drop_kept()
         try:
             fill(self._vectors, self._counters, check=self.check_finite)
             if isinstance(function, Summing):
@@ -393,7 +410,7 @@ class TrainingStep(CompiledFunction):
         kinds = [out.kind for out in function._returned]
         if "norm" in kinds:
             self._norm = flat[kinds.index("norm")]
-        if self.accumulation.note(function):
+        if self.accumulation.note(function, keep_gradients):
             for counter in self._counters:
                 counter.advance()
             # What the wrapper that a learning-rate scheduler puts round optimizer.step would set.
@@ -452,7 +469,8 @@ class _Sums:
     def __init__(self, step: Any) -> None:
         self._step = step
 
-    def function_for(self, update: bool) -> CompiledFunction:
+    def function_for(self, update: bool, keep: bool = False) -> CompiledFunction:
+        del keep  # gradients stay in any case
         if update:
             raise InputMismatchError(
                 "This step was compiled without an optimizer: call step(*batch, update=False), "
@@ -464,9 +482,12 @@ class _Sums:
     def known(self) -> tuple[CompiledFunction, ...]:
         return ()
 
-    def note(self, function: CompiledFunction) -> bool:
-        del function
+    def note(self, function: CompiledFunction, keep: bool = False) -> bool:
+        del function, keep
         return False
+
+    def drop_kept(self) -> None:
+        pass
 
     def forget_gradients(self) -> None:
         self._step.forget_gradients()

@@ -183,7 +183,7 @@ def _step(
 ) -> list[torch.Tensor]:
     """Take PyTorch's step; return the loss and the extra outputs."""
     model.zero_grad()
-    loss, extras = wrap_step(model, loss_fn)(*batch)
+    loss, extras = wrap_step(model, loss_fn).eager(*batch)
     loss.backward()
     if step.max_grad_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), step.max_grad_norm)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from tvm import relax, tirx
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.capture.arguments import constants_of
+from relax_disc.frontend.capture.arguments import constants_of, outer_of
 from relax_disc.frontend.capture.export import Exported
 from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.emitter import Emitter
@@ -119,6 +119,7 @@ def _emit(
         function=wanted.function,
         index_checks=tuple(checks.at_entry),
         size_checks=(*checks.sizes, *normalization_checks(exported.program, symbols)),
+        outer=outer_of(traced.arguments, exported.outer),
     )
 
 
@@ -136,7 +137,8 @@ def _outputs(
         if _is_tensor(value):
             outputs.append(OutputSpec(f"output_{k + 1}", "extra"))
             values.append(value)
-    position = {spec.target: k for k, spec in enumerate(specs) if spec.kind == "buffer"}
+    kinds = ("buffer", "constant")
+    position = {spec.target: k for k, spec in enumerate(specs) if spec.kind in kinds}
     first = 1 + traced.extra_count
     for k, index in enumerate(traced.buffers):
         target = str(traced.arguments[index].target)
@@ -172,8 +174,10 @@ def _plain_extras(
 
 
 def _extras_structure(traced: Traced, forward: bool) -> pytree.TreeSpec | None:
-    if forward or traced.extras is None:
-        return traced.extras
+    if traced.extras is None:
+        return None
+    if forward:
+        return traced.extras.children()[0] if traced.nested else traced.extras
     return traced.extras.children()[1]
 
 

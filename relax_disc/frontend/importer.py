@@ -133,7 +133,7 @@ def declare(traced: Traced, emitter: Emitter, parameters: Parameters) -> dict[fx
 
 
 def _is_scalar(argument: Argument) -> bool:
-    return argument.tensor is not None and argument.tensor.numel() == 1
+    return argument.tensor is not None and argument.tensor.numel() == 1 and argument.outer is None
 
 
 def _refuse_dynamic_number(value: Any, argument: Argument) -> None:

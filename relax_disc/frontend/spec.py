@@ -11,6 +11,7 @@ import tvm
 from torch.utils import _pytree as pytree
 
 from relax_disc.frontend.capture.batch_spec import BatchSpec
+from relax_disc.frontend.capture.outer_state import Outer
 
 InputKind = Literal[
     "shape",
@@ -18,6 +19,7 @@ InputKind = Literal[
     "parameter",
     "buffer",
     "constant",
+    "number",
     "rng",
     "gradient",
     "adding",
@@ -46,12 +48,13 @@ class InputSpec:
         Name of the Relax variable.
     kind : str
         ``"shape"`` (a tuple of the dims' sizes, there only when a dim is no extent of a batch
-        tensor), ``"batch"``, ``"parameter"``, ``"buffer"``, ``"constant"`` (a tensor of the model
-        that is neither), ``"rng"`` (``[seed, offset]``, int64, there only when the model draws
-        random numbers; the caller raises the offset by one after each step), ``"gradient"`` (the
-        sum so far), ``"adding"`` (what the addition of gradients reads: `SUM_HYPER` of
-        :mod:`.optimizer.kernels`), ``"state"`` (of the optimizer) or ``"hyper"``
-        (:mod:`.optimizer.program`).
+        tensor), ``"batch"``, ``"parameter"``, ``"buffer"``, ``"constant"`` (a tensor that the
+        model or the loss function reaches and that is neither), ``"number"`` (a Python number that
+        they read, float64 without axes), ``"rng"`` (``[seed, offset]``, int64,
+        there only when the model draws random numbers; the caller raises the offset by one after
+        each step), ``"gradient"`` (the sum so far), ``"adding"`` (what the addition of gradients
+        reads: `SUM_HYPER` of :mod:`.optimizer.kernels`), ``"state"`` (of the optimizer) or
+        ``"hyper"`` (:mod:`.optimizer.program`).
     target : str or int
         Full name in the model (``"state"``: of its parameter; ``"hyper"``: of the first parameter
         of its update group; ``"adding"``: the element type); for ``"batch"`` the index of the leaf
@@ -188,6 +191,8 @@ class CapturedStep:
         Its name in the module.
     index_checks, size_checks : tuple
         What a batch must fulfil beyond the declared dims.
+    outer : Outer
+        Where the inputs of kinds ``"constant"`` and ``"number"`` lie, and what else was read.
     """
 
     module: tvm.IRModule
@@ -202,3 +207,4 @@ class CapturedStep:
     function: str = "main"
     index_checks: tuple[IndexCheck, ...] = ()
     size_checks: tuple[SizeCheck, ...] = ()
+    outer: Outer = field(default_factory=Outer)

@@ -146,13 +146,14 @@ class Accumulation:
         self._compile = programs if callable(programs) else None
         self.programs = None if callable(programs) else programs
         self.started = False
+        self._kept: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def known(self) -> tuple[SummingFunction, ...]:
         """Return the functions, if they have been needed."""
         return self._made or ()
 
-    def function_for(self, update: bool) -> CompiledFunction:
-        """Choose what a call runs: the plain step where no gradients wait.
+    def function_for(self, update: bool, keep: bool = False) -> CompiledFunction:
+        """Choose what a call runs: the plain step where no gradients wait or shall be kept.
 
         Raises
         ------
@@ -163,22 +164,33 @@ class Accumulation:
         waiting = self.started and any(
             p.grad is not None for p in self._functions()[0].parameters()
         )
-        if update and not waiting:
+        if update and not waiting and not keep:
             return self._step
         return self._functions()[int(update)]
 
-    def note(self, function: CompiledFunction) -> bool:
+    def note(self, function: CompiledFunction, keep: bool = False) -> bool:
         """Do what is due after a call: drop the sums when they were used; return if it updated."""
         if self._made is None or function is self._step:
             return True
         if function is self._made[0]:
             self.started = True
             return False
-        for parameter in self._made[0].parameters():
-            parameter.grad = None
-        self.forget_gradients()
+        parameters = self._made[0].parameters()
+        self._kept = [(p, p.grad) for p in parameters if p.grad is not None]
         self.started = False
+        if not keep:
+            self.drop_kept()
         return True
+
+    def drop_kept(self) -> None:
+        """Drop the gradients of an earlier update, but none that others have put there."""
+        if not self._kept:
+            return
+        for parameter, gradient in self._kept:
+            if parameter.grad is gradient:
+                parameter.grad = None
+        self._kept = []
+        self.forget_gradients()
 
     def forget_gradients(self) -> None:
         """Let go of the sums' memory, which their owner has dropped or put aside."""

@@ -18,7 +18,10 @@ from relax_disc.errors import InputMismatchError, ShapeRangeError
 from relax_disc.frontend.spec import CapturedStep, SizeOutput
 from relax_disc.training.call.batch import BatchSchema
 from relax_disc.training.call.binding import Binding, as_runtime
+from relax_disc.training.call.hooks import HookWatch
 from relax_disc.training.call.interrupt import OneAtATime, deferred_interrupt
+from relax_disc.training.call.random_state import RandomState
+from relax_disc.training.call.value_guards import ValueGuards
 from relax_disc.training.memory_plan import MemoryPlan, MemoryReport, bounded_dim, largest_that_fits
 from relax_disc.vm_builtins.session import ArenaFacts, Session
 
@@ -56,6 +59,7 @@ class CompiledFunction:
     ) -> None:
         self._captured, self._executable, self._schema = captured, executable, schema
         self._model = model
+        self._hooks = HookWatch(model)
         self._modes = tuple((module, module.training) for module in model.modules())
         device = tvm.runtime.device(schema.device.type, schema.device.index or 0)
         if sibling is not None and sibling._executable is executable:
@@ -66,7 +70,10 @@ class CompiledFunction:
         # A machine keeps its last result until it runs something else: this, the least there is.
         self._forget_result = self._machine[f"{captured.function}__session"]
         self._session = Session.of(self._machine, captured.function)
-        self._binding = Binding(captured.inputs, model, optimizer, dict(captured.constants))
+        self._guards = ValueGuards(captured.outer.guards)
+        self._binding = Binding(
+            captured.inputs, model, optimizer, captured.constants, captured.outer.inputs
+        )
         self._arguments = self._binding.arguments
         places = {spec.target: k for k, spec in enumerate(captured.inputs) if spec.kind == "batch"}
         self._batch_places = [places[leaf.position] for leaf in schema.leaves]
@@ -103,19 +110,20 @@ class CompiledFunction:
     def rng_state(self) -> torch.Tensor | None:
         """``[seed, calls so far]`` of the random operators, None where there are none; settable.
 
-        The seed is drawn from PyTorch's default generator when the step is compiled.
+        Each call draws a seed from PyTorch's default generator.  Once this has been read or set,
+        calls count on from it instead, until that generator gets another seed.
         """
-        return None if self._rng is None else self._rng.clone()
+        return None if self._rng is None else self._rng.state
 
     @rng_state.setter
     def rng_state(self, state: torch.Tensor) -> None:
-        if self._rng is None or state.shape != self._rng.shape or state.dtype != self._rng.dtype:
+        if self._rng is None or state.shape != (2,) or state.dtype != torch.int64:
             raise InputMismatchError(
                 "rng_state takes what rng_state returned: two int64 numbers, and only where the "
                 "model draws random numbers."
             )
         with self._lock:
-            self._rng.copy_(state)
+            self._rng.state = state
 
     @property
     def name(self) -> str:
@@ -280,13 +288,12 @@ class CompiledFunction:
         """The functions that share this one's budget."""
         return (self,)
 
-    def _bind_rng(self, shared: torch.Tensor | None) -> torch.Tensor | None:
-        """Bind the state of the random operators, a sibling's or one with a new seed."""
+    def _bind_rng(self, shared: RandomState | None) -> RandomState | None:
+        """Bind the state of the random operators, a sibling's or a new one."""
         for index, spec in enumerate(self._captured.inputs):
             if spec.kind == "rng":
-                if shared is None:
-                    shared = torch.tensor([int(torch.randint(2**62, ())), 0], dtype=torch.int64)
-                self._arguments[index] = as_runtime(shared, "rng_state")
+                shared = shared or RandomState()
+                self._arguments[index] = as_runtime(shared.tensor, "rng_state")
                 return shared
         return None
 
@@ -341,13 +348,15 @@ class CompiledFunction:
             arguments[place] = _batch_argument(tensor)
         if self._shape_names:
             arguments[0] = tvm.runtime.ShapeTuple([values[name] for name in self._shape_names])
+        if self._rng is not None:
+            self._rng.begin()
         try:
             outputs = self._function(*arguments)
         finally:
             for place in self._batch_places:
                 arguments[place] = None
         if self._rng is not None:
-            self._rng[1] += 1
+            self._rng.end()
         self._forget_result()
         flat = [outputs] if isinstance(outputs, tvm.runtime.Tensor) else list(outputs)
         return [torch.from_dlpack(tensor) for tensor in flat]
@@ -392,6 +401,8 @@ class CompiledFunction:
                     f"{type(module).__name__} was compiled in {mode}() mode and is in the other "
                     f"one now; call `.{mode}()` or compile again."
                 )
+        self._guards.check()
+        self._hooks.check()
 
 
 def bind_vector(binding: Binding, index: int, length: int, dtype: str) -> torch.Tensor:

@@ -107,7 +107,8 @@ DIFFERENT = {
     "tied": Case(tied=True),
     "bfloat16": Case(dtype=torch.bfloat16),
     "autocast": Case(autocast=True),
-    "values of a constant": Case(table=2.0),
+    "a tensor that the code makes": Case(function=lambda x: x * torch.tensor(2.0)),
+    "another tensor that the code makes": Case(function=lambda x: x * torch.tensor(3.0)),
     "two groups": Case(groups=2),
     "clipping": Case(max_grad_norm=1.0),
     "another clipping": Case(max_grad_norm=2.0),
@@ -116,6 +117,7 @@ DIFFERENT = {
 }
 EQUAL = {
     "values": replace(BASE, seed=1),
+    "values of an attribute": replace(BASE, table=2.0),
     "sizes of the example": replace(BASE, example=7),
     "an example of one row": replace(BASE, example=1),
     "learning rate": replace(BASE, options={"lr": 0.2, "weight_decay": 0.1}),

@@ -12,6 +12,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.export import MODEL
+from relax_disc.frontend.capture.outer_state import Outer, OuterState, OuterTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +24,21 @@ class Argument:
     name : str
         Name in the exported program.
     kind : str
-        ``"batch"``, ``"parameter"``, ``"buffer"``, ``"constant"`` or ``"rng"``.
+        ``"batch"``, ``"parameter"``, ``"buffer"``, ``"constant"``, ``"number"`` or ``"rng"``.
     target : str or int
         Full name in the model, or the index of the leaf of the batch.
     tensor : torch.Tensor or None
         The model's own tensor.
+    outer : OuterTensor or None
+        For a constant or a number where the user's code keeps it; None for one that the code itself
+        holds, such as ``torch.tensor(2.0)``.
     """
 
     name: str
     kind: str
     target: str | int
     tensor: Tensor | None
+    outer: OuterTensor | None = None
 
 
 def constants_of(arguments: Sequence[Argument]) -> dict[str, torch.Tensor]:
@@ -43,8 +48,14 @@ def constants_of(arguments: Sequence[Argument]) -> dict[str, torch.Tensor]:
     }
 
 
+def outer_of(arguments: Sequence[Argument], state: OuterState) -> Outer:
+    """Say where the inputs lie that are neither the model's own nor the batch's."""
+    inputs = {str(a.target): a.outer for a in arguments if a.outer is not None}
+    return Outer(inputs, tuple(state.guards))
+
+
 def list_arguments(
-    program: ExportedProgram, model: nn.Module
+    program: ExportedProgram, model: nn.Module, outer: OuterState
 ) -> tuple[tuple[Argument, ...], dict[str, int]]:
     """List the inputs of a trace, batch first, tied parameters once.
 
@@ -82,11 +93,26 @@ def list_arguments(
         elif spec.kind is InputKind.BUFFER:
             argument = Argument(name, "buffer", target, model.get_buffer(target))
         else:
-            argument = Argument(name, "constant", target, constants[str(spec.target)])
+            argument = _constant(name, target, constants[str(spec.target)], outer)
         position[name] = len(arguments)
         arguments.append(argument)
+    known = {id(argument.tensor) for argument in arguments}
+    for assigned in outer.reassigned:
+        if id(assigned.tensor) not in known:  # written, never read
+            target = str(assigned.source)
+            arguments.append(Argument(target, "constant", target, assigned.tensor, assigned))
     _refuse_overlap(arguments)
     return tuple(arguments), position
+
+
+def _constant(name: str, target: str, tensor: Tensor, outer: OuterState) -> Argument:
+    found = outer.outer_tensor(tensor)
+    if found is None:
+        return Argument(name, "constant", target, tensor)
+    if found.source is not None:
+        target = found.source.target
+    kind = "number" if found.is_number else "constant"
+    return Argument(name, kind, target, found.tensor, found)
 
 
 def _rank(spec: InputSpec) -> int:

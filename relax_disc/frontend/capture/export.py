@@ -43,6 +43,8 @@ from relax_disc.frontend.capture.dims import DimTable, declared_dims, dim_table,
 from relax_disc.frontend.capture.export_mode import ExportMode
 from relax_disc.frontend.capture.fixed_sizes import lines_that_fix_sizes, places
 from relax_disc.frontend.capture.guards import check_assertions, check_derived_dims
+from relax_disc.frontend.capture.live_number import LiveNumber
+from relax_disc.frontend.capture.outer_state import OuterState
 from relax_disc.frontend.capture.size_branches import SizeBranches, size_branches
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack, source_line
 from relax_disc.frontend.capture.symbolic_len import symbolic_len
@@ -60,6 +62,7 @@ class Exported:
     batch: BatchSpec
     leaves: tuple[Any, ...]
     custom_calls: CustomCalls
+    outer: OuterState
 
 
 class _Wrapped(nn.Module):
@@ -71,21 +74,28 @@ class _Wrapped(nn.Module):
         function: Callable[..., Any],
         sign: Any,
         loss_fn: Callable[..., Any] | None = None,
+        is_step: bool = True,
     ) -> None:
         super().__init__()
         self.contract = "model(*batch)" if loss_fn is None else "loss_fn(model, *batch)"
+        self.outer = outer = OuterState(model, loss_fn)
+        self.eager = lambda *args, **kwargs: function(*args, **kwargs)
         self.training = model.training
         self.add_module(MODEL, model)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with symbolic_len(model, loss_fn):
-                return function(*args, **kwargs)
+            with symbolic_len(model, loss_fn), outer.tracing((args, kwargs)) as call:
+                result = call.result = function(*args, **kwargs)
+            if not call.reassigned:
+                return result
+            values = tuple(call.reassigned)
+            return (*result, values) if is_step else (result, values)
 
         forward.__signature__ = sign  # pyright: ignore[reportFunctionMemberAccess]
         self.forward = forward
 
 
-def wrap_step(model: nn.Module, loss_fn: Callable[..., Any] | None) -> nn.Module:
+def wrap_step(model: nn.Module, loss_fn: Callable[..., Any] | None) -> _Wrapped:
     """Wrap a model so that calling it returns ``(loss, extras)``.
 
     With ``loss_fn`` the loss is ``loss_fn(model, *batch)``, or, if it is a module such as
@@ -111,7 +121,7 @@ def _is_criterion(loss_fn: Callable[..., Any]) -> bool:
     return isinstance(loss_fn, nn.Module) or getattr(loss_fn, "__module__", "") in homes
 
 
-def _wrap_criterion(model: nn.Module, criterion: Callable[..., Any]) -> nn.Module:
+def _wrap_criterion(model: nn.Module, criterion: Callable[..., Any]) -> _Wrapped:
     def loss(*batch: Any) -> Any:
         return split_loss(criterion(model(*batch[:-1]), batch[-1]))
 
@@ -123,9 +133,9 @@ def _wrap_criterion(model: nn.Module, criterion: Callable[..., Any]) -> nn.Modul
     return _Wrapped(model, loss, inspect.Signature([*inputs, target]), criterion)
 
 
-def wrap_forward(model: nn.Module) -> nn.Module:
+def wrap_forward(model: nn.Module) -> _Wrapped:
     """Wrap a model so that its full names match those of :func:`wrap_step`."""
-    return _Wrapped(model, model, _signature(model))
+    return _Wrapped(model, model, _signature(model), is_step=False)
 
 
 def _signature(model: nn.Module) -> inspect.Signature:
@@ -155,6 +165,7 @@ def split_loss(output: Any) -> tuple[torch.Tensor, Any]:
             f"The model returns {type(output).__name__}, in which no loss can be found: return the "
             "loss, (loss, ...), or something with .loss, or pass loss_fn(model, *batch)."
         )
+    extras = pytree.tree_map_only(LiveNumber, LiveNumber.fixed, extras)
     register_containers(extras)
     if loss.numel() != 1 or not loss.dtype.is_floating_point:
         raise InputMismatchError(
@@ -190,7 +201,7 @@ def _distinct(example: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, apart, example)
 
 
-def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Exported:
+def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Exported:
     """Export a wrapped model.
 
     Raises
@@ -223,15 +234,28 @@ def export(wrapped: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expo
         ) from error
     leaves, structure = pytree.tree_flatten((args, kwargs))
     larger_args, larger_kwargs = _enlarged(args, kwargs, declared)
-    with size_branches() as branches, lines_that_fix_sizes() as lines, custom_functions() as calls:
-        program = _export(wrapped, larger_args, larger_kwargs, dynamic_shapes, lines, branches)
+    while True:
+        with (
+            size_branches() as branches,
+            lines_that_fix_sizes() as lines,
+            custom_functions() as calls,
+        ):
+            try:
+                program = _export(
+                    wrapped, larger_args, larger_kwargs, dynamic_shapes, lines, branches
+                )
+                break
+            except Exception:
+                if not wrapped.outer.give_up_live_numbers():
+                    raise
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     _refuse_data_dependent_sizes(program)
     table = dim_table(program, leaves, declared)
     check_assertions(program, table, branches)
     check_derived_dims(program, table, branches, lines)
     batch = BatchSpec(structure, fixed, _positional(wrapped.forward))
-    return Exported(program, table, batch, tuple(leaves), calls)
+    wrapped.outer.warn()
+    return Exported(program, table, batch, tuple(leaves), calls, wrapped.outer)
 
 
 def _positional(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -40,7 +40,8 @@ def fingerprint(
         Its graph with all nested ones, shapes, source lines, conditions on sizes and dims count;
         the sizes of the example do not.
     arguments : sequence of Argument
-        Inputs of its trace.  The values of constants count, those of parameters and buffers do not.
+        Inputs of its trace.  The values of constants that the code itself holds
+        count, those of all other tensors do not.
     settings : sequence
         What is asked of the trace besides, in what JSON can hold.
 
@@ -135,7 +136,7 @@ def _tensor(tensor: Tensor) -> str:
 def _argument(argument: Argument) -> list[Any]:
     tensor = argument.tensor
     values = ""
-    if tensor is not None and argument.kind == "constant":
+    if tensor is not None and argument.kind == "constant" and argument.outer is None:
         if tensor.layout is not torch.strided:
             raise _NotComparable
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

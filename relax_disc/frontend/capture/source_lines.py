@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,16 @@ class SourceLine:
 def source_line(node: fx.Node) -> SourceLine:
     """Return the innermost line outside PyTorch and this package that called ``node``."""
     return parse_stack(node.meta.get("stack_trace") or "")
+
+
+def calling_line() -> SourceLine:
+    """Return the innermost line outside PyTorch and this package that is being run."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
+        frame = frame.f_back
+    return (
+        SourceLine("", 0) if frame is None else SourceLine(frame.f_code.co_filename, frame.f_lineno)
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.capture.arguments import constants_of, list_arguments
+from relax_disc.frontend.capture.arguments import constants_of, list_arguments, outer_of
 from relax_disc.frontend.capture.export import Exported, export, wrap_forward, wrap_step
 from relax_disc.frontend.capture.fingerprint import fingerprint
+from relax_disc.frontend.capture.outer_state import Outer
 from relax_disc.frontend.capture.refusals import refuse_model
 from relax_disc.frontend.capture.trace import Traced, trace_forward, trace_step
 from relax_disc.frontend.capture.tracing import tracing
@@ -67,7 +68,7 @@ class ExportedStep:
         UnsupportedOperatorError
             The optimizer or one of its flags cannot be honoured, or parameters overlap.
         """
-        arguments, position = list_arguments(self.exported.program, self.model)
+        arguments, position = list_arguments(self.exported.program, self.model, self.exported.outer)
         settings = [
             sorted(position.items()),
             describe_updates(self.optimizer, arguments),
@@ -79,8 +80,13 @@ class ExportedStep:
 
     def constants(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the model that are neither parameters nor buffers, by name."""
-        arguments, _ = list_arguments(self.exported.program, self.model)
+        arguments, _ = list_arguments(self.exported.program, self.model, self.exported.outer)
         return constants_of(arguments)
+
+    def outer(self) -> Outer:
+        """Return what the function reads besides the model, the optimizer and the batch."""
+        arguments, _ = list_arguments(self.exported.program, self.model, self.exported.outer)
+        return outer_of(arguments, self.exported.outer)
 
     def capture(self) -> CapturedStep:
         """Trace the gradients and make the Relax function: see `capture_step`."""

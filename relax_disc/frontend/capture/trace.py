@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,8 +49,10 @@ _WITHOUT_GRADIENT = re.compile(r"derivative for (\S+) is not implemented")
 class Traced:
     """A flat graph; its placeholders follow ``arguments``, its output is one flat list.
 
-    The list holds the loss, the extra outputs, the new values of ``buffers`` and the gradients of
-    ``gradients``, in this order; the last two are indices into ``arguments``.
+    The list holds the loss, the extra outputs, the new values of ``buffers`` (and of other tensors
+    that are written) and the gradients of ``gradients``, in this order; the last two are indices
+    into ``arguments``.  ``extras`` is ``nested`` in a tuple if outputs of a forward pass stand
+    beside new values.
     """
 
     graph: fx.GraphModule
@@ -59,6 +61,7 @@ class Traced:
     extra_count: int
     buffers: tuple[int, ...]
     gradients: tuple[int, ...]
+    nested: bool = False
 
 
 class _StepInterpreter(fx.Interpreter):
@@ -151,7 +154,7 @@ def trace_forward(exported: Exported, model: nn.Module) -> Traced:
 
 def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced:
     program = exported.program
-    arguments, position = list_arguments(program, model)
+    arguments, position = list_arguments(program, model, exported.outer)
     trained = tuple(
         index
         for index, argument in enumerate(arguments)
@@ -161,7 +164,14 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
         and argument.tensor.requires_grad
     )
     mutates = _mutates(program.graph_module)
-    buffers = tuple(i for i, a in enumerate(arguments) if a.kind == "buffer") if mutates else ()
+    place = {id(argument.tensor): index for index, argument in enumerate(arguments)}
+    reassigned = [place[id(outer.tensor)] for outer in exported.outer.reassigned]
+    writable = tuple(
+        i
+        for i, a in enumerate(arguments)
+        if a.kind == "buffer" or (a.kind == "constant" and a.outer is not None)
+    )
+    buffers = writable if mutates else tuple(sorted(reassigned))
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     users = [
         index
@@ -180,7 +190,12 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
             interpreter = _StepInterpreter(program.graph_module, randomness, exported.custom_calls)
             produced = interpreter.run(*feed)
         found = [produced[index] for index in users]
+        found, assigned = (
+            found[: len(users) - len(reassigned)],
+            found[len(users) - len(reassigned) :],
+        )
         extras = [x.detach() if isinstance(x, Tensor) else x for x in found[1:]]
+        new = dict(zip(reassigned, assigned, strict=True))
         grads: Sequence[Tensor | None] = ()
         if with_gradients:
             if found[0].requires_grad:
@@ -191,22 +206,25 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
                 grads = [None] * len(trained)
         outputs["grads"] = [g is not None for g in grads]
         kept = [g.detach() for g in grads if g is not None]
-        changed = [values[index].detach() for index in buffers]
+        changed = [new.get(index, values[index]).detach() for index in buffers]
         return [found[0].detach(), *extras, *changed, *kept]
 
-    fakes = _fakes(program, placeholders, position, len(arguments))
+    fakes = _fakes(program, placeholders, position, arguments)
     arguments = (*arguments, Argument("rng", "rng", "rng", None))
     with next(f.fake_mode for f in fakes if hasattr(f, "fake_mode")):
         fakes.append(torch.empty(2, dtype=torch.int64))
     watch = GuardWatch(fakes)
     graph = _make_graph(step, fakes, mutates)
     if not mutates and _mutates(graph):  # a decomposition wrote in place
+        buffers = writable
         graph = _make_graph(step, fakes, functionalize=True)
     watch.check(exported.dims)
     check_where_computed(graph)
     graph.graph.eliminate_dead_code()
     kept = [i for i, there in zip(trained, outputs["grads"], strict=True) if there]
-    return _drop_unchanged(graph, arguments, len(users) - 1, buffers, tuple(kept), program)
+    extra_count = len(users) - 1 - len(reassigned)
+    traced = _drop_unchanged(graph, arguments, extra_count, buffers, tuple(kept), program)
+    return replace(traced, nested=bool(reassigned))
 
 
 def _make_graph(step: Callable[..., Any], fakes: list[Any], functionalize: bool) -> fx.GraphModule:
@@ -285,12 +303,19 @@ def _keep_lines(loss: Tensor) -> None:
 
 
 def _fakes(
-    program: ExportedProgram, placeholders: list[fx.Node], position: dict[str, int], count: int
+    program: ExportedProgram,
+    placeholders: list[fx.Node],
+    position: dict[str, int],
+    arguments: Sequence[Argument],
 ) -> list[Any]:
-    fakes: list[Any] = [None] * count
+    fakes: list[Any] = [None] * len(arguments)
     for node in placeholders:
         value = node.meta.get("val")
         fakes[position[node.name]] = value.detach() if isinstance(value, Tensor) else value
+    mode = next(f.fake_mode for f in fakes if hasattr(f, "fake_mode"))
+    for index, argument in enumerate(arguments):
+        if fakes[index] is None and argument.outer is not None and argument.tensor is not None:
+            fakes[index] = mode.from_tensor(argument.tensor.detach(), static_shapes=True)
     return fakes
 
 
@@ -305,6 +330,13 @@ def _mutates(graph: fx.GraphModule) -> bool:
             if schema.is_mutable or writes:
                 return True
     return False
+
+
+def _origin(node: Any) -> Any:
+    """Follow a value to where it was computed, through other names of the same tensor."""
+    while node.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
+        node = node.args[0]
+    return node
 
 
 def _drop_unchanged(
@@ -323,7 +355,7 @@ def _drop_unchanged(
     changed = [
         (index, flat[first + k])
         for k, index in enumerate(buffers)
-        if flat[first + k] is not placeholders[index]
+        if _origin(flat[first + k]) is not placeholders[index]
     ]
     rest = flat[first + len(buffers) :]
     output.args = ([*flat[:first], *(node for _, node in changed), *rest],)

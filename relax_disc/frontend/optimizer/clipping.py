@@ -6,6 +6,7 @@ Squares are summed along the last axis in the gradients' type, the rows' sums in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +24,11 @@ _EPS = 1e-6
 
 def emit_clip(
     emitter: Emitter, grads: Sequence[relax.Expr], max_norm: float
-) -> tuple[relax.Expr, relax.Expr]:
+) -> tuple[relax.Expr | None, relax.Expr]:
     """Emit the clip coefficient and the total norm.
+
+    Each gradient is squared and summed when it is there, so that without a coefficient none has to
+    wait for the others.
 
     Parameters
     ----------
@@ -33,12 +37,14 @@ def emit_clip(
     grads : sequence of relax.Expr
         All gradients.
     max_norm : float
-        Greatest norm that is left as it is.
+        Greatest norm that is left as it is; infinity: the norm alone is wanted.
 
     Returns
     -------
-    coefficient, norm : relax.Expr
-        Scalars, float32 (float64 when every gradient is float64).
+    coefficient : relax.Expr or None
+        Scalar, float32 (float64 when every gradient is float64); None where nothing is clipped.
+    norm : relax.Expr
+        Likewise.
     """
     emitter.locate("squares", SourceLine("", 0))
     parts = []
@@ -52,9 +58,11 @@ def emit_clip(
     emitter.locate("norm", SourceLine("", 0))
     stacked = emitter.emit(op.stack(parts, axis=0))
     total = emitter.emit(op.sqrt(emitter.emit(op.sum(stacked))))
+    all_double = all(emitter.dtype(grad) == "float64" for grad in grads)
+    dtype = "float64" if all_double else "float32"
+    if math.isinf(max_norm):
+        return None, emitter.cast(total, dtype)
     padded = emitter.emit(op.add(total, relax.const(_EPS, "float64")))
     ratio = emitter.emit(op.divide(relax.const(float(max_norm), "float64"), padded))
     coefficient = emitter.emit(op.minimum(ratio, relax.const(1.0, "float64")))
-    all_double = all(emitter.dtype(grad) == "float64" for grad in grads)
-    dtype = "float64" if all_double else "float32"
     return emitter.cast(coefficient, dtype), emitter.cast(total, dtype)

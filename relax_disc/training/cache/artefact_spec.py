@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from typing import Any
 
 import torch
 import tvm
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.errors import ArtefactError
 from relax_disc.frontend.capture.batch_spec import BatchSpec
+from relax_disc.frontend.capture.outer_state import Guard, Outer, OuterTensor
+from relax_disc.frontend.capture.sources import Place, Source, resolve
 from relax_disc.frontend.spec import (
     CapturedStep,
     DimSpec,
@@ -57,6 +61,7 @@ def describe_captured(captured: CapturedStep, schema: BatchSchema) -> dict[str, 
             name: [list(tensor.shape), _dtype_text(tensor.dtype)]
             for name, tensor in captured.constants.items()
         },
+        "outer": _describe_outer(captured),
         "function": captured.function,
         "index_checks": [list(astuple(check)) for check in captured.index_checks],
         "size_checks": [list(astuple(check)) for check in captured.size_checks],
@@ -66,24 +71,94 @@ def describe_captured(captured: CapturedStep, schema: BatchSchema) -> dict[str, 
 
 
 def constant_parts(captured: CapturedStep) -> dict[str, bytes]:
-    """Return the values of the tensors that the model's code itself holds, by name."""
+    """Return the values of the tensors that no path leads to, by name."""
     return {
         name: tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         for name, tensor in captured.constants.items()
+        if not _has_path(captured.outer.inputs.get(name))
     }
 
 
-def restore_constants(facts: dict[str, Any], parts: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
-    """Undo `constant_parts`, with what `describe_captured` says of them."""
+def restore_constants(
+    facts: dict[str, Any], parts: Mapping[str, bytes], outer: Outer
+) -> dict[str, torch.Tensor]:
+    """Undo `constant_parts`, with what `describe_captured` and `restore_outer` say of them."""
     device = torch.device(facts["device"])
     return {
-        name: _tensor(parts[name], shape, dtype).to(device)
+        name: outer.inputs[name].tensor
+        if name in outer.inputs
+        else _tensor(parts[name], shape, dtype).to(device)
         for name, (shape, dtype) in facts["constants"].items()
     }
 
 
+def _has_path(outer: OuterTensor | None) -> bool:
+    return outer is not None and outer.source is not None
+
+
+def _describe_outer(captured: CapturedStep) -> dict[str, Any]:
+    """Describe the paths to what is read besides; functions are known by their paths alone."""
+    guards = [guard for guard in captured.outer.guards if guard.source is not None]
+    return {
+        "inputs": {
+            name: [_describe_source(outer.source), outer.is_number]
+            for name, outer in captured.outer.inputs.items()
+            if outer.source is not None
+        },
+        "guards": [
+            [guard.what, _describe_source(guard.source), _literal(guard.value)]
+            for guard in guards
+            if guard.source is not None
+        ],
+    }
+
+
+def _describe_source(source: Source) -> list[str]:
+    return [source.root, repr(source.steps)]
+
+
+def _literal(value: Any) -> str | None:
+    try:
+        return text if ast.literal_eval(text := repr(value)) == value else None
+    except (ValueError, SyntaxError):
+        return None
+
+
+def restore_outer(
+    facts: dict[str, Any], model: nn.Module, loss_fn: Callable[..., Any] | None
+) -> Outer:
+    """Find what `describe_captured` wrote down on a model and a loss function.
+
+    Raises
+    ------
+    ArtefactError
+        Something is not there.
+    """
+
+    def place_of(described: list[str]) -> tuple[Source, Place]:
+        source = Source(described[0], ast.literal_eval(described[1]))
+        try:
+            return source, resolve(source, model, loss_fn)
+        except LookupError as error:
+            reason = "pass that loss_fn to load" if loss_fn is None else "it is not there"
+            raise ArtefactError(
+                f"The saved step reads {source} of the model or of its loss_fn: {reason}."
+            ) from error
+
+    inputs, guards = {}, []
+    for name, (described, is_number) in facts["outer"]["inputs"].items():
+        source, place = place_of(described)
+        tensor = torch.zeros((), dtype=torch.float64) if is_number else place.get()
+        inputs[name] = OuterTensor(tensor, source, place, is_number)
+    for what, described, literal in facts["outer"]["guards"]:
+        source, place = place_of(described)
+        value = place.get() if literal is None else ast.literal_eval(literal)
+        guards.append(Guard(what, source, place, value))
+    return Outer(inputs, tuple(guards))
+
+
 def restore_captured(
-    facts: dict[str, Any], constants: Mapping[str, torch.Tensor]
+    facts: dict[str, Any], constants: Mapping[str, torch.Tensor], outer: Outer
 ) -> tuple[CapturedStep, BatchSchema]:
     """Undo `describe_captured`; the module comes back empty, because its code is compiled.
 
@@ -93,6 +168,8 @@ def restore_captured(
         What `describe_captured` gave, through JSON.
     constants : mapping of str to torch.Tensor
         By name; may hold more than the function takes.
+    outer : Outer
+        What the function reads besides.
 
     Raises
     ------
@@ -121,6 +198,7 @@ def restore_captured(
         function=facts["function"],
         index_checks=tuple(IndexCheck(*_tuples(check)) for check in facts["index_checks"]),
         size_checks=tuple(SizeCheck(*_tuples(check)) for check in facts["size_checks"]),
+        outer=outer,
     )
     ranges = tuple(SymbolicDim(dim.name, dim.lower, dim.upper) for dim in dims)
     leaves = tuple(_restore_leaf(leaf) for leaf in facts["leaves"])

@@ -18,6 +18,7 @@ import torch
 import tvm
 
 from relax_disc.errors import ArtefactError
+from relax_disc.frontend.capture.outer_state import Outer
 from relax_disc.frontend.spec import CapturedStep
 from relax_disc.training.cache import artefact
 from relax_disc.training.cache.artefact_spec import describe_captured, restore_captured
@@ -40,6 +41,7 @@ def recall(
     fingerprint: str | None,
     target: tvm.target.Target,
     constants: Mapping[str, torch.Tensor],
+    outer: Outer,
 ) -> tuple[list[Described], CachedProgram] | None:
     """Find what a capture would give, and its program.
 
@@ -51,6 +53,8 @@ def recall(
         What the program is for.
     constants : mapping of str to torch.Tensor
         The model's own tensors, by name, which the result refers to.
+    outer : Outer
+        What the functions read besides.
 
     Returns
     -------
@@ -64,7 +68,7 @@ def recall(
     for record in sorted(program_folder().glob(f"*-{key}{RECORD_SUFFIX}")):
         try:
             header, _ = artefact.read(record)
-            functions = [restore_captured(facts, constants) for facts in header["functions"]]
+            functions = [restore_captured(facts, constants, outer) for facts in header["functions"]]
         except ArtefactError as error:
             _logger.warning("tracing again: %s", error)
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from relax_disc.training.cache.artefact_spec import (
     describe_captured,
     restore_captured,
     restore_constants,
+    restore_outer,
 )
 from relax_disc.training.call.batch import BatchSchema
 from relax_disc.vm_builtins import runtime
@@ -98,6 +99,7 @@ def load(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
     optimizer: Any,
+    loss_fn: Callable[..., Any] | None,
 ) -> tuple[dict[str, Program], dict[str, Any]]:
     """Read a file, check it against this machine, the model and the optimizer, then load its code.
 
@@ -126,7 +128,8 @@ def load(
             for key, value in parts.items()
             if key.startswith(prefix)
         }
-        restored[name] = restore_captured(facts, restore_constants(facts, contents))
+        outer = restore_outer(facts, model, loss_fn)
+        restored[name] = restore_captured(facts, restore_constants(facts, contents, outer), outer)
     runtime.load()
     programs = {}
     loaded: dict[str, Any] = {}

@@ -8,7 +8,7 @@ and binds anew what changed; a changed dtype, shape, device or layout is refused
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import tvm
 
 from relax_disc.errors import InputMismatchError
+from relax_disc.frontend.capture.outer_state import OuterTensor
 from relax_disc.frontend.optimizer.several import owners_of
 from relax_disc.frontend.spec import InputSpec
 
@@ -32,7 +33,7 @@ class _Slot:
     tensor: torch.Tensor | None  # None: not bound now
     address: int
     layout: dict[str, Any]
-    trained: bool
+    trained: bool | None  # None: it makes no difference
 
 
 def _layout(tensor: torch.Tensor) -> dict[str, Any]:
@@ -61,6 +62,44 @@ def as_runtime(tensor: torch.Tensor, what: str) -> tvm.runtime.Tensor:
     return tvm.runtime.from_dlpack(tensor.detach())
 
 
+class Number:
+    """A Python number that the program reads from a tensor of its own.
+
+    Parameters
+    ----------
+    outer : OuterTensor
+        Where it lies.
+    """
+
+    def __init__(self, outer: OuterTensor) -> None:
+        assert outer.place is not None
+        self.what, self._place = str(outer.source), outer.place
+        self.tensor = torch.zeros((), dtype=torch.float64)
+        self._last: object = None
+        self.read()
+
+    def read(self) -> None:
+        """Write the number into the tensor if it is another one than at the last call.
+
+        Raises
+        ------
+        InputMismatchError
+            It is no number any more.
+        """
+        try:
+            value = self._place.get()
+        except (LookupError, ValueError):
+            value = None
+        if value is not self._last:
+            if not isinstance(value, int | float):
+                raise InputMismatchError(
+                    f"{self.what} was a number when the step was compiled and is {value!r} now: "
+                    "put a number there or compile again."
+                )
+            self.tensor.fill_(value)
+            self._last = value
+
+
 class Binding:
     """The parameters, buffers, constants and optimizer state of one step.
 
@@ -73,7 +112,9 @@ class Binding:
     optimizer : torch.optim.Optimizer, list of them or None
         Owners of the state.
     constants : mapping of str to torch.Tensor
-        Tensors of kind ``"constant"``.
+        Tensors of kind ``"constant"`` that the code itself holds.
+    outer : mapping of str to OuterTensor
+        Where the others, and those of kind ``"number"``, lie.
     """
 
     def __init__(
@@ -81,7 +122,8 @@ class Binding:
         specs: Sequence[InputSpec],
         model: torch.nn.Module,
         optimizer: Any,
-        constants: dict[str, torch.Tensor],
+        constants: Mapping[str, torch.Tensor],
+        outer: Mapping[str, OuterTensor],
     ) -> None:
         self._specs = tuple(specs)
         self._model, self._optimizer = model, optimizer
@@ -90,12 +132,16 @@ class Binding:
         self._slots: list[_Slot] = []
         self._by_input: dict[int, _Slot] = {}
         self._parents: list[tuple[dict, str, object]] = []
+        self._numbers: list[Number] = []
         for index, spec in enumerate(self._specs):
             if spec.kind in ("parameter", "buffer"):
                 self._bind(index, f"{spec.kind} {spec.target}", self._model_tensor(spec))
             elif spec.kind == "constant":
-                tensor = constants[str(spec.target)]
-                self._bind(index, f"constant {spec.target}", lambda tensor=tensor: tensor)
+                self._bind(index, f"constant {spec.target}", _look(spec, constants, outer))
+            elif spec.kind == "number":
+                number = Number(outer[str(spec.target)])
+                self.arguments[index] = as_runtime(number.tensor, number.what)
+                self._numbers.append(number)
             elif spec.kind == "gradient":
                 self._await_gradient(index, spec)
             elif spec.kind == "state":
@@ -162,11 +208,13 @@ class Binding:
                     f"The model's submodule {name!r} was replaced after compiling; compile the "
                     "step again."
                 )
+        for number in self._numbers:
+            number.read()
         changed = False
         for slot in self._slots:
             tensor = slot.look()
             if tensor is not None and tensor is slot.tensor and tensor.data_ptr() == slot.address:
-                if tensor.requires_grad is not slot.trained and self._optimizer is not None:
+                if slot.trained is not None and tensor.requires_grad is not slot.trained:
                     self._refuse_thaw(slot)
                 continue
             if tensor is None and early and self._specs[slot.index].kind == "state":
@@ -190,9 +238,10 @@ class Binding:
         if tensor is None:
             raise InputMismatchError(f"{what} does not exist.")
         self.arguments[index] = as_runtime(tensor, what)
-        slot = _Slot(
-            index, what, look, tensor, tensor.data_ptr(), _layout(tensor), tensor.requires_grad
-        )
+        # Of others than parameters a compiled step takes no gradient in any case.
+        is_trained = self._optimizer is not None and self._specs[index].kind == "parameter"
+        trained = tensor.requires_grad if is_trained else None
+        slot = _Slot(index, what, look, tensor, tensor.data_ptr(), _layout(tensor), trained)
         self._slots.append(slot)
         self._by_input[index] = slot
 
@@ -288,3 +337,23 @@ class Binding:
                     f"{slot.what} and {other.what} share memory now and did not when the step was "
                     "compiled; compile the step again."
                 )
+
+
+def _look(
+    spec: InputSpec, constants: Mapping[str, torch.Tensor], outer: Mapping[str, OuterTensor]
+) -> Callable[[], torch.Tensor | None]:
+    """Find a tensor where the user's code keeps it, at each call."""
+    name = str(spec.target)
+    place = outer[name].place if name in outer else None
+    if place is None:
+        tensor = outer[name].tensor if name in outer else constants[name]
+        return lambda: tensor
+
+    def look() -> torch.Tensor | None:
+        try:
+            found = place.get()
+        except (LookupError, ValueError):
+            return None
+        return found if isinstance(found, torch.Tensor) else None
+
+    return look

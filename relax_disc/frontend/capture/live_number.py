@@ -1,0 +1,180 @@
+"""Python numbers that a step reads anew at each call, found out by tracing with stand-ins.
+
+While a model is exported, a number such as ``model.beta`` is a `LiveNumber`: where it meets a
+tensor in arithmetic, an input of the program takes its place; whatever else asks for its value
+(a comparison, ``math.exp``, an argument such as dropout's ``p``) fixes it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BINARY = ("add", "sub", "mul", "truediv")
+_INPLACE = ("add_", "sub_", "mul_", "div_", "true_divide_")
+_COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
+ARITHMETIC = frozenset(
+    getattr(home, name)
+    for home, names in (
+        (Tensor, [f"__{p}{n}__" for p in ("", "r", "i") for n in _BINARY]),
+        (Tensor, ["add", "sub", "mul", "div", "true_divide", "subtract", "multiply", *_INPLACE]),
+        (torch, ["add", "sub", "mul", "div", "true_divide", "subtract", "multiply", "rsub"]),
+        (Tensor, [*_COMPARE, *(f"__{name}__" for name in _COMPARE)]),
+        (torch, _COMPARE),
+    )
+    for name in names
+    if hasattr(home, name)
+)
+"""Calls in which a tensor of no axes means what a number does."""
+
+
+class LiveNumber:
+    """A float that says how it is used.
+
+    Parameters
+    ----------
+    value : float
+        As it is now.
+    leaves : sequence of object
+        Places that it was computed from.
+    pin : callable
+        Gets a place whose number must not change.
+    make : callable
+        Returns the number as a tensor of the trace, float64 without axes.
+    """
+
+    __slots__ = ("leaves", "make", "pin", "value")
+
+    def __init__(
+        self,
+        value: float,
+        leaves: Sequence[Any],
+        pin: Callable[[Any], None],
+        make: Callable[[], Tensor],
+    ) -> None:
+        self.value, self.leaves, self.pin, self.make = value, tuple(leaves), pin, make
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What ``isinstance`` sees."""
+        return float
+
+    def fixed(self) -> float:
+        """Return the value, which the program will rely on."""
+        for leaf in self.leaves:
+            self.pin(leaf)
+        return self.value
+
+    def like(self, tensor: Tensor) -> Tensor | float:
+        """Return a tensor that means the same beside another one."""
+        dtype = tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()
+        if dtype not in (torch.float32, torch.float64):
+            return self.fixed()
+        return self.make().to(dtype)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Elsewhere than in a trace, be the number."""
+        return func(*_numbers(args), **{k: _numbers([v])[0] for k, v in (kwargs or {}).items()})
+
+    def __float__(self) -> float:
+        return self.fixed()
+
+    def __int__(self) -> int:
+        return int(self.fixed())
+
+    def __bool__(self) -> bool:
+        return bool(self.fixed())
+
+    def __hash__(self) -> int:
+        return hash(self.fixed())
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self.fixed(), digits)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.fixed(), name)
+
+    def _with(self, function: Callable[..., Any], *others: Any, swap: bool = False) -> Any:
+        """Compute with numbers; a tensor among them decides."""
+        if others and isinstance(others[0], Tensor):
+            return NotImplemented
+        if any(type(other) not in (int, float, LiveNumber) for other in others):
+            values = [self.fixed(), *others]
+            return function(*(reversed(values) if swap else values))
+        order = [*others, self] if swap else [self, *others]
+        leaves = [leaf for n in order if type(n) is LiveNumber for leaf in n.leaves]
+        value = function(*(n.value if type(n) is LiveNumber else n for n in order))
+
+        def make() -> Tensor:
+            return function(*(n.make() if type(n) is LiveNumber else n for n in order))
+
+        return LiveNumber(value, leaves, self.pin, make)
+
+
+def _numbers(values: Sequence[Any]) -> list[Any]:
+    """Put the values of live numbers in their places, also inside lists and tuples."""
+    return [
+        v.fixed()
+        if type(v) is LiveNumber
+        else type(v)(_numbers(v))
+        if type(v) in (list, tuple)
+        else v
+        for v in values
+    ]
+
+
+def fixed_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict]:
+    """Put the values of live numbers in their places, which fixes them."""
+    return _numbers(args), {key: _numbers([value])[0] for key, value in kwargs.items()}
+
+
+def _binary(name: str, swap: bool) -> Callable[..., Any]:
+    function = getattr(operator, name)
+
+    def method(self: LiveNumber, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return getattr(other, f"__{'' if swap else 'r'}{name}__")(self)
+        return self._with(function, other, swap=swap)
+
+    return method
+
+
+def _fixing(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: LiveNumber, *others: Any) -> Any:
+        numbers = [other.fixed() if type(other) is LiveNumber else other for other in others]
+        return function(self.fixed(), *numbers)
+
+    return method
+
+
+def _unary(name: str) -> Callable[..., Any]:
+    function = getattr(operator, name)
+    return lambda self: self._with(function)
+
+
+for _name in (*_BINARY, "pow"):
+    setattr(LiveNumber, f"__{_name}__", _binary(_name, swap=False))
+    setattr(LiveNumber, f"__r{_name}__", _binary(_name, swap=True))
+for _name in (*_COMPARE, "floordiv", "mod"):
+    setattr(LiveNumber, f"__{_name}__", _fixing(getattr(operator, _name)))
+for _name in ("__rfloordiv__", "__rmod__"):
+    setattr(LiveNumber, _name, _fixing(getattr(float, _name)))
+for _name in ("neg", "pos", "abs"):
+    setattr(LiveNumber, f"__{_name}__", _unary(_name))
+for _name in ("__trunc__", "__floor__", "__ceil__"):
+    setattr(LiveNumber, _name, _fixing(getattr(float, _name)))

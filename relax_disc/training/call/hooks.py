@@ -1,0 +1,104 @@
+"""Notice what eager PyTorch would call, or use, and a compiled step does not: hooks, gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.nn.utils import clip_grad
+from torch.utils.hooks import RemovableHandle
+
+from relax_disc.errors import InputMismatchError, RelaxDiscWarning
+
+_OF_MODULES = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward hook",
+    "_backward_hooks": "backward hook",
+}
+_OF_TENSORS = {"_backward_hooks": "hook", "_post_accumulate_grad_hooks": "gradient hook"}
+
+
+class HookWatch:
+    """The hooks of a model when it was compiled, compared at each call.
+
+    PyTorch counts the hooks that it registers, wherever that is; only a new count is looked into.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Whose modules and parameters are watched, with the hooks for all modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known = {(id(table), key) for _, table in self._tables() for key in table}
+        self._compiled = [(what, table, set(table)) for what, table in self._tables() if table]
+        self._count = RemovableHandle.next_id
+
+    def check(self) -> None:
+        """Compare.
+
+        Raises
+        ------
+        InputMismatchError
+            Names a hook that was added or removed.
+        """
+        for what, table, keys in self._compiled:
+            if not keys.issubset(table):
+                raise InputMismatchError(
+                    f"A {what}, which the compiled step contains, was removed: compile again."
+                )
+        if RemovableHandle.next_id == self._count:
+            return
+        for what, table in self._tables():
+            if any((id(table), key) not in self._known for key in table):
+                raise InputMismatchError(
+                    f"A {what} was registered after the step was compiled, which calls no Python "
+                    "code: remove it; or register a forward hook before compiling, so that what it "
+                    "computes is compiled, return tensors as (loss, extras), and take gradients "
+                    "from step(..., keep_gradients=True)."
+                )
+        self._count = RemovableHandle.next_id
+
+    def _tables(self) -> Iterator[tuple[str, dict[int, Any]]]:
+        for name, what in _OF_MODULES.items():
+            yield f"{what} of all modules", getattr(modules, f"_global{name}", {})
+        for path, module in self._model.named_modules():
+            for name, what in _OF_MODULES.items():
+                yield f"{what} of {path or 'the model'}", getattr(module, name)
+        for path, parameter in self._model.named_parameters():
+            for name, what in _OF_TENSORS.items():
+                yield f"{what} of {path}", getattr(parameter, name) or {}
+
+
+def watch_clipping() -> None:
+    """Let ``torch.nn.utils.clip_grad_norm_`` warn, once, when it finds no gradients at all.
+
+    After a compiled step there are none: it has used them.
+    """
+    original = clip_grad._get_total_norm  # pyright: ignore[reportAttributeAccessIssue]
+    if getattr(original, "_relax_disc", False):
+        return
+    warned = False
+
+    def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal warned
+        tensors = list(tensors) if not isinstance(tensors, torch.Tensor) else tensors
+        if not warned and len(tensors) == 0:
+            warned = True
+            warnings.warn(
+                "clip_grad_norm_ found no gradients. If a compiled step trains these parameters it "
+                "has used and dropped them: clip with relax_disc.compile(..., max_grad_norm=...), "
+                "or get them with step(..., keep_gradients=True).",
+                RelaxDiscWarning,
+                stacklevel=4,
+            )
+        return original(tensors, *args, **kwargs)
+
+    total_norm._relax_disc = True  # pyright: ignore[reportFunctionMemberAccess]
+    clip_grad._get_total_norm = total_norm  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,117 @@
+"""Compare, before a step, the Python values that were read when it was compiled."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from relax_disc.errors import InputMismatchError
+from relax_disc.frontend.capture.outer_state import Guard
+from relax_disc.frontend.capture.sources import is_plain
+
+_ABSENT = object()
+
+
+class ValueGuards:
+    """Values that a compiled program relies on, compared at each call.
+
+    A comparison of identities in one loop finds nearly all that is unchanged; the rest is compared
+    by value.
+
+    Parameters
+    ----------
+    guards : sequence of Guard
+        What to compare.
+    """
+
+    def __init__(self, guards: Sequence[Guard]) -> None:
+        self._entries: list[tuple[Any, Any, Any, Guard]] = []
+        self._cells: list[tuple[types.CellType, Any, Guard]] = []
+        self._copies = [guard for guard in guards if type(guard.value) in (list, set, dict)]
+        self._shadowed = [guard for guard in guards if guard.shadow is not None]
+        copies = set(map(id, self._copies))
+        for guard in guards:
+            holder = guard.place.container
+            if id(guard) in copies:
+                continue
+            if isinstance(holder, types.CellType):
+                self._cells.append((holder, guard.value, guard))
+            else:
+                self._entries.append((holder, guard.place.key, guard.value, guard))
+        self._autocast = _autocast()
+
+    def __len__(self) -> int:
+        return len(self._entries) + len(self._cells) + len(self._copies)
+
+    def check(self) -> None:
+        """Compare all values.
+
+        Raises
+        ------
+        InputMismatchError
+            Names a value that has changed.
+        """
+        try:
+            for holder, key, value, guard in self._entries:
+                if holder[key] is not value:
+                    _compare(guard, holder[key])
+            for cell, value, guard in self._cells:
+                if cell.cell_contents is not value:
+                    _compare(guard, cell.cell_contents)
+        except (LookupError, ValueError):
+            _compare(guard, _ABSENT)  # pyright: ignore[reportPossiblyUnboundVariable]
+        for guard in self._copies:
+            _compare(guard, _value(guard.place.get))
+        for guard in self._shadowed:
+            assert guard.shadow is not None
+            if guard.place.key in guard.shadow:
+                _compare(guard, guard.shadow[guard.place.key])
+        if self._autocast != (now := _autocast()):
+            was = "inside" if any(enabled for enabled, _ in self._autocast) else "outside of"
+            raise InputMismatchError(
+                f"The step was compiled {was} torch.autocast (or with another type) and is called "
+                f"with {now}: a compiled step computes in the types in which it was compiled. Put "
+                "torch.autocast into the model or loss_fn, or compile and call in the same region."
+            )
+
+
+def _autocast() -> tuple[tuple[bool, torch.dtype | None], ...]:
+    return tuple(
+        (enabled, torch.get_autocast_dtype(kind) if enabled else None)
+        for kind in ("cpu", "cuda")
+        for enabled in (torch.is_autocast_enabled(kind),)
+    )
+
+
+def _value(get: Callable[[], Any]) -> Any:
+    try:
+        return get()
+    except (LookupError, ValueError):
+        return _ABSENT
+
+
+def _compare(guard: Guard, now: Any) -> None:
+    was = guard.value
+    if type(now) is type(was) and (is_plain(was) or isinstance(was, list | set | dict)):
+        if now == was or (now != now and was != was):  # NaN equals itself here
+            return
+    if guard.place.key == "training" and isinstance(now, bool):
+        mode = "train" if was else "eval"
+        raise InputMismatchError(
+            f"{guard.what} was in {mode}() mode when the step was compiled and is in the other one "
+            f"now; call `.{mode}()` or compile again."
+        )
+    if is_plain(was) or isinstance(was, list | set | dict):
+        found = "is gone" if now is _ABSENT else f"is {now!r} now"
+        remedy = "make it a tensor or a buffer" if isinstance(was, int | float) else "set it back"
+        raise InputMismatchError(
+            f"{guard.what} was {was!r} when the step was compiled and {found}: compile again, or "
+            f"{remedy}."
+        )
+    raise InputMismatchError(
+        f"{guard.what} was replaced by another object ({type(now).__name__}) after the step was "
+        "compiled: put the old one back or compile again."
+    )

@@ -1,0 +1,284 @@
+"""What a step reads and writes besides its arguments, as far as the page does not show it."""
+
+import functools
+import queue
+import threading
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+import relax_disc
+from relax_disc.errors import InputMismatchError
+from relax_disc.frontend.capture.outer_state import OuterState
+from relax_disc.frontend.capture.sources import resolve
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def compiled(model, *batch, lr=0.0, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    shapes = tuple({0: Dim("batch", min=1, max=64)} for _ in batch)
+    return relax_disc.compile(model, optimizer, batch, dynamic_shapes=shapes, **options)
+
+
+def agree(step, loss_fn, model, x=X):
+    torch.testing.assert_close(step(x), loss_fn(model, x).detach(), rtol=1e-4, atol=1e-5)
+
+
+class Trainer:
+    """A loss as a method of an object with settings, a counter and a network."""
+
+    def __init__(self):
+        self.weight, self.power, self.done = 0.5, 2, 0
+        self.teacher = nn.Linear(4, 4)
+        self.schedule = types.SimpleNamespace(scale=1.0)
+
+    def loss(self, model, x):
+        distance = (model(x) - self.teacher(x).detach()).pow(self.power).mean()
+        return self.schedule.scale * distance * self.weight
+
+
+def test_a_method_reads_its_object():
+    trainer, model = Trainer(), nn.Linear(4, 4)
+    step = compiled(model, X, loss_fn=trainer.loss)
+    trainer.weight, trainer.done, trainer.schedule.scale = 0.25, 1, 3.0
+    with torch.no_grad():
+        trainer.teacher.weight.mul_(2)
+    agree(step, trainer.loss, model)
+    trainer.power = 4
+    with pytest.raises(InputMismatchError, match=r"power was 2 .* is 4 now"):
+        step(X)
+    trainer.power, trainer.teacher = 2, nn.Linear(4, 4)
+    with pytest.raises(InputMismatchError, match="teacher was replaced"):
+        step(X)
+
+
+def test_a_partial_function_holds_tensors():
+    scale, model = torch.tensor(2.0), nn.Linear(4, 4)
+    loss_fn = functools.partial(lambda model, x, scale: (model(x) * scale).mean(), scale=scale)
+    step = compiled(model, X, loss_fn=loss_fn)
+    scale.fill_(5)
+    agree(step, loss_fn, model)
+
+
+class Uses(nn.Module):
+    """A number in each kind of place where it may be read."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.number, self.function = nn.Linear(4, 4), 0.5, function
+
+    def forward(self, x):
+        return self.function(self.linear(x), self.number).sum()
+
+
+LIVE = {
+    "product": lambda h, n: h * n,
+    "product from the left": lambda h, n: n * h,
+    "difference from the left": lambda h, n: n - h,
+    "quotient": lambda h, n: h / n,
+    "reciprocal": lambda h, n: n / h.exp(),
+    "in place": lambda h, n: (h * 2).mul_(n),
+    "of numbers": lambda h, n: h * (1 - n) * (2 * n + 1) / -n,
+    "comparison": lambda h, n: torch.where(h > n, h, 0.0),
+    "integers": lambda h, n: h * (torch.arange(4) * n),
+    "no axes": lambda h, n: h.mean() * n,
+}
+FIXED = {
+    "an argument": lambda h, n: F.dropout(h, n, training=False) * 1.0,
+    "math": lambda h, n: h * __import__("math").exp(n),
+    "a branch": lambda h, n: h * 2 if n < 0.6 else h * 3,
+    "a factor": lambda h, n: torch.add(h, h, alpha=n),
+    "a whole number": lambda h, n: h * int(n * 4),
+    "a new tensor": lambda h, n: h * torch.full((4,), n),
+}
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_arithmetic_stays_live(name):
+    model = Uses(LIVE[name])
+    step = compiled(model, X)
+    for number in (0.5, 0.75, 0.2):
+        model.number = number
+        agree(step, lambda model, x: model(x), model)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_other_uses_fix_a_number(name):
+    model = Uses(FIXED[name])
+    step = compiled(model, X)
+    agree(step, lambda model, x: model(x), model)
+    model.number = 0.75
+    with pytest.raises(InputMismatchError, match=r"model\.number was 0\.5"):
+        step(X)
+    model.number = 0.5
+    agree(step, lambda model, x: model(x), model)
+
+
+def test_what_refuses_a_stand_in_is_traced_with_the_number():
+    def only_floats(h, n):
+        if type(n) is not float:
+            raise TypeError(type(n))
+        return h * n
+
+    model = Uses(only_floats)
+    step = compiled(model, X)
+    model.number = 0.75
+    with pytest.raises(InputMismatchError, match="number"):
+        step(X)
+
+
+def test_a_number_becomes_no_tensor():
+    model = Uses(LIVE["product"])
+    step = compiled(model, X)
+    model.number = None
+    with pytest.raises(InputMismatchError, match=r"model\.number was a number"):
+        step(X)
+
+
+def test_compile_changes_nothing():
+    log, settings = [1], {"beta": 0.5, "names": ["a"]}
+    model = Uses(LIVE["product"])
+    before = {name: value for name, value in vars(model).items()}
+
+    def loss_fn(model, x):
+        settings["seen"] = x
+        settings["names"].append("b")
+        log.append(x)
+        model.last = x
+        return model(x) * settings["beta"]
+
+    with pytest.warns(relax_disc.errors.RelaxDiscWarning):
+        compiled(model, X, loss_fn=loss_fn)
+    assert log == [1] and settings == {"beta": 0.5, "names": ["a"]}
+    assert type(settings["beta"]) is float and type(model.number) is float
+    assert vars(model) == before
+    assert "__getattribute__" not in vars(nn.Module)
+
+
+def test_another_thread_sees_numbers_meanwhile():
+    settings, seen = {"beta": 0.5}, queue.SimpleQueue()
+
+    def loss_fn(model, x):
+        thread = threading.Thread(target=lambda: seen.put(torch.ones(2) * settings["beta"]))
+        thread.start()
+        thread.join()
+        return model(x).mean() * settings["beta"]
+
+    compiled(nn.Linear(4, 4), X, loss_fn=loss_fn)
+    product = seen.get()
+    assert type(product) is torch.Tensor and product.tolist() == [0.5, 0.5]
+
+
+def test_a_statistic_that_a_function_writes():
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.mean, self.var = nn.Linear(4, 4), torch.zeros(4), torch.ones(4)
+
+        def forward(self, x):
+            return F.batch_norm(self.linear(x), self.mean, self.var, training=True).pow(3).mean()
+
+    model = Norm()
+    step = compiled(model, X)
+    step(X)
+    assert model.mean.any()
+    torch.testing.assert_close(model.mean, 0.1 * model.linear(X).mean(0).detach())
+
+
+def test_a_tensor_that_is_written_and_never_read():
+    last = torch.zeros(())
+
+    def loss_fn(model, x):
+        nonlocal last
+        loss = model(x).pow(2).mean()
+        last = loss.detach()
+        return loss
+
+    step = compiled(nn.Linear(4, 4), X, loss_fn=loss_fn)
+    assert last == 0
+    assert step(X) == last
+
+
+def test_a_reassigned_buffer_that_gradients_need():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x):
+            h = self.linear(x) * self.scale
+            self.scale = self.scale * 0.5
+            return h.mean()
+
+    model = Model()
+    step = compiled(model, X)
+    losses = [step(X).item() for _ in range(3)]
+    assert losses[1] == pytest.approx(losses[0] / 2, rel=1e-5)
+    assert model.scale.tolist() == [0.125] * 4
+    assert losses[2] == pytest.approx(losses[0] / 4, rel=1e-5)
+
+
+def test_accumulation_shares_what_is_outside():
+    teacher, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.weight_of_it = 1.0
+
+    def loss_fn(model, x):
+        return F.mse_loss(model(x), teacher(x).detach()) * model.weight_of_it
+
+    step = compiled(model, X, loss_fn=loss_fn)
+    step(X, update=False)
+    model.weight_of_it = 0.25
+    with torch.no_grad():
+        teacher.weight.mul_(3)
+    expected = loss_fn(model, X).detach()
+    torch.testing.assert_close(step(X, update=False), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(step(X), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_kept_gradients_of_others_are_left_alone():
+    model = nn.Linear(4, 4)
+    step = compiled(model, X, loss_fn=lambda model, x: model(x).mean())
+    step(X, keep_gradients=True)
+    own = model.weight.grad = torch.ones(4, 4)
+    step(X)
+    assert model.weight.grad is own and model.bias.grad is None
+
+
+def test_sources_lead_back():
+    trainer, model = Trainer(), Uses(LIVE["product"])
+    known = OuterState(model, trainer.loss)._known
+    for source, place in known.tensors.values():
+        assert resolve(source, model, trainer.loss).get() is place.get(), source
+    for source, place, _ in known.plain:
+        assert resolve(source, model, trainer.loss).get() is place.get(), source
+    names = {str(source) for source, _ in known.tensors.values()}
+    assert any(name.endswith("teacher.weight") for name in names)
+
+
+def test_few_comparisons_a_call():
+    """Some 40 ns each: 20 us are 500."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    from relax_disc.frontend import export_step
+
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.arange(12).reshape(2, 6)
+    shapes = {key: {0: Dim("batch", min=1, max=8)} for key in ("input_ids", "labels")}
+    batch = {"input_ids": ids, "labels": ids}
+    exported = export_step(model, None, batch, dynamic_shapes=shapes)
+    guards = exported.outer().guards
+    assert 20 < len(guards) < 300
+    assert any(guard.what.endswith("variance_epsilon") for guard in guards)
