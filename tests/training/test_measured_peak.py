@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
     "model",
     [
         "whole attention",
+        pytest.param("convolutions", marks=pytest.mark.slow),
         pytest.param("written out", marks=pytest.mark.slow),
         pytest.param("large output", marks=pytest.mark.slow),
         pytest.param("accumulated", marks=pytest.mark.slow),

@@ -140,7 +140,8 @@ void ConvolutionInput(PackedArgs args, Any*) {
     const at::Tensor target = out.narrow(0, first, count);
     const at::Tensor outer = Computable(grad.narrow(0, first, count));
     // Of the input the kernels read sizes, strides and type only.
-    const at::Tensor like = target.scalar_type() == outer.scalar_type() ? target : Computable(target);
+    const bool same = target.scalar_type() == outer.scalar_type();
+    const at::Tensor like = same ? target : Computable(target);
     Deliver(Backward(0, outer, like, kernel, g), target);
   });
 }
@@ -186,7 +187,9 @@ int64_t Volume(const std::vector<int64_t>& extents) {
 }  // namespace
 
 ConvolutionSizes ConvolutionSizes::Read(const std::vector<int64_t>& n, size_t first) {
-  ConvolutionSizes s{n.at(first), n.at(first + 1), n.at(first + 2), n.at(first + 3), {}, {}, {}, {}, {}};
+  ConvolutionSizes s{n.at(first), n.at(first + 1), n.at(first + 2), n.at(first + 3),
+                     {},          {},              {},              {},
+                     {}};
   const size_t rank = (n.size() - first - 4) / 5;
   auto from = n.begin() + static_cast<int64_t>(first) + 4;
   for (auto* list : {&s.inner, &s.outer, &s.kernel, &s.stride, &s.dilation}) {
@@ -205,14 +208,20 @@ int64_t ConvolutionBytes(const ConvolutionSizes& s, int64_t which, int64_t eleme
   const int64_t outer_sample = s.outer_channels * Volume(s.outer);
   const int64_t windows = s.inner_channels * taps * Volume(s.outer);
   if (element == 8) {
-    return PieceBytes(8 * (4 * weight + 4 * (inner_sample + outer_sample) + 2 * windows)) + (1 << 16);
+    return PieceBytes(8 * (4 * weight + 4 * (inner_sample + outer_sample) + 2 * windows)) +
+           (1 << 16);
   }
-  const auto most = [](const std::vector<int64_t>& x) { return *std::max_element(x.begin(), x.end()); };
-  const bool is_usual = s.kernel.size() <= 2 && most(s.dilation) == 1 && most(s.stride) <= 2;
+  const auto most = [](const std::vector<int64_t>& x) {
+    return *std::max_element(x.begin(), x.end());
+  };
+  const bool is_usual = s.kernel.size() <= 2 && most(s.dilation) == 1 && most(s.stride) <= 2 &&
+                        most(s.kernel) <= 7;
   const bool is_line = s.inner[0] == 1 && s.kernel[0] == 1;  // one axis, or like one
   const bool is_deep = inner == 1 && outer == 1;
-  const bool is_dense = !is_deep || !is_usual || (which == 2 && (is_line || most(s.kernel) > 3));
-  const int64_t packed = is_dense ? g * Padded(inner) * Padded(outer) * taps : RoundUp(g, 16) * taps;
+  const bool is_dense =
+      !is_deep || !is_usual || (which == 2 && (is_line || most(s.kernel) > 3));
+  const int64_t packed =
+      is_dense ? g * Padded(inner) * Padded(outer) * taps : RoundUp(g, 16) * taps;
   int64_t elements = 16384 * (threads + 1) + (which == 2 ? 2 : 1) * weight + packed;
   if (inner * outer < 256 && !is_deep) elements += threads * 4096 * taps;
   if (which == 1 && (most(s.stride) > 1 || !is_usual)) {  // rows of the gradient spread by strides
@@ -222,7 +231,10 @@ int64_t ConvolutionBytes(const ConvolutionSizes& s, int64_t which, int64_t eleme
   }
   // Threads sum weights' gradients apart where the weight is small.
   if (which == 2) elements += packed + std::min<int64_t>((threads - 1) * packed, threads << 18);
-  if (!is_usual) elements += threads * (inner * taps * Volume(s.outer) + packed) + (1 << 19);
+  if (!is_usual) {
+    elements += threads * (inner * taps * Volume(s.outer) + (which == 2 ? 2 : 1) * packed);
+    elements += 1 << 19;
+  }
   if (Volume(s.inner) == 1 || Volume(s.outer) == 1) {  // no order of axes tells channels last
     elements += 2 * s.batch * (inner_sample + outer_sample);
   }

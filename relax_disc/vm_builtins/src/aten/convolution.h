@@ -22,7 +22,7 @@ struct ConvolutionSizes {
  *
  * oneDNN tells nobody what it will take: these are bounds fitted to some thousands of geometries
  * (`tests/vm_builtins/test_aten_convolution.py` draws others).  They are close for the layers of the
- * usual networks and generous for rare ones: three axes, dilation, strides beyond two.
+ * usual networks and generous for rare ones: three axes, dilation, strides beyond two, wide windows.
  * \param element Bytes of an element: 8 is computed by ATen's own kernels, others by oneDNN.
  * \param is_half Elements are float16, which few processors have kernels for.
  */
