@@ -2,22 +2,28 @@
 
 TVM's Python side, its compiler library and tvm_ffi share memory layouts that change between
 releases: a wrong pair ends in a segmentation fault (with apache-tvm-ffi 0.1.15, for one, everything
-that serialises), not in an error message. So the versions are read from the installed packages'
-metadata, without loading anything.
+that serialises), not in an error message; the C++ library is linked to PyTorch, whose interface
+changes likewise. So the versions are read from the installed packages' metadata, without loading
+anything.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import sys
 from importlib import metadata
 
 from relax_disc.errors import UnsupportedEnvironmentError
 
-SUPPORTED_VERSIONS = {"apache-tvm": "0.27.0.post1", "apache-tvm-ffi": "0.1.14.post1"}
+SUPPORTED_VERSIONS = {
+    "apache-tvm": "0.27.0.post1",
+    "apache-tvm-ffi": "0.1.14.post1",
+    "torch": "2.13.*",
+}
 
 
 def check_environment() -> None:
-    """Check the platform and the versions of TVM and tvm_ffi.
+    """Check the platform and the versions of TVM, tvm_ffi and PyTorch.
 
     Raises
     ------
@@ -33,12 +39,12 @@ def check_environment() -> None:
     wrong = []
     for package, supported in SUPPORTED_VERSIONS.items():
         found = _installed_version(package)
-        if found != supported:
+        if found is None or not fnmatch.fnmatchcase(found, supported):
             wrong.append(f"{package} {found or '(not installed)'}")
     if wrong:
-        pins = " ".join(f"{package}=={v}" for package, v in SUPPORTED_VERSIONS.items())
+        pins = " ".join(f"'{package}=={v}'" for package, v in SUPPORTED_VERSIONS.items())
         raise UnsupportedEnvironmentError(
-            f"relax_disc crashes with any other TVM than the one it was made for; found "
+            f"relax_disc crashes with any other TVM or PyTorch than those it was made for; found "
             f"{' and '.join(wrong)}. Run: {sys.executable} -m pip install {pins}"
         )
 

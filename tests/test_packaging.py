@@ -49,8 +49,22 @@ def test_wrong_version_is_refused_with_the_command_that_mends_it(monkeypatch):
     with pytest.raises(UnsupportedEnvironmentError) as caught:
         compatibility.check_environment()
     message = str(caught.value)
-    assert "apache-tvm 0.0.1 and apache-tvm-ffi 0.0.1" in message
-    assert "pip install apache-tvm==0.27.0.post1 apache-tvm-ffi==0.1.14.post1" in message
+    assert "apache-tvm 0.0.1 and apache-tvm-ffi 0.0.1 and torch 0.0.1" in message
+    pins = "'apache-tvm==0.27.0.post1' 'apache-tvm-ffi==0.1.14.post1' 'torch==2.13.*'"
+    assert f"pip install {pins}" in message
+
+
+@pytest.mark.parametrize(
+    ("found", "fits"), [("2.13.0+cpu", True), ("2.13.1", True), ("2.15.0", False)]
+)
+def test_any_release_of_the_right_pytorch_will_do(monkeypatch, found, fits):
+    versions = {**compatibility.SUPPORTED_VERSIONS, "torch": found}
+    monkeypatch.setattr(compatibility, "_installed_version", versions.get)
+    if fits:
+        compatibility.check_environment()
+    else:
+        with pytest.raises(UnsupportedEnvironmentError, match=r"torch 2\.15\.0"):
+            compatibility.check_environment()
 
 
 def test_missing_package_is_refused(monkeypatch):
