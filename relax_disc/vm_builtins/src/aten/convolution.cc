@@ -229,6 +229,9 @@ int64_t ConvolutionBytes(const ConvolutionSizes& s, int64_t which, int64_t eleme
     for (size_t axis = 0; axis < s.outer.size(); ++axis) plane *= s.outer[axis] + s.kernel[axis];
     elements += threads * std::min(g * Padded(outer), s.outer_channels + 64) * plane;
   }
+  if (taps == 1 && most(s.stride) > 1) {  // each thread gathers what the strides leave of a sample
+    elements += threads * s.inner_channels * Volume(s.outer);
+  }
   // Threads sum weights' gradients apart where the weight is small.
   if (which == 2) elements += packed + std::min<int64_t>((threads - 1) * packed, threads << 18);
   if (!is_usual) {
