@@ -243,7 +243,7 @@ int64_t ConvolutionBytes(const ConvolutionSizes& s, int64_t which, int64_t eleme
   }
   if (element == 2) elements += 32768 * threads + weight;  // sums and conversions in float32
   if (is_half && !OneDnnComputes(c10::kHalf)) {
-    elements += weight + s.outer_channels + s.batch * (inner_sample + outer_sample) + 16384;
+    elements += weight + s.outer_channels + 2 * s.batch * (inner_sample + outer_sample) + 16384;
   }
   return PieceBytes(4 * elements);
 }
