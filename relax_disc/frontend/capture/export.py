@@ -35,19 +35,25 @@ from relax_disc.errors import (
     UnsupportedOperatorError,
 )
 from relax_disc.frontend.capture.batch_spec import BatchSpec
-from relax_disc.frontend.capture.causal_hint import masks_unread
-from relax_disc.frontend.capture.checkpointing import inlined_checkpoints
 from relax_disc.frontend.capture.containers import register_containers, shapes_as_lists
 from relax_disc.frontend.capture.custom_functions import CustomCalls, custom_functions
 from relax_disc.frontend.capture.dims import DimTable, declared_dims, dim_table, enlarge
 from relax_disc.frontend.capture.export_mode import ExportMode
-from relax_disc.frontend.capture.fixed_sizes import lines_that_fix_sizes, places
 from relax_disc.frontend.capture.guards import check_assertions, check_derived_dims
 from relax_disc.frontend.capture.live_number import LiveNumber
+from relax_disc.frontend.capture.model_patches import (
+    inlined_checkpoints,
+    masks_unread,
+    symbolic_len,
+)
 from relax_disc.frontend.capture.outer_state import OuterState
-from relax_disc.frontend.capture.size_branches import SizeBranches, size_branches
+from relax_disc.frontend.capture.size_branches import (
+    SizeBranches,
+    lines_that_fix_sizes,
+    places,
+    size_branches,
+)
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack, source_line
-from relax_disc.frontend.capture.symbolic_len import symbolic_len
 
 MODEL = "model"
 """Name of the user's model inside the exported module; stripped from every full name."""

@@ -21,8 +21,7 @@ from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend.capture.dims import DimTable
-from relax_disc.frontend.capture.fixed_sizes import places
-from relax_disc.frontend.capture.size_branches import SizeBranches, general
+from relax_disc.frontend.capture.size_branches import SizeBranches, general, places
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.spec import DimSpec
 

@@ -1,0 +1,104 @@
+"""What a model's own code sees otherwise while it is exported: masks, checkpoints, lengths.
+
+* nn.Transformer compares a mask with a causal one to pass a hint on, which decides nothing where
+  the mask itself is applied; one compiled program cannot decide from data, so it does not look.
+* The regions of ``torch.utils.checkpoint`` are inlined.  A model that marks them for recomputation
+  (``gradient_checkpointing_enable()`` of Hugging Face) asks for what every compiled step does
+  anyway, with the whole step in view.  Left as it is, the reentrant form would run its region
+  without gradients, and the region's parameters would silently not train.
+* Python's ``len`` returns a plain number, so that ``torch.arange(len(logits))`` would fix the batch
+  to the size of the example: ``len(tensor)`` follows the shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import transformer
+from torch.utils import checkpoint
+
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def masks_unread() -> Iterator[None]:
+    """Take a mask for causal only where the model says so."""
+    module: Any = transformer
+    before = module._detect_is_causal_mask
+    module._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
+    try:
+        yield
+    finally:
+        module._detect_is_causal_mask = before
+
+
+class _Inlined:
+    """Stands for ``torch.utils.checkpoint.CheckpointFunction``, the reentrant form."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """Run the region like any other code."""
+        return function(*args)
+
+
+def _inlined(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    """Stand for the form without re-entrance: what it does before and after the region."""
+    yield
+
+
+@contextlib.contextmanager
+def inlined_checkpoints() -> Iterator[None]:
+    """Make ``torch.utils.checkpoint.checkpoint`` run its function like any other code.
+
+    Models hold on to ``checkpoint`` itself, so what it calls is replaced.
+    """
+    module: Any = checkpoint
+    before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    module.CheckpointFunction = _Inlined
+    module._checkpoint_without_reentrant_generator = _inlined
+    try:
+        yield
+    finally:
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = before
+
+
+def _length(value: Any) -> Any:
+    """``len``, but the symbolic extent of a tensor."""
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        return value.shape[0]
+    return len(value)
+
+
+@contextlib.contextmanager
+def symbolic_len(model: nn.Module, *functions: Callable[..., Any] | None) -> Iterator[None]:
+    """Replace ``len`` in the files that define the model's classes and the functions.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        PyTorch's own files are left alone.
+    *functions : callable or None
+        Others that are exported, a loss function say.
+    """
+    called = [type(module).forward for module in model.modules()]
+    spaces: dict[int, dict[str, Any]] = {}
+    for function in [*called, *functions]:
+        function = inspect.unwrap(function) if function is not None else None
+        space = getattr(function, "__globals__", None)
+        if space is not None and not str(space.get("__name__", "")).startswith("torch."):
+            spaces[id(space)] = space
+    before = [(space, space.get("len", _ABSENT)) for space in spaces.values()]
+    for space, own in before:
+        if own is _ABSENT:
+            space["len"] = _length
+    try:
+        yield
+    finally:
+        for space, own in before:
+            if own is _ABSENT:
+                del space["len"]
