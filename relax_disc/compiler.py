@@ -26,6 +26,7 @@ from relax_disc.frontend import (
     capture_forward,
     export_step,
 )
+from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep, UpdateGroup
 from relax_disc.pipeline import PipelineOptions, pipeline
@@ -42,6 +43,7 @@ from relax_disc.transform.schedule_kernels import LOWERING_FAILURES
 _logger = logging.getLogger(__name__)
 
 
+@tracing()
 def compile(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
@@ -169,6 +171,7 @@ def _capture_or_recall(
     return functions, built
 
 
+@tracing()
 def compile_forward(
     model: torch.nn.Module,
     example_inputs: tuple[Any, ...],

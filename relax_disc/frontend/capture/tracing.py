@@ -25,9 +25,13 @@ _INSIDE = r"(torch\.(_dynamo|_export|_functorch|_higher_order_ops|export|fx|util
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Hold the process's right to trace, and keep PyTorch's tools quiet meanwhile."""
+    """Hold the process's right to trace, and keep PyTorch's tools quiet meanwhile.
+
+    A context and, written as ``@tracing()``, a decorator.
+    """
     with _LOCK, warnings.catch_warnings():
-        if os.environ.get("TORCH_LOGS"):
+        is_inner = getattr(_EXPORT, "print", None) is _say_nothing
+        if is_inner or os.environ.get("TORCH_LOGS"):
             yield
             return
         warnings.filterwarnings("ignore", module=_INSIDE)

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from relax_disc.frontend.capture.decompositions import decomposition_table
+from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.optimizer.numbers import (
     RECORDER,
     Cell,
@@ -412,7 +413,7 @@ class OptimizerTracer:
         )
         token = RECORDER.set(run)
         try:
-            with mode:
+            with tracing(), mode:
                 graph = make_fx(
                     functional,
                     decomposition_table=decomposition_table(),
