@@ -92,6 +92,8 @@ def main(
     if not held.fits:
         budget = step.memory_budget = held.least_bytes
         held = step.plan(batch=longest[0], length=longest[1])
+    step(batches[0].ids, batches[0].labels)  # makes the optimizer's state, as PyTorch does
+    step.session.release()
     initial = [tensor.clone() for tensor in tensors_of(model, optimizer)]
     counter = MallocCounter()
     base = counter.live_bytes()

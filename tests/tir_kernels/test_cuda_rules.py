@@ -1,9 +1,11 @@
 """Everything gets a schedule for CUDA that touches memory inside threads only; no GPU is needed."""
 
 import pytest
+import torch
 from tvm import relax, tirx
 
 from relax_disc.frontend.optimizer.kernels import update_kernel
+from relax_disc.frontend.optimizer.programs import programs_of
 from relax_disc.tir_kernels import cuda_target, rules_for
 from relax_disc.tir_kernels.cuda.guarded import Guarded, runs_on_device
 from tests.tir_kernels.kernel_runs import fused_kernel, tensor
@@ -21,7 +23,10 @@ def scatter():
 
 def kernels():
     made = {name: fused_kernel(params, build) for name, (_, params, build, *_) in CASES.items()}
-    made["adam"] = update_kernel("adam", (64, 256), "float32", True)
+    weight = torch.nn.Parameter(torch.zeros(64, 256))
+    optimizer = torch.optim.Adam([weight])
+    program = programs_of(optimizer).of(optimizer.param_groups[0], weight)
+    made["adam"] = update_kernel(program, (64, 256), "float32", True)
     made["scatter"] = scatter()
     return made
 
