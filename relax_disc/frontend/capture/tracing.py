@@ -19,7 +19,6 @@ import torch.export._trace
 
 _LOCK = threading.RLock()
 _EXPORT: Any = torch.export._trace
-_SILENT = logging.CRITICAL + 1
 _INSIDE = r"(torch\.(_dynamo|_export|_functorch|_higher_order_ops|export|fx|utils)\b|copyreg$)"
 
 
@@ -35,18 +34,22 @@ def tracing() -> Iterator[None]:
             yield
             return
         warnings.filterwarnings("ignore", module=_INSIDE)
-        handlers = [handler for logger in _loggers() for handler in logger.handlers]
-        levels = [handler.level for handler in handlers]
-        for handler in handlers:
-            handler.setLevel(_SILENT)
+        loggers = list(_loggers())
+        for logger in loggers:
+            logger.addFilter(_hear_nothing)
         # torch.export prints what it has traced of a model that it refuses.
         _EXPORT.print = _say_nothing
         try:
             yield
         finally:
             del _EXPORT.print
-            for handler, level in zip(handlers, levels, strict=True):
-                handler.setLevel(level)
+            for logger in loggers:
+                logger.removeFilter(_hear_nothing)
+
+
+def _hear_nothing(_: logging.LogRecord) -> bool:
+    """Reject every record."""
+    return False
 
 
 def _say_nothing(*_: object, **__: object) -> None:
@@ -54,7 +57,7 @@ def _say_nothing(*_: object, **__: object) -> None:
 
 
 def _loggers() -> Iterator[logging.Logger]:
-    """PyTorch's loggers; several have handlers of their own."""
+    """PyTorch's loggers: a filter holds for the records of one logger alone."""
     for name in ("torch", *logging.root.manager.loggerDict):
         if name.partition(".")[0] == "torch":
             yield logging.getLogger(name)
