@@ -37,7 +37,7 @@ def _model(name: str) -> tuple[Any, tuple[Any, ...], Any]:
 
         shape = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=LONGEST)}
         return peer_llama("S"), make_batch([24, 16], seed=0), {"ids": shape, "labels": shape}
-    import timm
+    import timm  # pyright: ignore[reportMissingImports]  an extra: bench
 
     class Classified(nn.Module):
         def __init__(self) -> None:

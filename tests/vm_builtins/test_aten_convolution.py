@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_disc.ops import registry
+from relax_disc.vm_builtins.libraries import cuda_library
 from relax_disc.vm_builtins.libraries.install import install
 
 install("cpu")
@@ -106,6 +107,45 @@ def test_kernels(inner, outer, groups, space, kernel, stride, padding, dilation,
         for overflow, size in taken:
             assert overflow == 0
             assert size <= 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("space", "kernel", "numbers", "groups"),
+    [
+        ((9, 11), (3, 3), [2, 1, 1, 1, 1, 2], 2),
+        ((30,), (5,), [2, 2, 1], 1),
+        ((5, 6, 7), (3, 1, 3), [1, 2, 1, 1, 0, 1, 1, 1, 1], 4),
+    ],
+)
+def test_the_library_for_cuda_computes_the_same(space, kernel, numbers, groups):
+    """Its functions are PyTorch's, which run on the CPU's tensors too."""
+    rank = len(space)
+    stride, padding, dilation = (numbers[k * rank : (k + 1) * rank] for k in range(3))
+    x, weight, bias = (
+        torch.randn(2, *space, 8),
+        torch.randn(12, 8 // groups, *kernel),
+        torch.ones(12),
+    )
+    leaves = x.movedim(-1, 1).double().requires_grad_(), weight.double().requires_grad_()
+    exact = CONVOLUTION(
+        *leaves, bias.double(), stride, padding, dilation, False, [0] * rank, groups
+    )
+    grad = torch.randn(exact.movedim(1, -1).shape)
+    exact.backward(grad.movedim(-1, 1).double())
+
+    def call(name, *tensors):
+        arguments = [tvm_ffi.from_dlpack(t) for t in tensors]
+        cuda_library.FUNCTIONS[name](*arguments[:-1], *numbers, groups, arguments[-1])
+        return tensors[-1]
+
+    out = call("convolution_bias", x, weight, bias, torch.full_like(grad, math.nan))
+    plain = call("convolution", x, weight, torch.full_like(grad, math.nan))
+    dx = call("convolution_input", grad, weight, torch.full_like(x, math.nan))
+    dw = call("convolution_weight", grad, x, torch.full_like(weight, math.nan))
+    assert error(out, exact.detach().movedim(1, -1)) < 2e-5
+    torch.testing.assert_close(plain + bias, out)
+    assert error(dx.movedim(-1, 1), leaves[0].grad) < 2e-5
+    assert error(dw, leaves[1].grad) < 2e-5
 
 
 @st.composite

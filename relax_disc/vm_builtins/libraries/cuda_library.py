@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -196,6 +196,59 @@ def ctc_loss_backward(
     _tensor(result).copy_(found.masked_fill(silent[None, :, None], 0))
 
 
+def convolution(x: Any, weight: Any, *rest: Any) -> None:
+    """Compute a convolution; activations have their channels last."""
+    *numbers, out = rest
+    _convolve(x, weight, None, numbers, out)
+
+
+def convolution_bias(x: Any, weight: Any, bias: Any, *rest: Any) -> None:
+    """Compute a convolution with a bias."""
+    *numbers, out = rest
+    _convolve(x, weight, _tensor(bias), numbers, out)
+
+
+def convolution_input(grad: Any, weight: Any, *rest: Any) -> None:
+    """Compute the gradient of a convolution by its input."""
+    *numbers, result = rest
+    target = _channels_first(result)
+    options = _geometry(numbers)
+    found = torch.ops.aten.convolution_backward(
+        _channels_first(grad), target, _tensor(weight), None, *options, (True, False, False)
+    )
+    target.copy_(found[0])
+
+
+def convolution_weight(grad: Any, x: Any, *rest: Any) -> None:
+    """Compute the gradient of a convolution by its weight."""
+    *numbers, result = rest
+    target = _tensor(result)
+    options = _geometry(numbers)
+    found = torch.ops.aten.convolution_backward(
+        _channels_first(grad), _channels_first(x), target, None, *options, (False, True, False)
+    )
+    target.copy_(found[1])
+
+
+def _convolve(
+    x: Any, weight: Any, bias: torch.Tensor | None, numbers: Sequence[int], out: Any
+) -> None:
+    options = _geometry(numbers)
+    found = torch.convolution(_channels_first(x), _tensor(weight), bias, *options)
+    _channels_first(out).copy_(found)
+
+
+def _geometry(numbers: Sequence[int]) -> tuple[Any, ...]:
+    """Stride, padding and dilation of each axis, and groups, as `aten.convolution` takes them."""
+    rank = len(numbers) // 3
+    stride, padding, dilation = (list(numbers[k * rank : (k + 1) * rank]) for k in range(3))
+    return stride, padding, dilation, False, [0] * rank, numbers[-1]
+
+
+def _channels_first(value: Any) -> torch.Tensor:
+    return _tensor(value).movedim(-1, 1)
+
+
 def sort(x: Any, descending: int, values: Any, positions: Any) -> None:
     """Write the first elements of each sorted row, as many as `values` has columns."""
     found = torch.sort(_tensor(x), dim=-1, descending=bool(descending), stable=True)
@@ -298,6 +351,10 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "embedding_backward_add": embedding_backward_add,
     "recurrence": recurrence,
     "recurrence_backward": recurrence_backward,
+    "convolution": convolution,
+    "convolution_bias": convolution_bias,
+    "convolution_input": convolution_input,
+    "convolution_weight": convolution_weight,
     "ctc_loss": ctc_loss,
     "ctc_loss_backward": ctc_loss_backward,
     "sort": sort,
