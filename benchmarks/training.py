@@ -59,14 +59,16 @@ class Variant:
 
 
 @contextmanager
-def started(name: str, size: str, threads: int) -> Iterator[Variant]:
-    """Start a worker and wait until it is ready; it ends with the context."""
+def started(name: str, size: str, threads: int, tree: Path = _ROOT) -> Iterator[Variant]:
+    """Start a worker of a checkout and wait until it is ready; it ends with the context."""
     command = [sys.executable, "-m", "benchmarks.training_worker", "--variant", name]
     command += ["--size", size, "--threads", str(threads)]
     environment = {
         **os.environ,
         **preload_environment(),
         "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": str(tree),
+        "TVM_NUM_THREADS": str(threads),  # checkouts before the one pool
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         "RELAX_DISC_COMPILE_CACHE": "0",
     }
@@ -75,7 +77,7 @@ def started(name: str, size: str, threads: int) -> Iterator[Variant]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=_ROOT,
+        cwd=tree,
         env=environment,
     )
     try:
