@@ -4,7 +4,6 @@
 // device where its operands are; it sees neither autograd nor autocast.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/InferenceMode.h>
@@ -33,23 +32,6 @@ namespace json = tvm::ffi::json;
 
 constexpr int64_t kVersion = 1;
 
-c10::ScalarType ElementOf(DLDataType dtype) {
-  const int code = dtype.code, bits = dtype.bits;
-  if (code == kDLFloat && bits == 32) return c10::kFloat;
-  if (code == kDLFloat && bits == 64) return c10::kDouble;
-  if (code == kDLFloat && bits == 16) return c10::kHalf;
-  if (code == kDLBfloat && bits == 16) return c10::kBFloat16;
-  if (code == kDLInt && bits == 64) return c10::kLong;
-  if (code == kDLInt && bits == 32) return c10::kInt;
-  if (code == kDLInt && bits == 16) return c10::kShort;
-  if (code == kDLInt && bits == 8) return c10::kChar;
-  if (code == kDLBool || (code == kDLUInt && bits == 1)) return c10::kBool;
-  if (code == kDLUInt && bits == 8) return c10::kByte;
-  TVM_FFI_THROW(TypeError) << "PyTorch has no elements of code " << code << " with " << bits
-                           << " bits";
-  throw;  // not reached
-}
-
 c10::ScalarType NamedType(const std::string& name) {
   static const std::unordered_map<std::string, c10::ScalarType> types = {
       {"float64", c10::kDouble},         {"float32", c10::kFloat}, {"float16", c10::kHalf},
@@ -60,16 +42,7 @@ c10::ScalarType NamedType(const std::string& name) {
   return types.at(name);
 }
 
-at::Tensor TensorOf(const ffi::AnyView& value) {
-  ffi::TensorView view = value.cast<ffi::TensorView>();
-  char* data = static_cast<char*>(view.data_ptr()) + view.byte_offset();
-  const c10::DeviceType type = view.device().device_type == kDLCPU ? c10::kCPU : c10::kCUDA;
-  const c10::Device device(type, type == c10::kCPU ? -1 : view.device().device_id);
-  return at::for_blob(data, {view.shape().data(), static_cast<size_t>(view.ndim())})
-      .options(at::TensorOptions().dtype(ElementOf(view.dtype())).device(device))
-      .target_device(device)
-      .make_tensor();
-}
+at::Tensor TensorOf(const ffi::AnyView& value) { return AtenView(value.cast<ffi::TensorView>()); }
 
 /*! \brief Lets PyTorch's kernels use the stream of the virtual machine; the CPU has none. */
 class OnStream {

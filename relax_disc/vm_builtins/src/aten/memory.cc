@@ -52,7 +52,11 @@ c10::ScalarType ElementOf(DLDataType dtype) {
   if (code == kDLBfloat && bits == 16) return c10::kBFloat16;
   if (code == kDLInt && bits == 64) return c10::kLong;
   if (code == kDLInt && bits == 32) return c10::kInt;
-  TVM_FFI_THROW(TypeError) << "ATen has no kernel for elements of code " << code << " with " << bits
+  if (code == kDLInt && bits == 16) return c10::kShort;
+  if (code == kDLInt && bits == 8) return c10::kChar;
+  if (code == kDLBool || (code == kDLUInt && bits == 1)) return c10::kBool;
+  if (code == kDLUInt && bits == 8) return c10::kByte;
+  TVM_FFI_THROW(TypeError) << "PyTorch has no elements of code " << code << " with " << bits
                            << " bits";
   throw;  // not reached
 }
@@ -114,8 +118,12 @@ bool AtenScope::Free(void* block) {
 
 at::Tensor AtenView(TensorView view) {
   char* data = static_cast<char*>(view.data_ptr()) + view.byte_offset();
-  return at::from_blob(data, {view.shape().data(), static_cast<size_t>(view.ndim())},
-                       at::TensorOptions().dtype(ElementOf(view.dtype())));
+  const c10::DeviceType type = view.device().device_type == kDLCPU ? c10::kCPU : c10::kCUDA;
+  const c10::Device device(type, type == c10::kCPU ? -1 : view.device().device_id);
+  return at::for_blob(data, {view.shape().data(), static_cast<size_t>(view.ndim())})
+      .options(at::TensorOptions().dtype(ElementOf(view.dtype())).device(device))
+      .target_device(device)
+      .make_tensor();
 }
 
 at::Tensor ChannelsFirst(TensorView view) {

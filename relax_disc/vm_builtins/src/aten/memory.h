@@ -57,7 +57,7 @@ class AtenScope {
   AtenScope* outer_;
 };
 
-/*! \brief A compact tensor as ATen sees it. */
+/*! \brief A compact tensor as ATen sees it, on its device. */
 at::Tensor AtenView(TensorView view);
 
 /*! \brief `[n, *p, c]` as stored seen as `[n, c, *p]`; one spatial axis is seen as two. */
