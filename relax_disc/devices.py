@@ -29,21 +29,15 @@ class DeviceFigures:
         Bandwidth of its memory, in bytes per nanosecond (GB/s).
     flops_per_ns : float
         Arithmetic in float32, in operations per nanosecond (GFLOP/s), without tensor cores.
-    half_flops_per_ns : float
-        The same of matrix products in bfloat16, dense, with sums in float32.
     launch_ns : float
         Time of an empty kernel.
-    shared_bytes : int
-        Shared memory that a block may ask the driver for.
     """
 
     arch: str = ""
     memory_bytes: int = 0
     copy_bytes_per_ns: float
     flops_per_ns: float
-    half_flops_per_ns: float
     launch_ns: float = 3000.0
-    shared_bytes: int = 0
 
     def default_budget_bytes(self) -> int | None:
         """Share of the memory that a step stays inside unless told otherwise; None if unknown."""
@@ -51,22 +45,18 @@ class DeviceFigures:
 
 
 TAGS: Mapping[str, DeviceFigures] = {
-    # H100 SXM and H200 data sheets; shared memory: CUDA programming guide, compute capability 9.0.
+    # H100 SXM and H200 data sheets; compute capability 9.0.
     "relax_disc/h100": DeviceFigures(
         arch="sm_90",
         memory_bytes=80 * _GB,
         copy_bytes_per_ns=3350.0,
         flops_per_ns=67_000.0,
-        half_flops_per_ns=989_000.0,
-        shared_bytes=227 * _KIB,
     ),
     "relax_disc/h200": DeviceFigures(
         arch="sm_90",
         memory_bytes=141 * _GB,
         copy_bytes_per_ns=4800.0,
         flops_per_ns=67_000.0,
-        half_flops_per_ns=989_000.0,
-        shared_bytes=227 * _KIB,
     ),
     # A100 80 GB SXM data sheet; compute capability 8.0.
     "relax_disc/a100": DeviceFigures(
@@ -74,8 +64,6 @@ TAGS: Mapping[str, DeviceFigures] = {
         memory_bytes=80 * _GB,
         copy_bytes_per_ns=2039.0,
         flops_per_ns=19_500.0,
-        half_flops_per_ns=312_000.0,
-        shared_bytes=163 * _KIB,
     ),
     # Ada architecture white paper; compute capability 8.9.
     "relax_disc/rtx-4090": DeviceFigures(
@@ -83,22 +71,16 @@ TAGS: Mapping[str, DeviceFigures] = {
         memory_bytes=24 * _GB,
         copy_bytes_per_ns=1008.0,
         flops_per_ns=82_600.0,
-        half_flops_per_ns=165_200.0,
-        shared_bytes=99 * _KIB,
     ),
-    # L4 data sheet, which gives twice this for sparse matrices; compute capability 8.9.
+    # L4 data sheet; compute capability 8.9.
     "relax_disc/l4": DeviceFigures(
         arch="sm_89",
         memory_bytes=24 * _GB,
         copy_bytes_per_ns=300.0,
         flops_per_ns=30_300.0,
-        half_flops_per_ns=121_000.0,
-        shared_bytes=99 * _KIB,
     ),
     # A processor of no particular kind: code for x86-64 with AVX2, planned as for two cores.
-    "relax_disc/cpu": DeviceFigures(
-        copy_bytes_per_ns=10.0, flops_per_ns=100.0, half_flops_per_ns=100.0
-    ),
+    "relax_disc/cpu": DeviceFigures(copy_bytes_per_ns=10.0, flops_per_ns=100.0),
 }
 """By the name of the tag."""
 

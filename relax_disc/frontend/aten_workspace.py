@@ -8,6 +8,7 @@ others.  A call that needs more takes it from PyTorch's allocator, and the step'
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from tvm import tirx
 from relax_disc.frontend.symbols import SymbolTranslator
 from relax_disc.ops import aten
 from relax_disc.vm_builtins.libraries import install
+
+_logger = logging.getLogger(__name__)
 
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 21
 """Of operands and results together, at the sizes that are tried, if the dims allow."""
@@ -135,7 +138,8 @@ def _measured(
     ]
     try:
         call(_LENT_BYTES, function, recipe, _LENT_BYTES, *given)
-    except Exception:
+    except Exception as error:  # whatever the operator raises on numbers that are made up
+        _logger.debug("%s at %s: %s", recipe, sizes, error)
         return None
     return int(tvm_ffi.get_global_func("relax_disc.cpu.aten_last_bytes")())
 
