@@ -36,7 +36,7 @@ class Origin:
     views : tuple
         ``(name, *numbers)`` of `training.call.batch.VIEWS`, from the batch on.
     steps : tuple of (str, SymbolicExpr)
-        ``"add"``, ``"multiply"``, ``"divide"`` (floor), ``"at_least"``, ``"at_most"``.
+        ``"add"``, ``"multiply"``, ``"divide"`` (floor), ``"at_least"``.
     ignored : int or None
         This value of the batch is replaced, by ``instead``.
     instead : SymbolicExpr
@@ -71,6 +71,12 @@ _TRUTH = Interval(_ZERO, _ONE)
 _WIDTHS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 _LIMITS = {kind: (torch.iinfo(kind).min, torch.iinfo(kind).max) for kind in _WIDTHS}
 _LIMITS[torch.bool] = 0, 1
+
+
+def _name(node: Any) -> str:
+    """Name an operator without its namespace and overload."""
+    return getattr(node.target, "__name__", str(node.target)).split(".")[0]
+
 
 Rule = Callable[["IndexRanges", fx.Node], Interval]
 RULES: dict[str, Rule] = {}
@@ -166,7 +172,7 @@ class IndexRanges:
         return found
 
     def _apply(self, node: fx.Node) -> Interval:
-        rule = RULES.get(getattr(node.target, "__name__", str(node.target)).split(".")[0])
+        rule = RULES.get(_name(node))
         if node.op != "call_function" or rule is None:
             return _ANY
         return rule(self, node)
@@ -195,20 +201,13 @@ def required(
         elif kind == "divide":
             low = None if low is None else low * number
             high = None if high is None else high * number + number - 1
-        elif kind == "at_least":
+        else:  # at least
             if high is not None and not ranges.at_most(number, high):
                 return None
             if low is not None:
                 if not (ranges.at_most(low, number) or ranges.at_most(number, low)):
                     return None
                 low = None if ranges.at_most(low, number) else low
-        else:
-            if low is not None and not ranges.at_most(low, number):
-                return None
-            if high is not None:
-                if not (ranges.at_most(number, high) or ranges.at_most(high, number)):
-                    return None
-                high = None if ranges.at_most(number, high) else high
     return low, high
 
 
@@ -269,14 +268,8 @@ def _reshape(ranges: IndexRanges, node: fx.Node) -> Interval:
     return _reshaped(ranges, ranges.of(_first(node)), node.meta["val"])
 
 
-@_rule("expand", "repeat")
+@_rule("expand", "repeat", "flip", "roll")
 def _expand(ranges: IndexRanges, node: fx.Node) -> Interval:
-    x = ranges.of(_first(node))
-    return x if x.origin is None else replace(x, origin=replace(x.origin, is_expanded=True))
-
-
-@_rule("flip", "roll")
-def _shuffled(ranges: IndexRanges, node: fx.Node) -> Interval:
     x = ranges.of(_first(node))
     return x if x.origin is None else replace(x, origin=replace(x.origin, is_expanded=True))
 
@@ -289,13 +282,10 @@ def _permute(ranges: IndexRanges, node: fx.Node) -> Interval:
         axes: Any = node.args[1]
         order = [axis % rank for axis in axes]
     elif rank > 1:
-        a, b = node.args[1:] if len(node.args) > 1 else (0, 1)
-        order[_int(a) % rank], order[_int(b) % rank] = _int(b) % rank, _int(a) % rank
+        swapped: Any = node.args[1:] or (0, 1)
+        a, b = (int(axis) % rank for axis in swapped)
+        order[a], order[b] = b, a
     return _viewed(ranges.of(_first(node)), "permute", *map(SymbolicExpr.constant, order))
-
-
-def _int(value: Any) -> int:
-    return int(value)
 
 
 @_rule("select")
@@ -314,7 +304,7 @@ def _slice(ranges: IndexRanges, node: fx.Node) -> Interval:
 @_rule("getitem")
 def _getitem(ranges: IndexRanges, node: fx.Node) -> Interval:
     call: Any = _first(node)
-    name = str(call.target).removeprefix("aten.").split(".")[0]
+    name = _name(call)
     place: Any = node.args[1]
     source: Any = call.args[0]
     if name in ("topk", "sort", "max", "min", "kthvalue", "mode", "median") and place == 1:
@@ -370,18 +360,13 @@ def _arange(ranges: IndexRanges, node: fx.Node) -> Interval:
 
 @_rule("full", "full_like", "scalar_tensor", "new_full")
 def _full(ranges: IndexRanges, node: fx.Node) -> Interval:
-    place = {"scalar_tensor": 0, "new_full": 2}.get(str(node.target).split(".")[1], 1)
+    place = {"scalar_tensor": 0, "new_full": 2}.get(_name(node), 1)
     return ranges.of(node.args[place])
 
 
-@_rule("zeros", "zeros_like", "new_zeros")
-def _zeros(ranges: IndexRanges, node: fx.Node) -> Interval:
-    return Interval(_ZERO, _ZERO, True)
-
-
-@_rule("ones", "ones_like", "new_ones")
-def _ones(ranges: IndexRanges, node: fx.Node) -> Interval:
-    return Interval(_ONE, _ONE, True)
+@_rule("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones")
+def _filled(ranges: IndexRanges, node: fx.Node) -> Interval:
+    return ranges.of(int("ones" in _name(node)))
 
 
 @_rule(
@@ -400,7 +385,7 @@ def _constant(x: Interval) -> Size | None:
 def _add(ranges: IndexRanges, node: fx.Node) -> Interval:
     a, b = (ranges.of(x) for x in node.args[:2])
     alpha = node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1)
-    name = str(node.target).split(".")[1]
+    name = _name(node)
     if alpha != 1:
         b = _times(b, ranges.size(alpha))
     if name == "rsub":
@@ -500,13 +485,8 @@ def _raised(ranges: IndexRanges, x: Interval, least: Interval) -> Interval:
 
 
 def _lowered(ranges: IndexRanges, x: Interval, most: Interval) -> Interval:
-    upper = most.upper if x.upper is None else x.upper
-    if x.upper is not None and most.upper is not None:
-        upper = _union(x.upper, most.upper, False)
-    lower = _union(x.lower, most.lower, False)
-    number = _constant(most)
-    origin = None if number is None else _stepped(x, "at_most", number)
-    return Interval(lower, upper, False, origin)
+    """Of two values the lesser."""
+    return _times(_raised(ranges, _times(x, -_ONE), _times(most, -_ONE)), -_ONE)
 
 
 @_rule("maximum", "clamp_min")
@@ -578,7 +558,7 @@ def _pad(ranges: IndexRanges, node: fx.Node) -> Interval:
 @_rule("gather", "index", "index_select", "embedding", "tril", "triu", "masked_fill")
 def _taken(ranges: IndexRanges, node: fx.Node) -> Interval:
     x = replace(ranges.of(_first(node)), is_reached=False, origin=None)
-    name = str(node.target).split(".")[1]
+    name = _name(node)
     if name == "masked_fill":
         return _hull([x, ranges.of(node.args[2])])
     return _hull([x, ranges.of(0)]) if name.startswith("tri") else x

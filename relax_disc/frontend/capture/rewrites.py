@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp.decompositions import grid_sampler_2d
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
-from relax_disc.errors import UnsupportedOperatorError
 
 Rule = Callable[..., Any]
 
@@ -50,11 +48,6 @@ def cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None)
     return torch.ops.aten._cdist_forward(x, y, float(p), 2)
 
 
-def dist(x: Tensor, y: Tensor, p: float = 2.0) -> Tensor:
-    """Norm of a difference."""
-    return torch.linalg.vector_norm(x - y, p)
-
-
 def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """Fill the places of a mask from a tensor, in order: each counts the places before it."""
     shape = torch.broadcast_shapes(x.shape, mask.shape)
@@ -64,46 +57,6 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     return torch.where(mask, taken, x)
 
 
-def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The k-th least element and its position."""
-    values, places = torch.sort(x, dim)
-    values, places = (t.narrow(dim, k - 1, 1) for t in (values, places))
-    return (values, places) if keepdim else (values.squeeze(dim), places.squeeze(dim))
-
-
-def median_of(x: Tensor, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The median along an axis, the lower of two; NaN is not looked for."""
-    return kthvalue(x, (x.shape[dim] - 1) // 2 + 1, dim, keepdim)
-
-
-def median(x: Tensor) -> Tensor:
-    """The median of all elements."""
-    return median_of(x.flatten(), 0)[0]
-
-
-def trace(x: Tensor) -> Tensor:
-    """Sum of a diagonal."""
-    return x.diagonal().sum()
-
-
-def hypot(x: Tensor, y: Tensor) -> Tensor:
-    """Length of a hypotenuse, scaled so that squares neither overflow nor vanish."""
-    top = torch.maximum(x.abs(), y.abs()).detach()
-    scale = torch.where(top == 0, 1.0, top)
-    return torch.sqrt((x / scale) ** 2 + (y / scale) ** 2) * scale
-
-
-def signbit(x: Tensor) -> Tensor:
-    """Say whether a number is below zero; -0.0 counts."""
-    below = x < 0
-    return below | ((x == 0) & (1.0 / x < 0)) if x.is_floating_point() else below
-
-
-def copysign(x: Tensor, sign: Tensor) -> Tensor:
-    """The size of one number with the sign of another."""
-    return torch.where(signbit(sign), -x.abs(), x.abs())
-
-
 def bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x^T W y`` for each output."""
     product = torch.einsum("oij,...j->...oi", weight, y)
@@ -111,22 +64,8 @@ def bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -
     return out if bias is None else out + bias
 
 
-def addbmm(
-    x: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    """Add the sum of a batch of matrix products."""
-    return beta * x + alpha * torch.bmm(batch1, batch2).sum(0)
-
-
-def addmv(
-    x: Tensor, matrix: Tensor, vector: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    """Add a product of a matrix and a vector."""
-    return beta * x + alpha * torch.mv(matrix, vector)
-
-
 def sgn(x: Tensor) -> Tensor:
-    """Sign of a real number."""
+    """Sign of a real number; the gradient of PyTorch's own fixes the size."""
     return torch.sign(x)
 
 
@@ -161,18 +100,6 @@ def prod_along(
     if not x.requires_grad:
         return None
     return cumprod(x, dim, dtype=dtype).narrow(dim, x.shape[dim] - 1, 1).sum(dim, keepdim)
-
-
-def grid_sampler(
-    x: Tensor, grid: Tensor, mode: int, padding_mode: int, align_corners: bool
-) -> Tensor:
-    """Sample images at given places, by reads at positions and their weights."""
-    if x.dim() != 4:
-        raise UnsupportedOperatorError(
-            f"grid_sample over {x.dim() - 2} spatial axes cannot be translated, only over 2.",
-            (("aten.grid_sampler.default", ""),),
-        )
-    return grid_sampler_2d(x, grid, mode, padding_mode, align_corners)
 
 
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor | None:
@@ -215,22 +142,11 @@ REWRITES: dict[Any, Rule] = {
     _ATEN._weight_norm.default: weight_norm,
     _ATEN._weight_norm_interface.default: weight_norm_interface,
     _ATEN.cdist.default: cdist,
-    _ATEN.dist.default: dist,
     _ATEN.masked_scatter.default: masked_scatter,
-    _ATEN.kthvalue.default: kthvalue,
-    _ATEN.median.dim: median_of,
-    _ATEN.median.default: median,
-    _ATEN.trace.default: trace,
-    _ATEN.hypot.default: hypot,
-    _ATEN.signbit.default: signbit,
-    _ATEN.copysign.Tensor: copysign,
     _ATEN.sgn.default: sgn,
     _ATEN.pad.default: pad,
     _ATEN.cumprod.default: cumprod,
     _ATEN.prod.default: prod,
     _ATEN.prod.dim_int: prod_along,
     _ATEN.bilinear.default: bilinear,
-    _ATEN.addbmm.default: addbmm,
-    _ATEN.addmv.default: addmv,
-    _ATEN.grid_sampler.default: grid_sampler,
 }

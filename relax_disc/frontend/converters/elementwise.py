@@ -277,12 +277,6 @@ def elu(emitter: Emitter, x: Any, alpha: Any = 1, scale: Any = 1, input_scale: A
     return apply(emitter, KIND.DEFAULT, build, (x,))
 
 
-@converts("aten.hardtanh.default")
-def hardtanh(emitter: Emitter, x: Any, low: Any = -1.0, high: Any = 1.0) -> Any:
-    """Bounds on both sides."""
-    return clamp(emitter, x, low, high)
-
-
 @converts("aten.clamp.default", "aten.clamp.Tensor")
 def clamp(emitter: Emitter, x: Any, low: Any = None, high: Any = None) -> Any:
     """Bounds; NaN stays NaN."""
@@ -349,19 +343,6 @@ def classify(emitter: Emitter, x: Any) -> Any:
         return emitter.emit(op.broadcast_to(false, relax.ShapeExpr(emitter.wanted_shape)))
     build = op.isnan if "isnan" in str(emitter.node.target) else op.isinf
     return emitter.emit(build(x))
-
-
-@converts("aten.gelu.default")
-def gelu(emitter: Emitter, x: Any, approximate: str = "none") -> Any:
-    """GELU, exact or by tanh."""
-    build = op.nn.gelu if approximate == "none" else op.nn.gelu_tanh
-    return apply(emitter, KIND.INT_TO_FLOAT, build, (x,))
-
-
-@converts("aten.leaky_relu.default")
-def leaky_relu(emitter: Emitter, x: Any, slope: float = 0.01) -> Any:
-    """Leaky ReLU."""
-    return apply(emitter, KIND.DEFAULT, lambda a: op.nn.leakyrelu(a, slope), (x,))
 
 
 @converts("aten.atan2.default")

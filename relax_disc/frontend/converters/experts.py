@@ -1,4 +1,4 @@
-"""Mixtures of experts: products of row groups whose borders are data, and the counts for them.
+"""Mixtures of experts: products of row groups whose borders are data.
 
 Rows are sorted by expert; ``offsets[e]`` is where the rows of expert ``e`` end.  Rows behind the
 last border belong to none and give zero.  A row's product has the shape that it always has, only
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm import relax, te, tirx
+from tvm import te, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder
 
@@ -117,27 +117,3 @@ def grouped_mm_backward(
         _product(emitter, grad, weights, groups, transposed=True),
         _outer_sums(emitter, rows, grad, groups, experts),
     )
-
-
-@converts("aten.histc.default")
-def histc(emitter: Emitter, x: Any, bins: Any = 100, least: float = 0.0, most: float = 0.0) -> Any:
-    """Counts of elements in bins of equal width; PyTorch's own arithmetic decides borders."""
-    if least == most:
-        raise emitter.refuse("the range of its bins is taken from the data; give min and max")
-    dtype = emitter.dtype(x)
-    count = int(bins)
-    flat = emitter.emit(relax.op.reshape(x, (-1,)))
-
-    def compute(x: Any) -> Any:
-        low, high, zero = (tirx.const(v, dtype) for v in (least, most, 0))
-        s = te.reduce_axis((0, x.shape[0]), "s")
-
-        def element(b: Any) -> Any:
-            scaled = (x(s) - low) / (high - low) * tirx.const(count, dtype)
-            place = te.min(scaled.astype("int64"), tirx.const(count - 1, "int64"))
-            inside = tirx.all(x(s) >= low, x(s) <= high, place == b)
-            return te.sum(tirx.Select(inside, tirx.const(1, dtype), zero), axis=s)
-
-        return te.compute((count,), element, name="histogram")
-
-    return emitter.te("histogram", compute, flat)

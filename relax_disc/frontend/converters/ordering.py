@@ -1,10 +1,10 @@
-"""Sorting, selection by rank, extrema with positions, and places in sorted boundaries."""
+"""Sorting, selection by rank, extrema with positions."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tvm import relax, te
+from tvm import relax
 
 from relax_disc import ops
 from relax_disc.frontend.converters import reductions
@@ -70,47 +70,3 @@ def extremum(emitter: Emitter, x: Any, axis: int, keepdim: bool = False) -> Any:
     value = emitter.emit(reductions.extremum(emitter, build, x, [axis], keepdim))
     place = emitter.emit((op.argmax if is_max else op.argmin)(x, axis, keepdim))
     return emitter.cast(value, dtype), reductions.first_position(emitter, place)
-
-
-@converts("aten.searchsorted.Tensor")
-def searchsorted(
-    emitter: Emitter,
-    boundaries: Any,
-    values: Any,
-    *,
-    out_int32: bool = False,
-    right: bool = False,
-    side: str | None = None,
-    sorter: Any = None,
-) -> Any:
-    """Count the boundaries below each value (with ``right``, also those equal to it)."""
-    if sorter is not None:
-        raise emitter.refuse("a sorter is not supported")
-    return _places(emitter, boundaries, values, right or side == "right")
-
-
-@converts("aten.bucketize.Tensor")
-def bucketize(
-    emitter: Emitter, values: Any, boundaries: Any, out_int32: bool = False, right: bool = False
-) -> Any:
-    """Count the boundaries below each value (with ``right``, also those equal to it)."""
-    return _places(emitter, boundaries, values, right)
-
-
-def _places(emitter: Emitter, boundaries: Any, values: Any, right: bool) -> Any:
-    values = emitter.tensor(values, emitter.dtype(boundaries))
-
-    def compute(boundaries: Any, values: Any) -> Any:
-        k = te.reduce_axis((0, boundaries.shape[-1]), "k")
-
-        def element(*i: Any) -> Any:
-            rows = i[:-1] if len(boundaries.shape) > 1 else ()
-            bound, value = boundaries(*rows, k), values(*i)
-            below = bound <= value if right else bound < value
-            return te.sum(below.astype("int64"), axis=k)
-
-        return te.compute(values.shape, element, name="searchsorted")
-
-    return emitter.cast(
-        emitter.te("searchsorted", compute, boundaries, values), emitter.wanted_dtype
-    )

@@ -1,4 +1,4 @@
-"""Sums, means, extrema, norms and softmax."""
+"""Sums, means, extrema and softmax."""
 
 from __future__ import annotations
 
@@ -95,38 +95,6 @@ def prod(
     return _reduce(emitter, op.prod, x, axis, keepdim, emitter.wanted_dtype)
 
 
-@converts("aten.linalg_vector_norm.default")
-def vector_norm(
-    emitter: Emitter,
-    x: Any,
-    order: Any = 2,
-    axes: Any = None,
-    keepdim: bool = False,
-    dtype: Any = None,
-) -> Any:
-    """Norm of any order; of order 0, the count of what is not zero."""
-    x = emitter.cast(x, WIDE.get(emitter.wanted_dtype, emitter.wanted_dtype))
-    axes = axes_of(emitter, x, axes)
-    size = emitter.emit(op.abs(x))
-    if order == 2:
-        squares = emitter.emit(op.multiply(x, x))
-        result = emitter.emit(op.sqrt(emitter.emit(op.sum(squares, axes, keepdim))))
-    elif order == 1:
-        result = emitter.emit(op.sum(size, axes, keepdim))
-    elif abs(order) == math.inf:
-        result = emitter.emit(
-            extremum(emitter, op.max if order > 0 else op.min, size, axes, keepdim)
-        )
-    elif order == 0:
-        there = emitter.emit(op.not_equal(x, emitter.const(0, emitter.dtype(x))))
-        result = emitter.emit(op.sum(emitter.cast(there, emitter.dtype(x)), axes, keepdim))
-    else:
-        power, root = (emitter.const(e, emitter.dtype(x)) for e in (order, 1.0 / order))
-        total = emitter.emit(op.sum(emitter.emit(op.power(size, power)), axes, keepdim))
-        result = emitter.emit(op.power(total, root))
-    return emitter.cast(result, emitter.wanted_dtype)
-
-
 @converts("aten.any.default", "aten.any.dim", "aten.any.dims")
 def any_(emitter: Emitter, x: Any, axes: Any = None, keepdim: bool = False) -> Any:
     """Say whether any element is true."""
@@ -154,8 +122,6 @@ def variance(
     )
     var = emitter.emit(op.divide(total, emitter.tensor(divisor, wide)))
     name = str(emitter.node.target)
-    if "std" in name:
-        var = emitter.emit(op.sqrt(var))
     var = emitter.cast(var, dtype)
     if "var_mean" not in name:
         return var
@@ -166,17 +132,11 @@ def variance(
 
 @converts("aten._softmax.default")
 def softmax(emitter: Emitter, x: Any, axis: int, half_to_float: Any = False) -> Any:
-    """Softmax along one axis; the safe one gives zeros in a row of -inf alone."""
+    """Softmax along one axis."""
     dtype = emitter.wanted_dtype
     x = emitter.cast(x, WIDE.get(dtype, dtype))
     axis = axis_of(emitter, x, axis)
-    result = emitter.emit(op.nn.softmax(x, axis))
-    if "_safe_softmax" in str(emitter.node.target):
-        masked = emitter.emit(op.max(x, [axis], keepdims=True))
-        lowest = emitter.const(float("-inf"), emitter.dtype(x))
-        dead = emitter.emit(op.equal(masked, lowest))
-        result = emitter.emit(op.where(dead, emitter.const(0, emitter.dtype(x)), result))
-    return emitter.cast(result, dtype)
+    return emitter.cast(emitter.emit(op.nn.softmax(x, axis)), dtype)
 
 
 @converts("aten._log_softmax.default")

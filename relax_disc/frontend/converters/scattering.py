@@ -49,13 +49,6 @@ def scatter(emitter: Emitter, x: Any, axis: int, index: Any, source: Any) -> Any
     """Write, or add, at given positions of one axis."""
     axis = axis_of(emitter, x, axis)
     adds = "scatter_add" in str(emitter.node.target)
-    return _scattered(emitter, x, axis, index, source, _COMBINATIONS["sum"] if adds else None)
-
-
-def _scattered(
-    emitter: Emitter, x: Any, axis: int, index: Any, source: Any, combine: Any = None
-) -> Any:
-    """Write ``combine(there, source)``, or ``source``, at positions of an axis."""
     if not isinstance(source, relax.Expr) or not isinstance(source.ty, relax.TensorType):
         source = emitter.tensor(source, emitter.dtype(x))
         source = emitter.emit(op.broadcast_to(source, relax.ShapeExpr(emitter.shape(index))))
@@ -68,56 +61,12 @@ def _scattered(
                 place = list(at)
                 place[axis] = index[tuple(at)].astype("int64")
                 value = source[tuple(at)]
-                if combine is not None:
-                    value = combine(out[tuple(place)], value)
-                T.buffer_store(out, value, place)
+                T.buffer_store(out, out[tuple(place)] + value if adds else value, place)
 
         return _written(x, [index, source], "scatter", write)
 
-    name = "scatter" if combine is None else "scatter_add"
+    name = "scatter_add" if adds else "scatter"
     return emitter.te(name, compute, x, index, source, alone=True)
-
-
-_COMBINATIONS: dict[str, Any] = {
-    "sum": lambda there, value: there + value,
-    "mean": lambda there, value: there + value,
-    "prod": lambda there, value: there * value,
-    "amax": lambda there, value: tirx.Select(tirx.any(value > there, value != value), value, there),
-    "amin": lambda there, value: tirx.Select(tirx.any(value < there, value != value), value, there),
-}
-
-
-@converts("aten.scatter_reduce.two")
-def scatter_reduce(
-    emitter: Emitter,
-    x: Any,
-    axis: int,
-    index: Any,
-    source: Any,
-    reduce: str,
-    include_self: bool = True,
-) -> Any:
-    """Sum, mean, product or extremum of what goes to each position, and of what is there."""
-    if not emitter.shape(x):
-        raise emitter.refuse("a reduction into a scalar is not supported")
-    axis, dtype = axis_of(emitter, x, axis), emitter.dtype(x)
-    start = x
-    if not include_self:
-        least, most = float("-inf"), float("inf")
-        if "float" not in dtype:
-            least, most = (int(f(dtype).value) for f in (tirx.min_value, tirx.max_value))
-        neutral = {"prod": 1, "amax": least, "amin": most}.get(reduce, 0)
-        start = _scattered(emitter, x, axis, index, neutral)
-    result = _scattered(emitter, start, axis, index, source, _COMBINATIONS[reduce])
-    if reduce != "mean":
-        return result
-    ones = emitter.const(1, dtype)
-    counts = emitter.emit(op.broadcast_to(ones, relax.ShapeExpr(emitter.shape(x))))
-    if not include_self:
-        counts = _scattered(emitter, counts, axis, index, 0)
-    counts = _scattered(emitter, counts, axis, index, 1, _COMBINATIONS["sum"])
-    divide = op.divide if "float" in dtype else op.floor_divide
-    return emitter.emit(divide(result, counts))
 
 
 @converts("aten.index_put.default")
