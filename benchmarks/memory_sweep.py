@@ -20,8 +20,9 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.memory_report import sweep_table
+from benchmarks.processes import Worker
 from benchmarks.record import RESULTS, write_result
-from benchmarks.training import Variant, started
+from benchmarks.training import started
 from benchmarks.training_batches import real_batches
 
 BASE = "compile"
@@ -127,9 +128,9 @@ def _measure(
         ours = stack.enter_context(started("relax_disc", size, threads))
         for variant in others.values():
             for number in range(_WARM_UP):
-                variant.step(lengths[number % count], number)
+                variant.ask(lengths=lengths[number % count], seed=number)
         longest = max(lengths, key=max)
-        highest = others[BASE].step(longest, 0)["activation_peak_bytes"]
+        highest = others[BASE].ask(lengths=longest, seed=0)["activation_peak_bytes"]
         for number in range(done, count):
             if time.monotonic() >= end:
                 return
@@ -139,17 +140,19 @@ def _measure(
 def _row(
     number: int,
     lengths: list[int],
-    others: Mapping[str, Variant],
-    ours: Variant,
+    others: Mapping[str, Worker],
+    ours: Worker,
     highest: int,
 ) -> dict[str, Any]:
-    found = {BASE: others[BASE].step(lengths, number)}
+    found = {BASE: others[BASE].ask(lengths=lengths, seed=number)}
     calls = [name for name in (*others, *BUDGETS) if name != BASE]
     for name in random.Random(number).sample(calls, len(calls)):
         if name in others:
-            found[name] = others[name].step(lengths, number)
+            found[name] = others[name].ask(lengths=lengths, seed=number)
         else:
-            found[name] = ours.step(lengths, number, budget=_budget(name, found[BASE], highest))
+            found[name] = ours.ask(
+                lengths=lengths, seed=number, budget=_budget(name, found[BASE], highest)
+            )
     return {"number": number, "length": max(lengths), "ways": found}
 
 

@@ -9,11 +9,7 @@ parameters and optimizer state.
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,7 +19,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.malloc_counter import preload_environment
+from benchmarks import processes
+from benchmarks.processes import ROOT, Worker
 from benchmarks.record import write_result
 from benchmarks.training_batches import real_batches, unseen_lengths
 from benchmarks.training_report import summarize, summary_table
@@ -31,66 +28,18 @@ from benchmarks.training_worker import SIZES, VARIANTS
 from relax_disc.vm_builtins import native
 
 _WARM_UP = 2
-_ROOT = Path(__file__).parents[1]
-
-
-class Variant:
-    """The far end of one worker process."""
-
-    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
-        self.name = name
-        self._process = process
-        self.prepared = self._answer()
-
-    def step(self, lengths: Sequence[int], seed: int, **options: Any) -> dict[str, Any]:
-        """Have the worker take one step; its measurements."""
-        assert self._process.stdin is not None
-        request = {"lengths": list(lengths), "seed": seed, **options}
-        print(json.dumps(request), file=self._process.stdin)
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the worker of {self.name} ended with {self._process.wait()}")
-        return json.loads(line)
 
 
 @contextmanager
-def started(name: str, size: str, threads: int, tree: Path = _ROOT) -> Iterator[Variant]:
-    """Start a worker of a checkout and wait until it is ready; it ends with the context."""
-    command = [sys.executable, "-m", "benchmarks.training_worker", "--variant", name]
-    command += ["--size", size, "--threads", str(threads)]
-    environment = {
-        **os.environ,
-        **preload_environment(),
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": str(tree),
-        "TVM_NUM_THREADS": str(threads),  # checkouts before the one pool
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
-        "RELAX_DISC_COMPILE_CACHE": "0",
-    }
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=tree,
-        env=environment,
-    )
-    try:
-        yield Variant(name, process)
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.terminate()
-        process.wait()
+def started(name: str, size: str, threads: int, tree: Path = ROOT) -> Iterator[Worker]:
+    """Start the worker of one way of training."""
+    arguments = ["--variant", name, "--size", size, "--threads", str(threads)]
+    with processes.started(name, "benchmarks.training_worker", arguments, threads, tree) as worker:
+        yield worker
 
 
 def measure(
-    variants: Sequence[Variant], batches: Sequence[list[int]], unseen: int, progress: Progress
+    variants: Sequence[Worker], batches: Sequence[list[int]], unseen: int, progress: Progress
 ) -> dict[str, dict[str, Any]]:
     """Give every batch to every variant in turn, then lengths that none has met, twice each."""
     results: dict[str, dict[str, Any]] = {
@@ -98,19 +47,22 @@ def measure(
     }
     for variant in variants:
         for number in range(_WARM_UP):
-            results[variant.name]["warm_up"].append(variant.step(batches[number], number))
+            results[variant.name]["warm_up"].append(
+                variant.ask(lengths=batches[number], seed=number)
+            )
     for number, lengths in progress.track(list(enumerate(batches)), description="real batches"):
         for variant in _shuffled(variants, number):
-            results[variant.name]["steps"].append(variant.step(lengths, number))
+            results[variant.name]["steps"].append(variant.ask(lengths=lengths, seed=number))
     fresh = unseen_lengths({max(lengths) for lengths in batches}, unseen)
     for number, length in progress.track(list(enumerate(fresh)), description="unseen lengths"):
         for variant in _shuffled(variants, number):
-            pair = [variant.step([length] * len(batches[0]), 10_000 + number) for _ in range(2)]
+            request = {"lengths": [length] * len(batches[0]), "seed": 10_000 + number}
+            pair = [variant.ask(**request) for _ in range(2)]
             results[variant.name]["unseen"].append(pair)
     return results
 
 
-def _shuffled(variants: Sequence[Variant], seed: int) -> list[Variant]:
+def _shuffled(variants: Sequence[Worker], seed: int) -> list[Worker]:
     return random.Random(seed).sample(variants, len(variants))
 
 

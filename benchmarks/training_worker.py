@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
 import resource
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -26,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import relax_disc
 from benchmarks.malloc_counter import MallocCounter
+from benchmarks.processes import serve
 from benchmarks.training_batches import LONGEST, VOCABULARY, make_batch
 from relax_disc.training.memory_plan import MemoryPlan
 from relax_disc.training_step import TrainingStep
@@ -193,16 +190,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.variant.partition(":")[0] not in VARIANTS:
         parser.error(f"{arguments.variant!r} is none of {', '.join(VARIANTS)}")
-    # Whatever libraries print goes to stderr: stdout belongs to the protocol.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     torch.set_num_threads(arguments.threads)
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+
+    def prepare() -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
         worker = Worker(arguments.variant, arguments.size)
-        print(json.dumps({"prepare_seconds": worker.prepare_seconds}), file=answers, flush=True)
-        for line in sys.stdin:
-            print(json.dumps(worker.step(**json.loads(line))), file=answers, flush=True)
+        return {"prepare_seconds": worker.prepare_seconds}, worker.step
+
+    serve(prepare)
 
 
 if __name__ == "__main__":

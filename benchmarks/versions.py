@@ -41,7 +41,7 @@ def main(
     ):
         for number, lengths in enumerate(batches):
             order = (mine, theirs) if number % 2 else (theirs, mine)
-            found = {id(one): one.step(lengths, number) for one in order}
+            found = {id(one): one.ask(lengths=lengths, seed=number) for one in order}
             a, b = found[id(mine)], found[id(theirs)]
             if abs(a["loss"] - b["loss"]) > 1e-3 * abs(b["loss"]):
                 raise RuntimeError(f"batch {number}: losses {a['loss']} and {b['loss']} differ")

@@ -1,5 +1,7 @@
 """The table of models: `python -m benchmarks.models` fills it, `--write-docs` prints it as docs.
 
+`--speed` times them at a realistic width instead (`benchmarks.models.speed`).
+
 Every model is compiled and trained in a process of its own with a limit of time, so that one
 failure does not stop the table.
 """
@@ -24,6 +26,8 @@ from rich.progress import Progress
 from benchmarks.models.catalogue import ENTRIES
 from benchmarks.models.document import PAGE, read_results, result_path, summary_table, write_page
 from benchmarks.models.entry import Entry
+from benchmarks.models.speed import run as run_speed
+from benchmarks.models.speed_document import write_page as write_speed_page
 from benchmarks.record import commit, write_result
 from relax_disc.vm_builtins import native
 
@@ -90,16 +94,38 @@ def main(
     jobs: Annotated[int, typer.Option(help="Processes at once; times are of processors.")] = 1,
     name: Annotated[str, typer.Option(help="Of the file of results.")] = "models",
     write_docs: Annotated[
-        bool, typer.Option("--write-docs", help="Write docs/models.md from the results; run none.")
+        bool, typer.Option("--write-docs", help="Write the pages from the results; run none.")
     ] = False,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Time wide models next to eager PyTorch instead.")
+    ] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="With --speed: torch.compile(dynamic=True) too.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --speed: only what has no results.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(help="With --speed: measurements of a shape.")] = 8,
 ) -> None:
     """Judge the models; prints a table, writes benchmarks/results/<name>.json as it goes.
 
     Results of models that are not run stay as they were recorded; each has its own commit.
     """
+    if speed:
+        words = [word.strip().lower() for word in only.split(",") if word.strip()]
+        run_speed(
+            words,
+            with_compile=compiled,
+            resume=resume,
+            rounds=rounds,
+            limit_seconds=limit_seconds,
+            name="models_speed" if name == "models" else name,
+        )
+        return
     console = Console()
     console.width = max(console.width, 150)
     if write_docs:
+        write_speed_page()
         write_page()
         console.print(f"written to {PAGE}")
         return

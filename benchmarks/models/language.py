@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,14 +34,23 @@ def configured(config: Any, **options: Any) -> Any:
     return made
 
 
-def built(family: str, head: str, **options: Any) -> Callable[[], nn.Module]:
+@dataclass(frozen=True)
+class Built:
+    """Makes ``<family><head>`` from ``<family>Config(**options)``."""
+
+    family: str
+    head: str
+    options: dict[str, Any]
+
+    def __call__(self) -> nn.Module:
+        """Make the model, with random weights."""
+        config = configured(getattr(transformers, f"{self.family}Config"), **self.options)
+        return getattr(transformers, self.family + self.head)(config)
+
+
+def built(family: str, head: str, **options: Any) -> Built:
     """Return what makes ``<family><head>`` from ``<family>Config(**options)``."""
-
-    def make() -> nn.Module:
-        config = configured(getattr(transformers, f"{family}Config"), **options)
-        return getattr(transformers, family + head)(config)
-
-    return make
+    return Built(family, head, options)
 
 
 def tokens(batch: int, length: int) -> Batch:

@@ -17,10 +17,15 @@ CLASSES = 5
 class Perceptron(nn.Module):
     """Three layers with GELU."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: int = 1) -> None:
         super().__init__()
+        inner, width = 16 * scale, 64 * scale
         self.layers = nn.Sequential(
-            nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, CLASSES)
+            nn.Linear(inner, width),
+            nn.GELU(),
+            nn.Linear(width, width),
+            nn.GELU(),
+            nn.Linear(width, CLASSES),
         )
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -31,22 +36,23 @@ class Perceptron(nn.Module):
 class Convolutional(nn.Module):
     """Convolutions, batch norm and pooling over pictures of any size."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: int = 1) -> None:
         super().__init__()
+        first, second = 16 * scale, 32 * scale
         self.layers = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1),
-            nn.BatchNorm2d(16),
+            nn.Conv2d(3, first, 3, padding=1),
+            nn.BatchNorm2d(first),
             nn.ReLU(),
             nn.MaxPool2d(2),
-            nn.Conv2d(16, 16, 3, padding=1, groups=4),
-            nn.BatchNorm2d(16),
+            nn.Conv2d(first, first, 3, padding=1, groups=4),
+            nn.BatchNorm2d(first),
             nn.ReLU(),
             nn.AvgPool2d(2),
-            nn.Conv2d(16, 32, 3, dilation=2, padding=2),
+            nn.Conv2d(first, second, 3, dilation=2, padding=2),
             nn.ReLU(),
             nn.AdaptiveAvgPool2d(1),
         )
-        self.head = nn.Linear(32, CLASSES)
+        self.head = nn.Linear(second, CLASSES)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy with smoothed labels."""
@@ -68,15 +74,14 @@ class _Double(nn.Sequential):
 class UNet(nn.Module):
     """Two levels down and up again, with skip connections."""
 
-    def __init__(self, channels: int = 3, out: int = CLASSES) -> None:
+    def __init__(self, scale: int = 1, out: int = CLASSES) -> None:
         super().__init__()
-        self.first, self.second, self.bottom = _Double(channels, 8), _Double(8, 16), _Double(16, 32)
-        self.up_second, self.up_first = (
-            nn.ConvTranspose2d(32, 16, 2, stride=2),
-            nn.ConvTranspose2d(16, 8, 2, stride=2),
-        )
-        self.third, self.last = _Double(32, 16), _Double(16, 8)
-        self.head = nn.Conv2d(8, out, 1)
+        a, b, c = 8 * scale, 16 * scale, 32 * scale
+        self.first, self.second, self.bottom = _Double(3, a), _Double(a, b), _Double(b, c)
+        self.up_second = nn.ConvTranspose2d(c, b, 2, stride=2)
+        self.up_first = nn.ConvTranspose2d(b, a, 2, stride=2)
+        self.third, self.last = _Double(c, b), _Double(b, a)
+        self.head = nn.Conv2d(a, out, 1)
 
     def pixels(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the values of every pixel; ``bias`` is added at the bottom."""
@@ -96,10 +101,10 @@ class UNet(nn.Module):
 class Diffusion(nn.Module):
     """A denoising step: noise of a random strength, a U-net that is told the time."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: int = 1) -> None:
         super().__init__()
-        self.net = UNet(out=3)
-        self.time = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32))
+        self.net = UNet(scale, out=3)
+        self.time = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32 * scale))
         kept = torch.cumprod(1.0 - torch.linspace(1e-4, 0.02, 100), 0)
         self.register_buffer("kept", kept)
 
@@ -116,13 +121,14 @@ class Diffusion(nn.Module):
 class GraphNetwork(nn.Module):
     """Attention over the edges of a ragged graph, then sums by graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: int = 1) -> None:
         super().__init__()
-        self.inner = nn.Linear(8, 32)
-        self.messages = nn.ModuleList(nn.Linear(64, 32) for _ in range(2))
-        self.scores = nn.ModuleList(nn.Linear(64, 1) for _ in range(2))
-        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
-        self.head = nn.Linear(32, CLASSES)
+        width = 32 * scale
+        self.inner = nn.Linear(8, width)
+        self.messages = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(2))
+        self.scores = nn.ModuleList(nn.Linear(2 * width, 1) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.head = nn.Linear(width, CLASSES)
 
     def forward(self, x: Tensor, edges: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy of the nodes' classes."""
@@ -139,16 +145,17 @@ class GraphNetwork(nn.Module):
 class AutoEncoder(nn.Module):
     """Strided convolutions down, transposed ones up."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: int = 1) -> None:
         super().__init__()
+        first, second = 16 * scale, 32 * scale
         self.layers = nn.Sequential(
-            nn.Conv2d(3, 16, 3, stride=2, padding=1),
+            nn.Conv2d(3, first, 3, stride=2, padding=1),
             nn.LeakyReLU(),
-            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            nn.Conv2d(first, second, 3, stride=2, padding=1),
             nn.ELU(),
-            nn.ConvTranspose2d(32, 16, 4, stride=2, padding=1),
+            nn.ConvTranspose2d(second, first, 4, stride=2, padding=1),
             nn.Softplus(),
-            nn.ConvTranspose2d(16, 3, 4, stride=2, padding=1),
+            nn.ConvTranspose2d(first, 3, 4, stride=2, padding=1),
             nn.Sigmoid(),
         )
 
@@ -160,10 +167,11 @@ class AutoEncoder(nn.Module):
 class Variational(nn.Module):
     """A variational autoencoder; its noise comes with the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: int = 1) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
-        self.decoder = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 16))
+        inner, width = 16 * scale, 64 * scale
+        self.encoder = nn.Sequential(nn.Linear(inner, width), nn.Tanh(), nn.Linear(width, 16))
+        self.decoder = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, inner))
 
     def forward(self, x: Tensor, noise: Tensor) -> Tensor:
         """Return the reconstruction's error plus the divergence from the prior."""
@@ -192,11 +200,12 @@ class _Mixing(nn.Module):
 class Mixer(nn.Module):
     """MLP-Mixer over sixteen patches."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: int = 1) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, 32, 8, stride=8)
-        self.blocks = nn.Sequential(_Mixing(16, 32), _Mixing(16, 32), nn.LayerNorm(32))
-        self.head = nn.Linear(32, CLASSES)
+        width = 32 * scale
+        self.patches = nn.Conv2d(3, width, 8, stride=8)
+        self.blocks = nn.Sequential(_Mixing(16, width), _Mixing(16, width), nn.LayerNorm(width))
+        self.head = nn.Linear(width, CLASSES)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy."""
@@ -204,18 +213,18 @@ class Mixer(nn.Module):
         return F.cross_entropy(self.head(found.mean(1)), labels)
 
 
-def vectors(rows: int) -> Batch:
+def vectors(rows: int, scale: int = 1) -> Batch:
     """Vectors and classes."""
     generator = seeded(rows)
     labels = torch.randint(0, CLASSES, (rows,), generator=generator)
-    return {"x": torch.randn(rows, 16, generator=generator), "labels": labels}
+    return {"x": torch.randn(rows, 16 * scale, generator=generator), "labels": labels}
 
 
-def noisy_vectors(rows: int) -> Batch:
+def noisy_vectors(rows: int, scale: int = 1) -> Batch:
     """Vectors and noise for each."""
     generator = seeded(rows)
-    x, noise = torch.randn(rows, 16, generator=generator), torch.randn(rows, 8, generator=generator)
-    return {"x": x, "noise": noise}
+    x = torch.randn(rows, 16 * scale, generator=generator)
+    return {"x": x, "noise": torch.randn(rows, 8, generator=generator)}
 
 
 def pictures(rows: int, high: int, wide: int) -> Batch:

@@ -75,16 +75,17 @@ def _sized(name: str, make: Callable[[], nn.Module], batch: Callable[..., Batch]
 class ContrastiveCLIP(nn.Module):
     """CLIP that returns its contrastive loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, **wide: int) -> None:
         super().__init__()
         import transformers
 
-        text = {**_WIDTH, "num_attention_heads": 4, "vocab_size": VOCABULARY, "projection_dim": 16}
+        heads = {"num_attention_heads": 4, "projection_dim": 16, "vocab_size": VOCABULARY}
+        text = {**_WIDTH, **heads, **wide}
         sizes = {"max_position_embeddings": 32, "eos_token_id": 2, "bos_token_id": 1}
         config = configured(
             transformers.CLIPConfig,
             text_config={**text, **sizes, "pad_token_id": 0},
-            vision_config={**_PATCHES, "projection_dim": 16},
+            vision_config={**_PATCHES, "projection_dim": 16, **wide},
             projection_dim=16,
         )
         self.model = transformers.CLIPModel(config)
@@ -101,11 +102,11 @@ def captions(batch: int, length: int) -> Batch:
     return {"input_ids": ids, "pixel_values": pictures(batch)["pixel_values"]}
 
 
-def spectra(batch: int, target: int) -> Batch:
+def spectra(batch: int, target: int, bands: int = 16, frames: int = 64) -> Batch:
     """Log-mel spectra of a fixed window, as Whisper takes them, and target ids."""
     generator = seeded(batch, target)
     return {
-        "input_features": torch.randn(batch, 16, 64, generator=generator),
+        "input_features": torch.randn(batch, bands, frames, generator=generator),
         "labels": torch.randint(3, VOCABULARY, (batch, target), generator=generator),
     }
 

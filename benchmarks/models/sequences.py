@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +19,21 @@ LONGEST = 32
 class Translator(nn.Module):
     """`nn.Transformer` between two sequences, with a causal mask."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: int = 1) -> None:
         super().__init__()
-        self.table = nn.Embedding(VOCABULARY, 32)
-        self.places = nn.Embedding(LONGEST, 32)
+        width = 32 * scale
+        self.table = nn.Embedding(VOCABULARY, width)
+        self.places = nn.Embedding(LONGEST * scale, width)
         self.body = nn.Transformer(
-            32,
+            width,
             4,
             num_encoder_layers=1,
             num_decoder_layers=1,
-            dim_feedforward=64,
+            dim_feedforward=2 * width,
             dropout=0.0,
             batch_first=True,
         )
-        self.head = nn.Linear(32, VOCABULARY)
+        self.head = nn.Linear(width, VOCABULARY)
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.table(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
@@ -47,11 +49,11 @@ class Translator(nn.Module):
 class Tagger(nn.Module):
     """A bidirectional recurrence with a class for every token."""
 
-    def __init__(self, cell: Callable[..., nn.Module]) -> None:
+    def __init__(self, cell: Callable[..., nn.Module], scale: int = 1) -> None:
         super().__init__()
-        self.table = nn.Embedding(VOCABULARY, 16, padding_idx=0)
-        self.cell = cell(16, 24, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(48, TAGS)
+        self.table = nn.Embedding(VOCABULARY, 16 * scale, padding_idx=0)
+        self.cell = cell(16 * scale, 24 * scale, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(48 * scale, TAGS)
 
     def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
         """Return the cross-entropy, padding left out."""
@@ -74,11 +76,12 @@ class _CausalBlock(nn.Module):
 class TemporalConvolution(nn.Module):
     """Dilated causal convolutions with weight norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: int = 1) -> None:
         super().__init__()
-        self.table = nn.Embedding(VOCABULARY, 24)
-        self.blocks = nn.Sequential(*(_CausalBlock(24, 2**k) for k in range(3)))
-        self.head = nn.Linear(24, TAGS)
+        width = 24 * scale
+        self.table = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.Sequential(*(_CausalBlock(width, 2**k) for k in range(3)))
+        self.head = nn.Linear(width, TAGS)
 
     def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
         """Return the cross-entropy, padding left out."""
@@ -89,13 +92,14 @@ class TemporalConvolution(nn.Module):
 class DenseExperts(nn.Module):
     """A softmax mixture in which every expert sees every token, one of einsum's uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: int = 1) -> None:
         super().__init__()
-        self.table = nn.Embedding(VOCABULARY, 24)
-        self.gate = nn.Linear(24, 4)
-        self.inner = nn.Parameter(torch.randn(4, 24, 48) / 5)
-        self.outer = nn.Parameter(torch.randn(4, 48, 24) / 7)
-        self.head = nn.Linear(24, TAGS)
+        width = 24 * scale
+        self.table = nn.Embedding(VOCABULARY, width)
+        self.gate = nn.Linear(width, 4)
+        self.inner = nn.Parameter(torch.randn(4, width, 2 * width) / width**0.5)
+        self.outer = nn.Parameter(torch.randn(4, 2 * width, width) / (2 * width) ** 0.5)
+        self.head = nn.Linear(width, TAGS)
 
     def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
         """Return the cross-entropy plus a loss that balances the experts."""
@@ -154,8 +158,8 @@ ENTRIES = [
         },
         sizes=[(3, 12, 9), (1, 1, 1), (8, LONGEST, LONGEST), (4, 7, 30)],
     ),
-    _of_tags("LSTM tagger", lambda: Tagger(nn.LSTM)),
-    _of_tags("GRU tagger", lambda: Tagger(nn.GRU)),
+    _of_tags("LSTM tagger", partial(Tagger, nn.LSTM)),
+    _of_tags("GRU tagger", partial(Tagger, nn.GRU)),
     _of_tags("Temporal convolution, weight norm", TemporalConvolution),
     _of_tags("Mixture of experts, dense", DenseExperts),
 ]

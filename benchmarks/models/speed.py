@@ -1,0 +1,169 @@
+"""Time wide models' training steps next to eager PyTorch's.
+
+`python -m benchmarks.models --speed`: every way of taking the step has a process of its own; rounds
+alternate between them, each waiting until the other is idle, so that ratios are of steps that were
+taken next to each other.  Memory is what malloc and mmap hold above parameters and optimizer state.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.models.document import read_results, result_path
+from benchmarks.models.entry import Entry
+from benchmarks.models.speed_document import PAGE, speed_table, write_page
+from benchmarks.models.wide import WIDE
+from benchmarks.processes import Worker, started
+from benchmarks.record import commit, machine, write_result
+from relax_disc.vm_builtins import native
+
+_WARM_UP = 2
+_IDLE_SECONDS = 0.02
+"""Threads of OpenMP spin for some milliseconds after a region before they sleep."""
+
+
+def measured(
+    entry: Entry, names: Sequence[str], rounds: int, threads: int, limit_seconds: float
+) -> dict[str, Any]:
+    """Measure one model; what goes wrong becomes the verdict.
+
+    Returns
+    -------
+    dict
+        For each shape every variant's median step, and the ratios to eager's with their quartiles.
+    """
+    found: dict[str, Any] = {
+        "model": entry.name,
+        "source": entry.source,
+        "commit": commit(),
+        "processor": machine()["processor"],
+    }
+    try:
+        with ExitStack() as stack:
+            workers = []
+            for name in names:
+                arguments = [name, entry.name, str(threads)]
+                module = "benchmarks.models.speed_worker"
+                context = started(name, module, arguments, threads, limit_seconds=limit_seconds)
+                workers.append(stack.enter_context(context))
+                if "refused" in workers[-1].prepared:
+                    message = workers[-1].prepared["refused"]
+                    return {**found, "verdict": "refused", "message": message}
+            return {**found, **_measured(workers, entry, rounds)}
+    except RuntimeError as error:
+        return {**found, "verdict": "failed", "message": str(error)}
+
+
+def _measured(workers: Sequence[Worker], entry: Entry, rounds: int) -> dict[str, Any]:
+    raw: dict[tuple[int, ...], dict[str, list[dict[str, Any]]]] = {
+        sizes: {worker.name: [] for worker in workers} for sizes in entry.sizes
+    }
+    compiling = {worker.name: worker.prepared["prepare_seconds"] for worker in workers}
+    for sizes in entry.sizes:
+        for worker in workers:
+            first, *_, last = [worker.ask(sizes=sizes) for _ in range(_WARM_UP + 1)]
+            compiling[worker.name] += max(0.0, first["seconds"] - last["seconds"])
+    busy = 0.0
+    for number in range(rounds):
+        for sizes in entry.sizes:
+            order = workers if number % 2 else workers[::-1]
+            for worker in order:
+                time.sleep(_IDLE_SECONDS)
+                others = [other for other in workers if other is not worker]
+                before, start = [other.cpu_seconds() for other in others], time.perf_counter()
+                # The first of two steps wakes the threads.
+                raw[sizes][worker.name].append(worker.ask(sizes=sizes, repeat=2))
+                spent = time.perf_counter() - start
+                after = [other.cpu_seconds() for other in others]
+                busy = max([busy, *((b - a) / spent for a, b in zip(before, after, strict=True))])
+    accounts = {worker.name: worker.ask() for worker in workers}
+    shapes = [_shape(entry, sizes, raw[sizes]) for sizes in entry.sizes]
+    return {
+        "verdict": "measured",
+        "parameters": accounts["relax_disc"].pop("parameters"),
+        "ratio": statistics.geometric_mean(shape["ratio"][1] for shape in shapes),
+        "peak_ratio": max(shape["peak_ratio"] for shape in shapes),
+        "compile_seconds": {n: compiling[n] for n in compiling if n != "eager"},
+        "idle_cpu_share": busy,
+        "processes": accounts,
+        "shapes": shapes,
+    }
+
+
+def _shape(
+    entry: Entry, sizes: tuple[int, ...], raw: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> dict[str, Any]:
+    """Summarise the rounds of one shape; ratios are quartiles over pairs of one round."""
+
+    def ratios(of: str) -> list[float]:
+        return [a["seconds"] / b["seconds"] for a, b in zip(raw[of], raw["eager"], strict=True)]
+
+    peaks = {name: max(step["activation_peak_bytes"] for step in raw[name]) for name in raw}
+    losses = [raw[name][-1]["loss"] for name in ("eager", "relax_disc")]
+    return {
+        "sizes": dict(zip(entry.ranges, sizes, strict=True)),
+        "seconds": {
+            name: statistics.median(step["seconds"] for step in steps)
+            for name, steps in raw.items()
+        },
+        "ratio": statistics.quantiles(ratios("relax_disc"), n=4, method="inclusive"),
+        **({"compile_ratio": statistics.median(ratios("compile"))} if "compile" in raw else {}),
+        "peak_bytes": peaks,
+        "peak_ratio": peaks["relax_disc"] / peaks["eager"],
+        "losses": losses,
+    }
+
+
+def run(
+    only: Sequence[str],
+    *,
+    with_compile: bool,
+    resume: bool,
+    rounds: int,
+    limit_seconds: float,
+    threads: int = 2,
+    name: str = "models_speed",
+) -> None:
+    """Measure models; prints a table, writes benchmarks/results/<name>.json as it goes.
+
+    Parameters
+    ----------
+    only : sequence of str
+        Words in the names of models; all models without.
+    with_compile : bool
+        Measure ``torch.compile(dynamic=True)`` too.
+    resume : bool
+        Leave out the models that the file of results has.
+    rounds : int
+        Measurements of each shape.
+    limit_seconds : float
+        Of one model's processes.
+    """
+    console = Console()
+    console.width = max(console.width, 150)
+    native.load()  # built once per machine: no part of a compilation
+    kept = read_results(name)["results"] if result_path(name).exists() else []
+    found = {result["model"]: result for result in kept}
+    names = ("eager", *(("compile",) if with_compile else ()), "relax_disc")
+    chosen = [e for e in WIDE if not only or any(word in e.name.lower() for word in only)]
+    settings = {"rounds": rounds, "threads": threads, "optimizer": "AdamW, fused"}
+    measured_now = []
+    for entry in chosen:
+        if resume and entry.name in found:
+            continue
+        console.print(f"{entry.name} ...")
+        result = measured(entry, names, rounds, threads, limit_seconds)
+        found[entry.name] = result
+        measured_now.append(result)
+        write_result(name, settings, [found[e.name] for e in WIDE if e.name in found])
+        console.print(speed_table([result]))
+    console.print(speed_table(measured_now))
+    if name == "models_speed":
+        write_page()
+        console.print(f"written to {PAGE}")

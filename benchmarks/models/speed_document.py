@@ -1,0 +1,123 @@
+"""Show the results of `benchmarks.models --speed` on the screen and as docs/models-speed.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.models.document import read_results
+from benchmarks.models.wide import WIDE
+
+PAGE = Path(__file__).parents[2] / "docs" / "models-speed.md"
+
+_COLUMNS = (
+    "model",
+    "parameters",
+    "shapes",
+    "eager ms",
+    "step / eager (quartiles)",
+    "peak / eager",
+    "compile s",
+    "torch.compile: step / eager, s",
+)
+_INTRODUCTION = """\
+# Speed of other models
+
+One training step (loss, gradients, AdamW) of the models of [the table](models.md) at a realistic
+width, two or three layers deep, and of networks of timm and diffusers as they are, float32, each
+compiled **once** for symbolic batch, lengths, height and width. *Step / eager* is the time of a
+step over eager PyTorch's (fused AdamW): quartiles over pairs of measurements taken in turn, two
+processes with as many threads each, of which one waits while the other runs. *Peak* is what malloc
+and mmap held above parameters and optimizer state, the largest ratio of the shapes. Compiling is
+from scratch, what the first calls add included.
+"""
+
+
+def page(content: Mapping[str, Any]) -> str:
+    """Write a file of results as Markdown."""
+    results = content["results"]
+    lines = [_INTRODUCTION, _totals(results), "", _row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
+    lines += [_row(cells) for result in results for cells in _cells(result)]
+    lines.append("")
+    missing = [e.name for e in WIDE if e.name not in {r["model"] for r in results}]
+    if missing:
+        lines += [f"Not measured yet, {len(missing)}: {', '.join(missing)}.", ""]
+    for result in results:
+        if result["verdict"] != "measured":
+            lines += [f"- **{result['model']}** {result['verdict']}: {result['message']}", ""]
+    commits = dict.fromkeys(result["commit"] for result in results)
+    busiest = max([0.0, *(r.get("idle_cpu_share", 0.0) for r in results)])
+    processes = [p for r in results for p in r.get("processes", {}).values()]
+    policies = " or ".join(dict.fromkeys(p["wait_policy"] for p in processes))
+    cores = " or ".join(dict.fromkeys(str(len(p["affinity"])) for p in processes))
+    lines.append(
+        f"Measured by `python -m benchmarks.models --speed` at commits {', '.join(commits)} on "
+        f"{', '.join(dict.fromkeys(r['processor'] for r in results))}, "
+        f"{content['settings']['threads']} threads of each process, which may run on {cores} "
+        f"cores, OMP_WAIT_POLICY {policies}; a process that waited took at most {busiest:.2f} of a "
+        "core. Other work ran on the machine. This page is made of "
+        "`benchmarks/results/models_speed.json`."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def write_page() -> None:
+    """Write docs/models-speed.md from the recorded results."""
+    PAGE.write_text(page(read_results("models_speed")))
+
+
+def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table for the screen."""
+    table = Table(title=_totals(results))
+    for number, column in enumerate(_COLUMNS):
+        table.add_column(column, justify="left" if number in (0, 2) else "right")
+    for result in results:
+        for cells in _cells(result):
+            table.add_row(*cells)
+    return table
+
+
+def _totals(results: Sequence[Mapping[str, Any]]) -> str:
+    done = [result for result in results if result["verdict"] == "measured"]
+    if not done:
+        return "None measured."
+    ratios = [result["ratio"] for result in done]
+    peaks = [result["peak_ratio"] for result in done]
+    slow, high = (sum(value > 1 for value in values) for values in (ratios, peaks))
+    return (
+        f"{len(done)} models: median of step / eager {statistics.median(ratios):.2f}, "
+        f"{slow} above 1.0; median of peak / eager {statistics.median(peaks):.2f}, "
+        f"{high} above 1.0."
+    )
+
+
+def _cells(result: Mapping[str, Any]) -> list[list[str]]:
+    """Write a row for each shape; those after the first leave out what they share."""
+    if result["verdict"] != "measured":
+        return [[result["model"], result["verdict"], *[""] * (len(_COLUMNS) - 2)]]
+    rows = []
+    for shape in result["shapes"]:
+        low, middle, high = shape["ratio"]
+        seconds = result["compile_seconds"]
+        peer = ""
+        if "compile_ratio" in shape:
+            peer = f"{shape['compile_ratio']:.2f}, {seconds['compile']:.0f}"
+        rows.append([
+            "" if rows else result["model"],
+            "" if rows else f"{result['parameters'] / 1e6:.1f} M",
+            ", ".join(f"{dim} {size}" for dim, size in shape["sizes"].items()),
+            f"{1e3 * shape['seconds']['eager']:.0f}",
+            f"{middle:.2f} ({low:.2f}-{high:.2f})",
+            f"{shape['peak_ratio']:.2f}",
+            "" if rows else f"{seconds['relax_disc']:.0f}",
+            peer,
+        ])  # fmt: skip
+    return rows
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
