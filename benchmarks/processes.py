@@ -92,10 +92,11 @@ def started(
         yield Worker(name, process)
     finally:
         limit.cancel()
-        assert process.stdin is not None
+        assert process.stdin is not None and process.stdout is not None
         process.stdin.close()
         process.terminate()
         process.wait()
+        process.stdout.close()
 
 
 def serve(prepare: Callable[[], tuple[dict[str, Any], Callable[..., dict[str, Any]]]]) -> None:

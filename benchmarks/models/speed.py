@@ -64,11 +64,13 @@ def _measured(workers: Sequence[Worker], entry: Entry, rounds: int) -> dict[str,
     raw: dict[tuple[int, ...], dict[str, list[dict[str, Any]]]] = {
         sizes: {worker.name: [] for worker in workers} for sizes in entry.sizes
     }
+    memory: dict[tuple[int, ...], dict[str, Any]] = {sizes: {} for sizes in entry.sizes}
     compiling = {worker.name: worker.prepared["prepare_seconds"] for worker in workers}
     for sizes in entry.sizes:
         for worker in workers:
             first, *_, last = [worker.ask(sizes=sizes) for _ in range(_WARM_UP + 1)]
             compiling[worker.name] += max(0.0, first["seconds"] - last["seconds"])
+            memory[sizes][worker.name] = worker.ask(memory=sizes)
     busy = 0.0
     for number in range(rounds):
         for sizes in entry.sizes:
@@ -83,7 +85,7 @@ def _measured(workers: Sequence[Worker], entry: Entry, rounds: int) -> dict[str,
                 after = [other.cpu_seconds() for other in others]
                 busy = max([busy, *((b - a) / spent for a, b in zip(before, after, strict=True))])
     accounts = {worker.name: worker.ask() for worker in workers}
-    shapes = [_shape(entry, sizes, raw[sizes]) for sizes in entry.sizes]
+    shapes = [_shape(entry, sizes, raw[sizes], memory[sizes]) for sizes in entry.sizes]
     return {
         "verdict": "measured",
         "parameters": accounts["relax_disc"].pop("parameters"),
@@ -97,14 +99,17 @@ def _measured(workers: Sequence[Worker], entry: Entry, rounds: int) -> dict[str,
 
 
 def _shape(
-    entry: Entry, sizes: tuple[int, ...], raw: Mapping[str, Sequence[Mapping[str, Any]]]
+    entry: Entry,
+    sizes: tuple[int, ...],
+    raw: Mapping[str, Sequence[Mapping[str, Any]]],
+    memory: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
     """Summarise the rounds of one shape; ratios are quartiles over pairs of one round."""
 
     def ratios(of: str) -> list[float]:
         return [a["seconds"] / b["seconds"] for a, b in zip(raw[of], raw["eager"], strict=True)]
 
-    peaks = {name: max(step["activation_peak_bytes"] for step in raw[name]) for name in raw}
+    peaks = {name: found["activation_peak_bytes"] for name, found in memory.items()}
     losses = [raw[name][-1]["loss"] for name in ("eager", "relax_disc")]
     return {
         "sizes": dict(zip(entry.ranges, sizes, strict=True)),
@@ -115,6 +120,7 @@ def _shape(
         "ratio": statistics.quantiles(ratios("relax_disc"), n=4, method="inclusive"),
         **({"compile_ratio": statistics.median(ratios("compile"))} if "compile" in raw else {}),
         "peak_bytes": peaks,
+        "planned_bytes": memory["relax_disc"]["planned_activation_bytes"],
         "peak_ratio": peaks["relax_disc"] / peaks["eager"],
         "losses": losses,
     }

@@ -19,6 +19,7 @@ from benchmarks.models.entry import Batch
 from benchmarks.models.wide import WIDE
 from benchmarks.processes import serve
 from relax_disc.errors import RelaxDiscError
+from relax_disc.training_step import TrainingStep
 
 VARIANTS = ("eager", "compile", "relax_disc")
 
@@ -33,12 +34,12 @@ class Worker:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
         self._make_optimizer_state()
         self._counter = MallocCounter()
-        self._base_bytes: int | None = None
+        self._compiled: TrainingStep | None = None
         self._batches: dict[tuple[int, ...], Batch] = {
             sizes: self._entry.batch(*sizes) for sizes in self._entry.sizes
         }
         start = time.perf_counter()
-        self._step = self._compiled() if variant == "relax_disc" else self._eager(variant)
+        self._step = self._relax_disc() if variant == "relax_disc" else self._eager(variant)
         self.prepare_seconds = time.perf_counter() - start
 
     def _make_optimizer_state(self) -> None:
@@ -49,14 +50,12 @@ class Worker:
         self._optimizer.param_groups[0]["lr"] = 1e-4
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _compiled(self) -> Callable[..., Any]:
-        example = self._batches[self._entry.sizes[0]]
-        step = relax_disc.compile(
+    def _relax_disc(self) -> Callable[..., Any]:
+        example: Any = self._batches[self._entry.sizes[0]]
+        self._compiled = relax_disc.compile(
             self._model, self._optimizer, example, dynamic_shapes=self._entry.dynamic_shapes()
         )
-        # The arena stays between calls; measured from here, it counts as used.
-        self._base_bytes = self._counter.live_bytes()
-        return step
+        return self._compiled
 
     def _eager(self, variant: str) -> Callable[..., Any]:
         run = self._model
@@ -74,23 +73,33 @@ class Worker:
         return step
 
     def step(self, sizes: Sequence[int], repeat: int = 1) -> dict[str, Any]:
-        """Take steps at one shape; seconds of the fastest, memory of the last."""
+        """Take steps at one shape; wall and processor seconds of the fastest."""
         batch: dict[str, Any] = self._batches[tuple(sizes)]
         seconds = []
         for _ in range(repeat):
-            base = self._counter.live_bytes() if self._base_bytes is None else self._base_bytes
-            self._counter.reset_peak()
             cpu, start = _cpu_seconds(), time.perf_counter()
             result = self._step(**batch)
             loss = (result[0] if isinstance(result, tuple) else result).item()
-            seconds.append(time.perf_counter() - start)
-        return {
-            "seconds": min(seconds),
-            "cpu_seconds": _cpu_seconds() - cpu,
-            "loss": loss,
-            # Gradients included; parameters and optimizer state not.
-            "activation_peak_bytes": self._counter.peak_bytes() - base,
-        }
+            seconds.append((time.perf_counter() - start, _cpu_seconds() - cpu))
+        return {"seconds": min(seconds)[0], "cpu_seconds": min(seconds)[1], "loss": loss}
+
+    def memory(self, memory: Sequence[int]) -> dict[str, Any]:
+        """Take a step of a shape; what it held at most, gradients included.
+
+        Parameters, optimizer state and batch do not count, nor what steps of other shapes keep.
+        """
+        if self._compiled is not None:
+            self._compiled.session.release()
+        base = self._counter.live_bytes()
+        self._counter.reset_peak()
+        self.step(memory)
+        found = {"activation_peak_bytes": self._counter.peak_bytes() - base}
+        if self._compiled is not None:
+            planned = self._compiled.memory_report()
+            if planned.peak_bytes != planned.planned_peak_bytes:
+                raise AssertionError(f"used {planned.peak_bytes}: {planned.planned_peak_bytes=}")
+            found["planned_activation_bytes"] = planned.activation_peak_bytes
+        return found
 
     def account(self) -> dict[str, Any]:
         """What the process computes with."""
@@ -123,6 +132,8 @@ def main() -> None:
             return {"refused": f"{type(error).__name__}: {message}"}, lambda: {}
 
         def answer(**request: Any) -> dict[str, Any]:
+            if "memory" in request:
+                return worker.memory(**request)
             return worker.step(**request) if request else worker.account()
 
         return {"prepare_seconds": worker.prepare_seconds}, answer

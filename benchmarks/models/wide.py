@@ -6,6 +6,7 @@ model is replaced.  Depth stays small: a layer costs the same every time.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -87,12 +88,13 @@ def _scaled(
 ) -> Entry:
     """Make an entry of a network of torch.nn's blocks, so many times as wide."""
     entry = _small(name)
+    make: Callable[..., nn.Module] = entry.make
     ranges = {
         dim: (least, top) for (dim, (least, _)), top in zip(entry.ranges.items(), most, strict=True)
     }
     return replace(
         entry,
-        make=partial(entry.make, scale=times),
+        make=partial(make, scale=times),
         batch=partial(entry.batch, **batch) if batch else entry.batch,
         ranges=ranges,
         sizes=sizes,
@@ -118,7 +120,7 @@ class Denoiser(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        import diffusers
+        diffusers: Any = importlib.import_module("diffusers")
 
         self.body = diffusers.UNet2DModel(
             in_channels=3,
@@ -139,7 +141,7 @@ class Latent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        import diffusers
+        diffusers: Any = importlib.import_module("diffusers")
 
         self.body = diffusers.AutoencoderKL(
             block_out_channels=(64, 128),

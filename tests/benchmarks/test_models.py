@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ import torch
 pytest.importorskip("rich")
 pytest.importorskip("transformers")
 
-from benchmarks.models import worker
+from benchmarks.models import speed_document, worker
 from benchmarks.models.__main__ import judged, without_folders
 from benchmarks.models.catalogue import ENTRIES, entry_named
 from benchmarks.models.document import PAGE, page, read_results
 from benchmarks.models.numerics import reference, relative_error
+from benchmarks.models.speed import measured
+from benchmarks.models.wide import WIDE
 
 
 def test_the_page_says_what_was_recorded():
@@ -25,6 +28,24 @@ def test_the_page_says_what_was_recorded():
     verdicts = [r["verdict"] for r in results["results"]]
     assert set(verdicts) <= {"trains", "refused"}
     assert verdicts.count("trains") >= 0.95 * len(verdicts)
+
+
+def test_the_page_of_step_times_says_what_was_recorded():
+    assert speed_document.PAGE.read_text() == speed_document.page(read_results("models_speed"))
+    assert {entry.name for entry in ENTRIES} < {entry.name for entry in WIDE}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counting memory needs Linux with glibc")
+def test_a_step_is_timed_next_to_eager():
+    entry = next(entry for entry in WIDE if entry.name == "Variational autoencoder")
+    found = measured(entry, ("eager", "relax_disc"), rounds=2, threads=1, limit_seconds=600)
+    assert found["verdict"] == "measured", found
+    assert [account["threads"] for account in found["processes"].values()] == [1, 1]
+    for shape in found["shapes"]:
+        eager, ours = shape["losses"]
+        assert abs(eager - ours) < 1e-4
+        assert shape["ratio"] == sorted(shape["ratio"])
+        assert 0 < shape["planned_bytes"]
 
 
 def test_shapes_are_enough_and_inside_their_ranges():
