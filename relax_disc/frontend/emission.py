@@ -137,7 +137,7 @@ def _outputs(
         if _is_tensor(value):
             outputs.append(OutputSpec(f"output_{k + 1}", "extra"))
             values.append(value)
-    kinds = ("buffer", "constant")
+    kinds = ("buffer", "constant", "parameter")
     position = {spec.target: k for k, spec in enumerate(specs) if spec.kind in kinds}
     first = 1 + traced.extra_count
     for k, index in enumerate(traced.buffers):

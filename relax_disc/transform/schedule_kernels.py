@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.target import Target
 
@@ -85,8 +86,9 @@ def schedule_kernel(
     Returns
     -------
     tvm.tirx.PrimFunc
-        The scheduled kernel, or ``func`` itself.
+        The scheduled kernel, or ``func`` without marks.
     """
+    func = _without_marks(func)
     for rule in rules:
         try:
             schedule = rule.apply(func, target, False)
@@ -104,6 +106,18 @@ def schedule_kernel(
         return scheduled.with_attrs({"tirx.is_scheduled": True, INPLACE_ATTRIBUTE: pairs})
     _logger.info("no schedule rule takes %s", name)
     return func
+
+
+def _without_marks(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Drop the marks that topi's scatters set around statements: LLVM warns of each on stderr."""
+
+    def drop(mark: tirx.AttrStmt, mutator: Any) -> Any:
+        if mark.attr_key == "pragma_scope":
+            return mutator.mutate(mark.body)
+        return mutator.default_mutate(mark)
+
+    body = tvm_ffi.structural_mutate(func.body, (tirx.AttrStmt, drop))
+    return func if body.same_as(func.body) else func.with_body(body)
 
 
 def _without_failures(

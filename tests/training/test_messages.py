@@ -193,3 +193,32 @@ def test_a_bias_before_a_batch_norm_is_no_difference():
     step(*batch)
     report = relax_disc.verify(step, [batch])
     assert report.ok, str(report)
+
+
+def test_a_size_that_depends_on_data_names_the_line_in_a_helper_and_a_way_out():
+    def picked(logits, y):
+        return F.cross_entropy(logits[y > 0], y[y > 0])  # the line
+
+    def loss(model, x, y):
+        return picked(model(x), y)
+
+    line = picked.__code__.co_firstlineno + 1
+    with pytest.raises(UnsupportedOperatorError, match=f"{__file__}:{line}\\b") as caught:
+        compiled(Net(), (X, Y), loss)
+    assert "ignore_index" in str(caught.value)
+
+
+def test_a_batch_that_was_a_mapping_may_be_given_whole():
+    batch = {"x": X}
+    step = compiled(Net(), batch, lambda model, x: model(x).sum(), {"x": {0: Dim("batch")}})
+    torch.testing.assert_close(step(batch), step(**batch), rtol=1, atol=1)
+    with pytest.raises(InputMismatchError, match="lacks x"):
+        step({})
+
+
+def test_scatters_compile_without_words_on_stderr(capfd):
+    def loss(model, x, y):
+        return torch.zeros_like(x).index_add(0, y, x * model(x).sum()).square().sum()
+
+    compiled(Net(), (X, Y), loss)(X, Y)
+    assert capfd.readouterr().err == ""

@@ -1,10 +1,13 @@
 """What a step reads and writes besides its arguments, as far as the page does not show it."""
 
+import copy
 import functools
 import queue
+import random
 import threading
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +15,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 import relax_disc
-from relax_disc.errors import InputMismatchError
+from relax_disc.errors import InputMismatchError, RelaxDiscWarning, UnsupportedOperatorError
 from relax_disc.frontend.capture.outer_state import OuterState
 from relax_disc.frontend.capture.sources import resolve
 
@@ -282,3 +285,76 @@ def test_few_comparisons_a_call():
     guards = exported.outer().guards
     assert 20 < len(guards) < 300
     assert any(guard.what.endswith("variance_epsilon") for guard in guards)
+
+
+class Scaled(nn.Module):
+    """Writes into its scale before it reads it; `data` says by which of two names."""
+
+    def __init__(self, trained, data):
+        super().__init__()
+        self.layer, self.data = nn.Linear(4, 3), data
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=trained)
+
+    def forward(self, x):
+        if self.data:
+            self.scale.data.mul_(0.5)
+        else:
+            with torch.no_grad():
+                self.scale.mul_(0.5)
+        return self.layer(x * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_a_frozen_parameter_that_forward_writes_is_written(data):
+    model = Scaled(trained=False, data=data)
+    eager = copy.deepcopy(model)
+    step = compiled(model, X)
+    for rows in (8, 1, 3):
+        torch.testing.assert_close(step(X[:rows]), eager(X[:rows]).detach())
+    torch.testing.assert_close(model.scale, eager.scale)
+    torch.testing.assert_close(model.scale.detach(), torch.full((4,), 0.125))
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_a_trained_parameter_that_forward_writes_is_refused_with_its_line(data):
+    with pytest.raises(UnsupportedOperatorError, match=r"test_outer_state.py:\d+: .* scale while"):
+        compiled(Scaled(trained=True, data=data), X)
+
+
+class Replaced(Scaled):
+    def forward(self, x):
+        self.scale.data = self.scale.data.clamp(0, 1)
+        return super().forward(x)
+
+
+def test_a_parameter_given_another_tensor_is_refused():
+    with pytest.raises(UnsupportedOperatorError, match="scale while"):
+        compiled(Replaced(trained=True, data=False), X)
+
+
+def test_an_embedding_that_renormalises_its_rows_is_refused():
+    table = nn.Embedding(5, 4, max_norm=0.5)
+    with pytest.raises(UnsupportedOperatorError, match=r"`max_norm`"):
+        compiled(table, torch.tensor([0, 1]), loss_fn=lambda model, ids: model(ids).sum())
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "numpy.random"])
+def test_random_numbers_of_others_are_refused(draw):
+    def loss(model, x):
+        return model(x).sum() * float(draw())
+
+    with pytest.raises(UnsupportedOperatorError, match=r"`(numpy\.)?random`"):
+        compiled(nn.Linear(4, 3), X, loss_fn=loss)
+
+
+def test_a_warning_names_the_line_that_called_compile():
+    model = nn.Linear(4, 1)
+    calls = types.SimpleNamespace(count=0)
+
+    def loss(model, x):
+        calls.count += 1
+        return model(x).mean()
+
+    with pytest.warns(RelaxDiscWarning, match="count") as caught:
+        compiled(model, X, loss_fn=loss)
+    assert {str(warning.filename) for warning in caught} == {__file__}

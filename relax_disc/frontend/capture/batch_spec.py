@@ -74,6 +74,8 @@ class BatchSpec:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give each argument the place, or the keyword, that it had in the example."""
         count, keywords = self._count, self._keywords
+        if count == 0 and len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
+            args, kwargs = (), args[0]  # whole, as the example was given
         if len(args) == count and set(kwargs) == set(keywords):
             return args, {key: kwargs[key] for key in keywords}
         order = [*self._names[:count], *self.parameters[count:]]

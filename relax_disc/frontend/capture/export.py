@@ -38,7 +38,7 @@ from relax_disc.frontend.capture.batch_spec import BatchSpec
 from relax_disc.frontend.capture.containers import register_containers, shapes_as_lists
 from relax_disc.frontend.capture.custom_functions import CustomCalls, custom_functions
 from relax_disc.frontend.capture.dims import DimTable, declared_dims, dim_table, enlarge
-from relax_disc.frontend.capture.export_mode import ExportMode
+from relax_disc.frontend.capture.export_mode import ExportMode, no_foreign_randomness
 from relax_disc.frontend.capture.guards import check_assertions, check_derived_dims
 from relax_disc.frontend.capture.live_number import LiveNumber
 from relax_disc.frontend.capture.model_patches import (
@@ -316,7 +316,7 @@ def _export(
     def attempt(deferred: bool) -> ExportedProgram:
         # nn.LSTM and its like keep their weights in a list beside the parameters.
         warnings.filterwarnings("ignore", message="The tensor attributes .* were assigned")
-        with ExportMode():
+        with ExportMode(), no_foreign_randomness():
             return torch.export.export(
                 wrapped,
                 args,
@@ -414,7 +414,8 @@ def _refuse_data_dependent_sizes(program: ExportedProgram) -> None:
         listing = "\n".join(f"  {name} at {line}" for name, line in found)
         raise UnsupportedOperatorError(
             "Sizes that depend on data cannot be compiled; only sizes that follow from the shapes "
-            f"of the batch can:\n{listing}",
+            f"of the batch can:\n{listing}\nInstead of picking by a mask, weigh by it: "
+            "ignore_index of a loss, or (loss * mask).sum() / mask.sum().",
             tuple(found),
         )
 

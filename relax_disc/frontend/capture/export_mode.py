@@ -7,16 +7,20 @@ What is put in their place gives the same values for every size.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
+from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.recurrent_layers import recurrent_layers, refusal, refuse_packing
 
 
@@ -31,6 +35,45 @@ class ExportMode(TorchFunctionMode):
         replacement = REPLACED.get(func)
         result = None if replacement is None else replacement(*args, **kwargs)
         return func(*args, **kwargs) if result is None else result
+
+
+@contextlib.contextmanager
+def no_foreign_randomness() -> Iterator[None]:
+    """Refuse a model that draws numbers of Python or NumPy: the program would keep the one draw.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        The state of one of their global generators is another one afterwards.
+    """
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)
+    yield
+    name = "random" if random.getstate() != python else "numpy.random"
+    if name != "random" and _same_state(numpy, np.random.get_state(legacy=False)):
+        return
+    raise UnsupportedOperatorError(
+        f"The model or loss_fn draws numbers by Python's `{name}` while it runs, as LayerDrop and "
+        "masks of spectrograms do; a compiled step would repeat the one draw forever. Draw with "
+        "torch (torch.rand, and torch.where to choose), or draw in your loop and give the step a "
+        "tensor of the batch.",
+        ((name, "the model"),),
+    )
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    """Compare two states of NumPy's global generator."""
+    left, right = one["state"], other["state"]
+    return left["pos"] == right["pos"] and np.array_equal(left["key"], right["key"])
+
+
+def _data(x: Tensor) -> Tensor:
+    """``detach()``: the same memory, but recorded, so that what is written there is not lost."""
+    return x.detach()
+
+
+def _set_data(*_: Any) -> Any:
+    """Refused by name: the program would go on with the tensor that it knows."""
+    raise refusal("Tensor.data", "another tensor in its place would be lost; write `copy_()`")
 
 
 def _layer(kind: str) -> Callable[..., Any]:
@@ -262,6 +305,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch._VF._pack_padded_sequence: _packing("pack_padded_sequence"),
     torch._VF._pad_packed_sequence: _packing("pad_packed_sequence"),
     torch.Tensor.register_hook: _hook,
+    torch.Tensor.data.__get__: _data,  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.data.__set__: _set_data,  # pyright: ignore[reportAttributeAccessIssue]
     torch.autograd.grad: _gradient,
     torch.autograd.backward: _gradient,
     torch.Tensor.backward: _gradient,

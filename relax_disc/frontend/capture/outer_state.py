@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from relax_disc.errors import RelaxDiscWarning
 from relax_disc.frontend.capture.live_number import ARITHMETIC, LiveNumber, fixed_arguments
-from relax_disc.frontend.capture.source_lines import calling_line
+from relax_disc.frontend.capture.source_lines import callers_depth, calling_line
 from relax_disc.frontend.capture.sources import (
     CONTAINERS,
     Place,
@@ -186,7 +186,7 @@ class OuterState:
     def warn(self) -> None:
         """Tell what does nothing in a compiled step."""
         for text in self.warnings:
-            warnings.warn(text, RelaxDiscWarning, stacklevel=2)
+            warnings.warn(text, RelaxDiscWarning, stacklevel=callers_depth())
 
     def outer_tensor(self, lifted: Tensor) -> OuterTensor | None:
         """Return what a constant of the exported program is, None for one that it made itself."""

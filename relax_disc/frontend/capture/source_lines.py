@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]*)')
 _TORCH = str(Path(torch.__file__).parent)
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[2])
+_ENTRY = str(Path(__file__).with_name("export.py"))  # its forward() calls the user's functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,20 @@ def source_line(node: fx.Node) -> SourceLine:
     return parse_stack(node.meta.get("stack_trace") or "")
 
 
+def users_frames(summary: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """Return the frames of the model and of ``loss_fn`` that run inside an export, outermost first.
+
+    What calls ``compile`` is not among them.
+    """
+    found: list[traceback.FrameSummary] = []
+    for frame in reversed(summary):
+        if frame.name == "forward" and frame.filename == _ENTRY:
+            return found[::-1]
+        if not frame.filename.startswith((_TORCH, _PACKAGE)):
+            found.append(frame)
+    return []
+
+
 def calling_line() -> SourceLine:
     """Return the innermost line outside PyTorch and this package that is being run."""
     frame = sys._getframe(1)
@@ -40,6 +57,15 @@ def calling_line() -> SourceLine:
     return (
         SourceLine("", 0) if frame is None else SourceLine(frame.f_code.co_filename, frame.f_lineno)
     )
+
+
+def callers_depth() -> int:
+    """Return the ``stacklevel`` of a warning that shall name the line that called this package."""
+    depth, frame = 1, sys._getframe(1)
+    inside = (_TORCH, _PACKAGE, contextlib.__file__)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 @functools.lru_cache(maxsize=4096)

@@ -34,7 +34,7 @@ from relax_disc.frontend.capture.export import Exported
 from relax_disc.frontend.capture.guards import GuardWatch
 from relax_disc.frontend.capture.linalg_checks import check_where_computed, checks_are_traced
 from relax_disc.frontend.capture.refusals import refuse_autocast
-from relax_disc.frontend.capture.source_lines import source_line
+from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.capture.whole_operators import RULES, under_autocast
 from relax_disc.frontend.random_ops import Randomness
 
@@ -168,7 +168,7 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
     writable = tuple(
         i
         for i, a in enumerate(arguments)
-        if a.kind == "buffer" or (a.kind == "constant" and a.outer is not None)
+        if a.kind in ("buffer", "parameter") or (a.kind == "constant" and a.outer is not None)
     )
     buffers = writable if mutates else tuple(sorted(reassigned))
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
@@ -319,6 +319,11 @@ def _fakes(
 
 
 def _mutates(graph: fx.GraphModule) -> bool:
+    return next(_writers(graph), None) is not None
+
+
+def _writers(graph: fx.GraphModule) -> Iterator[fx.Node]:
+    """Yield the operators that write into their operands."""
     for module in graph.modules():
         nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
         for node in nodes:
@@ -327,8 +332,7 @@ def _mutates(graph: fx.GraphModule) -> bool:
                 continue
             writes = schema.name in _WRITES_STATISTICS and node.args[_BY_BATCH]
             if schema.is_mutable or writes:
-                return True
-    return False
+                yield node
 
 
 def _origin(node: Any) -> Any:
@@ -356,6 +360,8 @@ def _drop_unchanged(
         for k, index in enumerate(buffers)
         if _origin(flat[first + k]) is not placeholders[index]
     ]
+    for index, _ in changed:
+        _refuse_written_parameter(arguments[index], program.graph_module)
     rest = flat[first + len(buffers) :]
     output.args = ([*flat[:first], *(node for _, node in changed), *rest],)
     graph.recompile()
@@ -367,6 +373,21 @@ def _drop_unchanged(
         extra_count,
         tuple(index for index, _ in changed),
         gradients,
+    )
+
+
+def _refuse_written_parameter(argument: Argument, graph: fx.GraphModule) -> None:
+    """Refuse a trained parameter that forward writes into: the update reads the old value."""
+    tensor = argument.tensor
+    if argument.kind != "parameter" or tensor is None or not tensor.requires_grad:
+        return
+    lines = {source_line(node) for node in _writers(graph)}
+    line = lines.pop() if len(lines) == 1 else SourceLine("", 0)
+    raise UnsupportedOperatorError(
+        f"{line}: the model writes into its parameter {argument.target} while it runs (in place, "
+        "or by `max_norm` of an embedding). Only buffers and frozen parameters can be written "
+        "there: write into it in your loop, before or after the step.",
+        (("in-place", str(line)),),
     )
 
 

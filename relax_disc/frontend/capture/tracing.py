@@ -3,6 +3,9 @@
 torch.export and make_fx patch what the whole process shares, so that two threads that trace at once
 mislead each other.  What they log and warn of is about their own insides; this package's errors say
 what the user can change.  With the environment variable ``TORCH_LOGS`` set, all of it is heard.
+
+They also note the line of each operator, but of functions called ``forward`` alone; here it is the
+innermost line of the user's, in ``loss_fn`` and in helper functions too.
 """
 
 from __future__ import annotations
@@ -11,11 +14,15 @@ import contextlib
 import logging
 import os
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch.export._trace
+from torch.fx.proxy import TracerBase
+
+from relax_disc.frontend.capture.source_lines import users_frames
 
 _LOCK = threading.RLock()
 _EXPORT: Any = torch.export._trace
@@ -39,12 +46,22 @@ def tracing() -> Iterator[None]:
             logger.addFilter(_hear_nothing)
         # torch.export prints what it has traced of a model that it refuses.
         _EXPORT.print = _say_nothing
+        frames, TracerBase._filter_traceback_frames = (
+            TracerBase._filter_traceback_frames,
+            _innermost,
+        )
         try:
             yield
         finally:
             del _EXPORT.print
+            TracerBase._filter_traceback_frames = frames
             for logger in loggers:
                 logger.removeFilter(_hear_nothing)
+
+
+def _innermost(_: TracerBase, summary: traceback.StackSummary) -> traceback.StackSummary:
+    """Keep the user's innermost frame."""
+    return traceback.StackSummary.from_list(users_frames(summary)[-1:])
 
 
 def _hear_nothing(_: logging.LogRecord) -> bool:
