@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -107,6 +108,8 @@ def _calls() -> dict[str, Callable[..., Any]]:
 
 
 def _call_name(call: Callable[..., Any]) -> str:
+    if isinstance(owner := getattr(call, "__self__", None), types.GetSetDescriptorType):
+        return f"torch.Tensor.{owner.__name__} ({call.__name__.strip('_')})"
     of_tensors = getattr(torch.Tensor, call.__name__, None) is call
     return f"torch.{'Tensor.' * of_tensors}{call.__name__.lstrip('_')}"
 
