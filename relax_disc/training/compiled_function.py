@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import tvm
 from torch.utils import _pytree as pytree
 from tvm import relax
 
+from relax_disc.analysis.memory.timeline import timeline_of
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
@@ -320,6 +322,10 @@ class CompiledFunction:
             time_ratio=facts.time_ratio,
             evicted=tuple(kernels[kernel] for kernel in facts.recomputed),
             least_bytes=least.least_bytes,
+            _timeline=functools.partial(
+                *(timeline_of, self._session, facts, dict(dims), budget),
+                *(self.input_kinds, self.dims),
+            ),
         )
 
     def _plan_facts(self, dims: Mapping[str, int], budget: int | None) -> ArenaFacts:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from relax_disc.analysis.memory.timeline import Timeline
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.bytes_text import format_bytes
 from relax_disc.errors import ShapeRangeError
@@ -59,11 +61,50 @@ class MemoryPlan:
     time_ratio: float
     evicted: tuple[str, ...]
     least_bytes: int
+    _timeline: Callable[[], Timeline] = field(repr=False, compare=False)
 
     @property
     def activation_peak_bytes(self) -> int:
         """The peak without parameters, buffers and optimizer state."""
         return self.peak_bytes - self.state_bytes
+
+    @property
+    def timeline(self) -> Timeline:
+        """The memory of the call kernel by kernel, laid out anew at each use."""
+        return self._timeline()
+
+    def plot(self, path: str | os.PathLike[str], *, before: MemoryPlan | None = None) -> None:
+        """Draw live bytes over the step, by category, with the budget and what is evicted.
+
+        Parameters
+        ----------
+        path : path-like
+            The picture; its ending chooses the format (``.png``, ``.svg``, ``.pdf``).
+        before : MemoryPlan, optional
+            Another plan of the shape, drawn above on the same scale: without a budget, say.
+
+        Raises
+        ------
+        ImportError
+            matplotlib is not installed: ``pip install "relax-disc[plot]"``.
+        """
+        from relax_disc.report.picture import draw
+
+        plans = [self] if before is None else [before, self]
+        draw([plan.timeline for plan in plans], path)
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline for https://ui.perfetto.dev or chrome://tracing."""
+        from relax_disc.report.trace import write_trace
+
+        write_trace(self.timeline, path)
+
+    def write_html(self, path: str | os.PathLike[str], *, before: MemoryPlan | None = None) -> None:
+        """Write a report in one file, which a browser opens offline; parameters as of `plot`."""
+        from relax_disc.report.page import write_page
+
+        plans = [self] if before is None else [before, self]
+        write_page([plan.timeline for plan in plans], path)
 
     def __str__(self) -> str:
         dims = ", ".join(f"{name}={value}" for name, value in self.shape.items())
