@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import tvm
 from tvm import relax
 
-from relax_disc.errors import InputMismatchError, StepTornError
+from relax_disc.errors import InputMismatchError, RelaxDiscWarning, StepTornError
 from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep
 from relax_disc.training.accumulation import Accumulation, Programs, Summing
@@ -33,6 +34,7 @@ from relax_disc.training.calibration import (
 )
 from relax_disc.training.call.batch import BatchSchema
 from relax_disc.training.call.counters import GroupWatch, StepCounters, fill
+from relax_disc.training.call.hooks import watch_step
 from relax_disc.training.call.interrupt import deferred_interrupt
 from relax_disc.training.call.snapshot import restored, without_gradients
 from relax_disc.training.call.tear import Tear
@@ -111,6 +113,9 @@ class TrainingStep(CompiledFunction):
         self.bind_hyper_parameters(self._vectors)
         self._members = members
         self._optimizer = members[0] if len(members) == 1 else members or None
+        self._has_updated = self._has_warned = False
+        for member in members:
+            watch_step(member, self._before_eager_step)
         self._library = library
         self.loss_fn, self.max_grad_norm = loss_fn, max_grad_norm
         self.accumulation: Any = (
@@ -413,12 +418,36 @@ class TrainingStep(CompiledFunction):
         if self.accumulation.note(function, keep_gradients):
             for counter in self._counters:
                 counter.advance()
+            self._has_updated = True
             # What the wrapper that a learning-rate scheduler puts round optimizer.step would set.
             for member in self._members:
                 setattr(member, "_opt_called", True)  # noqa: B010 - it declares no such name
         else:
             self._withdraw_state(function)
         return (flat[0], function._extras(flat)) if function._has_extras else flat[0]
+
+    def _before_eager_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell a user who calls ``optimizer.step()`` that a call of the step has updated already.
+
+        Raises
+        ------
+        InputMismatchError
+            Gradients that the update used are there still, and would be used a second time.
+        """
+        if not self._has_updated:
+            return
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        text = (
+            f"{type(optimizer).__name__}.step() was called, but the compiled step has made the "
+            "update already: leave it out. To update yourself call step(*batch, update=False) "
+            "before it, or compile with optimizer=None."
+        )
+        if self.accumulation.keeps(gradients):
+            raise InputMismatchError(f"{text} It would use the gradients kept a second time.")
+        if not gradients and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(text, RelaxDiscWarning, stacklevel=4)
 
     def _withdraw_state(self, function: CompiledFunction) -> None:
         """Leave no state that PyTorch would not have created yet."""

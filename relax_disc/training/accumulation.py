@@ -192,6 +192,11 @@ class Accumulation:
         self._kept = []
         self.forget_gradients()
 
+    def keeps(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Say whether some of these are gradients that an update has used and left."""
+        kept = {id(gradient) for _, gradient in self._kept}
+        return any(id(gradient) in kept for gradient in gradients)
+
     def forget_gradients(self) -> None:
         """Let go of the sums' memory, which their owner has dropped or put aside."""
         for function in self.known():

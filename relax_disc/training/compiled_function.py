@@ -17,6 +17,7 @@ from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
 from relax_disc.errors import InputMismatchError, ShapeRangeError
+from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep, SizeOutput
 from relax_disc.training.call.batch import BatchSchema
 from relax_disc.training.call.binding import Binding, as_runtime
@@ -61,7 +62,7 @@ class CompiledFunction:
     ) -> None:
         self._captured, self._executable, self._schema = captured, executable, schema
         self._model = model
-        self._hooks = HookWatch(model)
+        self._hooks = HookWatch(model, optimizers_of(optimizer))
         self._modes = tuple((module, module.training) for module in model.modules())
         device = tvm.runtime.device(schema.device.type, schema.device.index or 0)
         if sibling is not None and sibling._executable is executable:

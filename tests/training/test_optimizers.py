@@ -7,12 +7,17 @@ import torch
 from torch import nn, optim
 from torch.export import Dim
 from torch.nn import functional as F
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import relax_disc
 from relax_disc.errors import (
     ArtefactError,
     InputMismatchError,
     NonFiniteLossError,
+    RelaxDiscWarning,
     UnsupportedOperatorError,
 )
 
@@ -505,3 +510,106 @@ def test_several_optimizers_step_together(tmp_path):
         step(*batch(4))
     with pytest.raises(InputMismatchError, match="hold the same parameter"):
         compiled(model, [several[0], optim.SGD(model.parameters())])
+
+
+def quadratic(**options):
+    model = nn.Linear(4, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, **options)
+
+
+def compiled_with(model, optimizer):
+    x = torch.ones(3, 4)
+    shapes = ({0: Dim("batch", min=1, max=8)},)
+    loss_fn = lambda model, x: model(x).pow(2).mean()  # noqa: E731
+    return relax_disc.compile(model, optimizer, (x,), dynamic_shapes=shapes, loss_fn=loss_fn), x
+
+
+@pytest.mark.parametrize(
+    ("name", "of_all"),
+    [
+        ("register_step_pre_hook", register_optimizer_step_pre_hook),
+        ("register_step_post_hook", register_optimizer_step_post_hook),
+    ],
+)
+def test_step_hooks_added_later_are_refused(name, of_all):
+    model, optimizer = quadratic()
+    step, x = compiled_with(model, optimizer)
+    handle = getattr(optimizer, name)(lambda *_: None)
+    before = model.weight.detach().clone()
+    with pytest.raises(InputMismatchError, match=r"step p\w+-hook of SGD was registered after"):
+        step(x)
+    assert torch.equal(model.weight, before)
+    handle.remove()
+    step(x)
+    handle = of_all(lambda *_: None)
+    try:
+        with pytest.raises(InputMismatchError, match="step hook of all optimizers"):
+            step(x)
+        with pytest.raises(UnsupportedOperatorError, match="hooks around step"):
+            compiled_with(*quadratic())
+    finally:
+        handle.remove()
+    step(x)
+
+
+def test_a_step_of_the_object_itself_is_refused():
+    model, optimizer = quadratic()
+    optimizer.step = lambda: None
+    with pytest.raises(UnsupportedOperatorError, match="replaced on this object"):
+        compiled_with(model, optimizer)
+
+
+class Annealed(torch.optim.SGD):
+    """Reads attributes of its own and of its defaults."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.strength, self.unread = 0.5, 1
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=self.strength * self.defaults["lr"])
+
+
+def test_attributes_of_the_optimizer_that_its_step_reads():
+    model = nn.Linear(4, 1)
+    optimizer = Annealed(model.parameters())
+    step, x = compiled_with(model, optimizer)
+    optimizer.unread = 2
+    step(x)
+    optimizer.strength = 0.25
+    with pytest.raises(InputMismatchError, match=r"Annealed: strength was 0\.5 .* now it is 0\.25"):
+        step(x)
+    optimizer.strength, optimizer.defaults["lr"] = 0.5, 0.2
+    with pytest.raises(InputMismatchError, match="Annealed: defaults was"):
+        step(x)
+    again, _ = compiled_with(model, optimizer)
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    expected = model.weight.detach() - 0.5 * 0.2 * model.weight.grad
+    model.zero_grad()
+    again(x)
+    torch.testing.assert_close(model.weight.detach(), expected)
+
+
+def test_the_users_own_step_after_the_compiled_one():
+    model, optimizer = quadratic()
+    step, x = compiled_with(model, optimizer)
+    optimizer.step()  # nothing has been trained yet
+    step(x)
+    weight = model.weight.detach().clone()
+    with pytest.warns(RelaxDiscWarning, match=r"SGD\.step\(\) was called, but the compiled step"):
+        optimizer.step()
+    optimizer.step()  # told once
+    assert torch.equal(model.weight, weight)
+    step(x, keep_gradients=True)
+    weight = model.weight.detach().clone()
+    with pytest.raises(InputMismatchError, match="a second time"):
+        optimizer.step()
+    assert torch.equal(model.weight, weight)
+    step(x, update=False)
+    optimizer.step()  # the user's own update
+    assert not torch.equal(model.weight, weight)

@@ -122,6 +122,80 @@ def test_other_uses_fix_a_number(name):
     agree(step, lambda model, x: model(x), model)
 
 
+class Inner(nn.Module):
+    """A submodule with settings, read by a function of ``(h, n)``."""
+
+    def __init__(self, function, number):
+        super().__init__()
+        self.inner, self.linear = Uses(function), nn.Linear(4, 4)
+        self.inner.number, self.sizes = number, {"heads": 2}
+
+    def forward(self, x):
+        return self.inner(self.linear(x).unflatten(-1, (self.sizes["heads"], -1)).flatten(-2))
+
+
+@pytest.mark.parametrize("numbers", [(2, 3, -1), (0.5, 0.75, 0.2)], ids=["integer", "float"])
+def test_numbers_of_submodules_stay_live(numbers):
+    for name in ("product", "of numbers", "quotient", "comparison", "no axes"):
+        model = Inner(LIVE[name], numbers[0])
+        step = compiled(model, X)
+        for number in numbers:
+            model.inner.number = number
+            agree(step, lambda model, x: model(x), model)
+
+
+WHOLE = {
+    "a power": lambda h, n: h * n**-0.5,
+    "a range": lambda h, n: sum(h * k for k in range(n)),
+    "a slice": lambda h, n: h[:, :n],
+    "a size": lambda h, n: h.expand(n, *h.shape),
+    "a size made of it": lambda h, n: h.unflatten(-1, (n * 1, -1)),
+    "an index": lambda h, n: (h, h * 2, h * 3)[n],
+    "a division of sizes": lambda h, n: h * (h.shape[0] // n),
+    "integers": lambda h, n: h * (torch.arange(4) + n),
+    "a name": lambda h, n: h * {"2": 5.0, "3": 6.0}[f"{n}"],
+    "a comparison": lambda h, n: h * min(3, n),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_other_uses_fix_an_integer(name):
+    model = Inner(WHOLE[name], 2)
+    step = compiled(model, X)
+    agree(step, lambda model, x: model(x), model)
+    model.inner.number = 3
+    with pytest.raises(InputMismatchError, match=r"inner\.number was 2 .* is 3 now: compile again"):
+        step(X)
+
+
+def test_an_integer_that_a_loss_function_reads():
+    epoch, model = 0, nn.Linear(4, 4)
+
+    def loss_fn(model, x):
+        return model(x).pow(2).mean() * (1 + epoch) / 2
+
+    step = compiled(model, X, loss_fn=loss_fn)
+    for epoch in (0, 1, 5):  # noqa: B007 - the function reads it
+        agree(step, loss_fn, model)
+
+
+def test_refusals_take_one_export(monkeypatch):
+    exports = []
+    export = torch.export.export
+    monkeypatch.setattr(
+        torch.export, "export", lambda *a, **k: exports.append(1) or export(*a, **k)
+    )
+    for count, function in (
+        (1, lambda h, n: h * n if h.sum() > 0 else h),
+        (1, lambda h, n: (h * n)[h.sum(1) > 0]),
+        (2, lambda h, n: h if (h * n).sum() > 0 else h * 2),  # may be the number's fault
+    ):
+        with pytest.raises(UnsupportedOperatorError, match="data"):
+            compiled(Uses(function), X)
+        assert len(exports) == count
+        exports.clear()
+
+
 def test_what_refuses_a_stand_in_is_traced_with_the_number():
     def only_floats(h, n):
         if type(n) is not float:

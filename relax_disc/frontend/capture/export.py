@@ -251,8 +251,8 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
                     wrapped, larger_args, larger_kwargs, dynamic_shapes, lines, branches
                 )
                 break
-            except Exception:
-                if not wrapped.outer.give_up_live_numbers():
+            except Exception as error:
+                if not wrapped.outer.give_up_live_numbers(error):
                     raise
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     _refuse_data_dependent_sizes(program)

@@ -7,6 +7,7 @@ tensor in arithmetic, an input of the program takes its place; whatever else ask
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,11 +34,11 @@ ARITHMETIC = frozenset(
 
 
 class LiveNumber:
-    """A float that says how it is used.
+    """A number that says how it is used.
 
     Parameters
     ----------
-    value : float
+    value : int or float
         As it is now.
     leaves : sequence of object
         Places that it was computed from.
@@ -61,7 +62,7 @@ class LiveNumber:
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What ``isinstance`` sees."""
-        return float
+        return type(self.value)
 
     def fixed(self) -> float:
         """Return the value, which the program will rely on."""
@@ -71,8 +72,9 @@ class LiveNumber:
 
     def like(self, tensor: Tensor) -> Tensor | float:
         """Return a tensor that means the same beside another one."""
-        dtype = tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()
-        if dtype not in (torch.float32, torch.float64):
+        whole = not tensor.is_floating_point()
+        dtype = torch.get_default_dtype() if whole else tensor.dtype
+        if (whole and isinstance(self.value, int)) or dtype not in (torch.float32, torch.float64):
             return self.fixed()
         return self.make().to(dtype)
 
@@ -89,6 +91,9 @@ class LiveNumber:
     def __int__(self) -> int:
         return int(self.fixed())
 
+    def __index__(self) -> int:
+        return operator.index(self.fixed())  # pyright: ignore[reportArgumentType]
+
     def __bool__(self) -> bool:
         return bool(self.fixed())
 
@@ -101,8 +106,12 @@ class LiveNumber:
     def __repr__(self) -> str:
         return repr(self.value)
 
+    def __str__(self) -> str:
+        return format(self)
+
     def __format__(self, spec: str) -> str:
-        return format(self.value, spec)
+        # The text of an integer may be a name; that of a float is for people.
+        return format(self.fixed() if isinstance(self.value, int) else self.value, spec)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -113,8 +122,9 @@ class LiveNumber:
         """Compute with numbers; a tensor among them decides."""
         if others and isinstance(others[0], Tensor):
             return NotImplemented
-        if any(type(other) not in (int, float, LiveNumber) for other in others):
-            values = [self.fixed(), *others]
+        strange = any(type(other) not in (int, float, LiveNumber) for other in others)
+        if strange or (function is operator.pow and isinstance(self.value, int)):
+            values = [self.fixed(), *_numbers(others)]
             return function(*(reversed(values) if swap else values))
         order = [*others, self] if swap else [self, *others]
         leaves = [leaf for n in order if type(n) is LiveNumber for leaf in n.leaves]
@@ -154,10 +164,10 @@ def _binary(name: str, swap: bool) -> Callable[..., Any]:
     return method
 
 
-def _fixing(function: Callable[..., Any]) -> Callable[..., Any]:
+def _fixing(function: Callable[..., Any], swap: bool = False) -> Callable[..., Any]:
     def method(self: LiveNumber, *others: Any) -> Any:
-        numbers = [other.fixed() if type(other) is LiveNumber else other for other in others]
-        return function(self.fixed(), *numbers)
+        numbers = _numbers([self, *others])
+        return function(*(reversed(numbers) if swap else numbers))
 
     return method
 
@@ -172,9 +182,9 @@ for _name in (*_BINARY, "pow"):
     setattr(LiveNumber, f"__r{_name}__", _binary(_name, swap=True))
 for _name in (*_COMPARE, "floordiv", "mod"):
     setattr(LiveNumber, f"__{_name}__", _fixing(getattr(operator, _name)))
-for _name in ("__rfloordiv__", "__rmod__"):
-    setattr(LiveNumber, _name, _fixing(getattr(float, _name)))
+for _name in ("floordiv", "mod"):
+    setattr(LiveNumber, f"__r{_name}__", _fixing(getattr(operator, _name), swap=True))
 for _name in ("neg", "pos", "abs"):
     setattr(LiveNumber, f"__{_name}__", _unary(_name))
 for _name in ("__trunc__", "__floor__", "__ceil__"):
-    setattr(LiveNumber, _name, _fixing(getattr(float, _name)))
+    setattr(LiveNumber, _name, _fixing(getattr(math, _name[2:-2])))

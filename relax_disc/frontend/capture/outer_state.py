@@ -18,14 +18,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import UserError
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from relax_disc.errors import RelaxDiscWarning
+from relax_disc.errors import RelaxDiscError, RelaxDiscWarning
 from relax_disc.frontend.capture.live_number import ARITHMETIC, LiveNumber, fixed_arguments
 from relax_disc.frontend.capture.source_lines import callers_depth, calling_line
 from relax_disc.frontend.capture.sources import (
@@ -34,10 +41,19 @@ from relax_disc.frontend.capture.sources import (
     Reachable,
     Source,
     is_foreign,
+    is_layer,
     is_plain,
     reachable,
     resolve,
 )
+
+_OF_THE_MODEL = (
+    UserError,
+    RelaxDiscError,
+    UnsupportedOperatorException,
+    DynamicOutputShapeException,
+)
+"""Errors of an export that a stand-in for a number cannot cause."""
 
 _INTERNAL = frozenset(nn.Module().__dict__) | {"forward", "__dict__", "__class__"}
 _HIDDEN = _INTERNAL | {"_flat_weights", "_flat_weight_refs"}  # of PyTorch's recurrent layers
@@ -178,10 +194,23 @@ class OuterState:
         self._touched: set[int] = set()
         self._fake_mode: FakeTensorMode | None = None
 
-    def give_up_live_numbers(self) -> bool:
-        """Trace with plain numbers from now on; False if that is so already."""
-        used, self._numbers = bool(self._numbers), {}
-        return used
+    def give_up_live_numbers(self, error: BaseException) -> bool:
+        """Trace with plain numbers from now on; False where they cannot have caused an error."""
+        cause = error.__cause__ or error
+        tensors = {key for key, _ in self._fakes}
+        if isinstance(cause, _OF_THE_MODEL):
+            blamed = False
+        elif isinstance(cause, GuardOnDataDependentSymNode | DataDependentOutputException):
+            numbers = (outer.tensor for outer, _ in self._inputs.values() if outer.is_number)
+            blamed = any(id(tensor) in tensors for tensor in numbers)
+        else:
+            blamed = any(map(self._is_read, self._numbers))
+        self._numbers = {}
+        return blamed
+
+    def _is_read(self, index: int) -> bool:
+        source, place, holder = self._known.plain[index]
+        return (id(holder), place.key) in self._reads or self._may_read(source, holder)
 
     def warn(self) -> None:
         """Tell what does nothing in a compiled step."""
@@ -283,13 +312,15 @@ class OuterState:
         return lifted
 
     def _stand_ins(self) -> dict[int, tuple[Place, LiveNumber]]:
-        """Make one for each float of the model itself, and those that the loss function reaches."""
+        """Make one for each number that a module of the user holds, or that loss_fn reaches."""
         found: dict[int, tuple[Place, LiveNumber]] = {}
         for index, (source, place, holder) in enumerate(self._known.plain):
             value = place.get()
-            if type(value) is not float or isinstance(holder, tuple | type):
+            if type(value) not in (int, float) or isinstance(holder, tuple | type):
                 continue
-            if source.root == "model" and holder is not self._model:
+            if source.root == "model" and not isinstance(holder, nn.Module):
+                continue
+            if type(value) is int and is_layer(holder):
                 continue
             tensor = torch.tensor(value, dtype=torch.float64)
             lifted = tensor.detach()

@@ -147,7 +147,7 @@ class Reachable:
     modules : dict of int to (Source, nn.Module)
         Modules, the model's own among them.
     plain : list of (Source, Place, object)
-        Numbers, texts and the like that are no attributes of modules, with who holds them.
+        Numbers, texts and the like with who holds them, but for attributes of libraries' layers.
     containers : list of (Source, object)
         Lists, dicts, sets, deques, and objects with attributes that are no modules.
     cells : list of (Source, Place)
@@ -195,8 +195,8 @@ def reachable(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Reachable
             if isinstance(member, Tensor):
                 found.tensors.setdefault(id(member), (further, place))
             elif is_plain(member):
-                # Attributes of modules are noted when they are read, but for the model's own.
-                if kind != "default" and (not isinstance(value, nn.Module) or not source.steps):
+                # Attributes of libraries' layers are noted when they are read.
+                if kind != "default" and (not source.steps or not is_layer(value)):
                     found.plain.append((further, place, value))
             else:
                 queue.append((member, further))
@@ -284,6 +284,20 @@ def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]
 def _is_installed(function: types.FunctionType) -> bool:
     """Say whether a function is a library's, whose globals are its own affair."""
     return any(f"/{name}-packages/" in function.__code__.co_filename for name in ("site", "dist"))
+
+
+@functools.cache
+def _is_library(kind: type) -> bool:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return is_foreign(kind.__module__) or any(f"/{n}-packages/" in file for n in ("site", "dist"))
+
+
+def is_layer(holder: Any) -> bool:
+    """Say whether an object is a library's module: its numbers are sizes, which nobody anneals."""
+    if not isinstance(holder, nn.Module):
+        return False
+    kinds = type(holder).__mro__
+    return any(map(_is_library, kinds[: kinds.index(nn.Module)]))
 
 
 def is_foreign(module: str | None) -> bool:

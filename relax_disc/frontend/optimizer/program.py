@@ -157,6 +157,8 @@ class UpdateProgram:
         Conditions on hyper-parameters, and how they turned out.
     settings : mapping of str to object
         The group's settings that are no numbers.
+    attributes : mapping of str to object
+        What the step reads of the optimizer itself.
     keys : tuple of str
         Of a parameter's state, in the order in which the optimizer makes them.
     """
@@ -168,6 +170,7 @@ class UpdateProgram:
     entries: tuple[Expr, ...]
     guards: dict[Expr, Any]
     settings: Mapping[str, Any]
+    attributes: Mapping[str, Any]
     keys: tuple[str, ...]
     kernels: dict[Any, Any] = field(default_factory=dict)
 
@@ -232,6 +235,11 @@ class UpdateProgram:
             or (known.dtype, known.shape) == (state.dtype, self.shape_of(state, parameter))
             for state in self.tensors
         )
+
+    def changed_attributes(self, optimizer: Any) -> list[str]:
+        """List what the step reads of the optimizer itself that is not as it was."""
+        known = self.attributes.items()
+        return [name for name, value in known if getattr(optimizer, name, None) != value]
 
     def shape_of(self, state: TensorState, parameter: Tensor) -> tuple[int, ...]:
         """Return the shape of a state of a parameter."""
@@ -333,6 +341,7 @@ def combine(
         tuple(entries),
         guards,
         {key: group[key] for key in group if _is_setting(key, group[key])},
+        {key: value for trace in (*steady, *first) for key, value in trace.attributes.items()},
         first[0].keys,
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.optim import Optimizer
 
@@ -16,6 +17,12 @@ from relax_disc.frontend.optimizer.neutral import contains, zero_guards
 from relax_disc.frontend.optimizer.numbers import Expr, Untraceable
 from relax_disc.frontend.optimizer.program import UpdateProgram, combine, needs_shape
 from relax_disc.frontend.optimizer.tracing import OptimizerTracer, TensorState
+
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    torch_optimizer._global_optimizer_pre_hooks,
+    torch_optimizer._global_optimizer_post_hooks,
+)
+"""PyTorch's tables of the hooks around every optimizer's ``step``."""
 
 _KNOWN: weakref.WeakKeyDictionary[Optimizer, Programs] = weakref.WeakKeyDictionary()
 
@@ -59,7 +66,7 @@ class Programs:
         held = _held(optimizer, parameter)
         for key in ((*rank, None), (*rank, tuple(parameter.shape))):
             for known in self._known.get(key, ()):
-                if known.fits(group, parameter, held):
+                if known.fits(group, parameter, held) and not known.changed_attributes(optimizer):
                     return known
         try:
             program, alone = self._trace(optimizer, group, parameter, held, place)
@@ -113,12 +120,17 @@ class Programs:
         return program, needs_shape(first, program) or not is_elementwise(program)
 
     def _refuse(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        calls = [hook for table in (*hooks, *GLOBAL_HOOKS) for hook in table.values()]
+        if any(not getattr(hook, "__module__", "").startswith("relax_disc.") for hook in calls):
             raise UnsupportedOperatorError(
                 f"{self._name} has hooks around step(), which a compiled step does not call; call "
                 "them yourself before or after it.",
                 ((f"{self._name}.register_step_hook", "the optimizer"),),
             )
+        own = vars(optimizer).get("step")
+        if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+            raise refusal(self._name, "step was replaced on this object, and may do something else")
         if group.get("differentiable"):
             raise UnsupportedOperatorError(
                 f"{self._name}(differentiable=True) cannot be compiled; construct it without "

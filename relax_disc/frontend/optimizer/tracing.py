@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from relax_disc.frontend.capture.decompositions import decomposition_table
+from relax_disc.frontend.capture.sources import is_plain
 from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.optimizer.numbers import (
     RECORDER,
@@ -92,6 +93,7 @@ class Trace:
     guards: dict[Expr, Any]
     sizes_read: bool
     keys: tuple[str, ...]
+    attributes: dict[str, Any]
 
 
 class _State(dict[str, Any]):
@@ -154,6 +156,7 @@ class _Run:
         self.entries: dict[Expr, int] = {}
         self.pool: Sequence[Tensor] = ()
         self.sizes_read = False
+        self.attributes: dict[str, Any] = {}
 
     def decide(self, expr: Expr, value: bool | None) -> bool:
         if not depends_on_state(expr):
@@ -444,6 +447,7 @@ class OptimizerTracer:
             run.guards,
             run.sizes_read,
             kept["keys"],
+            run.attributes,
         )
 
     def _run(
@@ -455,7 +459,7 @@ class OptimizerTracer:
         settings = {**lift_group(group), "params": parameters}
         attributes = {**vars(optimizer), "param_groups": [settings]}
         attributes["state"] = _States(zip(parameters, states, strict=True))
-        shadow = object.__new__(type(optimizer))
+        shadow = object.__new__(_recording(type(optimizer), run.attributes))
         vars(shadow).update(attributes)
         before = {key: copy.copy(x) for key, x in attributes.items() if _is_simple(x)}
         given = dict(settings)
@@ -463,6 +467,18 @@ class OptimizerTracer:
             self._step(shadow)
         _refuse_changed_attributes(before, vars(shadow))
         return _group_after(given, settings)
+
+
+def _recording(kind: type[Any], reads: dict[str, Any]) -> type[Any]:
+    """Make a class that notes the settings which are read of the optimizer itself."""
+
+    def read(shadow: Any, name: str) -> Any:
+        value = kind.__getattribute__(shadow, name)
+        if name[:1] != "_" and (is_plain(value) or name == "defaults"):
+            reads.setdefault(name, copy.copy(value))
+        return value
+
+    return type(kind.__name__, (kind,), {"__getattribute__": read, "__module__": kind.__module__})
 
 
 def _is_simple(value: Any) -> bool:

@@ -193,16 +193,19 @@ class StepCounters:
         wrong = [(p, found) for p, found in now if found != tuple(p.guards.values())]
         known = self._program.settings
         changed = [key for key, value in known.items() if settings.get(key, value) != value]
-        if not changed and not wrong:
+        attributes = self._program.changed_attributes(self._optimizer)
+        if not changed and not wrong and not attributes:
             return
         programs_now = programs_of(self._optimizer)
         found = [programs_now.of(settings, parameter) for parameter in self._parameters]
         if all(a.digest == b.digest for a, b in zip(found, self._programs, strict=True)):
             self._use(found)
             return
-        if changed:
+        if attributes:
+            known, settings = self._program.attributes, vars(self._optimizer)
+        if changed := [*attributes, *changed]:
             was = f"{changed[0]} was {known[changed[0]]!r} when the step was compiled"
-            self._refuse(was, settings[changed[0]])
+            self._refuse(was, settings.get(changed[0]))
         program, outcomes = wrong[0]
         guards = zip(program.guards.items(), outcomes, strict=True)
         expr, outcome = next(guard for guard, found in guards if guard[1] != found)

@@ -1,18 +1,22 @@
-"""Notice what eager PyTorch would call, or use, and a compiled step does not: hooks, gradients."""
+"""Notice what eager PyTorch would call, or use, and a compiled step does not: hooks, updates."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as modules
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from relax_disc.errors import InputMismatchError, RelaxDiscWarning
+from relax_disc.frontend.optimizer.programs import GLOBAL_HOOKS
 
 _OF_MODULES = {
     "_forward_pre_hooks": "forward pre-hook",
@@ -21,6 +25,11 @@ _OF_MODULES = {
     "_backward_hooks": "backward hook",
 }
 _OF_TENSORS = {"_backward_hooks": "hook", "_post_accumulate_grad_hooks": "gradient hook"}
+_FOR_MODELS = (
+    "register a forward hook before compiling, so that what it computes is compiled, return "
+    "tensors as (loss, extras), and take gradients from step(..., keep_gradients=True)"
+)
+_FOR_OPTIMIZERS = "do what it does before or after the call of the step"
 
 
 class HookWatch:
@@ -32,10 +41,12 @@ class HookWatch:
     ----------
     model : torch.nn.Module
         Whose modules and parameters are watched, with the hooks for all modules.
+    optimizers : sequence of torch.optim.Optimizer
+        Whose ``step`` is watched, with the hooks for all optimizers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+        self._model, self._optimizers = model, optimizers
         self._known = {(id(table), key) for _, table in self._tables() for key in table}
         self._compiled = [(what, table, set(table)) for what, table in self._tables() if table]
         self._count = RemovableHandle.next_id
@@ -57,11 +68,10 @@ class HookWatch:
             return
         for what, table in self._tables():
             if any((id(table), key) not in self._known for key in table):
+                remedy = _FOR_OPTIMIZERS if what.startswith("step") else _FOR_MODELS
                 raise InputMismatchError(
                     f"A {what} was registered after the step was compiled, which calls no Python "
-                    "code: remove it; or register a forward hook before compiling, so that what it "
-                    "computes is compiled, return tensors as (loss, extras), and take gradients "
-                    "from step(..., keep_gradients=True)."
+                    f"code: remove it; or {remedy}."
                 )
         self._count = RemovableHandle.next_id
 
@@ -74,6 +84,29 @@ class HookWatch:
         for path, parameter in self._model.named_parameters():
             for name, what in _OF_TENSORS.items():
                 yield f"{what} of {path}", getattr(parameter, name) or {}
+        for optimizer in self._optimizers:
+            name = type(optimizer).__name__
+            yield f"step pre-hook of {name}", optimizer._optimizer_step_pre_hooks
+            yield f"step post-hook of {name}", optimizer._optimizer_step_post_hooks
+        for table in GLOBAL_HOOKS if self._optimizers else ():
+            yield "step hook of all optimizers", table
+
+
+_WATCHED: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+
+
+def watch_step(optimizer: Optimizer, method: Callable[[Optimizer], None]) -> None:
+    """Call a method, which is not kept alive, before the user's own ``optimizer.step()``."""
+    _WATCHED[optimizer] = weakref.WeakMethod(method)
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    watched = _WATCHED.get(optimizer)
+    if watched is not None and (method := watched()) is not None:
+        method(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_step)
 
 
 def watch_clipping() -> None:
