@@ -20,11 +20,16 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
-from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch._subclasses.functional_tensor import (
+    FunctionalTensor,
+    FunctionalTensorMode,
+    dispatch_functionalize,
+)
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
 from relax_disc.frontend.capture.arguments import Argument, list_arguments
@@ -61,6 +66,20 @@ class Traced:
     buffers: tuple[int, ...]
     gradients: tuple[int, ...]
     nested: bool = False
+
+
+class _Functional(FunctionalTensorMode):
+    """Functionalization in which a detached tensor is another handle of the same value.
+
+    Autograd detaches whatever it saves: half of all operators of a step, each otherwise a view
+    that is traced, and made again after a write.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default and type(args[0]) is FunctionalTensor:
+            same = FunctionalTensor(args[0].elem, self)
+            return return_and_correct_aliasing(func, args, kwargs or {}, same)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _StepInterpreter(fx.Interpreter):
@@ -228,7 +247,7 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
 
 def _make_graph(step: Callable[..., Any], fakes: list[Any], functionalize: bool) -> fx.GraphModule:
     if functionalize:
-        mode = FunctionalTensorMode(pre_dispatch=False, _allow_token_discovery=False)
+        mode = _Functional(pre_dispatch=False, _allow_token_discovery=False)
         step = dispatch_functionalize(step, mode)
     fake_mode = next(f.fake_mode for f in fakes if hasattr(f, "fake_mode"))
     contexts = (

@@ -24,6 +24,8 @@ from torch.fx.proxy import TracerBase
 
 from relax_disc.frontend.capture.source_lines import users_frames
 
+from relax_disc.frontend.capture.lean_tracing import lean_tracing
+
 _LOCK = threading.RLock()
 _EXPORT: Any = torch.export._trace
 _INSIDE = r"(torch\.(_dynamo|_export|_functorch|_higher_order_ops|export|fx|utils)\b|copyreg$)"
@@ -51,7 +53,8 @@ def tracing() -> Iterator[None]:
             _innermost,
         )
         try:
-            yield
+            with lean_tracing():
+                yield
         finally:
             del _EXPORT.print
             TracerBase._filter_traceback_frames = frames
