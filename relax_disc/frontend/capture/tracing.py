@@ -22,9 +22,8 @@ from typing import Any
 import torch.export._trace
 from torch.fx.proxy import TracerBase
 
-from relax_disc.frontend.capture.source_lines import users_frames
-
 from relax_disc.frontend.capture.lean_tracing import lean_tracing
+from relax_disc.frontend.capture.source_lines import users_frames
 
 _LOCK = threading.RLock()
 _EXPORT: Any = torch.export._trace
