@@ -18,7 +18,7 @@ from torch.export import Dim
 
 import relax_disc
 from benchmarks.training_batches import VOCABULARY, make_batch
-from relax_disc.compiler import build_or_reuse, describe_batch
+from relax_disc.compiler import build_or_reuse
 from relax_disc.frontend import capture_step
 from relax_disc.pipeline import PipelineOptions
 from relax_disc.training_step import TrainingStep
@@ -123,6 +123,5 @@ def compile_llama(
     if options is None:
         return relax_disc.compile(model, optimizer, example, dynamic_shapes=shapes)
     captured = capture_step(model, optimizer, example, dynamic_shapes=shapes)
-    schema = describe_batch(captured, model)
     built = build_or_reuse(captured.module, "llvm", options)
-    return TrainingStep(captured, built.executable, schema, model, optimizer, built.library)
+    return TrainingStep(captured, built.executable, model, optimizer, built.library)

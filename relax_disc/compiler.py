@@ -15,8 +15,6 @@ import torch
 import tvm
 from tvm import relax
 
-from relax_disc.analysis.symbolic.dim import SymbolicDim
-from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
 from relax_disc.devices import device_figures
 from relax_disc.errors import InputMismatchError
@@ -31,11 +29,11 @@ from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep, UpdateGroup
 from relax_disc.pipeline import PipelineOptions, pipeline
 from relax_disc.tir_kernels.target import resolve_target
-from relax_disc.training.cache.capture_cache import Described, recall, remember
+from relax_disc.training.cache.capture_cache import recall, remember
 from relax_disc.training.cache.compile_cache import CachedProgram, build_cached, enabled
 from relax_disc.training.cache.saved_step import Program
 from relax_disc.training.calibration import machine_name, read
-from relax_disc.training.call.batch import BatchLeaf, BatchSchema
+from relax_disc.training.call.batch import device_of
 from relax_disc.training.call.hooks import watch_clipping
 from relax_disc.training_step import GradientStep, TrainingStep
 from relax_disc.transform.schedule_kernels import LOWERING_FAILURES
@@ -113,21 +111,19 @@ def compile(
         loss_fn=loss_fn,
         max_grad_norm=max_grad_norm,
     )
-    [(captured, schema)], built = _capture_or_recall(export(), target)
+    [captured], built = _capture_or_recall(export(), target)
 
     def accumulation_programs() -> tuple[Program, Program]:
         groups = captured.update_groups
         functions, both = _capture_or_recall(export(), target, accumulate=True, groups=groups)
-        adding, updating = (
-            Program(*described, both.executable, both.library) for described in functions
-        )
+        adding, updating = (Program(each, both.executable, both.library) for each in functions)
         return adding, updating
 
-    machine = machine_name(schema.device)
+    machine = machine_name(device_of(model))
     path = built.calibration_path(machine)
     kind = GradientStep if optimizer is None else TrainingStep
     return kind(
-        *(captured, built.executable, schema, model, optimizer, built.library),
+        *(captured, built.executable, model, optimizer, built.library),
         loss_fn=loss_fn,
         max_grad_norm=max_grad_norm,
         memory_budget=budget,
@@ -150,7 +146,7 @@ def _capture_or_recall(
     *,
     accumulate: bool = False,
     groups: Sequence[UpdateGroup] | None = None,
-) -> tuple[list[Described], CachedProgram]:
+) -> tuple[Sequence[CapturedStep], CachedProgram]:
     """Trace and compile an exported step, unless an earlier start has done so.
 
     Returns the step alone, or the two functions that sum gradients, in update groups as given.
@@ -165,10 +161,9 @@ def _capture_or_recall(
         captured = (exported.capture_gradients(),)
     else:
         captured = exported.capture_accumulation(groups) if accumulate else (exported.capture(),)
-    functions = [(each, describe_batch(each, exported.model)) for each in captured]
     built = build_or_reuse(captured[0].module, target)
-    remember(fingerprint, target, functions, built.path)
-    return functions, built
+    remember(fingerprint, target, captured, built.path)
+    return captured, built
 
 
 @tracing()
@@ -193,8 +188,7 @@ def compile_forward(
     budget = _budget(memory_budget, target)
     captured = capture_forward(model, example_inputs, dynamic_shapes=dynamic_shapes)
     built = build_or_reuse(captured.module, target)
-    schema = describe_batch(captured, model)
-    function = ForwardFunction(captured, built.executable, schema, model, None)
+    function = ForwardFunction(captured, built.executable, model, None)
     function.memory_budget = budget
     return function
 
@@ -230,32 +224,3 @@ def build_or_reuse(
     """Like `build`, but look into the cache of compiled programs first."""
     resolved = resolve_target(target)
     return build_cached(module, resolved, options, lambda: build(module, resolved, options))
-
-
-def describe_batch(captured: CapturedStep, model: torch.nn.Module) -> BatchSchema:
-    """Describe the batch that the captured function takes."""
-    leaves = []
-    for spec in captured.inputs:
-        if spec.kind != "batch":
-            continue
-        leaves.append(
-            BatchLeaf(
-                name=f"batch argument {spec.target} ({spec.name})",
-                position=int(spec.target),
-                shape=tuple(
-                    extent if isinstance(extent, int) else SymbolicExpr.parse(extent)
-                    for extent in spec.shape
-                ),
-                dtype=getattr(torch, spec.dtype),
-            )
-        )
-    devices = {tensor.device for tensor in model.parameters()}  # one: the capture refuses more
-    dims = tuple(SymbolicDim(dim.name, dim.lower, dim.upper) for dim in captured.dims)
-    return BatchSchema(
-        captured.batch,
-        tuple(leaves),
-        dims,
-        devices.pop() if devices else torch.device("cpu"),
-        captured.index_checks,
-        captured.size_checks,
-    )

@@ -32,7 +32,7 @@ from relax_disc.training.calibration import (
     usable,
     write,
 )
-from relax_disc.training.call.batch import BatchSchema
+from relax_disc.training.call.batch import device_of
 from relax_disc.training.call.counters import GroupWatch, StepCounters, fill
 from relax_disc.training.call.hooks import watch_step
 from relax_disc.training.call.interrupt import deferred_interrupt
@@ -51,8 +51,6 @@ class TrainingStep(CompiledFunction):
         What was captured: inputs, outputs, dims, update groups.
     executable : tvm.relax.VMExecutable or tvm.runtime.Module
         The program, for every shape.
-    schema : BatchSchema
-        What a batch must look like.
     model : torch.nn.Module
         Its parameters and buffers are updated in place.
     optimizer : torch.optim.Optimizer, list of them or None
@@ -85,7 +83,6 @@ class TrainingStep(CompiledFunction):
         self,
         captured: CapturedStep,
         executable: relax.VMExecutable | tvm.runtime.Module,
-        schema: BatchSchema,
         model: torch.nn.Module,
         optimizer: Any,
         library: bytes | None = None,
@@ -105,7 +102,7 @@ class TrainingStep(CompiledFunction):
             for group in captured.update_groups
             if optimizer is not None
         ]
-        super().__init__(captured, executable, schema, model, optimizer)
+        super().__init__(captured, executable, model, optimizer)
         hyper = [captured.inputs[group.hyper_input] for group in captured.update_groups]
         self._vectors = [
             torch.zeros(int(spec.shape[0]), dtype=getattr(torch, spec.dtype)) for spec in hyper
@@ -295,11 +292,7 @@ class TrainingStep(CompiledFunction):
             not linked yet and there is no C++ compiler.
         """
         with self._lock:
-            programs = {
-                "step": saved_step.Program(
-                    self._captured, self._schema, self._executable, self._library
-                )
-            }
+            programs = {"step": saved_step.Program(self._captured, self._executable, self._library)}
             if self.accumulation.programs is not None:
                 programs["adding"], programs["updating"] = self.accumulation.programs
             settings = {
@@ -343,11 +336,11 @@ class TrainingStep(CompiledFunction):
         main = programs["step"]
         measured = settings.pop("calibration")
         if measured is not None:
-            machine = machine_name(main.schema.device)
+            machine = machine_name(device_of(model))
             measured = usable(Calibration.restore(measured), machine, path)
         kind = GradientStep if optimizer is None else cls
         return kind(
-            *(main.captured, main.executable, main.schema, model, optimizer, main.library),
+            *(main.captured, main.executable, model, optimizer, main.library),
             calibration=measured,
             summing=(programs["adding"], programs["updating"]) if "adding" in programs else None,
             **settings,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.models.catalogue import entry_named
 from benchmarks.models.entry import Batch, Entry
 from benchmarks.models.numerics import reference, relative_error
-from relax_disc.compiler import build_or_reuse, describe_batch
+from relax_disc.compiler import build_or_reuse
 from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
 from relax_disc.frontend import capture_step
 from relax_disc.training_step import TrainingStep
@@ -95,8 +95,7 @@ def _compiled(
     found["capture_seconds"] = _cpu_seconds() - start
     start = _cpu_seconds()
     built = build_or_reuse(captured.module, "llvm")
-    schema = describe_batch(captured, model)
-    step = TrainingStep(captured, built.executable, schema, model, optimizer, built.library)
+    step = TrainingStep(captured, built.executable, model, optimizer, built.library)
     found["compile_seconds"] = _cpu_seconds() - start
     return step
 

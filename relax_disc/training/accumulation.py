@@ -81,10 +81,7 @@ class SummingFunction(Summing):
     """
 
     def __init__(self, program: Program, sibling: CompiledFunction, optimizer: Any) -> None:
-        captured = program.captured
-        super().__init__(
-            captured, program.executable, program.schema, sibling._model, optimizer, sibling
-        )
+        super().__init__(program.captured, program.executable, sibling._model, optimizer, sibling)
         self.bind_check()
 
 

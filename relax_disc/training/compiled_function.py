@@ -19,7 +19,7 @@ from relax_disc.bytes_text import parse_bytes
 from relax_disc.errors import InputMismatchError, ShapeRangeError
 from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep, SizeOutput
-from relax_disc.training.call.batch import BatchSchema
+from relax_disc.training.call.batch import describe_batch
 from relax_disc.training.call.binding import Binding, as_runtime
 from relax_disc.training.call.hooks import HookWatch
 from relax_disc.training.call.interrupt import OneAtATime, deferred_interrupt
@@ -40,8 +40,6 @@ class CompiledFunction:
         What was captured: inputs, outputs, dims.
     executable : tvm.relax.VMExecutable or tvm.runtime.Module
         The program, for every shape.
-    schema : BatchSchema
-        What a batch must look like.
     model : torch.nn.Module
         Owner of parameters and buffers.
     optimizer : torch.optim.Optimizer or None
@@ -55,12 +53,12 @@ class CompiledFunction:
         self,
         captured: CapturedStep,
         executable: relax.VMExecutable | tvm.runtime.Module,
-        schema: BatchSchema,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         sibling: CompiledFunction | None = None,
     ) -> None:
-        self._captured, self._executable, self._schema = captured, executable, schema
+        self._captured, self._executable = captured, executable
+        self._schema = schema = describe_batch(captured, model)
         self._model = model
         self._hooks = HookWatch(model, optimizers_of(optimizer))
         self._modes = tuple((module, module.training) for module in model.modules())

@@ -218,6 +218,6 @@ def test_refuses_to_save_what_json_cannot_hold(saved):
     captured = copy.copy(step._captured)
     object.__setattr__(captured, "batch", copy.copy(captured.batch))
     object.__setattr__(captured.batch, "fixed", {2: object()})
-    program = saved_step.Program(captured, step._schema, step._executable)
+    program = saved_step.Program(captured, step._executable)
     with pytest.raises(ArtefactError, match="cannot be saved"):
         saved_step.save("nowhere", {"step": program}, {}, model, optimizer)

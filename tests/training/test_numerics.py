@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.export import Dim
 
-from relax_disc.compiler import build, compile, describe_batch
+from relax_disc.compiler import build, compile
 from relax_disc.frontend import capture_step
 from relax_disc.training.compiled_function import CompiledFunction
 from tests.frontend.models import (
@@ -78,8 +78,7 @@ def test_gradients_are_as_good_as_torch_in_float32(name):
     low = 2 if "hugging" in name else 1  # its loss shifts the labels by one
     b, s = dims(low=low)
     captured = capture_step(model, None, batch(3, 12), dynamic_shapes=({0: b, 1: s}, {0: b, 1: s}))
-    schema = describe_batch(captured, model)
-    function = CompiledFunction(captured, build(captured.module, "llvm"), schema, model, None)
+    function = CompiledFunction(captured, build(captured.module, "llvm"), model, None)
     for rows, length in SHAPES:
         args = batch(rows, max(low, length))
         found = function.run(args)

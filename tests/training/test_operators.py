@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
 
-from relax_disc.compiler import build, describe_batch
+from relax_disc.compiler import build
 from relax_disc.frontend import capture_step
 from relax_disc.training.compiled_function import CompiledFunction
 
@@ -200,8 +200,7 @@ def run_eagerly(model, args, dtype):
 def check(model, names, batches, shapes):
     """Compare the values after the loss, by name, and all gradients, from one build."""
     captured = capture_step(model, None, batches[0], dynamic_shapes=shapes)
-    schema = describe_batch(captured, model)
-    function = CompiledFunction(captured, build(captured.module, "llvm"), schema, model, None)
+    function = CompiledFunction(captured, build(captured.module, "llvm"), model, None)
     order = [out.name for out in captured.outputs]
     for args in batches:
         results = function.run(args)

@@ -9,7 +9,7 @@ from torch.export import Dim
 from torch.nn.utils import rnn
 
 import relax_disc
-from relax_disc.compiler import build, describe_batch
+from relax_disc.compiler import build
 from relax_disc.errors import MemoryBudgetError, UnsupportedOperatorError
 from relax_disc.frontend import capture_step
 from relax_disc.training.compiled_function import CompiledFunction
@@ -82,8 +82,7 @@ def test_gradients_against_float64(name):
     torch.manual_seed(0)
     model = CASES[name]()
     captured = capture_step(model, None, (batch(model, 3, 7),), dynamic_shapes=shapes(model))
-    schema = describe_batch(captured, model)
-    function = CompiledFunction(captured, build(captured.module, "llvm"), schema, model, None)
+    function = CompiledFunction(captured, build(captured.module, "llvm"), model, None)
     names = [out.name for out in captured.outputs]
     for size in SIZES:
         x = batch(model, *size)
@@ -195,8 +194,7 @@ def test_autocast_gives_the_types_of_eager():
 
     x = batch(model, 3, 7)
     captured = capture_step(model, None, (x,), dynamic_shapes=shapes(model), loss_fn=loss_fn)
-    schema = describe_batch(captured, model)
-    function = CompiledFunction(captured, build(captured.module, "llvm"), schema, model, None)
+    function = CompiledFunction(captured, build(captured.module, "llvm"), model, None)
     assert function.run((x,))[0].item() == pytest.approx(loss_fn(model, x).item(), rel=2e-2)
 
 

@@ -29,12 +29,8 @@ from relax_disc.training.cache.compile_cache import (
     program_folder,
     surroundings,
 )
-from relax_disc.training.call.batch import BatchSchema
 
 _logger = logging.getLogger(__name__)
-
-Described = tuple[CapturedStep, BatchSchema]
-"""A captured function and the batch that it takes."""
 
 
 def recall(
@@ -42,7 +38,7 @@ def recall(
     target: tvm.target.Target,
     constants: Mapping[str, torch.Tensor],
     outer: Outer,
-) -> tuple[list[Described], CachedProgram] | None:
+) -> tuple[list[CapturedStep], CachedProgram] | None:
     """Find what a capture would give, and its program.
 
     Parameters
@@ -81,7 +77,7 @@ def recall(
 def remember(
     fingerprint: str | None,
     target: tvm.target.Target,
-    functions: Sequence[Described],
+    functions: Sequence[CapturedStep],
     program: Path | None,
 ) -> None:
     """Write the record of a capture beside its program, unless that is not kept.
@@ -93,7 +89,7 @@ def remember(
         return
     path = program.with_name(f"{program.stem}-{_key(fingerprint, target)}{RECORD_SUFFIX}")
     try:
-        described = [describe_captured(captured, schema) for captured, schema in functions]
+        described = [describe_captured(captured) for captured in functions]
         artefact.write(path, {"format": artefact.FORMAT, "functions": described}, {})
     except (ArtefactError, OSError) as error:
         _logger.info("the next start traces again: %s", error)

@@ -27,7 +27,7 @@ from relax_disc.training.cache.artefact_spec import (
     restore_constants,
     restore_outer,
 )
-from relax_disc.training.call.batch import BatchSchema
+from relax_disc.training.call.batch import device_of
 from relax_disc.vm_builtins import runtime
 from relax_disc.vm_builtins.libraries import install as libraries
 
@@ -40,8 +40,6 @@ class Program:
     ----------
     captured : CapturedStep
         What it takes and returns.
-    schema : BatchSchema
-        What a batch must look like.
     executable : tvm.relax.VMExecutable or tvm.runtime.Module
         Its code, for `tvm.relax.VirtualMachine`.
     library : bytes or None
@@ -49,7 +47,6 @@ class Program:
     """
 
     captured: CapturedStep
-    schema: BatchSchema
     executable: Any
     library: bytes | None = None
 
@@ -76,7 +73,7 @@ def save(
     facts = {}
     libraries: dict[int, str] = {}  # functions of one executable share its code
     for name, program in programs.items():
-        facts[name] = describe_captured(program.captured, program.schema)
+        facts[name] = describe_captured(program.captured)
         for constant, content in constant_parts(program.captured).items():
             parts[f"{name}/constants/{constant}"] = content
         owner = libraries.setdefault(id(program.executable), name)
@@ -129,14 +126,15 @@ def load(
             if key.startswith(prefix)
         }
         outer = restore_outer(facts, model, loss_fn)
-        restored[name] = restore_captured(facts, restore_constants(facts, contents, outer), outer)
+        constants = restore_constants(facts, contents, outer, device_of(model))
+        restored[name] = restore_captured(facts, constants, outer)
     runtime.load()
+    libraries.install(device_of(model).type)
     programs = {}
     loaded: dict[str, Any] = {}
-    for name, (captured, schema) in restored.items():
-        libraries.install(schema.device.type)
+    for name, captured in restored.items():
         part = header["programs"][name]["library"]
         if part not in loaded:
             loaded[part] = artefact.load_library(parts[part])
-        programs[name] = Program(captured, schema, loaded[part], parts[part])
+        programs[name] = Program(captured, loaded[part], parts[part])
     return programs, header["settings"]

@@ -18,7 +18,7 @@ from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.errors import IndexRangeError, InputMismatchError, ShapeRangeError
 from relax_disc.frontend.capture.batch_spec import BatchSpec
-from relax_disc.frontend.spec import IndexCheck, SizeCheck
+from relax_disc.frontend.spec import CapturedStep, IndexCheck, SizeCheck
 
 Extent = int | SymbolicExpr
 
@@ -178,6 +178,33 @@ class BatchSchema:
                 text = check.message.format(size=size, limit=limit, shape=shape)
                 raise ShapeRangeError(f"At {sizes}: {text}" if sizes else text)
         return values
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where a model lies: the capture refuses more than one device."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def describe_batch(captured: CapturedStep, model: torch.nn.Module) -> BatchSchema:
+    """Describe the batch that a captured function takes."""
+    leaves = tuple(
+        BatchLeaf(
+            name=f"batch argument {spec.target} ({spec.name})",
+            position=int(spec.target),
+            shape=tuple(n if isinstance(n, int) else SymbolicExpr.parse(n) for n in spec.shape),
+            dtype=getattr(torch, spec.dtype),
+        )
+        for spec in captured.inputs
+        if spec.kind == "batch"
+    )
+    return BatchSchema(
+        captured.batch,
+        leaves,
+        tuple(SymbolicDim(dim.name, dim.lower, dim.upper) for dim in captured.dims),
+        device_of(model),
+        captured.index_checks,
+        captured.size_checks,
+    )
 
 
 def _solve_extent(extent: Extent, size: int) -> tuple[str | None, int | None]:
