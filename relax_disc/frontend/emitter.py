@@ -157,6 +157,15 @@ class Emitter:
         where = self._builder.add_func(function, name)
         return self.emit(relax.call_tir(where, relax.Tuple(list(args)), out))
 
+    def channels_last(self, x: relax.Expr) -> relax.Var:
+        """Move the channels of ``[n, c, *p]`` behind the others."""
+        return self.emit(relax.op.permute_dims(x, [0, *range(2, len(self.shape(x))), 1]))
+
+    def channels_first(self, x: relax.Expr) -> relax.Var:
+        """Move the channels of ``[n, *p, c]`` to the second axis."""
+        rank = len(self.shape(x))
+        return self.emit(relax.op.permute_dims(x, [0, rank - 1, *range(1, rank - 1)]))
+
     def const(self, value: Any, dtype: str) -> relax.Expr:
         """Make a constant scalar."""
         return relax.const(value, dtype)

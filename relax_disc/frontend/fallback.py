@@ -7,6 +7,7 @@ its arguments alone.  Views are copied, complex tensors are float pairs along on
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,7 +102,14 @@ def touches_complex(node: fx.Node) -> bool:
     return any(tensor.is_complex() for tensor in tensors)
 
 
-def call(emitter: Emitter, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def call(
+    emitter: Emitter,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    *,
+    channels_last: bool = False,
+    sizes_only: Sequence[str] = (),
+) -> Any:
     """Emit the call of the emitter's node.
 
     Parameters
@@ -110,6 +118,10 @@ def call(emitter: Emitter, args: list[Any], kwargs: dict[str, Any]) -> Any:
         Set to the node.
     args, kwargs
         The node's, with Relax expressions in the place of tensors.
+    channels_last : bool
+        Store activations, ``[n, c, *p]`` with two or more spatial axes, as ``[n, *p, c]``.
+    sizes_only : sequence of str
+        Parameters, of the first result's type, of which the operator reads no element.
 
     Raises
     ------
@@ -132,8 +144,11 @@ def call(emitter: Emitter, args: list[Any], kwargs: dict[str, Any]) -> Any:
     out = None
     if len(tensors) == len(leaves) and not any(t.is_complex() for t in tensors):
         out = _out_overload(target)
-    recipe = aten.Recipe(target._schema.name, _overload_name(target), out)
+    recipe = aten.Recipe(target._schema.name, _overload_name(target), out, channels_last)
     for k, parameter in enumerate(target._schema.arguments):
+        if parameter.name in sizes_only:
+            recipe.arguments.append(["result", 0])
+            continue
         if k < len(args) and not parameter.kwarg_only:
             fake, argument = node.args[k], args[k]
         elif parameter.name in kwargs:
@@ -143,15 +158,32 @@ def call(emitter: Emitter, args: list[Any], kwargs: dict[str, Any]) -> Any:
         else:
             fake = argument = None
         recipe.arguments.append(_argument(emitter, recipe, parameter, fake, argument))
+    if channels_last:
+        recipe.operands = [
+            emitter.channels_last(x) if _is_activation(fake) else x
+            for x, fake in zip(recipe.operands, recipe.fakes, strict=True)
+        ]
+        recipe.fakes, tensors = ([_stored(x) for x in list] for list in (recipe.fakes, tensors))
     scratch = scratch_bytes(emitter.symbols, recipe.text(places), recipe.fakes, tensors)
     types = [emitter.type_of(tensor) for tensor in tensors]
     made = emitter.emit(recipe.call(places, types, scratch))
-    if len(tensors) == 1:
-        results = [made]
-    else:
-        results = [emitter.emit(relax.TupleGetItem(made, k)) for k in range(len(tensors))]
+    results = [made] if len(tensors) == 1 else list(emitter.elements(made))
+    if channels_last:
+        results = [
+            emitter.channels_first(x) if _is_activation(fake) else x
+            for x, fake in zip(results, tensors, strict=True)
+        ]
     filled = [results[p] if p >= 0 else leaf for p, leaf in zip(places, leaves, strict=True)]
     return pytree.tree_unflatten(filled, structure)
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 3
+
+
+def _stored(value: Any) -> Any:
+    """Permute an activation as it is stored with its channels last."""
+    return value.permute(0, *range(2, value.dim()), 1) if _is_activation(value) else value
 
 
 def _overload_name(target: OpOverload) -> str:

@@ -4,9 +4,9 @@
 any other to the planners.  ``bytes`` bounds what the operator allocates meanwhile.  The recipe is
 JSON, of a version of its own, so that a saved step is refused rather than misread::
 
-    {"version": 1, "operator": "aten::roll", "overload": "", "out": null,
+    {"version": 2, "operator": "aten::roll", "overload": "", "out": null,
      "arguments": [["operand", 0], ["list", [["operand", 1]]], ["list", [["int", 0]]]],
-     "results": [0]}
+     "channels_last": false, "results": [0]}
 
 An argument of the operator's schema, all of them in order, is written as
 
@@ -14,6 +14,7 @@ An argument of the operator's schema, all of them in order, is written as
 ``operand``, k     the k-th operand: a tensor, or an integer that depends on sizes
 ``complex``, k     the k-th operand, float pairs along its last axis, seen as complex numbers
 ``scalar``, k      the number in the k-th operand, a tensor of one element on the host
+``result``, k      the memory of the k-th result, where only its sizes are read
 ``none``
 ``int``, ``bool``  and the value
 ``float``, text    as ``repr`` writes it, so that infinities and NaN survive
@@ -26,7 +27,8 @@ An argument of the operator's schema, all of them in order, is written as
 
 ``results`` says for each tensor that the operator returns, lists flattened, which result of the
 call it is copied into, or -1.  With ``out``, the name of an overload, the operator writes them
-itself.
+itself.  With ``channels_last`` tensors of four or more axes are stored ``[n, *p, c]`` and the
+operator sees ``[n, c, *p]``.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from tvm import relax
 from tvm.ir import StringImm
 
 CALL = "relax_disc.aten.call"
-VERSION = 1
+VERSION = 2
 
 Encoded = list[Any]
 
@@ -52,6 +54,7 @@ class Recipe:
     operator: str
     overload: str
     out: str | None
+    channels_last: bool = False
     arguments: list[Encoded] = field(default_factory=list)
     operands: list[relax.Expr] = field(default_factory=list)
     fakes: list[Any] = field(default_factory=list)
@@ -70,6 +73,7 @@ class Recipe:
                 "operator": self.operator,
                 "overload": self.overload,
                 "out": self.out,
+                "channels_last": self.channels_last,
                 "arguments": self.arguments,
                 "results": list(results),
             },

@@ -1,7 +1,6 @@
 """Converters from ATen to Relax, one file for each family; importing it fills the table."""
 
 from relax_disc.frontend.converters import (
-    adaptive_pooling,
     convolution,
     creation,
     cumulation,
@@ -21,7 +20,6 @@ from relax_disc.frontend.converters.registry import TABLE
 
 __all__ = [
     "TABLE",
-    "adaptive_pooling",
     "convolution",
     "creation",
     "cumulation",

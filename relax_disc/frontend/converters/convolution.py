@@ -23,17 +23,6 @@ def _geometry(rank: int, stride: Any, padding: Any, dilation: Any, groups: int) 
     return Geometry(spread(stride), spread(padding), spread(dilation), int(groups))
 
 
-def channels_last(emitter: Emitter, x: Any) -> Any:
-    """Move the channels of ``[n, c, *p]`` behind the others."""
-    return emitter.emit(op.permute_dims(x, [0, *range(2, len(emitter.shape(x))), 1]))
-
-
-def channels_first(emitter: Emitter, x: Any) -> Any:
-    """Move the channels of ``[n, *p, c]`` to the second axis."""
-    rank = len(emitter.shape(x))
-    return emitter.emit(op.permute_dims(x, [0, rank - 1, *range(1, rank - 1)]))
-
-
 def _stored(shape: Sequence[Any]) -> list[Any]:
     return [shape[0], *shape[2:], shape[1]]
 
@@ -55,13 +44,13 @@ def convolution(
     rank = len(emitter.shape(x)) - 2
     geometry = _geometry(rank, stride, padding, dilation, groups)
     shape = _stored(emitter.wanted_shape)
-    last = channels_last(emitter, x)
+    last = emitter.channels_last(x)
     if not transposed:
-        return channels_first(
-            emitter, emitter.emit(ops.convolution(last, weight, bias, shape, geometry))
+        return emitter.channels_first(
+            emitter.emit(ops.convolution(last, weight, bias, shape, geometry))
         )
     out = emitter.emit(ops.convolution_input(last, weight, shape, geometry))
-    return channels_first(emitter, out if bias is None else emitter.emit(op.add(out, bias)))
+    return emitter.channels_first(out if bias is None else emitter.emit(op.add(out, bias)))
 
 
 @converts("aten.convolution_backward.default")
@@ -82,7 +71,7 @@ def convolution_backward(
     """Gradients of a convolution by input, weight and bias; those not wanted are ``None``."""
     rank = len(emitter.shape(x)) - 2
     geometry = _geometry(rank, stride, padding, dilation, groups)
-    last = channels_last(emitter, grad)
+    last = emitter.channels_last(grad)
     dx = dw = db = None
     if wanted[0]:
         shape = _stored(emitter.shape(x))
@@ -90,9 +79,9 @@ def convolution_backward(
             found = ops.convolution(last, weight, None, shape, geometry)
         else:
             found = ops.convolution_input(last, weight, shape, geometry)
-        dx = channels_first(emitter, emitter.emit(found))
+        dx = emitter.channels_first(emitter.emit(found))
     if wanted[1]:
-        inner = channels_last(emitter, x)
+        inner = emitter.channels_last(x)
         sides = (inner, last) if transposed else (last, inner)
         dw = emitter.emit(ops.convolution_weight(*sides, emitter.shape(weight), geometry))
     if wanted[2]:

@@ -20,7 +20,7 @@ from relax_disc.transform.simplify.rules import is_call, shape_of
 
 op: Any = relax.op
 
-_SOURCES = ("relax_disc.convolution", "relax_disc.convolution_input")
+_SOURCES = ("relax_disc.convolution", "relax_disc.convolution_input", "relax.call_dps_packed")
 
 _ELEMENTWISE = frozenset(
     f"relax.{name}"
@@ -115,6 +115,8 @@ class _Block:
         if axes == _to_last(len(axes)) and x in self._last:
             return self._last[x]
         source = self._values.get(x)
+        if isinstance(source, relax.TupleGetItem):
+            source = self._values.get(source.tuple_value)
         if axes == _to_first(len(axes)) and isinstance(source, relax.Call):
             if isinstance(source.op, tvm.ir.Op) and source.op.name in _SOURCES:
                 self._last[variable] = x

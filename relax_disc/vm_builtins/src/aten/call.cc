@@ -30,7 +30,7 @@ namespace {
 namespace ffi = tvm::ffi;
 namespace json = tvm::ffi::json;
 
-constexpr int64_t kVersion = 1;
+constexpr int64_t kVersion = 2;
 
 c10::ScalarType NamedType(const std::string& name) {
   static const std::unordered_map<std::string, c10::ScalarType> types = {
@@ -42,7 +42,10 @@ c10::ScalarType NamedType(const std::string& name) {
   return types.at(name);
 }
 
-at::Tensor TensorOf(const ffi::AnyView& value) { return AtenView(value.cast<ffi::TensorView>()); }
+at::Tensor TensorOf(const ffi::AnyView& value, bool channels_last) {
+  const ffi::TensorView view = value.cast<ffi::TensorView>();
+  return channels_last && view.ndim() > 3 ? ChannelsFirst(view) : AtenView(view);
+}
 
 /*! \brief Lets PyTorch's kernels use the stream of the virtual machine; the CPU has none. */
 class OnStream {
@@ -66,16 +69,25 @@ class OnStream {
   std::optional<c10::Stream> before_;
 };
 
+/*! \brief What a call is made with. */
+struct Given {
+  const ffi::PackedArgs& operands;
+  const std::vector<at::Tensor>& results;
+  bool channels_last;
+
+  at::Tensor Tensor(int64_t operand) const { return TensorOf(operands[operand], channels_last); }
+};
+
 /*! \brief What an argument of the operator is made of. */
 struct Argument {
-  enum Kind { kConstant, kTensor, kInteger, kComplex, kScalar, kDevice, kList };
+  enum Kind { kConstant, kTensor, kComplex, kScalar, kResult, kDevice, kList };
   Kind kind = kConstant;
   int64_t operand = 0;
   c10::IValue constant;
   std::vector<Argument> items;
   c10::TypePtr type;  // of the parameter, or of a list's elements
 
-  c10::IValue Value(const ffi::PackedArgs& operands, const c10::Device& device) const;
+  c10::IValue Value(const Given& given) const;
 };
 
 c10::TypePtr WithoutOptional(c10::TypePtr type) {
@@ -113,27 +125,28 @@ c10::IValue MakeList(const c10::TypePtr& element, const std::vector<c10::IValue>
   return ListOf<int64_t>(items, [](const c10::IValue& v) { return v.toInt(); });
 }
 
-c10::IValue Argument::Value(const ffi::PackedArgs& operands, const c10::Device& device) const {
+c10::IValue Argument::Value(const Given& given) const {
   switch (kind) {
     case kConstant:
       return constant;
-    case kTensor:
-    case kInteger: {
-      const ffi::AnyView value = operands[operand];
-      if (value.type_index() != ffi::TypeIndex::kTVMFFIInt) return TensorOf(value);
+    case kTensor: {
+      const ffi::AnyView value = given.operands[operand];
+      if (value.type_index() != ffi::TypeIndex::kTVMFFIInt) return given.Tensor(operand);
       const int64_t number = value.cast<int64_t>();
       return type->kind() == c10::TypeKind::FloatType ? c10::IValue(static_cast<double>(number))
                                                       : c10::IValue(number);
     }
     case kComplex:
-      return at::view_as_complex(TensorOf(operands[operand]));
+      return at::view_as_complex(given.Tensor(operand));
     case kScalar:
-      return TensorOf(operands[operand]).item();
+      return given.Tensor(operand).item();
+    case kResult:
+      return given.results.at(operand);
     case kDevice:
-      return device;
+      return given.results.at(0).device();
     case kList: {
       std::vector<c10::IValue> values;
-      for (const Argument& item : items) values.push_back(item.Value(operands, device));
+      for (const Argument& item : items) values.push_back(item.Value(given));
       return MakeList(type, values);
     }
   }
@@ -153,10 +166,13 @@ Argument Parse(const json::Array& encoded, c10::TypePtr type) {
   }
   auto text = [&] { return std::string(encoded[1].cast<ffi::String>()); };
   const bool is_float = type->kind() == c10::TypeKind::FloatType;
-  if (kind == "operand" || kind == "complex" || kind == "scalar") {
-    result.kind = kind == "operand"   ? Argument::kTensor
-                  : kind == "complex" ? Argument::kComplex
-                                      : Argument::kScalar;
+  static const std::unordered_map<std::string, Argument::Kind> by_place = {
+      {"operand", Argument::kTensor},
+      {"complex", Argument::kComplex},
+      {"scalar", Argument::kScalar},
+      {"result", Argument::kResult}};
+  if (auto known = by_place.find(kind); known != by_place.end()) {
+    result.kind = known->second;
     result.operand = encoded[1].cast<int64_t>();
   } else if (kind == "device") {
     result.kind = Argument::kDevice;
@@ -201,6 +217,7 @@ class Recipe {
     name_ = object.at(ffi::String("operator")).cast<ffi::String>();
     const ffi::Any out = object.at(ffi::String("out"));
     writes_results_ = out.type_index() != ffi::TypeIndex::kTVMFFINone;
+    channels_last_ = object.at(ffi::String("channels_last")).cast<bool>();
     const std::string overload(
         (writes_results_ ? out : object.at(ffi::String("overload"))).cast<ffi::String>());
     handle_ = c10::Dispatcher::singleton().findSchemaOrThrow(name_.c_str(), overload.c_str());
@@ -221,7 +238,7 @@ class Recipe {
     c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
     std::vector<at::Tensor> results;
     for (int64_t i = operands.size() - count_; i < operands.size(); ++i) {
-      results.push_back(TensorOf(operands[i]));
+      results.push_back(TensorOf(operands[i], channels_last_));
     }
     const c10::Device device = results.at(0).device();
     OnStream stream(device);
@@ -231,7 +248,8 @@ class Recipe {
     if (device.is_cpu()) scope.emplace(bytes, in_place ? results[0] : at::empty({0}));
     torch::jit::Stack stack;
     stack.reserve(arguments_.size() + results.size());
-    for (const Argument& argument : arguments_) stack.push_back(argument.Value(operands, device));
+    const Given given{operands, results, channels_last_};
+    for (const Argument& argument : arguments_) stack.push_back(argument.Value(given));
     if (writes_results_) stack.insert(stack.end(), results.begin(), results.end());
     handle_->callBoxed(stack);
     if (!writes_results_) Deliver(stack, results);
@@ -260,7 +278,7 @@ class Recipe {
 
   std::string name_;
   std::optional<c10::OperatorHandle> handle_;
-  bool writes_results_ = false;
+  bool writes_results_ = false, channels_last_ = false;
   std::vector<Argument> arguments_;
   std::vector<int64_t> places_;
   int64_t count_ = 0;
