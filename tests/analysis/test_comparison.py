@@ -124,7 +124,6 @@ def monkeypatch_module():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("relax_disc.analysis.symbolic.comparison.atom_signs.SMALL_BOX", 0)
         patch.setattr("relax_disc.analysis.symbolic.comparison.atom_signs.LARGE_BOX", 0)
-        patch.setattr("relax_disc.analysis.symbolic.comparison.search.EXHAUSTIVE_POINTS", 0)
         yield
 
 

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from relax_disc.analysis.symbolic.atoms import substitute
-from relax_disc.analysis.symbolic.comparison.search import (
+from relax_disc.analysis.symbolic.comparison.polynomial import (
     BOTH,
     NEGATIVE,
     POSITIVE,
     ZERO,
     Signs,
+    polynomial_signs,
     sign_of,
 )
-from relax_disc.analysis.symbolic.comparison.signs import polynomial_signs
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import Atom, ExprLike, SymbolicExpr, as_expr
 

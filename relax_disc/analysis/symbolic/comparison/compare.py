@@ -2,8 +2,11 @@
 
 `compare` answers with an order that holds for every shape in the declared ranges, or with two
 witness shapes that prove that there is none, or with UNKNOWN.  It is never wrong: orders are
-proved with exact integers, or floats with a certain error bound, and witnesses are evaluated
-exactly.  It is complete up to a limit of work that is fixed (not a time, so that answers repeat).
+proved and witnesses evaluated with exact integers.  It is complete up to a limit of work that is
+fixed (not a time, so that answers repeat).
+
+Limits: a difference that is small all along a diagonal of long ranges, as ``(x - y)**2 + 1`` is,
+stays undecided.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from relax_disc.analysis.symbolic.comparison.atom_signs import expression_signs
-from relax_disc.analysis.symbolic.comparison.search import NEGATIVE, POSITIVE, ZERO
+from relax_disc.analysis.symbolic.comparison.polynomial import NEGATIVE, POSITIVE, ZERO
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import (
     ExprLike,
