@@ -1,7 +1,7 @@
 """From a PyTorch model to one Relax function with symbolic shapes.
 
 :func:`capture_step` captures forward, gradients and optimizer update; :func:`capture_forward` the
-forward pass alone; :func:`capture_accumulation` two functions that sum gradients over batches.
+forward pass alone.
 The function, ``main`` unless the result says otherwise, carries the attributes
 
 ``relax_disc.dims``
@@ -17,7 +17,6 @@ and every binding has a span with the line of the model that it stems from.
 from relax_disc.frontend.capture.batch_spec import BatchSpec
 from relax_disc.frontend.capture.step import (
     ExportedStep,
-    capture_accumulation,
     capture_forward,
     capture_step,
     export_step,
@@ -39,7 +38,6 @@ __all__ = [
     "InputSpec",
     "OutputSpec",
     "UpdateGroup",
-    "capture_accumulation",
     "capture_forward",
     "capture_step",
     "export_step",

@@ -10,11 +10,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
-from relax_disc.frontend import (
-    capture_accumulation,
-    capture_step,
-    programs_of,
-)
+from relax_disc.frontend import capture_step, export_step, programs_of
 from tests.frontend.running import Runner
 
 
@@ -195,7 +191,8 @@ def test_gradients_add_up():
     torch.manual_seed(0)
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters())
-    captured, _ = capture_accumulation(model, optimizer, batch(4), dynamic_shapes=shapes())
+    exported = export_step(model, optimizer, batch(4), dynamic_shapes=shapes())
+    captured, _ = exported.capture_accumulation()
     run = Runner(captured)
     trained = {
         out.name: p
@@ -227,9 +224,8 @@ def test_functions_of_accumulation_share_kernels_and_groups():
     plain = capture_step(model, optimizer, batch(4), dynamic_shapes=shapes())
     for parameter in model.parameters():  # a count that differs would make groups of its own
         optimizer.state[parameter]["step"] = torch.tensor(float(parameter.dim()))
-    adding, updating = capture_accumulation(
-        model, optimizer, batch(4), dynamic_shapes=shapes(), groups=plain.update_groups
-    )
+    exported = export_step(model, optimizer, batch(4), dynamic_shapes=shapes())
+    adding, updating = exported.capture_accumulation(plain.update_groups)
     assert adding.module is updating.module
     described = [
         [(g.param_group, g.targets) for g in each.update_groups] for each in (plain, adding)

@@ -28,10 +28,7 @@ def register_containers(tree: Any) -> None:
         if not unknown:
             return
         for kind in sorted(unknown, key=_name):
-            if dataclasses.is_dataclass(kind):
-                _register_dataclass(kind)
-            else:
-                _register_mapping(kind)
+            _register(kind)
 
 
 def shapes_as_lists(shapes: Any, tree: Any) -> Any:
@@ -75,50 +72,33 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _register_dataclass(kind: type[Any]) -> None:
+def _register(kind: type[Any]) -> None:
     """Register all fields, those that are None too: a batch keeps its layout whatever it holds."""
-    names = [field.name for field in dataclasses.fields(kind)]
+    is_mapping = not dataclasses.is_dataclass(kind)
 
-    def flatten(value: Any) -> tuple[list[Any], None]:
-        return [getattr(value, name) for name in names], None
+    def parts(value: Any) -> dict[str, Any]:
+        if is_mapping:
+            return {key: value[key] for key in value}
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(kind)}
 
-    def flatten_with_keys(value: Any) -> tuple[list[Any], None]:
-        return [(pytree.GetAttrKey(name), getattr(value, name)) for name in names], None
+    def with_keys(value: Any) -> tuple[list[Any], list[str]]:
+        key_of: Any = pytree.MappingKey if is_mapping else pytree.GetAttrKey
+        return [(key_of(name), part) for name, part in parts(value).items()], list(parts(value))
 
-    def unflatten(values: Any, _context: None) -> Any:
-        return _made(kind, dict(zip(names, values, strict=True)))
-
-    pytree.register_pytree_node(
-        kind,
-        flatten,
-        unflatten,
-        serialized_type_name=_name(kind),
-        flatten_with_keys_fn=flatten_with_keys,
-    )
-
-
-def _made(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """Make an instance without running its constructor, which may want values of other kinds."""
-    made = object.__new__(kind)
-    for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
-
-
-def _register_mapping(kind: type[Any]) -> None:
-    def flatten(mapping: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
-        return list(mapping.values()), list(mapping)
-
-    def flatten_with_keys(mapping: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
-        return [(pytree.MappingKey(key), mapping[key]) for key in mapping], list(mapping)
-
-    def unflatten(values: Any, keys: list[str]) -> Any:
-        return kind(dict(zip(keys, values, strict=True)))
+    def made(values: Any, names: Any) -> Any:
+        named = dict(zip(names, values, strict=True))
+        if is_mapping:
+            return kind(named)
+        # Without its constructor, which may want values of other kinds.
+        value = object.__new__(kind)
+        for name, part in named.items():
+            object.__setattr__(value, name, part)
+        return value
 
     pytree.register_pytree_node(
         kind,
-        flatten,
-        unflatten,
+        lambda value: (list(parts(value).values()), list(parts(value))),
+        made,
         serialized_type_name=_name(kind),
-        flatten_with_keys_fn=flatten_with_keys,
+        flatten_with_keys_fn=with_keys,
     )

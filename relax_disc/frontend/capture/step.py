@@ -10,12 +10,17 @@ import torch
 from torch import nn
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.capture.arguments import constants_of, list_arguments, outer_of
+from relax_disc.frontend.capture.arguments import (
+    Argument,
+    constants_of,
+    list_arguments,
+    outer_of,
+)
 from relax_disc.frontend.capture.export import Exported, export, wrap_forward, wrap_step
 from relax_disc.frontend.capture.fingerprint import fingerprint
 from relax_disc.frontend.capture.outer_state import Outer
 from relax_disc.frontend.capture.refusals import refuse_model
-from relax_disc.frontend.capture.trace import Traced, trace_forward, trace_step
+from relax_disc.frontend.capture.trace import trace_forward, trace_step
 from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.emission import Wanted, emit_functions
 from relax_disc.frontend.importer import refuse_unknown
@@ -23,7 +28,7 @@ from relax_disc.frontend.optimizer.updates import describe_updates
 from relax_disc.frontend.spec import CapturedStep, UpdateGroup
 
 ADDING, UPDATING = "add_gradients", "update_from_sum"
-"""Names of the functions of `capture_accumulation`."""
+"""Names of the functions of `ExportedStep.capture_accumulation`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class ExportedStep:
         UnsupportedOperatorError
             The optimizer or one of its flags cannot be honoured, or parameters overlap.
         """
-        arguments, position = list_arguments(self.exported.program, self.model, self.exported.outer)
+        arguments, position = self._arguments()
         settings = [
             sorted(position.items()),
             describe_updates(self.optimizer, arguments),
@@ -80,38 +85,65 @@ class ExportedStep:
 
     def constants(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the model that are neither parameters nor buffers, by name."""
-        arguments, _ = list_arguments(self.exported.program, self.model, self.exported.outer)
-        return constants_of(arguments)
+        return constants_of(self._arguments()[0])
 
     def outer(self) -> Outer:
         """Return what the function reads besides the model, the optimizer and the batch."""
-        arguments, _ = list_arguments(self.exported.program, self.model, self.exported.outer)
-        return outer_of(arguments, self.exported.outer)
+        return outer_of(self._arguments()[0], self.exported.outer)
 
     def capture(self) -> CapturedStep:
-        """Trace the gradients and make the Relax function: see `capture_step`."""
+        """Trace the gradients and make the Relax function ``main``.
+
+        It returns ``(loss, *extras[, norm], *buffers, *parameters, *states)``, with gradients in
+        the place of parameters and states when there is no optimizer.
+        """
         wanted = Wanted(optimizer=self.optimizer, max_grad_norm=self.max_grad_norm)
-        return emit_functions(self.exported, _trace(self.exported, self.model), [wanted])[0]
+        return self._functions(wanted)[0]
 
     def capture_gradients(self) -> CapturedStep:
         """Make the function that adds the gradients to the sums so far, and updates nothing."""
-        wanted = Wanted(accumulate=True, update=False)
-        return emit_functions(self.exported, _trace(self.exported, self.model), [wanted])[0]
+        return self._functions(Wanted(accumulate=True, update=False))[0]
 
     def capture_accumulation(
         self, groups: Sequence[UpdateGroup] | None = None
     ) -> tuple[CapturedStep, CapturedStep]:
-        """Make the functions that sum gradients: see the function of the same name."""
-        common: dict[str, Any] = {
-            "optimizer": self.optimizer,
-            "groups": groups,
-            "accumulate": True,
-        }
+        """Make the two functions that sum gradients over batches, in one module.
+
+        Both take the optimizer's state, so that it counts as memory of the call, and the sums,
+        which they write in place.
+
+        Parameters
+        ----------
+        groups : sequence of UpdateGroup, optional
+            Update groups of the function of `capture`; by default as that would make them.
+
+        Returns
+        -------
+        adding : CapturedStep
+            ``(loss, *extras, *buffers, *sums)``; updates nothing else.
+        updating : CapturedStep
+            ``(loss, *extras[, norm], *buffers, *sums, *parameters, *states)``: the sums include
+            this batch's gradients; they are clipped, and the update is made from them.
+        """
+        common: Any = {"optimizer": self.optimizer, "groups": groups, "accumulate": True}
         adding = Wanted(function=ADDING, update=False, **common)
         updating = Wanted(function=UPDATING, max_grad_norm=self.max_grad_norm, **common)
-        traced = _trace(self.exported, self.model)
-        first, second = emit_functions(self.exported, traced, [adding, updating])
+        first, second = self._functions(adding, updating)
         return first, second
+
+    def _arguments(self) -> tuple[Sequence[Argument], dict[str, int]]:
+        return list_arguments(self.exported.program, self.model, self.exported.outer)
+
+    def _functions(self, *wanted: Wanted) -> Sequence[CapturedStep]:
+        with tracing():
+            traced = trace_step(self.exported, self.model)
+        refuse_unknown(traced)
+        if not traced.gradients:
+            raise InputMismatchError(
+                "The loss does not depend on any parameter that requires a gradient; "
+                "use capture_forward for inference."
+            )
+        return emit_functions(self.exported, traced, wanted)
 
 
 def export_step(
@@ -123,23 +155,7 @@ def export_step(
     loss_fn: Callable[..., Any] | None = None,
     max_grad_norm: float | None = None,
 ) -> ExportedStep:
-    """Do the first part of `capture_step`, whose parameters and errors it has."""
-    refuse_model(model, trained=True)
-    with tracing():
-        exported = export(wrap_step(model, loss_fn), example_inputs, dynamic_shapes)
-    return ExportedStep(exported, model, optimizer, max_grad_norm)
-
-
-def capture_step(
-    model: nn.Module,
-    optimizer: Any,
-    example_inputs: Any,
-    *,
-    dynamic_shapes: Any,
-    loss_fn: Callable[..., Any] | None = None,
-    max_grad_norm: float | None = None,
-) -> CapturedStep:
-    """Capture forward, gradients and optimizer update as one Relax function.
+    """Export forward and loss, from which forward, gradients and update are captured.
 
     Nothing is changed: neither the model nor the optimizer, which keep their tensors.
 
@@ -163,12 +179,6 @@ def capture_step(
         Clip the gradients of all trained parameters by their global norm; the norm becomes an
         output.
 
-    Returns
-    -------
-    CapturedStep
-        The function ``main`` returns ``(loss, *extras[, norm], *buffers, *parameters, *states)``,
-        with gradients in the place of parameters and states when there is no optimizer.
-
     Raises
     ------
     UnsupportedOperatorError
@@ -178,66 +188,17 @@ def capture_step(
     InputMismatchError
         The arguments do not fit the model, or there is no loss.
     """
-    return export_step(
-        model,
-        optimizer,
-        example_inputs,
-        dynamic_shapes=dynamic_shapes,
-        loss_fn=loss_fn,
-        max_grad_norm=max_grad_norm,
-    ).capture()
-
-
-def capture_accumulation(
-    model: nn.Module,
-    optimizer: Any,
-    example_inputs: Any,
-    *,
-    dynamic_shapes: Any,
-    loss_fn: Callable[..., Any] | None = None,
-    max_grad_norm: float | None = None,
-    groups: Sequence[UpdateGroup] | None = None,
-) -> tuple[CapturedStep, CapturedStep]:
-    """Capture the two functions that sum gradients over batches, in one module.
-
-    Both take the optimizer's state, so that it counts as memory of the call, and the sums, which
-    they write in place.
-
-    Parameters
-    ----------
-    groups : sequence of UpdateGroup, optional
-        Update groups of the function that `capture_step` made; by default as it would make them.
-    model, optimizer, example_inputs, dynamic_shapes, loss_fn, max_grad_norm
-        See `capture_step`, as are the errors.
-
-    Returns
-    -------
-    adding : CapturedStep
-        ``(loss, *extras, *buffers, *sums)``; updates nothing else.
-    updating : CapturedStep
-        ``(loss, *extras[, norm], *buffers, *sums, *parameters, *states)``: the sums include this
-        batch's gradients; they are clipped, and the update is made from them.
-    """
-    return export_step(
-        model,
-        optimizer,
-        example_inputs,
-        dynamic_shapes=dynamic_shapes,
-        loss_fn=loss_fn,
-        max_grad_norm=max_grad_norm,
-    ).capture_accumulation(groups)
-
-
-def _trace(exported: Exported, model: nn.Module) -> Traced:
+    refuse_model(model, trained=True)
     with tracing():
-        traced = trace_step(exported, model)
-    refuse_unknown(traced)
-    if not traced.gradients:
-        raise InputMismatchError(
-            "The loss does not depend on any parameter that requires a gradient; "
-            "use capture_forward for inference."
-        )
-    return traced
+        exported = export(wrap_step(model, loss_fn), example_inputs, dynamic_shapes)
+    return ExportedStep(exported, model, optimizer, max_grad_norm)
+
+
+def capture_step(
+    model: nn.Module, optimizer: Any, example_inputs: Any, **options: Any
+) -> CapturedStep:
+    """Capture forward, gradients and update as one Relax function: `export_step` and `capture`."""
+    return export_step(model, optimizer, example_inputs, **options).capture()
 
 
 def capture_forward(model: nn.Module, example_inputs: Any, *, dynamic_shapes: Any) -> CapturedStep:
