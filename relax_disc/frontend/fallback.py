@@ -215,6 +215,10 @@ def _argument(
         return ["none"]
     if "Device" in str(parameter.real_type):
         return ["none"] if argument is None else ["device"]
+    is_tensor = isinstance(argument, relax.Expr) and isinstance(argument.ty, relax.TensorType)
+    if isinstance(parameter.real_type, torch.TensorType) and not is_tensor:
+        fake = pytree.tree_leaves(emitter.wanted)[0].new_empty(())
+        argument = emitter.emit(emitter.tensor(argument, dtype_name(fake.dtype)))
     return _encode(emitter, recipe, fake, argument)
 
 

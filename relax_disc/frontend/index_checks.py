@@ -68,6 +68,11 @@ def uses(node: fx.Node) -> Iterator[Use]:
         at = 2 if "backward" in name else 1
         ignored = int(args[6 if "backward" in name else 3])
         yield Use((at,), args[at - 1].meta["val"].shape[1], ignored=ignored)
+    elif name.startswith("aten.multi_margin_loss"):
+        at = 2 if "backward" in name else 1
+        yield Use((at,), args[at - 1].meta["val"].shape[-1])
+    elif name.startswith("aten.multilabel_margin_loss_forward"):  # -1 ends a row's labels
+        yield Use((1,), args[0].meta["val"].shape[-1], ignored=-1)
     elif name.startswith(("aten.gather.", "aten.scatter", "aten.index_select.")):
         shape = args[0].meta["val"].shape
         yield Use((2,), shape[args[1]] if shape else 1)

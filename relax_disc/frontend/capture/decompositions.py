@@ -6,8 +6,9 @@ translates whole because a whole operator becomes a better kernel.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,10 +47,28 @@ _ALSO_BROKEN = (
 
 _KEPT_WHOLE = (
     _ATEN.embedding_dense_backward.default,
+    _ATEN.multi_margin_loss.default,
+    _ATEN.multilabel_margin_loss_forward.default,
     _ATEN.select_backward.default,
     _ATEN.slice_backward.default,
+    _ATEN.smooth_l1_loss_backward.default,
     _ATEN.unfold_backward.default,
 )
+
+
+@contextlib.contextmanager
+def kept_whole() -> Iterator[None]:
+    """Suspend the forms in Python that PyTorch would take for these before any decomposition."""
+    key = torch._C.DispatchKey.Autograd
+    removed = [(o, o.py_kernels.pop(key)) for o in _KEPT_WHOLE if key in o.py_kernels]
+    for operator, _ in removed:
+        operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, kernel in removed:
+            operator.py_kernels[key] = kernel
+            operator._dispatch_cache.clear()
 
 
 @functools.cache

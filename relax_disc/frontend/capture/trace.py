@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
 from relax_disc.frontend.capture.arguments import Argument, list_arguments
 from relax_disc.frontend.capture.custom_functions import CustomCalls
-from relax_disc.frontend.capture.decompositions import decomposition_table
+from relax_disc.frontend.capture.decompositions import decomposition_table, kept_whole
 from relax_disc.frontend.capture.export import Exported
 from relax_disc.frontend.capture.guards import GuardWatch
 from relax_disc.frontend.capture.linalg_checks import check_where_computed, checks_are_traced
@@ -255,6 +255,7 @@ def _make_graph(step: Callable[..., Any], fakes: list[Any], functionalize: bool)
         _lines_of_the_model(),
         enable_python_dispatcher(),  # decompositions that keep sizes symbolic
         _without_libraries(),
+        kept_whole(),
         checks_are_traced(),
     )
     with contextlib.ExitStack() as stack:

@@ -6,6 +6,8 @@ and the result to the type that PyTorch returns.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -76,8 +78,6 @@ _UNARY_FLOAT: dict[str, Callable[..., Any]] = {
     "atanh": op.atanh,
 }
 _COMPARISONS: dict[str, Callable[..., Any]] = {
-    "eq": op.equal,
-    "ne": op.not_equal,
     "lt": op.less,
     "le": op.less_equal,
     "gt": op.greater,
@@ -93,11 +93,45 @@ for _name, _build in _COMPARISONS.items():
         TABLE[f"aten.{_name}.{_overload}"] = _simple(KIND.ALWAYS_BOOL, _build)
 
 
+def _bits(emitter: Emitter, build: Callable[..., Any], *operands: Any) -> Any:
+    """Logic of truth values, as bits: TVM would take ``not (a < b)`` for ``a >= b``."""
+    bits = [emitter.cast(emitter.tensor(x, "bool"), "int8") for x in operands]
+    return emitter.cast(emitter.emit(build(*bits)), "bool")
+
+
+def _not(emitter: Emitter, x: Any) -> Any:
+    return _bits(emitter, lambda a: op.bitwise_xor(a, emitter.const(1, "int8")), x)
+
+
+@converts("aten.eq.Tensor", "aten.eq.Scalar", "aten.ne.Tensor", "aten.ne.Scalar")
+def equality(emitter: Emitter, x: Any, y: Any) -> Any:
+    """Equality; NaN equals nothing, itself neither."""
+    wants_equal = ".eq." in str(emitter.node.target)
+    if x is y and "float" in emitter.dtype(x):
+        unequal = emitter.emit(op.isnan(x))
+        return _not(emitter, unequal) if wants_equal else unequal
+    if wants_equal:
+        return apply(emitter, KIND.ALWAYS_BOOL, op.equal, (x, y))
+    if "float" not in compute_dtype(emitter, KIND.ALWAYS_BOOL, *emitter.node.args[:2]):
+        return apply(emitter, KIND.ALWAYS_BOOL, op.not_equal, (x, y))
+    return _not(emitter, apply(emitter, KIND.ALWAYS_BOOL, op.equal, (x, y)))
+
+
+def _times_zero(emitter: Emitter, x: Any) -> Any:
+    """``x * 0``, which TVM takes for 0: NaN where ``x`` is not finite."""
+    nan, zero = (emitter.const(value, emitter.dtype(x)) for value in (math.nan, 0.0))
+    return op.where(emitter.emit(op.isfinite(x)), zero, nan)
+
+
 @converts("aten.mul.Tensor", "aten.mul.Scalar")
 def mul(emitter: Emitter, x: Any, y: Any) -> Any:
     """Product; PyTorch's decompositions multiply by 1 a lot."""
     if isinstance(y, int | float) and y == 1 and emitter.dtype(x) == emitter.wanted_dtype:
         return x
+    if emitter.wanted_dtype == "bool":
+        return _bits(emitter, op.bitwise_and, x, y)
+    if isinstance(y, int | float) and y == 0 and "float" in emitter.wanted_dtype:
+        return apply(emitter, KIND.DEFAULT, lambda a, _: _times_zero(emitter, a), (x, y))
     return apply(emitter, KIND.DEFAULT, op.multiply, (x, y))
 
 
@@ -110,6 +144,8 @@ def add(emitter: Emitter, x: Any, y: Any, alpha: Any = 1) -> Any:
 @converts("aten.sub.Tensor", "aten.sub.Scalar")
 def sub(emitter: Emitter, x: Any, y: Any, alpha: Any = 1) -> Any:
     """``x - alpha * y``."""
+    if x is y and alpha == 1 and "float" in emitter.wanted_dtype:
+        return emitter.emit(_times_zero(emitter, x))
     return _scaled(emitter, op.subtract, x, y, alpha)
 
 
@@ -133,31 +169,6 @@ def div(emitter: Emitter, x: Any, y: Any) -> Any:
             emitter, KIND.INT_TO_FLOAT, lambda a, _: op.multiply(a, _like(a, "inf")), (x, y)
         )
     return apply(emitter, KIND.INT_TO_FLOAT, op.divide, (x, y))
-
-
-@converts("aten.div.Tensor_mode")
-def div_mode(emitter: Emitter, x: Any, y: Any, rounding_mode: str | None = "floor") -> Any:
-    """Division, rounded."""
-    if rounding_mode is None:
-        return div(emitter, x, y)
-    if rounding_mode == "floor":
-        return apply(emitter, KIND.DEFAULT, op.floor_divide, (x, y))
-    if "int" in emitter.wanted_dtype:
-        return apply(emitter, KIND.DEFAULT, op.divide, (x, y))
-    cut = apply(emitter, KIND.DEFAULT, op.divide, (x, y))
-    return emitter.emit(op.trunc(cut))
-
-
-@converts("aten.remainder.Tensor", "aten.remainder.Scalar")
-def remainder(emitter: Emitter, x: Any, y: Any) -> Any:
-    """Remainder with the sign of the divisor."""
-    return apply(emitter, KIND.DEFAULT, op.floor_mod, (x, y))
-
-
-@converts("aten.fmod.Tensor", "aten.fmod.Scalar")
-def fmod(emitter: Emitter, x: Any, y: Any) -> Any:
-    """Remainder with the sign of the dividend."""
-    return apply(emitter, KIND.DEFAULT, op.mod, (x, y))
 
 
 @converts("aten.pow.Tensor_Tensor", "aten.pow.Scalar", "aten.pow.Tensor_Scalar")
@@ -227,10 +238,10 @@ def elementary(emitter: Emitter, x: Any) -> Any:
 
 
 def _expm1(x: Any) -> Any:
-    """``exp(x) - 1`` without cancellation: Kahan's ``(u - 1) * x / log(u)`` with ``u = exp(x)``."""
+    """``exp(x) - 1`` without cancellation: Kahan's ``(u - 1) * (x / log(u))``, ``u = exp(x)``."""
     one = tirx.const(1, x.ty.dtype)
     u = tirx.exp(x)
-    inner = tirx.Select(u - one == -one, -one, (u - one) * x / tirx.log(u))
+    inner = tirx.Select(u - one == -one, -one, (u - one) * (x / tirx.log(u)))
     finite = tirx.Select(tirx.isinf(u), u, inner)
     return tirx.Select(u == one, x, finite)
 
@@ -243,13 +254,13 @@ def _like(x: Any, value: Any) -> Any:
 def extremum(emitter: Emitter, x: Any, y: Any) -> Any:
     """Greater or lesser of two; NaN wins.  TVM's keeps only the NaN of the second operand."""
     build = op.maximum if "maximum" in str(emitter.node.target) else op.minimum
+    return apply(emitter, KIND.DEFAULT, functools.partial(_bound, emitter, build), (x, y))
 
-    def faithful(a: Any, b: Any) -> Any:
-        if "float" not in emitter.dtype(a):
-            return build(a, b)
-        return op.where(emitter.emit(op.isnan(a)), a, emitter.emit(build(a, b)))
 
-    return apply(emitter, KIND.DEFAULT, faithful, (x, y))
+def _bound(emitter: Emitter, build: Callable[..., Any], bound: Any, x: Any) -> Any:
+    if "float" not in emitter.dtype(x):
+        return build(bound, x)
+    return op.where(emitter.emit(op.isnan(bound)), bound, emitter.emit(build(bound, x)))
 
 
 @converts("aten.relu.default")
@@ -279,13 +290,16 @@ def elu(emitter: Emitter, x: Any, alpha: Any = 1, scale: Any = 1, input_scale: A
 
 @converts("aten.clamp.default", "aten.clamp.Tensor")
 def clamp(emitter: Emitter, x: Any, low: Any = None, high: Any = None) -> Any:
-    """Bounds; NaN stays NaN."""
+    """Bounds; NaN wins."""
     dtype = emitter.wanted_dtype
     result = emitter.tensor(x, dtype)
-    if low is not None:
-        result = emitter.emit(op.maximum(emitter.tensor(low, dtype), result))
-    if high is not None:
-        result = emitter.emit(op.minimum(emitter.tensor(high, dtype), result))
+    for bound, build in ((low, op.maximum), (high, op.minimum)):
+        if bound is None:
+            continue
+        end = emitter.tensor(bound, dtype)
+        is_number = isinstance(bound, int | float) and bound == bound
+        limited = build(end, result) if is_number else _bound(emitter, build, end, result)
+        result = emitter.emit(limited)
     return result
 
 
@@ -301,20 +315,18 @@ def where(emitter: Emitter, condition: Any, x: Any, y: Any) -> Any:
 def logical_not(emitter: Emitter, x: Any) -> Any:
     """Negation of bool tensors, bit complement of integers."""
     if emitter.dtype(x) == "bool" or "logical" in str(emitter.node.target):
-        return emitter.emit(op.logical_not(emitter.tensor(x, "bool")))
+        return _not(emitter, x)
     return emitter.emit(op.bitwise_not(x))
+
+
+_BITWISE = {"and": op.bitwise_and, "or": op.bitwise_or, "xor": op.bitwise_xor}
 
 
 @converts("aten.logical_and.default", "aten.logical_or.default", "aten.logical_xor.default")
 def logical(emitter: Emitter, x: Any, y: Any) -> Any:
     """Logic of truth values."""
-    name = str(emitter.node.target).split(".")[1]
-    build = {
-        "logical_and": op.logical_and,
-        "logical_or": op.logical_or,
-        "logical_xor": op.logical_xor,
-    }[name]
-    return emitter.emit(build(emitter.tensor(x, "bool"), emitter.tensor(y, "bool")))
+    name = str(emitter.node.target).split(".")[1].removeprefix("logical_")
+    return _bits(emitter, _BITWISE[name], x, y)
 
 
 @converts(
@@ -329,10 +341,8 @@ def bitwise(emitter: Emitter, x: Any, y: Any) -> Any:
     """Logic of bits; of bool tensors, logic."""
     name = str(emitter.node.target).split(".")[1].removeprefix("bitwise_")
     if emitter.wanted_dtype == "bool":
-        build = {"and": op.logical_and, "or": op.logical_or, "xor": op.logical_xor}[name]
-    else:
-        build = {"and": op.bitwise_and, "or": op.bitwise_or, "xor": op.bitwise_xor}[name]
-    return apply(emitter, KIND.DEFAULT, build, (x, y))
+        return _bits(emitter, _BITWISE[name], x, y)
+    return apply(emitter, KIND.DEFAULT, _BITWISE[name], (x, y))
 
 
 @converts("aten.isnan.default", "aten.isinf.default")

@@ -1,4 +1,4 @@
-"""Sorting, selection by rank, extrema with positions."""
+"""Sorting, selection by rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 from tvm import relax
 
 from relax_disc import ops
-from relax_disc.frontend.converters import reductions
 from relax_disc.frontend.converters.registry import WIDE, axis_of, converts
 from relax_disc.frontend.emitter import Emitter
 
@@ -56,17 +55,3 @@ def topk(
     if not isinstance(count, int):
         raise emitter.refuse("the number of elements must not depend on a dim")
     return _sorted(emitter, x, axis, largest, count)
-
-
-@converts("aten.max.dim", "aten.min.dim")
-def extremum(emitter: Emitter, x: Any, axis: int, keepdim: bool = False) -> Any:
-    """Greatest or least element along an axis, and its position, the first of equals."""
-    if not emitter.shape(x):
-        return x, emitter.emit(emitter.const(0, "int64"))
-    is_max = "max" in str(emitter.node.target)
-    axis, dtype = axis_of(emitter, x, axis), emitter.dtype(x)
-    x = emitter.cast(x, "int8") if dtype == "bool" else x
-    build = op.max if is_max else op.min
-    value = emitter.emit(reductions.extremum(emitter, build, x, [axis], keepdim))
-    place = emitter.emit((op.argmax if is_max else op.argmin)(x, axis, keepdim))
-    return emitter.cast(value, dtype), reductions.first_position(emitter, place)

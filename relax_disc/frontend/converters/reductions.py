@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 
 from relax_disc.frontend.converters.registry import WIDE, axes_of, axis_of, converts
 from relax_disc.frontend.emitter import Emitter
@@ -24,26 +24,6 @@ def _reduce(
     if len(emitter.shape(x)) > 0:
         x = emitter.emit(build(x, axes_of(emitter, x, axes), keepdims=keepdim))
     return emitter.cast(x, emitter.wanted_dtype)
-
-
-def _extreme(
-    emitter: Emitter, build: Callable[..., Any], x: Any, axes: Any, keepdim: bool, dtype: str
-) -> Any:
-    """Reduce to an extremum."""
-    return _reduce(emitter, functools.partial(extremum, emitter, build), x, axes, keepdim, dtype)
-
-
-def extremum(
-    emitter: Emitter, build: Callable[..., Any], x: Any, axes: Any, keepdims: bool = False
-) -> Any:
-    """Greatest or least element; NaN wins, which TVM's own reductions lose."""
-    found = build(x, axes, keepdims)
-    if "float" not in emitter.dtype(x):
-        return found
-    nowhere = emitter.cast(emitter.emit(op.isnan(x)), "int8")
-    lost = emitter.cast(emitter.emit(op.max(nowhere, axes, keepdims)), "bool")
-    nan = emitter.const(math.nan, emitter.dtype(x))
-    return op.where(lost, nan, emitter.emit(found))
 
 
 @converts("aten.sum.dim_IntList")
@@ -62,28 +42,41 @@ def mean(
     return _reduce(emitter, op.mean, x, axes, keepdim, emitter.wanted_dtype)
 
 
-@converts("aten.amax.default")
-def amax(emitter: Emitter, x: Any, axes: Any = (), keepdim: bool = False) -> Any:
-    """Greatest element."""
-    return _extreme(emitter, op.max, x, axes, keepdim, emitter.wanted_dtype)
+@converts("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
+def extremum(emitter: Emitter, x: Any, axes: Any = None, keepdim: bool = False) -> Any:
+    """Greatest or least element; NaN wins, which TVM's own reductions lose."""
+    is_max = "max" in str(emitter.node.target)
+    return _reduce(
+        emitter, functools.partial(_extremum, emitter, is_max), x, axes, keepdim, emitter.dtype(x)
+    )
 
 
-@converts("aten.amin.default")
-def amin(emitter: Emitter, x: Any, axes: Any = (), keepdim: bool = False) -> Any:
-    """Least element."""
-    return _extreme(emitter, op.min, x, axes, keepdim, emitter.wanted_dtype)
+def _extremum(emitter: Emitter, is_max: bool, x: Any, axes: Any, keepdims: bool) -> Any:
+    if "float" not in emitter.dtype(x):
+        return (op.max if is_max else op.min)(x, axes, keepdims)
+    # TVM's own begin with the greatest finite number: a row of infinities would be taken for it.
+    start, combine = (-math.inf, tirx.max) if is_max else (math.inf, tirx.min)
+    reducer = te.comm_reducer(
+        lambda a, b: combine(a, b), lambda dtype: tirx.const(start, dtype), "extremum"
+    )
 
+    def compute(x: Any) -> Any:
+        reduced = {a: te.reduce_axis((0, x.shape[a]), f"k{a}") for a in axes}
+        kept = [a for a in range(len(x.shape)) if a not in reduced]
 
-@converts("aten.max.default")
-def max_all(emitter: Emitter, x: Any) -> Any:
-    """Greatest of all elements."""
-    return _extreme(emitter, op.max, x, None, False, emitter.wanted_dtype)
+        def element(*i: Any) -> Any:
+            place = dict(enumerate(i)) if keepdims else dict(zip(kept, i, strict=True))
+            return reducer(
+                x(*({**place, **reduced}[a] for a in range(len(x.shape)))), [*reduced.values()]
+            )
 
+        shape = [1 if a in reduced else n for a, n in enumerate(x.shape) if keepdims or a in kept]
+        return te.compute(shape, element, name="extremum")
 
-@converts("aten.min.default")
-def min_all(emitter: Emitter, x: Any) -> Any:
-    """Least of all elements."""
-    return _extreme(emitter, op.min, x, None, False, emitter.wanted_dtype)
+    found = emitter.te("extremum", compute, x)
+    is_nan = emitter.cast(emitter.emit(op.isnan(x)), "int8")
+    lost = emitter.cast(emitter.emit(op.max(is_nan, axes, keepdims)), "bool")
+    return op.where(lost, emitter.const(math.nan, emitter.dtype(x)), found)
 
 
 @converts("aten.prod.dim_int", "aten.prod.default")
@@ -148,19 +141,3 @@ def log_softmax(emitter: Emitter, x: Any, axis: int, half_to_float: bool = False
     shifted = emitter.emit(op.subtract(x, emitter.emit(op.max(x, [axis], keepdims=True))))
     total = emitter.emit(op.sum(emitter.emit(op.exp(shifted)), [axis], keepdims=True))
     return emitter.cast(emitter.emit(op.subtract(shifted, emitter.emit(op.log(total)))), dtype)
-
-
-@converts("aten.argmax.default", "aten.argmin.default")
-def argument(emitter: Emitter, x: Any, axis: Any = None, keepdim: bool = False) -> Any:
-    """Position of the greatest or least element, the first of equals."""
-    build = op.argmax if "argmax" in str(emitter.node.target) else op.argmin
-    if axis is None and keepdim:
-        raise emitter.refuse("keepdim without an axis")
-    return first_position(emitter, emitter.emit(build(x, axis, keepdim)))
-
-
-def first_position(emitter: Emitter, place: Any) -> Any:
-    """Turn TVM's -1, for an axis of NaN or of infinities, into the first position."""
-    return emitter.cast(
-        emitter.emit(op.maximum(place, emitter.const(0, emitter.dtype(place)))), "int64"
-    )
