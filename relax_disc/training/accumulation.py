@@ -126,8 +126,6 @@ class Accumulation:
     ----------
     programs : pair of Program or None
         What was compiled or loaded.
-    started : bool
-        Whether gradients were added since the last update.
     """
 
     def __init__(
@@ -142,7 +140,11 @@ class Accumulation:
         self._made: tuple[SummingFunction, SummingFunction] | None = None
         self._compile = programs if callable(programs) else None
         self.programs = None if callable(programs) else programs
-        self.started = False
+        self._trained = [
+            step._model.get_parameter(out.name)
+            for out in step._captured.outputs
+            if out.kind == "parameter"
+        ]
         self._kept: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def known(self) -> tuple[SummingFunction, ...]:
@@ -152,29 +154,31 @@ class Accumulation:
     def function_for(self, update: bool, keep: bool = False) -> CompiledFunction:
         """Choose what a call runs: the plain step where no gradients wait or shall be kept.
 
+        As in eager PyTorch it makes no difference who has left gradients in ``p.grad``.
+
         Raises
         ------
         InputMismatchError
             The functions are needed and cannot be made: the step was saved without them, or the
             model is not as it was when the step was compiled.
         """
-        waiting = self.started and any(
-            p.grad is not None for p in self._functions()[0].parameters()
-        )
-        if update and not waiting and not keep:
+        if update and not keep and not self._waiting():
             return self._step
         return self._functions()[int(update)]
+
+    def _waiting(self) -> bool:
+        """Tell whether there are gradients that no update has used."""
+        used = {id(gradient) for _, gradient in self._kept}
+        return any(p.grad is not None and id(p.grad) not in used for p in self._trained)
 
     def note(self, function: CompiledFunction, keep: bool = False) -> bool:
         """Do what is due after a call: drop the sums when they were used; return if it updated."""
         if self._made is None or function is self._step:
             return True
         if function is self._made[0]:
-            self.started = True
             return False
         parameters = self._made[0].parameters()
         self._kept = [(p, p.grad) for p in parameters if p.grad is not None]
-        self.started = False
         if not keep:
             self.drop_kept()
         return True

@@ -222,3 +222,23 @@ def test_scatters_compile_without_words_on_stderr(capfd):
 
     compiled(Net(), (X, Y), loss)(X, Y)
     assert capfd.readouterr().err == ""
+
+
+def test_a_batch_that_requires_gradients_is_refused():
+    step = compiled(Net(), (X, Y), nn.CrossEntropyLoss())
+    with pytest.raises(InputMismatchError, match="requires a gradient"):
+        step(X.clone().requires_grad_(), Y)
+
+
+def test_a_generator_is_refused_with_its_line():
+    def loss(model, x, y):
+        noise = torch.rand(x.shape, generator=torch.Generator())
+        return model(x + noise).sum()
+
+    with pytest.raises(UnsupportedOperatorError, match=f"{__file__}:\\d+: rand: a torch.Generator"):
+        compiled(Net(), (X, Y), loss)
+
+
+def test_an_empty_example_is_refused():
+    with pytest.raises(InputMismatchError, match=r"empty tensor of shape \(0, 4\)"):
+        compiled(Net(), (X[:0], Y[:0]), nn.CrossEntropyLoss())

@@ -11,7 +11,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.dynamic_shapes import _DerivedDim, _tree_map_with_path
 
-from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
 from relax_disc.frontend.spec import DimSpec
 
 
@@ -96,6 +96,11 @@ def declared_dims(combined: Mapping[str, Any], dynamic_shapes: Any) -> dict[int,
         if isinstance(leaf, torch.Tensor):
             by_axis = dict(enumerate(dims)) if isinstance(dims, Sequence) else dims or {}
             found[id(leaf)] = {axis: dim for axis, dim in by_axis.items() if _is_dynamic(dim)}
+            if any(axis < leaf.dim() and leaf.shape[axis] == 0 for axis in found[id(leaf)]):
+                raise InputMismatchError(
+                    f"example_inputs hold an empty tensor of shape {tuple(leaf.shape)}; give a "
+                    "batch with something in it."
+                )
 
     _tree_map_with_path(note, dict(combined), dict(dynamic_shapes), tree_name="inputs")
     return found

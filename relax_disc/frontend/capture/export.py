@@ -175,8 +175,8 @@ def split_loss(output: Any) -> tuple[torch.Tensor, Any]:
     register_containers(extras)
     if loss.numel() != 1 or not loss.dtype.is_floating_point:
         raise InputMismatchError(
-            f"The loss must be one floating-point number, but it has the shape "
-            f"{tuple(loss.shape)} and the type {loss.dtype}; pass loss_fn(model, *batch)."
+            f"The loss must be one floating-point number, but it is of type {loss.dtype} with "
+            f"{loss.dim()} axes; pass loss_fn(model, *batch)."
         )
     return loss.reshape(()), extras
 
@@ -234,6 +234,8 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
         declared = declared_dims(combined, dynamic_shapes)
     except UserError as error:
         raise _translate(error) from error
+    except RelaxDiscError:
+        raise
     except ValueError as error:
         raise InputMismatchError(
             f"dynamic_shapes do not fit the example inputs: {error}"

@@ -32,6 +32,11 @@ class ExportMode(TorchFunctionMode):
     ) -> Any:
         """Replace a call, or make it."""
         kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:
+            why = (
+                "a torch.Generator cannot be drawn from; leave it out, step.rng_state is the state"
+            )
+            raise refusal(getattr(func, "__name__", str(func)), why)
         replacement = REPLACED.get(func)
         result = None if replacement is None else replacement(*args, **kwargs)
         return func(*args, **kwargs) if result is None else result

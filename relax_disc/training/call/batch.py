@@ -130,7 +130,12 @@ class BatchSchema:
             )
         if value.layout != torch.strided:
             raise InputMismatchError(f"{leaf.name} must be a dense tensor, got {value.layout}.")
-        return value.detach()
+        if value.requires_grad:
+            raise InputMismatchError(
+                f"{leaf.name} requires a gradient, which a compiled function does not take: give "
+                "its `.detach()`, or make what computed it a part of the model that is compiled."
+            )
+        return value
 
     def _check_indices(self, flat: Sequence[Any], values: Mapping[str, int]) -> None:
         """Look at the ids; on another device than the CPU the program does."""
