@@ -228,10 +228,13 @@ class TrainingStep(CompiledFunction):
             there = [index for index in self._written if self._binding.is_bound(index)]
             tensors = [self._binding.tensor(index) for index in there]
             rng = None if self._rng is None else self._rng.mark()
+            started = self.accumulation.started
+            self.accumulation.started = False
             try:
                 with restored(tensors, self._counters):
                     yield
             finally:
+                self.accumulation.started = started
                 self.accumulation.forget_gradients()
                 if self._rng is not None and rng is not None:
                     self._rng.restore(rng)
@@ -483,7 +486,7 @@ class GradientStep(Summing, TrainingStep):
 class _Sums:
     """In the place of `Accumulation` where there is nothing to update."""
 
-    programs = None
+    started, programs = False, None
 
     def __init__(self, step: Any) -> None:
         self._step = step

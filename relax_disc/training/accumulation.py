@@ -7,12 +7,13 @@ the step's own arena, under its budget, which counts the sums as memory that is 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from relax_disc.errors import InputMismatchError, OutOfMemoryError
+from relax_disc.errors import InputMismatchError, OutOfMemoryError, RelaxDiscWarning
 from relax_disc.training.cache.saved_step import Program
 from relax_disc.training.compiled_function import CompiledFunction, bind_vector
 
@@ -126,6 +127,8 @@ class Accumulation:
     ----------
     programs : pair of Program or None
         What was compiled or loaded.
+    started : bool
+        Whether gradients were added since the last update.
     """
 
     def __init__(
@@ -140,7 +143,8 @@ class Accumulation:
         self._made: tuple[SummingFunction, SummingFunction] | None = None
         self._compile = programs if callable(programs) else None
         self.programs = None if callable(programs) else programs
-        self._trained = [
+        self.started = False
+        self._unwarned = [
             step._model.get_parameter(out.name)
             for out in step._captured.outputs
             if out.kind == "parameter"
@@ -154,31 +158,45 @@ class Accumulation:
     def function_for(self, update: bool, keep: bool = False) -> CompiledFunction:
         """Choose what a call runs: the plain step where no gradients wait or shall be kept.
 
-        As in eager PyTorch it makes no difference who has left gradients in ``p.grad``.
-
         Raises
         ------
         InputMismatchError
             The functions are needed and cannot be made: the step was saved without them, or the
             model is not as it was when the step was compiled.
         """
-        if update and not keep and not self._waiting():
+        waiting = self.started and any(
+            p.grad is not None for p in self._functions()[0].parameters()
+        )
+        if update and not waiting and not keep:
+            self._warn_of_others()
             return self._step
         return self._functions()[int(update)]
 
-    def _waiting(self) -> bool:
-        """Tell whether there are gradients that no update has used."""
-        used = {id(gradient) for _, gradient in self._kept}
-        return any(p.grad is not None and id(p.grad) not in used for p in self._trained)
+    def _warn_of_others(self) -> None:
+        """Say once that gradients in ``p.grad`` which no call has added are not used."""
+        kept = {id(gradient) for _, gradient in self._kept}
+        if not any(p.grad is not None and id(p.grad) not in kept for p in self._unwarned):
+            return
+        self._unwarned = []
+        warnings.warn(
+            "p.grad holds gradients that this step has not made, of a backward() of yours perhaps: "
+            "the step leaves them out, and leaves them there. Clear them (`zero_grad()`) if they "
+            "are not needed; a sum of gradients that starts with step(..., update=False) includes "
+            "what is there.",
+            RelaxDiscWarning,
+            stacklevel=4,
+        )
 
     def note(self, function: CompiledFunction, keep: bool = False) -> bool:
         """Do what is due after a call: drop the sums when they were used; return if it updated."""
         if self._made is None or function is self._step:
             return True
         if function is self._made[0]:
+            self.started = True
             return False
         parameters = self._made[0].parameters()
         self._kept = [(p, p.grad) for p in parameters if p.grad is not None]
+        self.started = False
         if not keep:
             self.drop_kept()
         return True

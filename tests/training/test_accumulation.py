@@ -178,20 +178,3 @@ def test_is_saved_once_it_was_used(tmp_path):
     loaded(x)
     for mine, theirs in zip(step.model.parameters(), loaded.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-@pytest.mark.parametrize("kind", ["adamw", "momentum"])
-def test_gradients_that_others_left_count_as_in_eager(kind):
-    step = make(kind)
-    model = copy.deepcopy(step.model)
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    first, second, third = batches(3, 4)
-    quarter(step.model, first).backward()  # by the user's own hand, of what is not in the step
-    quarter(model, first).backward()
-    for x in (second, third):
-        step(x)
-        quarter(model, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        close(step.model, model)
-    assert all(p.grad is None for p in step.model.parameters())
