@@ -43,7 +43,7 @@ def draw(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
     axes = iter(
         figure.subplots(len(heights), 1, height_ratios=heights, sharex=False, squeeze=False)[:, 0]
     )
-    highest = max(max(t.peak_bytes, t.budget_bytes if _near(t) else 0) for t in timelines)
+    highest = max(max(t.peak_bytes, _near_budget(t)) for t in timelines)
     for timeline in timelines:
         _draw_live(next(axes), timeline, highest * 1.08 / _MIB)
         if timeline.gaps:
@@ -69,9 +69,10 @@ def title(timeline: Timeline) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def _near(timeline: Timeline) -> bool:
-    """Whether the budget belongs into the picture: a far one would leave it empty."""
-    return timeline.budget_bytes is not None and timeline.budget_bytes < 2 * timeline.peak_bytes
+def _near_budget(timeline: Timeline) -> int:
+    """Return the budget, or 0 where there is none or one so far that it would empty the picture."""
+    budget = timeline.budget_bytes or 0
+    return budget if budget < 2 * timeline.peak_bytes else 0
 
 
 def _edges(timeline: Timeline) -> list[float]:
@@ -86,8 +87,8 @@ def _draw_live(axes: Any, timeline: Timeline, top: float) -> None:
     axes.stackplot(
         edges, rows, labels=list(live), colors=[COLOURS[name] for name in live], step="post"
     )
-    if _near(timeline):
-        axes.axhline(timeline.budget_bytes / _MIB, color="crimson", linestyle="--", label="budget")
+    if budget := _near_budget(timeline):
+        axes.axhline(budget / _MIB, color="crimson", linestyle="--", label="budget")
     axes.set(ylim=(0, top), ylabel="MiB", xlabel="modelled time in ms")
     axes.set_title(title(timeline), loc="left", fontsize=10)
 
