@@ -55,7 +55,7 @@ FULL := $(VENV)/.relax-disc-demo+hf+plot+test+tune
 LINT := $(VENV)/.relax-disc-demo+hf+lint+plot+test
 
 demo: $(DEMO)
-	$(PYTHON) tutorials/finetune_llama.py
+	$(PYTHON) -m relax_disc train
 	$(PYTHON) tutorials/memory_budget.py
 
 test: $(TEST)

@@ -9,16 +9,24 @@ The names below load what stands behind them at first use.
 from __future__ import annotations
 
 import importlib
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_disc import errors
 from relax_disc.compatibility import check_environment
 
-check_environment()
+try:
+    check_environment()
+except errors.UnsupportedEnvironmentError as error:
+    # The command, also as `python -m relax_disc`, says it without a traceback.
+    if Path(sys.argv[0]).name in ("relax-disc", "-m"):
+        sys.exit(f"error: {error}")
+    raise
 
-from tvm import relax  # noqa: E402 - only after the check
+from tvm import relax
 
-from relax_disc import devices  # noqa: E402
+from relax_disc import devices
 
 if TYPE_CHECKING:
     from tvm.ir.transform import Pass

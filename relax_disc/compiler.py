@@ -28,6 +28,7 @@ from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep, UpdateGroup
 from relax_disc.pipeline import PipelineOptions, pipeline
+from relax_disc.progress import phase
 from relax_disc.tir_kernels.target import resolve_target
 from relax_disc.training.cache.capture_cache import recall, remember
 from relax_disc.training.cache.compile_cache import CachedProgram, build_cached, enabled
@@ -111,7 +112,9 @@ def compile(
         loss_fn=loss_fn,
         max_grad_norm=max_grad_norm,
     )
-    [captured], built = _capture_or_recall(export(), target)
+    with phase("export the model"):
+        exported = export()
+    [captured], built = _capture_or_recall(exported, target)
 
     def accumulation_programs() -> tuple[Program, Program]:
         groups = captured.update_groups
@@ -157,10 +160,13 @@ def _capture_or_recall(
     known = recall(fingerprint, target, exported.constants(), exported.outer())
     if known is not None:
         return known
-    if exported.optimizer is None:
-        captured = (exported.capture_gradients(),)
-    else:
-        captured = exported.capture_accumulation(groups) if accumulate else (exported.capture(),)
+    with phase("trace gradients and update"):
+        if exported.optimizer is None:
+            captured = (exported.capture_gradients(),)
+        elif accumulate:
+            captured = exported.capture_accumulation(groups)
+        else:
+            captured = (exported.capture(),)
     built = build_or_reuse(captured[0].module, target)
     remember(fingerprint, target, captured, built.path)
     return captured, built
@@ -223,4 +229,5 @@ def build_or_reuse(
 ) -> CachedProgram:
     """Like `build`, but look into the cache of compiled programs first."""
     resolved = resolve_target(target)
-    return build_cached(module, resolved, options, lambda: build(module, resolved, options))
+    with phase("compile the kernels"):
+        return build_cached(module, resolved, options, lambda: build(module, resolved, options))

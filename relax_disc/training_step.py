@@ -22,6 +22,7 @@ from tvm import relax
 from relax_disc.errors import InputMismatchError, RelaxDiscWarning, StepTornError
 from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep
+from relax_disc.progress import phase
 from relax_disc.training.accumulation import Accumulation, Programs, Summing
 from relax_disc.training.cache import saved_step
 from relax_disc.training.calibration import (
@@ -272,7 +273,8 @@ class TrainingStep(CompiledFunction):
             calibration = self._calibration or Calibration(machine_name(self._schema.device))
             for function in self._functions():
                 run = functools.partial(self._run, function, batch, named)
-                measurement = profile(function.session, run, repeats)
+                with phase(f"measure the kernels of {function.name}"):
+                    measurement = profile(function.session, run, repeats)
                 calibration = calibration.adding(function.name, measurement)
         self._use_calibration(calibration)
         if self.calibration_path is not None:

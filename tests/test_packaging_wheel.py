@@ -86,7 +86,8 @@ def check_contents(repository, wheel, levels):
     ).stdout.split()
     assert tracked
     assert {name for name in tracked if (repository / name).exists()} <= names
-    assert "relax_disc/py.typed" in names
+    assert {"relax_disc/py.typed", "relax_disc/report/page.html"} <= names
+    assert "relax_disc/tutorials/finetune_llama.py" in names  # `relax-disc train`
     assert not any(name.startswith(("tests/", "benchmarks/", "tutorials/")) for name in names)
     libraries = {name for name in names if name.endswith(".so")}
     prefix = "relax_disc/vm_builtins/lib/relax_disc-x86-64-"

@@ -33,6 +33,7 @@ import tvm_ffi
 from tvm_ffi import libinfo
 
 from relax_disc.errors import RelaxDiscError
+from relax_disc.progress import phase
 
 _logger = logging.getLogger(__name__)
 
@@ -182,7 +183,7 @@ def build(sources: Path, cache: Path) -> Path:
             "from the sources on a machine that has a compiler."
         )
     (cache / "objects").mkdir(parents=True, exist_ok=True)
-    with _locked(cache / "build.lock"):
+    with phase("build the C++ library, once per machine"), _locked(cache / "build.lock"):
         if library.exists():
             return library
         _logger.info("building the native library of relax_disc into %s", cache)

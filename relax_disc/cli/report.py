@@ -1,0 +1,134 @@
+"""``relax-disc report``: what a step needs of memory at a shape, where, and what would fit."""
+
+from __future__ import annotations
+
+import json
+import linecache
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from relax_disc.bytes_text import format_bytes, parse_bytes
+from relax_disc.cli.user_step import Json, Sizes, Source, compiled, load, parse_sizes
+from relax_disc.errors import InputMismatchError
+
+EXAMPLES = (
+    "Example: relax-disc report my.py:step --dim batch=14 --dim seq=512 --budget 8GiB --html "
+    "report.html. Exit code 1: the shape does not fit the budget."
+)
+
+
+def report(
+    source: Source,
+    dim: Sizes = None,
+    budget: Annotated[
+        str | None, typer.Option(help='All memory of a step, such as "8GiB".')
+    ] = None,
+    lines: Annotated[int, typer.Option(help="Lines of the model to name.")] = 10,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture: .png, .svg, .pdf.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page to look into, offline.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Peak memory of a step at a shape, what is alive there, by which line of the model.
+
+    Compiles the step, without running it.
+    """
+    check_budget(budget)
+    arguments = load(source)()
+    step = compiled(source, budget, arguments)
+    sizes = parse_sizes(dim, step.dims)
+    plan = step.plan(**sizes)
+    limit, step.memory_budget = step.memory_budget, None
+    free = step.plan(**sizes)
+    step.memory_budget = limit
+    timeline = plan.timeline
+    facts: dict[str, Any] = {
+        "shape": sizes,
+        "budget_bytes": limit,
+        "fits": plan.fits,
+        "peak_bytes": plan.peak_bytes,
+        "activation_peak_bytes": plan.activation_peak_bytes,
+        "peak_without_budget_bytes": free.peak_bytes,
+        "least_bytes": plan.least_bytes,
+        "time_ratio": plan.time_ratio,
+        "kernels_run_again": len(plan.evicted),
+        "at_peak_bytes": {
+            name: row[timeline.peak_step] for name, row in timeline.live_bytes.items()
+        },
+        "lines_at_peak": [
+            {"line": line, "bytes": size, "tensors": count, "code": code_of(line)}
+            for line, size, count in timeline.lines(timeline.peak_step)[:lines]
+        ],
+        "largest": {
+            each.name: step.largest(
+                each.name, **{name: size for name, size in sizes.items() if name != each.name}
+            )
+            for each in step.dims
+            if limit is not None and each.last is not None
+        },
+    }
+    before = free if limit is not None else None
+    try:
+        if plot:
+            plan.plot(plot, before=before)
+    except ImportError as error:
+        raise typer.BadParameter(str(error), param_hint="--plot") from error
+    if html:
+        plan.write_html(html, before=before)
+    if trace:
+        plan.write_trace(trace)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        _show(facts)
+    if not plan.fits:
+        raise typer.Exit(1)
+
+
+def check_budget(budget: str | None) -> None:
+    """Refuse a text that is no budget before anything long begins."""
+    try:
+        if budget is not None:
+            parse_bytes(budget)
+    except InputMismatchError as error:
+        raise typer.BadParameter(str(error), param_hint="--budget") from error
+
+
+def code_of(line: str) -> str:
+    """Return the text of a line ``"file:line"``; empty where the file is not here."""
+    file, _, number = line.rpartition(":")
+    return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+
+
+def _show(facts: dict[str, Any]) -> None:
+    console = Console()
+    shape = ", ".join(f"{name}={size}" for name, size in facts["shape"].items())
+    budget = facts["budget_bytes"]
+    table = Table(title=f"One step at {shape or 'its shape'}", show_header=False)
+    table.add_row("peak", format_bytes(facts["peak_bytes"]))
+    for name, size in facts["at_peak_bytes"].items():
+        table.add_row(f"  {name}", format_bytes(size))
+    if budget is not None:
+        table.add_row("budget", format_bytes(budget))
+        table.add_row("fits", "yes" if facts["fits"] else "NO")
+        table.add_row("peak without a budget", format_bytes(facts["peak_without_budget_bytes"]))
+        table.add_row("kernels that run again", str(facts["kernels_run_again"]))
+        table.add_row("time, modelled", f"x {facts['time_ratio']:.3f}")
+    table.add_row("least budget for this shape", format_bytes(facts["least_bytes"]))
+    for name, size in facts["largest"].items():
+        table.add_row(f"largest {name} in the budget", str(size) if size else "none fits")
+    console.print(table)
+    alive = Table(title="Alive at the peak, by the line of the model that made it")
+    for title in ("bytes", "tensors"):
+        alive.add_column(title, justify="right")
+    alive.add_column("line")
+    for entry in facts["lines_at_peak"]:
+        where = "/".join(entry["line"].split("/")[-3:])
+        text = f"{where}  {entry['code']}" if entry["code"] else where
+        alive.add_row(format_bytes(entry["bytes"]), str(entry["tensors"]), escape(text))
+    console.print(alive)

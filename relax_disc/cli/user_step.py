@@ -1,0 +1,213 @@
+"""What the user's ``FILE.py:FUNCTION`` gives to the command: the arguments of `compile`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+import relax_disc
+from relax_disc import progress
+from relax_disc.analysis.symbolic.dim import SymbolicDim
+
+CONTRACT = """FUNCTION takes no arguments and returns a dict of the arguments of relax_disc.compile:
+
+    def step():
+        model = MyModel()
+        ids = torch.zeros(2, 16, dtype=torch.int64)
+        shape = {0: Dim("batch", min=1, max=64), 1: Dim("seq", min=2, max=1024)}
+        return {
+            "model": model,
+            "optimizer": torch.optim.AdamW(model.parameters()),
+            "example_inputs": {"input_ids": ids, "labels": ids},
+            "dynamic_shapes": {"input_ids": shape, "labels": shape},
+        }"""
+_PARAMETERS = inspect.signature(relax_disc.compile).parameters
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE.py:FUNCTION",
+        help="A function without arguments that returns a dict of the arguments of "
+        "relax_disc.compile: model, optimizer, example_inputs, dynamic_shapes, ...",
+    ),
+]
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--dim", metavar="NAME=SIZE", help="Size of a dim; one option for each."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else.")]
+
+
+class UserCodeError(Exception):
+    """The user's function cannot be used; says why, where and what to do."""
+
+
+def load(source: str) -> Callable[[], dict[str, Any]]:
+    """Import the user's file and wrap its function, so that what is wrong is told.
+
+    Raises
+    ------
+    typer.BadParameter
+        There is no such file or function.
+    UserCodeError
+        The file or, when called, the function raises, or returns something else.
+    """
+    path, colon, name = source.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise typer.BadParameter(f"{source!r} is not FILE.py:FUNCTION. {CONTRACT}")
+    file = Path(path)
+    if not file.is_file():
+        raise typer.BadParameter(f"there is no file {path}")
+    sys.path.insert(0, str(file.resolve().parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)
+    with _told(file):
+        spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        near = difflib.get_close_matches(name, there, 1, 0) or ["none"]
+        raise typer.BadParameter(f"{path} has no function {name!r}; the nearest is {near[0]}")
+
+    def arguments() -> dict[str, Any]:
+        with _told(file):
+            found = function()
+        if not isinstance(found, Mapping):
+            raise UserCodeError(f"{source} returned a {type(found).__name__}. {CONTRACT}")
+        unknown = sorted(set(found) - set(_PARAMETERS))
+        missing = [
+            key for key, p in _PARAMETERS.items() if p.default is p.empty and key not in found
+        ]
+        if unknown or missing:
+            wrong = [f"lacks {', '.join(missing)}"] * bool(missing)
+            wrong += [f"holds {', '.join(unknown)}, which compile() does not take"] * bool(unknown)
+            raise UserCodeError(f"{source}: the dict {' and '.join(wrong)}. {CONTRACT}")
+        return dict(found)
+
+    return arguments
+
+
+@contextmanager
+def _told(file: Path) -> Iterator[None]:
+    """Turn an exception of the user's code into one that names its line there."""
+    try:
+        yield
+    except Exception as error:
+        own = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if Path(frame.filename).resolve() == file.resolve()
+        ]
+        where = f"{file}:{own[-1].lineno}: {own[-1].line}" if own else str(file)
+        raise UserCodeError(f"{type(error).__name__}: {error}\n  at {where}") from error
+
+
+def compiled(source: str, budget: str | None, arguments: dict[str, Any]) -> Any:
+    """Compile the user's step, showing the phases on a terminal."""
+    if budget is not None:
+        arguments["memory_budget"] = budget
+    with phases_shown():
+        try:
+            return relax_disc.compile(**arguments)
+        except relax_disc.errors.RelaxDiscError:
+            raise
+        except Exception as error:  # of the model, mostly: torch.export runs it
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [
+                f
+                for f in frames
+                if "/torch/" not in f.filename and "/relax_disc/" not in f.filename
+            ]
+            at = own[-1] if own else frames[-1]
+            raise UserCodeError(
+                f"{type(error).__name__}: {error}\n  at {at.filename}:{at.lineno}: {at.line}\n"
+                f"  while the model of {source} ran with its example_inputs. Run it there without "
+                "the compiler first: example_inputs is a tuple of positional arguments, or a dict "
+                "of keyword arguments."
+            ) from error
+
+
+@contextmanager
+def phases_shown() -> Iterator[None]:
+    """Show on the terminal what takes long; nothing elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status("") as status:
+        running: list[str] = []
+
+        def tell(name: str, seconds: float | None) -> None:
+            if seconds is None:
+                running.append(name)
+            else:
+                running.remove(name)
+                if seconds > 2:
+                    console.print(f"[dim]{name}: {seconds:.1f} s[/dim]")
+            status.update(running[-1] if running else "")
+
+        with progress.watching(tell):
+            yield
+
+
+def parse_sizes(given: list[str] | None, dims: tuple[SymbolicDim, ...]) -> dict[str, int]:
+    """Read ``NAME=SIZE`` options; every dim of the step must have one."""
+    sizes: dict[str, int] = {}
+    for text in given or ():
+        name, _, value = text.partition("=")
+        if not value.strip().isdigit():
+            raise typer.BadParameter(f"{text!r} is not NAME=SIZE, such as batch=14")
+        sizes[name.strip()] = int(value)
+    known = {dim.name: dim for dim in dims}
+    missing = " ".join(f"--dim {name}=..." for name in known if name not in sizes)
+    unknown = ", ".join(sorted(set(sizes) - set(known)))
+    if missing or unknown:
+        has = "; ".join(map(str, dims)) or "no dims"
+        said = [f"there is no dim {unknown}"] * bool(unknown) + [f"add {missing}"] * bool(missing)
+        raise typer.BadParameter(f"{' and '.join(said)} (the step has: {has})")
+    return sizes
+
+
+def resized(example: Any, dynamic_shapes: Any, sizes: Mapping[str, int]) -> Any:
+    """Repeat or cut the example's tensors along their dynamic axes, so that all values are valid.
+
+    Parameters
+    ----------
+    example, dynamic_shapes
+        As given to `compile`, of the same nesting.
+    sizes : mapping of str to int
+        Of every dim.
+    """
+    if isinstance(example, torch.Tensor):
+        axes = dynamic_shapes or {}
+        pairs = axes.items() if isinstance(axes, Mapping) else enumerate(axes)
+        for axis, dim in pairs:
+            name = getattr(dim, "__name__", "")
+            if name in sizes:
+                index = torch.arange(sizes[name]) % example.shape[axis]
+                example = example.index_select(axis, index)
+        return example
+    if isinstance(example, Mapping):
+        return {key: resized(example[key], _part(dynamic_shapes, key), sizes) for key in example}
+    if isinstance(example, list | tuple):
+        parts = dynamic_shapes.values() if isinstance(dynamic_shapes, Mapping) else dynamic_shapes
+        shapes = list(parts) if parts is not None else [None] * len(example)
+        return tuple(resized(e, s, sizes) for e, s in zip(example, shapes, strict=True))
+    return example
+
+
+def _part(shapes: Any, key: Any) -> Any:
+    return shapes.get(key) if isinstance(shapes, Mapping) else None

@@ -1,0 +1,264 @@
+"""The command relax-disc: figures, exit codes, and what a user is told."""
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import relax_disc
+from relax_disc import cli, progress
+from relax_disc.cli import doctor, user_step
+
+USER = """
+import torch
+from torch import nn
+from torch.export import Dim
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x, kinds):
+        return self.layers(x).gather(1, kinds[:, None]).pow(2).mean()
+
+def step():
+    torch.manual_seed(0)
+    model = Net()
+    rows = {0: Dim("rows", min=1, max=512)}
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "example_inputs": (torch.randn(8, 32), torch.arange(8)),
+        "dynamic_shapes": (rows, rows),
+    }
+
+def raises():
+    return step()["no such key"]
+
+def lacks():
+    return {"model": Net(), "lerning_rate": 1}
+
+def wrong_batch():
+    found = step()
+    (x, kinds), (rows, _) = found["example_inputs"], found["dynamic_shapes"]
+    return {**found, "example_inputs": ({"x": x}, kinds), "dynamic_shapes": ({"x": rows}, rows)}
+
+def number():
+    return 7
+"""
+
+
+@pytest.fixture(scope="module")
+def user_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "my_step.py"
+    path.write_text(USER)
+    return path
+
+
+@pytest.fixture
+def command(user_file, monkeypatch, capsys):
+    """Runs `main` in this process; gives exit code, stdout and stderr, without line breaks."""
+
+    def run(*words):
+        words = [word.replace("FILE", str(user_file)) for word in words]
+        monkeypatch.setattr(sys, "argv", ["relax-disc", *words])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setenv("COLUMNS", "500")
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        out, err = capsys.readouterr()
+        return code, out, " ".join(err.split())
+
+    return run
+
+
+def test_report_tells_the_plan(command, user_file):
+    arguments = user_step.load(f"{user_file}:step")()
+    step = relax_disc.compile(**arguments)
+    free = step.plan(rows=512)
+    code, out, err = command("report", "FILE:step", "--dim", "rows=512", "--json")
+    facts = json.loads(out)
+    assert (code, err) == (0, "")
+    assert facts["peak_bytes"] == free.peak_bytes == sum(facts["at_peak_bytes"].values())
+    assert facts["least_bytes"] == free.least_bytes and facts["largest"] == {}
+    line = facts["lines_at_peak"][0]
+    assert line["line"].startswith(f"{user_file}:") and "self.layers(x)" in line["code"]
+    budget = str(free.least_bytes)
+    code, out, _ = command("report", "FILE:step", "--dim", "rows=512", "--budget", budget, "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["fits"] and facts["kernels_run_again"] > 0
+    assert facts["peak_bytes"] <= free.least_bytes < facts["peak_without_budget_bytes"]
+    assert facts["largest"] == {"rows": step.largest("rows", memory_budget=free.least_bytes)}
+
+
+def test_report_of_a_shape_that_does_not_fit(command, tmp_path):
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    files = ("--html", str(page), "--trace", str(trace))
+    code, out, _ = command("report", "FILE:step", "--dim", "rows=512", "--budget", "300KB", *files)
+    assert code == 1
+    assert "fits" in out and "NO" in out and "largest rows in the budget" in out
+    assert page.stat().st_size > 1000 and json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("FILE:step",), "add --dim rows=... (the step has: rows in 1 .. 512)"),
+        (("FILE:step", "--dim", "rows=8", "--dim", "seq=3"), "there is no dim seq"),
+        (("FILE:step", "--dim", "rows"), "'rows' is not NAME=SIZE"),
+        (("FILE:step", "--budget", "much"), "'much'"),
+        (("FILE:stp",), "has no function 'stp'; the nearest is step"),
+        (("nowhere.py:step",), "there is no file nowhere.py"),
+        (("FILE",), "is not FILE.py:FUNCTION"),
+    ],
+)
+def test_wrong_usage(command, words, told):
+    code, out, err = command("report", *words)
+    assert code == 2 and out == ""
+    assert told in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("raises", ("KeyError: 'no such key'", 'my_step.py:27: return step()["no such key"]')),
+        ("lacks", ("lacks optimizer, example_inputs, dynamic_shapes and holds lerning_rate",)),
+        ("number", ("returned a int", "dict of the arguments of relax_disc.compile")),
+        ("wrong_batch", ("must be Tensor, not dict", "my_step.py:13", "example_inputs is a tuple")),
+    ],
+)
+def test_what_the_users_code_does_wrong_names_its_line(command, function, told):
+    code, out, err = command("report", f"FILE:{function}", "--dim", "rows=8")
+    assert code == 3 and out == ""
+    assert all(words in err for words in told), err
+    assert "Traceback" not in err
+
+
+def test_a_size_out_of_its_range_is_told_with_the_range(command):
+    code, _, err = command("report", "FILE:step", "--dim", "rows=513")
+    assert code == 3
+    assert "ShapeRangeError: rows=513; allowed is rows in 1 .. 512" in err
+
+
+def test_bench_times_both(command):
+    words = ("bench", "FILE:step", "--dim", "rows=300", "--steps", "3", "--json")
+    code, out, _ = command(*words)
+    facts = json.loads(out)
+    assert code == 0 and facts["shape"] == {"rows": 300}
+    assert facts["relax_disc_seconds"] > 0 and facts["eager_seconds"] > 0
+    low, high = facts["ratio_quartiles"]
+    assert 0 < low <= facts["ratio"] <= high
+
+
+def test_resized_batch_repeats_values_and_keeps_fixed_axes():
+    rows = torch.export.Dim("rows")
+    example = {"x": torch.arange(6).reshape(3, 2), "n": 5}
+    found = user_step.resized(example, {"x": {0: rows}, "n": None}, {"rows": 4})
+    assert found["x"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]] and found["n"] == 5
+
+
+def test_train_takes_the_tutorials_options(command):
+    code, out, _ = command("train", "--help")
+    assert code == 0 and "--learning-rate" in out and "relax-disc train" in out
+    code, out, _ = command("train", "--smoke", "--engine", "eager", "--steps", "2")
+    assert code == 0 and "2 steps with eager" in out
+    code, _, err = command("train", "--stepps", "2")
+    assert code == 2 and "--stepps" in err
+
+
+def test_doctor_is_content_here(command):
+    code, out, _ = command("doctor", "--json")
+    found = {entry["name"]: entry for entry in json.loads(out)}
+    assert found["torch"]["value"] == torch.__version__
+    assert code == int(any(entry["ok"] is False for entry in found.values()))
+
+
+def test_doctor_names_what_is_missing(command, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 10_000)
+    monkeypatch.setattr(doctor, "find_spec", lambda package: None)
+    code, out, _ = command("doctor")
+    assert code == 1
+    assert "MISSING" in out and "set OMP_NUM_THREADS=" in out
+    assert 'pip install "relax-disc[plot]"' in out
+
+
+def test_another_pytorch_is_told_without_a_traceback():
+    program = """
+        import sys
+        from importlib import metadata
+        metadata.version = lambda name: "9.9"
+        sys.argv = ["/usr/bin/relax-disc", "doctor"]
+        import relax_disc.cli
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr and "pip install 'apache-tvm==" in done.stderr
+
+
+def test_module_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "relax_disc", "--version"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"{relax_disc.__version__}\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["report", "bench", "doctor"])
+def test_help_has_an_example_or_needs_none(name):
+    done = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    assert name == "doctor" or f"relax-disc {name} my.py:step --dim" in done.output
+
+
+def test_phases_are_told_to_who_watches_and_to_nobody_else(user_file, monkeypatch, capfd):
+    monkeypatch.setenv("RELAX_DISC_COMPILE_CACHE", "0")
+    seen = []
+    with progress.watching(lambda name, seconds: seen.append((name, seconds))):
+        step = relax_disc.compile(**user_step.load(f"{user_file}:step")())
+        step.calibrate(torch.randn(8, 32), torch.arange(8), repeats=1)
+    begun = [name for name, seconds in seen if seconds is None]
+    ended = [name for name, seconds in seen if seconds is not None]
+    phases = ["export the model", "trace gradients and update", "compile the kernels"]
+    assert begun == ended == [*phases, "measure the kernels of main"]
+    assert capfd.readouterr() == ("", "")
+    count = len(seen)
+    with progress.phase("alone"):
+        pass
+    assert len(seen) == count
+
+
+def test_a_phase_that_raises_has_ended():
+    seen = []
+    with progress.watching(lambda *told: seen.append(told)), pytest.raises(KeyError):
+        with progress.phase("p"):
+            raise KeyError
+    assert [name for name, _ in seen] == ["p", "p"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_phases_are_shown_on_terminals_only(monkeypatch, capsys, terminal):
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(terminal)))
+    monkeypatch.setenv("NO_COLOR", "1")
+    times = iter([0.0, 3.5])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(times, 4.0))
+    with user_step.phases_shown(), progress.phase("knit"):
+        pass
+    told = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    assert ("knit: 3.5 s" in told) is terminal
+    assert terminal or told == ""
+
+
+def test_installed_command_is_this_one(repository):
+    text = (repository / "pyproject.toml").read_text()
+    assert 'relax-disc = "relax_disc.cli:main"' in text
