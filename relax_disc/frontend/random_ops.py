@@ -4,6 +4,7 @@
 "Parallel random numbers: as easy as 1, 2, 3", SC 2011), keyed by the seed; the counter holds the
 element's index, the stream (which operator of the model asks) and the offset (which step it is).
 Whatever is recomputed is therefore bit-identical, and no two operators or steps share numbers.
+``relax_disc::keep`` says where such a number is at least ``p``: a mask that is false that often.
 """
 
 from __future__ import annotations
@@ -23,58 +24,22 @@ _TINY = 2.0**-25
 MANTISSA_BITS = 24
 """Of the numbers drawn: every float32 in [0, 1) that is a multiple of 2**-24 is equally likely."""
 
-_WORD = 0xFFFFFFFF
 _SELU_LOWEST = -1.7580993408473766
 """What SELU tends to from below (Klambauer et al., 2017), where alpha dropout puts elements."""
 
 
-def philox(seed: int, offset: int, stream: int, count: int) -> Tensor:
-    """Return the first word of Philox4x32-10 for elements ``0 .. count - 1``, as int64."""
-    index = torch.arange(count, dtype=torch.int64)
-    words = [index & _WORD, (index >> 32) & _WORD]
-    words[1] = words[1] ^ stream
-    words += [
-        torch.full_like(index, offset & _WORD),
-        torch.full_like(index, (offset >> 32) & _WORD),
-    ]
-    for k in range(ROUNDS):
-        keys = [(seed + WEYL[0] * k) & _WORD, ((seed >> 32) + WEYL[1] * k) & _WORD]
-        (high0, low0), (high1, low1) = (
-            _product(words[0], MULTIPLIERS[0]),
-            _product(words[2], MULTIPLIERS[1]),
-        )
-        words = [high1 ^ words[1] ^ keys[0], low1, high0 ^ words[3] ^ keys[1], low0]
-    return words[0]
+torch.library.define("relax_disc::uniform", "(Tensor rng, SymInt[] shape, int stream) -> Tensor")
+torch.library.define(
+    "relax_disc::keep", "(Tensor rng, SymInt[] shape, int stream, float p) -> Tensor"
+)
 
 
-def _product(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Split the 64-bit product of two 32-bit words; int64 has one bit too few for it."""
-    low = (word & 0xFFFF) * factor
-    high = (word >> 16) * factor + (low >> 16)
-    return (high >> 16) & _WORD, ((high << 16) | (low & 0xFFFF)) & _WORD
-
-
-@torch.library.custom_op("relax_disc::uniform", mutates_args=())
-def uniform(rng: Tensor, shape: Sequence[int], stream: int) -> Tensor:
-    """Numbers in [0, 1), float32, from ``rng = [seed, offset]``."""
-    seed, offset = (int(v) for v in rng)
-    words = philox(seed, offset, stream, math.prod(shape))
-    drawn = (words >> (32 - MANTISSA_BITS)).to(torch.float32) * 2.0**-MANTISSA_BITS
-    return drawn.reshape(tuple(shape))
-
-
-@uniform.register_fake
+@torch.library.register_fake("relax_disc::uniform")
 def _(rng: Tensor, shape: Sequence[int], stream: int) -> Tensor:
     return torch.empty(tuple(shape), dtype=torch.float32, device=rng.device)
 
 
-@torch.library.custom_op("relax_disc::keep", mutates_args=())
-def keep(rng: Tensor, shape: Sequence[int], stream: int, p: float) -> Tensor:
-    """A mask that is false with probability ``p``: ``uniform(rng, shape, stream) >= p``."""
-    return uniform(rng, shape, stream) >= p
-
-
-@keep.register_fake
+@torch.library.register_fake("relax_disc::keep")
 def _(rng: Tensor, shape: Sequence[int], stream: int, p: float) -> Tensor:
     return torch.empty(tuple(shape), dtype=torch.bool, device=rng.device)
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import relax_disc
 from relax_disc.errors import InputMismatchError
 from relax_disc.frontend.random_ops import Randomness
+from tests import philox  # noqa: F401  the random operators in eager PyTorch
 
 
 class Net(nn.Module):

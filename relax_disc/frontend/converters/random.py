@@ -26,15 +26,7 @@ def _word(value: Any) -> Any:
 
 
 def _philox(index: Any, stream: int, seed: Any, offset: Any) -> Any:
-    """Bind the rounds of Philox4x32-10 in the current block; return the first word.
-
-    Parameters
-    ----------
-    index, seed, offset : tirx.Expr
-        int64.
-    stream : int
-        Mixed into the high word of the index.
-    """
+    """Bind the rounds of Philox4x32-10 in the current block; return the first word."""
     half = tirx.const(32, "int64")
     words = [
         T.Bind(_word(index)),
