@@ -19,6 +19,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder
 
 from relax_disc.frontend.emitter import dtype_name
+from relax_disc.frontend.optimizer.numbers import constant
 from relax_disc.frontend.optimizer.program import UpdateProgram, Value, reachable
 
 T: Any = builder
@@ -222,8 +223,9 @@ class _Lowering:
 
     def _expression(self, value: Value) -> Any:
         if value.op == "entry":
-            expr = value.args[0]
-            return self.const(expr[1]) if expr[0] == "const" else self._hyper[self._entries[expr]]
+            number = constant(value.args[0])
+            index = self._entries.get(value.args[0], 0)
+            return self._hyper[index] if number is None else self.const(number)
         if value.op == "filled":
             return self.const(value.args[0])
         count = len(value.node.args)

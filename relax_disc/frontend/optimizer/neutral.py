@@ -9,26 +9,29 @@ Limit: what is multiplied by zero is taken to be finite.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from relax_disc.frontend.optimizer.numbers import OPERATIONS, Expr
+import sympy
+
+from relax_disc.frontend.optimizer.numbers import Expr
 from relax_disc.frontend.optimizer.program import UpdateProgram, Value
 
-_ZERO: Expr = ("const", 0)
+_GUARD = re.compile(r"(ne_|eq_)?\((\w+(?:\[\d+\])?)(,| >| <=) 0(?:\.0)?\)")
+_INDEX, _NAME, _FUNCTION = (
+    re.compile(text) for text in (r"\['?(\w+)'?\]", r"\b[A-Za-z_]\w*", r"\w+(?=\()")
+)
 _PRODUCTS = ("aten.mul.Tensor", "aten.mul.Scalar")
 _SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
 
 
-def zero_guards(program: UpdateProgram) -> list[Expr]:
-    """List the guards that hold because a hyper-parameter is zero."""
-    special = {"ne": False, "gt": False, "eq": True, "le": True}
+def zero_guards(program: UpdateProgram) -> list[tuple[Expr, Expr]]:
+    """List the guards that hold because a hyper-parameter is zero, each with that."""
+    special = {"ne_,": False, " >": False, "eq_,": True, " <=": True}
     return [
-        expr
+        (expr, found[2])
         for expr, outcome in program.guards.items()
-        if special.get(expr[0]) is outcome
-        and expr[1][0] == "hyper"
-        and expr[2][0] == "const"
-        and expr[2][1] == 0
+        if (found := _GUARD.fullmatch(expr)) and special.get((found[1] or "") + found[3]) is outcome
     ]
 
 
@@ -74,8 +77,8 @@ class _Canon:
     def _describe(self, value: Value) -> int:
         if value.op == "entry":
             expr = self._simple(value.args[0])
-            if expr[0] == "const" and expr[1] in (0, 1):
-                return self._one if expr[1] else self._zero
+            if expr in (0, 1):
+                return self._one if expr == 1 else self._zero
             return self._number(("entry", expr))
         args = tuple(self._argument(x) for x in value.args)
         if value.op in _PRODUCTS and len(args) == 2:
@@ -98,19 +101,9 @@ class _Canon:
             return tuple(self._argument(x) for x in argument)
         return (type(argument).__name__, repr(argument))
 
-    def _simple(self, expr: Expr) -> Expr:
-        if expr == self._hyper:
-            return _ZERO
-        if expr[0] in ("const", "hyper", "state", "fresh"):
-            return expr
-        parts = [self._simple(part) for part in expr[1:]]
-        if all(part[0] == "const" for part in parts):
-            try:
-                return ("const", OPERATIONS[expr[0]](*(part[1] for part in parts)))
-            except ArithmeticError:
-                return (expr[0], *parts)
-        if expr[0] == "mul" and _ZERO in parts:
-            return _ZERO
-        if expr[0] == "add" and _ZERO in parts:
-            return parts[0] if parts[1] == _ZERO else parts[1]
-        return parts[0] if expr[0] == "sub" and parts[1] == _ZERO else (expr[0], *parts)
+    def _simple(self, expr: Expr) -> Any:
+        """Write an expression in sympy's canonical form."""
+        expr, hyper = (_INDEX.sub(r"__\1", text) for text in (expr, self._hyper))
+        names: dict[str, Any] = {name: sympy.Symbol(name) for name in _NAME.findall(expr)}
+        names |= {name: sympy.Function(name) for name in _FUNCTION.findall(expr)}
+        return sympy.sympify(expr, {**names, hyper: sympy.Integer(0)})

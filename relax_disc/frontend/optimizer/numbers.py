@@ -1,7 +1,7 @@
 """Numbers that an optimizer's ``step`` computes beside its tensors, recorded as expressions.
 
 While a step is traced, hyper-parameters and counts of steps are `Number` objects.  Arithmetic on
-them makes expressions, which are evaluated in Python's own float64 before each call; a number that
+them writes expressions, which are evaluated in Python's own float64 before each call; a number that
 meets a tensor becomes an entry of the vector that the kernel reads.  A number made of a tensor's
 value (``norm.item()``) is a traced scalar instead.  What cannot be recorded, a branch on a tensor's
 value say, raises `Untraceable`.
@@ -14,14 +14,18 @@ import contextlib
 import contextvars
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 
-Expr = tuple[Any, ...]
-"""``("const", value)``, ``("hyper", key, index)``, ``("state", key)`` or ``(operation, *Expr)``."""
+Expr = str
+"""Python text over the settings of a group by name, and the states ``s_['step']``."""
+
+FRESH: Expr = "fresh_"
+"""The condition that a parameter has no state yet."""
 
 
 class Untraceable(Exception):
@@ -70,24 +74,50 @@ _TENSOR_OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
+_SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"}
+_SIGNS |= {"pow": "**", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_CONDITIONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _PLAIN = (int, float)
+_COUNT = re.compile(r"\(s_\['\w+'\] \+ [\d.]+\)")
+_SCOPE: dict[str, Any] = {f"{name}_": function for name, function in OPERATIONS.items()}
+_SCOPE |= {"inf": math.inf, "nan": math.nan}
+
+
+def evaluate(text: Any, group: Mapping[str, Any], **known: Any) -> Any:
+    """Compute an expression, or compiled code, for the settings of a group."""
+    settings = {key: plain_number(value) for key, value in group.items() if key != "params"}
+    return eval(text, _SCOPE, {**settings, **known})
+
+
+def plain_number(value: Any) -> Any:
+    """Return a hyper-parameter, or several, as Python's numbers."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain_number, value))
+    return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
 def depends_on_state(expr: Expr) -> bool:
     """Say whether an expression reads a count of steps."""
-    return expr[0] in ("state", "fresh") or (
-        expr[0] not in ("const", "hyper") and any(depends_on_state(part) for part in expr[1:])
-    )
+    return "s_[" in expr or FRESH in expr
+
+
+def constant(expr: Expr) -> float | None:
+    """Return the value of an expression that is a number, None for any other."""
+    try:
+        return float(expr)
+    except ValueError:
+        return None
 
 
 class Number:
     """A number of the traced step: an expression, or a traced scalar (``data``)."""
 
-    __slots__ = ("data", "expr", "value")
+    __slots__ = ("data", "expr", "is_condition", "value")
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, expr: Expr, value: Any = None, data: torch.Tensor | None = None) -> None:
         self.expr, self.value, self.data = expr, value, data
+        self.is_condition = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,8 +130,7 @@ class Number:
     def __bool__(self) -> bool:
         if self.data is not None:
             raise Untraceable("branches on a value that it computes from gradients or parameters")
-        comparison = self.expr[0] in ("lt", "le", "gt", "ge", "eq", "ne")
-        condition = self if comparison else apply("ne", self, 0)
+        condition = self if self.is_condition else apply("ne", self, 0)
         return RECORDER.get().decide(condition.expr, condition.value)
 
     def _plain(self) -> Any:
@@ -109,7 +138,7 @@ class Number:
             raise Untraceable("turns a tensor's value into a plain number")
         if self.value is None:
             raise Untraceable("turns the count of steps into a plain number")
-        if self.expr[0] != "const":
+        if constant(self.expr) is None:
             RECORDER.get().freeze(self.expr, self.value)
         return self.value
 
@@ -158,7 +187,9 @@ def is_tensor(value: Any) -> bool:
 
 def expression(value: Any) -> Expr:
     """Return the expression of a number."""
-    return value.expr if isinstance(value, Number) else ("const", value)
+    if isinstance(value, Number):
+        return value.expr
+    return repr(value if type(value) in (bool, int, float) else float(value))
 
 
 def apply(name: str, *operands: Any) -> Any:
@@ -167,18 +198,22 @@ def apply(name: str, *operands: Any) -> Any:
         if name not in _TENSOR_OPERATIONS:
             raise Untraceable(f"applies {name}() to a tensor's value")
         tensors = [
-            x.tensor() if isinstance(x, Number) else RECORDER.get().entry(("const", x))
+            x.tensor() if isinstance(x, Number) else RECORDER.get().entry(expression(x))
             for x in operands
         ]
-        return Number((), None, _TENSOR_OPERATIONS[name](*tensors))
+        return Number("", None, _TENSOR_OPERATIONS[name](*tensors))
     known = [x.value if isinstance(x, Number) else x for x in operands]
     parts = [expression(x) for x in operands]
     value = None
     if all(x is not None for x in known):
         value = OPERATIONS[name](*known)
-        if all(part[0] == "const" for part in parts):
-            return Number(("const", value), value)
-    return Number((name, *parts), value)
+        if all(constant(part) is not None for part in parts):
+            return Number(expression(value), value)
+    sign = _SIGNS.get(name)
+    text = f"({parts[0]} {sign} {parts[1]})" if sign else f"{name}_({', '.join(parts)})"
+    result = Number(text, value)
+    result.is_condition = name in _CONDITIONS
+    return result
 
 
 class Cell(Number):
@@ -204,9 +239,8 @@ class Cell(Number):
         if is_tensor(other) or (isinstance(other, Number) and other.data is not None):
             raise Untraceable("keeps a value made of tensors in a state of one element")
         self.expr, self.value = expression(other), getattr(other, "value", other)
-        counts = self.expr[0] == "add" and self.expr[1][0] == "state" and self.expr[2][0] == "const"
-        if self.dtype is torch.float32 and not counts:  # a count is exact
-            self.expr = ("float32", self.expr)
+        if self.dtype is torch.float32 and not _COUNT.fullmatch(self.expr):  # a count is exact
+            self.expr = f"float32_({self.expr})"
         return self
 
     fill_ = copy_

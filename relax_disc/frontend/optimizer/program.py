@@ -1,8 +1,8 @@
 """What a traced update computes: numbers on the host before a call, tensors in the kernel.
 
 Traces become trees of `Value` in which equal ones are one.  The numbers that they need, which way
-through the step is taken, and the counts after it are computed by a Python function that is written
-from the recorded expressions (`UpdateProgram.host`).
+through the step is taken, and the counts after it are computed by one Python expression that is put
+together of the recorded ones (`UpdateProgram.host`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from relax_disc.frontend.optimizer.numbers import OPERATIONS, Expr, depends_on_state
-from relax_disc.frontend.optimizer.tracing import (
+from relax_disc.frontend.optimizer.numbers import (
     FRESH,
-    IMPLEMENTATION,
-    ScalarState,
-    TensorState,
-    Trace,
+    Expr,
+    constant,
+    depends_on_state,
+    evaluate,
     plain_number,
 )
+from relax_disc.frontend.optimizer.tracing import IMPLEMENTATION, ScalarState, TensorState, Trace
 
 _SAME = frozenset(("aten.clone.default", "aten.detach.default", "aten.alias.default"))
 
@@ -191,20 +191,23 @@ class UpdateProgram:
     @functools.cached_property
     def host_text(self) -> str:
         """The source of `host`."""
-        return _write_host(self)
+        return _choice(self, range(len(self.ways)))
 
-    @functools.cached_property
-    def host(self) -> Callable[..., tuple[list[float], dict[str, Any], dict[str, Any]]]:
-        """Compute from ``(group, scalar states, fresh)`` the vector, new scalars, new settings."""
-        return _compile(self.host_text)["host"]
+    def host(
+        self, group: Mapping[str, Any], scalars: Mapping[str, Any], fresh: bool
+    ) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+        """Compute the vector, and the new scalar states and settings."""
+        return evaluate(self._code["host"], group, s_=scalars, fresh_=fresh)
 
-    @functools.cached_property
-    def check(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    def check(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """Compute how the guards turn out for a group."""
-        writer = _Writer(1)
-        results = [writer.name(expr) for expr in self.guards]
-        body = [*writer.lines, f" return ({''.join(f'{r}, ' for r in results)})"]
-        return _compile("\n".join(["def check(h):", *body]))["check"]
+        return evaluate(self._code["check"], group)
+
+    @functools.cached_property
+    def _code(self) -> dict[str, Any]:
+        guards = f"({''.join(f'{guard}, ' for guard in self.guards)})"
+        texts = {"host": self.host_text, "check": guards}
+        return {name: compile(text, "<optimizer>", "eval") for name, text in texts.items()}
 
     @functools.cached_property
     def digest(self) -> str:
@@ -261,14 +264,14 @@ class UpdateProgram:
             if key in tensors:
                 made[key] = self._initial(tensors[key], parameter, group)
             else:
-                value, dtype = _number(scalars[key].initial, group), scalars[key].dtype
+                value, dtype = evaluate(scalars[key].initial, group), scalars[key].dtype
                 made[key] = value if dtype is None else torch.tensor(value, dtype=dtype)
         return made
 
     def scalars_now(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the scalar states of a parameter, those that are missing as they would begin."""
         return {
-            scalar.key: _number(scalar.initial, group)
+            scalar.key: evaluate(scalar.initial, group)
             if state.get(scalar.key) is None
             else plain_number(state[scalar.key])
             for scalar in self.scalars
@@ -328,7 +331,7 @@ def combine(
     entries: dict[Expr, None] = {}
     for way in ways:
         for value in reachable(way.outputs.values()):
-            if value.op == "entry" and value.args[0][0] != "const":
+            if value.op == "entry" and constant(value.args[0]) is None:
                 entries[value.args[0]] = None
     guards: dict[Expr, Any] = {}
     for trace in (*steady, *first):
@@ -415,7 +418,7 @@ def _evaluate(value: Value, numbers: Mapping[str, Any], known: dict[int, Any]) -
     elif value.op == "filled":
         result = torch.full(value.shape, value.args[0], dtype=value.dtype)
     elif value.op == "entry":
-        result = torch.tensor(_number(value.args[0], numbers["group"]), dtype=torch.float64)
+        result = torch.tensor(evaluate(value.args[0], numbers["group"]), dtype=torch.float64)
     else:
         count = len(value.node.args)
         args = [_thaw(x, numbers, known) for x in value.args]
@@ -423,13 +426,6 @@ def _evaluate(value: Value, numbers: Mapping[str, Any], known: dict[int, Any]) -
         result = target(*args[:count], **dict(args[count:]))
     known[id(value)] = result
     return result
-
-
-def _number(expr: Expr, group: Mapping[str, Any]) -> Any:
-    """Compute an expression of hyper-parameters."""
-    writer = _Writer(1)
-    text = [f" return {writer.name(expr)}"]
-    return _compile("\n".join(["def compute(h):", *writer.lines, *text]))["compute"](group)
 
 
 def _thaw(argument: Any, numbers: Mapping[str, Any], known: dict[int, Any]) -> Any:
@@ -440,82 +436,19 @@ def _thaw(argument: Any, numbers: Mapping[str, Any], known: dict[int, Any]) -> A
     return argument
 
 
-_SYMBOLS = {
-    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"},
-    **{"pow": "**", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="},
-}
-
-
-class _Writer:
-    """Writes Python for expressions, each once."""
-
-    def __init__(self, depth: int, known: Mapping[Expr, str] | None = None) -> None:
-        self.lines: list[str] = []
-        self._depth, self.known = depth, dict(known or {})
-
-    def name(self, expr: Expr) -> str:
-        """Return the text of an expression, after writing what it needs."""
-        kind = expr[0]
-        if kind == "const":
-            value = expr[1]
-            return repr(value) if abs(value) < float("inf") else f"float('{value}')"
-        if kind == "state":
-            return f"s[{expr[1]!r}]"
-        if kind == "fresh":
-            return "fresh"
-        if expr not in self.known:
-            if kind == "hyper":
-                where = "" if expr[2] is None else f"[{expr[2]}]"
-                text = f"number(h[{expr[1]!r}]{where})"
-            else:
-                parts = [self.name(part) for part in expr[1:]]
-                symbol = _SYMBOLS.get(kind)
-                text = f" {symbol} ".join(parts) if symbol else f"{kind}_({', '.join(parts)})"
-            made = f"t{len(self.known)}"
-            self.lines.append(f"{' ' * self._depth}{made} = {text}")
-            self.known[expr] = made
-        return self.known[expr]
-
-
-def _write_host(program: UpdateProgram) -> str:
-    lines = ["def host(h, s, fresh):"]
-    _write_ways(program, list(range(len(program.ways))), 0, lines, _Writer(1), 1)
-    return "\n".join(lines)
-
-
-def _write_ways(
-    program: UpdateProgram,
-    ways: list[int],
-    step: int,
-    lines: list[str],
-    writer: _Writer,
-    depth: int,
-) -> None:
-    """Write the choice among ways that agree on the first ``step`` conditions."""
+def _choice(program: UpdateProgram, ways: Sequence[int], step: int = 0) -> str:
+    """Write what the host computes, for ways that agree on the first ``step`` conditions."""
     way = program.ways[ways[0]]
     if len(ways) > 1:
-        condition = way.path[step][0]
-        name = writer.name(condition)
-        lines += writer.lines
-        for outcome in (True, False):
-            chosen = [w for w in ways if program.ways[w].path[step][1] is outcome]
-            lines.append(f"{' ' * depth}{'if ' + name if outcome else 'else'}:")
-            inner = _Writer(depth + 1, writer.known)
-            _write_ways(program, chosen, step + 1, lines, inner, depth + 1)
-        return
+        holds = [k for k in ways if program.ways[k].path[step][1]]
+        rest = [k for k in ways if k not in holds]
+        yes, no = (_choice(program, those, step + 1) for those in (holds, rest))
+        return f"({yes} if {way.path[step][0]} else {no})"
     used = {v.args[0] for v in reachable(way.outputs.values()) if v.op == "entry"}
-    numbers = [writer.name(expr) if expr in used else "0.0" for expr in program.entries]
+    numbers = [expr if expr in used else "0.0" for expr in program.entries]
     numbers += [str(float(ways[0] == k)) for k in range(1, len(program.ways))]
     tables = [
-        "{" + ", ".join(f"{key!r}: {writer.name(expr)}" for key, expr in table.items()) + "}"
+        "{" + ", ".join(f"{key!r}: {expr}" for key, expr in table.items()) + "}"
         for table in (way.trace.scalars, way.trace.group)
     ]
-    lines += writer.lines
-    lines.append(f"{' ' * depth}return [{', '.join(numbers)}], {', '.join(tables)}")
-
-
-def _compile(text: str) -> dict[str, Any]:
-    scope: dict[str, Any] = {f"{name}_": function for name, function in OPERATIONS.items()}
-    scope["number"] = plain_number
-    exec(compile(text, "<optimizer>", "exec"), scope)
-    return scope
+    return f"([{', '.join(numbers)}], {', '.join(tables)})"

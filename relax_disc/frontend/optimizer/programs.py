@@ -86,13 +86,13 @@ class Programs:
     ) -> tuple[UpdateProgram, bool]:
         program, alone = self._follow(optimizer, group, parameter, held, {}, place)
         forced: dict[Expr, bool] = {}
-        for guard in zero_guards(program):
+        for guard, hyper in zero_guards(program):
             trial = {**forced, guard: not program.guards[guard]}
             try:
                 general, shaped = self._follow(optimizer, group, parameter, held, trial, None)
             except Exception:  # that way is not for zero
                 continue
-            if contains(general, program, guard[1]):
+            if contains(general, program, hyper):
                 forced, program, alone = trial, general, shaped
         for guard in forced:
             del program.guards[guard]

@@ -37,6 +37,7 @@ from relax_disc.frontend.optimizer.numbers import (
     depends_on_state,
     expression,
     is_tensor,
+    plain_number,
     recording_functions,
 )
 
@@ -48,8 +49,6 @@ _SIZES = frozenset(
 _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 _FILLED = {torch.zeros: 0.0, torch.ones: 1.0}
 _MOST_TRACES = 8
-FRESH: Expr = ("fresh",)
-"""The condition that a parameter has no state yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,7 @@ class _States(dict[Any, Any]):
 
 def scalar_input(state: ScalarState) -> Number:
     """Return a scalar state as the step finds it."""
-    expr = ("state", state.key)
+    expr = f"s_[{state.key!r}]"
     return Number(expr) if state.dtype is None else Cell(expr, None, state.dtype)
 
 
@@ -170,7 +169,7 @@ class _Run:
         return known[expr]
 
     def freeze(self, expr: Expr, value: Any) -> None:
-        self.guards[("eq", expr, ("const", value))] = True
+        self.guards[f"eq_({expr}, {value!r})"] = True
 
     def entry(self, expr: Expr) -> Tensor:
         index = self.entries.setdefault(expr, len(self.entries))
@@ -200,7 +199,7 @@ class _Numbers(TorchFunctionMode):
         if name in ("item", "__float__", "__int__", "__bool__", "tolist"):
             if name != "item":
                 raise Untraceable("branches on a value that it computes from gradients")
-            return Number((), None, args[0].reshape(()).to(torch.float64))
+            return Number("", None, args[0].reshape(()).to(torch.float64))
         if name == "__setitem__" and isinstance(args[1], Tensor) and args[1].dtype is torch.bool:
             value = args[2].tensor() if isinstance(args[2], Number) else args[2]
             return args[0].copy_(torch.where(args[1], value, args[0]))
@@ -244,7 +243,7 @@ def _made(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Cell | None
         return Cell(expression(args[0]), getattr(args[0], "value", args[0]), _default(dtype))
     shape = args[0] if args else kwargs.get("size", kwargs.get("shape"))
     if func in _FILLED and isinstance(shape, list | tuple) and not len(shape):
-        return Cell(("const", _FILLED[func]), _FILLED[func], _default(dtype))
+        return Cell(repr(_FILLED[func]), _FILLED[func], _default(dtype))
     return None
 
 
@@ -301,21 +300,14 @@ def _lift(key: str, value: Any) -> Any:
     if key in IMPLEMENTATION and isinstance(value, bool | None):
         return False
     if isinstance(value, list | tuple) and value and all(map(_is_number, value)):
-        return type(value)(
-            [Number(("hyper", key, k), plain_number(x)) for k, x in enumerate(value)]
-        )
-    return Number(("hyper", key, None), plain_number(value)) if _is_number(value) else value
+        return type(value)([Number(f"{key}[{k}]", plain_number(x)) for k, x in enumerate(value)])
+    return Number(key, plain_number(value)) if _is_number(value) else value
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 0
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def plain_number(value: Any) -> Any:
-    """Return a hyper-parameter as Python's number."""
-    return value.item() if isinstance(value, Tensor) else value
 
 
 class OptimizerTracer:
@@ -511,7 +503,7 @@ def _scalars_after(state: _State) -> dict[str, Expr]:
                 raise Untraceable(f"keeps {key}, a number that it computes from tensors")
             result[key] = value.expr
         elif key in state.scalars and isinstance(value, int | float):
-            result[key] = ("const", value)
+            result[key] = repr(value)
         elif not isinstance(value, bool | str | None):
             raise Untraceable(f"keeps {key}, a {type(value).__name__}, in its state")
     return result

@@ -26,6 +26,7 @@ from relax_disc.frontend.optimizer.kernels import (
     states_read,
     update_kernel,
 )
+from relax_disc.frontend.optimizer.numbers import constant
 from relax_disc.frontend.optimizer.program import UpdateProgram, Value, reachable
 from relax_disc.frontend.optimizer.programs import programs_of, refuse_operators
 from relax_disc.frontend.optimizer.several import groups_of
@@ -339,10 +340,9 @@ class _Translation:
         if value.op == "state":
             return self._states[value.args[0]]
         if value.op == "entry":
-            expr = value.args[0]
-            if expr[0] == "const":
-                return relax.const(float(expr[1]), "float64")
-            return self._entry(self._entries[expr])
+            if (number := constant(value.args[0])) is not None:
+                return relax.const(number, "float64")
+            return self._entry(self._entries[value.args[0]])
         count = len(node.args)
         args = [] if value.op == "filled" else [self._operand(x) for x in value.args[:count]]
         emitter.at(node)

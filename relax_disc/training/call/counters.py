@@ -8,17 +8,17 @@ first step is created at the first step, and taken back when that fails.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.optimizer.numbers import Expr
+from relax_disc.frontend.optimizer.numbers import Expr, plain_number
 from relax_disc.frontend.optimizer.program import UpdateProgram
 from relax_disc.frontend.optimizer.programs import programs_of
 from relax_disc.frontend.optimizer.several import groups_of
-from relax_disc.frontend.optimizer.tracing import plain_number
 from relax_disc.frontend.spec import UpdateGroup
 
 
@@ -209,7 +209,7 @@ class StepCounters:
         program, outcomes = wrong[0]
         guards = zip(program.guards.items(), outcomes, strict=True)
         expr, outcome = next(guard for guard, found in guards if guard[1] != found)
-        names = sorted(_hyper_names(expr))
+        names = [name for name in settings if re.search(rf"\b{name}\b", expr)]
         held = "held" if outcome else "did not hold"
         self._refuse(
             f"{' and '.join(names)} decides what it computes: {_text(expr)} {held} when the "
@@ -276,24 +276,10 @@ def _versions(found: Sequence[Any]) -> list[Any]:
     return [x._version if isinstance(x, torch.Tensor) else x for x in found]
 
 
-def _hyper_names(expr: Expr) -> set[str]:
-    if expr[0] == "hyper":
-        return {expr[1]}
-    return set() if expr[0] == "const" else set().union(*map(_hyper_names, expr[1:]))
-
-
-_SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-_SIGNS |= {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**"}
-
-
 def _text(expr: Expr) -> str:
-    if expr[0] == "hyper":
-        return expr[1] if expr[2] is None else f"{expr[1]}[{expr[2]}]"
-    if expr[0] == "const":
-        return repr(expr[1])
-    parts = [_text(part) for part in expr[1:]]
-    sign = _SIGNS.get(expr[0])
-    return f" {sign} ".join(parts) if sign else f"{expr[0]}({', '.join(parts)})"
+    """Write a condition as people do."""
+    shown = re.sub(r"(eq|ne)_\((.*), (.*)\)", r"(\2 \1 \3)", expr)
+    return shown.replace(" eq ", " == ").replace(" ne ", " != ").removeprefix("(").removesuffix(")")
 
 
 def fill(vectors: Sequence[torch.Tensor], counters: Sequence[StepCounters], *, check: bool) -> None:
