@@ -91,6 +91,8 @@ def evaluate(text: Any, group: Mapping[str, Any], **known: Any) -> Any:
 
 def plain_number(value: Any) -> Any:
     """Return a hyper-parameter, or several, as Python's numbers."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, list | tuple):
         return type(value)(map(plain_number, value))
     return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
