@@ -204,14 +204,7 @@ def build(
 ) -> relax.VMExecutable:
     """Lower a captured module and generate its code.
 
-    Parameters
-    ----------
-    module : tvm.IRModule
-        As the frontend made it.
-    target : str or tvm.target.Target
-        ``"llvm"`` is this machine's processor.
-    options : PipelineOptions, optional
-        Switches of the pipeline.
+    ``"llvm"`` is this machine's processor.
     """
     chosen, resolved = options or PipelineOptions(), resolve_target(target)
     try:

@@ -349,15 +349,7 @@ class TrainingStep(CompiledFunction):
         )
 
     def use_calibration(self, saved: Calibration, where: object) -> None:
-        """Plan by times that were measured before, unless on another kind of machine.
-
-        Parameters
-        ----------
-        saved : Calibration
-            As `calibration` gave it.
-        where : object
-            Where it was found, for the message that says that it is not used.
-        """
+        """Plan by times that were measured before, unless on another kind of machine."""
         with self._lock:
             found = usable(saved, machine_name(self._schema.device), where)
             if found is not None:

@@ -16,16 +16,8 @@ from relax_disc.vm_builtins.guard import GUARD
 class Guards:
     """Emits the guards of one function; the first looks at everything.
 
-    Parameters
-    ----------
-    emitter : Emitter
-        Of the function.
-    loss : relax.Expr
-        One number.
-    buffers : sequence of (str, relax.Expr)
-        Names and new values of the buffers that the function writes.
-    flags : sequence
-        `IndexChecks.flags`.
+    ``buffers`` are names and new values of the buffers that the function writes, ``flags`` those of
+    `IndexChecks`.
     """
 
     def __init__(

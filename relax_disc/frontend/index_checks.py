@@ -93,15 +93,6 @@ def _origin(node: fx.Node) -> str:
 class IndexChecks:
     """What one function checks of its indices.
 
-    Parameters
-    ----------
-    emitter : Emitter
-        Of the function.
-    graph : fx.GraphModule
-        What was traced.
-    arguments : sequence of Argument
-        Its inputs.
-
     Attributes
     ----------
     at_entry : list of IndexCheck

@@ -91,15 +91,7 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 class IndexRanges:
-    """Intervals of the integer tensors of one graph.
-
-    Parameters
-    ----------
-    symbols : SymbolTranslator
-        Names and ranges of the dims.
-    leaves : mapping of fx.Node to int
-        Placeholders of batch tensors.
-    """
+    """Intervals of the integer tensors of one graph."""
 
     def __init__(self, symbols: SymbolTranslator, leaves: Mapping[fx.Node, int]) -> None:
         self._symbols, self._leaves = symbols, leaves
@@ -183,10 +175,7 @@ def required(
 ) -> tuple[Size | None, Size | None] | None:
     """Find the values of the batch for which what is computed of them is inside a range.
 
-    Returns
-    -------
-    tuple or None
-        Least and greatest value, where None is no limit; None if no interval says it.
+    None of a pair is no limit; None: no interval says it.
     """
     low: Size | None = lower
     high: Size | None = upper

@@ -47,10 +47,7 @@ def _(rng: Tensor, shape: Sequence[int], stream: int, p: float) -> Tensor:
 class Randomness:
     """The random operators of one traced function: each call gets a stream of its own.
 
-    Parameters
-    ----------
-    rng : torch.Tensor
-        The input ``[seed, offset]``, int64.
+    ``rng`` is the input ``[seed, offset]``, int64.
     """
 
     def __init__(self, rng: Tensor) -> None:

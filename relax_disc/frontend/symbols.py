@@ -28,13 +28,7 @@ _MOST_DIVISOR = 64
 
 
 class SymbolTranslator:
-    """Gives each free dim one TVM variable, named as the user named it.
-
-    Parameters
-    ----------
-    dims : DimTable
-        Names and ranges; the ranges are known to `analyzer`.
-    """
+    """Gives each free dim one TVM variable, named as the user named it."""
 
     def __init__(self, dims: DimTable) -> None:
         self._dims = dims

@@ -69,17 +69,7 @@ class Summing(CompiledFunction):
 
 
 class SummingFunction(Summing):
-    """One of the functions of accumulation.
-
-    Parameters
-    ----------
-    program : Program
-        What was captured, with its code.
-    sibling : CompiledFunction
-        The function whose model, arena, budget and random state it shares.
-    optimizer : torch.optim.Optimizer or list of them
-        Owner of the state.
-    """
+    """One of the functions of accumulation."""
 
     def __init__(self, program: Program, sibling: CompiledFunction, optimizer: Any) -> None:
         super().__init__(program.captured, program.executable, sibling._model, optimizer, sibling)
@@ -110,18 +100,8 @@ def _begin_sums(parameters: Sequence[torch.nn.Parameter]) -> None:
 class Accumulation:
     """The functions of a step that sum gradients, made when they are first needed.
 
-    Parameters
-    ----------
-    step : CompiledFunction
-        The plain step.
-    optimizer : torch.optim.Optimizer or list of them
-        Owner of the state.
-    vectors : sequence of torch.Tensor
-        Hyper-parameters of the update groups, which all functions read.
-    ready : callable
-        Gets each function when it has been made.
-    programs : pair of Program, or callable, optional
-        That which adds and that which updates, of one executable, or what makes them.
+    ``programs`` are that which adds and that which updates, of one executable, or what makes them;
+    ``ready`` gets each function when it has been made.
 
     Attributes
     ----------

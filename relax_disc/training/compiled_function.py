@@ -34,19 +34,8 @@ _STATE_KINDS = ("parameter", "buffer", "state")
 class CompiledFunction:
     """A compiled program bound to a model; see `TrainingStep` and `ForwardFunction`.
 
-    Parameters
-    ----------
-    captured : CapturedStep
-        What was captured: inputs, outputs, dims.
-    executable : tvm.relax.VMExecutable or tvm.runtime.Module
-        The program, for every shape.
-    model : torch.nn.Module
-        Owner of parameters and buffers.
-    optimizer : torch.optim.Optimizer or None
-        Owner of the state.
-    sibling : CompiledFunction, optional
-        A function of the same model that takes turns with this one: they share one arena, one
-        budget at the start, and the state of the random operators.
+    A ``sibling`` is a function of the same model that takes turns with this one: they share one
+    arena, one budget at the start, and the state of the random operators.
     """
 
     def __init__(

@@ -59,12 +59,8 @@ def list_arguments(
 ) -> tuple[tuple[Argument, ...], dict[str, int]]:
     """List the inputs of a trace, batch first, tied parameters once.
 
-    Returns
-    -------
-    arguments : tuple of Argument
-        Without the state of the random numbers, which comes last.
-    position : dict of str to int
-        Where the value of each exported name comes from.
+    Returned with where the value of each exported name comes from; the state of the random numbers,
+    which comes last, is left out.
 
     Raises
     ------

@@ -16,13 +16,7 @@ from torch.utils import _pytree as pytree
 
 
 def register_containers(tree: Any) -> None:
-    """Register the classes of all dataclasses and mappings in a tree that pytrees do not know.
-
-    Parameters
-    ----------
-    tree : object
-        Of containers, tensors and other values.
-    """
+    """Register the classes of all dataclasses and mappings in a tree that pytrees do not know."""
     while True:
         unknown = {type(leaf) for leaf in pytree.tree_leaves(tree) if _is_container(leaf)}
         if not unknown:
@@ -34,13 +28,7 @@ def register_containers(tree: Any) -> None:
 def shapes_as_lists(shapes: Any, tree: Any) -> Any:
     """Write shapes the way torch.export wants them: lists in the place of registered containers.
 
-    Parameters
-    ----------
-    shapes : object
-        ``dynamic_shapes`` as the user wrote them; a dataclass may be described by an instance, by a
-        mapping from names of fields, or by a list.
-    tree : object
-        The arguments that they describe, with `register_containers` done.
+    A dataclass may be described by an instance, by a mapping from names of fields, or by a list.
     """
     if shapes is None or isinstance(tree, torch.Tensor):
         return shapes

@@ -46,20 +46,9 @@ def dim_table(
 ) -> DimTable:
     """Match the symbols of an exported program with the user's dims.
 
-    Parameters
-    ----------
-    program : ExportedProgram
-        Exported with dynamic shapes.
-    leaves : sequence
-        The example's leaves, in the order of the program's inputs.
-    declared : mapping of int to mapping of int to object
-        What `declared_dims` found for the same leaves.
-
-    Returns
-    -------
-    DimTable
-        Dims that the user did not name (``Dim.AUTO``) keep the name of their symbol.  A lower bound
-        of 0 becomes 1: a step over an empty batch means nothing.
+    ``declared`` is what `declared_dims` found. Dims that the user did not name (``Dim.AUTO``) keep
+    the name of their symbol. A lower bound of 0 becomes 1: a step over an empty batch means
+    nothing.
     """
     names: dict[str, str] = {}
     specs: dict[str, DimSpec] = {}
@@ -74,17 +63,7 @@ def dim_table(
 def declared_dims(combined: Mapping[str, Any], dynamic_shapes: Any) -> dict[int, Mapping[int, Any]]:
     """Find what ``dynamic_shapes`` says about each tensor, axis by axis.
 
-    Parameters
-    ----------
-    combined : mapping
-        The example inputs by argument name, as torch.export combines them; no tensor twice.
-    dynamic_shapes : object
-        As given to torch.export.
-
-    Returns
-    -------
-    dict of int to mapping of int to object
-        By ``id`` of the tensor; static axes are left out.
+    By ``id`` of the tensor, and axis; static axes are left out. No tensor is there twice.
     """
     if dynamic_shapes is None:
         return {}

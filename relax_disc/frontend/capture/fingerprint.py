@@ -34,23 +34,11 @@ def fingerprint(
 ) -> str | None:
     """Hash an exported program, the tensors of its model and what else decides the function.
 
-    Parameters
-    ----------
-    exported : Exported
-        Its graph with all nested ones, shapes, source lines, conditions on sizes and dims count;
-        the sizes of the example do not.
-    arguments : sequence of Argument
-        Inputs of its trace.  The values of constants that the code itself holds
-        count, those of all other tensors do not.
-    settings : sequence
-        What is asked of the trace besides, in what JSON can hold.
-
-    Returns
-    -------
-    str or None
-        SHA-256 in hexadecimal; None where the program calls code that is not known here (operators
-        of other libraries, whose gradients run the user's code), or holds an object without a
-        lasting name.
+    The graph with all nested ones, shapes, source lines, conditions on sizes and dims count, and
+    the values of constants that the code itself holds; sizes of the example and values of other
+    tensors do not. SHA-256 in hexadecimal; None where the program calls code that is not known here
+    (operators of other libraries, whose gradients run the user's code), or holds an object without
+    a lasting name.
     """
     program = exported.program
     state = hashlib.sha256()

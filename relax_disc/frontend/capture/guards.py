@@ -56,15 +56,6 @@ _FOLDS: tuple[tuple[Any, Callable[[Any, Any], Any]], ...] = (
 def check_assertions(program: ExportedProgram, dims: DimTable, branches: SizeBranches) -> None:
     """Check every deferred assertion of an exported program that has to hold.
 
-    Parameters
-    ----------
-    program : ExportedProgram
-        Exported while ``branches`` were collected.
-    dims : DimTable
-        The ranges to check over.
-    branches : SizeBranches
-        What the model's own code compared.
-
     Raises
     ------
     ShapeRangeError
@@ -117,13 +108,7 @@ def check_derived_dims(
 
 
 class GuardWatch:
-    """Finds what a trace has come to rely on since the watch began.
-
-    Parameters
-    ----------
-    fakes : sequence
-        Inputs of the trace; their shapes share one shape environment.
-    """
+    """Finds what a trace has come to rely on since the watch began."""
 
     def __init__(self, fakes: Sequence[Any]) -> None:
         modes = (getattr(fake, "fake_mode", None) for fake in fakes)

@@ -78,12 +78,7 @@ def _length(value: Any) -> Any:
 def symbolic_len(model: nn.Module, *functions: Callable[..., Any] | None) -> Iterator[None]:
     """Replace ``len`` in the files that define the model's classes and the functions.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        PyTorch's own files are left alone.
-    *functions : callable or None
-        Others that are exported, a loss function say.
+    PyTorch's own files are left alone.
     """
     called = [type(module).forward for module in model.modules()]
     spaces: dict[int, dict[str, Any]] = {}

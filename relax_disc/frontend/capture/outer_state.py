@@ -149,13 +149,6 @@ class _StandIns(TorchFunctionMode):
 class OuterState:
     """What one export finds; `tracing` surrounds the call of the user's code.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The user's.
-    loss_fn : callable or None
-        The user's.
-
     Attributes
     ----------
     guards : list of Guard

@@ -25,13 +25,6 @@ _TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 def refuse_model(model: nn.Module, trained: bool) -> None:
     """Look at a model before anything is traced.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The user's.
-    trained : bool
-        Gradients will be taken.
-
     Raises
     ------
     UnsupportedOperatorError
@@ -70,13 +63,6 @@ def refuse_model(model: nn.Module, trained: bool) -> None:
 
 def refuse_autocast(dtype: torch.dtype, where: str) -> None:
     """Refuse a region in float16.
-
-    Parameters
-    ----------
-    dtype : torch.dtype
-        Of ``torch.autocast``.
-    where : str
-        The line of the region.
 
     Raises
     ------

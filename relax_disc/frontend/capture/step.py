@@ -61,17 +61,7 @@ class ExportedStep:
         make no difference.  None where the hash could not be trusted: see
         :func:`.fingerprint.fingerprint`.
 
-        Parameters
-        ----------
-        accumulate : bool
-            Of `capture_accumulation` instead.
-        groups : sequence of UpdateGroup, optional
-            As given to that.
-
-        Raises
-        ------
-        UnsupportedOperatorError
-            The optimizer or one of its flags cannot be honoured, or parameters overlap.
+        The function, or with ``accumulate`` the two of `capture_accumulation` for these ``groups``.
         """
         arguments, position = self._arguments()
         settings = [

@@ -152,16 +152,7 @@ class _StepInterpreter(fx.Interpreter):
 
 
 def trace_step(exported: Exported, model: nn.Module) -> Traced:
-    """Trace the loss, its gradients by every parameter that requires them, and mutated buffers.
-
-    Raises
-    ------
-    UnsupportedOperatorError
-        Two parameters share memory without being one parameter, or PyTorch cannot trace an
-        operator with symbolic sizes.
-    ShapeRangeError
-        The gradients rely on a condition that fails at some size in range.
-    """
+    """Trace the loss, its gradients by every parameter that requires them, and mutated buffers."""
     return _trace(exported, model, with_gradients=True)
 
 
@@ -417,18 +408,6 @@ def _laid_out_like(result: Any, recorded: Any) -> Any:
     An exported graph has no ``contiguous()`` where the operator's own result was contiguous in that
     order of axes, and goes on with a view (``attention(...).transpose(1, 2).contiguous().view()``).
     Layouts are of the trace alone; in Relax the copy made here is a view or nothing.
-
-    Parameters
-    ----------
-    result : Tensor or anything else
-        What stands in for the operator's result.
-    recorded : Tensor or anything else
-        The result that the export recorded, of the same shape; its sizes may be symbols.
-
-    Returns
-    -------
-    Tensor or anything else
-        ``result`` itself, unless both are tensors whose strides differ.
     """
     if not isinstance(result, Tensor) or not isinstance(recorded, Tensor):
         return result

@@ -30,21 +30,8 @@ def emit_clip(
     Each gradient is squared and summed when it is there, so that without a coefficient none has to
     wait for the others.
 
-    Parameters
-    ----------
-    emitter : Emitter
-        Into which function.
-    grads : sequence of relax.Expr
-        All gradients.
-    max_norm : float
-        Greatest norm that is left as it is; infinity: the norm alone is wanted.
-
-    Returns
-    -------
-    coefficient : relax.Expr or None
-        Scalar, float32 (float64 when every gradient is float64); None where nothing is clipped.
-    norm : relax.Expr
-        Likewise.
+    Both are scalars, float32 (float64 when every gradient is). An infinite ``max_norm`` clips
+    nothing: the coefficient is None.
     """
     emitter.locate("squares", SourceLine("", 0))
     parts = []

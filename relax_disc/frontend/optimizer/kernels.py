@@ -56,22 +56,8 @@ def update_kernel(
 ) -> tirx.PrimFunc:
     """Build the update of a parameter.
 
-    Parameters
-    ----------
-    program : UpdateProgram
-        Elementwise.
-    shape : tuple of int
-        Of the parameter.
-    dtype : str
-        Of the parameter and its gradient.
-    clipped : bool
-        Whether the gradient is scaled by a clip coefficient.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Arguments ``(parameter, gradient, *states read, hyper[, coefficient], *results)``: the
-        results are the new parameter and the new states.
+    Arguments ``(parameter, gradient, *states read, hyper[, coefficient], *results)``: the results
+    are the new parameter and the new states; the coefficient scales the gradient.
     """
     key = (shape, dtype, clipped)
     if key not in program.kernels:

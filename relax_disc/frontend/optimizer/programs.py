@@ -35,13 +35,7 @@ def programs_of(optimizer: Optimizer) -> Programs:
 
 
 class Programs:
-    """Update programs of one optimizer's parameters.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        Of any class whose ``step`` can be traced.
-    """
+    """Update programs of one optimizer's parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -162,13 +156,7 @@ def refuse_operators(
     programs: Sequence[UpdateProgram],
     untranslated: Callable[[UpdateProgram], list[str]],
 ) -> None:
-    """Refuse an optimizer whose step uses operators that cannot be translated.
-
-    Raises
-    ------
-    UnsupportedOperatorError
-        Names them.
-    """
+    """Refuse an optimizer whose step uses operators that cannot be translated."""
     for program in programs:
         if names := untranslated(program):
             raise refusal(type(optimizer).__name__, f"step uses {', '.join(names)}")

@@ -313,12 +313,7 @@ def _is_number(value: Any) -> bool:
 class OptimizerTracer:
     """Traces the steps of one optimizer's groups.
 
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        Looked at, never changed.
-    forced : mapping of Expr to bool
-        Conditions on hyper-parameters that are taken to turn out so.
+    ``forced`` are conditions on hyper-parameters that are taken to turn out so.
     """
 
     def __init__(self, optimizer: Optimizer, forced: Mapping[Expr, bool] | None = None) -> None:

@@ -138,16 +138,8 @@ def _members(
 def describe_updates(optimizer: Any, arguments: Sequence[Argument]) -> list[Any]:
     """Describe all of the optimizers that `plan_updates` looks at, whichever gradients there are.
 
-    Returns
-    -------
-    list
-        For each ``param_group`` the names of its parameters and a hash of their updates, listed
-        apart where they cannot share one vector of hyper-parameters; JSON can hold it.
-
-    Raises
-    ------
-    UnsupportedOperatorError
-        The optimizer or one of its flags cannot be honoured.
+    For each ``param_group`` the names of its parameters and a hash of their updates, listed apart
+    where they cannot share one vector of hyper-parameters; JSON can hold it.
     """
     names = {id(argument.tensor): argument.target for argument in arguments}
     place = {known: k for k, known in enumerate(names)}

@@ -33,14 +33,7 @@ def write(
 ) -> None:
     """Write a file that appears whole or not at all.
 
-    Parameters
-    ----------
-    path : path-like
-        Replaced if it exists.
-    header : mapping
-        What JSON can hold; must have no key ``"parts"``.
-    parts : mapping of str to bytes
-        By name.
+    The header is what JSON can hold, without a key ``"parts"``.
     """
     listed = [[name, len(content)] for name, content in parts.items()]
     text = json.dumps({**header, "parts": listed}, sort_keys=True).encode()
@@ -51,12 +44,7 @@ def write(
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Read a file and check every byte of it.
 
-    Returns
-    -------
-    header : dict
-        As written, with ``"parts"``.
-    parts : dict of str to bytes
-        By name.
+    The header as written, with ``"parts"``, and the parts by name.
 
     Raises
     ------

@@ -61,15 +61,6 @@ def restore_captured(
 ) -> CapturedStep:
     """Undo `describe_captured`; the module comes back empty, because its code is compiled.
 
-    Parameters
-    ----------
-    facts : dict
-        What `describe_captured` gave, through JSON.
-    constants : mapping of str to torch.Tensor
-        By name; may hold more than the function takes.
-    outer : Outer
-        What the function reads besides.
-
     Raises
     ------
     ArtefactError

@@ -41,22 +41,8 @@ def recall(
 ) -> tuple[list[CapturedStep], CachedProgram] | None:
     """Find what a capture would give, and its program.
 
-    Parameters
-    ----------
-    fingerprint : str or None
-        Of the capture; with None nothing is found.  Pass None when the cache is off.
-    target : tvm.target.Target
-        What the program is for.
-    constants : mapping of str to torch.Tensor
-        The model's own tensors, by name, which the result refers to.
-    outer : Outer
-        What the functions read besides.
-
-    Returns
-    -------
-    tuple or None
-        The captured functions without their module, and their code; None where the cache holds
-        nothing that can be used.
+    The captured functions without their module, which refer to the constants given, and their code;
+    None where the cache holds nothing that can be used, or without a fingerprint.
     """
     if fingerprint is None:
         return None

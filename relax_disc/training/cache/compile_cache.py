@@ -77,17 +77,7 @@ def enabled() -> bool:
 def program_key(
     module: tvm.IRModule, target: tvm.target.Target, options: PipelineOptions | None
 ) -> str:
-    """Hash everything that the code of a module depends on.
-
-    Parameters
-    ----------
-    module : tvm.IRModule
-        As captured, with its source lines, which reports show.
-    target : tvm.target.Target
-        What to generate code for.
-    options : PipelineOptions or None
-        Switches of the pipeline; None is the defaults.
-    """
+    """Hash everything that the code of a module depends on."""
     state = hashlib.sha256(surroundings(target, options).encode())
     state.update(tvm.ir.save_json(module).encode())
     return state.hexdigest()
@@ -113,17 +103,7 @@ def program_folder() -> Path:
 def load_program(name: str, target: tvm.target.Target) -> CachedProgram | None:
     """Load a program that is there, ready to run, and mark it as used.
 
-    Parameters
-    ----------
-    name : str
-        As `program_key` gives it.
-    target : tvm.target.Target
-        What it was made for.
-
-    Returns
-    -------
-    CachedProgram or None
-        None where there is none that can be used.
+    ``name`` is a `program_key`; None where there is none that can be used.
     """
     path = program_folder() / f"{name}{_SUFFIX}"
     library = _look_up(path)
@@ -143,18 +123,6 @@ def build_cached(
     """Return a module's code from the cache, or build it and keep it.
 
     With `PipelineOptions.dump_to` the cache is left alone, so that the files are written.
-
-    Parameters
-    ----------
-    module, target, options
-        What the code depends on, as in `program_key`.
-    build : callable
-        Compiles; called when the cache has nothing that can be used.
-
-    Returns
-    -------
-    CachedProgram
-        Without a library and a path when the cache is off or left alone.
     """
     if not enabled() or (options is not None and options.dump_to is not None):
         return CachedProgram(build())

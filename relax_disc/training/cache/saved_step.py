@@ -100,13 +100,6 @@ def load(
 ) -> tuple[dict[str, Program], dict[str, Any]]:
     """Read a file, check it against this machine, the model and the optimizer, then load its code.
 
-    Returns
-    -------
-    programs : dict of str to Program
-        As saved.
-    settings : dict
-        As saved.
-
     Raises
     ------
     ArtefactError

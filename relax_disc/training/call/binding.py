@@ -63,13 +63,7 @@ def as_runtime(tensor: torch.Tensor, what: str) -> tvm.runtime.Tensor:
 
 
 class Number:
-    """A Python number that the program reads from a tensor of its own.
-
-    Parameters
-    ----------
-    outer : OuterTensor
-        Where it lies.
-    """
+    """A Python number that the program reads from a tensor of its own."""
 
     def __init__(self, outer: OuterTensor) -> None:
         assert outer.place is not None
@@ -101,21 +95,7 @@ class Number:
 
 
 class Binding:
-    """The parameters, buffers, constants and optimizer state of one step.
-
-    Parameters
-    ----------
-    specs : sequence of InputSpec
-        Parameters of the compiled function, in order.
-    model : torch.nn.Module
-        Owner of parameters and buffers.
-    optimizer : torch.optim.Optimizer, list of them or None
-        Owners of the state.
-    constants : mapping of str to torch.Tensor
-        Tensors of kind ``"constant"`` that the code itself holds.
-    outer : mapping of str to OuterTensor
-        Where the others, and those of kind ``"number"``, lie.
-    """
+    """The parameters, buffers, constants and optimizer state of one step."""
 
     def __init__(
         self,
@@ -187,15 +167,7 @@ class Binding:
     def refresh(self, *, early: bool = False) -> bool:
         """Bind anew whatever PyTorch has replaced since the last call.
 
-        Parameters
-        ----------
-        early : bool
-            Accept that there is no state yet.
-
-        Returns
-        -------
-        bool
-            Whether anything was bound anew.
+        Says whether anything was bound anew; ``early`` accepts that there is no state yet.
 
         Raises
         ------

@@ -23,17 +23,7 @@ from relax_disc.frontend.spec import UpdateGroup
 
 
 class StepCounters:
-    """The step counts of one update group, cached while nobody else writes them.
-
-    Parameters
-    ----------
-    group : UpdateGroup
-        Parameters that share hyper-parameters and counts.
-    model : torch.nn.Module
-        Owner of the parameters.
-    optimizer : torch.optim.Optimizer or list of them
-        Among them the owner of counts and hyper-parameters.
-    """
+    """The step counts of one update group, cached while nobody else writes them."""
 
     def __init__(self, group: UpdateGroup, model: torch.nn.Module, optimizer: Any) -> None:
         owned = groups_of(optimizer)
@@ -57,10 +47,7 @@ class StepCounters:
     def values(self, check: bool) -> list[float]:
         """Return the hyper-parameter vector of the coming step; create state that is missing.
 
-        Parameters
-        ----------
-        check : bool
-            Stop before the first update when the loss is not finite.
+        With ``check`` the step stops before the first update when the loss is not finite.
 
         Raises
         ------
@@ -225,15 +212,7 @@ class StepCounters:
 
 
 class GroupWatch:
-    """Which parameters each group of an optimizer held when the step was compiled.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Names the parameters.
-    optimizer : torch.optim.Optimizer
-        Whose groups are watched.
-    """
+    """Which parameters each group of an optimizer held when the step was compiled."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer

@@ -37,12 +37,8 @@ class HookWatch:
 
     PyTorch counts the hooks that it registers, wherever that is; only a new count is looked into.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Whose modules and parameters are watched, with the hooks for all modules.
-    optimizers : sequence of torch.optim.Optimizer
-        Whose ``step`` is watched, with the hooks for all optimizers.
+    Hooks of the model's modules and parameters, of the optimizers, and those for all modules and
+    optimizers.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:

@@ -13,15 +13,7 @@ from relax_disc.training.call.counters import StepCounters
 
 @contextlib.contextmanager
 def restored(tensors: Sequence[torch.Tensor], counters: Sequence[StepCounters]) -> Iterator[None]:
-    """Put values and step counts back when the block ends; takes a copy of them meanwhile.
-
-    Parameters
-    ----------
-    tensors : sequence of torch.Tensor
-        Parameters, buffers and optimizer state.
-    counters : sequence of StepCounters
-        Their tensors are put back too.
-    """
+    """Put values and step counts back when the block ends; takes a copy of them meanwhile."""
     everything = [*tensors, *(tensor for counter in counters for tensor in counter.tensors)]
     saved = [tensor.detach().clone() for tensor in everything]
     marks = [counter.mark() for counter in counters]

@@ -9,13 +9,7 @@ from relax_disc.training.compiled_function import CompiledFunction
 
 
 class Tear:
-    """What a torn call may have written, as it was when the call failed.
-
-    Parameters
-    ----------
-    function : CompiledFunction
-        What failed.
-    """
+    """What a torn call may have written, as it was when the call failed."""
 
     def __init__(self, function: CompiledFunction) -> None:
         self._function = function

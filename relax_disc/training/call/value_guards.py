@@ -20,11 +20,6 @@ class ValueGuards:
 
     A comparison of identities in one loop finds nearly all that is unchanged; the rest is compared
     by value.
-
-    Parameters
-    ----------
-    guards : sequence of Guard
-        What to compare.
     """
 
     def __init__(self, guards: Sequence[Guard]) -> None:
