@@ -116,10 +116,8 @@ class TrainingStep(CompiledFunction):
             watch_step(member, self._before_eager_step)
         self._library = library
         self.loss_fn, self.max_grad_norm = loss_fn, max_grad_norm
-        self.accumulation: Any = (
-            Accumulation(self, optimizer, self._vectors, self._model_times, summing)
-            if members
-            else _Sums(self)
+        self.accumulation = Accumulation(
+            self, optimizer if members else None, self._vectors, self._model_times, summing
         )
         self.check_finite = check_finite
         self._last: CompiledFunction = self
@@ -475,35 +473,3 @@ class GradientStep(Summing, TrainingStep):
 
     def _fits(self, dims: Mapping[str, int], budget: int) -> bool:
         return self._plan(dims, budget).fits
-
-
-class _Sums:
-    """In the place of `Accumulation` where there is nothing to update."""
-
-    started, programs = False, None
-
-    def __init__(self, step: Any) -> None:
-        self._step = step
-
-    def function_for(self, update: bool, keep: bool = False) -> CompiledFunction:
-        del keep  # gradients stay in any case
-        if update:
-            raise InputMismatchError(
-                "This step was compiled without an optimizer: call step(*batch, update=False), "
-                "which adds the gradients into p.grad, then your optimizer's step() and "
-                "zero_grad()."
-            )
-        return self._step
-
-    def known(self) -> tuple[CompiledFunction, ...]:
-        return ()
-
-    def note(self, function: CompiledFunction, keep: bool = False) -> bool:
-        del function, keep
-        return False
-
-    def drop_kept(self) -> None:
-        pass
-
-    def forget_gradients(self) -> None:
-        self._step.forget_gradients()

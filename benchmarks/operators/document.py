@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.operators import tables
 from benchmarks.operators.judge import CRASH, NO_SAMPLE, RANDOM, REFUSED, RIGHT, STATIC, WRONG
 from benchmarks.record import RESULTS
-from relax_disc.frontend import operator_table
 
 RESULT = RESULTS / "operators.json"
 
@@ -26,7 +26,7 @@ Written by `python -m benchmarks.operators`; the file of results has the commit 
 
 def page() -> str:
     """Write the whole page as Markdown."""
-    return f"{operator_table.page()}\n{_lists()}"
+    return f"{tables.page()}\n{_lists()}"
 
 
 def _lists() -> str:

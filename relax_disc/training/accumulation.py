@@ -142,8 +142,16 @@ class Accumulation:
         ------
         InputMismatchError
             The functions are needed and cannot be made: the step was saved without them, or the
-            model is not as it was when the step was compiled.
+            model is not as it was when the step was compiled; or there is nothing to update.
         """
+        if self._optimizer is None:
+            if update:
+                raise InputMismatchError(
+                    "This step was compiled without an optimizer: call step(*batch, update=False), "
+                    "which adds the gradients into p.grad, then your optimizer's step() and "
+                    "zero_grad()."
+                )
+            return self._step
         waiting = self.started and any(
             p.grad is not None for p in self._functions()[0].parameters()
         )
@@ -170,7 +178,7 @@ class Accumulation:
     def note(self, function: CompiledFunction, keep: bool = False) -> bool:
         """Do what is due after a call: drop the sums when they were used; return if it updated."""
         if self._made is None or function is self._step:
-            return True
+            return self._optimizer is not None
         if function is self._made[0]:
             self.started = True
             return False
@@ -198,7 +206,8 @@ class Accumulation:
 
     def forget_gradients(self) -> None:
         """Let go of the sums' memory, which their owner has dropped or put aside."""
-        for function in self.known():
+        alone: Any = (self._step,) if self._optimizer is None else ()
+        for function in (*self.known(), *alone):
             function.forget_gradients()
 
     def _functions(self) -> tuple[SummingFunction, SummingFunction]:

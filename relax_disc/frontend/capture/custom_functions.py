@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -141,15 +142,5 @@ def _original(function: Any, *args: Any) -> Any:
     return super(autograd_function._SingleLevelFunction, function).apply(*args)
 
 
-@contextlib.contextmanager
-def _replaced(apply: Any) -> Iterator[None]:
-    base: Any = autograd_function._SingleLevelFunction
-    before = base.__dict__.get("apply")
-    base.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        if before is None:
-            del base.apply
-        else:
-            base.apply = before
+def _replaced(apply: Any) -> Any:
+    return patch.object(autograd_function._SingleLevelFunction, "apply", classmethod(apply))

@@ -16,6 +16,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -25,16 +26,10 @@ from torch.utils import checkpoint
 _ABSENT = object()
 
 
-@contextlib.contextmanager
-def masks_unread() -> Iterator[None]:
-    """Take a mask for causal only where the model says so."""
-    module: Any = transformer
-    before = module._detect_is_causal_mask
-    module._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
-    try:
-        yield
-    finally:
-        module._detect_is_causal_mask = before
+def masks_unread() -> Any:
+    """Take a mask for causal only where the model says so, in the context that is returned."""
+    read = lambda mask, is_causal=None, size=None: bool(is_causal)  # noqa: E731
+    return patch.object(transformer, "_detect_is_causal_mask", read)
 
 
 class _Inlined:
@@ -51,20 +46,13 @@ def _inlined(*_args: Any, **_kwargs: Any) -> Iterator[None]:
     yield
 
 
-@contextlib.contextmanager
-def inlined_checkpoints() -> Iterator[None]:
+def inlined_checkpoints() -> Any:
     """Make ``torch.utils.checkpoint.checkpoint`` run its function like any other code.
 
     Models hold on to ``checkpoint`` itself, so what it calls is replaced.
     """
-    module: Any = checkpoint
-    before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
-    module.CheckpointFunction = _Inlined
-    module._checkpoint_without_reentrant_generator = _inlined
-    try:
-        yield
-    finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = before
+    changed = {"_checkpoint_without_reentrant_generator": _inlined, "CheckpointFunction": _Inlined}
+    return patch.multiple(checkpoint, **changed)
 
 
 def _length(value: Any) -> Any:

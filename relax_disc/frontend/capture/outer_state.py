@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -343,17 +344,12 @@ class OuterState:
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[None]:
         """Note the attributes that are read of modules, and of other objects that were found."""
-        kinds: dict[type, Any] = {nn.Module: nn.Module.__dict__.get("__getattribute__")}
-        for _, value in self._known.containers:
-            if _is_recorded(value):
-                kinds[type(value)] = type(value).__dict__.get("__getattribute__")
-        for kind in kinds:
-            _put(kind, _recorder(kind.__getattribute__, self._reads))
-        try:
+        found = [type(value) for _, value in self._known.containers if _is_recorded(value)]
+        with contextlib.ExitStack() as stack:
+            for kind in dict.fromkeys([nn.Module, *found]):
+                recorder = _recorder(kind.__getattribute__, self._reads)
+                stack.enter_context(patch.object(kind, "__getattribute__", recorder))
             yield
-        finally:
-            for kind, before in kinds.items():
-                _put(kind, before)
 
     def _collect(self) -> None:
         """Make guards of what was read."""
@@ -539,13 +535,6 @@ def _is_recorded(holder: Any) -> bool:
     if isinstance(holder, type | types.ModuleType) or type(holder) in CONTAINERS:
         return False
     return not type(holder).__flags__ & _IMMUTABLE
-
-
-def _put(kind: type, function: Any) -> None:
-    if function is None:
-        del kind.__getattribute__
-    else:
-        kind.__getattribute__ = function  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _recorder(original: Any, reads: dict[tuple[int, str], tuple[Any, Any]]) -> Any:

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import sympy
 import torch
@@ -108,11 +109,8 @@ def size_branches() -> Iterator[SizeBranches]:
             found.add(self.node.expr, SourceLine(caller, frame.f_lineno))
         return before(self)
 
-    torch.SymBool.__bool__ = noting
-    try:
+    with patch.object(torch.SymBool, "__bool__", noting):
         yield found
-    finally:
-        torch.SymBool.__bool__ = before
 
 
 _WRAPPER = "frontend/capture/export.py"
@@ -123,8 +121,7 @@ def lines_that_fix_sizes() -> Iterator[list[SourceLine]]:
     """Collect, in the list that is yielded, the lines at which a symbol became a number."""
     found: dict[SourceLine, None] = {}
     lines: list[SourceLine] = []
-    environment: Any = ShapeEnv
-    before = environment._set_replacement
+    before: Any = ShapeEnv._set_replacement
 
     def noting(self: Any, symbol: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(value, "is_number", False):
@@ -136,11 +133,8 @@ def lines_that_fix_sizes() -> Iterator[list[SourceLine]]:
                 lines.append(line)
         return before(self, symbol, value, *args, **kwargs)
 
-    environment._set_replacement = noting
-    try:
+    with patch.object(ShapeEnv, "_set_replacement", noting):
         yield lines
-    finally:
-        environment._set_replacement = before
 
 
 def places(lines: Sequence[SourceLine]) -> str:

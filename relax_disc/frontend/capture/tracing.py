@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch.export._trace
 from torch.fx.proxy import TracerBase
@@ -45,18 +46,15 @@ def tracing() -> Iterator[None]:
         loggers = list(_loggers())
         for logger in loggers:
             logger.addFilter(_hear_nothing)
-        # torch.export prints what it has traced of a model that it refuses.
-        _EXPORT.print = _say_nothing
-        frames, TracerBase._filter_traceback_frames = (
-            TracerBase._filter_traceback_frames,
-            _innermost,
-        )
         try:
-            with lean_tracing():
+            with (
+                # torch.export prints what it has traced of a model that it refuses.
+                patch.object(_EXPORT, "print", _say_nothing, create=True),
+                patch.object(TracerBase, "_filter_traceback_frames", _innermost),
+                lean_tracing(),
+            ):
                 yield
         finally:
-            del _EXPORT.print
-            TracerBase._filter_traceback_frames = frames
             for logger in loggers:
                 logger.removeFilter(_hear_nothing)
 

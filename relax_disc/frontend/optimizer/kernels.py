@@ -10,6 +10,7 @@ like the model's own operators (:mod:`.updates`).
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -266,14 +267,12 @@ def _logical(function: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _add(x: Any, y: Any, alpha: Any = None, *, lowering: _Lowering) -> Any:
-    x, y = _number(x, lowering), _number(y, lowering)
-    return x + (y if alpha is None else y * alpha)
+def _scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(x: Any, y: Any, alpha: Any = None, *, lowering: _Lowering) -> Any:
+        x, y = _number(x, lowering), _number(y, lowering)
+        return function(x, y if alpha is None else y * alpha)
 
-
-def _subtract(x: Any, y: Any, alpha: Any = None, *, lowering: _Lowering) -> Any:
-    x, y = _number(x, lowering), _number(y, lowering)
-    return x - (y if alpha is None else y * alpha)
+    return rule
 
 
 def _pow(x: Any, exponent: Any, lowering: _Lowering) -> Any:
@@ -312,22 +311,20 @@ def _where(condition: Any, x: Any, y: Any, lowering: _Lowering) -> Any:
     return tirx.Select(_truth(condition), _number(x, lowering), _number(y, lowering))
 
 
-def _lerp(x: Any, y: Any, weight: Any) -> Any:
-    return x + (y - x) * weight
-
+_COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
 
 _RULES: dict[str, Callable[..., Any]] = {
-    **{f"aten.add.{kind}": _add for kind in ("Tensor", "Scalar")},
-    **{f"aten.sub.{kind}": _subtract for kind in ("Tensor", "Scalar")},
-    **{f"aten.mul.{kind}": _numeric(lambda x, y: x * y) for kind in ("Tensor", "Scalar")},
-    **{f"aten.div.{kind}": _numeric(lambda x, y: x / y) for kind in ("Tensor", "Scalar")},
-    **{f"aten.lerp.{kind}": _numeric(_lerp) for kind in ("Tensor", "Scalar")},
-    **{f"aten.gt.{kind}": _numeric(lambda x, y: x > y) for kind in ("Tensor", "Scalar")},
-    **{f"aten.ge.{kind}": _numeric(lambda x, y: x >= y) for kind in ("Tensor", "Scalar")},
-    **{f"aten.lt.{kind}": _numeric(lambda x, y: x < y) for kind in ("Tensor", "Scalar")},
-    **{f"aten.le.{kind}": _numeric(lambda x, y: x <= y) for kind in ("Tensor", "Scalar")},
-    **{f"aten.eq.{kind}": _numeric(lambda x, y: x == y) for kind in ("Tensor", "Scalar")},
-    **{f"aten.ne.{kind}": _numeric(lambda x, y: x != y) for kind in ("Tensor", "Scalar")},
+    **{
+        f"aten.{name}.{kind}": rule
+        for kind in ("Tensor", "Scalar")
+        for name, rule in (
+            ("add", _scaled(operator.add)),
+            ("sub", _scaled(operator.sub)),
+            ("div", _numeric(operator.truediv)),
+            ("lerp", _numeric(lambda x, y, weight: x + (y - x) * weight)),
+            *((n, _numeric(getattr(operator, n))) for n in (*_COMPARISONS, "mul")),
+        )
+    },
     **{f"aten.pow.{kind}": _pow for kind in ("Tensor_Scalar", "Tensor_Tensor")},
     "aten.rsub.Scalar": _numeric(lambda x, y: y - x),
     "aten.neg.default": _numeric(lambda x: -x),
@@ -346,11 +343,8 @@ _RULES: dict[str, Callable[..., Any]] = {
     "aten.rsqrt.default": lambda x, lowering: lowering.const(1) / tirx.sqrt(x),
     "aten.reciprocal.default": lambda x, lowering: lowering.const(1) / x,
     "aten.clamp.default": lambda *x, lowering, **named: _clamp(*x, **named),
-    "aten.logical_and.default": _logical(lambda x, y: tirx.all(x, y)),
-    "aten.logical_or.default": _logical(lambda x, y: tirx.any(x, y)),
-    "aten.logical_not.default": _logical(tirx.Not),
-    "aten.bitwise_not.default": _logical(tirx.Not),
-    "aten.bitwise_and.Tensor": _logical(lambda x, y: tirx.all(x, y)),
-    "aten.bitwise_or.Tensor": _logical(lambda x, y: tirx.any(x, y)),
+    **dict.fromkeys(("aten.logical_and.default", "aten.bitwise_and.Tensor"), _logical(tirx.all)),
+    **dict.fromkeys(("aten.logical_or.default", "aten.bitwise_or.Tensor"), _logical(tirx.any)),
+    **dict.fromkeys(("aten.logical_not.default", "aten.bitwise_not.default"), _logical(tirx.Not)),
 }
 """How one element is computed; what is not here is no elementwise update."""

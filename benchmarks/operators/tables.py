@@ -1,7 +1,4 @@
-"""List the operators that can be captured, from the tables that the code itself uses.
-
-`python -m relax_disc.frontend.operator_table` prints docs/operators.md.
-"""
+"""List the operators that can be captured, from the tables that the code itself uses."""
 
 from __future__ import annotations
 
@@ -135,7 +132,3 @@ def _first_line(described: Any) -> str:
     """First line of a docstring without its full stop; table signs are escaped."""
     text = (inspect.getdoc(described) or _BY_NAME).split("\n")[0].rstrip(".")
     return text.replace("``", "`").replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    print(page(), end="")
