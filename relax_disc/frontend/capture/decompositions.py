@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._subclasses.fake_impls import op_implementations_dict, register_op_impl
 
 _ATEN = torch.ops.aten
 
@@ -54,6 +56,20 @@ _KEPT_WHOLE = (
     _ATEN.smooth_l1_loss_backward.default,
     _ATEN.unfold_backward.default,
 )
+
+
+# What PyTorch does not know of them: the gradient is shaped as the operand at this position.
+for _operator, _position in (
+    (_ATEN.multi_margin_loss_backward.default, 1),
+    (_ATEN.multilabel_margin_loss_backward.default, 1),
+):
+
+    def _like(mode: Any, operator: Any, *args: Any, like: int = _position, **kwargs: Any) -> Tensor:
+        with mode:
+            return torch.empty_like(args[like])
+
+    if _operator not in op_implementations_dict:
+        register_op_impl(_operator)(_like)
 
 
 @contextlib.contextmanager
