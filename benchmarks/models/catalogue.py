@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.models import language, networks, perception, sequences
+from benchmarks.models import (
+    families,
+    graphs,
+    language,
+    networks,
+    perception,
+    pictures,
+    sequences,
+)
 from benchmarks.models.entry import Entry
 
 ENTRIES: tuple[Entry, ...] = (
@@ -10,6 +18,9 @@ ENTRIES: tuple[Entry, ...] = (
     *perception.ENTRIES,
     *networks.ENTRIES,
     *sequences.ENTRIES,
+    *families.ENTRIES,
+    *pictures.ENTRIES,
+    *graphs.ENTRIES,
 )
 
 

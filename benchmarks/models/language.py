@@ -19,8 +19,8 @@ _HEADS = {"num_attention_heads": 4}
 _GROUPED = {**_HEADS, "num_key_value_heads": 2}
 _WIDTH = {"hidden_size": 32, "intermediate_size": 64}
 _DEPTH = {"num_hidden_layers": 2, "max_position_embeddings": 64}
-_BASE = {"vocab_size": VOCABULARY, **_WIDTH, **_DEPTH, **_HEADS}
-_LLAMA = {**_BASE, **_GROUPED}
+BASE = {"vocab_size": VOCABULARY, **_WIDTH, **_DEPTH, **_HEADS}
+LLAMA = {**BASE, **_GROUPED}
 
 
 def configured(config: Any, **options: Any) -> Any:
@@ -45,7 +45,8 @@ class Built:
     def __call__(self) -> nn.Module:
         """Make the model, with random weights."""
         config = configured(getattr(transformers, f"{self.family}Config"), **self.options)
-        return getattr(transformers, self.family + self.head)(config)
+        family = self.family.removesuffix("Text")  # of models that read more than text
+        return getattr(transformers, family + self.head)(config)
 
 
 def built(family: str, head: str, **options: Any) -> Built:
@@ -73,7 +74,8 @@ def pairs(batch: int, source: int, target: int) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def _of_tokens(name: str, make: Callable[[], nn.Module]) -> Entry:
+def of_tokens(name: str, make: Callable[[], nn.Module]) -> Entry:
+    """Make an entry of a model of one sequence."""
     return Entry(
         name=name,
         source="transformers",
@@ -85,7 +87,8 @@ def _of_tokens(name: str, make: Callable[[], nn.Module]) -> Entry:
     )
 
 
-def _of_pairs(name: str, make: Callable[[], nn.Module]) -> Entry:
+def of_pairs(name: str, make: Callable[[], nn.Module]) -> Entry:
+    """Make an entry of a model of two sequences."""
     return Entry(
         name=name,
         source="transformers",
@@ -102,7 +105,7 @@ def _of_pairs(name: str, make: Callable[[], nn.Module]) -> Entry:
 
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_BART = {
+BART = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
     "encoder_layers": 2,
@@ -118,24 +121,24 @@ _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _OPT = {**_DEPTH, **_HEADS, "hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 32}
 
 CAUSAL = [
-    _of_tokens("GPT-2", built("GPT2", "LMHeadModel", **_GPT2, **_ENDS)),
-    _of_tokens("GPT-NeoX", built("GPTNeoX", "ForCausalLM", **_BASE)),
-    _of_tokens("OPT", built("OPT", "ForCausalLM", vocab_size=VOCABULARY, **_OPT)),
-    _of_tokens(
+    of_tokens("GPT-2", built("GPT2", "LMHeadModel", **_GPT2, **_ENDS)),
+    of_tokens("GPT-NeoX", built("GPTNeoX", "ForCausalLM", **BASE)),
+    of_tokens("OPT", built("OPT", "ForCausalLM", vocab_size=VOCABULARY, **_OPT)),
+    of_tokens(
         "BLOOM",
         built("Bloom", "ForCausalLM", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
     ),
-    _of_tokens("Llama", built("Llama", "ForCausalLM", **_LLAMA)),
-    _of_tokens(
+    of_tokens("Llama", built("Llama", "ForCausalLM", **LLAMA)),
+    of_tokens(
         "Mistral, sliding window of 8",
-        built("Mistral", "ForCausalLM", **_LLAMA, sliding_window=8),
+        built("Mistral", "ForCausalLM", **LLAMA, sliding_window=8),
     ),
-    _of_tokens("Qwen2", built("Qwen2", "ForCausalLM", **_LLAMA)),
-    _of_tokens("Qwen3", built("Qwen3", "ForCausalLM", **_LLAMA, head_dim=8)),
-    _of_tokens("Gemma", built("Gemma", "ForCausalLM", **_LLAMA, head_dim=8)),
-    _of_tokens("Gemma 2", built("Gemma2", "ForCausalLM", **_LLAMA, head_dim=8, sliding_window=16)),
-    _of_tokens("Phi", built("Phi", "ForCausalLM", **_BASE, pad_token_id=0, **_ENDS)),
-    _of_tokens(
+    of_tokens("Qwen2", built("Qwen2", "ForCausalLM", **LLAMA)),
+    of_tokens("Qwen3", built("Qwen3", "ForCausalLM", **LLAMA, head_dim=8)),
+    of_tokens("Gemma", built("Gemma", "ForCausalLM", **LLAMA, head_dim=8)),
+    of_tokens("Gemma 2", built("Gemma2", "ForCausalLM", **LLAMA, head_dim=8, sliding_window=16)),
+    of_tokens("Phi", built("Phi", "ForCausalLM", **BASE, pad_token_id=0, **_ENDS)),
+    of_tokens(
         "Falcon",
         built(
             "Falcon",
@@ -146,15 +149,15 @@ CAUSAL = [
             num_hidden_layers=2,
         ),
     ),
-    _of_tokens(
+    of_tokens(
         "Mixtral, 4 experts",
-        built("Mixtral", "ForCausalLM", **_LLAMA, num_local_experts=4, head_dim=8),
+        built("Mixtral", "ForCausalLM", **LLAMA, num_local_experts=4, head_dim=8),
     ),
-    _of_tokens(
+    of_tokens(
         "Qwen3-MoE, 4 experts",
-        built("Qwen3Moe", "ForCausalLM", **_LLAMA, **_EXPERTS, head_dim=8, pad_token_id=0),
+        built("Qwen3Moe", "ForCausalLM", **LLAMA, **_EXPERTS, head_dim=8, pad_token_id=0),
     ),
-    _of_tokens(
+    of_tokens(
         "Mamba",
         built(
             "Mamba",
@@ -169,11 +172,11 @@ CAUSAL = [
 ]
 
 ENCODERS = [
-    _of_tokens("BERT", built("Bert", "ForMaskedLM", **_BASE)),
-    _of_tokens("RoBERTa", built("Roberta", "ForMaskedLM", **_BASE)),
-    _of_tokens("ALBERT", built("Albert", "ForMaskedLM", **_BASE, embedding_size=16)),
-    _of_tokens("ELECTRA", built("Electra", "ForMaskedLM", **_BASE, embedding_size=16)),
-    _of_tokens(
+    of_tokens("BERT", built("Bert", "ForMaskedLM", **BASE)),
+    of_tokens("RoBERTa", built("Roberta", "ForMaskedLM", **BASE)),
+    of_tokens("ALBERT", built("Albert", "ForMaskedLM", **BASE, embedding_size=16)),
+    of_tokens("ELECTRA", built("Electra", "ForMaskedLM", **BASE, embedding_size=16)),
+    of_tokens(
         "DistilBERT",
         built(
             "DistilBert",
@@ -186,12 +189,12 @@ ENCODERS = [
             max_position_embeddings=64,
         ),
     ),
-    _of_tokens(
+    of_tokens(
         "DeBERTa-v2",
         built(
             "DebertaV2",
             "ForMaskedLM",
-            **_BASE,
+            **BASE,
             relative_attention=True,
             pos_att_type=["p2c", "c2p"],
             position_buckets=16,
@@ -199,11 +202,11 @@ ENCODERS = [
             norm_rel_ebd="layer_norm",
         ),
     ),
-    _of_tokens("MPNet", built("MPNet", "ForMaskedLM", **_BASE)),
+    of_tokens("MPNet", built("MPNet", "ForMaskedLM", **BASE)),
 ]
 
 PAIRS = [
-    _of_pairs(
+    of_pairs(
         "T5",
         built(
             "T5",
@@ -217,7 +220,7 @@ PAIRS = [
             decoder_start_token_id=0,
         ),
     ),
-    _of_pairs("BART", built("Bart", "ForConditionalGeneration", **_BART)),
+    of_pairs("BART", built("Bart", "ForConditionalGeneration", **BART)),
 ]
 
 ENTRIES = [*CAUSAL, *ENCODERS, *PAIRS]

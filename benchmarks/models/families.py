@@ -1,0 +1,412 @@
+"""Families of language models that differ from the usual ones in a construct, and x-transformers.
+
+State-space and linear recurrences, complex rotary angles, windows and buckets of attention, pooled
+lengths, hashed ids, speech with CTC, pictures among the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.models.entry import Batch, Entry, seeded
+from benchmarks.models.language import (
+    BART,
+    BASE,
+    LLAMA,
+    LONGEST,
+    VOCABULARY,
+    built,
+    configured,
+    of_pairs,
+    of_tokens,
+)
+
+_RECURRENT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_LINEAR = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+
+class Speech(nn.Module):
+    """Wav2Vec2 with labels: CTC."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers
+
+        config = configured(
+            transformers.Wav2Vec2Config,
+            **BASE,
+            conv_dim=(16, 16),
+            conv_stride=(5, 2),
+            conv_kernel=(10, 3),
+            num_feat_extract_layers=2,
+            num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+            apply_spec_augment=False,
+            layerdrop=0.0,
+        )
+        self.model = transformers.Wav2Vec2ForCTC(config)
+
+    def forward(self, input_values: Tensor, labels: Tensor) -> Any:
+        """Return what the model returns, the loss among it."""
+        return self.model(input_values=input_values, labels=labels)
+
+
+def _speech(batch: int, frames: int, target: int) -> Batch:
+    generator = seeded(batch, frames, target)
+    return {
+        "input_values": torch.randn(batch, 20 * frames, generator=generator),
+        "labels": torch.randint(3, VOCABULARY, (batch, target), generator=generator),
+    }
+
+
+class Llava(nn.Module):
+    """LLaVA: a picture's patches in the place of 16 of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers
+
+        vision = {"image_size": 32, "patch_size": 8, "projection_dim": 16, "hidden_size": 32}
+        heads = {"num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
+        config = transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(**vision, **heads),
+            text_config=transformers.LlamaConfig(**LLAMA),
+            image_token_index=1,
+        )
+        self.model = transformers.LlavaForConditionalGeneration(config)
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor, labels: Tensor) -> Any:
+        """Return what the model returns, the loss among it."""
+        return self.model(
+            input_ids=input_ids, pixel_values=pixel_values, labels=labels, use_cache=False
+        )
+
+
+def _pictured(batch: int, length: int) -> Batch:
+    generator = seeded(batch, length)
+    ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+    ids[:, 1:17] = 1
+    pixels = torch.randn(batch, 3, 32, 32, generator=generator)
+    return {"input_ids": ids, "pixel_values": pixels, "labels": ids.clone()}
+
+
+class Decoder(nn.Module):
+    """x-transformers' language model."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        import x_transformers as x
+
+        layers = x.Decoder(dim=32, depth=2, heads=4, attn_dim_head=8, **options)
+        net = x.TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=LONGEST, attn_layers=layers)
+        self.net = x.AutoregressiveWrapper(net)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the loss of predicting each next token."""
+        return self.net(input_ids)
+
+
+def _of_x(name: str, **options: Any) -> Entry:
+    return Entry(
+        name=f"x-transformers, {name}",
+        source="x_transformers",
+        make=lambda: Decoder(**options),
+        batch=_ids,
+        ranges={"batch": (1, 8), "length": (3, LONGEST)},
+        axes={"input_ids": {0: "batch", 1: "length"}},
+        sizes=[(3, 12), (1, 3), (8, LONGEST), (5, 33)],
+    )
+
+
+def _ids(batch: int, length: int) -> Batch:
+    generator = seeded(batch, length)
+    return {"input_ids": torch.randint(3, VOCABULARY, (batch, length), generator=generator)}
+
+
+def _other(name: str, make: Callable[[], nn.Module], **facts: Any) -> Entry:
+    return Entry(name=name, source="transformers", make=make, **facts)
+
+
+def _of_length(name: str, multiple: int, make: Callable[[], nn.Module]) -> Entry:
+    """Lengths that a number divides, as the model's collator pads them."""
+
+    def batch(rows: int, parts: int) -> Batch:
+        generator = seeded(rows, parts)
+        ids = torch.randint(3, VOCABULARY, (rows, multiple * parts), generator=generator)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+    axes: Mapping[str, Mapping[int, str]] = {
+        key: {0: "batch", 1: f"{multiple}*parts"} for key in batch(1, 1)
+    }
+    most = LONGEST // multiple
+    return _other(
+        name,
+        make,
+        batch=batch,
+        ranges={"batch": (1, 8), "parts": (2, most)},
+        axes=axes,
+        sizes=[(3, 3), (1, 2), (8, most), (5, most - 1)],
+    )
+
+
+_BIG = {"block_size": 4, "num_random_blocks": 1}
+_REFORMER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "attention_head_size": 8,
+    "num_attention_heads": 4,
+    "feed_forward_size": 64,
+    "axial_pos_embds": False,
+    "max_position_embeddings": 64,
+    "attn_layers": ["local", "local"],
+    "local_attn_chunk_length": 8,
+    "is_decoder": True,
+}
+
+OF_TRANSFORMERS = [
+    of_tokens(
+        "Llama 4, complex rotary angles",
+        built(
+            "Llama4Text",
+            "ForCausalLM",
+            **LLAMA,
+            head_dim=8,
+            intermediate_size_mlp=64,
+            num_local_experts=2,
+        ),
+    ),
+    of_tokens(
+        "Gemma 3n",
+        built(
+            "Gemma3nText",
+            "ForCausalLM",
+            **{**LLAMA, "num_hidden_layers": 4},
+            head_dim=8,
+            vocab_size_per_layer_input=VOCABULARY,
+            hidden_size_per_layer_input=8,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            num_kv_shared_layers=0,
+            laurel_rank=4,
+            sliding_window=8,
+            activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+            pad_token_id=0,
+        ),
+    ),
+    of_tokens("Gemma 3", built("Gemma3Text", "ForCausalLM", **LLAMA)),
+    of_tokens(
+        "Qwen3-Next, gated delta rule",
+        built(
+            "Qwen3Next",
+            "ForCausalLM",
+            **LLAMA,
+            **_EXPERTS,
+            **_LINEAR,
+            head_dim=8,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+    ),
+    of_tokens(
+        "Mamba 2",
+        built(
+            "Mamba2",
+            "ForCausalLM",
+            **_RECURRENT,
+            state_size=8,
+            num_heads=8,
+            head_dim=8,
+            n_groups=2,
+            chunk_size=8,
+        ),
+    ),
+    of_tokens("Falcon Mamba", built("FalconMamba", "ForCausalLM", **_RECURRENT, state_size=8)),
+    of_tokens(
+        "Jamba",
+        built(
+            "Jamba",
+            "ForCausalLM",
+            **LLAMA,
+            num_experts=2,
+            mamba_d_state=8,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            use_mamba_kernels=False,
+            pad_token_id=0,
+        ),
+    ),
+    of_tokens("RWKV", built("Rwkv", "ForCausalLM", **_RECURRENT, context_length=LONGEST)),
+    of_tokens(
+        "DeBERTa",
+        built(
+            "Deberta", "ForMaskedLM", **BASE, relative_attention=True, pos_att_type=["c2p", "p2c"]
+        ),
+    ),
+    _of_length("Longformer", 8, built("Longformer", "ForMaskedLM", **BASE, attention_window=8)),
+    of_pairs(
+        "LED",
+        built(
+            "LED",
+            "ForConditionalGeneration",
+            **{k: v for k, v in BART.items() if k != "max_position_embeddings"},
+            max_encoder_position_embeddings=64,
+            max_decoder_position_embeddings=64,
+            attention_window=8,
+        ),
+    ),
+    replace(
+        of_tokens(
+            "Funnel",
+            built(
+                "Funnel",
+                "ForMaskedLM",
+                vocab_size=VOCABULARY,
+                d_model=32,
+                n_head=4,
+                d_head=8,
+                d_inner=64,
+                block_sizes=[1, 1],
+                num_decoder_layers=1,
+            ),
+        ),
+        ranges={"batch": (1, 8), "length": (8, LONGEST)},
+        sizes=[(3, 12), (1, 8), (8, LONGEST), (5, 33)],
+    ),
+    _other(
+        "CANINE",
+        built(
+            "Canine",
+            "ForTokenClassification",
+            **{k: v for k, v in BASE.items() if k != "vocab_size"},
+            num_labels=5,
+            downsampling_rate=2,
+            local_transformer_stride=8,
+            num_hash_buckets=64,
+        ),
+        batch=lambda rows, length: {
+            **_ids(rows, length),
+            "labels": torch.randint(0, 5, (rows, length), generator=seeded(rows, length)),
+        },
+        ranges={"batch": (1, 8), "length": (8, LONGEST)},
+        axes={key: {0: "batch", 1: "length"} for key in ("input_ids", "labels")},
+        sizes=[(3, 12), (1, 8), (8, LONGEST), (5, 33)],
+    ),
+    _other(
+        "LLaVA",
+        Llava,
+        batch=_pictured,
+        ranges={"batch": (1, 4), "length": (18, 40)},
+        axes={
+            "input_ids": {0: "batch", 1: "length"},
+            "pixel_values": {0: "batch"},
+            "labels": {0: "batch", 1: "length"},
+        },
+        sizes=[(3, 24), (1, 18), (4, 40)],
+    ),
+    _other(
+        "Wav2Vec2, CTC",
+        Speech,
+        batch=_speech,
+        ranges={"batch": (1, 4), "frames": (8, 32), "target": (1, 6)},
+        axes={
+            "input_values": {0: "batch", 1: "20*frames"},
+            "labels": {0: "batch", 1: "target"},
+        },
+        sizes=[(3, 16, 4), (1, 8, 1), (4, 32, 6)],
+    ),
+    _of_length("Reformer", 8, built("Reformer", "ModelWithLMHead", **_REFORMER)),
+    of_tokens(
+        "XLNet",
+        built(
+            "XLNet",
+            "LMHeadModel",
+            vocab_size=VOCABULARY,
+            d_model=32,
+            n_layer=2,
+            n_head=4,
+            d_inner=64,
+        ),
+    ),
+    of_tokens("FNet", built("FNet", "ForMaskedLM", **BASE)),
+    _of_length(
+        "BigBird",
+        16,
+        built("BigBird", "ForMaskedLM", **BASE, attention_type="original_full", **_BIG),
+    ),
+    of_tokens("Phi-3", built("Phi3", "ForCausalLM", **LLAMA, pad_token_id=0)),
+    of_tokens(
+        "ModernBERT", built("ModernBert", "ForMaskedLM", **BASE, local_attention=8, pad_token_id=0)
+    ),
+    of_tokens(
+        "GPT-J",
+        built(
+            "GPTJ",
+            "ForCausalLM",
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            rotary_dim=4,
+            n_positions=64,
+        ),
+    ),
+    of_tokens("Cohere", built("Cohere", "ForCausalLM", **LLAMA, pad_token_id=0)),
+    of_tokens("OLMo 2", built("Olmo2", "ForCausalLM", **LLAMA)),
+    of_tokens("StableLM", built("StableLm", "ForCausalLM", **LLAMA)),
+    of_tokens(
+        "DeepSeek-V3, latent attention",
+        built(
+            "DeepseekV3",
+            "ForCausalLM",
+            **BASE,
+            num_key_value_heads=4,
+            moe_intermediate_size=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            kv_lora_rank=8,
+            q_lora_rank=8,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            first_k_dense_replace=1,
+        ),
+    ),
+    of_pairs(
+        "Marian", built("Marian", "MTModel", **BART, decoder_start_token_id=0, pad_token_id=0)
+    ),
+    of_pairs("Pegasus", built("Pegasus", "ForConditionalGeneration", **BART)),
+]
+
+OF_X_TRANSFORMERS = [
+    _of_x(
+        "rotary, RMS norm, SwiGLU",
+        rotary_pos_emb=True,
+        use_rmsnorm=True,
+        ff_swish=True,
+        ff_glu=True,
+    ),
+    _of_x("ALiBi", alibi_pos_bias=True),
+    _of_x("relative positions", rel_pos_bias=True),
+    _of_x("normalised queries, flash", attn_qk_norm=True, attn_flash=True),
+    _of_x("talking heads, value residuals", attn_pre_talking_heads=True, add_value_residual=True),
+]
+
+ENTRIES = [*OF_TRANSFORMERS, *OF_X_TRANSFORMERS]

@@ -1,0 +1,129 @@
+"""Graph networks of PyTorch Geometric over ragged graphs: nodes and edges vary independently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.models.entry import Batch, Entry, seeded
+
+FEATURES, CLASSES = 8, 5
+
+
+class Nodes(nn.Module):
+    """Two layers of one kind, and the cross-entropy of each node's class."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__()
+        from torch_geometric import nn as geometric
+
+        make = getattr(geometric, kind)
+        self.first = make(FEATURES, 16, **options)
+        self.second = make(16, CLASSES, **options)
+
+    def forward(self, x: Tensor, edge_index: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss."""
+        h = F.relu(self.first(x, edge_index))
+        return F.cross_entropy(self.second(h, edge_index), labels)
+
+
+class OfPerceptrons(nn.Module):
+    """Layers that PyTorch Geometric makes of a network: GIN, edge convolution."""
+
+    def __init__(self, kind: str, doubled: bool) -> None:
+        super().__init__()
+        from torch_geometric import nn as geometric
+
+        def layer(width: int, out: int) -> nn.Module:
+            inner = nn.Sequential(
+                nn.Linear(width * (1 + doubled), 16), nn.ReLU(), nn.Linear(16, out)
+            )
+            return getattr(geometric, kind)(inner)
+
+        self.first, self.second = layer(FEATURES, 16), layer(16, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss."""
+        h = F.relu(self.first(x, edge_index))
+        return F.cross_entropy(self.second(h, edge_index), labels)
+
+
+class Pooled(nn.Module):
+    """Graph convolutions and the mean of all nodes of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torch_geometric import nn as geometric
+
+        self.convolution = geometric.GraphConv(FEATURES, 16)
+        self.pool = geometric.global_mean_pool
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor, graph: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of the graphs' classes."""
+        h = F.relu(self.convolution(x, edge_index))
+        return F.cross_entropy(self.head(self.pool(h, graph, labels.shape[0])), labels)
+
+
+def graphs(nodes: int, edges: int) -> Batch:
+    """A graph with loops and double edges among the others, as they come."""
+    generator = seeded(nodes, edges)
+    return {
+        "x": torch.randn(nodes, FEATURES, generator=generator),
+        "edge_index": torch.randint(0, nodes, (2, edges), generator=generator),
+        "labels": torch.randint(0, CLASSES, (nodes,), generator=generator),
+    }
+
+
+def _many(nodes: int, edges: int, count: int) -> Batch:
+    found = graphs(nodes, edges)
+    generator = seeded(nodes, count)
+    found["graph"] = torch.randint(0, count, (nodes,), generator=generator).sort().values
+    found["labels"] = torch.randint(0, CLASSES, (count,), generator=generator)
+    return found
+
+
+def _of_nodes(kind: str, make: Any = None, **options: Any) -> Entry:
+    return Entry(
+        name=f"PyG {kind}",
+        source="torch_geometric",
+        make=make or (lambda: Nodes(kind, **options)),
+        batch=graphs,
+        ranges={"nodes": (1, 64), "edges": (1, 256)},
+        axes={"x": {0: "nodes"}, "edge_index": {1: "edges"}, "labels": {0: "nodes"}},
+        sizes=[(7, 12), (1, 1), (64, 256), (30, 41)],
+    )
+
+
+ENTRIES = [
+    _of_nodes("GCNConv"),
+    _of_nodes("GATConv"),
+    _of_nodes("GATv2Conv"),
+    _of_nodes("SAGEConv"),
+    _of_nodes("GraphConv"),
+    _of_nodes("TransformerConv"),
+    _of_nodes("ChebConv", K=3),
+    _of_nodes("TAGConv"),
+    _of_nodes("ARMAConv"),
+    _of_nodes("LEConv"),
+    _of_nodes("ResGatedGraphConv"),
+    _of_nodes("GINConv", lambda: OfPerceptrons("GINConv", doubled=False)),
+    _of_nodes("EdgeConv", lambda: OfPerceptrons("EdgeConv", doubled=True)),
+    Entry(
+        name="PyG GraphConv, pooled",
+        source="torch_geometric",
+        make=Pooled,
+        batch=_many,
+        ranges={"nodes": (1, 64), "edges": (1, 256), "count": (1, 9)},
+        axes={
+            "x": {0: "nodes"},
+            "edge_index": {1: "edges"},
+            "graph": {0: "nodes"},
+            "labels": {0: "count"},
+        },
+        sizes=[(7, 12, 3), (1, 1, 1), (64, 256, 9), (30, 41, 2)],
+    ),
+]

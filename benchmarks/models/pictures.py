@@ -1,0 +1,265 @@
+"""Networks of timm and diffusers, small: their tiny test models, and others made shallow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.models.entry import Batch, Entry, seeded
+
+CLASSES = 5
+
+
+class Classifier(nn.Module):
+    """A network of timm with its cross-entropy; of two heads, both."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__()
+        import timm
+
+        self.net = timm.create_model(name, num_classes=CLASSES, **options)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss."""
+        found = self.net(x)
+        heads = found if isinstance(found, tuple) else (found,)
+        return torch.stack([F.cross_entropy(head, labels) for head in heads]).mean()
+
+
+def pictures(side: int) -> Callable[..., Batch]:
+    """Return what makes pictures of one size and their classes."""
+
+    def batch(rows: int, high: int = 1, wide: int = 1) -> Batch:
+        generator = seeded(rows, high, wide, side)
+        x = torch.randn(rows, 3, side * high, side * wide, generator=generator)
+        return {"x": x, "labels": torch.randint(0, CLASSES, (rows,), generator=generator)}
+
+    return batch
+
+
+def _timm(name: str, side: int, **options: Any) -> Entry:
+    """Pictures of one size."""
+    return Entry(
+        name=f"timm {name}",
+        source="timm",
+        make=lambda: Classifier(name, **options),
+        batch=pictures(side),
+        ranges={"rows": (1, 8)},
+        axes={"x": {0: "rows"}, "labels": {0: "rows"}},
+        sizes=[(3,), (1,), (8,)],
+    )
+
+
+def _any_size(name: str, **options: Any) -> Entry:
+    """Pictures of any size that 32 divides.
+
+    One row of the least size has one value for each channel in the deepest layers, which batch
+    norm refuses; the least batch is therefore one of a larger size.
+    """
+    return Entry(
+        name=f"timm {name}",
+        source="timm",
+        make=lambda: Classifier(name, **options),
+        batch=pictures(32),
+        ranges={"rows": (1, 4), "high": (2, 4), "wide": (2, 4)},
+        axes={"x": {0: "rows", 2: "32*high", 3: "32*wide"}, "labels": {0: "rows"}},
+        sizes=[(3, 2, 3), (1, 2, 2), (4, 4, 4), (2, 4, 2)],
+    )
+
+
+_TINY = {"embed_dim": 32, "num_heads": 4, "img_size": 32, "patch_size": 8}
+_FOUR = (1, 1, 1, 1)
+
+OF_TIMM = [
+    _any_size("test_byobnet"),
+    _any_size("test_convnext"),
+    _any_size("test_convnext2"),
+    _any_size("test_convnext3"),
+    _any_size("test_efficientnet"),
+    _any_size("test_efficientnet_evos"),
+    _any_size("test_efficientnet_gn"),
+    _any_size("test_efficientnet_ln"),
+    _any_size("test_mambaout"),
+    _any_size("test_nfnet"),
+    _any_size("test_resnet"),
+    _timm("test_vit", 64, img_size=64),
+    _timm("test_vit2", 64, img_size=64),
+    _timm("test_vit3", 64, img_size=64),
+    _timm("test_vit4", 64, img_size=64),
+    _timm("test_vit_relpos", 64, img_size=64),
+    _timm("test_coatnet", 160),
+    _timm("test_maxvit", 160),
+    _any_size("resnet18", layers=_FOUR),
+    _any_size("densenet121", growth_rate=8, block_config=(2, 2, 2, 2)),
+    _any_size("poolformer_s12", depths=_FOUR, dims=(16, 32, 32, 64)),
+    _any_size("pvt_v2_b0", depths=_FOUR),
+    _any_size("lcnet_035"),
+    _timm("vit_tiny_patch16_224", 32, depth=2, **_TINY),
+    _timm("deit_tiny_distilled_patch16_224", 32, depth=2, **_TINY),
+    _timm("beit_base_patch16_224", 32, depth=2, **_TINY),
+    _timm("cait_xxs24_224", 32, depth=2, **_TINY),
+    _timm("convit_tiny", 32, depth=2, **_TINY),
+    _timm("xcit_nano_12_p16_224", 64, depth=2, embed_dim=32, num_heads=4, img_size=64),
+    _timm(
+        "swin_tiny_patch4_window7_224",
+        56,
+        img_size=56,
+        window_size=7,
+        embed_dim=16,
+        depths=(2, 1, 1),
+        num_heads=(2, 2, 4),
+    ),
+]
+
+
+class Denoiser(nn.Module):
+    """A network of diffusers that predicts noise."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__()
+        import diffusers
+
+        self.net = getattr(diffusers, name)(**options)
+
+    def forward(self, sample: Tensor, noise: Tensor, **given: Tensor) -> Tensor:
+        """Return the mean squared error."""
+        found = self.net(sample, return_dict=False, **given)[0]
+        return F.mse_loss(found[:, : noise.shape[1]], noise)
+
+
+class Compressor(nn.Module):
+    """An autoencoder of diffusers: reconstruction, and divergence where codes are distributed."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__()
+        import diffusers
+
+        self.net = getattr(diffusers, name)(**options)
+
+    def forward(self, sample: Tensor, noise: Tensor) -> Tensor:
+        """Return the loss."""
+        found = self.net.encode(sample).latent_dist
+        decoded = self.net.decode(found.mode()).sample
+        return F.mse_loss(decoded, noise) + 1e-3 * found.kl().mean()
+
+
+def _noised(channels: int, words: int = 0, labels: int = 0) -> Callable[..., Batch]:
+    def batch(rows: int, high: int, wide: int) -> Batch:
+        generator = seeded(rows, high, wide)
+        sample = torch.randn(rows, channels, 8 * high, 8 * wide, generator=generator)
+        made = {
+            "sample": sample,
+            "noise": torch.randn(sample.shape, generator=generator),
+            "timestep": torch.randint(0, 1000, (rows,), generator=generator),
+        }
+        if words:
+            made["encoder_hidden_states"] = torch.randn(rows, words, 16, generator=generator)
+        if labels:
+            made["class_labels"] = torch.randint(0, labels, (rows,), generator=generator)
+        return made
+
+    return batch
+
+
+def _reconstructed(rows: int, high: int, wide: int) -> Batch:
+    made = _noised(3)(rows, high, wide)
+    return {key: made[key] for key in ("sample", "noise")}
+
+
+def _diffusers(
+    name: str, make: Callable[[], nn.Module], batch: Callable[..., Batch], fixed: bool = False
+) -> Entry:
+    axes: dict[str, dict[int, str]] = {key: {0: "rows"} for key in batch(1, 2, 2)}
+    if fixed:
+        return Entry(
+            name=f"diffusers {name}",
+            source="diffusers",
+            make=make,
+            batch=lambda rows: batch(rows, 2, 2),
+            ranges={"rows": (1, 4)},
+            axes=axes,
+            sizes=[(3,), (1,), (4,)],
+        )
+    for key in ("sample", "noise"):
+        axes[key] |= {2: "8*high", 3: "8*wide"}
+    return Entry(
+        name=f"diffusers {name}",
+        source="diffusers",
+        make=make,
+        batch=batch,
+        ranges={"rows": (1, 4), "high": (2, 6), "wide": (2, 6)},
+        axes=axes,
+        sizes=[(3, 2, 3), (1, 2, 2), (4, 6, 6), (2, 5, 3)],
+    )
+
+
+_CONVOLUTIONAL = {
+    "block_out_channels": (8, 16),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "sample_size": 16,
+}
+_PATCHED = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 16}
+
+OF_DIFFUSERS = [
+    _diffusers(
+        "UNet2DModel",
+        lambda: Denoiser(
+            "UNet2DModel",
+            **_CONVOLUTIONAL,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=4,
+        ),
+        _noised(3),
+    ),
+    _diffusers(
+        "UNet2DConditionModel",
+        lambda: Denoiser(
+            "UNet2DConditionModel",
+            **_CONVOLUTIONAL,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            cross_attention_dim=16,
+            attention_head_dim=2,
+        ),
+        _noised(4, words=5),
+    ),
+    _diffusers(
+        "AutoencoderKL",
+        lambda: Compressor(
+            "AutoencoderKL",
+            **_CONVOLUTIONAL,
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+        ),
+        _reconstructed,
+    ),
+    _diffusers(
+        "DiTTransformer2DModel",
+        lambda: Denoiser(
+            "DiTTransformer2DModel", **_PATCHED, in_channels=4, patch_size=2, num_embeds_ada_norm=10
+        ),
+        _noised(4, labels=10),
+        fixed=True,
+    ),
+    _diffusers(
+        "PixArtTransformer2DModel",
+        lambda: Denoiser(
+            "PixArtTransformer2DModel",
+            **_PATCHED,
+            in_channels=4,
+            out_channels=8,
+            cross_attention_dim=16,
+            caption_channels=16,
+        ),
+        _noised(4, words=5),
+        fixed=True,
+    ),
+]
+
+ENTRIES = [*OF_TIMM, *OF_DIFFUSERS]
