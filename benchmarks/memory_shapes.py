@@ -96,19 +96,19 @@ def footprint(plans: Iterable[MemoryPlan], budget: int | None) -> int:
     budget : int or None
         Of all calls.
     """
-    arena = workspace = most = idle_calls = idle_need = 0
+    arena = most = idle_calls = idle_need = 0
     for plan in plans:
         outside = plan.resident_bytes + plan.escaping_bytes
-        wanted, scratch = max(plan.arena_bytes, arena), max(plan.workspace_bytes, workspace)
+        wanted = max(plan.arena_bytes, arena)
         is_small = arena > 0 and plan.arena_bytes <= arena // 2
         idle_calls = idle_calls + 1 if is_small else 0
         idle_need = max(idle_need, plan.arena_bytes) if is_small else 0
         if idle_calls >= IDLE_CALLS:
             wanted, idle_calls = idle_need, 0
-        if budget is not None and outside + wanted + scratch > budget:
-            wanted, scratch = plan.arena_bytes, plan.workspace_bytes
-        arena, workspace = wanted, scratch
-        most = max(most, outside + arena + workspace)
+        if budget is not None and outside + wanted > budget:
+            wanted = plan.arena_bytes
+        arena = wanted
+        most = max(most, outside + arena)
     return most
 
 

@@ -34,6 +34,13 @@ def run_program(program, dims):
     return stack[-1]
 
 
+def workspace_bytes(kernel, values):
+    """What a library kernel asks for beside its arguments."""
+    formula, numbers = kernel.workspace
+    ask = function("relax_disc.cpu.workspace_bytes")
+    return ask(formula, [values[number] for number in numbers]) if formula else 0
+
+
 def graph_in_units(metadata, dims):
     """The table of kernels at a shape, in units of the alignment; every kernel takes 1 ns."""
     values = [run_program(program, dims) for program in metadata.programs]
@@ -43,7 +50,8 @@ def graph_in_units(metadata, dims):
     for kernel in metadata.kernels:
         written = [t for t in kernel.outputs if tensors[t].storage is Storage.OVERWRITE]
         pairs = (*kernel.inplace, *((given[tensors[t].given], t) for t in written))
-        ops.append(PlannerOp(1, -1, 0, kernel.inputs, kernel.outputs, pairs, kernel.recomputable))
+        own = -(-workspace_bytes(kernel, values) // metadata.machine.alignment)
+        ops.append(PlannerOp(1, -1, own, kernel.inputs, kernel.outputs, pairs, kernel.recomputable))
     return PlannerGraph(
         sizes=tuple(
             -(-values[t.bytes] // metadata.machine.alignment) if t.storage is Storage.ARENA else 0
@@ -81,14 +89,8 @@ def check_plan(session, dims, budget=None):
 
     assert facts.resident_bytes == total(Storage.GIVEN)
     assert facts.escaping_bytes == total(Storage.ESCAPING, unit)
-    workspace = function("relax_disc.cpu.workspace_bytes")
-    needs = [
-        workspace(formula, [values[number] for number in numbers])
-        for formula, numbers in (kernel.workspace for kernel in metadata.kernels)
-        if formula
-    ]
-    assert facts.workspace_bytes == -(-max(needs, default=0) // unit) * unit
-    outside = facts.resident_bytes + facts.escaping_bytes + facts.workspace_bytes
+    assert facts.workspace_bytes == max((op.workspace * unit for op in graph.ops), default=0)
+    outside = facts.resident_bytes + facts.escaping_bytes
     assert facts.peak_bytes == outside + facts.arena_bytes
     assert facts.lower_bound_bytes <= outside + facts.live_peak_bytes
     again = [k for i, k in enumerate(facts.sequence) if k in facts.sequence[:i]]
@@ -106,10 +108,14 @@ def check_placement(session, dims, budget=None):
         for source, target in kernel.inplace
     }
     placed = []
+    values = [run_program(program, dims) for program in metadata.programs]
     for version in facts.versions:
-        entry = metadata.tensors[version.tensor]
-        size = run_program(metadata.programs[entry.bytes], dims)
-        if entry.storage is Storage.ARENA and size:
+        if version.tensor < 0:
+            size = workspace_bytes(metadata.kernels[-1 - version.tensor], values)
+        else:
+            entry = metadata.tensors[version.tensor]
+            size = values[entry.bytes] if entry.storage is Storage.ARENA else 0
+        if size:
             assert version.offset % metadata.machine.alignment == 0
             assert version.offset + size <= facts.arena_bytes
             placed.append((version, size))

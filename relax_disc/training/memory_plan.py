@@ -26,7 +26,7 @@ class MemoryPlan:
         Whether the step runs within the budget.  If not, the other figures describe the least
         plan that was found.
     peak_bytes : int
-        All device memory of the step: resident + arena + escaping + workspace.
+        All device memory of the step: resident + arena + escaping.
     resident_bytes : int
         Parameters, buffers, optimizer state, persistent gradients, batch and constants.
     state_bytes : int
@@ -38,7 +38,7 @@ class MemoryPlan:
     escaping_bytes : int
         Outputs that live on after the call.
     workspace_bytes : int
-        Memory that library kernels share beside their arguments.
+        Most that a library kernel needs beside its arguments, in the arena while it runs.
     time_ratio : float
         Modelled time over the modelled time without any recomputation; 1.0 = nothing recomputed.
     evicted : tuple of str

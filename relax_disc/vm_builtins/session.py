@@ -31,13 +31,13 @@ class ArenaFacts:
     feasible : bool
         Whether the call fits; if not, the other figures are of the least plan found.
     peak_bytes : int
-        resident + escaping + workspace + arena: what a budget bounds.
+        resident + escaping + arena: what a budget bounds.
     arena_bytes, live_peak_bytes : int
         Highest end offset, and most live bytes inside the arena.
     resident_bytes, escaping_bytes : int
         What the caller passes, and what is returned.
     workspace_bytes : int
-        Memory that library kernels share beside their arguments.
+        Most that a library kernel needs beside its arguments, in the arena while it runs.
     least_bytes, lower_bound_bytes : int
         Least peak found feasible, which is not of this plan alone where none is feasible, and a
         bound below which no plan can be.
@@ -139,7 +139,7 @@ class SessionCounters:
     plans, evicted_plans : int
         Plans in the cache, and those dropped from it.
     held_bytes : int
-        Size of the arena and the workspace.
+        Size of the arena.
     """
 
     calls: int
@@ -350,7 +350,7 @@ class Session:
         self._ask("fill_memory", byte)
 
     def release(self) -> None:
-        """Give back arena, workspace and all plans."""
+        """Give back the arena and all plans."""
         self._ask("release")
 
     def _ask(self, what: str, *args: Any) -> Any:

@@ -57,7 +57,8 @@ def test_bytes_are_the_plans_own(step, rows, tight):
     plan = step.plan(rows=rows)
     timeline = plan.timeline
     live = timeline.live_bytes
-    changing = [sum(row) for row in zip(live["activations"], live["gradients"], strict=True)]
+    names = ("activations", "gradients", "workspace")
+    changing = [sum(row) for row in zip(*(live[name] for name in names), strict=True)]
     assert max(changing) == plan.live_peak_bytes
     around = plan.arena_bytes - plan.live_peak_bytes
     assert max(timeline.total_bytes) + around == plan.peak_bytes == timeline.peak_bytes

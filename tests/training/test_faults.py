@@ -98,13 +98,13 @@ def allocated():
     return tvm_ffi.get_global_func("relax_disc.allocated_bytes")()
 
 
-@pytest.mark.parametrize("countdown", [0, 1, 2])
+@pytest.mark.parametrize("countdown", [0, 1])
 def test_refused_memory_changes_nothing(fresh, countdown):
     model, optimizer, step, _ = fresh
     step.session.release()
     before, held = state_of(model, optimizer), allocated()
     refuse = tvm_ffi.get_global_func("relax_disc.fail_allocation")
-    refuse(countdown)  # workspace, arena, result
+    refuse(countdown)  # arena, result
     try:
         with pytest.raises(OutOfMemoryError, match="nothing was changed"):
             step(*token_batch(8, 48))

@@ -11,7 +11,7 @@ are not proved to be at most those of another.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relax_disc.analysis.memory.peak import live_ranges, live_trace
 from relax_disc.analysis.memory.symbolic_peak import symbolic_peak
@@ -64,14 +64,14 @@ class ShapeMemory:
     shape : mapping of str to int
         The shape.
     peak_bytes : int
-        All memory of a call: resident + arena + escaping + workspace where the plan is known, else
+        All memory of a call: resident + arena + escaping where the plan is known, else
         `live_peak_bytes`.
     live_peak_bytes : int
         Most live bytes of tensors of every kind, and workspaces, without rounding.
     resident_bytes, escaping_bytes : int
         What the caller passes; outputs that outlive the call.
     workspace_bytes : int
-        Memory that library kernels share beside their arguments; 0 for a bare graph.
+        Most that a library kernel needs beside its arguments, in the arena while it runs.
     arena_bytes : int or None
         Height of the planned arena; None for a bare graph.
     bytes_by_kind : mapping of str to int
@@ -212,6 +212,14 @@ def _at_shape(
     graph: TensorGraph, session: Session | None, kind_of: Mapping[int, str], shape: Shape
 ) -> ShapeMemory:
     numeric = graph.at(shape)
+    dims = () if session is None else [shape[name] for name in session.metadata.dims]
+    if session is not None:  # whose library kernels' workspaces follow from the threads too
+        ops = session.planner_graph(dims).ops
+        kernels = (
+            replace(kernel, workspace_bytes=op.workspace)
+            for kernel, op in zip(numeric.kernels, ops, strict=True)
+        )
+        numeric = replace(numeric, kernels=tuple(kernels))
     sizes = numeric.numbers()
     trace = live_trace(numeric)
     step = int(trace.argmax()) if len(trace) else -1
@@ -249,15 +257,13 @@ def _at_shape(
     escaping = sum(sizes[tensor] for tensor in outputs)
     arena, workspace, peak = None, 0, live_peak
     if session is not None:
-        plan = session.plan([shape[name] for name in session.metadata.dims])
+        plan = session.plan(dims)
         resident, escaping, workspace = (
             plan.resident_bytes,
             plan.escaping_bytes,
             plan.workspace_bytes,
         )
         arena, peak = plan.arena_bytes, plan.peak_bytes
-    if workspace:
-        by_kind["workspace"] = by_kind.get("workspace", 0) + workspace
     live.sort(key=lambda tensor: -tensor.bytes)
     at_peak = graph.kernels[step] if step >= 0 else None
     return ShapeMemory(

@@ -208,15 +208,13 @@ def timeline_of(
     begins = {(version.offset, version.created, version.tensor) for version in facts.versions}
     lives = []
     for version in sorted(facts.versions, key=lambda version: version.created):
-        if version.tensor < 0:  # scratch of a kernel
-            maker, name, size = (
-                -1 - version.tensor,
-                "scratch",
-                graph.ops[-1 - version.tensor].workspace,
-            )
+        if version.tensor < 0:
+            maker, name, category = -1 - version.tensor, "workspace", "workspace"
+            size = graph.ops[maker].workspace
         else:
             maker, size = makers[version.tensor], graph.sizes[version.tensor]
             name = metadata.tensors[version.tensor].name
+            category = "activations" if maker in forward else "gradients"
         last = facts.sequence[version.last_use]
         overwritten = any(
             old == version.tensor and (version.offset, version.last_use, new) in begins
@@ -227,7 +225,7 @@ def timeline_of(
             Life(
                 tensor=version.tensor,
                 name=name,
-                category="activations" if maker in forward else "gradients",
+                category=category,
                 bytes=size,
                 offset=version.offset,
                 first=version.created,
@@ -254,7 +252,7 @@ def _constant_bytes(
         if category := _CATEGORY_OF_KIND.get(kind):
             found[category] = found.get(category, 0) + sizes[tensor]
     found["constants"] = facts.resident_bytes - sum(found.values())
-    found["outputs"], found["workspace"] = facts.escaping_bytes, facts.workspace_bytes
+    found["outputs"] = facts.escaping_bytes
     return found
 
 

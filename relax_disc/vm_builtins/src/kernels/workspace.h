@@ -2,8 +2,8 @@
  * \file workspace.h
  * \brief Memory of the library kernels beside their arguments.
  *
- * The run time lends a kernel the workspace of its step: one block, as large as the hungriest kernel
- * of the plan needs, counted in `peak_bytes`.  `WorkspaceBytes` says how much that is, and shares
+ * The run time lends a kernel a piece of the arena, which the plan places like a tensor that lives
+ * while the kernel runs.  `WorkspaceBytes` says how much that is, and shares
  * its formulas with the kernels.  A kernel that is called directly, by a test say, uses memory that
  * its thread keeps.
  */

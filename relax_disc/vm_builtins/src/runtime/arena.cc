@@ -10,7 +10,6 @@ namespace {
 // Calls in a row that leave half of the arena unused before the rest is given back: one long batch
 // in 64 keeps it, a phase of short ones does not.
 constexpr int64_t kIdleCalls = 64;
-constexpr DLDevice kHost{kDLCPU, 0};  // library kernels of other devices need no workspace
 
 void Fit(BlockPtr* block, DLDevice device, int64_t bytes) {
   const bool same_device = *block != nullptr &&
@@ -24,32 +23,17 @@ void Fit(BlockPtr* block, DLDevice device, int64_t bytes) {
   }
 }
 
-int64_t BytesOf(const BlockPtr& block) { return block == nullptr ? 0 : block->bytes(); }
-
 }  // namespace
 
-ArenaMemory SharedArena::Own(const ArenaNeed& need, Backing backing) {
-  return {MemoryBlock::Allocate(need.device, need.arena_bytes, backing),
-          MemoryBlock::Allocate(kHost, need.workspace_bytes, backing)};
-}
-
-bool SharedArena::Take(const ArenaNeed& need, ArenaMemory* memory) {
+bool SharedArena::Take(const ArenaNeed& need, BlockPtr* arena) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (taken_) return false;
   // What is held may be larger than this call needs, unless that breaks its budget.
-  int64_t least_arena = std::max(need.arena_bytes, BytesOf(memory_.arena));
-  int64_t least_workspace = std::max(need.workspace_bytes, BytesOf(memory_.workspace));
-  if (IsIdle(need.arena_bytes)) least_arena = idle_need_;
-  if (need.room_bytes >= 0 && least_arena + least_workspace > need.room_bytes) {
-    least_arena = need.arena_bytes;
-    least_workspace = need.workspace_bytes;
-  }
-  // Shrink before the other grows: never more than either state.
-  const bool arena_first = least_arena < BytesOf(memory_.arena);
-  if (arena_first) Fit(&memory_.arena, need.device, least_arena);
-  Fit(&memory_.workspace, kHost, least_workspace);
-  if (!arena_first) Fit(&memory_.arena, need.device, least_arena);
-  *memory = memory_;
+  int64_t least = std::max(need.arena_bytes, Held());
+  if (IsIdle(need.arena_bytes)) least = idle_need_;
+  if (need.room_bytes >= 0 && least > need.room_bytes) least = need.arena_bytes;
+  Fit(&arena_, need.device, least);
+  *arena = arena_;
   taken_ = true;
   return true;
 }
@@ -60,7 +44,7 @@ void SharedArena::Return() {
 }
 
 bool SharedArena::IsIdle(int64_t needed_bytes) {
-  const bool is_small = memory_.arena != nullptr && needed_bytes <= memory_.arena->bytes() / 2;
+  const bool is_small = arena_ != nullptr && needed_bytes <= arena_->bytes() / 2;
   idle_calls_ = is_small ? idle_calls_ + 1 : 0;
   idle_need_ = is_small ? std::max(idle_need_, needed_bytes) : 0;
   if (idle_calls_ < kIdleCalls) return false;
@@ -68,7 +52,7 @@ bool SharedArena::IsIdle(int64_t needed_bytes) {
   return true;
 }
 
-int64_t SharedArena::Held() const { return BytesOf(memory_.arena) + BytesOf(memory_.workspace); }
+int64_t SharedArena::Held() const { return arena_ == nullptr ? 0 : arena_->bytes(); }
 
 int64_t SharedArena::held_bytes() const {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -77,15 +61,13 @@ int64_t SharedArena::held_bytes() const {
 
 void SharedArena::Fill(uint8_t byte) {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (const BlockPtr& block : {memory_.arena, memory_.workspace}) {
-    if (block == nullptr || taken_ || block->device().device_type != kDLCPU) continue;
-    std::memset(block->base(), byte, block->bytes());
-  }
+  if (arena_ == nullptr || taken_ || arena_->device().device_type != kDLCPU) return;
+  std::memset(arena_->base(), byte, arena_->bytes());
 }
 
 void SharedArena::GiveBackAbove(int64_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!taken_ && Held() > bytes) memory_ = {};
+  if (!taken_ && Held() > bytes) arena_ = nullptr;
 }
 
 }  // namespace relax_disc

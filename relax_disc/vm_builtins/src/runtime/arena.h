@@ -1,6 +1,6 @@
 /*!
  * \file runtime_arena.h
- * \brief The memory that sessions keep between calls: an arena, and a workspace of library kernels.
+ * \brief The memory that sessions keep between calls.
  *
  * It belongs to one session, or to several whose calls take turns.
  */
@@ -17,13 +17,8 @@ namespace relax_disc {
 /*! \brief What one call needs. */
 struct ArenaNeed {
   DLDevice device{kDLCPU, 0};
-  int64_t arena_bytes = 0, workspace_bytes = 0;
-  int64_t room_bytes = -1;  // what arena and workspace may hold together; negative: no limit
-};
-
-/*! \brief Memory of a call: the shared one, or the call's own. */
-struct ArenaMemory {
-  BlockPtr arena, workspace;
+  int64_t arena_bytes = 0;
+  int64_t room_bytes = -1;  // what may be held; negative: no limit
 };
 
 class SharedArena {
@@ -32,9 +27,7 @@ class SharedArena {
    * \brief Lend the memory to a call, grown or shrunk to what it may have; false: it is taken.
    * \throws OutOfMemoryError if the system refuses; nothing is lent then.
    */
-  bool Take(const ArenaNeed& need, ArenaMemory* memory);
-  /*! \brief Memory that ends with the call. */
-  static ArenaMemory Own(const ArenaNeed& need, Backing backing);
+  bool Take(const ArenaNeed& need, BlockPtr* arena);
   /*! \brief The call that took it has ended. */
   void Return();
 
@@ -49,7 +42,7 @@ class SharedArena {
   int64_t Held() const;
 
   mutable std::mutex mutex_;  // taken while a session's own may be held, never the other way round
-  ArenaMemory memory_;
+  BlockPtr arena_;
   bool taken_ = false;
   int64_t idle_calls_ = 0, idle_need_ = 0;  // calls in a row that left half unused, their most
 };

@@ -50,11 +50,13 @@ Binding::Binding(const Metadata& metadata, const Plan& plan)
   for (size_t i = 0; i < sequence_.size(); ++i) {
     const int32_t position = static_cast<int32_t>(i);
     const KernelEntry& kernel = metadata.kernels[sequence_[i]];
+    int32_t workspace = -1;
     // No kernel reads a tensor that it makes, so its new versions can be known at once.
     for (; next < versions.size() && versions[next].created == position; ++next) {
-      if (versions[next].tensor >= 0) version_[versions[next].tensor] = static_cast<int32_t>(next);
+      const int32_t tensor = versions[next].tensor;
+      (tensor >= 0 ? version_[tensor] : workspace) = static_cast<int32_t>(next);
     }
-    steps_.push_back({sequence_[i], Next(), 0, 0});
+    steps_.push_back({sequence_[i], Next(), 0, 0, workspace});
     for (const auto& [from, to] : kernel.copies) {
       AddView(from);
       AddView(to);
@@ -168,7 +170,12 @@ void Binding::Fill(const PlanPtr& plan, const MemoryBlock& arena) {
     tensor->device = arena.device();
     placed.end = offset + RoundUp(values[placed.bytes], metadata_.machine.alignment);
   }
-  for (Step& step : steps_) step.arena_end = 0;
+  for (Step& step : steps_) {
+    step.arena_end = 0;
+    if (step.workspace < 0) continue;
+    step.workspace_offset = plan->arena.versions[step.workspace].offset;
+    step.arena_end = step.workspace_offset + plan->workspaces[step.kernel];
+  }
   for (const auto& [step, entry] : arena_uses_) {
     steps_[step].arena_end = std::max(steps_[step].arena_end, arena_views_[entry].end);
   }

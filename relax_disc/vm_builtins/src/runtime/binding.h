@@ -29,6 +29,8 @@ struct Step {
   int32_t first_copy;      // pairs (from, to), up to first_argument
   int32_t first_argument;  // up to first_copy of the next step
   int64_t arena_end;       // highest arena byte that the kernel may touch, plus one
+  int32_t workspace = -1;  // version; negative: none
+  int64_t workspace_offset = 0;
 };
 
 class Binding {

@@ -34,7 +34,7 @@ void Frame::Bind() {
     const ViewEntry& view = metadata.views[first];
     const int64_t bytes =
         RoundUp(plan_->values[metadata.tensors[view.tensor].bytes], metadata.machine.alignment);
-    escaping_.push_back(ViewOfBlock(MemoryBlock::Allocate(memory_.arena->device(), bytes, backing), 0,
+    escaping_.push_back(ViewOfBlock(MemoryBlock::Allocate(arena_->device(), bytes, backing), 0,
                                     ShapeAt(view.shape, plan_->values), view.dtype));
     escaping_bytes_ += bytes;
   }
@@ -72,7 +72,7 @@ void Frame::Execute(const Step& step, const Step& next) {
   for (int32_t i = step.first_copy; i < step.first_argument; i += 2) {
     CopyBytes(values[i].cast<DLTensor*>(), values[i + 1].cast<DLTensor*>());
   }
-  LentWorkspace lent(memory_.workspace->base(), plan_->workspace_bytes);
+  LentWorkspace lent(arena_->base() + step.workspace_offset, plan_->workspaces[step.kernel]);
   const ffi::Function& function = session_->functions_[step.kernel];
   ffi::PackedArgs arguments(values + step.first_argument, next.first_copy - step.first_argument);
   ffi::Any ignored;
@@ -105,8 +105,9 @@ void Frame::Leave() {
   report_.arena_bytes = arena_peak_;
   report_.escaping_bytes = escaping_bytes_;
   report_.resident_bytes = resident_bytes_;
-  report_.workspace_bytes = plan_->workspace_bytes + TakeOverflow();
-  report_.peak_bytes = arena_peak_ + escaping_bytes_ + resident_bytes_ + report_.workspace_bytes;
+  const int64_t overflow = TakeOverflow();
+  report_.workspace_bytes = plan_->workspace_bytes + overflow;
+  report_.peak_bytes = arena_peak_ + escaping_bytes_ + resident_bytes_ + overflow;
   report_.planning_ns = report_.cache_hit ? 0 : plan_->planning_ns;
   report_.time_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
                         std::chrono::steady_clock::now() - start_)

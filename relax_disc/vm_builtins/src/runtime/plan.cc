@@ -8,7 +8,7 @@
 namespace relax_disc {
 
 PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
-                     const std::vector<int64_t>& values) {
+                     const std::vector<int64_t>& values, int threads) {
   PlannerGraph graph;
   const size_t count = metadata.tensors.size();
   graph.bytes.assign(count, 0);
@@ -36,6 +36,11 @@ PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
     op.outputs = kernel.outputs;
     op.inplace = kernel.inplace;
     op.recomputable = kernel.recomputable;
+    if (!kernel.workspace.empty()) {
+      const std::vector<int64_t> numbers = ShapeAt(kernel.workspace_numbers, values);
+      op.workspace = RoundUp(WorkspaceBytes(kernel.workspace, numbers, threads),
+                             metadata.machine.alignment);
+    }
     for (int32_t tensor : kernel.outputs) {
       const TensorEntry& entry = metadata.tensors[tensor];
       if (entry.storage == Storage::kOverwrite) op.inplace.emplace_back(given[entry.given], tensor);
@@ -43,21 +48,6 @@ PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
   }
   return graph;
 }
-
-namespace {
-
-/*! \brief Workspace of a call: kernels run one after the other, so they share it. */
-int64_t WorkspaceAt(const Metadata& metadata, const std::vector<int64_t>& values, int threads) {
-  int64_t most = 0;
-  for (const KernelEntry& kernel : metadata.kernels) {
-    if (kernel.workspace.empty()) continue;
-    const std::vector<int64_t> numbers = ShapeAt(kernel.workspace_numbers, values);
-    most = std::max(most, WorkspaceBytes(kernel.workspace, numbers, threads));
-  }
-  return RoundUp(most, metadata.machine.alignment);
-}
-
-}  // namespace
 
 double CostModel::Work(int64_t flops, int64_t moved_bytes) const {
   return std::max(static_cast<double>(flops) / flops_per_ns,
@@ -93,11 +83,14 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vec
       plan->escaping_bytes += RoundUp(bytes, metadata.machine.alignment);
     }
   }
-  plan->workspace_bytes = WorkspaceAt(metadata, plan->values, threads);
   int64_t room = kUnlimited;
   if (budget_bytes >= 0) room = budget_bytes - plan->outside_bytes();
-  PlannerGraph graph = GraphAt(metadata, cost, plan->values);
-  for (const PlannerOp& op : graph.ops) plan->base_time_ns += op.time_ns;
+  PlannerGraph graph = GraphAt(metadata, cost, plan->values, threads);
+  for (const PlannerOp& op : graph.ops) {
+    plan->base_time_ns += op.time_ns;
+    plan->workspace_bytes = std::max(plan->workspace_bytes, op.workspace);
+    plan->workspaces.push_back(op.workspace);
+  }
   // More effort costs a new shape many times the time and wins 0.1 %.
   plan->arena = PlanArena(graph, std::max<int64_t>(room, 0), metadata.machine.alignment, kEffortFast);
   plan->feasible = plan->arena.feasible && room >= 0;

@@ -36,12 +36,13 @@ struct Plan {
   bool feasible = true;
   ArenaPlan arena;
   int64_t resident_bytes = 0, escaping_bytes = 0;
-  int64_t workspace_bytes = 0;  // of the hungriest library kernel; they take turns
+  std::vector<int64_t> workspaces;  // of each kernel, in the arena while it runs
+  int64_t workspace_bytes = 0;      // the largest of them
   int64_t planning_ns = 0;
   int64_t base_time_ns = 0;  // modelled, without recomputations
 
   /*! \brief What is there beside the arena, whatever is planned. */
-  int64_t outside_bytes() const { return resident_bytes + escaping_bytes + workspace_bytes; }
+  int64_t outside_bytes() const { return resident_bytes + escaping_bytes; }
   int64_t peak_bytes() const { return outside_bytes() + arena.arena_bytes; }
   /*! \brief The least budget that was found to be enough. */
   int64_t least_bytes() const {
@@ -51,14 +52,16 @@ struct Plan {
 
 using PlanPtr = std::shared_ptr<const Plan>;
 
-/*! \brief What the planner sees at some values of the programs: outside the arena nothing counts. */
+/*!
+ * \brief What the planner sees at some values of the programs: outside the arena nothing counts.
+ * \param threads That will run it: the workspaces depend on them.
+ */
 PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
-                     const std::vector<int64_t>& values);
+                     const std::vector<int64_t>& values, int threads);
 
 /*!
  * \brief Make the plan of a shape; `feasible` says whether it is inside the budget.
  * \param budget_bytes Of `peak_bytes`; negative: none.
- * \param threads That will run it: the workspace depends on them.
  */
 PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vector<int64_t>& dims,
                  int64_t budget_bytes, int threads);

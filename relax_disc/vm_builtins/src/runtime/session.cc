@@ -63,7 +63,7 @@ void Session::RefuseBudget(const Plan& plan) const {
   std::ostringstream text;
   text << metadata_.function << " at " << shape << " does not fit into the memory budget of "
        << plan.budget_bytes << " bytes: the least found feasible is " << least << " bytes, of which "
-       << outside << " are parameters, inputs, results and workspace; no plan can do with less than "
+       << outside << " are parameters, inputs and results; no plan can do with less than "
        << bound << " bytes. Raise the budget or lower the shape.";
   const TVMFFIByteArray* trace = TVMFFIBacktrace(__FILE__, __LINE__, TVM_FFI_FUNC_SIG, 0);
   throw ffi::Error("MemoryBudgetError", text.str(), std::string(trace->data, trace->size),
@@ -91,7 +91,7 @@ ffi::ObjectPtr<Frame> Session::Enter(const std::vector<int64_t>& dims,
     frame->report_.cache_hit = hit;
     TakeArena(frame.get());
     frame->session_ = ffi::details::ObjectUnsafe::ObjectPtrFromUnowned<Session>(this);
-    frame->binding_ = TakeBinding(plan, frame->memory_.arena);
+    frame->binding_ = TakeBinding(plan, frame->arena_);
   }
   frame->given_ = std::move(given);
   frame->start_ = start;
@@ -104,15 +104,15 @@ ffi::ObjectPtr<Frame> Session::Enter(const std::vector<int64_t>& dims,
 
 void Session::TakeArena(Frame* frame) {
   const Plan& plan = *frame->plan_;
-  const ArenaNeed need{device_, plan.arena.arena_bytes, plan.workspace_bytes,
+  const ArenaNeed need{device_, plan.arena.arena_bytes,
                        budget_bytes_ < 0 ? -1 : budget_bytes_ - plan.resident_bytes -
                                                     plan.escaping_bytes};
   if (mode_ == Mode::kDryRun) {
-    frame->memory_ = SharedArena::Own(need, Backing::kReserved);
-  } else if (arena_->Take(need, &frame->memory_)) {
+    frame->arena_ = MemoryBlock::Allocate(need.device, need.arena_bytes, Backing::kReserved);
+  } else if (arena_->Take(need, &frame->arena_)) {
     frame->taken_from_ = arena_;
   } else {
-    frame->memory_ = SharedArena::Own(need, Backing::kReal);
+    frame->arena_ = MemoryBlock::Allocate(need.device, need.arena_bytes, Backing::kReal);
   }
 }
 
@@ -138,7 +138,7 @@ std::unique_ptr<Binding> Session::TakeBinding(const PlanPtr& plan, const BlockPt
 void Session::Return(Frame* frame) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (frame->taken_from_ != nullptr) frame->taken_from_->Return();
-  frame->memory_ = {};
+  frame->arena_ = nullptr;
   if (frame->binding_ != nullptr) {
     bindings_.push_front(std::move(frame->binding_));
     if (bindings_.size() > kBindingLimit) bindings_.pop_back();
@@ -175,7 +175,8 @@ const CostModel& Session::CostFor(int threads) const {
 
 PlannerGraph Session::GraphFor(const std::vector<int64_t>& dims) const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return GraphAt(metadata_, CostFor(NumThreads()), metadata_.Evaluate(dims));
+  const int threads = NumThreads();
+  return GraphAt(metadata_, CostFor(threads), metadata_.Evaluate(dims), threads);
 }
 
 std::vector<double> Session::Work(const std::vector<int64_t>& dims) const {

@@ -170,7 +170,7 @@ class Frame : public tvm::ffi::Object {
   SessionPtr session_;
   PlanPtr plan_;
   Mode mode_ = Mode::kRun;
-  ArenaMemory memory_;
+  BlockPtr arena_;
   std::shared_ptr<SharedArena> taken_from_;  // null: memory of the call's own
   bool finished_ = false, wrote_given_ = false;
   std::unique_ptr<Binding> binding_;
