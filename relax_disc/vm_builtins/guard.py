@@ -1,8 +1,8 @@
 """Stop a step before it writes anything: an index is out of range, or a value is not finite.
 
 The run time orders every kernel that overwrites a tensor of the caller after this one (see
-`analysis/program/storage.py`), and what it reads is computed before.  On CUDA all that it looks at
-is fetched in one transfer.
+`analysis/program/storage.py`), and what it reads is computed before.  All that it looks at is
+fetched in one transfer; where there is nothing to look at, no device is waited for.
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ def guard(hyper: Any, loss: Any, count: int, *rest: Any) -> None:
 
     passed, buffers, flags = rest[-1], rest[: 2 * count], rest[2 * count : -1]
     source = torch.from_dlpack(hyper)
-    torch.from_dlpack(passed).copy_(source)
-    checked = torch.from_dlpack(loss), *map(torch.from_dlpack, flags[::4])
-    if source.device.type != "cpu":
-        parts = [tensor.reshape(-1).double() for tensor in (source[-1], *checked)]
-        source, *checked = torch.cat(parts).cpu().split(1)
-    for k, flag in enumerate(checked[1:]):
-        if int(flag) > 0:
-            raise _refusal(int(flag), *flags[4 * k + 1 : 4 * k + 4])
-    if not bool(source[-1]):
-        return
-    values = [torch.from_dlpack(tensor).sum(dtype=torch.float64) for tensor in buffers[::2]]
-    names = ["loss of this batch", *(f"new value of the buffer {name}" for name in buffers[1::2])]
-    for value, name in zip((checked[0], *values), names, strict=True):
+    torch.from_dlpack(passed).copy_(source, non_blocking=True)
+    wanted = [torch.from_dlpack(flag) for flag in flags[::4]]
+    must_be_finite = bool(source[-1])  # the vector lies on the host
+    if must_be_finite:
+        values = [torch.from_dlpack(tensor) for tensor in (loss, *buffers[::2])]
         # A sum of finite numbers is finite in float64, unless they are far from any use.
+        wanted += [value.sum(dtype=torch.float64) for value in values]
+    if not wanted:
+        return
+    numbers = torch.cat([value.reshape(1).double() for value in wanted]).tolist()
+    for k, flag in enumerate(numbers[: len(flags) // 4]):
+        if flag > 0:
+            raise _refusal(int(flag), *flags[4 * k + 1 : 4 * k + 4])
+    names = ["loss of this batch", *(f"new value of the buffer {name}" for name in buffers[1::2])]
+    for value, name in zip(numbers[len(flags) // 4 :], names, strict=must_be_finite):
         if not math.isfinite(value):
             raise NonFiniteLossError(
-                f"The {name} is {float(value)}; nothing has been written. Look at the batch and "
+                f"The {name} is {value}; nothing has been written. Look at the batch and "
                 "the learning rate, or set step.check_finite = False to go on regardless."
             )
 

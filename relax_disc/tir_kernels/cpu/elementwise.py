@@ -51,13 +51,13 @@ class Elementwise:
         outputs = inliner.remaining(kernel)
         statements: list[Any] = []
         flat = FlatBuffers()
-        for together in _same_domain(outputs):
+        for together in same_domain(outputs):
             elements = inliner.elements(together)
             statements += emit_elements(elements, flat, FEW_ELEMENTS in (func.attrs or {}))
         return with_body(func, [*flat.declarations(), *statements])
 
 
-def _same_domain(stages: list[Stage]) -> list[list[Stage]]:
+def same_domain(stages: list[Stage]) -> list[list[Stage]]:
     """Group consecutive stages that run over equal extents."""
     groups: list[list[Stage]] = []
     for stage in stages:

@@ -1,7 +1,7 @@
-"""Schedule rules for CUDA: TVM's dlight, then what always works.
+"""Schedule rules for CUDA: ours for element-wise kernels and rows, TVM's dlight, what always works.
 
-The order is dlight's own: from the special to the general.  Matrix products and attention go to
-libraries before kernels are made, so what is left are element-wise kernels and reductions.
+From the special to the general.  Matrix products and attention go to libraries before kernels are
+made.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from typing import Any
 
 from tvm.s_tir import dlight
 
+from relax_disc.tir_kernels.cuda.elementwise import Elementwise
 from relax_disc.tir_kernels.cuda.guarded import Guarded
 from relax_disc.tir_kernels.cuda.one_thread import OneThread
+from relax_disc.tir_kernels.cuda.rows import Rows
 
 
 def cuda_rules() -> list[Any]:
     """List the rules in the order in which they are tried."""
     return [
+        Guarded(Elementwise()),
+        Guarded(Rows()),
         Guarded(dlight.gpu.Matmul()),
         Guarded(dlight.gpu.Reduction()),
         Guarded(dlight.gpu.GeneralReduction()),

@@ -138,13 +138,25 @@ class BatchSchema:
         return value
 
     def _check_indices(self, flat: Sequence[Any], values: Mapping[str, int]) -> None:
-        """Look at the ids; on another device than the CPU the program does."""
+        """Look at the ids; a device is waited for once."""
         names = {leaf.position: leaf.name for leaf in self.leaves}
+        looked_at = []
         for check in self.index_checks:
             part = flat[check.leaf].detach()
             for view, *numbers in check.views:
                 part = VIEWS[view](part, *(_number(n, values) for n in numbers))
-            _check_values(check, part, names[check.leaf], values)
+            if part.numel():
+                looked_at.append((check, part))
+        if looked_at:
+            ends = [
+                end.long()
+                for check, part in looked_at
+                for end in torch.aminmax(_without_ignored(check, part, values))
+            ]
+            numbers = torch.stack(ends).tolist()
+            for k, (check, part) in enumerate(looked_at):
+                least, greatest = numbers[2 * k : 2 * k + 2]
+                _check_values(check, part, least, greatest, names[check.leaf], values)
 
     def _solve(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
         """Find the dims' values and check every extent against them."""
@@ -252,12 +264,24 @@ def _expression(text: str) -> SymbolicExpr:
     return SymbolicExpr.parse(text)
 
 
+def _without_ignored(
+    check: IndexCheck, part: torch.Tensor, dims: Mapping[str, int]
+) -> torch.Tensor:
+    """Put a value that is allowed for the one that selects nothing."""
+    bound = check.lower if check.lower is not None else check.upper
+    if check.ignored is None or bound is None:
+        return part
+    return part.masked_fill(part == check.ignored, _number(bound, dims))
+
+
 def _check_values(
-    check: IndexCheck, part: torch.Tensor, name: str, dims: Mapping[str, int]
+    check: IndexCheck,
+    part: torch.Tensor,
+    least: int,
+    greatest: int,
+    name: str,
+    dims: Mapping[str, int],
 ) -> None:
-    if part.numel() == 0:
-        return
-    least, greatest = (int(bound) for bound in torch.aminmax(part))
     low = least if check.lower is None else _number(check.lower, dims)
     high = greatest if check.upper is None else _number(check.upper, dims)
     if least >= low and greatest <= high:

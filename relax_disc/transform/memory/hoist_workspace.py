@@ -3,8 +3,9 @@
 A buffer that a kernel allocates for itself bypasses the arena: TVM takes it from a pool of its own
 that never shrinks.  Here it becomes one more result of the kernel that nobody reads.
 
-Limits: buffers of the kernel's outermost block; smaller ones of constant size, and those inside
-loops, stay where they are.
+Limits: buffers of the kernel's outermost block, where all threads see them; on the CPU smaller ones
+of constant size, and those inside loops, stay where they are. On a GPU any would be allocated, and
+waited for, at each launch.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ class HoistWorkspace:
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with such kernels and their calls changed."""
         del ctx
+        target = tvm.target.Target.current(allow_none=True)
+        least = _LEAST_BYTES if target is None or target.kind.name == "llvm" else 0
         hoisted = {
             variable: buffers
             for variable, function in mod.functions_items()
-            if isinstance(function, tirx.PrimFunc) and (buffers := _large_buffers(function))
+            if isinstance(function, tirx.PrimFunc) and (buffers := _buffers(function, least))
         }
         for variable in _otherwise_used(mod, hoisted):
             del hoisted[variable]
@@ -60,16 +63,18 @@ class HoistWorkspace:
         return relax.transform.Normalize()(result)
 
 
-def _large_buffers(function: tirx.PrimFunc) -> list[Any]:
+def _buffers(function: tirx.PrimFunc, least_bytes: int) -> list[Any]:
     body: Any = function.body
     if not isinstance(body, s_tir.SBlockRealize):
         return []
     found = []
     for buffer in body.block.alloc_buffers:
+        if buffer.scope() != "global":
+            continue
         extents = list(buffer.shape)
         is_constant = all(isinstance(extent, tirx.IntImm) for extent in extents)
         size = prod(int(extent.value) for extent in extents) if is_constant else None
-        if size is None or size * dtype_bytes(str(buffer.dtype)) >= _LEAST_BYTES:
+        if size is None or size * dtype_bytes(str(buffer.dtype)) >= least_bytes:
             found.append(buffer)
     return found
 

@@ -212,7 +212,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("relax_disc.output",
            [](const Object& frame, int64_t i) { return FrameOf(frame)->Output(i); })
       .def("relax_disc.leave", [](const Object& frame) { FrameOf(frame)->Leave(); })
-      .def("relax_disc.copy", [](DLTensor* from, DLTensor* to) { CopyBytes(from, to); })
+      .def("relax_disc.copy", [](ffi::Tensor from, ffi::Tensor to) { CopyBytes(from, to); })
       .def("relax_disc.session.metadata",
            [](const Object& s) { return SessionOf(s)->text(); })
       .def("relax_disc.session.values",

@@ -70,7 +70,7 @@ void Frame::Execute(const Step& step, const Step& next) {
   wrote_given_ = wrote_given_ || kernel.overwrites;
   const ffi::AnyView* values = binding_->values();
   for (int32_t i = step.first_copy; i < step.first_argument; i += 2) {
-    CopyBytes(values[i].cast<DLTensor*>(), values[i + 1].cast<DLTensor*>());
+    CopyBytes(values[i].cast<ffi::Tensor>(), values[i + 1].cast<ffi::Tensor>());
   }
   LentWorkspace lent(arena_->base() + step.workspace_offset, plan_->workspaces[step.kernel]);
   const ffi::Function& function = session_->functions_[step.kernel];

@@ -160,7 +160,8 @@ void MemoryBlock::Free() {
 
 void MemoryBlock::AllocateOnDevice(int64_t bytes) {
   if (FailsNow()) Refuse(bytes);
-  static ffi::Function allocate = ffi::Function::GetGlobalRequired("relax_disc.device_allocate");
+  // Not kept in a static: it is Python's, which has ended when statics are destroyed.
+  const ffi::Function allocate = ffi::Function::GetGlobalRequired("relax_disc.device_allocate");
   ffi::Tensor owner = allocate(device_, bytes).cast<ffi::Tensor>();
   base_ = static_cast<char*>(owner.data_ptr()) + owner.byte_offset();
   owner_ = owner;
@@ -200,17 +201,17 @@ void FailAllocation(int64_t countdown) { allocation_countdown = countdown; }
 
 int64_t AllocatedBytes() { return allocated_bytes; }
 
-void CopyBytes(const DLTensor* from, const DLTensor* to) {
-  const char* source = static_cast<char*>(from->data) + from->byte_offset;
-  char* target = static_cast<char*>(to->data) + to->byte_offset;
-  size_t bytes = ffi::GetDataSize(*from);
+void CopyBytes(const ffi::Tensor& from, const ffi::Tensor& to) {
+  const char* source = static_cast<char*>(from.data_ptr()) + from.byte_offset();
+  char* target = static_cast<char*>(to.data_ptr()) + to.byte_offset();
+  size_t bytes = ffi::GetDataSize(*from.GetDLTensorPtr());
   if (source == target || bytes == 0) return;
-  if (from->device.device_type == kDLCPU) {
+  if (from.device().device_type == kDLCPU) {
     std::memmove(target, source, bytes);
     return;
   }
-  static ffi::Function copy = ffi::Function::GetGlobalRequired("relax_disc.device_copy");
-  copy(const_cast<DLTensor*>(from), const_cast<DLTensor*>(to));
+  // Whole tensors, not views by address: PyTorch takes them over.
+  ffi::Function::GetGlobalRequired("relax_disc.device_copy")(from, to);
 }
 
 }  // namespace relax_disc

@@ -80,7 +80,7 @@ void FailAllocation(int64_t countdown);
 int64_t AllocatedBytes();
 
 /*! \brief Copy bytes between two tensors of one size; does nothing when they are the same place. */
-void CopyBytes(const DLTensor* from, const DLTensor* to);
+void CopyBytes(const tvm::ffi::Tensor& from, const tvm::ffi::Tensor& to);
 
 }  // namespace relax_disc
 #endif  // RELAX_DISC_RUNTIME_MEMORY_H_

@@ -1,0 +1,198 @@
+"""CUDA rule: reductions along rows and what follows them, one block of threads for each row.
+
+Softmax, log-sum-exp, norms and their gradients, and sums of everything: threads of a warp add up by
+shuffles, warps through shared memory, always in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import s_tir, tirx
+from tvm.target import Target
+
+from relax_disc.analysis.kernels.element import Element, collapse
+from relax_disc.analysis.kernels.stages import Combiner, constant, loads_of
+from relax_disc.tir_kernels.binding import keep
+from relax_disc.tir_kernels.cpu.elementwise import emit_element, unit_mapping
+from relax_disc.tir_kernels.cpu.reductions import (
+    RowKernel,
+    bind_lets,
+    emit_value,
+    read_rows,
+    reads_along,
+)
+from relax_disc.tir_kernels.cpu.rows import finished_stage, with_totals
+from relax_disc.tir_kernels.cuda.threads import (
+    WARP,
+    at_groups,
+    barrier,
+    elements_count,
+    launch,
+    only_where,
+)
+from relax_disc.tir_kernels.flat import FlatBuffers, index_const, product
+from relax_disc.tir_kernels.hoist import hoist
+from relax_disc.tir_kernels.loops import combine, loop, sequence, with_body
+
+_MOST_THREADS = 512
+
+
+class Rows:
+    """Schedule rule for row kernels."""
+
+    def apply(
+        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
+    ) -> s_tir.Schedule | None:
+        """Return the scheduled kernel, or None when it is another rule's."""
+        kernel = read_rows(func)
+        if kernel is None or any(
+            reads_along(element) == "column"
+            for element in kernel.elements
+            if element.stage.combiner is not None
+        ):
+            return None
+        flat = FlatBuffers()
+        threads = _threads(kernel)
+        expressions = [expr for element in kernel.elements for expr in element.expressions]
+        stores = [[element.stage.buffer, *element.stage.indices] for element in kernel.elements]
+        groups = collapse(kernel.rows, expressions, stores) if kernel.rows else []
+
+        def body(block: Any, thread: Any) -> list[Any]:
+            row = _Row(kernel, flat, thread, threads)
+            return at_groups(groups, block, "row", row.emit) if groups else row.emit({})
+
+        grid = launch(elements_count(groups), threads, body)
+        return with_body(func, [*flat.declarations(), grid])
+
+
+def _threads(kernel: RowKernel) -> int:
+    """Threads for a row: four elements each, if there are as many; a power of two."""
+    most = 1
+    for element in kernel.elements:
+        own = [axis for axis in element.stage.axes if axis not in kernel.rows]
+        count = constant(product([axis.extent for axis in own]))
+        most = max(most, count if count is not None else 4 * _MOST_THREADS)
+    threads = WARP
+    while threads < _MOST_THREADS and 4 * threads < most:
+        threads *= 2
+    return threads
+
+
+class _Row:
+    """Makes the statements that one thread runs for one row."""
+
+    def __init__(self, kernel: RowKernel, flat: FlatBuffers, thread: Any, threads: int) -> None:
+        self._kernel, self._flat = kernel, flat
+        self._thread, self._threads = thread, threads
+
+    def emit(self, mapping: dict[Any, Any]) -> list[Any]:
+        """Compute all stages; ``mapping`` gives the row."""
+        statements: list[Any] = []
+        mapping = dict(mapping)
+        totals: dict[Any, Any] = {}
+        outputs = set(self._kernel.kernel.outputs)
+        written: set[Any] = set()
+        for raw in self._kernel.elements:
+            element = with_totals(raw, totals)
+            if any(
+                load.source in written for expr in element.expressions for load in loads_of(expr)
+            ):
+                statements.append(barrier())
+                written.clear()
+            stage = element.stage
+            if stage.combiner is None:
+                statements += self._output(element, mapping)
+                written.add(stage.buffer)
+                continue
+            reduced, total = self._reduction(element, mapping, stage.combiner)
+            var = tirx.Var(stage.name, str(total.ty.dtype))
+            kept, mapping[var] = keep(stage.name, total)
+            statements += [*reduced, *kept]
+            totals[stage.buffer] = var
+            if stage.buffer in outputs:
+                finished = Element(finished_stage(stage), (), var)
+                statements += self._output(finished, mapping)
+        return statements
+
+    def _spread(self, groups: Any, name: str, body: Any) -> Any:
+        """Deal the elements of collapsed axes out to the threads."""
+        count = elements_count(groups)
+        rounds = (count + (self._threads - 1)) // self._threads
+
+        def at(turn: Any) -> Any:
+            index = turn * self._threads + self._thread
+            inside = at_groups(groups, index, name, body)
+            exact = constant(count)
+            if exact is not None and exact % self._threads == 0:
+                return sequence(inside)
+            return only_where(index < count, inside)
+
+        return loop(f"{name}_turn", rounds, at)
+
+    def _output(self, element: Element, mapping: dict[Any, Any]) -> list[Any]:
+        stage = element.stage
+        mapping = {**unit_mapping(stage), **mapping}
+        axes = [axis for axis in stage.axes if axis.var not in mapping]
+        if not axes:
+            store = emit_element([element], self._flat, mapping)
+            return [only_where(tirx.EQ(self._thread, index_const(0)), [store])]
+        fixed, (element,) = hoist([element], {axis.var for axis in axes})
+        binds = bind_lets(fixed, self._flat, mapping)
+        groups = collapse(axes, element.expressions, [[stage.buffer, *stage.indices]])
+
+        def body(position: dict[Any, Any]) -> list[Any]:
+            return [emit_element([element], self._flat, {**mapping, **position})]
+
+        return [*binds, self._spread(groups, "column", body)]
+
+    def _reduction(
+        self, element: Element, mapping: dict[Any, Any], combiner: Combiner
+    ) -> tuple[list[Any], Any]:
+        stage = element.stage
+        mapping = {**mapping, **unit_mapping(stage)}
+        axes = [axis for axis in stage.reduced if constant(axis.extent) != 1]
+        fixed, (element,) = hoist([element], {axis.var for axis in axes})
+        binds = bind_lets(fixed, self._flat, mapping)
+        dtype = str(stage.init.ty.dtype)
+        zero = index_const(0)
+        own = tirx.decl_buffer((1,), dtype, f"{stage.name}_own", scope="local")
+
+        def add(value: Any) -> Any:
+            total = combine(combiner, tirx.BufferLoad(own, [zero]), value)
+            return tirx.BufferStore(own, total, [zero])
+
+        def body(position: dict[Any, Any]) -> list[Any]:
+            statements, value = emit_value(element, self._flat, {**mapping, **position})
+            return [*statements, add(value)]
+
+        statements = [*binds, tirx.AllocBuffer(own), tirx.BufferStore(own, stage.init, [zero])]
+        if not axes:
+            return [*statements, *body({})], tirx.BufferLoad(own, [zero])
+        groups = collapse(axes, element.expressions, [])
+        statements.append(self._spread(groups, stage.name, body))
+        for distance in (16, 8, 4, 2, 1):
+            # The exclusive or gives all lanes the total, so that nobody has to be told.
+            other = _shuffle_xor(tirx.BufferLoad(own, [zero]), distance, dtype)
+            statements.append(add(other))
+        if self._threads == WARP:
+            return statements, tirx.BufferLoad(own, [zero])
+        warps = self._threads // WARP
+        partial = tirx.decl_buffer((warps,), dtype, f"{stage.name}_warps", scope="shared")
+        first_lane = tirx.EQ(tirx.FloorMod(self._thread, index_const(WARP)), zero)
+        warp = tirx.FloorDiv(self._thread, index_const(WARP))
+        store = tirx.BufferStore(partial, tirx.BufferLoad(own, [zero]), [warp])
+        statements += [
+            tirx.AllocBuffer(partial),
+            only_where(first_lane, [store]),
+            barrier(),
+            tirx.BufferStore(own, tirx.BufferLoad(partial, [zero]), [zero]),
+            *(add(tirx.BufferLoad(partial, [index_const(w)])) for w in range(1, warps)),
+        ]
+        return statements, tirx.BufferLoad(own, [zero])
+
+
+def _shuffle_xor(value: Any, distance: int, dtype: str) -> Any:
+    """Ask the lane whose number differs in one bit for its value."""
+    mask = tirx.call_intrin("uint32", "tirx.tvm_warp_activemask")
+    return tirx.call_intrin(dtype, "tirx.tvm_warp_shuffle_xor", mask, value, distance, WARP, WARP)

@@ -1,0 +1,64 @@
+"""What the CUDA rules share: a launch over blocks and threads, elements dealt out to threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import tirx
+from tvm.ir import Range
+
+from relax_disc.analysis.kernels.stages import Axis
+from relax_disc.tir_kernels.flat import INDEX, index_const, product
+from relax_disc.tir_kernels.loops import decode, group_extent, group_mapping, sequence
+
+WARP = 32
+
+
+def bound_loop(tag: str, extent: Any, body: Callable[[Any], Any]) -> Any:
+    """Make a loop whose iterations are blocks or threads, such as ``"threadIdx.x"``."""
+    var = tirx.Var(tag.replace(".", "_"), INDEX)
+    thread = tirx.IterVar(Range(index_const(0), extent), var, tirx.IterVar.ThreadIndex, tag)
+    return tirx.For(
+        var, index_const(0), extent, tirx.ForKind.THREAD_BINDING, body(var), thread_binding=thread
+    )
+
+
+def launch(blocks: Any, threads: int, body: Callable[[Any, Any], Sequence[Any]]) -> Any:
+    """Run ``body(block, thread)`` in every thread."""
+    return bound_loop(
+        "blockIdx.x",
+        blocks,
+        lambda block: bound_loop(
+            "threadIdx.x", index_const(threads), lambda thread: sequence(body(block, thread))
+        ),
+    )
+
+
+def at_groups(
+    groups: Sequence[Sequence[Axis]],
+    index: Any,
+    name: str,
+    body: Callable[[dict[Any, Any]], Sequence[Any]],
+) -> list[Any]:
+    """Run ``body(mapping)`` where the flat index of collapsed axes is ``index``."""
+    statements, indices = decode(index, [group_extent(group) for group in groups], name)
+    mapping: dict[Any, Any] = {}
+    for group, position in zip(groups, indices, strict=True):
+        mapping.update(group_mapping(group, position))
+    return [*statements, *body(mapping)]
+
+
+def elements_count(groups: Sequence[Sequence[Axis]]) -> Any:
+    """Number of elements of collapsed axes."""
+    return product([group_extent(group) for group in groups])
+
+
+def only_where(condition: Any, statements: Sequence[Any]) -> Any:
+    """Run statements where a condition holds."""
+    return tirx.IfThenElse(condition, sequence(statements), None)
+
+
+def barrier() -> Any:
+    """Wait for all threads of the block."""
+    return tirx.Evaluate(tirx.call_intrin("int32", "tirx.tvm_storage_sync", "shared"))

@@ -1,0 +1,128 @@
+"""Whole training steps for CUDA, executed: numbers as on the CPU, no defect, no waiting."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import relax_disc
+from relax_disc.tir_kernels.target import cuda_target
+from tests.cuda.emulator import Emulator
+from tests.cuda.stand_in import WaitsRecorded, cuda_stand_in
+from tests.frontend.models import Llama, dims, token_batch
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
+class Network(nn.Module):
+    """Convolutions, batch norm, pooling and a linear head."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 12, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(12),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(12, 5),
+        )
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.body(x), labels)
+
+
+def llama_step(model, target):
+    b, s = dims()
+    shape = {0: b, 1: s}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return relax_disc.compile(
+        model, optimizer, token_batch(3, 12), dynamic_shapes=(shape, shape), target=target
+    )
+
+
+def images(rows, size):
+    return torch.randn(rows, 3, size, size), torch.arange(rows) % 5
+
+
+def network_step(model, target):
+    rows = Dim("rows", min=1, max=64)
+    high, wide = (Dim(name, min=8, max=64) for name in ("high", "wide"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    shapes = ({0: rows, 2: high, 3: wide}, {0: rows})
+    return relax_disc.compile(model, optimizer, images(3, 8), dynamic_shapes=shapes, target=target)
+
+
+MODELS = {
+    "Llama": (Llama, llama_step, [(3, 12), (1, 5), (2, 40)], token_batch),
+    "CNN": (Network, network_step, [(3, 8), (1, 9), (5, 20)], images),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trained(request):
+    """Losses and parameters after steps on the CPU and on the emulator, and what happened there."""
+    make, compile_step, shapes, batch = MODELS[request.param]
+    torch.manual_seed(0)
+    model = make()
+    twin = copy.deepcopy(model)
+    batches = [batch(*shape) for shape in shapes]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the products are tiny
+    step = compile_step(model, "llvm")
+    losses = [float(step(*each)) for each in batches]
+    emulator = Emulator.load()
+    emulator.take_findings()
+    steps = []
+    with cuda_stand_in(emulator), pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RELAX_DISC_COMPILE_CACHE", "0")
+        step = compile_step(twin, cuda_target("sm_90"))
+        found = []
+        for each in batches:
+            emulator.forget()
+            emulator.seed += 1
+            with WaitsRecorded(emulator):
+                loss = step(*each)
+            found.append(float(loss))
+            steps.append((list(emulator.events), list(emulator.calls), step.memory_report()))
+    torch.set_num_threads(threads)
+    return (model, losses), (twin, found), steps, emulator.take_findings()
+
+
+def test_a_step_is_right_and_runs_without_waiting(trained):
+    (model, losses), (twin, found), steps, findings = trained
+    assert not findings, "\n".join(map(str, findings))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=2e-6, atol=0)
+    for name, value in twin.state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
+    for events, _, report in steps[1:]:
+        assert report.peak_bytes == report.planned_peak_bytes
+        assert events.count("allocate") <= 2, "memory beside the arena and the loss"
+        assert "synchronise" not in events
+        waits = {event for event in events if event.startswith("wait")}
+        # The range of token ids, once at entry; the others read what lies on the host.
+        assert waits <= {
+            "wait tolist in batch.py:_check_indices",
+            "wait __bool__ in guard.py:guard",
+            "wait item in counters.py:advance",
+        }
+        assert sum("batch.py" in event for event in events) <= 1
+
+
+def test_the_order_on_the_stream_is_the_plans(trained):
+    """What a step launches does not depend on the shape."""
+    _, _, steps, _ = trained
+    orders = []
+    for events, _, _ in steps[1:]:
+        orders.append([event for event in events if event.startswith(("launch", "library"))])
+    assert len(orders[0]) > 20
+    assert orders[0] == orders[1]
