@@ -157,7 +157,7 @@ def _capture_or_recall(
     fingerprint = None
     if enabled():
         fingerprint = exported.fingerprint(accumulate=accumulate, groups=groups)
-    known = recall(fingerprint, target, exported.constants(), exported.outer())
+    known = recall(fingerprint, target, exported.outer())
     if known is not None:
         return known
     with phase("trace gradients and update"):

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from tvm import relax, tirx
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.capture.arguments import constants_of, outer_of
+from relax_disc.frontend.capture.arguments import outer_of
 from relax_disc.frontend.capture.export import Exported
 from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.emitter import Emitter
@@ -101,18 +101,12 @@ def _emit(
             bound: list[Any] = [_bound(emitter, value) for value in values]
             result = builder.emit_output(relax.Tuple(bound))
         builder.emit_func_output(result)
-    specs = tuple(parameters.specs)
     return CapturedStep(
         module=tvm.IRModule({}),
-        inputs=specs,
+        inputs=tuple(parameters.specs),
         outputs=tuple(outputs),
         dims=tuple(spec for spec, _ in symbols.used),
         batch=exported.batch,
-        constants={
-            name: tensor
-            for name, tensor in constants_of(traced.arguments).items()
-            if any(spec.kind == "constant" and spec.target == name for spec in specs)
-        },
         update_groups=updates.groups,
         extras=_extras_structure(traced, wanted.forward),
         plain_extras=plain,

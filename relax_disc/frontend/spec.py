@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 import tvm
 from torch.utils import _pytree as pytree
 
@@ -178,8 +177,6 @@ class CapturedStep:
         The free dims.
     batch : BatchSpec
         How to flatten the arguments of a call.
-    constants : mapping of str to torch.Tensor
-        The tensors of the inputs of kind ``"constant"``.
     update_groups : tuple of UpdateGroup
         Empty when nothing is updated.
     extras : TreeSpec or None
@@ -200,7 +197,6 @@ class CapturedStep:
     outputs: tuple[OutputSpec, ...]
     dims: tuple[DimSpec, ...]
     batch: BatchSpec
-    constants: Mapping[str, torch.Tensor]
     update_groups: tuple[UpdateGroup, ...] = ()
     extras: pytree.TreeSpec | None = None
     plain_extras: Mapping[int, Any] = field(default_factory=dict)

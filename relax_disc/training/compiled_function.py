@@ -61,9 +61,7 @@ class CompiledFunction:
         self._forget_result = self._machine[f"{captured.function}__session"]
         self._session = Session.of(self._machine, captured.function)
         self._guards = ValueGuards(captured.outer.guards)
-        self._binding = Binding(
-            captured.inputs, model, optimizer, captured.constants, captured.outer.inputs
-        )
+        self._binding = Binding(captured.inputs, model, optimizer, captured.outer.inputs)
         self._arguments = self._binding.arguments
         places = {spec.target: k for k, spec in enumerate(captured.inputs) if spec.kind == "batch"}
         self._batch_places = [places[leaf.position] for leaf in schema.leaves]

@@ -45,7 +45,7 @@ class Runner:
             elif spec.kind == "rng":
                 value = tvm.runtime.tensor(np.asarray(rng, "int64"))
             elif spec.kind == "constant":
-                value = to_tvm(captured.constants[spec.target])
+                value = to_tvm(captured.outer.inputs[spec.target].tensor)
             elif spec.kind == "hyper":
                 value = tvm.runtime.tensor(self.hyper(spec, optimizer, named))
             elif spec.kind == "adding":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
@@ -41,16 +40,13 @@ class Argument:
     outer: OuterTensor | None = None
 
 
-def constants_of(arguments: Sequence[Argument]) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model that are neither parameters nor buffers, by name."""
-    return {
-        str(a.target): a.tensor for a in arguments if a.kind == "constant" and a.tensor is not None
-    }
-
-
 def outer_of(arguments: Sequence[Argument], state: OuterState) -> Outer:
     """Say where the inputs lie that are neither the model's own nor the batch's."""
-    inputs = {str(a.target): a.outer for a in arguments if a.outer is not None}
+    inputs = {
+        str(a.target): a.outer or OuterTensor(a.tensor, None, None)
+        for a in arguments
+        if a.kind in ("constant", "number") and a.tensor is not None
+    }
     return Outer(inputs, tuple(state.guards))
 
 

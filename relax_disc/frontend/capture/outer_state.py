@@ -79,7 +79,8 @@ class OuterTensor:
     tensor : torch.Tensor
         The user's own; for a number a tensor of no axes, float64.
     source : Source or None
-        How the model or the loss function reaches it; None: no path is known.
+        How the model or the loss function reaches it; None: no path is known, or the code itself
+        holds it.
     place : Place or None
         Where that is.
     is_number : bool

@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from relax_disc.errors import InputMismatchError
 from relax_disc.frontend.capture.arguments import (
     Argument,
-    constants_of,
     list_arguments,
     outer_of,
 )
@@ -72,10 +70,6 @@ class ExportedStep:
             None if groups is None else [astuple(group) for group in groups],
         ]
         return fingerprint(self.exported, arguments, settings)
-
-    def constants(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the model that are neither parameters nor buffers, by name."""
-        return constants_of(self._arguments()[0])
 
     def outer(self) -> Outer:
         """Return what the function reads besides the model, the optimizer and the batch."""

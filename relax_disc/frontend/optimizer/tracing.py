@@ -265,7 +265,7 @@ def _rewritten(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     elif plain == "lerp":
         weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
         result = x + (args[1] - x) * weight
-    elif plain in ("addmm", "addmv", "baddbmm", "addbmm") and plain != "addbmm":
+    elif plain in ("addmm", "addmv", "baddbmm"):
         product = torch.matmul(args[1], args[2])
         result = x * kwargs.get("beta", 1) + product * kwargs.get("alpha", 1)
     elif plain in ("clamp", "clip", "clamp_min", "clamp_max"):
@@ -458,9 +458,10 @@ class OptimizerTracer:
 
 def _recording(kind: type[Any], reads: dict[str, Any]) -> type[Any]:
     """Make a class that notes the settings which are read of the optimizer itself."""
+    original: Any = kind.__getattribute__
 
     def read(shadow: Any, name: str) -> Any:
-        value = kind.__getattribute__(shadow, name)
+        value = original(shadow, name)
         if name[:1] != "_" and (is_plain(value) or name == "defaults"):
             reads.setdefault(name, copy.copy(value))
         return value

@@ -22,6 +22,7 @@ from relax_disc.frontend.capture.batch_spec import BatchSpec
 from relax_disc.frontend.capture.outer_state import Guard, Outer, OuterTensor
 from relax_disc.frontend.capture.sources import Place, Source, resolve
 from relax_disc.frontend.spec import CapturedStep
+from relax_disc.training.call.batch import device_of
 
 _SCALARS = (type(None), bool, int, float, str)
 _KINDS: dict[str, Any] = {
@@ -32,7 +33,7 @@ _KINDS: dict[str, Any] = {
 
 
 def describe_captured(captured: CapturedStep) -> dict[str, Any]:
-    """Describe a captured function, without its module and its constants' values.
+    """Describe a captured function, without its module and the values of tensors.
 
     Raises
     ------
@@ -40,25 +41,20 @@ def describe_captured(captured: CapturedStep) -> dict[str, Any]:
         The batch holds something besides tensors that JSON cannot, or a container that PyTorch
         cannot write down.
     """
+    names = [str(spec.target) for spec in captured.inputs if spec.kind in ("constant", "number")]
+    inputs = {name: captured.outer.inputs[name] for name in names}
     known = [guard for guard in captured.outer.guards if guard.source is not None]
     return {
-        "captured": _encode(replace(captured, module=None, constants={}, outer=None)),
-        "constants": {
-            name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
-            for name, tensor in captured.constants.items()
-        },
+        "captured": _encode(replace(captured, module=None, outer=None)),
         "inputs": {
-            name: [_path(outer.source), outer.is_number]
-            for name, outer in captured.outer.inputs.items()
-            if outer.source is not None
+            name: [_path(x.source), x.is_number, list(x.tensor.shape), _dtype(x.tensor)]
+            for name, x in inputs.items()
         },
         "guards": [[guard.what, _path(guard.source), _literal(guard.value)] for guard in known],
     }
 
 
-def restore_captured(
-    facts: dict[str, Any], constants: Mapping[str, torch.Tensor], outer: Outer
-) -> CapturedStep:
+def restore_captured(facts: dict[str, Any], outer: Outer) -> CapturedStep:
     """Undo `describe_captured`; the module comes back empty, because its code is compiled.
 
     Raises
@@ -66,38 +62,25 @@ def restore_captured(
     ArtefactError
         The batch's containers are not known to PyTorch here.
     """
-    taken = {name: constants[name] for name in facts["constants"]}
-    return replace(
-        _decode(facts["captured"]), module=tvm.IRModule({}), constants=taken, outer=outer
-    )
+    return replace(_decode(facts["captured"]), module=tvm.IRModule({}), outer=outer)
 
 
 def constant_parts(captured: CapturedStep) -> dict[str, bytes]:
     """Return the values of the tensors that no path leads to, by name."""
-    inputs = captured.outer.inputs
     return {
-        name: tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        for name, tensor in captured.constants.items()
-        if name not in inputs or inputs[name].source is None
-    }
-
-
-def restore_constants(
-    facts: dict[str, Any], parts: Mapping[str, bytes], outer: Outer, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Undo `constant_parts`, with what `describe_captured` and `restore_outer` say of them."""
-    return {
-        name: outer.inputs[name].tensor
-        if name in outer.inputs
-        else _tensor(parts[name], shape, getattr(torch, dtype)).to(device)
-        for name, (shape, dtype) in facts["constants"].items()
+        name: x.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for name, x in captured.outer.inputs.items()
+        if x.source is None
     }
 
 
 def restore_outer(
-    facts: dict[str, Any], model: nn.Module, loss_fn: Callable[..., Any] | None
+    facts: dict[str, Any],
+    parts: Mapping[str, bytes],
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
 ) -> Outer:
-    """Find what `describe_captured` wrote down on a model and a loss function.
+    """Find what `describe_captured` wrote down on a model and a loss function, or in the parts.
 
     Raises
     ------
@@ -116,9 +99,12 @@ def restore_outer(
             ) from error
 
     inputs, guards = {}, []
-    for name, (path, is_number) in facts["inputs"].items():
-        source, place = place_of(path)
-        tensor = torch.zeros((), dtype=torch.float64) if is_number else place.get()
+    for name, (path, is_number, shape, dtype) in facts["inputs"].items():
+        source, place = (None, None) if path is None else place_of(path)
+        if place is None:
+            tensor = _tensor(parts[name], shape, getattr(torch, dtype)).to(device_of(model))
+        else:
+            tensor = torch.zeros((), dtype=torch.float64) if is_number else place.get()
         inputs[name] = OuterTensor(tensor, source, place, is_number)
     for what, path, literal in facts["guards"]:
         source, place = place_of(path)
@@ -128,9 +114,12 @@ def restore_outer(
     return Outer(inputs, tuple(guards))
 
 
-def _path(source: Source | None) -> list[str]:
-    assert source is not None
-    return [source.root, repr(source.steps)]
+def _path(source: Source | None) -> list[str] | None:
+    return None if source is None else [source.root, repr(source.steps)]
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _literal(value: Any) -> str | None:

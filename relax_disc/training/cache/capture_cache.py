@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import tvm
 
 from relax_disc.errors import ArtefactError
@@ -34,14 +33,11 @@ _logger = logging.getLogger(__name__)
 
 
 def recall(
-    fingerprint: str | None,
-    target: tvm.target.Target,
-    constants: Mapping[str, torch.Tensor],
-    outer: Outer,
+    fingerprint: str | None, target: tvm.target.Target, outer: Outer
 ) -> tuple[list[CapturedStep], CachedProgram] | None:
     """Find what a capture would give, and its program.
 
-    The captured functions without their module, which refer to the constants given, and their code;
+    The captured functions without their module, which refer to the tensors given, and their code;
     None where the cache holds nothing that can be used, or without a fingerprint.
     """
     if fingerprint is None:
@@ -50,7 +46,7 @@ def recall(
     for record in sorted(program_folder().glob(f"*-{key}{RECORD_SUFFIX}")):
         try:
             header, _ = artefact.read(record)
-            functions = [restore_captured(facts, constants, outer) for facts in header["functions"]]
+            functions = [restore_captured(facts, outer) for facts in header["functions"]]
         except ArtefactError as error:
             _logger.warning("tracing again: %s", error)
             continue

@@ -24,7 +24,6 @@ from relax_disc.training.cache.artefact_spec import (
     constant_parts,
     describe_captured,
     restore_captured,
-    restore_constants,
     restore_outer,
 )
 from relax_disc.training.call.batch import device_of
@@ -118,9 +117,8 @@ def load(
             for key, value in parts.items()
             if key.startswith(prefix)
         }
-        outer = restore_outer(facts, model, loss_fn)
-        constants = restore_constants(facts, contents, outer, device_of(model))
-        restored[name] = restore_captured(facts, constants, outer)
+        outer = restore_outer(facts, contents, model, loss_fn)
+        restored[name] = restore_captured(facts, outer)
     runtime.load()
     libraries.install(device_of(model).type)
     programs = {}

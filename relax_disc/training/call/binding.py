@@ -102,7 +102,6 @@ class Binding:
         specs: Sequence[InputSpec],
         model: torch.nn.Module,
         optimizer: Any,
-        constants: Mapping[str, torch.Tensor],
         outer: Mapping[str, OuterTensor],
     ) -> None:
         self._specs = tuple(specs)
@@ -117,7 +116,7 @@ class Binding:
             if spec.kind in ("parameter", "buffer"):
                 self._bind(index, f"{spec.kind} {spec.target}", self._model_tensor(spec))
             elif spec.kind == "constant":
-                self._bind(index, f"constant {spec.target}", _look(spec, constants, outer))
+                self._bind(index, f"constant {spec.target}", _look(outer[str(spec.target)]))
             elif spec.kind == "number":
                 number = Number(outer[str(spec.target)])
                 self.arguments[index] = as_runtime(number.tensor, number.what)
@@ -311,15 +310,11 @@ class Binding:
                 )
 
 
-def _look(
-    spec: InputSpec, constants: Mapping[str, torch.Tensor], outer: Mapping[str, OuterTensor]
-) -> Callable[[], torch.Tensor | None]:
+def _look(outer: OuterTensor) -> Callable[[], torch.Tensor | None]:
     """Find a tensor where the user's code keeps it, at each call."""
-    name = str(spec.target)
-    place = outer[name].place if name in outer else None
+    place = outer.place
     if place is None:
-        tensor = outer[name].tensor if name in outer else constants[name]
-        return lambda: tensor
+        return lambda: outer.tensor
 
     def look() -> torch.Tensor | None:
         try:
