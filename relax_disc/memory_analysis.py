@@ -23,7 +23,6 @@ from relax_disc.analysis.memory.report import (
     report_memory,
 )
 from relax_disc.analysis.program.extraction import extract, machine_of
-from relax_disc.analysis.program.reader import function_dims
 from relax_disc.analysis.program.table import NotPlannableError
 from relax_disc.analysis.program.tensor_graph import TensorGraph, check_shape
 from relax_disc.analysis.symbolic.dim import SymbolicDim
@@ -170,7 +169,7 @@ def _planner(
     return (
         Session.to_plan(extraction.metadata(machine_of(resolve_target(target)))),
         tuple(kind for kind in kinds if kind != "shape"),
-        tuple(function_dims(function).values()),
+        tuple(extraction.table.dims.values()),
     )
 
 

@@ -32,6 +32,7 @@ from relax_disc.transform.schedule_kernels import ScheduleKernels
 from relax_disc.transform.simplify.canonicalize_extents import CanonicalizeExtents
 from relax_disc.transform.simplify.channels_last import ChannelsLast
 from relax_disc.transform.simplify.simplify import Simplify
+from relax_disc.transform.simplify.unify_dims import UnifyDims
 from relax_disc.vm_builtins import runtime
 
 # TVM's decorators make passes of classes and functions, which a type checker cannot see.
@@ -154,8 +155,14 @@ def _dump(path: Path) -> Pass:
 
 
 def simplify_passes() -> list[Pass]:
-    """Fewer views, powers, casts and broadcasts; TVM fuses inside dataflow blocks only."""
-    return [relax.transform.ConvertToDataflow(), Simplify(), ChannelsLast(), Simplify()]
+    """Fewer dims, views, powers, casts, broadcasts; TVM fuses inside dataflow blocks only."""
+    return [
+        UnifyDims(),
+        relax.transform.ConvertToDataflow(),
+        Simplify(),
+        ChannelsLast(),
+        Simplify(),
+    ]
 
 
 def library_passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:

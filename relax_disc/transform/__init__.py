@@ -17,6 +17,7 @@ from relax_disc.transform.schedule_kernels import ScheduleKernels
 from relax_disc.transform.simplify.canonicalize_extents import CanonicalizeExtents
 from relax_disc.transform.simplify.channels_last import ChannelsLast
 from relax_disc.transform.simplify.simplify import Simplify
+from relax_disc.transform.simplify.unify_dims import UnifyDims
 
 __all__ = [
     "CanonicalizeExtents",
@@ -32,4 +33,5 @@ __all__ = [
     "ScheduleKernels",
     "ScheduleOps",
     "Simplify",
+    "UnifyDims",
 ]

@@ -44,6 +44,7 @@ A, B = Kernel("a", (0,), (1,)), Kernel("b", (1,), (2,))
         ),
         (lambda: graph([A], tensor_names=("x",)), "1 tensor names for 4 tensors"),
         (lambda: graph([dataclasses.replace(A, inplace=((2, 1),))]), r"\(2, 1\) is no \(input"),
+        (lambda: graph([dataclasses.replace(A, inplace=((0,),))]), "pair has two tensors"),
         (lambda: graph([], inputs=(0, 0)), "listed twice"),
         (lambda: graph([], dims=(N, N)), "two dims have the same name"),
     ],

@@ -117,12 +117,6 @@ def test_plans_hold_on_many_graphs(seed):
     check_programs(seed, 1)
 
 
-@settings(max_examples=4)
-@given(seed=SEEDS, part=PARTS)
-def test_plans_hold_at_high_effort(seed, part):
-    check_at(seed, part, 2)
-
-
 def exhausted(seeds):
     """Graphs small enough for exhaustion, tight budgets, and their plans without a budget."""
     for seed in range(seeds):
@@ -170,7 +164,7 @@ def test_effort_only_helps():
         graph = random_graph(seed)
         whole = plan_rematerialization(graph, None, 0)
         budget = whole.peak_bytes * 2 // 3
-        plans = [plan_rematerialization(graph, budget, effort) for effort in (0, 1, 2)]
+        plans = [plan_rematerialization(graph, budget, effort) for effort in (0, 1)]
         times = [plan.time_ns for plan in plans if plan.feasible]
         assert times == sorted(times, reverse=True)
         assert [plan.feasible for plan in plans] == sorted(plan.feasible for plan in plans)

@@ -24,7 +24,7 @@ from relax_disc.vm_builtins import planner
 from relax_disc.vm_builtins.planner import PlannerGraph, PlannerOp
 from relax_disc.vm_builtins.runtime import function
 
-Effort = Literal["fast", "normal", "high"]
+Effort = Literal["normal", "high"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ def plan_rematerialization(
         Most live bytes, graph inputs counted; or text such as ``"8GiB"``.
     shape : mapping of str to int, optional
         A value for each dim, if the graph has any.
-    effort : {"fast", "normal", "high"}
-        ``"fast"`` is what the run time does at a new shape; ``"high"`` takes seconds.
+    effort : {"normal", "high"}
+        ``"normal"`` is what the run time does at a new shape; ``"high"`` takes four times as long.
 
     Raises
     ------

@@ -77,6 +77,9 @@ def _check_ids(graph: TensorGraph) -> None:
         check(kernel.inputs, f"{where}: inputs", distinct=False)
         check(kernel.outputs, f"{where}: outputs", distinct=True)
         check(kernel.views, f"{where}: views", distinct=False)
+        for pair in kernel.inplace:
+            if len(pair) != 2:
+                raise GraphError(f"{where}: an in-place pair has two tensors, not {pair!r}")
         for other in kernel.after:
             if isinstance(other, bool) or not isinstance(other, int):
                 raise GraphError(f"{where}: after: {other!r} is no kernel number")
@@ -155,8 +158,6 @@ def _check_inplace(graph: TensorGraph, made: tuple[int | None, ...]) -> None:
     for index, kernel in enumerate(graph.kernels):
         where = _where(kernel, index)
         for pair in kernel.inplace:
-            if len(pair) != 2:
-                raise GraphError(f"{where}: an in-place pair has two tensors, not {pair!r}")
             source, target = pair
             if source not in kernel.inputs or target not in kernel.outputs:
                 raise GraphError(f"{where}: in-place pair {pair} is no (input, output) of it")

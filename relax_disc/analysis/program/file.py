@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,12 @@ from relax_disc.analysis.program.tensor_graph import Kernel, Size, TensorGraph
 from relax_disc.analysis.symbolic.expr import SymbolicDim, SymbolicExpr
 from relax_disc.errors import GraphError
 
-_TOP_1 = {"format", "source", "bytes", "inputs", "outputs", "recorded_peak_bytes", "ops"}
-_OP_1 = {"name", "time_ns", "inputs", "outputs", "views"}
-_TOP = {1: _TOP_1, 2: _TOP_1 | {"dims", "names"}}
-_OP = {
-    1: _OP_1,
-    2: _OP_1
-    | {"inplace", "after", "workspace_bytes", "flops", "moved_bytes", "recomputable", "source"},
+_TOP = {"format", "source", "bytes", "inputs", "outputs", "recorded_peak_bytes", "ops"}
+_OP = {"name", "time_ns", "inputs", "outputs", "views"}
+_KNOWN = {
+    "tensor-graph/1": (_TOP, _OP),
+    "tensor-graph/2": (_TOP | {"dims", "names"}, {field.name for field in fields(Kernel)}),
 }
-_REQUIRED_TOP = ("bytes", "inputs", "outputs", "ops")
 
 
 def load_graph(path: str | Path) -> TensorGraph:
@@ -53,79 +51,87 @@ def load_graph(path: str | Path) -> TensorGraph:
     except (OSError, EOFError, ValueError) as error:
         raise GraphError(f"{path}: not a JSON file: {error}") from error
     try:
-        return graph_from_json(data)
+        return _graph_of(data)
     except GraphError as error:
         raise GraphError(f"{path}: {error}") from error
 
 
 def save_graph(graph: TensorGraph, path: str | Path) -> None:
     """Write a graph as `tensor-graph/2`."""
-    text = json.dumps(graph_to_json(graph), separators=(",", ":")).encode()
+    data: dict[str, Any] = {
+        "format": "tensor-graph/2",
+        "source": graph.origin,
+        "dims": [
+            {"name": dim.name, "range": [dim.lower, dim.upper], "divisor": dim.divisor}
+            for dim in graph.dims
+        ],
+        "bytes": graph.sizes,
+        "names": graph.tensor_names,
+        "inputs": graph.inputs,
+        "outputs": graph.outputs,
+        "recorded_peak_bytes": graph.recorded_peak_bytes,
+        "ops": [_changed_fields(kernel) for kernel in graph.kernels],
+    }
+    needed = ("bytes", "inputs", "outputs", "ops")
+    data = {name: value for name, value in data.items() if value or name in needed}
+    text = json.dumps(data, separators=(",", ":"), default=str).encode()  # str: of expressions
     if str(path).endswith(".gz"):
         text = gzip.compress(text, mtime=0)
     Path(path).write_bytes(text)
 
 
-def graph_from_json(data: object) -> TensorGraph:
-    """Make a graph of parsed JSON; see the module's description and `load_graph`."""
+def _changed_fields(kernel: Kernel) -> dict[str, Any]:
+    """Return the fields of a kernel that do not equal their default."""
+    values = ((field, getattr(kernel, field.name)) for field in fields(kernel))
+    return {field.name: value for field, value in values if value != field.default}
+
+
+def _graph_of(data: object) -> TensorGraph:
+    """Make a graph of parsed JSON."""
     if not isinstance(data, dict):
         raise GraphError("a tensor graph is a JSON object")
-    versions = {"tensor-graph/1": 1, "tensor-graph/2": 2}
-    version = versions.get(str(data.get("format")))
-    if version is None:
-        known = ", ".join(versions)
-        raise GraphError(f"unknown format {data.get('format')!r}; known are {known}")
-    _refuse_unknown(data, _TOP[version], "the graph")
-    for field in _REQUIRED_TOP:
-        if field not in data:
-            raise GraphError(f"the graph has no field {field!r}")
+    version = str(data.get("format"))
+    if version not in _KNOWN:
+        raise GraphError(f"unknown format {data.get('format')!r}; known are {', '.join(_KNOWN)}")
+    top, op_fields = _KNOWN[version]
+    _check_fields(data, top, ("bytes", "inputs", "outputs", "ops"), "the graph")
     dims = tuple(_read_dim(dim) for dim in _read_list(data.get("dims", []), "dims"))
+    needed = ("inputs", "outputs") if op_fields > _OP else ("name", "time_ns", "inputs", "outputs")
     kernels = []
     for index, op in enumerate(_read_list(data["ops"], "ops")):
         if not isinstance(op, dict):
             raise GraphError(f"op {index} is no JSON object")
-        _refuse_unknown(op, _OP[version], f"op {index}")
-        kernels.append(_read_kernel(op, index, dims, version))
+        _check_fields(op, op_fields, needed, f"op {index}")
+        read: dict[str, Any] = {"name": ""}
+        for name, value in op.items():
+            read[name] = _READ.get(name, _read_text)(value, f"op {index}: {name}")
+        for name in ("workspace_bytes", "flops", "moved_bytes"):
+            read[name] = _read_size(op.get(name, 0), dims, f"op {index}: {name}")
+        kernels.append(Kernel(**read))
     return TensorGraph(
         dims=dims,
         sizes=tuple(
             _read_size(size, dims, f"size of tensor {tensor}")
             for tensor, size in enumerate(_read_list(data["bytes"], "bytes"))
         ),
-        inputs=tuple(_read_list(data["inputs"], "inputs")),
-        outputs=tuple(_read_list(data["outputs"], "outputs")),
+        inputs=_read_tuple(data["inputs"], "inputs"),
+        outputs=_read_tuple(data["outputs"], "outputs"),
         kernels=tuple(kernels),
-        tensor_names=tuple(str(name) for name in _read_list(data.get("names", []), "names")),
+        tensor_names=tuple(map(str, _read_list(data.get("names", []), "names"))),
         recorded_peak_bytes=data.get("recorded_peak_bytes"),
         origin=str(data.get("source", "")),
     )
 
 
-def graph_to_json(graph: TensorGraph) -> dict[str, Any]:
-    """Return the `/2` form of a graph as JSON data."""
-    data: dict[str, Any] = {"format": "tensor-graph/2"}
-    if graph.origin:
-        data["source"] = graph.origin
-    if graph.dims:
-        data["dims"] = [
-            {"name": dim.name, "range": [dim.lower, dim.upper], "divisor": dim.divisor}
-            for dim in graph.dims
-        ]
-    data["bytes"] = [_write_size(size) for size in graph.sizes]
-    if graph.tensor_names:
-        data["names"] = list(graph.tensor_names)
-    data["inputs"] = list(graph.inputs)
-    data["outputs"] = list(graph.outputs)
-    if graph.recorded_peak_bytes is not None:
-        data["recorded_peak_bytes"] = graph.recorded_peak_bytes
-    data["ops"] = [_write_kernel(kernel) for kernel in graph.kernels]
-    return data
-
-
-def _refuse_unknown(data: Mapping[str, object], known: set[str], where: str) -> None:
+def _check_fields(
+    data: Mapping[str, object], known: set[str], needed: tuple[str, ...], where: str
+) -> None:
     unknown = sorted(set(data) - known)
     if unknown:
         raise GraphError(f"{where} has unknown field {unknown[0]!r}; known are {sorted(known)}")
+    for field in needed:
+        if field not in data:
+            raise GraphError(f"{where} has no field {field!r}")
 
 
 def _read_list(value: object, what: str) -> list[Any]:
@@ -134,10 +140,36 @@ def _read_list(value: object, what: str) -> list[Any]:
     return value
 
 
+def _read_tuple(value: object, what: str) -> tuple[Any, ...]:
+    return tuple(_read_list(value, what))
+
+
+def _read_pairs(value: object, what: str) -> tuple[Any, ...]:
+    return tuple(_read_tuple(pair, what) for pair in _read_list(value, what))
+
+
+def _read_flag(value: object, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise GraphError(f"{what} is {value!r}, not true or false")
+    return value
+
+
+def _read_text(value: object, _: str) -> str:
+    return str(value)
+
+
+_READ: dict[str, Callable[[object, str], Any]] = {
+    **dict.fromkeys(("inputs", "outputs", "after", "views"), _read_tuple),
+    "inplace": _read_pairs,
+    "recomputable": _read_flag,
+    "time_ns": lambda value, _: value,  # the graph refuses what is no whole number
+}
+
+
 def _read_dim(data: object) -> SymbolicDim:
     if not isinstance(data, dict) or not {"name", "range"} <= set(data):
         raise GraphError(f"a dim needs 'name' and 'range': {data!r}")
-    _refuse_unknown(data, {"name", "range", "divisor"}, f"dim {data['name']!r}")
+    _check_fields(data, {"name", "range", "divisor"}, (), f"dim {data['name']!r}")
     bounds = data["range"]
     if not isinstance(bounds, list) or len(bounds) != 2:
         raise GraphError(f"dim {data['name']!r}: a range is [lower, upper or null]: {bounds!r}")
@@ -155,73 +187,3 @@ def _read_size(value: object, dims: tuple[SymbolicDim, ...], what: str) -> Size:
     if unknown:
         raise GraphError(f"{what}: {value!r} names the unknown dim {unknown[0]!r}")
     return size.as_int() if size.is_constant else size
-
-
-def _read_kernel(
-    op: Mapping[str, Any], index: int, dims: tuple[SymbolicDim, ...], version: int
-) -> Kernel:
-    for field in (
-        ("inputs", "outputs") if version == 2 else ("name", "time_ns", "inputs", "outputs")
-    ):
-        if field not in op:
-            raise GraphError(f"op {index} has no field {field!r}")
-    where = f"op {index}"
-
-    def numbers(field: str) -> tuple[Any, ...]:
-        return tuple(_read_list(op.get(field, []), f"{where}: {field}"))
-
-    def size(field: str) -> Size:
-        return _read_size(op.get(field, 0), dims, f"{where}: {field}")
-
-    recomputable = op.get("recomputable", True)
-    if not isinstance(recomputable, bool):
-        raise GraphError(f"{where}: recomputable is {recomputable!r}, not true or false")
-    return Kernel(
-        name=str(op.get("name", "")),
-        inputs=numbers("inputs"),
-        outputs=numbers("outputs"),
-        inplace=tuple((p[0], p[1]) for p in _read_pairs(op, where)),
-        after=numbers("after"),
-        workspace_bytes=size("workspace_bytes"),
-        time_ns=op.get("time_ns"),
-        flops=size("flops"),
-        moved_bytes=size("moved_bytes"),
-        views=numbers("views"),
-        recomputable=recomputable,
-        source=str(op.get("source", "")),
-    )
-
-
-def _read_pairs(op: Mapping[str, Any], where: str) -> list[Any]:
-    pairs = _read_list(op.get("inplace", []), f"{where}: inplace")
-    for pair in pairs:
-        if len(_read_list(pair, f"{where}: an in-place pair")) != 2:
-            raise GraphError(f"{where}: an in-place pair has two tensors, not {pair!r}")
-    return pairs
-
-
-def _write_size(size: Size) -> int | str:
-    return str(size) if isinstance(size, SymbolicExpr) else size
-
-
-def _write_kernel(kernel: Kernel) -> dict[str, Any]:
-    data: dict[str, Any] = {"name": kernel.name}
-    if kernel.time_ns is not None:
-        data["time_ns"] = kernel.time_ns
-    data["inputs"] = list(kernel.inputs)
-    data["outputs"] = list(kernel.outputs)
-    if kernel.views:
-        data["views"] = list(kernel.views)
-    if kernel.inplace:
-        data["inplace"] = [list(pair) for pair in kernel.inplace]
-    if kernel.after:
-        data["after"] = list(kernel.after)
-    for field in ("workspace_bytes", "flops", "moved_bytes"):
-        size = getattr(kernel, field)
-        if size != 0:
-            data[field] = _write_size(size)
-    if not kernel.recomputable:
-        data["recomputable"] = False
-    if kernel.source:
-        data["source"] = kernel.source
-    return data

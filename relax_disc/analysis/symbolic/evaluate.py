@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -19,20 +20,64 @@ PUSH_CONSTANT, PUSH_DIM, ADD, SUB, MUL, FLOORDIV, FLOORMOD, MIN, MAX = range(9)
 _OPCODE = {"floordiv": FLOORDIV, "mod": FLOORMOD, "min": MIN, "max": MAX}
 
 
+def fold(
+    expr: SymbolicExpr,
+    dim: Callable[[SymbolicDim], Any],
+    atom: Callable[[Atom, list[Any]], Any],
+    number: Callable[[int], Any] = int,
+) -> Any:
+    """Return the value of `expr` in any domain that adds and multiplies.
+
+    Parameters
+    ----------
+    expr : SymbolicExpr
+        What to evaluate.
+    dim, atom, number : callable
+        The value of a dim, of an atom whose arguments have the given values, and of an integer.
+    """
+    total = number(0)
+    for monomial, coefficient in expr.terms.items():
+        product = number(coefficient)
+        for factor in monomial:
+            symbol = expr.symbols[factor]
+            if isinstance(symbol, Atom):
+                args = [fold(arg, dim, atom, number) for arg in symbol.args]
+                product = product * atom(symbol, args)
+            else:
+                product = product * dim(symbol)
+        total = total + product
+    return total
+
+
 def evaluate(expr: SymbolicExpr, sizes: Mapping[str, Any]) -> Any:
     """Return the value of `expr` where each dim has the given size, see `SymbolicExpr.evaluate`."""
-    vectorised = any(isinstance(size, np.ndarray) and size.ndim for size in sizes.values())
-    if not vectorised:
-        return _evaluate_once(expr, sizes)
+    try:
+        return _evaluate(expr, sizes)
+    except KeyError as error:
+        raise GraphError(
+            f"{expr} cannot be evaluated: dim {error.args[0]} was given no size."
+        ) from None
+
+
+def _evaluate(expr: SymbolicExpr, sizes: Mapping[str, Any]) -> Any:
+    if not any(isinstance(size, np.ndarray) and size.ndim for size in sizes.values()):
+        return fold(expr, lambda dim: int(sizes[dim.name]), _atom_of_numbers)
     arrays = {name: np.asarray(size) for name, size in sizes.items()}
     for name, array in arrays.items():
         if array.dtype.kind not in "iu":
             raise GraphError(f"Sizes of dim {name} must be integers, not {array.dtype}.")
-    largest = {name: int(np.abs(array).max(initial=0)) for name, array in arrays.items()}
-    if max(largest.values(), default=0) <= INT64_MAX and _magnitude(expr, largest) <= INT64_MAX:
+    shape = np.broadcast_shapes(*(array.shape for array in arrays.values()))
+    largest = {name: max(int(np.abs(a).max(initial=0)), 1) for name, a in arrays.items()}
+    # No value, partial sum or product can exceed this in size.
+    magnitude = fold(expr, lambda dim: largest[dim.name], lambda _, args: max(1, *args), abs)
+    if max(magnitude, *largest.values()) <= INT64_MAX:
         arrays = {name: array.astype(np.int64, copy=False) for name, array in arrays.items()}
-        return _evaluate_arrays(expr, arrays)
-    exact = _evaluate_arrays(expr, {name: array.astype(object) for name, array in arrays.items()})
+        values = fold(expr, lambda dim: arrays[dim.name], _atom_of_arrays)
+        return np.broadcast_to(np.asarray(values, np.int64), shape)
+    arrays = {name: array.astype(object) for name, array in arrays.items()}
+    exact = np.broadcast_to(
+        np.asarray(fold(expr, lambda dim: arrays[dim.name], _atom_of_arrays), object), shape
+    )
     if exact.size and (exact.max() > INT64_MAX or exact.min() < INT64_MIN):
         raise OverflowError(f"{expr} does not fit 64 bits at some of the given sizes.")
     return exact.astype(np.int64)
@@ -40,20 +85,16 @@ def evaluate(expr: SymbolicExpr, sizes: Mapping[str, Any]) -> Any:
 
 def bounds(expr: SymbolicExpr, dims: Mapping[str, SymbolicDim]) -> tuple[Bound, Bound]:
     """Return an interval that holds every value of `expr`, see `SymbolicExpr.bounds`."""
-    lower: Bound = 0
-    upper: Bound = 0
-    ranges: dict[str, tuple[Bound, Bound]] = {}
-    for monomial, coefficient in expr.terms.items():
-        interval: tuple[Bound, Bound] = (coefficient, coefficient)
-        for index, factor in enumerate(monomial):
-            if index and monomial[index - 1] == factor:
-                continue
-            if factor not in ranges:
-                ranges[factor] = _factor_bounds(expr.symbols[factor], factor, dims)
-            interval = _multiply(interval, _power(ranges[factor], monomial.count(factor)))
-        lower = None if lower is None or interval[0] is None else lower + interval[0]
-        upper = None if upper is None or interval[1] is None else upper + interval[1]
-    return lower, upper
+
+    def interval(dim: SymbolicDim) -> _Interval:
+        whole = dim.intersect(dims[dim.name]) if dim.name in dims else dim
+        return _Interval(whole.first, _INFINITE if whole.last is None else whole.last)
+
+    found = fold(expr, interval, _atom_of_intervals, lambda number: _Interval(number, number))
+    return (
+        None if found.lower == -_INFINITE else int(found.lower),
+        None if found.upper == _INFINITE else int(found.upper),
+    )
 
 
 def program(expr: SymbolicExpr, dim_order: Sequence[str]) -> tuple[int, ...]:
@@ -76,167 +117,80 @@ def program(expr: SymbolicExpr, dim_order: Sequence[str]) -> tuple[int, ...]:
     return tuple(code)
 
 
-def _evaluate_once(expr: SymbolicExpr, sizes: Mapping[str, Any]) -> int:
-    total = 0
-    symbols = expr.symbols
-    for monomial, coefficient in expr.terms.items():
-        product = coefficient
-        for factor in monomial:
-            size = sizes.get(factor)
-            if size is None:
-                symbol = symbols[factor]
-                if isinstance(symbol, SymbolicDim):
-                    raise _missing(expr, factor)
-                size = _apply(symbol, [_evaluate_once(arg, sizes) for arg in symbol.args])
-            product *= int(size)
-        total += product
-    return total
-
-
-def _apply(atom: Atom, values: Sequence[int]) -> int:
-    if atom.kind == "min":
-        return min(values)
-    if atom.kind == "max":
-        return max(values)
+def _atom_of_numbers(atom: Atom, values: Sequence[int]) -> int:
+    if atom.kind in ("min", "max"):
+        return min(values) if atom.kind == "min" else max(values)
     if values[1] == 0:
         raise GraphError(f"{atom}: division by zero at the given sizes.")
     return values[0] // values[1] if atom.kind == "floordiv" else values[0] % values[1]
 
 
-def _evaluate_arrays(expr: SymbolicExpr, sizes: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Evaluate without a check for overflow, in the dtype of the arrays."""
-    dtype = next(iter(sizes.values())).dtype
-    total = np.zeros(np.broadcast_shapes(*(size.shape for size in sizes.values())), dtype)
-    for monomial, coefficient in expr.terms.items():
-        product: Any = coefficient
-        for factor in monomial:
-            product = product * _factor_array(expr, factor, sizes)
-        total = total + product
-    return total
+def _atom_of_arrays(atom: Atom, values: Sequence[Any]) -> Any:
+    if atom.kind in ("min", "max"):
+        return reduce(np.minimum if atom.kind == "min" else np.maximum, values)
+    if not np.all(values[1]):
+        raise GraphError(f"{atom}: division by zero at the given sizes.")
+    return values[0] // values[1] if atom.kind == "floordiv" else values[0] % values[1]
 
 
-def _factor_array(expr: SymbolicExpr, factor: str, sizes: Mapping[str, np.ndarray]) -> np.ndarray:
-    if factor in sizes:
-        return sizes[factor]
-    symbol = expr.symbols[factor]
-    if isinstance(symbol, SymbolicDim):
-        raise _missing(expr, factor)
-    values = [_evaluate_arrays(arg, sizes) for arg in symbol.args]
-    if symbol.kind in ("min", "max"):
-        combine = np.minimum if symbol.kind == "min" else np.maximum
-        result = values[0]
-        for value in values[1:]:
-            result = combine(result, value)
-        return result
-    if (values[1] == 0).any():
-        raise GraphError(f"{symbol}: division by zero at the given sizes.")
-    return values[0] // values[1] if symbol.kind == "floordiv" else values[0] % values[1]
+_INFINITE = float("inf")
 
 
-def _magnitude(expr: SymbolicExpr, largest: Mapping[str, int]) -> int:
-    """Return a number that no value, partial sum or product can exceed in size."""
-    total = 0
-    for monomial, coefficient in expr.terms.items():
-        total += abs(coefficient) * prod(_factor_magnitude(expr, f, largest) for f in monomial)
-    return total
+@dataclass(slots=True)  # not frozen, which takes twice the time to make
+class _Interval:
+    """All numbers from one to another; an infinite end is a limit, never a value."""
+
+    lower: int | float
+    upper: int | float
+
+    def __add__(self, other: _Interval) -> _Interval:
+        return _Interval(_sum(self.lower, other.lower), _sum(self.upper, other.upper))
+
+    def __mul__(self, other: _Interval) -> _Interval:
+        if self.lower >= 0 and other.lower >= 0:
+            return _Interval(_product(self.lower, other.lower), _product(self.upper, other.upper))
+        ends = [
+            _product(a, b) for a in (self.lower, self.upper) for b in (other.lower, other.upper)
+        ]
+        return _Interval(min(ends), max(ends))
 
 
-def _factor_magnitude(expr: SymbolicExpr, factor: str, largest: Mapping[str, int]) -> int:
-    if factor in largest:
-        return max(largest[factor], 1)
-    symbol = expr.symbols[factor]
-    if isinstance(symbol, SymbolicDim):
-        raise _missing(expr, factor)
-    return max(1, *(_magnitude(arg, largest) for arg in symbol.args))
+def _sum(left: int | float, right: int | float) -> int | float:
+    """Add, where an integer may be too long for a float."""
+    return left if isinstance(left, float) else right if isinstance(right, float) else left + right
 
 
-def _missing(expr: SymbolicExpr, name: str) -> GraphError:
-    return GraphError(f"{expr} cannot be evaluated: dim {name} was given no size.")
-
-
-def _factor_bounds(
-    symbol: SymbolicDim | Atom, name: str, dims: Mapping[str, SymbolicDim]
-) -> tuple[Bound, Bound]:
-    if isinstance(symbol, SymbolicDim):
-        dim = symbol.intersect(dims[name]) if name in dims else symbol
-        return dim.first, dim.last
-    intervals = [bounds(arg, dims) for arg in symbol.args]
-    if symbol.kind in ("min", "max"):
-        choose = min if symbol.kind == "min" else max
-        lowers, uppers = zip(*intervals, strict=True)
-        known_lowers = [lower for lower in lowers if lower is not None]
-        known_uppers = [upper for upper in uppers if upper is not None]
-        some = symbol.kind == "max"  # one known lower bound bounds a maximum
-        lower = (
-            choose(known_lowers)
-            if len(known_lowers) == len(lowers) or (some and known_lowers)
-            else None
-        )
-        upper = (
-            choose(known_uppers)
-            if len(known_uppers) == len(uppers) or (not some and known_uppers)
-            else None
-        )
-        return lower, upper
-    (low, high), (divisor_low, divisor_high) = intervals
-    if divisor_low is None or divisor_low < 1:
-        return None, None
-    if symbol.kind == "mod":
-        upper = None if divisor_high is None else divisor_high - 1
-        if low is not None and low >= 0 and high is not None:
-            upper = high if upper is None else min(upper, high)
-        return 0, upper
-    # Rounding down keeps order, and a quotient by a positive number is extreme at an end.
-    lower = None
-    if low is not None:
-        lower = (
-            low // divisor_low if low < 0 else (0 if divisor_high is None else low // divisor_high)
-        )
-    upper = None
-    if high is not None:
-        upper = (
-            high // divisor_low
-            if high >= 0
-            else (-1 if divisor_high is None else high // divisor_high)
-        )
-    return lower, upper
-
-
-def _power(interval: tuple[Bound, Bound], exponent: int) -> tuple[Bound, Bound]:
-    lower, upper = interval
-    if exponent == 1:
-        return interval
-    if lower is not None and lower >= 0:
-        return lower**exponent, None if upper is None else upper**exponent
-    result = interval
-    for _ in range(exponent - 1):
-        result = _multiply(result, interval)
-    return result
-
-
-def _multiply(left: tuple[Bound, Bound], right: tuple[Bound, Bound]) -> tuple[Bound, Bound]:
-    infinite = float("inf")
-    ends_left = (
-        -infinite if left[0] is None else left[0],
-        infinite if left[1] is None else left[1],
-    )
-    ends_right = (
-        -infinite if right[0] is None else right[0],
-        infinite if right[1] is None else right[1],
-    )
-    # 0 times an infinite end is 0: the end is a limit, never a value.
-    products = [0 if a == 0 or b == 0 else _product(a, b) for a in ends_left for b in ends_right]
-    low, high = min(products), max(products)
-    return (
-        None if low == -infinite else int(low),
-        None if high == infinite else int(high),
-    )
-
-
-def _product(left: float, right: float) -> float:
+def _product(left: int | float, right: int | float) -> int | float:
     if isinstance(left, int) and isinstance(right, int):
         return left * right
-    return float("inf") if (left > 0) == (right > 0) else -float("inf")
+    if left == 0 or right == 0:
+        return 0
+    return _INFINITE if (left > 0) == (right > 0) else -_INFINITE
+
+
+def _atom_of_intervals(atom: Atom, parts: Sequence[_Interval]) -> _Interval:
+    if atom.kind in ("min", "max"):
+        choose = min if atom.kind == "min" else max
+        return _Interval(choose(p.lower for p in parts), choose(p.upper for p in parts))
+    dividend, divisor = parts
+    low, high = dividend.lower, dividend.upper
+    if divisor.lower < 1:
+        return _Interval(-_INFINITE, _INFINITE)
+    if atom.kind == "mod":
+        below = divisor.upper if divisor.upper == _INFINITE else divisor.upper - 1
+        return _Interval(0, min(high, below) if low >= 0 else below)
+    # Rounding down keeps order, and a quotient by a positive number is extreme at an end.
+    return _Interval(
+        _quotient(low, divisor.lower if low < 0 else divisor.upper),
+        _quotient(high, divisor.upper if high < 0 else divisor.lower),
+    )
+
+
+def _quotient(number: int | float, divisor: int | float) -> int | float:
+    """Divide by a number of 1 or more, rounding down."""
+    if isinstance(number, float):
+        return number
+    return number // divisor if isinstance(divisor, int) else -1 if number < 0 else 0
 
 
 def _emit(expr: SymbolicExpr, index: Mapping[str, int], code: list[int]) -> None:

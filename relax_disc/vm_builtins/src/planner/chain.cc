@@ -10,38 +10,35 @@ namespace {
 constexpr int kLarge = 3000;
 // Graphs with no more kernels than this are planned within some milliseconds: fewer trials.
 constexpr int kSmall = 1000;
-// Iterations of Ruin per rung, and their number times the graph's kernels: about 2 s in all.
-constexpr int kMostRuins = 300, kRuinWork = 100'000;
 
 }  // namespace
 
 std::vector<ChainStyle> ChainStyles(const Model& model, int effort) {
   std::vector<ChainStyle> styles{
-      {80, {80, 1, false}, false, kGrace},
-      {20, {80, model.ops <= kSmall ? 4 : 12, false}, false, kGrace},
-      {80, {100, 6, false}, false},
+      {80, {80, 1, false}, kGrace},
+      {20, {80, model.ops <= kSmall ? 4 : 12, false}, kGrace},
+      {80, {100, 6, false}},
   };
-  if (effort >= kEffortNormal) {
-    if (model.ops <= kSmall) styles.push_back({20, {80, 12, false}, false, kGrace});
-    styles.push_back({10, {70, 6, true}, false});
-    styles.push_back({20, {100, 12, true}, false});
+  if (effort >= kEffortHigh) {
+    if (model.ops <= kSmall) styles.push_back({20, {80, 12, false}, kGrace});
+    styles.push_back({10, {70, 6, true}});
+    styles.push_back({20, {100, 12, true}});
     if (model.ops <= kLarge) {
-      styles.push_back({10, {100, 6, true}, false});
-      styles.push_back({10, {50, 12, true}, false});
-      styles.push_back({20, {80, 1, true}, false});
-      styles.push_back({20, {50, 12, true}, false});
-      styles.push_back({40, {100, 1, true}, false});
-      styles.push_back({80, {100, 12, true}, false});
-      styles.push_back({80, {80, 1, true}, false});
+      styles.push_back({10, {100, 6, true}});
+      styles.push_back({10, {50, 12, true}});
+      styles.push_back({20, {80, 1, true}});
+      styles.push_back({20, {50, 12, true}});
+      styles.push_back({40, {100, 1, true}});
+      styles.push_back({80, {100, 12, true}});
+      styles.push_back({80, {80, 1, true}});
     }
   }
-  if (effort >= kEffortHigh) styles.push_back({40, {100, 6, false}, true});
   return styles;
 }
 
 std::vector<ChainStyle> FrontStyles(int effort) {
-  std::vector<ChainStyle> styles{{80, {100, 12, false, true}, false, kGrace}};
-  if (effort >= kEffortNormal) styles.push_back({160, {80, 6, false, true}, false, kGrace});
+  std::vector<ChainStyle> styles{{80, {100, 12, false, true}, kGrace}};
+  if (effort >= kEffortHigh) styles.push_back({160, {80, 6, false, true}, kGrace});
   return styles;
 }
 
@@ -113,10 +110,6 @@ bool Chain::Descend() {
     limit_ = last_limit;
     rung_ = 0;
     return false;
-  }
-  if (style_.ruins) {
-    const int iterations = std::clamp(kRuinWork / (model_.ops + 1), 4, kMostRuins);
-    search.Ruin(limit_, floor_, style_.search, iterations);
   }
   floor_ = search.timeline.time();
   return true;

@@ -22,7 +22,6 @@ constexpr int kGrace = 4;
 struct ChainStyle {
   int divisions;  // rungs are multiples of this part of the peak without recomputation
   SearchStyle search;
-  bool ruins;     // whether each rung ends in Search::Ruin
   int grace = 0;  // see Timeline::BaseWindows
 };
 

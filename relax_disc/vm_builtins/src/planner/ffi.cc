@@ -101,7 +101,7 @@ ffi::Shape SearchOffsetsList(const List& lower, const List& upper, const List& s
 // For tests: no program within the budget takes less time; 0 where that is not known.
 int64_t LeastTime(const List& graph, int64_t budget) {
   const Model model(ReadGraph(graph));
-  return FrontSearch(model, kEffortFast, budget - model.resident_bytes).bound();
+  return FrontSearch(model, kEffortNormal, budget - model.resident_bytes).bound();
 }
 
 }  // namespace

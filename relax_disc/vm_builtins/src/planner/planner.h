@@ -36,7 +36,7 @@ struct PlannerGraph {
 };
 
 // How hard to search.  A higher effort is never slower in the plan that it finds.
-enum PlannerEffort : int { kEffortFast = 0, kEffortNormal = 1, kEffortHigh = 2 };
+enum PlannerEffort : int { kEffortNormal = 0, kEffortHigh = 1 };
 
 // Result of PlanRematerialization.
 struct Program {

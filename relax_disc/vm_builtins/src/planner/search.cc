@@ -22,12 +22,7 @@ constexpr std::size_t kRetreats = 6;
 }  // namespace
 
 Search::Search(const Model& model, int grace)
-    : timeline(model, grace), model_(model), mark_(model.tensors(), 0), banned_(model.gaps(), 0) {}
-
-void Search::Apply(int gap, Window window) {
-  journal_.emplace_back(gap, timeline.windows()[gap]);
-  timeline.Set(gap, window);
-}
+    : timeline(model, grace), model_(model), mark_(model.tensors(), 0) {}
 
 // Time of bringing a tensor back in a block, as the plan stands.
 int64_t Search::Cost(int tensor, int block) {
@@ -104,7 +99,7 @@ void Search::Collect(int64_t limit, const SearchStyle& style) {
   for (int tensor = 0; tensor < model_.tensors(); ++tensor) {
     if (!model_.evictable[tensor] || model_.producer[tensor] >= block) continue;
     Idle idle;
-    if (!FindIdle(tensor, block, position, &idle) || banned_[idle.gap]) continue;
+    if (!FindIdle(tensor, block, position, &idle)) continue;
     const int64_t cost = Cost(tensor, idle.need);
     if (cost >= kImpossible) continue;
     const int relieved = overfull_[std::max(idle.need, idle.from + 1)] - overfull_[idle.from + 1];
@@ -112,7 +107,6 @@ void Search::Collect(int64_t limit, const SearchStyle& style) {
     // fuses the two, and plans are the same on every machine.
     double score = static_cast<double>(model_.bytes[tensor]) * std::max(1, relieved);
     score /= static_cast<double>(cost + 1);
-    if (noise_) score *= 800 + noise_->Below(401);
     candidates_.push_back({score, idle.gap, idle.window});
   }
 }
@@ -122,8 +116,8 @@ bool Search::Shrink(int64_t limit, int64_t floor, const SearchStyle& style) {
     return a.score != b.score ? a.score < b.score : a.gap > b.gap;
   };
   int64_t best = timeline.Overflow(limit);
-  const int patience = noise_ || style.brief ? kBriefPatience : kPatience;
-  const int64_t slowest = noise_ ? ruin_time_ + ruin_time_ / 8 : kSlowest * model_.base_time;
+  const int patience = style.brief ? kBriefPatience : kPatience;
+  const int64_t slowest = kSlowest * model_.base_time;
   const int64_t last_work =
       timeline.work() + work_ + (style.brief ? kBriefWork * model_.ops : kShrinkWork);
   int stalled = 0;
@@ -151,8 +145,8 @@ bool Search::Shrink(int64_t limit, int64_t floor, const SearchStyle& style) {
       timeline.Set(candidate.gap, old);
     }
     if (chosen.gap < 0) return false;
-    Apply(chosen.gap, chosen.window);
-    if (!noise_) seen();
+    timeline.Set(chosen.gap, chosen.window);
+    seen();
     const int64_t now = timeline.Overflow(limit);
     if (now < best) {
       best = now;
@@ -188,7 +182,7 @@ bool Search::Retreat(int gap, int64_t limit, int64_t floor, bool thorough) {
   const int from = model_.points.values[gap];
   const int to = model_.IsTail(gap) ? model_.ops : model_.points.values[gap + 1];
   const Window old = timeline.windows()[gap];
-  if (old.empty() || banned_[gap]) return false;
+  if (old.empty()) return false;
   std::vector<Window> options{{from, from}};
   for (const Touch& touch : timeline.touches(tensor)) {
     const int at = touch.block;
@@ -203,7 +197,6 @@ bool Search::Retreat(int gap, int64_t limit, int64_t floor, bool thorough) {
     const bool good = timeline.valid() && timeline.time() < time && timeline.time() >= floor &&
                       timeline.Peak() <= limit;
     if (good) {
-      journal_.emplace_back(gap, old);
       seen();
       return true;
     }

@@ -1,14 +1,11 @@
-// Search for windows: evict greedily until a limit holds, take back what was not needed, and tear
-// up and redo small parts.
+// Search for windows: evict greedily until a limit holds, and take back what was not needed.
 #ifndef RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_SEARCH_H_
 #define RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_SEARCH_H_
 
 #include <cstdint>
 #include <functional>
-#include <utility>
 #include <vector>
 
-#include "planner/random.h"
 #include "planner/timeline.h"
 
 namespace relax_disc {
@@ -35,9 +32,6 @@ class Search {
   // Take back or shorten evictions while the peak stays within the limit and time falls, but not
   // below `floor`.  One pass over the gaps of everything that runs again.
   bool Relax(int64_t limit, int64_t floor, bool thorough);
-  // So many times: take back a few evictions that lie together, shrink and relax again; keep the
-  // result if it is faster and takes at least `floor` time.
-  void Ruin(int64_t limit, int64_t floor, const SearchStyle& style, int iterations);
 
   Timeline timeline;
   std::function<void()> seen = [] {};
@@ -54,13 +48,11 @@ class Search {
     int from, need;  // last block that reads it before, first block that reads it after
   };
 
-  void Apply(int gap, Window window);
   void Collect(int64_t limit, const SearchStyle& style);
   bool FindIdle(int tensor, int block, int position, Idle* idle) const;
   int64_t Cost(int tensor, int block);
   bool MayFit(int tensor, Window old, Window option, int64_t limit) const;
   bool Retreat(int gap, int64_t limit, int64_t floor, bool thorough);
-  void TakeBackSome(Random* random);
 
   const Model& model_;
   std::vector<int> mark_;
@@ -68,10 +60,6 @@ class Search {
   int64_t work_ = 0;  // kernels that Cost went through
   std::vector<int> stack_, overfull_;
   std::vector<Candidate> candidates_;  // a heap, best first
-  std::vector<std::pair<int, Window>> journal_;  // gaps and their windows before
-  std::vector<char> banned_;           // gaps that Ruin wants left alone
-  Random* noise_ = nullptr;            // disturbs scores during Ruin
-  int64_t ruin_time_ = 0;              // what Ruin wants to be better than
 };
 
 }  // namespace relax_disc

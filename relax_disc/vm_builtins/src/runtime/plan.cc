@@ -92,7 +92,7 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vec
     plan->workspaces.push_back(op.workspace);
   }
   // More effort costs a new shape many times the time and wins 0.1 %.
-  plan->arena = PlanArena(graph, std::max<int64_t>(room, 0), metadata.machine.alignment, kEffortFast);
+  plan->arena = PlanArena(graph, std::max<int64_t>(room, 0), metadata.machine.alignment, kEffortNormal);
   plan->feasible = plan->arena.feasible && room >= 0;
   plan->planning_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
                           std::chrono::steady_clock::now() - start)
