@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tvm import relax
+from tvm import relax, tirx
 from tvm.ir import Op, make_node
 
 from relax_disc.ops import registry
@@ -115,7 +115,22 @@ def dispatch(call: relax.Call, site: Site) -> relax.Expr:
     operands = list(call.args)
     if len(operands) == 3:
         name = "convolution_bias"
+    if name == "convolution_weight" and site.family == "relax_disc.cpu" and _is_own(call):
+        name = "depthwise_weight"
     return site.call(name, [*operands, *numbers], site.original.ty)
+
+
+def _is_own(call: relax.Call) -> bool:
+    """Whether channels have windows of their own that PyTorch's library has no fast kernel for."""
+    outer, inner = (registry.extents(arg.ty)[-1] for arg in call.args)
+    kind: Any = call.ty_args[0]
+    groups = int(call.attrs["groups"])
+    window = registry.extents(kind)[2:]
+    return (
+        registry.dtype_name(kind) == "float32"
+        and (len(window) == 1 or (len(window) == 2 and max(int(n) for n in window) > 3))
+        and all(isinstance(n, tirx.IntImm) and int(n) == groups for n in (outer, inner))
+    )
 
 
 def _sides(which: int) -> Callable[[list[Any]], tuple[Any, Any, Any]]:
@@ -151,4 +166,5 @@ registry.LIBRARY.update(
     convolution_bias=_library(0),
     convolution_input=_library(1),
     convolution_weight=_library(2),
+    depthwise_weight=registry.LibraryFunction(flops=_library(2).flops),
 )

@@ -55,6 +55,7 @@ _KEPT_WHOLE = (
     _ATEN.slice_backward.default,
     _ATEN.smooth_l1_loss_backward.default,
     _ATEN.unfold_backward.default,
+    _ATEN.upsample_bilinear2d.default,
 )
 
 
@@ -70,6 +71,18 @@ for _operator, _position in (
 
     if _operator not in op_implementations_dict:
         register_op_impl(_operator)(_like)
+
+
+def _upsampled_from(
+    mode: Any, operator: Any, grad: Tensor, size: Any, shape: Any, *_: Any
+) -> Tensor:
+    """Describe the gradient of a resized plane; PyTorch does so only if sizes are numbers."""
+    with mode:
+        return grad.new_empty(shape)
+
+
+if _ATEN.upsample_bilinear2d_backward.default not in op_implementations_dict:
+    register_op_impl(_ATEN.upsample_bilinear2d_backward.default)(_upsampled_from)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp.decompositions import upsample_compute_output_size
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 
@@ -130,6 +131,15 @@ def as_strided(
     return x.flatten().index_select(0, places.flatten()).reshape(size)
 
 
+def bilinear_upsampling(
+    x: Tensor, size: Sequence[Any] | None, align_corners: bool, scales: Sequence[float] | None
+) -> Tensor:
+    """Resize planes by PyTorch's own kernel."""
+    given = scales or (None, None)
+    size = upsample_compute_output_size(x.shape, size, scales)
+    return torch.ops.aten.upsample_bilinear2d.default(x, size, align_corners, *given)
+
+
 _ATEN = torch.ops.aten
 
 REWRITES: dict[Any, Rule] = {
@@ -149,4 +159,5 @@ REWRITES: dict[Any, Rule] = {
     _ATEN.prod.default: prod,
     _ATEN.prod.dim_int: prod_along,
     _ATEN.bilinear.default: bilinear,
+    _ATEN.upsample_bilinear2d.vec: bilinear_upsampling,
 }

@@ -1,4 +1,4 @@
-"""Pooling over two or three spatial axes and its gradients: PyTorch's kernels, channels last.
+"""Pooling, bilinear resizing and their gradients: PyTorch's kernels, channels last.
 
 Layers over one axis are layers over two in PyTorch's own decompositions.
 """
@@ -29,6 +29,12 @@ def pool(emitter: Emitter, *args: Any) -> Any:
 def pool_backward(emitter: Emitter, *args: Any) -> Any:
     """Gradient of pooling; of the input only its sizes are read."""
     return _call(emitter, args, sizes_only=("self", "input"))
+
+
+@converts("aten.upsample_bilinear2d.default", "aten.upsample_bilinear2d_backward.default")
+def upsample(emitter: Emitter, *args: Any) -> Any:
+    """Bilinear resizing of planes."""
+    return fallback.call(emitter, list(args), {}, channels_last=True)
 
 
 def _call(emitter: Emitter, args: Any, sizes_only: tuple[str, ...] = ()) -> Any:
