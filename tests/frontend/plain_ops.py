@@ -17,12 +17,14 @@ install("cpu")
 class _Library:
     """Stands for the place of a call that the library computes."""
 
+    family = "relax_disc.cpu"
+
     def __init__(self, original):
         self.original = original
 
     def call(self, name, arguments, result):
         values = [relax.prim_value(x) if isinstance(x, int) else x for x in arguments]
-        return relax.call_dps_packed(f"relax_disc.cpu.{name}", values, result)
+        return relax.call_dps_packed(f"{self.family}.{name}", values, result)
 
 
 @mutator
