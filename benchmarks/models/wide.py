@@ -1,4 +1,4 @@
-"""The models of the table at the width and the sizes that they are used at, and more of timm's.
+"""The principal models of the table at the width and the sizes that they are used at, and more of timm's.
 
 Configurations of Hugging Face's models are the table's own, with the numbers that say how wide a
 model is replaced.  Depth stays small: a layer costs the same every time.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.models import networks, perception
+from benchmarks.models import language, networks, perception
 from benchmarks.models.catalogue import ENTRIES
 from benchmarks.models.entry import Batch, Entry, seeded
 from benchmarks.models.language import Built
@@ -255,14 +255,8 @@ def _perception(entry: Entry) -> Entry:
     return _of_pixels(entry, **_OWN_WIDTHS.get(entry.name, {}))
 
 
-_LANGUAGE = [
-    e
-    for e in ENTRIES
-    if e.source == "transformers" and e.name not in {p.name for p in perception.ENTRIES}
-]
-
 WIDE: tuple[Entry, ...] = (
-    *(_of_language(entry) for entry in _LANGUAGE),
+    *(_of_language(entry) for entry in language.ENTRIES),
     *(_perception(entry) for entry in perception.ENTRIES),
     _scaled("MLP", 16, [(256,), (171,)], [512], scale=16),
     _scaled("CNN, batch norm and pooling", 4, [(8, 96, 80), (6, 64, 112)], [16, 128, 128]),
