@@ -1,4 +1,4 @@
-"""The principal models of the table at the width and the sizes that they are used at, and more of timm's.
+"""Principal models of the table at the width and sizes that they are used at, and more of timm.
 
 Configurations of Hugging Face's models are the table's own, with the numbers that say how wide a
 model is replaced.  Depth stays small: a layer costs the same every time.
