@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 MODELS = ("llama", "resnet18", "densenet121", "ghostnet_100", "mobilenetv3_small_100")
 PHASES = ("export", "trace", "import", "simplify", "libraries", "fusion", "kernels", "memory")
@@ -112,11 +113,12 @@ def measure(name: str) -> dict[str, Any]:
     exported = clock.run(
         "export", lambda: compiler.export_step(model, optimizer, example, dynamic_shapes=shapes)
     )
-    traced = clock.run("trace", lambda: step._trace(exported.exported, model))
-    wanted = [step.Wanted(optimizer=optimizer, max_grad_norm=None)]
-    captured = clock.run("import", lambda: step.emit_functions(exported.exported, traced, wanted))
+    trace = step.trace_step
+    with patch.object(step, "trace_step", lambda *args: clock.run("trace", lambda: trace(*args))):
+        captured = clock.run("import", exported.capture)
+    clock.seconds["import"] -= clock.seconds["trace"]
     with tvm.transform.PassContext(opt_level=2, instruments=[_instrument(clock)]):
-        built = clock.run("code", lambda: compiler.build(captured[0].module, target))
+        built = clock.run("code", lambda: compiler.build(captured.module, target))
     inside = sum(clock.seconds[phase] for phase in PHASES[3:9])
     clock.seconds["code"] -= inside
     library = clock.run("link", lambda: artefact.export_library(built))
