@@ -280,7 +280,7 @@ class CompiledFunction:
         """Bind the state of the random operators, a sibling's or a new one."""
         for index, spec in enumerate(self._captured.inputs):
             if spec.kind == "rng":
-                shared = shared or RandomState()
+                shared = shared or RandomState(self._schema.device)
                 self._arguments[index] = as_runtime(shared.tensor, "rng_state")
                 return shared
         return None

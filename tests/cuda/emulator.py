@@ -32,6 +32,8 @@ from tvm import tirx
 
 HERE = Path(__file__).parent
 _CPU, _CUDA = 1, 2
+_SMALL_SHARE = 4
+_SCALAR_SECTORS = 16
 _SIGNATURE = re.compile(
     r'extern "C" __global__ void (?:__launch_bounds__\(\d+\) )?(\w+)\((.*)\) \{'
 )
@@ -74,6 +76,27 @@ class Call:
     function: str
     launches: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     traffic: dict[str, Traffic] = field(default_factory=dict)
+
+    def traffic_ratio(self) -> float:
+        """Sectors moved over the least that touches each sector once.
+
+        What is small beside the largest argument (a bias, statistics of rows) stays in the device's
+        cache, so each of its sectors counts once.
+        """
+        least = {name: t.least_read + t.least_written for name, t in self.traffic.items()}
+        large = max(least.values(), default=0) / _SMALL_SHARE
+        moved = {
+            name: t.read + t.written if least[name] > large else least[name]
+            for name, t in self.traffic.items()
+        }
+        return sum(moved.values()) / max(sum(least.values()), 1)
+
+    @property
+    def is_one_thread(self) -> bool:
+        """Whether one thread does what many could."""
+        sectors = sum(t.least_read + t.least_written for t in self.traffic.values())
+        single = any(extents == (1,) * 6 for _, extents in self.launches)
+        return single and sectors > _SCALAR_SECTORS
 
 
 class Emulator:

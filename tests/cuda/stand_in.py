@@ -20,6 +20,8 @@ import tvm_ffi
 from torch.overrides import TorchFunctionMode
 
 from relax_disc import pipeline
+from relax_disc.training import compiled_function
+from relax_disc.training.call import binding
 from relax_disc.vm_builtins import runtime
 from relax_disc.vm_builtins.libraries import install
 from tests.cuda.emulator import Emulator, Relabelled, announced
@@ -44,6 +46,12 @@ def cuda_stand_in(emulator: Emulator) -> Iterator[None]:
     for name, function in replaced.items():
         tvm_ffi.register_global_func(name, function, override=True)
     device, from_dlpack = tvm.runtime.device, torch.from_dlpack
+    plain_from_dlpack = tvm.runtime.from_dlpack
+
+    def as_runtime(tensor: torch.Tensor, what: str) -> Any:
+        if what == "hyper-parameters":  # on the host: no kernel may read them there
+            return plain_from_dlpack(tensor)
+        return binding.as_runtime(tensor, what)
 
     def as_torch(tensor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not isinstance(tensor, torch.Tensor) and tensor.__dlpack_device__()[0] == _CUDA:
@@ -62,7 +70,8 @@ def cuda_stand_in(emulator: Emulator) -> Iterator[None]:
         stack.enter_context(emulator.compiling())
         for owner, name, value in (
             (torch, "from_dlpack", as_torch),
-            (tvm.runtime, "from_dlpack", _to_device(tvm.runtime.from_dlpack)),
+            (tvm.runtime, "from_dlpack", _to_device(plain_from_dlpack)),
+            (compiled_function, "as_runtime", as_runtime),
             (tvm.runtime, "device", lambda kind, index=0: device("cuda", index)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))

@@ -63,12 +63,12 @@ def as_runtime(tensor: torch.Tensor, what: str) -> tvm.runtime.Tensor:
 
 
 class Number:
-    """A Python number that the program reads from a tensor of its own."""
+    """A Python number that the program reads from a tensor of its own, where its kernels run."""
 
-    def __init__(self, outer: OuterTensor) -> None:
+    def __init__(self, outer: OuterTensor, device: torch.device) -> None:
         assert outer.place is not None
         self.what, self._place = str(outer.source), outer.place
-        self.tensor = torch.zeros((), dtype=torch.float64)
+        self.tensor = torch.zeros((), dtype=torch.float64, device=device)
         self._last: object = None
         self.read()
 
@@ -118,7 +118,8 @@ class Binding:
             elif spec.kind == "constant":
                 self._bind(index, f"constant {spec.target}", _look(outer[str(spec.target)]))
             elif spec.kind == "number":
-                number = Number(outer[str(spec.target)])
+                device = next((p.device for p in model.parameters()), torch.device("cpu"))
+                number = Number(outer[str(spec.target)], device)
                 self.arguments[index] = as_runtime(number.tensor, number.what)
                 self._numbers.append(number)
             elif spec.kind == "gradient":

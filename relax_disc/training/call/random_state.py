@@ -12,14 +12,19 @@ class RandomState:
     PyTorch.  Once `state` has been read or set, calls go on from that instead, counting, until the
     generator gets another seed.
 
+    Parameters
+    ----------
+    device : torch.device
+        Where the kernels run.
+
     Attributes
     ----------
     tensor : torch.Tensor
-        What the kernels read, int64.
+        What they read, int64.
     """
 
-    def __init__(self) -> None:
-        self.tensor = torch.zeros(2, dtype=torch.int64)
+    def __init__(self, device: torch.device) -> None:
+        self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
         self._counts_from: int | None = None  # the generator's seed when counting began
 
     @property
