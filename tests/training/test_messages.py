@@ -242,3 +242,41 @@ def test_a_generator_is_refused_with_its_line():
 def test_an_empty_example_is_refused():
     with pytest.raises(InputMismatchError, match=r"empty tensor of shape \(0, 4\)"):
         compiled(Net(), (X[:0], Y[:0]), nn.CrossEntropyLoss())
+
+
+def test_a_loop_over_a_dim_is_told_of_in_our_words():
+    def loss(model, x, y):
+        return sum(model(x)[row].sum() for row in range(x.shape[0]))
+
+    with pytest.raises(ShapeRangeError, match="batch becomes the number 4, by a Python") as caught:
+        compiled(Net(), (X, Y), loss)
+    assert __file__ in str(caught.value) and "L[" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_evenly_spaced_numbers_of_every_count(rows):
+    model = Net()
+
+    def loss(model, x, y):
+        return (model(x) * torch.linspace(0.25, 1, x.shape[0])[:, None]).sum()
+
+    expected = loss(model, X[:rows], Y[:rows]).detach()
+    torch.testing.assert_close(compiled(model, (X, Y), loss)(X[:rows], Y[:rows]), expected)
+
+
+def test_vmap_over_the_batch():
+    model, eager = Net(), Net()
+    weight = torch.linspace(0, 1, 3)
+
+    def loss(model, x, y):
+        return torch.vmap(lambda row: (model(row) * weight).square().sum())(x).mean()
+
+    step = compiled(model, (X, Y), loss)
+    for rows in (4, 1):
+        expected = loss(eager, X[:rows], Y[:rows])
+        torch.testing.assert_close(step(X[:rows], Y[:rows]), expected.detach())
+        grads = torch.autograd.grad(expected, list(eager.parameters()))
+        with torch.no_grad():
+            for parameter, grad in zip(eager.parameters(), grads, strict=True):
+                parameter.sub_(grad, alpha=0.1)
+    torch.testing.assert_close(dict(model.named_parameters()), dict(eager.named_parameters()))

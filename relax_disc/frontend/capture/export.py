@@ -241,7 +241,7 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
             f"dynamic_shapes do not fit the example inputs: {error}"
         ) from error
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    larger_args, larger_kwargs = _enlarged(args, kwargs, declared)
+    larger = _enlarged(args, kwargs, declared)
     while True:
         with (
             size_branches() as branches,
@@ -249,9 +249,7 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
             custom_functions() as calls,
         ):
             try:
-                program = _export(
-                    wrapped, larger_args, larger_kwargs, dynamic_shapes, lines, branches
-                )
+                program = _export(wrapped, *larger, dynamic_shapes, lines, branches)
                 break
             except Exception as error:
                 if not wrapped.outer.give_up_live_numbers(error):
@@ -330,16 +328,12 @@ def _export(
 
     try:
         with warnings.catch_warnings(), inlined_checkpoints(), masks_unread():
-            try:
-                return attempt(deferred=False)
-            except UserError as error:
-                if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
-                    raise
-            try:
-                return attempt(deferred=True)
-            except UserError as error:
-                if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
-                    raise
+            for deferred in (False, True):
+                try:
+                    return attempt(deferred)
+                except UserError as error:
+                    if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+                        raise
             # Sizes such as ``length - 1`` may be 1 without being treated apart, as dims may.
             branches.ones_are_general = True
             with symbolic_config.patch(backed_size_oblivious=True):
@@ -393,6 +387,12 @@ def _translate(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
                 for name, low, high in least
             )
             reason = f"shorter batches than that do not go through it: give {dims}"
+        elif fixed := _FIXED.findall(str(error).partition("Suggested fixes:")[2]):
+            dims = " and ".join(f"{name} becomes the number {size}" for name, size in fixed)
+            reason = (
+                f"{dims}, by a Python loop over it or another use of its value; write that with "
+                "operators over the whole axis, or declare the dim static"
+            )
         else:
             reason = _first_part(error)
         return _contradiction(reason, lines)
@@ -428,6 +428,7 @@ _ADVICE_OF_TORCH = re.compile(
     r"|(Please )?file an issue on github\.?|For the potential source, you can refer[^.]*\.",
     re.IGNORECASE | re.DOTALL,
 )
+_FIXED = re.compile(r"^\s*(\w+) = (\d+)\s*$", re.MULTILINE)
 _LEAST = re.compile(r"(\w+) = Dim\('\w+', min=(\d+)(?:, max=(\d+))?\)")
 
 

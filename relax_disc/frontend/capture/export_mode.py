@@ -135,9 +135,10 @@ def _linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor | None
     count: Any = steps
     place = torch.arange(count, dtype=dtype, device=options.get("device"))
     step = (end - start) / torch.sym_max(steps - 1, 1)
-    # From the nearer end, as PyTorch does, so that both ends are exact.
+    # From the nearer end, as PyTorch does, so that both ends are exact; one number is the start.
     backward: Any = count - 1 - place
-    return torch.where(place.lt(steps // 2), start + place * step, end - backward * step).to(dtype)
+    first = place.lt(torch.sym_max(steps // 2, 1))
+    return torch.where(first, start + place * step, end - backward * step).to(dtype)
 
 
 def _embedding_bag(

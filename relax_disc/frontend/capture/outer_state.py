@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo.exc import UserError
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
@@ -273,6 +274,8 @@ class OuterState:
             return own[0][own[1]]
         mode = get_proxy_mode()
         if mode is None or self._fake_mode is None or tensor.layout is not torch.strided:
+            return tensor
+        if is_functorch_wrapped_tensor(tensor):  # the trace's own, inside vmap
             return tensor
         tracer: Any = mode.tracer  # pyright: ignore[reportAttributeAccessIssue]
         self._touched.add(id(tensor))
