@@ -123,3 +123,8 @@ def test_the_import_registers_the_pipeline():
 def test_pipeline_is_a_function_under_its_public_name():
     options = relax_disc.pipeline.PipelineOptions(plan_arena=False)
     assert relax_disc.pipeline(options).info.name == "relax_disc"
+
+
+def test_the_tests_import_this_checkout(repository):
+    """An editable install of another checkout comes before PYTHONPATH."""
+    assert Path(relax_disc.__file__).is_relative_to(repository)
