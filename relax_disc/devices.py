@@ -17,27 +17,15 @@ _BUDGET_SHARE = 0.9  # of a device's memory: context, libraries and fragmentatio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFigures:
-    """What is known of a kind of device before anything is measured on it.
+    """What is known of a kind of device before anything is measured on it."""
 
-    Attributes
-    ----------
-    arch : str
-        Architecture that code is generated for, such as ``"sm_90"``; empty for processors.
-    memory_bytes : int
-        Its memory; 0 where it is not the target that says it.
-    copy_bytes_per_ns : float
-        Bandwidth of its memory, in bytes per nanosecond (GB/s).
-    flops_per_ns : float
-        Arithmetic in float32, in operations per nanosecond (GFLOP/s), without tensor cores.
-    launch_ns : float
-        Time of an empty kernel.
-    """
-
+    # architecture that code is generated for, such as ``"sm_90"``; empty for processors
     arch: str = ""
-    memory_bytes: int = 0
-    copy_bytes_per_ns: float
+    memory_bytes: int = 0  # its memory; 0 where it is not the target that says it
+    copy_bytes_per_ns: float  # bandwidth of its memory, in bytes per nanosecond (GB/s)
+    # arithmetic in float32, in operations per nanosecond (GFLOP/s), without tensor cores
     flops_per_ns: float
-    launch_ns: float = 3000.0
+    launch_ns: float = 3000.0  # time of an empty kernel
 
     def default_budget_bytes(self) -> int | None:
         """Share of the memory that a step stays inside unless told otherwise; None if unknown."""

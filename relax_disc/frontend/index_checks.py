@@ -35,24 +35,12 @@ _NEVER_NEGATIVE = ("aten.index_add", "aten.index_copy", "aten.index_reduce")
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """An index among the arguments of a node.
+    """An index among the arguments of a node."""
 
-    Attributes
-    ----------
-    path : tuple of int
-        Its argument, and its place there if that is a list.
-    extent : int or SymInt
-        Of the axis that it selects from.
-    wraps : bool
-        Whether negative positions count from the end.
-    ignored : int or None
-        A value that selects nothing.
-    """
-
-    path: tuple[int, ...]
-    extent: Any
-    wraps: bool = False
-    ignored: int | None = None
+    path: tuple[int, ...]  # its argument, and its place there if that is a list
+    extent: Any  # of the axis that it selects from
+    wraps: bool = False  # whether negative positions count from the end
+    ignored: int | None = None  # a value that selects nothing
 
 
 def uses(node: fx.Node) -> Iterator[Use]:

@@ -27,30 +27,16 @@ _ZERO, _ONE = SymbolicExpr.constant(0), SymbolicExpr.constant(1)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A batch tensor, the views of it that are taken, and what is done to its elements.
+    """A batch tensor, the views of it that are taken, and what is done to its elements."""
 
-    Attributes
-    ----------
-    leaf : int
-        Index among the leaves of the flattened batch.
-    views : tuple
-        ``(name, *numbers)`` of `training.call.batch.VIEWS`, from the batch on.
-    steps : tuple of (str, SymbolicExpr)
-        ``"add"``, ``"multiply"``, ``"divide"`` (floor), ``"at_least"``.
-    ignored : int or None
-        This value of the batch is replaced, by ``instead``.
-    instead : SymbolicExpr
-        What stands in its place.
-    is_expanded : bool
-        Whether elements are repeated: axes are no longer those of `views`.
-    """
-
-    leaf: int
+    leaf: int  # index among the leaves of the flattened batch
+    # ``(name, *numbers)`` of `training.call.batch.VIEWS`, from the batch on
     views: tuple[tuple[Any, ...], ...] = ()
+    # ``"add"``, ``"multiply"``, ``"divide"`` (floor), ``"at_least"``
     steps: tuple[tuple[str, Size], ...] = ()
-    ignored: int | None = None
-    instead: Size | None = None
-    is_expanded: bool = False
+    ignored: int | None = None  # this value of the batch is replaced, by ``instead``
+    instead: Size | None = None  # what stands in its place
+    is_expanded: bool = False  # whether elements are repeated: axes are no longer those of `views`
 
 
 @dataclass(frozen=True, slots=True)

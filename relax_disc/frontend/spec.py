@@ -115,52 +115,31 @@ class SizeOutput:
 
 @dataclass(frozen=True, slots=True)
 class IndexCheck:
-    """Values that a part of a batch tensor may have, because it is used as an index.
+    """Values that a part of a batch tensor may have, because it is used as an index."""
 
-    Attributes
-    ----------
-    leaf : int
-        Index among the leaves of the flattened batch.
-    views : tuple
-        Which part: ``(name, *numbers)`` of :data:`.batch.VIEWS`, one after the other; a number is
-        an integer or an expression over the dims.
-    lower, upper : int, str or None
-        Least and greatest value, expressions over the dims; ``None`` is no limit.
-    ignored : int or None
-        One more value that is allowed.
-    where : str
-        The operator that uses it and its line.
-    """
-
-    leaf: int
+    leaf: int  # index among the leaves of the flattened batch
+    # which part: ``(name, *numbers)`` of :data:`.batch.VIEWS`, one after the other; a number is an
+    # integer or an expression over the dims
     views: tuple[tuple[Any, ...], ...]
+    # least and greatest value, expressions over the dims; ``None`` is no limit
     lower: int | str | None
     upper: int | str | None
-    ignored: int | None
-    where: str
+    ignored: int | None  # one more value that is allowed
+    where: str  # the operator that uses it and its line
 
 
 @dataclass(frozen=True, slots=True)
 class SizeCheck:
-    """A condition on the dims beyond their ranges; a call that breaks it is refused at entry.
+    """A condition on the dims beyond their ranges; a call that breaks it is refused at entry."""
 
-    Attributes
-    ----------
-    size, limit : int or str
-        Expressions over the dims.
-    relation : str
-        ``"<="``: the size must not be above the limit; ``"!="``: they must differ.
-    message : str
-        Why; ``{size}`` and ``{limit}`` stand for the two values, ``{shape[0]}`` for an extent.
-    shape : tuple of int or str
-        More expressions for the message.
-    """
-
+    # expressions over the dims
     size: int | str
+    # ``"<="``: the size must not be above the limit; ``"!="``: they must differ
     relation: Literal["<=", "!="]
     limit: int | str
+    # why; ``{size}`` and ``{limit}`` stand for the two values, ``{shape[0]}`` for an extent
     message: str
-    shape: tuple[int | str, ...] = ()
+    shape: tuple[int | str, ...] = ()  # more expressions for the message
 
 
 @dataclass(frozen=True, slots=True)

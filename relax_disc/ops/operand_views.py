@@ -21,21 +21,11 @@ Definition = Callable[[relax.Expr], relax.Expr]
 
 @dataclass(frozen=True, slots=True)
 class MatrixView:
-    """A stored tensor read as a matrix.
+    """A stored tensor read as a matrix."""
 
-    Attributes
-    ----------
-    tensor : relax.Expr
-        The tensor as stored.
-    split : int
-        Its first `split` axes are the rows, the others the columns.
-    transposed : bool
-        Whether the operand is the transpose of that matrix.
-    """
-
-    tensor: relax.Expr
-    split: int
-    transposed: bool
+    tensor: relax.Expr  # the tensor as stored
+    split: int  # its first `split` axes are the rows, the others the columns
+    transposed: bool  # whether the operand is the transpose of that matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +38,11 @@ class PermutedView:
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """Who computes and who uses each variable of a function.
+    """Who computes and who uses each variable of a function."""
 
-    Attributes
-    ----------
-    definitions : dict
-        Expression that each variable is bound to.
-    users : dict
-        For each variable the bindings that use it, as (bound variable, value); the function's
-        result counts as a user, bound to None.
-    """
-
-    definitions: dict[relax.Var, relax.Expr]
+    definitions: dict[relax.Var, relax.Expr]  # expression that each variable is bound to
+    # for each variable the bindings that use it, as (bound variable, value); the function's result
+    # counts as a user, bound to None
     users: dict[relax.Var, list[tuple[relax.Var | None, relax.Expr]]]
 
     @staticmethod

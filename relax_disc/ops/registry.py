@@ -45,21 +45,14 @@ LIBRARY: dict[str, LibraryFunction] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryFunction:
-    """What plans know of a library function; views are its tensors, numbers its constants.
+    """What plans know of a library function; views are its tensors, numbers its constants."""
 
-    Attributes
-    ----------
-    flops : callable
-        ``flops(views, numbers)``: floating-point operations, for those that do much more than one
-        pass over their operands.
-    workspace : callable
-        ``workspace(views, numbers)``: memory beside the arguments on the CPU.
-    overwrites : frozenset of (int, int)
-        Arguments (input, output) where the output may be written over the input, on the CPU.
-    """
-
+    # ``flops(views, numbers)``: floating-point operations, for those that do much more than one
+    # pass over their operands
     flops: Callable[[list[Any], list[int]], Any] | None = None
+    # ``workspace(views, numbers)``: memory beside the arguments on the CPU
     workspace: Callable[[list[Any], list[int]], Workspace] | None = None
+    # arguments (input, output) where the output may be written over the input, on the CPU
     overwrites: frozenset[tuple[int, int]] = frozenset()
 
 

@@ -29,17 +29,10 @@ SUFFIX = ".calibration"
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured on one kind of machine.
+    """What was measured on one kind of machine."""
 
-    Attributes
-    ----------
-    machine : str
-        As `machine_name` gives it.
-    measurements : mapping of str to tuple of Measurement
-        By the function's name in its program, each shape and number of threads once, in order.
-    """
-
-    machine: str
+    machine: str  # as `machine_name` gives it
+    # by the function's name in its program, each shape and number of threads once, in order
     measurements: Mapping[str, tuple[Measurement, ...]] = field(default_factory=dict)
 
     def of(self, function: str) -> tuple[Measurement, ...]:

@@ -19,21 +19,11 @@ from relax_disc.vm_builtins.session import Session
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Times of a function's kernels at one shape.
+    """Times of a function's kernels at one shape."""
 
-    Attributes
-    ----------
-    dims : tuple of int
-        The shape, as `PlanMetadata.dims` counts.
-    times_ns : tuple of float
-        Of one execution of each kernel.
-    threads : int
-        How many ran it.
-    """
-
-    dims: tuple[int, ...]
-    times_ns: tuple[float, ...]
-    threads: int = field(default_factory=torch.get_num_threads)
+    dims: tuple[int, ...]  # the shape, as `PlanMetadata.dims` counts
+    times_ns: tuple[float, ...]  # of one execution of each kernel
+    threads: int = field(default_factory=torch.get_num_threads)  # how many ran it
 
 
 def measured(session: Session) -> Measurement:

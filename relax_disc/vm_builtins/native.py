@@ -59,24 +59,12 @@ class NativeBuildError(RelaxDiscError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """What sources are compiled with; every field is part of the cache key.
+    """What sources are compiled with; every field is part of the cache key."""
 
-    Attributes
-    ----------
-    compile_flags : tuple of str
-        Flags of one compilation, include paths among them.
-    aten_flags : tuple of str
-        What comes after them for sources that use PyTorch's headers.
-    link_flags : tuple of str
-        Flags of the one link, libraries and run paths among them.
-    identity : str
-        Versions of the libraries and the processor's features.
-    """
-
-    compile_flags: tuple[str, ...]
-    aten_flags: tuple[str, ...]
-    link_flags: tuple[str, ...]
-    identity: str
+    compile_flags: tuple[str, ...]  # flags of one compilation, include paths among them
+    aten_flags: tuple[str, ...]  # what comes after them for sources that use PyTorch's headers
+    link_flags: tuple[str, ...]  # flags of the one link, libraries and run paths among them
+    identity: str  # versions of the libraries and the processor's features
 
     def flags_of(self, source: Path) -> tuple[str, ...]:
         """Flags of the compilation of a source."""

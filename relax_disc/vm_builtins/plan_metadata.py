@@ -28,24 +28,12 @@ class Storage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A piece of memory.
+    """A piece of memory."""
 
-    Attributes
-    ----------
-    name : str
-        For reports.
-    bytes : int
-        Index of the program of its size.
-    storage : Storage
-        Where it is.
-    given : int
-        For GIVEN and OVERWRITE: which tensor of the caller, else -1.
-    """
-
-    name: str
-    bytes: int
-    storage: Storage
-    given: int = -1
+    name: str  # for reports
+    bytes: int  # index of the program of its size
+    storage: Storage  # where it is
+    given: int = -1  # for GIVEN and OVERWRITE: which tensor of the caller, else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,40 +47,27 @@ class ViewEntry:
 
 @dataclass(frozen=True, slots=True)
 class KernelEntry:
-    """One kernel call.
+    """One kernel call."""
 
-    Attributes
-    ----------
-    name, source : str
-        The function's name, and the line of the user's model.
-    arguments : tuple of (str, object)
-        Kind and value: ("view", view), ("integer", program), ("shape", programs), or a constant:
-        "float", "number", "text", "dtype".
-    inputs, outputs : tuple of int
-        Tensors; workspace is an output that nobody reads.
-    inplace : tuple of (int, int)
-        Input and output in the arena that may share their place.
-    copies : tuple of (int, int)
-        Views (from, to) that are copied before the kernel runs, where they are not the same place.
-    flops, moved_bytes : int
-        Indices of programs.
-    recomputable : bool
-        Whether it may run again.
-    workspace : (str, tuple of int)
-        Formula of the memory that a library kernel needs beside its arguments, and the programs of
-        its parameters (`workspace.cc`); ("", ()) for others.
-    """
-
+    # the function's name, and the line of the user's model
     name: str
     source: str
+    # kind and value: ("view", view), ("integer", program), ("shape", programs), or a constant:
+    # "float", "number", "text", "dtype"
     arguments: tuple[tuple[str, Any], ...]
+    # tensors; workspace is an output that nobody reads
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    # input and output in the arena that may share their place
     inplace: tuple[tuple[int, int], ...] = ()
+    # views (from, to) that are copied before the kernel runs, where they are not the same place
     copies: tuple[tuple[int, int], ...] = ()
+    # indices of programs
     flops: int = 0
     moved_bytes: int = 0
-    recomputable: bool = True
+    recomputable: bool = True  # whether it may run again
+    # formula of the memory that a library kernel needs beside its arguments, and the programs of
+    # its parameters (`workspace.cc`); ("", ()) for others
     workspace: tuple[str, tuple[int, ...]] = ("", ())
 
 
@@ -102,16 +77,11 @@ class Machine:
 
     A kernel's time is ``max(flops / flops_per_ns, bytes / bytes_per_ns) + overhead_ns`` until it
     has been measured.
-
-    Attributes
-    ----------
-    alignment : int
-        Bytes that every size and offset is a multiple of: 64 on CPUs, 256 on GPUs.
-    flops_per_ns, bytes_per_ns, overhead_ns : float
-        By default as of two cores of a desktop.
     """
 
+    # bytes that every size and offset is a multiple of: 64 on CPUs, 256 on GPUs
     alignment: int = 64
+    # by default as of two cores of a desktop
     flops_per_ns: float = 100.0
     bytes_per_ns: float = 10.0
     overhead_ns: float = 3000.0
@@ -119,32 +89,17 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class PlanMetadata:
-    """Everything that the run time knows of one function.
-
-    Attributes
-    ----------
-    function : str
-        Its name.
-    dims : tuple of str
-        Names of the dims, in the order in which the run time gets their values.
-    programs : tuple of tuple of int
-        Postfix codes.
-    tensors, views, kernels : tuple
-        The tables.
-    outputs : tuple of int
-        Views that the function returns, in order.
-    machine : Machine
-        What it runs on.
-    """
+    """Everything that the run time knows of one function."""
 
     function: str
-    dims: tuple[str, ...]
-    programs: tuple[Program, ...]
+    dims: tuple[str, ...]  # names of the dims, in the order in which the run time gets their values
+    programs: tuple[Program, ...]  # postfix codes
+    # the tables
     tensors: tuple[TensorEntry, ...]
     views: tuple[ViewEntry, ...]
     kernels: tuple[KernelEntry, ...]
-    outputs: tuple[int, ...]
-    machine: Machine
+    outputs: tuple[int, ...]  # views that the function returns, in order
+    machine: Machine  # what it runs on
 
     def to_json(self) -> str:
         """Write the table as text."""

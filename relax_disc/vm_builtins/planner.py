@@ -15,49 +15,29 @@ from relax_disc.vm_builtins.runtime import function
 
 @dataclass(frozen=True, slots=True)
 class PlannerOp:
-    """One kernel of a program; see `src/planner/planner.h` for the meaning of in-place pairs.
+    """One kernel of a program; see `src/planner/planner.h` for the meaning of in-place pairs."""
 
-    Attributes
-    ----------
-    time_ns, rerun_ns : int
-        Time of the first run, and of running it again (-1: the same).
-    workspace : int
-        Scratch bytes that are live while it runs.
-    inputs, outputs : tuple of int
-        Tensors.
-    inplace : tuple of (int, int)
-        Pairs of an input and the output that may, or for resident inputs does, take its place.
-    recomputable : bool
-        Whether it may run again.
-    """
-
+    # time of the first run, and of running it again (-1: the same)
     time_ns: int
     rerun_ns: int
-    workspace: int
+    workspace: int  # scratch bytes that are live while it runs
+    # tensors
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    # pairs of an input and the output that may, or for resident inputs does, take its place
     inplace: tuple[tuple[int, int], ...] = ()
-    recomputable: bool = True
+    recomputable: bool = True  # whether it may run again
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerGraph:
-    """A program in execution order over sized tensors.
+    """A program in execution order over sized tensors."""
 
-    Attributes
-    ----------
-    sizes : tuple of int
-        Bytes per tensor.
-    resident, is_output : tuple of bool
-        Whether a tensor lies outside the arena at all times, and must be there at the end.
-    ops : tuple of PlannerOp
-        The kernels.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes per tensor
+    # whether a tensor lies outside the arena at all times, and must be there at the end
     resident: tuple[bool, ...]
     is_output: tuple[bool, ...]
-    ops: tuple[PlannerOp, ...]
+    ops: tuple[PlannerOp, ...]  # the kernels
 
     def lists(self) -> list[Any]:
         """Return it as C++ reads it."""
@@ -82,77 +62,40 @@ class PlannerGraph:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A sequence of kernels within a budget of live bytes.
+    """A sequence of kernels within a budget of live bytes."""
 
-    Attributes
-    ----------
-    feasible : bool
-        Whether one was found; if not, the sequence is empty.
-    sequence : tuple of int
-        Kernels; a repeat is a recomputation.
-    peak_bytes, time_ns : int
-        Most live bytes, resident tensors counted, and time.
-    least_bytes : int
-        Least budget found feasible, where infeasible; else 0.
-    lower_bound_bytes : int
-        No order-preserving program needs less.
-    """
-
-    feasible: bool
-    sequence: tuple[int, ...]
+    feasible: bool  # whether one was found; if not, the sequence is empty
+    sequence: tuple[int, ...]  # kernel indices; a repeat is a recomputation
+    # most live bytes, resident tensors counted, and time
     peak_bytes: int
     time_ns: int
-    least_bytes: int
-    lower_bound_bytes: int
+    least_bytes: int  # least budget found feasible, where infeasible; else 0
+    lower_bound_bytes: int  # no order-preserving program needs less
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedVersion:
-    """One life of a tensor in the arena; positions in the sequence are inclusive.
+    """One life of a tensor in the arena; positions in the sequence are inclusive."""
 
-    Attributes
-    ----------
-    tensor : int
-        Index in the program; the workspace of kernel k is -1 - k.
-    created, last_use : int
-        First and last position.
-    offset : int
-        Bytes from the arena's start.
-    """
-
-    tensor: int
+    tensor: int  # index in the program; the workspace of kernel k is -1 - k
+    # first and last position
     created: int
     last_use: int
-    offset: int
+    offset: int  # bytes from the arena's start
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlan:
-    """A sequence of kernels and the place of every tensor; resident tensors are not counted.
+    """A sequence of kernels and the place of every tensor; resident tensors are not counted."""
 
-    Attributes
-    ----------
-    feasible : bool
-        Whether one was found; if not, `sequence` and `versions` are empty.
-    sequence : tuple of int
-        Kernels; a repeat is a recomputation.
-    versions : tuple of PlacedVersion
-        Places, by `created`.
-    arena_bytes, live_peak_bytes : int
-        Highest end offset; most live bytes.
-    time_ns : int
-        Modelled time.
-    least_bytes, lower_bound_bytes : int
-        Least arena found feasible where infeasible, else 0; no plan can do with less than the
-        bound.
-    """
-
-    feasible: bool
-    sequence: tuple[int, ...]
-    versions: tuple[PlacedVersion, ...]
+    feasible: bool  # whether one was found; if not, `sequence` and `versions` are empty
+    sequence: tuple[int, ...]  # kernel indices; a repeat is a recomputation
+    versions: tuple[PlacedVersion, ...]  # places, by `created`
+    # highest end offset; most live bytes
     arena_bytes: int
     live_peak_bytes: int
-    time_ns: int
+    time_ns: int  # modelled time
+    # least arena found feasible where infeasible, else 0; no plan can do with less than the bound
     least_bytes: int
     lower_bound_bytes: int
 

@@ -24,50 +24,29 @@ _RUN, _DRY_RUN, _PROFILE = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class ArenaFacts:
-    """What a call at one shape under one budget will do.
+    """What a call at one shape under one budget will do."""
 
-    Attributes
-    ----------
-    feasible : bool
-        Whether the call fits; if not, the other figures are of the least plan found.
-    peak_bytes : int
-        resident + escaping + arena: what a budget bounds.
-    arena_bytes, live_peak_bytes : int
-        Highest end offset, and most live bytes inside the arena.
-    resident_bytes, escaping_bytes : int
-        What the caller passes, and what is returned.
-    workspace_bytes : int
-        Most that a library kernel needs beside its arguments, in the arena while it runs.
-    least_bytes, lower_bound_bytes : int
-        Least peak found feasible, which is not of this plan alone where none is feasible, and a
-        bound below which no plan can be.
-    time_ns, base_time_ns : int
-        Modelled time, and the same without recomputations.
-    planning_ns : int
-        Time that planning took when it was done.
-    cache_hit : bool
-        Whether the plan was known.
-    sequence : tuple of int
-        Kernels in the order of their execution.
-    versions : tuple of PlacedVersion
-        Places in the arena.
-    """
-
-    feasible: bool
-    peak_bytes: int
+    feasible: bool  # whether the call fits; if not, the other figures are of the least plan found
+    peak_bytes: int  # resident + escaping + arena: what a budget bounds
+    # highest end offset, and most live bytes inside the arena
     arena_bytes: int
     live_peak_bytes: int
+    # what the caller passes, and what is returned
     resident_bytes: int
     escaping_bytes: int
+    # most that a library kernel needs beside its arguments, in the arena while it runs
     workspace_bytes: int
+    # least peak found feasible, which is not of this plan alone where none is feasible, and a bound
+    # below which no plan can be
     least_bytes: int
     lower_bound_bytes: int
+    # modelled time, and the same without recomputations
     time_ns: int
     base_time_ns: int
-    planning_ns: int
-    cache_hit: bool
-    sequence: tuple[int, ...]
-    versions: tuple[PlacedVersion, ...]
+    planning_ns: int  # time that planning took when it was done
+    cache_hit: bool  # whether the plan was known
+    sequence: tuple[int, ...]  # kernels in the order of their execution
+    versions: tuple[PlacedVersion, ...]  # places in the arena
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -83,73 +62,43 @@ class ArenaFacts:
 
 @dataclass(frozen=True, slots=True)
 class CallReport:
-    """What the last call did; `peak_bytes` was counted while it ran.
+    """What the last call did; `peak_bytes` was counted while it ran."""
 
-    Attributes
-    ----------
-    dims : tuple of int
-        The shape.
-    budget_bytes : int or None
-        The budget.
-    planned_peak_bytes, peak_bytes : int
-        As promised at entry, and as counted from the memory that kernels touched.
-    arena_bytes, resident_bytes, escaping_bytes, workspace_bytes : int
-        The parts of `peak_bytes`.
-    held_bytes : int
-        What the session keeps until the next call.
-    recomputations : int
-        Executions beyond one for each kernel.
-    planning_ns, entry_ns, time_ns : int
-        Time spent planning (0 for a known plan), in all of the entry, in the whole call.
-    cache_hit : bool
-        Whether the plan was known.
-    finished : bool
-        False if a kernel raised.
-    """
-
-    dims: tuple[int, ...]
+    dims: tuple[int, ...]  # the shape
     budget_bytes: int | None
+    # as promised at entry, and as counted from the memory that kernels touched
     planned_peak_bytes: int
     peak_bytes: int
+    # the parts of `peak_bytes`
     arena_bytes: int
     resident_bytes: int
     escaping_bytes: int
     workspace_bytes: int
-    held_bytes: int
-    recomputations: int
+    held_bytes: int  # what the session keeps until the next call
+    recomputations: int  # executions beyond one for each kernel
+    # time spent planning (0 for a known plan), in all of the entry, in the whole call
     planning_ns: int
     entry_ns: int
     time_ns: int
-    cache_hit: bool
-    finished: bool
+    cache_hit: bool  # whether the plan was known
+    finished: bool  # False if a kernel raised
 
 
 @dataclass(frozen=True, slots=True)
 class SessionCounters:
-    """Totals since the session was opened.
+    """Totals since the session was opened."""
 
-    Attributes
-    ----------
-    calls, failures : int
-        Calls entered, and those that did not finish.
-    hits, misses : int
-        Plans found and made by calls.
-    recomputations : int
-        Executions beyond one for each kernel and call.
-    plans, evicted_plans : int
-        Plans in the cache, and those dropped from it.
-    held_bytes : int
-        Size of the arena.
-    """
-
+    # calls entered, and those that did not finish
     calls: int
     failures: int
+    # plans found and made by calls
     hits: int
     misses: int
-    recomputations: int
+    recomputations: int  # executions beyond one for each kernel and call
+    # plans in the cache, and those dropped from it
     plans: int
     evicted_plans: int
-    held_bytes: int
+    held_bytes: int  # size of the arena
 
 
 class Session:

@@ -69,25 +69,14 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class StagedKernel:
-    """A kernel as stages in program order.
+    """A kernel as stages in program order."""
 
-    Attributes
-    ----------
-    func : tvm.tirx.PrimFunc
-        The function that was read.
-    inputs, outputs : tuple of Var
-        Buffers among the parameters: read only, and written.
-    local : tuple of Var
-        Buffers that live inside the kernel only.
-    stages : tuple of Stage
-        Program order.
-    """
-
-    func: Any
+    func: Any  # the function that was read
+    # buffers among the parameters: read only, and written
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
-    local: tuple[Any, ...]
-    stages: tuple[Stage, ...]
+    local: tuple[Any, ...]  # buffers that live inside the kernel only
+    stages: tuple[Stage, ...]  # program order
 
 
 def is_buffer(var: object) -> bool:

@@ -31,22 +31,13 @@ _NEVER_WORTH = (Order.LESS, Order.LESS_EQUAL, Order.EQUAL)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A tensor that may be given up in one gap between uses.
+    """A tensor that may be given up in one gap between uses."""
 
-    Attributes
-    ----------
-    tensor : int
-        Index in the graph.
-    last_use, next_use : int
-        Kernels at the gap's ends.
-    kernels : tuple of int
-        A subgraph that computes it again, in program order.
-    """
-
-    tensor: int
+    tensor: int  # index in the graph
+    # kernels at the gap's ends
     last_use: int
     next_use: int
-    kernels: tuple[int, ...]
+    kernels: tuple[int, ...]  # a subgraph that computes it again, in program order
 
 
 def find_candidates(graph: TensorGraph) -> tuple[Candidate, ...]:

@@ -38,21 +38,11 @@ from relax_disc.vm_builtins.plan_metadata import (
 
 @dataclass(frozen=True, slots=True)
 class Extraction:
-    """What one function is to the planners and to the run time.
+    """What one function is to the planners and to the run time."""
 
-    Attributes
-    ----------
-    table : FunctionTable
-        The function as it was read, with the storage of every buffer.
-    order : tuple of int
-        Kernels of the table in execution order.
-    returned : object
-        The result without the values that are written over parameters.
-    """
-
-    table: FunctionTable
-    order: tuple[int, ...]
-    returned: Any
+    table: FunctionTable  # the function as it was read, with the storage of every buffer
+    order: tuple[int, ...]  # kernels of the table in execution order
+    returned: Any  # the result without the values that are written over parameters
 
     @property
     def kernels(self) -> list[KernelCall]:

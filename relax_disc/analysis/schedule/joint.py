@@ -154,18 +154,10 @@ class JointSearch:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Result of `exact_order`.
+    """Result of `exact_order`."""
 
-    Attributes
-    ----------
-    order : list of int or None
-        The best order; None if no order is better than what is known.
-    is_complete : bool
-        False if the search gave up: then there may be a better order.
-    """
-
-    order: list[int] | None
-    is_complete: bool
+    order: list[int] | None  # the best order; None if no order is better than what is known
+    is_complete: bool  # False if the search gave up: then there may be a better order
 
 
 def exact_order(problem: ScheduleProblem, known_peak: int, max_states: int) -> Exact:

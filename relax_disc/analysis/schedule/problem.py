@@ -23,34 +23,20 @@ from relax_disc.analysis.program.tensor_graph import TensorGraph, evaluate_sizes
 
 @dataclass(frozen=True, slots=True)
 class ScheduleProblem:
-    """Ops in a legal order, with buffers and precedence.
+    """Ops in a legal order, with buffers and precedence."""
 
-    Attributes
-    ----------
-    touch : list of list of int
-        The buffers that each op reads or writes, ascending.
-    need : list of list of int
-        The ops that come before each op, ascending.
-    pair : list of list of (int, int)
-        In-place pairs (source buffer, target buffer) of each op that depend on the order.
-    ready, stays : list of bool
-        Whether each buffer is live from the start, to the end.
-    size, extra : list of list of int
-        Per point: bytes of each buffer; bytes live only while each op runs (negative: in place).
-    base : list of int
-        Per point: bytes live throughout.
-    users, next : list of list of int
-        The transposes of `touch` and `need`.
-    """
-
-    touch: list[list[int]]
-    need: list[list[int]]
+    touch: list[list[int]]  # the buffers that each op reads or writes, ascending
+    need: list[list[int]]  # the ops that come before each op, ascending
+    # in-place pairs (source buffer, target buffer) of each op that depend on the order
     pair: list[list[tuple[int, int]]]
+    # whether each buffer is live from the start, to the end
     ready: list[bool]
     stays: list[bool]
+    # per point: bytes of each buffer; bytes live only while each op runs (negative: in place)
     size: list[list[int]]
     extra: list[list[int]]
-    base: list[int]
+    base: list[int]  # per point: bytes live throughout
+    # the transposes of `touch` and `need`
     users: list[list[int]] = field(default_factory=list)
     next: list[list[int]] = field(default_factory=list)
 

@@ -34,27 +34,13 @@ from relax_disc.vm_builtins.runtime import function
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search found.
+    """What a search found."""
 
-    Attributes
-    ----------
-    order : list of int
-        The best order found.
-    peak : int
-        Its greatest peak over the points.
-    bound : int
-        No order's greatest peak is smaller.
-    work : int
-        Arcs looked at.
-    timed_out : bool
-        Whether the time limit ended the search: then another run may end elsewhere.
-    """
-
-    order: list[int]
-    peak: int
-    bound: int
-    work: int
-    timed_out: bool
+    order: list[int]  # the best order found
+    peak: int  # its greatest peak over the points
+    bound: int  # no order's greatest peak is smaller
+    work: int  # arcs looked at
+    timed_out: bool  # whether the time limit ended the search: then another run may end elsewhere
 
 
 def split_search(

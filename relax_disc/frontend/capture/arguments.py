@@ -16,27 +16,15 @@ from relax_disc.frontend.capture.outer_state import Outer, OuterState, OuterTens
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One input of a traced graph.
+    """One input of a traced graph."""
 
-    Attributes
-    ----------
-    name : str
-        Name in the exported program.
-    kind : str
-        ``"batch"``, ``"parameter"``, ``"buffer"``, ``"constant"``, ``"number"`` or ``"rng"``.
-    target : str or int
-        Full name in the model, or the index of the leaf of the batch.
-    tensor : torch.Tensor or None
-        The model's own tensor.
-    outer : OuterTensor or None
-        For a constant or a number where the user's code keeps it; None for one that the code itself
-        holds, such as ``torch.tensor(2.0)``.
-    """
-
-    name: str
+    name: str  # name in the exported program
+    # ``"batch"``, ``"parameter"``, ``"buffer"``, ``"constant"``, ``"number"`` or ``"rng"``
     kind: str
-    target: str | int
-    tensor: Tensor | None
+    target: str | int  # full name in the model, or the index of the leaf of the batch
+    tensor: Tensor | None  # the model's own tensor
+    # for a constant or a number where the user's code keeps it; None for one that the code itself
+    # holds, such as ``torch.tensor(2.0)``
     outer: OuterTensor | None = None
 
 

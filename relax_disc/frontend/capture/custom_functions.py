@@ -28,24 +28,12 @@ torch.library.define(OPERATOR, "(int call, Tensor[] tensors, SymInt[] sizes) -> 
 
 @dataclass(frozen=True, slots=True)
 class CustomCall:
-    """One call of a function.
+    """One call of a function."""
 
-    Attributes
-    ----------
-    function : type
-        The subclass of ``torch.autograd.Function``.
-    leaves : tuple
-        Its flattened arguments; None in the places of tensors and sizes.
-    kinds : tuple of str
-        For each leaf ``"tensor"``, ``"size"`` or ``"plain"``.
-    structure : TreeSpec
-        Of the arguments.
-    """
-
-    function: Any
-    leaves: tuple[Any, ...]
-    kinds: tuple[str, ...]
-    structure: pytree.TreeSpec
+    function: Any  # the subclass of ``torch.autograd.Function``
+    leaves: tuple[Any, ...]  # its flattened arguments; None in the places of tensors and sizes
+    kinds: tuple[str, ...]  # for each leaf ``"tensor"``, ``"size"`` or ``"plain"``
+    structure: pytree.TreeSpec  # of the arguments
 
     def run(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> Any:
         """Make the call with other tensors and sizes; whatever the function returns."""

@@ -17,18 +17,10 @@ from relax_disc.frontend.spec import DimSpec
 
 @dataclass(frozen=True, slots=True)
 class DimTable:
-    """Maps each free symbol of a traced graph to a dim.
+    """Maps each free symbol of a traced graph to a dim."""
 
-    Attributes
-    ----------
-    names : mapping of str to str
-        From the symbol's name in the trace (``"s27"``) to the dim's.
-    specs : mapping of str to DimSpec
-        By the dim's name.
-    """
-
-    names: Mapping[str, str]
-    specs: Mapping[str, DimSpec]
+    names: Mapping[str, str]  # from the symbol's name in the trace (``"s27"``) to the dim's
+    specs: Mapping[str, DimSpec]  # by the dim's name
 
     def __getitem__(self, symbol: sympy.Symbol) -> DimSpec:
         """Return the dim of a symbol; one that the example did not declare is data-dependent."""

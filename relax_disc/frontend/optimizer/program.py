@@ -139,39 +139,19 @@ class Way:
 
 @dataclass(frozen=True, eq=False)
 class UpdateProgram:
-    """The update of parameters of one group and rank, or one shape.
+    """The update of parameters of one group and rank, or one shape."""
 
-    Attributes
-    ----------
-    ways : tuple of Way
-        At least one; the host says which one is taken.
-    tensors : tuple of TensorState
-        States that the kernel reads or writes.
-    scalars : tuple of ScalarState
-        States that the host computes.
-    created : mapping of str to Value
-        What a missing state tensor is made of; a state that is not there begins at zero.
-    entries : tuple of Expr
-        What the vector holds, after which come a flag for each way but the first, and ``check``.
-    guards : dict of Expr to object
-        Conditions on hyper-parameters, and how they turned out.
-    settings : mapping of str to object
-        The group's settings that are no numbers.
-    attributes : mapping of str to object
-        What the step reads of the optimizer itself.
-    keys : tuple of str
-        Of a parameter's state, in the order in which the optimizer makes them.
-    """
-
-    ways: tuple[Way, ...]
-    tensors: tuple[TensorState, ...]
-    scalars: tuple[ScalarState, ...]
+    ways: tuple[Way, ...]  # at least one; the host says which one is taken
+    tensors: tuple[TensorState, ...]  # states that the kernel reads or writes
+    scalars: tuple[ScalarState, ...]  # states that the host computes
+    # what a missing state tensor is made of; a state that is not there begins at zero
     created: Mapping[str, Value]
+    # what the vector holds, after which come a flag for each way but the first, and ``check``
     entries: tuple[Expr, ...]
-    guards: dict[Expr, Any]
-    settings: Mapping[str, Any]
-    attributes: Mapping[str, Any]
-    keys: tuple[str, ...]
+    guards: dict[Expr, Any]  # conditions on hyper-parameters, and how they turned out
+    settings: Mapping[str, Any]  # the group's settings that are no numbers
+    attributes: Mapping[str, Any]  # what the step reads of the optimizer itself
+    keys: tuple[str, ...]  # of a parameter's state, in the order in which the optimizer makes them
     kernels: dict[Any, Any] = field(default_factory=dict)
 
     @property

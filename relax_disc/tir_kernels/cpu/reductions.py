@@ -36,18 +36,12 @@ from relax_disc.tir_kernels.vectorizable import uses_any, vectorizable
 
 @dataclass(frozen=True, eq=False)
 class RowKernel:
-    """A kernel whose stages all run over the same rows, each row using its own values only.
-
-    Attributes
-    ----------
-    rows : tuple of Axis
-        The shared axes (of extent other than 1); every stage uses these variables for them.
-    elements : tuple of Element
-        Reductions, each to one number a row, and outputs, in program order.
-    """
+    """A kernel whose stages all run over the same rows, each row using its own values only."""
 
     kernel: StagedKernel
+    # the shared axes (of extent other than 1); every stage uses these variables for them
     rows: tuple[Axis, ...]
+    # reductions, each to one number a row, and outputs, in program order
     elements: tuple[Element, ...]
 
 

@@ -48,21 +48,11 @@ RECORD_SUFFIX = ".capture"
 
 @dataclass(frozen=True, slots=True)
 class CachedProgram:
-    """A program as the cache knows it.
+    """A program as the cache knows it."""
 
-    Attributes
-    ----------
-    executable : tvm.relax.VMExecutable or tvm.runtime.Module
-        For `tvm.relax.VirtualMachine`.
-    library : bytes or None
-        The code as a shared library; None when the cache is off.
-    path : pathlib.Path or None
-        Its file; None when the cache is off.
-    """
-
-    executable: Any
-    library: bytes | None = None
-    path: Path | None = None
+    executable: Any  # for `tvm.relax.VirtualMachine`
+    library: bytes | None = None  # the code as a shared library; None when the cache is off
+    path: Path | None = None  # its file; None when the cache is off
 
     def calibration_path(self, machine: str) -> Path | None:
         """Name the file of the program's calibration on a machine."""

@@ -33,21 +33,11 @@ from relax_disc.vm_builtins.libraries import install as libraries
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A captured function with its code.
+    """A captured function with its code."""
 
-    Attributes
-    ----------
-    captured : CapturedStep
-        What it takes and returns.
-    executable : tvm.relax.VMExecutable or tvm.runtime.Module
-        Its code, for `tvm.relax.VirtualMachine`.
-    library : bytes or None
-        The code as a shared library, where it is known already.
-    """
-
-    captured: CapturedStep
-    executable: Any
-    library: bytes | None = None
+    captured: CapturedStep  # what it takes and returns
+    executable: Any  # its code, for `tvm.relax.VirtualMachine`
+    library: bytes | None = None  # the code as a shared library, where it is known already
 
     def exported(self) -> bytes:
         """Return the code as the content of a shared library."""

@@ -27,52 +27,24 @@ _MOST_SHAPES = 1024
 
 @dataclass(frozen=True, slots=True)
 class BatchLeaf:
-    """One tensor of the batch.
+    """One tensor of the batch."""
 
-    Attributes
-    ----------
-    name : str
-        What to call it in messages.
-    position : int
-        Its place among the leaves of the flattened batch.
-    shape : tuple of int or SymbolicExpr
-        Extents over the dims.
-    dtype : torch.dtype
-        Element type; never converted silently.
-    """
-
-    name: str
-    position: int
-    shape: tuple[Extent, ...]
-    dtype: torch.dtype
+    name: str  # what to call it in messages
+    position: int  # its place among the leaves of the flattened batch
+    shape: tuple[Extent, ...]  # extents over the dims
+    dtype: torch.dtype  # element type; never converted silently
 
 
 @dataclass(frozen=True)
 class BatchSchema:
-    """The structure, types and shapes that every batch must have.
+    """The structure, types and shapes that every batch must have."""
 
-    Attributes
-    ----------
-    spec : BatchSpec
-        The structure, and the leaves that are no tensors.
-    leaves : tuple of BatchLeaf
-        The tensors that the program reads.
-    dims : tuple of SymbolicDim
-        Every dim with its range.
-    device : torch.device
-        Where the tensors must be.
-    index_checks : tuple of IndexCheck
-        On the values of tensors that are used as indices.
-    size_checks : tuple of SizeCheck
-        On the dims, beyond their ranges.
-    """
-
-    spec: BatchSpec
-    leaves: tuple[BatchLeaf, ...]
-    dims: tuple[SymbolicDim, ...]
-    device: torch.device
-    index_checks: tuple[IndexCheck, ...] = ()
-    size_checks: tuple[SizeCheck, ...] = ()
+    spec: BatchSpec  # the structure, and the leaves that are no tensors
+    leaves: tuple[BatchLeaf, ...]  # the tensors that the program reads
+    dims: tuple[SymbolicDim, ...]  # every dim with its range
+    device: torch.device  # where the tensors must be
+    index_checks: tuple[IndexCheck, ...] = ()  # on the values of tensors that are used as indices
+    size_checks: tuple[SizeCheck, ...] = ()  # on the dims, beyond their ranges
     # Values of the dims by the shapes of the leaves: lengths come back, and to solve them again
     # takes longer than all else that is done before a step.
     _solved: dict[tuple[torch.Size, ...], dict[str, int]] = field(

@@ -17,18 +17,10 @@ from relax_disc.transform.functions import program_functions
 
 @dataclass(frozen=True, slots=True)
 class FusionGroup:
-    """Operators that became one kernel.
+    """Operators that became one kernel."""
 
-    Attributes
-    ----------
-    result : relax.Var
-        What the kernel's call is bound to in the fused function.
-    bindings : tuple of relax.Binding
-        The operators, as they were before fusion, in order.
-    """
-
-    result: relax.Var
-    bindings: tuple[relax.Binding, ...]
+    result: relax.Var  # what the kernel's call is bound to in the fused function
+    bindings: tuple[relax.Binding, ...]  # the operators, as they were before fusion, in order
 
 
 def fuse_ops(

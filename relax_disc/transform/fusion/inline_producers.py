@@ -72,17 +72,10 @@ class InlineProducers:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A value, the bindings that compute it from what is in memory, and its readers.
+    """A value, the bindings that compute it from what is in memory, and its readers."""
 
-    Attributes
-    ----------
-    cone : tuple of relax.Binding
-        In order; the last one makes the value.
-    readers : list of (FusionGroup, list of relax.Var)
-        Kernels, each with the variables of its operators that read the value.
-    """
-
-    cone: tuple[relax.Binding, ...]
+    cone: tuple[relax.Binding, ...]  # in order; the last one makes the value
+    # kernels, each with the variables of its operators that read the value
     readers: list[tuple[FusionGroup, list[relax.Var]]]
 
     @property

@@ -78,24 +78,12 @@ class ShareKernels:
 
 @dataclass(frozen=True, slots=True)
 class _General:
-    """A kernel with dims in place of sizes.
+    """A kernel with dims in place of sizes."""
 
-    Attributes
-    ----------
-    kernel : tirx.PrimFunc
-        Its parameters: operands, integers, results.
-    dims : list of tirx.Var
-        All of its dims and integers, by first occurrence.
-    sizes : dict of tirx.Var to expression
-        What those stand for that are new, in the terms of the kernel before.
-    integers : list of tirx.Var
-        Parameters that are no buffers, by first occurrence.
-    """
-
-    kernel: tirx.PrimFunc
-    dims: list[Any]
-    sizes: dict[Any, Any]
-    integers: list[Any]
+    kernel: tirx.PrimFunc  # its parameters: operands, integers, results
+    dims: list[Any]  # all of its dims and integers, by first occurrence
+    sizes: dict[Any, Any]  # what those stand for that are new, in the terms of the kernel before
+    integers: list[Any]  # parameters that are no buffers, by first occurrence
 
     def numbers(self) -> list[int | None]:
         """Values of those dims that stand for numbers."""

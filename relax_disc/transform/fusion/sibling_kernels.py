@@ -46,37 +46,19 @@ _FAR = 8
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A second copy of a value.
+    """A second copy of a value."""
 
-    Attributes
-    ----------
-    place : int
-        Binding of the kernel that makes the first.
-    readers : frozenset of int
-        Bindings that read the second...
-    views : tuple of int
-        ...also through these reshapes of it.
-    """
-
-    place: int
-    readers: frozenset[int]
-    views: tuple[int, ...]
+    place: int  # binding of the kernel that makes the first
+    readers: frozenset[int]  # bindings that read the second
+    views: tuple[int, ...]  # reshapes of it through which they do, too
 
 
 @dataclass(eq=False, slots=True)
 class Join:
-    """Kernels that become one.
+    """Kernels that become one."""
 
-    Attributes
-    ----------
-    places : list of int
-        Bindings of the kernels, in order.
-    again : list of Copy
-        Results of earlier kernels that it makes too.
-    """
-
-    places: list[int]
-    again: list[Copy] = field(default_factory=list)
+    places: list[int]  # bindings of the kernels, in order
+    again: list[Copy] = field(default_factory=list)  # results of earlier kernels that it makes too
 
 
 def find_joins(mod: tvm.IRModule, function: relax.Function, block: Any) -> list[Join]:

@@ -26,30 +26,15 @@ from relax_disc.vm_builtins.libraries import install as libraries
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a call stands: what its operands are, who uses its result.
+    """Where a call stands: what its operands are, who uses its result."""
 
-    Attributes
-    ----------
-    family : str
-        Prefix of the library's functions, such as ``"relax_disc.cpu"``.
-    builder : relax.BlockBuilder
-        Emits further bindings before the one at hand; knows the rewritten function.
-    original : relax.Call
-        The call before its arguments were rewritten.
-    variable : relax.Var
-        What the call's result is bound to.
-    uses : Uses
-        The function before the pass.
-    analyzer : Analyzer
-        Proves that shapes agree.
-    """
-
-    family: str
+    family: str  # prefix of the library's functions, such as ``"relax_disc.cpu"``
+    # emits further bindings before the one at hand; knows the rewritten function
     builder: relax.BlockBuilder
-    original: relax.Call
-    variable: relax.Var
-    uses: Uses
-    analyzer: Analyzer
+    original: relax.Call  # the call before its arguments were rewritten
+    variable: relax.Var  # what the call's result is bound to
+    uses: Uses  # the function before the pass
+    analyzer: Analyzer  # proves that shapes agree
 
     def definition(self, expr: relax.Expr) -> relax.Expr:
         """Follow variables of the rewritten function to what computes them."""

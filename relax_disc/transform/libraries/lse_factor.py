@@ -20,21 +20,11 @@ _MOVES = ("relax.reshape", "relax.expand_dims", "relax.squeeze")
 
 @dataclass(frozen=True, slots=True)
 class LseTerm:
-    """The log-sum-exp that a loss reads besides the cross-entropy, and its gradient.
+    """The log-sum-exp that a loss reads besides the cross-entropy, and its gradient."""
 
-    Attributes
-    ----------
-    lse : relax.Var
-        ``[N]``, of the logits.
-    backward : relax.Var
-        The gradient of the logits by way of ``lse``.
-    factor : relax.Expr
-        ``[N]``; times ``lse`` it is the gradient of the loss by ``lse``.
-    """
-
-    lse: relax.Var
-    backward: relax.Var
-    factor: relax.Expr
+    lse: relax.Var  # ``[N]``, of the logits
+    backward: relax.Var  # the gradient of the logits by way of ``lse``
+    factor: relax.Expr  # ``[N]``; times ``lse`` it is the gradient of the loss by ``lse``
 
 
 def lse_term(backward: relax.Var, logits: relax.Expr, uses: Uses) -> LseTerm | None:
