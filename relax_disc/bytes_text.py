@@ -25,18 +25,9 @@ _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 def parse_bytes(value: int | str, *, name: str = "memory_budget") -> int:
     """Read a number of bytes; a fraction of a byte is dropped.
 
-    Parameters
-    ----------
-    value : int or str
-        A positive count of bytes, or text: a number and one of B, kB, MB, GB, TB (powers of
-        1000), KiB, MiB, GiB, TiB (powers of 1024), in any case.
-    name : str
-        How the error message calls the value.
-
-    Returns
-    -------
-    int
-        Bytes, at least 1.
+    ``value``: a positive count of bytes, or text: a number and one of B, kB, MB, GB, TB (powers of
+    1000), KiB, MiB, GiB, TiB (powers of 1024), in any case. ``name``: how the error message calls
+    the value. Returned: bytes, at least 1.
 
     Raises
     ------

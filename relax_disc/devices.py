@@ -102,11 +102,5 @@ def register_tags() -> None:
 
 
 def device_figures(target: Target) -> DeviceFigures | None:
-    """Figures of a target that was made by one of the tags; None for any other.
-
-    Parameters
-    ----------
-    target : tvm.target.Target
-        Any.
-    """
+    """Figures of a target that was made by one of the tags; None for any other."""
     return TAGS.get(str(target.tag))

@@ -131,14 +131,8 @@ def step_graph(
 ) -> TensorGraph:
     """Return the tensor graph of the kernels that a program comes down to.
 
-    Parameters
-    ----------
-    source : tvm.IRModule, CapturedStep, TrainingStep or ForwardFunction
-        The program; a built one is scheduled already.
-    scheduled : bool
-        In the order in which they would run; else as the model was written.
-    target : str or tvm.target.Target
-        As in `analyze_memory`.
+    A built one is scheduled already. ``scheduled``: in the order in which they would run; else as
+    the model was written. ``target``: as in `analyze_memory`.
     """
     if getattr(source, "session", None) is not None:
         session, _, dims = _planner(source, target)

@@ -184,12 +184,8 @@ def parse_sizes(given: list[str] | None, dims: tuple[SymbolicDim, ...]) -> dict[
 def resized(example: Any, dynamic_shapes: Any, sizes: Mapping[str, int]) -> Any:
     """Repeat or cut the example's tensors along their dynamic axes, so that all values are valid.
 
-    Parameters
-    ----------
-    example, dynamic_shapes
-        As given to `compile`, of the same nesting.
-    sizes : mapping of str to int
-        Of every dim.
+    ``example``, ``dynamic_shapes``: as given to `compile`, of the same nesting. ``sizes``: of every
+    dim.
     """
     if isinstance(example, torch.Tensor):
         axes = dynamic_shapes or {}

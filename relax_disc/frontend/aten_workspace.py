@@ -41,21 +41,8 @@ def scratch_bytes(
 ) -> Any:
     """Bound the memory of a call.
 
-    Parameters
-    ----------
-    symbols : SymbolTranslator
-        Of the function that the call is in.
-    recipe : str
-        Of the call.
-    operands : sequence of Tensor or int or SymInt
-        Fake values; complex tensors as such.
-    results : sequence of Tensor
-        Fake values.
-
-    Returns
-    -------
-    tirx expression
-        Bytes, in the dims.
+    ``symbols``: of the function that the call is in. ``recipe``: of the call. ``operands``: fake
+    values; complex tensors as such. ``results``: fake values. Returned: bytes, in the dims.
     """
     install.install("llvm")
     tensors = [x for x in (*operands, *results) if isinstance(x, Tensor)]

@@ -34,10 +34,7 @@ _PLACEMENT = ("layout", "pin_memory", "memory_format", "generator")
 def why_not(node: fx.Node) -> str:
     """Say why PyTorch's own kernel cannot serve a node; empty if it can.
 
-    Parameters
-    ----------
-    node : fx.Node
-        A call, with the values that the trace found.
+    ``node``: a call, with the values that the trace found.
     """
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten":
@@ -112,16 +109,10 @@ def call(
 ) -> Any:
     """Emit the call of the emitter's node.
 
-    Parameters
-    ----------
-    emitter : Emitter
-        Set to the node.
-    args, kwargs
-        The node's, with Relax expressions in the place of tensors.
-    channels_last : bool
-        Store activations, ``[n, c, *p]`` with two or more spatial axes, as ``[n, *p, c]``.
-    sizes_only : sequence of str
-        Parameters, of the first result's type, of which the operator reads no element.
+    ``emitter``: set to the node. ``args``, ``kwargs``: the node's, with Relax expressions in the
+    place of tensors. ``channels_last``: store activations, ``[n, c, *p]`` with two or more spatial
+    axes, as ``[n, *p, c]``. ``sizes_only``: parameters, of the first result's type, of which the
+    operator reads no element.
 
     Raises
     ------

@@ -114,16 +114,8 @@ def matrix_view(
 ) -> MatrixView:
     """Read an operand as a matrix, its first `rows` axes as rows, through copies that only move.
 
-    Parameters
-    ----------
-    expr : relax.Expr
-        An operand of known shape.
-    rows : int
-        Number of axes that are rows.
-    definition : callable
-        Maps a variable to the expression bound to it, others to themselves.
-    analyzer : Analyzer
-        Proves that shapes agree.
+    ``rows``: number of axes that are rows. ``definition``: maps a variable to the expression bound
+    to it, others to themselves.
     """
     transposed = False
     while True:

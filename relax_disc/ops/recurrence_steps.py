@@ -58,22 +58,13 @@ def forward(
 ) -> None:
     """Run a layer in one direction.
 
-    Parameters
-    ----------
-    projected : Tensor
-        Input times input weights plus their bias, ``[T, B, gates H]``, or ``[B, T, ...]`` if
-        `batch_first`, as all arrays with a time axis.
-    state : Tensor
-        First state ``[states, B, H]``: hidden, and the cell of an LSTM.
-    weight, bias : Tensor
-        Of the recurrent product, ``[gates H, H]`` and ``[gates H]``.
-    kind : str
-        A key of `KINDS`.
-    batch_first, reverse : bool
-        Whether the batch is the first axis; whether time runs from the end to the start.
-    out, last, reserve : Tensor
-        Results: hidden states ``[T, B, H]``, state after the last step like `state`, and what the
-        gradient needs, ``[T, B, reserve H]``.
+    ``projected``: input times input weights plus their bias, ``[T, B, gates H]``, or ``[B, T,
+    ...]`` if `batch_first`, as all arrays with a time axis. ``state``: first state ``[states, B,
+    H]``: hidden, and the cell of an LSTM. ``weight``, ``bias``: of the recurrent product, ``[gates
+    H, H]`` and ``[gates H]``. ``kind``: a key of `KINDS`. ``batch_first``, ``reverse``: whether the
+    batch is the first axis; whether time runs from the end to the start. ``out``, ``last``,
+    ``reserve``: results: hidden states ``[T, B, H]``, state after the last step like `state`, and
+    what the gradient needs, ``[T, B, reserve H]``.
     """
     width = weight.shape[1]
     projected, out, reserve = (_by_time(x, batch_first) for x in (projected, out, reserve))
@@ -117,15 +108,10 @@ def backward(
 ) -> None:
     """Run the gradient of `forward` against its direction of time.
 
-    Parameters
-    ----------
-    grad_out, grad_last : Tensor
-        Gradients of `out` and `last`.
-    state, weight, out, reserve, kind, batch_first, reverse
-        As in `forward`.
-    gradients, grad_state : Tensor
-        Results: gradients before the activations, ``[T, B, gradients H]`` (see the module), and
-        those of `state`.
+    ``grad_out``, ``grad_last``: gradients of `out` and `last`. ``state``, ``weight``, ``out``,
+    ``reserve``, ``kind``, ``batch_first``, ``reverse``: as in `forward`. ``gradients``,
+    ``grad_state``: results: gradients before the activations, ``[T, B, gradients H]`` (see the
+    module), and those of `state`.
     """
     width = weight.shape[1]
     grad_out, out, reserve, gradients = (
@@ -175,12 +161,7 @@ def library_function(function: Callable[..., None], options: int) -> Callable[..
 
     It takes `kind` as its position in `KINDS` and integers for truth values.
 
-    Parameters
-    ----------
-    function : callable
-        `forward` or `backward`.
-    options : int
-        Position of `kind` among its arguments.
+    ``function``: `forward` or `backward`. ``options``: position of `kind` among its arguments.
     """
     names = tuple(KINDS)
 

@@ -90,14 +90,9 @@ def elements(shape: Sequence[Any]) -> Any:
 def register(name: str, infer_type: InferType, description: str) -> None:
     """Add the pure operator ``name`` to TVM's table, or update its type inference.
 
-    Parameters
-    ----------
-    name : str
-        Full name, such as ``"relax_disc.attention"``.
-    infer_type : callable
-        Maps a call to its type; raises ``TypeError`` when the arguments do not fit together.
-    description : str
-        One line that TVM shows for the operator.
+    ``name``: full name, such as ``"relax_disc.attention"``. ``infer_type``: maps a call to its
+    type; raises ``TypeError`` when the arguments do not fit together. ``description``: one line
+    that TVM shows for the operator.
     """
     api = tvm.ir._ffi_api
     if name not in {str(known) for known in api.ListOpNames()}:

@@ -20,12 +20,7 @@ _MARK = "/*DATA*/null"
 def write_page(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
     """Write the page.
 
-    Parameters
-    ----------
-    timelines : sequence of Timeline
-        One, or a before and an after, drawn on one scale.
-    path : path-like
-        The file.
+    ``timelines``: one, or a before and an after, drawn on one scale.
     """
     data = {
         "timelines": [_plain(timeline) for timeline in timelines],

@@ -19,12 +19,8 @@ _MIB = 2**20
 def draw(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
     """Draw timelines one above the other, on one scale.
 
-    Parameters
-    ----------
-    timelines : sequence of Timeline
-        One, or a before and an after.
-    path : path-like
-        The picture; its ending chooses the format.
+    ``timelines``: one, or a before and an after. ``path``: the picture; its ending chooses the
+    format.
 
     Raises
     ------

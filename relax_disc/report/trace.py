@@ -44,12 +44,7 @@ def events(timeline: Timeline) -> list[dict[str, Any]]:
 def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Write a trace file.
 
-    Parameters
-    ----------
-    timeline : Timeline
-        What to write.
-    path : path-like
-        Ends in ``.json``, so that the viewers take it.
+    ``path``: ends in ``.json``, so that the viewers take it.
     """
     content = {"traceEvents": events(timeline), "displayTimeUnit": "ms"}
     Path(path).write_text(json.dumps(content))

@@ -45,19 +45,9 @@ def hoist(
 ) -> tuple[list[tuple[Any, Any]], list[Element]]:
     """Split the values of elements into those fixed along ``inner`` and the others.
 
-    Parameters
-    ----------
-    elements : sequence of Element
-        Computed together in one loop.
-    inner : collection of Var
-        Axes of the innermost loop.
-
-    Returns
-    -------
-    fixed : list of (Var, expression)
-        To be evaluated once before the innermost loop, in this order.
-    elements : list of Element
-        The same elements, using the fixed values.
+    ``elements``: computed together in one loop. ``inner``: axes of the innermost loop. ``fixed``:
+    to be evaluated once before the innermost loop, in this order. ``elements``: the same elements,
+    using the fixed values.
     """
     hoister = _Hoister(inner)
     return hoister.fixed, [hoister.element(element) for element in elements]

@@ -47,22 +47,9 @@ def vector_loop(
 ) -> list[Any]:
     """Run ``body`` for every index in vectors of ``lanes``, and the rest one by one.
 
-    Parameters
-    ----------
-    name : str
-        Name of the loop variable.
-    extent : expression
-        Number of elements, constant or symbolic.
-    body : callable
-        Maps an index to a statement; called anew for each loop that is made.
-    lanes : int
-        Elements a vector.
-    parallel : bool
-        Spread the vectors over the threads.
-
-    Returns
-    -------
-    list of statements
+    ``extent``: number of elements, constant or symbolic. ``body``: maps an index to a statement;
+    called anew for each loop that is made. ``lanes``: elements a vector. ``parallel``: spread the
+    vectors over the threads.
     """
     kind = tirx.ForKind.PARALLEL if parallel else tirx.ForKind.SERIAL
     count = constant(extent)
@@ -104,10 +91,7 @@ def serial_loop(name: str, extent: Any, body: Body) -> list[Any]:
 def decode(index: Any, extents: Sequence[Any], name: str) -> tuple[list[Any], list[Any]]:
     """Split a fused index into one for each extent.
 
-    Returns
-    -------
-    statements, indices : list, list
-        The statements bind the variables that the indices are.
+    ``statements``, ``indices``: the statements bind the variables that the indices are.
     """
     if len(extents) == 1:
         return [], [index]
@@ -165,16 +149,8 @@ def widened(combiner: Combiner, value: Any) -> Any:
 class Accumulator:
     """A running total kept in vector lanes, so that the order of summation is fixed here.
 
-    Parameters
-    ----------
-    name : str
-        Name of the local buffer.
-    combiner : str
-        What is accumulated.
-    init : expression
-        Its neutral element.
-    lanes : int
-        Independent partial totals.
+    ``combiner``: what is accumulated. ``init``: its neutral element. ``lanes``: independent partial
+    totals.
     """
 
     def __init__(self, name: str, combiner: Combiner, init: Any, lanes: int) -> None:
@@ -262,14 +238,8 @@ def with_body(
 ) -> s_tir.Schedule:
     """Give a function a new body of plain loops and wrap it as a schedule.
 
-    Parameters
-    ----------
-    func : tvm.tirx.PrimFunc
-        Its parameters and attributes stay.
-    statements : sequence
-        The body.
-    scratch : sequence of buffers
-        Allocated for the whole of the body, where `HoistWorkspace` finds them.
+    ``statements``: the body. ``scratch``: allocated for the whole of the body, where
+    `HoistWorkspace` finds them.
     """
     body = sequence(statements)
     block = s_tir.SBlock([], [], [], "root", body, alloc_buffers=list(scratch))

@@ -165,16 +165,9 @@ def has_formula(call: Any) -> bool:
 def use_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Replace the functions that have a vector formula in the body of ``func``.
 
-    Parameters
-    ----------
-    func : tvm.tirx.PrimFunc
-        With plain loops, as our rules make them; calls under a condition are left alone, since
-        their arguments may not be evaluated before it.
-
-    Returns
-    -------
-    tvm.tirx.PrimFunc
-        Intermediate values are bound in front of the statement that uses them.
+    ``func``: with plain loops, as our rules make them; calls under a condition are left alone,
+    since their arguments may not be evaluated before it. Returned: intermediate values are bound in
+    front of the statement that uses them.
     """
 
     def on_statement(statement: Any, mutator: Any) -> Any:

@@ -85,18 +85,9 @@ def _loads(expressions: Sequence[Any]) -> list[Any]:
 def segments(expressions: Sequence[Any], inner: Sequence[Axis]) -> list[tuple[int, int]] | None:
     """Cut a constant innermost axis where its conditions change.
 
-    Parameters
-    ----------
-    expressions : sequence
-        Everything that the loop evaluates.
-    inner : sequence of Axis
-        The innermost group; only a single axis can be cut.
-
-    Returns
-    -------
-    parts : list of (start, end) or None
-        None when the axis is symbolic, the conditions are not comparisons with constants, or
-        something else stands against vectors.
+    ``expressions``: everything that the loop evaluates. ``inner``: the innermost group; only a
+    single axis can be cut. ``parts``: None when the axis is symbolic, the conditions are not
+    comparisons with constants, or something else stands against vectors.
     """
     extent = constant(inner[-1].extent)
     if len(inner) != 1 or extent is None:

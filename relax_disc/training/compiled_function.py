@@ -213,10 +213,7 @@ class CompiledFunction:
     def first_use(self, target: str) -> str:
         """Return the model's line, ``"file:line"``, of the first kernel that reads a tensor.
 
-        Parameters
-        ----------
-        target : str
-            Full name of a parameter or buffer; ``""`` is returned where nothing is known.
+        ``target``: full name of a parameter or buffer; ``""`` is returned where nothing is known.
         """
         given = [spec for spec in self._captured.inputs if spec.kind != "shape"]
         places = {

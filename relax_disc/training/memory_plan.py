@@ -184,12 +184,7 @@ def largest_that_fits(fits: Callable[[int], bool], dim: SymbolicDim) -> int:
     badly into chunks can need more than the next ones do.  So the boundary found by bisection is
     followed upwards while one of the next `_LOOK_AHEAD` sizes still fits.
 
-    Parameters
-    ----------
-    fits : callable
-        Whether a size fits.
-    dim : SymbolicDim
-        With an upper bound.
+    ``dim``: with an upper bound.
     """
     lower, upper, step = dim.first, dim.last or 0, dim.divisor
     low, high = -(-lower // step), upper // step

@@ -72,21 +72,8 @@ def schedule_kernel(
 ) -> tirx.PrimFunc:
     """Schedule one kernel by the first rule that takes it.
 
-    Parameters
-    ----------
-    func : tvm.tirx.PrimFunc
-        In block form.
-    target : tvm.target.Target
-        The machine.
-    rules : sequence
-        Objects with ``apply(func, target, tunable) -> Schedule or None``.
-    name : str
-        What messages call it.
-
-    Returns
-    -------
-    tvm.tirx.PrimFunc
-        The scheduled kernel, or ``func`` without marks.
+    ``rules``: objects with ``apply(func, target, tunable) -> Schedule or None``. Returned: the
+    scheduled kernel, or ``func`` without marks.
     """
     func = _without_marks(func)
     for rule in rules:

@@ -75,16 +75,8 @@ def apply_measurements(session: Session, measurements: Sequence[Measurement]) ->
 def fit_line(points: Sequence[tuple[float, float]], overhead_ns: float) -> tuple[float, float]:
     """Fit ``time = factor * work + fixed`` by relative least squares, both at least zero.
 
-    Parameters
-    ----------
-    points : sequence of (float, float)
-        Work and measured time, in ns, at least one.
-    overhead_ns : float
-        What the uncalibrated model adds to the work: decides the split of a single work.
-
-    Returns
-    -------
-    factor, fixed : float
+    ``points``: work and measured time, in ns, at least one. ``overhead_ns``: what the uncalibrated
+    model adds to the work: decides the split of a single work.
     """
     weighted = [(work, time, 1.0 / max(time, 1.0) ** 2) for work, time in points]
     total = sum(w for *_, w in weighted)

@@ -20,18 +20,10 @@ GUARD = "relax_disc.guard"
 def guard(hyper: Any, loss: Any, count: int, *rest: Any) -> None:
     """Copy the hyper-parameters, unless something forbids the step.
 
-    Parameters
-    ----------
-    hyper : tensor
-        Vector of hyper-parameters; with its last entry set, `loss` and the buffers must be finite.
-    loss : tensor
-        One number.
-    count : int
-        How many buffers follow.
-    *rest
-        New values of ``count`` buffers with a name each; then for each checked index its flag (see
-        `frontend.index_checks`), the least and the greatest value allowed, and where it stands in
-        the model; last, where to copy `hyper`.
+    ``hyper``: vector of hyper-parameters; with its last entry set, `loss` and the buffers must be
+    finite. ``*rest``: new values of ``count`` buffers with a name each; then for each checked index
+    its flag (see `frontend.index_checks`), the least and the greatest value allowed, and where it
+    stands in the model; last, where to copy `hyper`.
 
     Raises
     ------

@@ -110,17 +110,9 @@ def load() -> tvm_ffi.Module:
 def carried(folder: Path, flags: Set[str]) -> Path | None:
     """Choose among the libraries of a wheel.
 
-    Parameters
-    ----------
-    folder : pathlib.Path
-        Holds `relax_disc-<instruction set>.so`; may be missing.
-    flags : set of str
-        What the processor can do, as `processor_flags` names it.
-
-    Returns
-    -------
-    pathlib.Path or None
-        For the best instruction set that the processor has; None if there is none for it.
+    ``folder``: holds `relax_disc-<instruction set>.so`; may be missing. ``flags``: what the
+    processor can do, as `processor_flags` names it. Returned: for the best instruction set that the
+    processor has; None if there is none for it.
     """
     generic = folder / "relax_disc-generic.so"
     if generic.exists():

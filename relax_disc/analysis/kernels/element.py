@@ -138,12 +138,8 @@ def axis_mapping(stage: Stage, indices: Sequence[Any]) -> dict[Any, Any] | None:
 class Inliner:
     """Inlines the element-wise producers of one kernel.
 
-    Parameters
-    ----------
-    kernel : StagedKernel
-        The kernel.
-    inline_outputs : bool
-        Also compute anew (or share) what is an output of the kernel, instead of reading it back.
+    ``inline_outputs``: also compute anew (or share) what is an output of the kernel, instead of
+    reading it back.
     """
 
     def __init__(self, kernel: StagedKernel, *, inline_outputs: bool) -> None:
@@ -286,20 +282,10 @@ def collapse(
 ) -> list[list[Axis]]:
     """Group neighbouring axes that every access walks through as if they were one.
 
-    Parameters
-    ----------
-    axes : sequence of Axis
-        Axes of extent 1 must have been dropped.
-    expressions : iterable
-        Everything evaluated; its reads count, and any other use of an axis separates it.
-    indices : iterable of sequences
-        Index tuples of the stores, each with its buffer first.
-
-    Returns
-    -------
-    groups : list of lists of Axis
-        Program order; in a group of several, replacing all but the last axis by 0 and the last by
-        the fused variable gives the same address.
+    ``axes``: axes of extent 1 must have been dropped. ``expressions``: everything evaluated; its
+    reads count, and any other use of an axis separates it. ``indices``: index tuples of the stores,
+    each with its buffer first. ``groups``: program order; in a group of several, replacing all but
+    the last axis by 0 and the last by the fused variable gives the same address.
     """
     expressions = list(expressions)
     accesses = [

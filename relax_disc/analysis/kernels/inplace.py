@@ -31,16 +31,9 @@ INPLACE_ATTRIBUTE = "relax_disc.inplace"
 def inplace_pairs(func: tirx.PrimFunc) -> tuple[tuple[int, int], ...]:
     """Find pairs of parameters of which the output may be the input's own memory.
 
-    Parameters
-    ----------
-    func : tvm.tirx.PrimFunc
-        As legalized, fused or scheduled; not changed.
-
-    Returns
-    -------
-    pairs : tuple of (int, int)
-        Positions in ``func.params``, input first, in order.  Each pair holds by itself and together
-        with other pairs of different inputs and outputs.
+    ``func``: as legalized, fused or scheduled; not changed. ``pairs``: positions in
+    ``func.params``, input first, in order. Each pair holds by itself and together with other pairs
+    of different inputs and outputs.
     """
     if INPLACE_ATTRIBUTE in func.attrs:
         return tuple((int(i), int(o)) for i, o in func.attrs[INPLACE_ATTRIBUTE])

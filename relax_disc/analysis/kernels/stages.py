@@ -106,15 +106,8 @@ def constant(expr: object) -> int | None:
 def read_stages(func: tirx.PrimFunc) -> StagedKernel | None:
     """Read a function in block form, as TE and `FuseTIR` make it.
 
-    Parameters
-    ----------
-    func : tvm.tirx.PrimFunc
-        Any function; it is not changed.
-
-    Returns
-    -------
-    kernel : StagedKernel or None
-        None when any part has another form (raw loops, predicates, tuple reductions).
+    ``func``: any function; it is not changed. ``kernel``: None when any part has another form (raw
+    loops, predicates, tuple reductions).
     """
     root = func.body
     if not isinstance(root, s_tir.SBlockRealize) or root.block.iter_vars:

@@ -43,15 +43,7 @@ class Candidate:
 def find_candidates(graph: TensorGraph) -> tuple[Candidate, ...]:
     """List the worthwhile gaps of all tensors, by tensor.
 
-    Parameters
-    ----------
-    graph : TensorGraph
-        With symbolic or numeric sizes.
-
-    Returns
-    -------
-    tuple of Candidate
-        One per tensor: its widest gap.
+    ``graph``: with symbolic or numeric sizes. Returned: one per tensor: its widest gap.
     """
     search = _Search(graph)
     found = (search.candidate(tensor) for tensor in range(len(graph.sizes)))

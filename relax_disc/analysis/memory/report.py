@@ -286,12 +286,7 @@ def _at_shape(
 def graph_of_table(metadata: PlanMetadata, dims: Sequence[SymbolicDim] = ()) -> TensorGraph:
     """Return the tensor graph of the run time's table of kernels.
 
-    Parameters
-    ----------
-    metadata : PlanMetadata
-        The table.
-    dims : sequence of SymbolicDim
-        What is known of the dims' ranges; others are 0 or more.
+    ``dims``: what is known of the dims' ranges; others are 0 or more.
     """
     known = {dim.name: dim for dim in dims}
     table_dims = tuple(known.get(name, SymbolicDim(name, 0)) for name in metadata.dims)

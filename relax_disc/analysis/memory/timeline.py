@@ -178,20 +178,7 @@ def timeline_of(
 ) -> Timeline:  # fmt: skip
     """Lay a plan out over its runs.
 
-    Parameters
-    ----------
-    session : Session
-        Whose plan it is.
-    facts : ArenaFacts
-        The plan.
-    shape : mapping of str to int
-        The value of each dim.
-    budget_bytes : int or None
-        The budget that the plan was made for.
-    kinds : sequence of str
-        The kind of each tensor that the caller passes, in order.
-    dims : sequence of SymbolicDim
-        With their ranges.
+    ``kinds``: the kind of each tensor that the caller passes, in order.
     """
     metadata = session.metadata
     graph = session.planner_graph([shape[name] for name in metadata.dims])

@@ -202,12 +202,7 @@ def machine_of(target: tvm.target.Target | None) -> Machine:
 def extract(mod: tvm.IRModule, name: str) -> Extraction:
     """Read one function of a module in call_tir form.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        With the PrimFuncs that the function calls.
-    name : str
-        The Relax function.
+    ``mod``: with the PrimFuncs that the function calls. ``name``: the Relax function.
 
     Raises
     ------

@@ -35,16 +35,10 @@ def place_results(
 ) -> None:
     """Set the storage of every result, adding copies where a result cannot be made in place.
 
-    Parameters
-    ----------
-    table : FunctionTable
-        As `read_function` made it; changed in place.
-    pairs : mapping of int to int
-        Flat result -> index of the given tensor that it replaces.
-    may_overwrite : callable
-        `may_overwrite(kernel, given_buffer, output_buffer)`.
-    only_copies : bool
-        Copy every result that replaces a parameter at the end, which always has an order.
+    ``table``: as `read_function` made it; changed in place. ``pairs``: flat result -> index of the
+    given tensor that it replaces. ``may_overwrite``: `may_overwrite(kernel, given_buffer,
+    output_buffer)`. ``only_copies``: copy every result that replaces a parameter at the end, which
+    always has an order.
     """
     given = {
         table.buffers[b].given: b

@@ -266,17 +266,8 @@ def check_shape(dims: Iterable[SymbolicDim], shape: Mapping[str, int]) -> None:
 def evaluate_sizes(sizes: Sequence[Size], shapes: Sequence[Mapping[str, int]]) -> np.ndarray:
     """Evaluate sizes at several shapes at once.
 
-    Parameters
-    ----------
-    sizes : sequence of int or SymbolicExpr
-        Expressions over the dims that the shapes name.
-    shapes : sequence of mappings
-        The points; at least one.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64, one row per shape and one column per size.
+    ``sizes``: expressions over the dims that the shapes name. ``shapes``: the points; at least one.
+    Returned: int64, one row per shape and one column per size.
 
     Raises
     ------

@@ -168,14 +168,8 @@ def exact_order(problem: ScheduleProblem, known_peak: int, max_states: int) -> E
     algorithm with max in place of sum).  States whose cost is not below the known peak are left
     out, so that an exhausted search proves the known order optimal.  There may be 2 ** ops states.
 
-    Parameters
-    ----------
-    problem : ScheduleProblem
-        With one point.
-    known_peak : int
-        Peak of an order that is known.
-    max_states : int
-        Where to give up.
+    ``problem``: with one point. ``known_peak``: peak of an order that is known. ``max_states``:
+    where to give up.
     """
     size, extra = problem.size[0], problem.extra[0]
     needs = [sum(1 << other for other in row) for row in problem.need]

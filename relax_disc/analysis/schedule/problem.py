@@ -73,12 +73,8 @@ def _transposed(rows: Sequence[Sequence[int]], columns: int) -> list[list[int]]:
 def problem_of(graph: TensorGraph, shapes: Sequence[Mapping[str, int]] = ({},)) -> ScheduleProblem:
     """Return the scheduling problem of a graph at some shapes.
 
-    Parameters
-    ----------
-    graph : TensorGraph
-        Numeric, or symbolic over the dims that `shapes` give.
-    shapes : sequence of mappings
-        The points, at least one.
+    ``graph``: numeric, or symbolic over the dims that `shapes` give. ``shapes``: the points, at
+    least one.
     """
     size = evaluate_sizes(graph.sizes, shapes)
     extra = evaluate_sizes([kernel.workspace_bytes for kernel in graph.kernels], shapes)

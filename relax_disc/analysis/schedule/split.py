@@ -53,18 +53,8 @@ def split_search(
 ) -> Found:
     """Minimise the greatest peak over the points.
 
-    Parameters
-    ----------
-    problem : ScheduleProblem
-        What to order.  Its own order is one of the starts.
-    starts : sequence of orders
-        Legal orders to start from, beside the seeds.
-    target : int
-        A peak that is good enough.
-    work : int
-        Limit of the work.
-    seconds : float
-        Limit of the time, as a last resort.
+    Its own order is one of the starts. ``starts``: legal orders to start from, beside the seeds.
+    ``target``: a peak that is good enough.
     """
     search = function("relax_disc.schedule.split")
     facts = dict(search(problem.lists(), starts, target, work, seconds))

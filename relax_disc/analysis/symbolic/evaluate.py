@@ -28,12 +28,8 @@ def fold(
 ) -> Any:
     """Return the value of `expr` in any domain that adds and multiplies.
 
-    Parameters
-    ----------
-    expr : SymbolicExpr
-        What to evaluate.
-    dim, atom, number : callable
-        The value of a dim, of an atom whose arguments have the given values, and of an integer.
+    ``dim``, ``atom``, ``number``: the value of a dim, of an atom whose arguments have the given
+    values, and of an integer.
     """
     total = number(0)
     for monomial, coefficient in expr.terms.items():

@@ -410,12 +410,8 @@ def _format_terms(terms: Mapping[Monomial, int]) -> str:
 def _parse(text: str, make_dim: Callable[[str], SymbolicExpr]) -> SymbolicExpr:
     """Read an expression; see `SymbolicExpr.parse`.
 
-    Parameters
-    ----------
-    text : str
-        Arithmetic with ``+ - * // % **``, parentheses, ``min`` and ``max``.
-    make_dim : callable
-        Gives the expression of a name.
+    ``text``: arithmetic with ``+ - * // % **``, parentheses, ``min`` and ``max``. ``make_dim``:
+    gives the expression of a name.
 
     Raises
     ------

@@ -16,14 +16,10 @@ from relax_disc.errors import GraphError
 def from_tirx(expr: Any, dims: Mapping[Any, ExprLike] | None = None) -> SymbolicExpr:
     """Return a TVM integer expression as a canonical expression.
 
-    Parameters
-    ----------
-    expr : tvm.tirx expression or int
-        Over ``+ - * // %``, min, max, casts between integers, truncating division of what is
-        provably not negative, and choices whose condition holds at every shape or at none.
-    dims : mapping, optional
-        What a variable stands for, by `tvm.tirx.Var` or by its name; any other variable is a
-        dim of its own name and of 1 or more.
+    ``expr``: over ``+ - * // %``, min, max, casts between integers, truncating division of what is
+    provably not negative, and choices whose condition holds at every shape or at none. ``dims``:
+    what a variable stands for, by `tvm.tirx.Var` or by its name; any other variable is a dim of its
+    own name and of 1 or more.
 
     Raises
     ------
@@ -67,14 +63,7 @@ def from_tirx(expr: Any, dims: Mapping[Any, ExprLike] | None = None) -> Symbolic
 def to_tirx(expr: ExprLike, variables: Mapping[str, Any], dtype: str = "int64") -> Any:
     """Return an expression as a TVM expression.
 
-    Parameters
-    ----------
-    expr : SymbolicExpr, SymbolicDim or int
-        What to translate.
-    variables : mapping of str to tvm.tirx.Var
-        The variable of each free dim.
-    dtype : str
-        Type of the constants.
+    ``variables``: the variable of each free dim. ``dtype``: type of the constants.
 
     Raises
     ------

@@ -36,16 +36,9 @@ ARITHMETIC = frozenset(
 class LiveNumber:
     """A number that says how it is used.
 
-    Parameters
-    ----------
-    value : int or float
-        As it is now.
-    leaves : sequence of object
-        Places that it was computed from.
-    pin : callable
-        Gets a place whose number must not change.
-    make : callable
-        Returns the number as a tensor of the trace, float64 without axes.
+    ``value``: as it is now. ``leaves``: places that it was computed from. ``pin``: gets a place
+    whose number must not change. ``make``: returns the number as a tensor of the trace, float64
+    without axes.
     """
 
     __slots__ = ("leaves", "make", "pin", "value")

@@ -24,10 +24,7 @@ from relax_disc.frontend.spec import InputSpec, OutputSpec
 def declare_gradients(traced: Traced, parameters: Parameters) -> tuple[int, ...]:
     """Declare the sums so far, and what guards them, as parameters of the function.
 
-    Returns
-    -------
-    tuple of int
-        Positions of the sums.
+    Returned: positions of the sums.
     """
     first = len(parameters.specs)
     kinds = set()
@@ -54,10 +51,7 @@ def emit_sums(
 ) -> tuple[list[OutputSpec], list[Any]]:
     """Add the new gradients to the sums so far.
 
-    Returns
-    -------
-    outputs, values : list
-        The sums, paired with the inputs that they are written over.
+    ``outputs``, ``values``: the sums, paired with the inputs that they are written over.
     """
     guarded: dict[str, Any] = {}
     for spec, variable in zip(parameters.specs, parameters.variables, strict=True):

@@ -12,10 +12,7 @@ class RandomState:
     PyTorch.  Once `state` has been read or set, calls go on from that instead, counting, until the
     generator gets another seed.
 
-    Parameters
-    ----------
-    device : torch.device
-        Where the kernels run.
+    ``device``: where the kernels run.
 
     Attributes
     ----------

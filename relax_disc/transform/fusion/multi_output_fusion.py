@@ -19,16 +19,8 @@ from relax_disc.transform.fusion.sibling_kernels import Copy, Join, find_joins
 def join_kernels(mod: tvm.IRModule) -> tvm.IRModule:
     """Join kernels that read the same values.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        After `FuseOps`, before `FuseTIR`.
-
-    Returns
-    -------
-    tvm.IRModule
-        With fused functions that return tuples; elements of those are bound to the variables that
-        the kernels were bound to.
+    ``mod``: after `FuseOps`, before `FuseTIR`. Returned: with fused functions that return tuples;
+    elements of those are bound to the variables that the kernels were bound to.
     """
     builder = relax.BlockBuilder(copy_module(mod))
     changed = {}

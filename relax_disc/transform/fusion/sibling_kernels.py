@@ -64,14 +64,7 @@ class Join:
 def find_joins(mod: tvm.IRModule, function: relax.Function, block: Any) -> list[Join]:
     """Find the kernels of a block that are worth joining.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        After `FuseOps`, before `FuseTIR`.
-    function : relax.Function
-        One of its programs.
-    block : relax.BindingBlock
-        One of its blocks.
+    ``mod``: after `FuseOps`, before `FuseTIR`.
     """
     return _Finder(mod, function, list(block.bindings)).joins()
 

@@ -81,22 +81,9 @@ def late_definitions(
 ) -> tuple[relax.Var, ...] | None:
     """List what has to be computed earlier so that `wanted` is known at a place.
 
-    Parameters
-    ----------
-    wanted : iterable of relax.Expr
-        What is read there.
-    place : relax.Var
-        The binding before which all must be known.
-    order : dict of relax.Var to int
-        Places of all bindings.
-    uses : Uses
-        Of the function.
-
-    Returns
-    -------
-    tuple of relax.Var or None
-        Bindings to move before `place`, in their order; None when one of them needs what `place`
-        computes, or is not known to be pure.
+    ``wanted``: what is read there. ``place``: the binding before which all must be known. Returned:
+    bindings to move before `place`, in their order; None when one of them needs what `place`
+    computes, or is not known to be pure.
     """
     late: set[relax.Var] = set()
     pending = [variable for expr in wanted for variable in _variables(expr)]

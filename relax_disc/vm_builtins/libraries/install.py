@@ -58,10 +58,7 @@ def install(device: str) -> None:
 
     Whoever compiles code needs them, and whoever loads compiled code.
 
-    Parameters
-    ----------
-    device : str
-        "cuda"; everything else runs on the CPU's library.
+    ``device``: "cuda"; everything else runs on the CPU's library.
     """
     tvm_ffi.register_error("LinAlgError", torch._C._LinAlgError)
     native.load()  # the CPU's functions, and what serves every device

@@ -60,16 +60,8 @@ def polynomial_signs(
 ) -> Signs:
     """Return the signs that a polynomial takes.
 
-    Parameters
-    ----------
-    terms : mapping
-        Coefficients by monomial, none of them 0, every factor a dim.
-    symbols : mapping of str to SymbolicDim
-        The dims.
-    names : sequence of str
-        The names of the dims that occur, sorted.
-    limit : int
-        Most boxes to bound.
+    ``terms``: coefficients by monomial, none of them 0, every factor a dim. ``names``: the names of
+    the dims that occur, sorted.
     """
     signs = Signs()
     if not terms or (() in terms and len(terms) == 1):

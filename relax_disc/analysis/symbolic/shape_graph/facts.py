@@ -77,14 +77,8 @@ def fact_of_type(
 ) -> Fact:
     """Return what a Relax type tells.
 
-    Parameters
-    ----------
-    kind : tvm.ir.Type
-        The type.
-    size : callable
-        Translates the expression of a size.
-    value : callable
-        Gives the fact of a variable: a type may name a variable that holds the shape.
+    ``size``: translates the expression of a size. ``value``: gives the fact of a variable: a type
+    may name a variable that holds the shape.
     """
     match kind:
         case relax.TensorType():

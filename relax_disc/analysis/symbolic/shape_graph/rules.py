@@ -36,16 +36,8 @@ def operator_equalities(
 ) -> Pairs:
     """Yield pairs of sizes that are equal wherever the call is valid.
 
-    Parameters
-    ----------
-    call : relax.Call
-        Of an operator.
-    operands : sequence of Fact
-        One for each argument.
-    result : Fact
-        Of the call.
-    never_one : callable
-        Whether a size is certainly not 1, so that it cannot broadcast.
+    ``call``: of an operator. ``never_one``: whether a size is certainly not 1, so that it cannot
+    broadcast.
     """
     rule = _RULES.get(call.op.name)
     if rule is not None:
