@@ -51,8 +51,8 @@ $(VENV)/.relax-disc-%: pyproject.toml | $(VENV)/.relax-disc-torch
 comma := ,
 DEMO := $(VENV)/.relax-disc-demo
 TEST := $(VENV)/.relax-disc-demo+hf+test
-FULL := $(VENV)/.relax-disc-demo+hf+plot+test+tune
-LINT := $(VENV)/.relax-disc-demo+hf+lint+plot+test
+FULL := $(VENV)/.relax-disc-demo+hf+lightning+plot+test+tune
+LINT := $(VENV)/.relax-disc-demo+hf+lightning+lint+plot+test
 
 demo: $(DEMO)
 	$(PYTHON) -m relax_disc train

@@ -1,0 +1,1 @@
+"""Training loops of other libraries that run compiled steps; each is imported by its own name."""

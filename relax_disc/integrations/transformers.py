@@ -1,0 +1,173 @@
+"""Hugging Face's ``Trainer`` with a compiled step: one import changes.
+
+>>> from relax_disc.integrations.transformers import Trainer    # instead of from transformers
+
+The Trainer's own loop stays: data, schedules, logging, evaluation, checkpoints.  The compiled step
+is forward, gradients, their sums over batches, clipping and update.  Evaluation is eager PyTorch's.
+Limits: one process, one device; callbacks between gradients and update see no gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch.export import Dim
+
+import relax_disc
+from relax_disc.errors import InputMismatchError
+from relax_disc.training_step import TrainingStep
+
+_LONGEST = 4096
+"""Tokens, where neither the model nor the tokenizer tells."""
+
+
+class CompiledTraining:
+    """Mixin that compiles the step of a ``transformers.Trainer`` at the first batch.
+
+    For another Trainer write ``class Mine(CompiledTraining, ThatTrainer): ...``.
+
+    Parameters
+    ----------
+    *args, **settings
+        As for the Trainer.
+    memory_budget : int or str, optional
+        Bytes, or text such as ``"8GiB"``, that all memory of a training step stays inside.
+    dynamic_shapes : mapping, optional
+        For each input of the model its dynamic axes, as `torch.export.export` takes them.  By
+        default the first axis of all inputs is the batch, up to
+        ``per_device_train_batch_size``, and the second of tables of integers is the length, up to
+        that of the model's positions.
+
+    Attributes
+    ----------
+    step : TrainingStep or None
+        The compiled step, once the first batch has come.
+
+    Raises
+    ------
+    InputMismatchError
+        An argument of the Trainer cannot be honoured; it is named.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        memory_budget: int | str | None = None,
+        dynamic_shapes: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(*args, **settings)
+        _refuse(self.args)
+        self.memory_budget, self.dynamic_shapes = memory_budget, dynamic_shapes
+        self.step: TrainingStep | None = None
+
+    def train(self, *args: Any, **settings: Any) -> Any:
+        """Train; model, optimizer and arguments may have changed since the last time."""
+        self.step = None
+        return super().train(*args, **settings)
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Run the compiled step, which updates where the Trainer would call its optimizer."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        divisor = 1.0 if self._loss_is_mean(num_items_in_batch) else self._batches_in_update()
+        batch = (dict(self._prepare_inputs(inputs)), num_items_in_batch, torch.tensor(divisor))
+        if self.step is None:
+            self.step = self._compiled(model, batch)
+        return self.step(*batch, update=self.accelerator.sync_gradients)
+
+    def _loss_is_mean(self, num_items_in_batch: Any) -> bool:
+        """Whether `compute_loss` divides by the items of all batches of an update."""
+        told = getattr(self, "loss_is_scaled_for_ga", None)
+        if told is not None:
+            return told
+        by_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return by_model or self.compute_loss_func is not None
+
+    def _batches_in_update(self) -> float:
+        return float(self.current_gradient_accumulation_steps)
+
+    def _compiled(self, model: torch.nn.Module, batch: tuple[Any, ...]) -> TrainingStep:
+        def loss(model: Any, inputs: Any, items: Any, divisor: Any) -> torch.Tensor:
+            return self.compute_loss(model, dict(inputs), num_items_in_batch=items) / divisor
+
+        shapes = self.dynamic_shapes or self._dims(batch[0])
+        step = relax_disc.compile(
+            model,
+            self.optimizer,
+            batch,
+            dynamic_shapes=(shapes, None, None),
+            loss_fn=loss,
+            memory_budget=self.memory_budget,
+            max_grad_norm=self.args.max_grad_norm or float("inf"),
+        )
+        optimizer = self.optimizer
+
+        def updated(*_: Any, **__: Any) -> None:
+            """Leave the update to the compiled step, which has made it."""
+            optimizer._opt_called = True
+
+        updated._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
+        optimizer.step = updated
+        return step
+
+    def _dims(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Name the axes that differ between batches."""
+        config = getattr(self.model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        told = (
+            getattr(text, "max_position_embeddings", None),
+            getattr(self.processing_class, "model_max_length", None),
+        )
+        longest = min((size for size in told if size and size < 2**31), default=_LONGEST)
+        pairs = getattr(config, "is_encoder_decoder", False)
+        batch = Dim("batch", min=1, max=max(self._train_batch_size, 2))
+        length = Dim("length", min=2, max=longest)
+        target = Dim("target_length", min=2, max=longest)
+
+        def axes(name: str, value: Any) -> dict[int, Any] | None:
+            if not isinstance(value, torch.Tensor) or not value.dim():
+                return None
+            tokens = value.dim() == 2 and not value.is_floating_point()
+            if not tokens:
+                return {0: batch}
+            of_target = pairs and name.startswith(("labels", "decoder"))
+            return {0: batch, 1: target if of_target else length}
+
+        return {name: axes(name, value) for name, value in inputs.items()}
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor | None:
+        return self.step.gradient_norm if self.step else None
+
+    def _get_grad_norm(
+        self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        return self._clip_grad_norm(model)
+
+
+class Trainer(CompiledTraining, transformers.Trainer):
+    """``transformers.Trainer`` with a compiled step: see `CompiledTraining`."""
+
+
+class Seq2SeqTrainer(CompiledTraining, transformers.Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` with a compiled step: see `CompiledTraining`."""
+
+
+def _refuse(args: Any) -> None:
+    """Refuse by name what the compiled step would not do."""
+    names = ("fp16", "deepspeed", "fsdp", "torch_compile", "use_liger_kernel", "debug")
+    asked = [name for name in names if getattr(args, name, None)]
+    asked += [
+        f"{name} of {n}" for name in ("n_gpu", "world_size") if (n := getattr(args, name)) > 1
+    ]
+    if asked:
+        raise InputMismatchError(
+            f"TrainingArguments({', '.join(asked)}) cannot be honoured by a compiled step: leave "
+            "it out, or use transformers.Trainer. bf16=True is supported."
+        )

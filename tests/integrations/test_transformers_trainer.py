@@ -1,0 +1,169 @@
+"""The compiled Trainer does what the library's own does: losses, norms, schedules, checkpoints."""
+
+import pytest
+import torch
+import transformers
+from torch.export import Dim
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
+
+from relax_disc.errors import InputMismatchError, MemoryBudgetError
+from relax_disc.integrations.transformers import Trainer
+
+pytestmark = [
+    # Of other libraries, met in every run.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*problem_type:relax_disc.errors.RelaxDiscWarning"),
+]
+
+WORDS = 60
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": WORDS}
+NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss")
+
+
+def rows(classes):
+    """26 records of different lengths."""
+    random = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(26):
+        length = int(torch.randint(3, 20, (), generator=random))
+        ids = torch.randint(1, WORDS, (length,), generator=random)
+        found.append({"input_ids": ids, "labels": ids[0] % 2 if classes else ids})
+    return found
+
+
+def pad(records):
+    longest = max(len(record["input_ids"]) for record in records)
+    ids = torch.zeros(len(records), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, record in enumerate(records):
+        ids[row, : len(record["input_ids"])] = record["input_ids"]
+        mask[row, : len(record["input_ids"])] = 1
+    labels = [record["labels"] for record in records]
+    targets = ids.masked_fill(mask == 0, -100) if labels[0].dim() else torch.stack(labels)
+    return {"input_ids": ids, "attention_mask": mask, "labels": targets}
+
+
+def llama():
+    config = LlamaConfig(**SMALL, num_hidden_layers=1, max_position_embeddings=64)
+    return LlamaForCausalLM(config)
+
+
+def bert():
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(**SMALL, **off, num_hidden_layers=1))
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """Makes a Trainer of a class."""
+
+    def make(kind, model=llama, *, folder="run", options=None, **arguments):
+        torch.manual_seed(0)
+        given = {
+            "output_dir": str(tmp_path / kind.__module__ / folder),
+            "per_device_train_batch_size": 4,
+            "num_train_epochs": 1,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            **arguments,
+        }
+        data = rows(classes=model is bert)
+        return kind(
+            model=model(),
+            args=TrainingArguments(**given),
+            train_dataset=data,
+            eval_dataset=data[:6],
+            data_collator=pad,
+            **(options or {}),
+        )
+
+    return make
+
+
+def trained(trainer):
+    """Before another is made: the order of the records comes from PyTorch's default generator."""
+    trainer.train()
+    return trainer
+
+
+def assert_alike(ours, theirs):
+    logs = [each.state.log_history for each in (ours, theirs)]
+    numbers = [[(key, log[key]) for log in each for key in NUMBERS if key in log] for each in logs]
+    assert [key for key, _ in numbers[0]] == [key for key, _ in numbers[1]]
+    for (key, mine), (_, other) in zip(*numbers, strict=True):
+        assert mine == pytest.approx(other, rel=2e-5), key
+    for mine, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
+
+
+def test_a_whole_run_and_one_resumed_are_those_of_the_library(trainer):
+    """Sums of 3 and, last, 1 batch; evaluation, schedule, groups of like lengths, checkpoints."""
+    arguments = {
+        "gradient_accumulation_steps": 3,
+        "num_train_epochs": 2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "train_sampling_strategy": "group_by_length",
+    }
+    theirs, ours = (trained(trainer(kind, **arguments)) for kind in (transformers.Trainer, Trainer))
+    assert len(theirs.state.log_history) >= 6
+    assert_alike(ours, theirs)
+    assert str(ours.step.dims[1]) == "length in 2 .. 64"
+    resumed = trainer(Trainer, folder="resumed", **arguments)
+    resumed.train(resume_from_checkpoint=f"{ours.args.output_dir}/checkpoint-2")
+    losses = [
+        {log["step"]: log["loss"] for log in each.state.log_history if "loss" in log}
+        for each in (ours, resumed)
+    ]
+    assert losses[0] == losses[1]
+    saved = LlamaForCausalLM.from_pretrained(f"{ours.args.output_dir}/checkpoint-6")
+    for mine, other in zip(ours.model.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_loss_that_is_a_mean_of_its_batch_and_gradients_that_are_clipped(trainer):
+    arguments = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.05, "optim": "sgd"}
+    kinds = (transformers.Trainer, Trainer)
+    theirs, ours = (trained(trainer(kind, bert, **arguments)) for kind in kinds)
+    assert_alike(ours, theirs)
+
+
+def test_gradients_that_are_not_clipped_have_a_norm_and_shapes_may_be_given(trainer):
+    batch, length = Dim("batch", min=1, max=4), Dim("tokens", min=2, max=32)
+    shapes = {"input_ids": {0: batch, 1: length}, "labels": {0: batch, 1: length}}
+    options = {"dynamic_shapes": {**shapes, "attention_mask": {0: batch, 1: length}}}
+    ours = trained(trainer(Trainer, max_grad_norm=0.0, max_steps=2, options=options))
+    theirs = trained(trainer(transformers.Trainer, max_grad_norm=0.0, max_steps=2))
+    assert_alike(ours, theirs)
+    assert str(ours.step.dims[1]) == "tokens in 2 .. 32"
+
+
+def test_a_budget_holds(trainer):
+    small = trainer(Trainer, options={"memory_budget": "100 kB"})
+    with pytest.raises(MemoryBudgetError, match="the least found feasible is"):
+        small.train()
+
+
+@pytest.mark.parametrize(
+    "argument", [{"fp16": True}, {"torch_compile": True}, {"use_liger_kernel": True}]
+)
+def test_what_cannot_be_honoured_is_refused_by_name(trainer, argument):
+    arguments = TrainingArguments(report_to=[], use_cpu=True)
+    setattr(arguments, *next(iter(argument.items())))
+    with pytest.raises(InputMismatchError, match=next(iter(argument))):
+        Trainer(model=llama(), args=arguments)
