@@ -99,6 +99,12 @@ def check(batch, inner, outer, groups, space, kernel, stride, padding, dilation,
         (6, 10, 2, (5, 8, 9), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
         (32, 24, 1, (80, 80), (1, 1), (2, 2), (0, 0), (1, 1)),
         (40, 10, 1, (1, 1), (1, 1), (1, 1), (0, 0), (1, 1)),
+        (20, 130, 1, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1)),
+        (24, 72, 1, (7, 5), (3, 2), (2, 3), (2, 1), (1, 2)),
+        (24, 150, 1, (4, 3), (1, 1), (1, 1), (0, 0), (1, 1)),
+        (24, 64, 1, (4, 3), (1, 1), (2, 1), (0, 1), (1, 1)),
+        (16, 128, 1, (9,), (5,), (2,), (2,), (1,)),
+        (8, 100, 1, (3, 4, 2), (3, 3, 2), (2, 1, 1), (1, 1, 0), (1, 1, 1)),
     ],
 )
 def test_kernels(inner, outer, groups, space, kernel, stride, padding, dilation, dtype):
@@ -107,6 +113,22 @@ def test_kernels(inner, outer, groups, space, kernel, stride, padding, dilation,
         for overflow, size in taken:
             assert overflow == 0
             assert size <= 64 << 20
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_few_positions_take_no_more_than_their_windows(threads):
+    """oneDNN would take the weight in its own order, once or twice: 2.3 MiB each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        taken = check(2, 256, 256, 1, (6, 7), (3, 3), (1, 1), (1, 1), (1, 1), torch.float32)
+    finally:
+        torch.set_num_threads(before)
+    windows = 4 * 2 * 6 * 7 * 256 * 9
+    # Beside the windows: the packed blocks of a product.
+    for overflow, size in taken:
+        assert overflow == 0
+        assert windows < size < windows + (3 << 20) + threads * (1 << 19)
 
 
 @pytest.mark.parametrize(

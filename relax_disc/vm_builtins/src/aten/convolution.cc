@@ -21,6 +21,7 @@
 
 #include "aten/memory.h"
 #include "kernels/parallel.h"
+#include "kernels/window_product.h"
 
 namespace relax_disc {
 namespace {
@@ -84,15 +85,28 @@ at::Tensor Backward(int which, const at::Tensor& grad, const at::Tensor& x,
   return which == 0 ? std::get<0>(found) : std::get<1>(found);
 }
 
+ConvolutionSizes SizesOf(const at::Tensor& inner, const at::Tensor& outer,
+                         const at::Tensor& weight, const Geometry& g) {
+  const auto spatial = [](const at::Tensor& x) { return x.sizes().slice(2).vec(); };
+  return {inner.size(0),  inner.size(1),   outer.size(1), g.groups,  spatial(inner),
+          spatial(outer), spatial(weight), g.stride,      g.dilation};
+}
+
 /*! \brief Workspace of a call, of which the plan knows the same numbers. */
 int64_t BytesOf(const at::Tensor& inner, const at::Tensor& outer, const at::Tensor& weight,
                 const Geometry& g, int64_t which) {
-  const auto spatial = [](const at::Tensor& x) { return x.sizes().slice(2).vec(); };
-  const ConvolutionSizes sizes{inner.size(0),  inner.size(1),  outer.size(1),
-                               g.groups,       spatial(inner), spatial(outer),
-                               spatial(weight), g.stride,      g.dilation};
-  return ConvolutionBytes(sizes, which, inner.element_size(), inner.scalar_type() == c10::kHalf,
-                          NumThreads());
+  return ConvolutionBytes(SizesOf(inner, outer, weight, g), which, inner.element_size(),
+                          inner.scalar_type() == c10::kHalf, NumThreads());
+}
+
+/*! \brief Compute by a product of windows where that is the faster way; false elsewhere. */
+bool AsWindowProduct(int64_t which, const at::Tensor& inner, const at::Tensor& outer,
+                     const at::Tensor& weight, const Geometry& g, const float* bias = nullptr) {
+  const ConvolutionSizes sizes = SizesOf(inner, outer, weight, g);
+  if (!IsWindowProduct(sizes, which, inner.element_size())) return false;
+  const auto data = [](const at::Tensor& x) { return static_cast<float*>(x.data_ptr()); };
+  WindowProduct(sizes, g.padding, which, data(inner), data(outer), data(weight), bias);
+  return true;
 }
 
 /*!
@@ -118,10 +132,14 @@ void Convolution(PackedArgs args, bool with_bias) {
   const at::Tensor weight = WeightView(args[1].cast<TensorView>());
   const at::Tensor out = ChannelsFirst(out_view);
   const Geometry g = ReadGeometry(args, 2 + with_bias, out_view.ndim() - 2);
+  at::Tensor addend;
+  if (with_bias) addend = AtenView(args[2].cast<TensorView>());
+  const void* numbers = with_bias ? addend.const_data_ptr() : nullptr;
+  if (AsWindowProduct(0, x, out, weight, g, static_cast<const float*>(numbers))) return;
   AtenScope scope(BytesOf(x, out, weight, g, 0), out);
   const at::Tensor kernel = Computable(weight);
   std::optional<at::Tensor> bias;
-  if (with_bias) bias = Computable(AtenView(args[2].cast<TensorView>()));
+  if (with_bias) bias = Computable(addend);
   InSamples(x.scalar_type() != c10::kDouble, x.size(0), [&](int64_t first, int64_t count) {
     Deliver(Forward(Computable(x.narrow(0, first, count)), kernel, bias, g),
             out.narrow(0, first, count));
@@ -134,6 +152,7 @@ void ConvolutionInput(PackedArgs args, Any*) {
   const at::Tensor weight = WeightView(args[1].cast<TensorView>());
   const at::Tensor out = ChannelsFirst(out_view);
   const Geometry g = ReadGeometry(args, 2, out_view.ndim() - 2);
+  if (AsWindowProduct(1, out, grad, weight, g)) return;
   AtenScope scope(BytesOf(out, grad, weight, g, 1), out);
   const at::Tensor kernel = Computable(weight);
   InSamples(grad.scalar_type() != c10::kDouble, grad.size(0), [&](int64_t first, int64_t count) {
@@ -152,6 +171,7 @@ void ConvolutionWeight(PackedArgs args, Any*) {
   const at::Tensor x = ChannelsFirst(args[1].cast<TensorView>());
   const at::Tensor out = WeightView(out_view);
   const Geometry g = ReadGeometry(args, 2, out_view.ndim() - 2);
+  if (AsWindowProduct(2, x, grad, out, g)) return;
   AtenScope scope(BytesOf(x, grad, out, g, 2), out);
   const bool whole = x.scalar_type() != c10::kDouble;
   // Of the weight they read sizes and type.
@@ -201,6 +221,7 @@ ConvolutionSizes ConvolutionSizes::Read(const std::vector<int64_t>& n, size_t fi
 
 int64_t ConvolutionBytes(const ConvolutionSizes& s, int64_t which, int64_t element, bool is_half,
                          int64_t threads) {
+  if (IsWindowProduct(s, which, element)) return WindowProductBytes(s, which, threads);
   const int64_t taps = Volume(s.kernel), g = s.groups;
   const int64_t inner = s.inner_channels / g, outer = s.outer_channels / g;  // of a group
   const int64_t weight = s.outer_channels * inner * taps;
