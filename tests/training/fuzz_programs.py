@@ -589,14 +589,14 @@ class Program:
 
     def _compare(self, batch: list[torch.Tensor], regions: Sequence[Callable], call: dict) -> None:
         before = self.tensors()
-        given = [tensor.detach().clone() for tensor in batch]
+        given = [torch.as_tensor(each).detach().clone() for each in batch]
         model, optimizers = copy.deepcopy((self.model, self.optimizers))
         before_step = copy.deepcopy((model, optimizers))
         failure = results = None
         try:
             with _all(regions):
                 results = _train(model, optimizers, [tensor.clone() for tensor in given])
-        except (RuntimeError, IndexError, ValueError) as error:
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
             failure = error
         try:
             with _all(regions), warnings.catch_warnings():
@@ -613,7 +613,7 @@ class Program:
         if failure is not None:
             raise Mismatch(self.report(f"eager raises {failure!r}, the step gives {found}"))
         for number, (tensor, was) in enumerate(zip(batch, given, strict=True)):
-            if self.alias is not tensor and not _identical(tensor.detach(), was):
+            if self.alias is not tensor and not _identical(torch.as_tensor(tensor).detach(), was):
                 raise Mismatch(self.report(f"argument {number} of the batch was written"))
         if call.get("update") is False:
             for optimizer in self.optimizers:
@@ -917,7 +917,7 @@ def other_values(program, choose, batch):
     state = {
         k: v + 0.1 if v.is_floating_point() else v for k, v in program.model.state_dict().items()
     }
-    program.model.load_state_dict(state, assign=choose.random() < 0.3)
+    program.model.load_state_dict(state)
 
 
 @habit
@@ -1112,7 +1112,8 @@ def another_thread(program, choose, batch):
 @habit
 def calibrate(program, choose, batch):
     if choose.random() < 0.1:
-        program.step.calibrate(*batch, repeats=1)
+        with contextlib.suppress(RelaxDiscError):  # earlier values led to one value in each mean
+            program.step.calibrate(*batch, repeats=1)
 
 
 def run(seed: int, loops: int = 4) -> int:

@@ -73,6 +73,30 @@ def test_mixed_model_trains_as_eager_does():
     assert "relax_disc.aten.call" in step.session.kernel_names
 
 
+class Determinants(nn.Module):
+    """Of matrices that lie with gaps in memory, which PyTorch's gradient looks at."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.linear(x)[:, :4].reshape(-1, 2, 2)
+        return (h.det().square() + torch.linalg.slogdet(h + 3 * torch.eye(2))[1] + h.mT.det()).sum()
+
+
+def test_gradients_of_determinants_do_not_depend_on_strides():
+    torch.manual_seed(0)
+    model = Determinants()
+    twin = copy.deepcopy(model)
+    step = compiled(model, torch.randn(3, 6))
+    for rows in (3, 20, 2):
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(step(x), train_eagerly(twin, x), rtol=1e-5, atol=1e-6)
+        for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, plain, rtol=2e-4, atol=2e-5)
+
+
 class Deep(nn.Module):
     """Calls whose results are worth computing twice."""
 

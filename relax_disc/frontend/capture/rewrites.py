@@ -142,7 +142,19 @@ def bilinear_upsampling(
 
 _ATEN = torch.ops.aten
 
+
+def _of_contiguous(operator: Any) -> Rule:
+    """Lay out a matrix first: PyTorch's gradient takes its factors as transposed or not by that."""
+    return lambda x, *rest, **named: operator(x.contiguous(), *rest, **named)
+
+
+_DETERMINANTS = (
+    *(_ATEN.det.default, _ATEN.linalg_det.default, _ATEN._linalg_det.default, _ATEN.logdet.default),
+    *(_ATEN.slogdet.default, _ATEN.linalg_slogdet.default, _ATEN._linalg_slogdet.default),
+)
+
 REWRITES: dict[Any, Rule] = {
+    **{operator: _of_contiguous(operator) for operator in _DETERMINANTS},
     _ATEN.as_strided.default: as_strided,
     _ATEN.index_fill.int_Tensor: index_fill,
     _ATEN.cosine_similarity.default: cosine_similarity,

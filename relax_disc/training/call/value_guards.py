@@ -36,7 +36,7 @@ class ValueGuards:
                 self._cells.append((holder, guard.value, guard))
             else:
                 self._entries.append((holder, guard.place.key, guard.value, guard))
-        self._autocast = _autocast()
+        self._autocast, self._default = _autocast(), torch.get_default_dtype()
 
     def __len__(self) -> int:
         return len(self._entries) + len(self._cells) + len(self._copies)
@@ -70,6 +70,11 @@ class ValueGuards:
                 f"The step was compiled {was} torch.autocast (or with another type) and is called "
                 f"with {now}: a compiled step computes in the types in which it was compiled. Put "
                 "torch.autocast into the model or loss_fn, or compile and call in the same region."
+            )
+        if torch.get_default_dtype() != self._default:
+            raise InputMismatchError(
+                f"torch's default type was {self._default} when the step was compiled and is "
+                f"{torch.get_default_dtype()} now: set it back, or compile again."
             )
 
 
