@@ -1,10 +1,17 @@
-"""Matrix products to library calls: operands flattened, transpositions and additions folded in."""
+"""Matrix products to library calls: operands flattened, transpositions and additions folded in.
+
+On the CPU short floats are multiplied by PyTorch's kernels, which sum in float32 and round once,
+where the processor has instructions for them and the program rounds the sum; elsewhere copies in
+float32 are.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import tvm_ffi
 from tvm import relax
 
 from relax_disc.ops import registry
@@ -40,21 +47,54 @@ def matmul(call: relax.Call, site: Site) -> relax.Expr | None:
     if result is None:
         return None
     dtype = registry.dtype_name(result)
-    operands = list(call.args)
+    operands, wide = list(call.args), dtype
+    if site.family.endswith(".cpu"):
+        operands = [_unwidened(operand, site) for operand in operands]
     kinds = {registry.dtype_name(operand.ty) for operand in operands}
     if site.family.endswith(".cpu") and kinds <= {*_HALF, *_NATIVE} and (kinds & {*_HALF}):
-        # The CPU has no kernel for halves: sums in float32, as torch does, copies of operands.
-        operands = [_cast(operand, "float32", site) for operand in operands]
-        kinds, wide = {"float32"}, "float32"
-    else:
-        wide = dtype
-    usable = _NATIVE if site.family.endswith(".cpu") else (*_NATIVE, *_HALF)
-    if kinds != {wide} or wide not in usable:
+        wide = "float32"
+    elif kinds != {dtype} or dtype not in (*_NATIVE, *_HALF):
         return None
     product = _product(operands, relax.TensorType(result.shape, wide), site)
     if product is None or wide == dtype:
         return product
     return relax.op.astype(site.builder.emit(product), dtype)
+
+
+@registry.dispatches("relax.astype")
+def rounded(call: relax.Call, site: Site) -> relax.Expr | None:
+    """Multiply short floats as such if their product, or its sum with a bias, is rounded here."""
+    if not site.family.endswith(".cpu"):
+        return None
+    dtype = registry.dtype_name(_normalized_type(call, site))
+    if dtype not in _HALF or not _multiplies(dtype) or not _is_only_use(site):
+        return None
+    value = site.definition(call.args[0])
+    if not is_call_of(value, "relax.call_dps_packed") or not isinstance(value.ty, relax.TensorType):
+        return None
+    name = value.args[0].global_symbol.removeprefix(f"{site.family}.")
+    if name not in ("matmul", "matmul_add", "batch_matmul"):
+        return None
+    arguments = list(value.args[1].fields)
+    for index, argument in enumerate(arguments):
+        if isinstance(argument.ty, relax.TensorType):
+            wide = site.definition(argument)
+            if not is_call_of(wide, "relax.astype"):
+                return None
+            (arguments[index],) = wide.args
+            if registry.dtype_name(arguments[index].ty) != dtype:
+                return None
+    return site.call(f"aten_{name}", arguments, _normalized_type(call, site))
+
+
+@functools.cache
+def _multiplies(dtype: str) -> bool:
+    return bool(tvm_ffi.get_global_func("relax_disc.cpu.multiplies")(dtype))
+
+
+def _is_only_use(site: Site) -> bool:
+    operand = site.original.args[0]
+    return isinstance(operand, relax.Var) and len(site.uses.users_of(operand)) == 1
 
 
 @registry.dispatches("relax.add")
@@ -94,12 +134,14 @@ def _normalized_type(call: relax.Call, site: Site) -> relax.TensorType:
 
 def _product(operands: list[relax.Expr], result: relax.TensorType, site: Site) -> relax.Expr | None:
     a, b = operands
+    dtype = registry.dtype_name(result)
     a_rank, b_rank = len(extents_of(a)), len(extents_of(b))
     if b_rank <= 2:
         left = matrix_view(a, a_rank - 1, site.definition, site.analyzer)
         right = matrix_view(b, 1, site.definition, site.analyzer)
         flags = [left.split, right.split, int(left.transposed), int(right.transposed)]
-        return site.call("matmul", [left.tensor, right.tensor, *flags], result)
+        stored = [_cast(view.tensor, dtype, site) for view in (left, right)]
+        return site.call("matmul", [*stored, *flags], result)
     if a_rank < 2 or max(a_rank, b_rank) > _MOST_AXES:
         return None
     (left, left_axes), (right, right_axes) = (_batched(operand, site) for operand in (a, b))
@@ -109,8 +151,13 @@ def _product(operands: list[relax.Expr], result: relax.TensorType, site: Site) -
     inverse = [order.index(axis) for axis in range(rank)]
     call = site.call(
         "batch_matmul",
-        [left, right, left_axes, right_axes, pack_axes(inverse)],
-        relax.TensorType(stored, registry.dtype_name(result)),
+        [
+            *(_cast(x, dtype, site) for x in (left, right)),
+            left_axes,
+            right_axes,
+            pack_axes(inverse),
+        ],
+        relax.TensorType(stored, dtype),
     )
     if inverse == list(range(rank)):
         return call
@@ -178,6 +225,15 @@ def _cast(expr: relax.Expr, dtype: str, site: Site) -> relax.Expr:
     return site.builder.emit(relax.op.astype(expr, dtype))
 
 
+def _unwidened(expr: relax.Expr, site: Site) -> relax.Expr:
+    """Return the short floats of which an operand is a copy in float32, so that views show."""
+    value = site.definition(expr)
+    if registry.dtype_name(expr.ty) != "float32" or not is_call_of(value, "relax.astype"):
+        return expr
+    (source,) = value.args
+    return source if registry.dtype_name(source.ty) in _HALF else expr
+
+
 def _flops(views: list[Any], numbers: list[int]) -> Any:
     left, right = views[0], views[1]
     _, split, _, is_transposed = numbers[:4]
@@ -185,7 +241,7 @@ def _flops(views: list[Any], numbers: list[int]) -> Any:
     return 2 * registry.elements(left.shape) * registry.elements(columns)
 
 
-def _workspace(views: list[Any], numbers: list[int]) -> registry.Workspace:
+def _sizes(views: list[Any], numbers: list[int]) -> tuple[Any, ...]:
     """Rows, columns and depth of a product of matrices."""
     left, right = views[:2]
     left_split, right_split, left_transposed, right_transposed = numbers[:4]
@@ -194,7 +250,7 @@ def _workspace(views: list[Any], numbers: list[int]) -> registry.Workspace:
     if left_transposed:
         rows, depth = depth, rows
     columns = right.shape[:right_split] if right_transposed else right.shape[right_split:]
-    return "matmul", (rows, registry.elements(columns), depth)
+    return rows, registry.elements(columns), depth
 
 
 def _batch_flops(views: list[Any], numbers: list[int]) -> Any:
@@ -203,21 +259,29 @@ def _batch_flops(views: list[Any], numbers: list[int]) -> Any:
     return 2 * registry.elements(result.shape) * inner
 
 
-def _batch_workspace(views: list[Any], numbers: list[int]) -> registry.Workspace:
+def _batch_sizes(views: list[Any], numbers: list[int]) -> tuple[Any, ...]:
     """Count, rows, columns and depth of products of matrices."""
     left, result = views[0], views[-1]
     left_axes, _, result_axes = numbers[:3]
     rows, columns = (result.shape[result_axes >> shift & 15] for shift in (4, 0))
     rank = len(result.shape)
     batch = [result.shape[result_axes >> 4 * axis & 15] for axis in range(2, rank)]
-    return "batch_matmul", (registry.elements(batch), rows, columns, left.shape[left_axes & 15])
+    return registry.elements(batch), rows, columns, left.shape[left_axes & 15]
 
 
-registry.LIBRARY["matmul"] = registry.LibraryFunction(flops=_flops, workspace=_workspace)
-# A product reads each element of its addend just before it writes the sum there.
-registry.LIBRARY["matmul_add"] = registry.LibraryFunction(
-    flops=_flops, workspace=_workspace, overwrites=frozenset({(2, 7)})
-)
-registry.LIBRARY["batch_matmul"] = registry.LibraryFunction(
-    flops=_batch_flops, workspace=_batch_workspace
-)
+def _library(prefix: str, name: str, overwrites: frozenset[tuple[int, int]] = frozenset()) -> None:
+    is_batch = name == "batch_matmul"
+    sizes = _batch_sizes if is_batch else _sizes
+    formula = f"{prefix}{name.removesuffix('_add')}"
+    registry.LIBRARY[f"{prefix}{name}"] = registry.LibraryFunction(
+        flops=_batch_flops if is_batch else _flops,
+        workspace=lambda views, numbers: (formula, sizes(views, numbers)),
+        overwrites=overwrites,
+    )
+
+
+for _prefix in ("", "aten_"):
+    _library(_prefix, "matmul")
+    # A product reads each element of its addend just before it writes the sum there.
+    _library(_prefix, "matmul_add", frozenset({(2, 7)}))
+    _library(_prefix, "batch_matmul")

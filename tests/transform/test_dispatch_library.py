@@ -10,6 +10,7 @@ from tvm.script import tirx as T
 
 from relax_disc import ops
 from relax_disc.analysis.program.extraction import extract
+from relax_disc.ops import matmul
 from relax_disc.transform.libraries.dispatch_library import DispatchLibrary
 
 LLVM = tvm.target.Target("llvm")
@@ -152,6 +153,45 @@ def test_every_rank_of_operands(left, right, dtype):
     calls, _ = library_calls(DispatchLibrary(LLVM)(mod))
     assert len(calls) == 1
     agrees(mod, [left, right], rtol=2e-3 if dtype == "float16" else 1e-5)
+
+
+def short_products(rounded="bfloat16", addend="bfloat16"):
+    """Products as captured: operands widened, or not, and the sum rounded where PyTorch does."""
+
+    n = tvm.tirx.Var("n", "int64")
+    kinds = {"x": ([n, 8], "bfloat16"), "w": ([6, 8], "bfloat16"), "bias": ([6], addend)}
+    x, w, bias = (relax.Var(name, relax.TensorType(*kind)) for name, kind in kinds.items())
+    builder, op = relax.BlockBuilder(), relax.op
+    with builder.function("main", [x, w, bias]):
+        with builder.dataflow():
+            weight = builder.emit(op.astype(builder.emit(op.permute_dims(w)), "float32"))
+            product = builder.emit(op.matmul(builder.emit(op.astype(x, "float32")), weight))
+            row = bias if addend == "float32" else builder.emit(op.astype(bias, "float32"))
+            y = builder.emit(op.astype(builder.emit(op.add(product, row)), rounded))
+            square = op.matmul(builder.emit(op.permute_dims(x)), x, out_dtype="float32")
+            z = builder.emit(op.astype(builder.emit(square), rounded))
+            result = builder.emit_output(relax.Tuple([y, z]))
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_short_floats_are_multiplied_as_such_where_the_processor_can(monkeypatch, multiplies):
+    monkeypatch.setattr(matmul, "_multiplies", lambda dtype: multiplies)
+    calls, others = library_calls(DispatchLibrary(LLVM)(short_products()))
+    prefix = "aten_" if multiplies else ""
+    assert calls == [(f"{prefix}matmul_add", [1, 1, 0, 1]), (f"{prefix}matmul", [1, 1, 1, 0])]
+    assert ("astype" in others) != multiplies
+    assert "permute_dims" not in others
+
+
+def test_sums_that_are_not_rounded_are_of_wide_products(monkeypatch):
+    monkeypatch.setattr(matmul, "_multiplies", lambda dtype: True)
+    for module in (short_products(rounded="float16"), short_products(rounded="float64")):
+        calls, _ = library_calls(DispatchLibrary(LLVM)(module))
+        assert [name for name, _ in calls] == ["matmul_add", "matmul"]
+    calls, _ = library_calls(DispatchLibrary(LLVM)(short_products(addend="float32")))
+    assert [name for name, _ in calls] == ["matmul_add", "aten_matmul"]
 
 
 def test_integers_are_not_ours():

@@ -95,15 +95,13 @@ def _operands(
     """Tensors as stored, and the bits of those stored with length before heads."""
     tensors, layout = [], 0
     for index, expr in enumerate(exprs):
-        if registry.dtype_name(expr.ty) != dtype:
-            tensors.append(site.builder.emit(relax.op.astype(expr, dtype)))
-            continue
         view = permuted_view(expr, site.definition)
+        stored = view.tensor if view.axes in (_SWAPPED, (0, 1, 2, 3)) else expr
         if view.axes == _SWAPPED:
-            tensors.append(view.tensor)
             layout |= 1 << index
-        else:
-            tensors.append(view.tensor if view.axes == (0, 1, 2, 3) else expr)
+        if registry.dtype_name(stored.ty) != dtype:
+            stored = site.builder.emit(relax.op.astype(stored, dtype))
+        tensors.append(stored)
     return tensors, layout
 
 
@@ -148,10 +146,10 @@ def _stored_type(kind: relax.TensorType, swapped: int, dtype: str) -> relax.Tens
 
 def _restored(field: relax.Expr, swapped: int, dtype: str, site: Site) -> relax.Expr:
     """Bring a result into the operator's own layout and type; unused copies are dead code."""
+    if registry.dtype_name(field.ty) != dtype:  # first: whoever permutes it back reads it as it is
+        field = site.builder.emit(relax.op.astype(field, dtype))
     if swapped:
         field = site.builder.emit(relax.op.permute_dims(field, _SWAPPED))
-    if registry.dtype_name(field.ty) != dtype:
-        field = site.builder.emit(relax.op.astype(field, dtype))
     return field
 
 

@@ -5,6 +5,8 @@
 `relax_disc.cpu.matmul`                      a, b, a_split, b_split, transpose_a, transpose_b, c
 `relax_disc.cpu.matmul_add`                  a, b, addend, (as above), c
 `relax_disc.cpu.batch_matmul`                a, b, a_axes, b_axes, c_axes, c
+`relax_disc.cpu.aten_matmul` and so on       as the three above, by PyTorch's kernels, also bfloat16
+                                             and float16
 `relax_disc.cpu.attention`                   q, k, v, scale, is_causal, layout, out, lse
 `relax_disc.cpu.attention_masked`            q, k, v, mask, scale, is_causal, layout, out, lse
 `relax_disc.cpu.attention_backward`          grad_out, q, k, v, out, lse, scale, is_causal, layout,
@@ -23,6 +25,8 @@
 `relax_disc.cpu.sort`                        x, descending, values, positions; the last axis
 `relax_disc.cpu.vocabulary_head`             see `vocabulary_head`, also for the suffixes
 `relax_disc.cpu.workspace_bytes`             formula, parameters -> bytes beside the arguments
+`relax_disc.cpu.multiplies`                  name of a type -> whether the processor has products
+                                             of it
 `relax_disc.cpu.own_workspace_bytes`         () -> bytes kept for calls that were lent none
 ============================================ ====================================================
 

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "aten/convolution.h"
+#include "aten/product.h"
 #include "kernels/attention_workspace.h"
 #include "kernels/gemm.h"
 #include "kernels/packed_matrix.h"
@@ -94,6 +95,12 @@ int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n, int64_t 
   if (kind == "matmul") return GemmBytes<T>(n.at(1), n.at(2), n.at(3), threads);
   if (kind == "batch_matmul") {
     return BatchMatmulBytes<T>(n.at(1), n.at(2), n.at(3), n.at(4), threads);
+  }
+  if (kind == "aten_matmul") {
+    return AtenProductBytes(n.at(1), n.at(2), n.at(3), n.at(0), threads);
+  }
+  if (kind == "aten_batch_matmul") {
+    return AtenProductBytes(n.at(2), n.at(3), n.at(4), n.at(0), threads);
   }
   if (kind == "vocabulary_head") return HeadBytes(n.at(1), threads);
   if (kind == "recurrence") {
