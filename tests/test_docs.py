@@ -1,9 +1,23 @@
-"""The pages name files that exist."""
+"""The pages name files, links and make targets that exist; the code in them runs."""
 
 import re
+import textwrap
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.export import Dim
 
+import relax_disc
+from relax_disc.frontend.converters.registry import TABLE
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+_PAGES = [
+    str(page.relative_to(_REPOSITORY))
+    for page in sorted([*_REPOSITORY.glob("*.md"), *_REPOSITORY.glob("docs/*.md")])
+]
+_CODE = re.compile(r"^ *```python\n(.*?)^ *```", re.S | re.M)
 _FILES = re.compile(r"`([a-z_0-9/]+/[a-z_0-9]+\.(?:py|cc|h))`")
 
 
@@ -29,3 +43,71 @@ def test_every_claim_of_the_page_on_cuda_has_a_command_that_exists(repository):
         named = re.findall(r"(?:tests|scripts)/[\w/]+\.(?:py|sh)", command)
         assert named, claim
         assert all((repository / name).exists() for name in named), command
+
+
+@pytest.mark.parametrize("page", _PAGES)
+def test_every_link_leads_somewhere(repository, page):
+    file = repository / page
+    words = re.sub(r"```.*?```|`[^`]*`", "", file.read_text(), flags=re.S)
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", words)
+    assert [link for link in links if not (file.parent / link).exists()] == []
+
+
+def test_the_readme_names_targets_that_exist(repository):
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (repository / "README.md").read_text(), re.M))
+    targets = re.findall(r"^([a-z-]+):", (repository / "Makefile").read_text(), re.M)
+    assert {"demo", "test"} <= named <= set(targets)
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+    def forward(self, ids, labels):
+        logits = self.head(self.embedding(ids))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _names(page):
+    """What a page takes as known: the user's model, optimizer and data."""
+    torch.manual_seed(0)
+    model, ids = Words(), torch.randint(50, (4, 8))
+    kind = torch.optim.LBFGS if page == "docs/optimizers.md" else torch.optim.AdamW
+    shape = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=512)}
+    return {
+        "relax_disc": relax_disc,
+        "model": model,
+        "optimizer": kind(model.parameters()),
+        "ids": ids,
+        "labels": ids,
+        "shapes": (shape, shape),
+        "loader": [(ids, ids), (ids[:3, :5], ids[:3, :5])],
+    }
+
+
+@pytest.fixture
+def table_of_converters():
+    """What a page enters goes again."""
+    before = dict(TABLE)
+    yield
+    TABLE.clear()
+    TABLE.update(before)
+
+
+_WITH_CODE = [
+    page
+    for page in _PAGES
+    # That page has a test of its own, block by block.
+    if _CODE.search((_REPOSITORY / page).read_text()) and "what-stays-live" not in page
+]
+
+
+@pytest.mark.parametrize("page", _WITH_CODE)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.usefixtures("table_of_converters")
+def test_the_code_of_a_page_runs(repository, page):
+    names, text = _names(page), (repository / page).read_text()
+    for match in _CODE.finditer(text):
+        code = "\n" * text[: match.start(1)].count("\n") + textwrap.dedent(match[1])
+        exec(compile(code, str(repository / page), "exec"), names)

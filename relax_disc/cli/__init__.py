@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
 import typer
@@ -46,7 +47,10 @@ def main() -> None:
     """Run the command; errors say what, where and what next, without a traceback."""
     console = Console(stderr=True, soft_wrap=True)
     try:
-        app()
+        with warnings.catch_warnings():
+            # Without the line that called, which is one of the command's own.
+            warnings.showwarning = lambda text, *_: console.print(f"warning: {text}", markup=False)
+            app()
     except UserCodeError as error:
         console.print(f"error: {error}", markup=False)
     except RelaxDiscError as error:

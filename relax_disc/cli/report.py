@@ -46,17 +46,18 @@ def report(
     limit, step.memory_budget = step.memory_budget, None
     free = step.plan(**sizes)
     step.memory_budget = limit
-    timeline = plan.timeline
+    # What does not fit has no timeline: then the table tells of the step without a budget.
+    timeline = (plan if plan.fits else free).timeline
     facts: dict[str, Any] = {
         "shape": sizes,
         "budget_bytes": limit,
         "fits": plan.fits,
-        "peak_bytes": plan.peak_bytes,
-        "activation_peak_bytes": plan.activation_peak_bytes,
+        "peak_bytes": plan.peak_bytes if plan.fits else None,
+        "activation_peak_bytes": plan.activation_peak_bytes if plan.fits else None,
         "peak_without_budget_bytes": free.peak_bytes,
         "least_bytes": plan.least_bytes,
-        "time_ratio": plan.time_ratio,
-        "kernels_run_again": len(plan.evicted),
+        "time_ratio": plan.time_ratio if plan.fits else None,
+        "kernels_run_again": len(plan.evicted) if plan.fits else None,
         "at_peak_bytes": {
             name: row[timeline.peak_step] for name, row in timeline.live_bytes.items()
         },
@@ -72,16 +73,16 @@ def report(
             if limit is not None and each.last is not None
         },
     }
-    before = free if limit is not None else None
+    shown, before = (plan, free) if plan.fits and limit is not None else (free, None)
     try:
         if plot:
-            plan.plot(plot, before=before)
+            shown.plot(plot, before=before)
     except ImportError as error:
         raise typer.BadParameter(str(error), param_hint="--plot") from error
     if html:
-        plan.write_html(html, before=before)
+        shown.write_html(html, before=before)
     if trace:
-        plan.write_trace(trace)
+        shown.write_trace(trace)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
@@ -110,12 +111,15 @@ def _show(facts: dict[str, Any]) -> None:
     shape = ", ".join(f"{name}={size}" for name, size in facts["shape"].items())
     budget = facts["budget_bytes"]
     table = Table(title=f"One step at {shape or 'its shape'}", show_header=False)
-    table.add_row("peak", format_bytes(facts["peak_bytes"]))
+    fits = facts["fits"]
+    peak = facts["peak_bytes"] if fits else facts["peak_without_budget_bytes"]
+    table.add_row("peak" if fits else "peak without a budget", format_bytes(peak))
     for name, size in facts["at_peak_bytes"].items():
         table.add_row(f"  {name}", format_bytes(size))
     if budget is not None:
         table.add_row("budget", format_bytes(budget))
-        table.add_row("fits", "yes" if facts["fits"] else "NO")
+        table.add_row("fits", "yes" if fits else "NO")
+    if budget is not None and fits:
         table.add_row("peak without a budget", format_bytes(facts["peak_without_budget_bytes"]))
         table.add_row("kernels that run again", str(facts["kernels_run_again"]))
         table.add_row("time, modelled", f"x {facts['time_ratio']:.3f}")
@@ -123,7 +127,8 @@ def _show(facts: dict[str, Any]) -> None:
     for name, size in facts["largest"].items():
         table.add_row(f"largest {name} in the budget", str(size) if size else "none fits")
     console.print(table)
-    alive = Table(title="Alive at the peak, by the line of the model that made it")
+    unlimited = "" if fits else " without a budget"
+    alive = Table(title=f"Alive at the peak{unlimited}, by the line of the model that made it")
     for title in ("bytes", "tensors"):
         alive.add_column(title, justify="right")
     alive.add_column("line")

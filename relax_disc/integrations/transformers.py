@@ -9,6 +9,7 @@ Limits: one process, one device; callbacks between gradients and update see no g
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ import transformers
 from torch.export import Dim
 
 import relax_disc
-from relax_disc.errors import InputMismatchError
+from relax_disc.errors import InputMismatchError, RelaxDiscWarning
 from relax_disc.training_step import TrainingStep
 
 _LONGEST = 4096
@@ -98,15 +99,18 @@ class CompiledTraining:
             return self.compute_loss(model, dict(inputs), num_items_in_batch=items) / divisor
 
         shapes = self.dynamic_shapes or self._dims(batch[0])
-        step = relax_disc.compile(
-            model,
-            self.optimizer,
-            batch,
-            dynamic_shapes=(shapes, None, None),
-            loss_fn=loss,
-            memory_budget=self.memory_budget,
-            max_grad_norm=self.args.max_grad_norm or float("inf"),
-        )
+        with warnings.catch_warnings():
+            # Classifiers note it at each call; nothing reads it later.
+            warnings.filterwarnings("ignore", r"model\.config\.problem_type", RelaxDiscWarning)
+            step = relax_disc.compile(
+                model,
+                self.optimizer,
+                batch,
+                dynamic_shapes=(shapes, None, None),
+                loss_fn=loss,
+                memory_budget=self.memory_budget,
+                max_grad_norm=self.args.max_grad_norm or float("inf"),
+            )
         optimizer = self.optimizer
 
         def updated(*_: Any, **__: Any) -> None:

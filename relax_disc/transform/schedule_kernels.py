@@ -45,15 +45,23 @@ class ScheduleKernels:
         Default: the target in whose scope the pass runs.
     verify : bool
         Lower all scheduled kernels, and put back those that cannot be.
+    rules : sequence, optional
+        Default: those of `relax_disc.tir_kernels` for the target.
     """
 
-    def __init__(self, target: Target | None = None, *, verify: bool = True) -> None:
-        self.target, self.verify = target, verify
+    def __init__(
+        self,
+        target: Target | None = None,
+        *,
+        verify: bool = True,
+        rules: Sequence[Any] | None = None,
+    ) -> None:
+        self.target, self.verify, self.rules = target, verify, rules
 
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with scheduled kernels."""
         target = self.target or Target.current(allow_none=False)
-        rules = rules_for(target)
+        rules = rules_for(target) if self.rules is None else self.rules
         result = copy_module(mod)
         scheduled = {
             var: schedule_kernel(func, target, rules, var.name_hint)

@@ -107,6 +107,8 @@ def test_report_of_a_shape_that_does_not_fit(command, tmp_path):
     code, out, _ = command("report", "FILE:step", "--dim", "rows=512", "--budget", "300KB", *files)
     assert code == 1
     assert "fits" in out and "NO" in out and "largest rows in the budget" in out
+    assert "Alive at the peak without a budget" in out and "self.layers(x)" in out
+    assert "time, modelled" not in out
     assert page.stat().st_size > 1000 and json.loads(trace.read_text())["traceEvents"]
 
 

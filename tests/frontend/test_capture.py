@@ -115,6 +115,24 @@ def test_an_example_of_size_one_and_keywords_in_another_order():
     check_gradients(captured, model, batches)
 
 
+def test_two_inputs_share_a_dim_of_two_sizes():
+    """Each input has a symbol of its own until something compares them."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(1, 1)
+
+        def forward(self, x, mask):
+            mask = mask.view(x.shape[0], -1)
+            return (self.linear(x[..., None])[..., 0] * mask).pow(2).mean()
+
+    model, shape = Masked(), {0: Dim("b", min=1, max=2), 1: Dim("s", min=2, max=64)}
+    batches = [(torch.randn(b, s), torch.ones(b, s)) for b, s in [(2, 5), (1, 2), (2, 33)]]
+    captured = capture_step(model, None, batches[0], dynamic_shapes=(shape, shape))
+    check_gradients(captured, model, batches)
+
+
 def test_derived_dims():
     torch.manual_seed(0)
     model = nn.Linear(8, 4)

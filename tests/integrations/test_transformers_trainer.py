@@ -18,7 +18,6 @@ from relax_disc.integrations.transformers import Trainer
 pytestmark = [
     # Of other libraries, met in every run.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*problem_type:relax_disc.errors.RelaxDiscWarning"),
 ]
 
 WORDS = 60

@@ -147,6 +147,10 @@ class GuardWatch:
 
 
 def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
+    # Two inputs may have symbols of their own for one dim.
+    names: dict[str, sympy.Symbol] = {}
+    symbols = sorted(condition.free_symbols, key=str)
+    condition = condition.xreplace({s: names.setdefault(dims[s].name, s) for s in symbols})
     if condition == sympy.true:
         return
     symbols = sorted(condition.free_symbols, key=str)
