@@ -133,7 +133,8 @@ class CompiledTraining:
         pairs = getattr(config, "is_encoder_decoder", False)
         batch = Dim("batch", min=1, max=max(self._train_batch_size, 2))
         length = Dim("length", min=2, max=longest)
-        target = Dim("target_length", min=2, max=longest)
+        # Targets are shifted by slices, of which torch.export takes one of length 1 for fixed.
+        target = Dim("target_length", min=3, max=longest)
 
         def axes(name: str, value: Any) -> dict[int, Any] | None:
             if not isinstance(value, torch.Tensor) or not value.dim():
@@ -166,6 +167,7 @@ class Seq2SeqTrainer(CompiledTraining, transformers.Seq2SeqTrainer):
 def _refuse(args: Any) -> None:
     """Refuse by name what the compiled step would not do."""
     names = ("fp16", "deepspeed", "fsdp", "torch_compile", "use_liger_kernel", "debug")
+    names += ("neftune_noise_alpha",)
     asked = [name for name in names if getattr(args, name, None)]
     asked += [
         f"{name} of {n}" for name in ("n_gpu", "world_size") if (n := getattr(args, name)) > 1

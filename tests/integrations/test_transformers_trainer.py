@@ -9,6 +9,8 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     TrainingArguments,
 )
 
@@ -152,6 +154,28 @@ def test_gradients_that_are_not_clipped_have_a_norm_and_shapes_may_be_given(trai
     assert str(ours.step.dims[1]) == "tokens in 2 .. 32"
 
 
+def test_shapes_are_found_by_what_the_inputs_hold(trainer):
+    """Targets of an encoder-decoder have a length of their own; pictures have fixed sizes."""
+
+    def t5():
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+        return T5ForConditionalGeneration(T5Config(**sizes, vocab_size=WORDS))
+
+    ids, pixels = torch.zeros(4, 7, dtype=torch.int64), torch.zeros(4, 3, 8, 8)
+    inputs = {"input_ids": ids, "labels": ids[:, :5], "pixel_values": pixels, "scale": ids.sum()}
+    dims = trainer(Trainer, t5)._dims(inputs)
+    named = {
+        name: {axis: dim.__name__ for axis, dim in (axes or {}).items()}
+        for name, axes in dims.items()
+    }
+    assert named == {
+        "input_ids": {0: "batch", 1: "length"},
+        "labels": {0: "batch", 1: "target_length"},
+        "pixel_values": {0: "batch"},
+        "scale": {},
+    }
+
+
 def test_a_budget_holds(trainer):
     small = trainer(Trainer, options={"memory_budget": "100 kB"})
     with pytest.raises(MemoryBudgetError, match="the least found feasible is"):
@@ -159,7 +183,7 @@ def test_a_budget_holds(trainer):
 
 
 @pytest.mark.parametrize(
-    "argument", [{"fp16": True}, {"torch_compile": True}, {"use_liger_kernel": True}]
+    "argument", [{"fp16": True}, {"torch_compile": True}, {"neftune_noise_alpha": 5.0}]
 )
 def test_what_cannot_be_honoured_is_refused_by_name(trainer, argument):
     arguments = TrainingArguments(report_to=[], use_cpu=True)
