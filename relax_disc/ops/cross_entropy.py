@@ -138,8 +138,22 @@ registry.register(
     "Gradient of the cross-entropy of class indices by the logits.",
 )
 _OPTIONS = ("ignore_index", "label_smoothing", "reduction")
-registry.traced("cross_entropy", cross_entropy, *_OPTIONS)
-registry.traced("cross_entropy_backward", cross_entropy_backward, *_OPTIONS)
+
+
+def _fake_cross_entropy(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows, kind = logits.shape[:1], registry.torch_statistics_dtype(logits)
+    loss = logits.new_empty(rows if rest[-1] == _NONE else ())
+    return loss, logits.new_empty(rows, dtype=kind), logits.new_empty((), dtype=kind)
+
+
+registry.traced(
+    "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse,"
+    " Tensor count, Tensor? weight, SymInt ignore_index, float label_smoothing, str reduction)"
+    " -> Tensor",
+    lambda grad_loss, logits, *_: logits.new_empty(logits.shape),
+    cross_entropy_backward,
+    _OPTIONS,
+)
 
 
 @registry.kept(torch.ops.aten.cross_entropy_loss.default)
@@ -164,88 +178,6 @@ def keep_cross_entropy(
     return loss.reshape(shape) if reduction == 0 else loss
 
 
-@torch.library.custom_op("relax_disc::cross_entropy", mutates_args=())
-def eager_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy of ``[N, V]`` logits; see :func:`relax_disc.ops.cross_entropy`."""
-    kind = registry.torch_statistics_dtype(logits)
-    wide = logits.to(kind)
-    lse = torch.logsumexp(wide, -1)
-    loss = torch.nn.functional.cross_entropy(
-        wide,
-        target,
-        None if weight is None else weight.to(kind),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction=reduction,
-    )
-    counted = target != ignore_index
-    rows = counted.to(kind)
-    if weight is not None:
-        rows = rows * weight.to(kind)[torch.where(counted, target, 0)]
-    return loss.to(logits.dtype), lse, rows.sum()
-
-
-@eager_cross_entropy.register_fake
-def _(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Any:
-    kind = registry.torch_statistics_dtype(logits)
-    loss = logits.new_empty((logits.shape[0],) if reduction == "none" else ())
-    return loss, logits.new_empty((logits.shape[0],), dtype=kind), logits.new_empty((), dtype=kind)
-
-
-@torch.library.custom_op("relax_disc::cross_entropy_backward", mutates_args=())
-def eager_cross_entropy_backward(
-    grad_loss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    count: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Tensor:
-    """Gradient of :func:`cross_entropy` by the logits."""
-    kind, classes = lse.dtype, logits.shape[1]
-    counted = (target != ignore_index)[:, None]
-    hot = torch.nn.functional.one_hot(torch.where(counted[:, 0], target, 0), classes).to(kind)
-    factors = torch.ones(classes, dtype=kind) if weight is None else weight.to(kind)
-    goal = (1 - label_smoothing) * hot * factors + label_smoothing / classes * factors
-    probabilities = torch.exp(logits.to(kind) - lse[:, None])
-    grad = probabilities * goal.sum(1, keepdim=True) - goal
-    scale = grad_loss.to(kind) / count if reduction == "mean" else grad_loss.to(kind)
-    scale = scale[:, None] if reduction == "none" else scale
-    return torch.where(counted, grad * scale, 0.0).to(logits.dtype)
-
-
-@eager_cross_entropy_backward.register_fake
-def _(
-    grad_loss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    count: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Any:
-    return logits.new_empty(logits.shape)
-
-
 def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     logits, target, weight, *ctx.options = inputs
     _, lse, count = output
@@ -263,7 +195,14 @@ def _cross_entropy_gradient(
     return grad, None, None, None, None, None
 
 
-eager_cross_entropy.register_autograd(_cross_entropy_gradient, setup_context=_save_cross_entropy)
+registry.traced(
+    "cross_entropy(Tensor logits, Tensor target, Tensor? weight, SymInt ignore_index,"
+    " float label_smoothing, str reduction) -> (Tensor, Tensor, Tensor)",
+    _fake_cross_entropy,
+    cross_entropy,
+    _OPTIONS,
+    gradient=(_cross_entropy_gradient, _save_cross_entropy),
+)
 
 
 class _Rows:

@@ -98,8 +98,21 @@ registry.register(
     _infer_backward,
     "Gradient of connectionist temporal classification by the logarithms of probabilities.",
 )
-registry.traced("ctc_loss", ctc_loss, "blank")
-registry.traced("ctc_loss_backward", ctc_loss_backward, "blank")
+
+
+def _fake_ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    steps, count = log_probs.shape[:2]
+    alpha = log_probs.new_empty((count, steps, 2 * targets.shape[1] + 1))
+    return log_probs.new_empty((count,)), alpha
+
+
+_INPUTS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths"
+registry.traced(
+    f"ctc_loss_backward(Tensor grad, {_INPUTS}, Tensor loss, Tensor alpha, SymInt blank) -> Tensor",
+    lambda grad, log_probs, *_: log_probs.new_empty(log_probs.shape),
+    ctc_loss_backward,
+    ("blank",),
+)
 
 
 @registry.dispatches("relax_disc.ctc_loss", "relax_disc.ctc_loss_backward")
@@ -117,66 +130,6 @@ registry.LIBRARY["ctc_loss_backward"] = registry.LibraryFunction(
 )
 
 
-@torch.library.custom_op("relax_disc::ctc_loss", mutates_args=())
-def eager_ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int
-) -> tuple[Tensor, Tensor]:
-    """Loss of each sequence; see :func:`relax_disc.ops.ctc_loss`."""
-    loss, known = torch.ops.aten._ctc_loss(
-        log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), blank
-    )
-    alpha = _alpha(log_probs, targets).fill_(float("-inf"))
-    alpha[:, : known.shape[1], : known.shape[2]] = known
-    return loss, alpha
-
-
-@eager_ctc_loss.register_fake
-def _(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int
-) -> Any:
-    return log_probs.new_empty((log_probs.shape[1],)), _alpha(log_probs, targets)
-
-
-def _alpha(log_probs: Tensor, targets: Tensor) -> Tensor:
-    states = 2 * targets.shape[1] + 1
-    return log_probs.new_empty((log_probs.shape[1], log_probs.shape[0], states))
-
-
-@torch.library.custom_op("relax_disc::ctc_loss_backward", mutates_args=())
-def eager_ctc_loss_backward(
-    grad: Tensor,
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    loss: Tensor,
-    alpha: Tensor,
-    blank: int,
-) -> Tensor:
-    """Gradient of :func:`ctc_loss` by the logarithms of the probabilities."""
-    lengths = input_lengths.tolist(), target_lengths.tolist()
-    known = alpha[:, :, : 2 * max(lengths[1], default=0) + 1].contiguous()
-    result = torch.ops.aten._ctc_loss_backward(
-        grad, log_probs, targets, *lengths, loss, known, blank, False
-    )
-    silent = torch.isinf(loss) & (grad == 0)
-    return torch.where(silent[None, :, None], 0.0, result)
-
-
-@eager_ctc_loss_backward.register_fake
-def _(
-    grad: Tensor,
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    loss: Tensor,
-    alpha: Tensor,
-    blank: int,
-) -> Any:
-    return log_probs.new_empty(log_probs.shape)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     *tensors, ctx.blank = inputs
     ctx.mark_non_differentiable(output[1])
@@ -188,4 +141,10 @@ def _gradient(ctx: Any, grad: Tensor, _alpha: Tensor) -> Any:
     return result, None, None, None, None
 
 
-eager_ctc_loss.register_autograd(_gradient, setup_context=_save)
+registry.traced(
+    f"ctc_loss({_INPUTS}, SymInt blank) -> (Tensor, Tensor)",
+    _fake_ctc_loss,
+    ctc_loss,
+    ("blank",),
+    gradient=(_gradient, _save),
+)

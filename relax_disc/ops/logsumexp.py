@@ -102,8 +102,11 @@ registry.register(
 )
 registry.register_legalization("relax_disc.logsumexp", _legalize)
 registry.register_legalization("relax_disc.logsumexp_backward", _legalize_backward)
-registry.traced("logsumexp", logsumexp)
-registry.traced("logsumexp_backward", logsumexp_backward)
+registry.traced(
+    "logsumexp_backward(Tensor grad, Tensor x, Tensor lse) -> Tensor",
+    lambda grad, x, lse: x.new_empty(x.shape),
+    logsumexp_backward,
+)
 
 
 @registry.kept(torch.ops.aten.logsumexp.default)
@@ -117,28 +120,6 @@ def keep_logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tens
     return rows.reshape(shape)
 
 
-@torch.library.custom_op("relax_disc::logsumexp", mutates_args=())
-def eager_logsumexp(x: Tensor) -> Tensor:
-    """Log of the sum of exponentials of ``[N, V]``; see :func:`relax_disc.ops.logsumexp`."""
-    return torch.logsumexp(x.to(registry.torch_statistics_dtype(x)), -1)
-
-
-@eager_logsumexp.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0],), dtype=registry.torch_statistics_dtype(x))
-
-
-@torch.library.custom_op("relax_disc::logsumexp_backward", mutates_args=())
-def eager_logsumexp_backward(grad: Tensor, x: Tensor, lse: Tensor) -> Tensor:
-    """Gradient of :func:`logsumexp` by its argument."""
-    return (grad[:, None] * torch.exp(x.to(lse.dtype) - lse[:, None])).to(x.dtype)
-
-
-@eager_logsumexp_backward.register_fake
-def _(grad: Tensor, x: Tensor, lse: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _save_logsumexp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0], output)
 
@@ -147,4 +128,9 @@ def _logsumexp_gradient(ctx: Any, grad: Tensor) -> Tensor:
     return torch.ops.relax_disc.logsumexp_backward(grad, *ctx.saved_tensors)
 
 
-eager_logsumexp.register_autograd(_logsumexp_gradient, setup_context=_save_logsumexp)
+registry.traced(
+    "logsumexp(Tensor x) -> Tensor",
+    lambda x: x.new_empty(x.shape[:1], dtype=registry.torch_statistics_dtype(x)),
+    logsumexp,
+    gradient=(_logsumexp_gradient, _save_logsumexp),
+)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tvm import relax, tirx
 
-from relax_disc.ops import recurrence_steps, registry
+from relax_disc.ops import registry
 from relax_disc.ops.recurrence_steps import KINDS
 
 if TYPE_CHECKING:
@@ -139,17 +139,41 @@ registry.register(
     _infer_recurrence_backward,
     "Gradient of the recurrent part of an RNN, GRU or LSTM layer.",
 )
-registry.traced("recurrence", recurrence, "kind", "batch_first", "reverse")
-registry.traced("recurrence_backward", recurrence_backward, "kind", "batch_first", "reverse")
+
+
+def _fake_recurrence(
+    projected: Tensor, state: Tensor, weight: Tensor, bias: Tensor, kind: str, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    first, second, width = *projected.shape[:2], weight.shape[1]
+    return (
+        projected.new_empty((first, second, width)),
+        state.new_empty(state.shape),
+        projected.new_empty((first, second, KINDS[kind].reserve * width)),
+    )
+
+
+def _fake_recurrence_backward(
+    grad_out: Tensor, grad_last: Tensor, state: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    parts = KINDS[rest[2]].gradients * weight.shape[1]
+    return grad_out.new_empty((*grad_out.shape[:2], parts)), state.new_empty(state.shape)
+
+
+_OPTIONS = ("kind", "batch_first", "reverse")
+registry.traced(
+    "recurrence_backward(Tensor grad_out, Tensor grad_last, Tensor state, Tensor weight,"
+    " Tensor out, Tensor reserve, str kind, bool batch_first, bool reverse) -> (Tensor, Tensor)",
+    _fake_recurrence_backward,
+    recurrence_backward,
+    _OPTIONS,
+)
 
 
 @registry.dispatches("relax_disc.recurrence", "relax_disc.recurrence_backward")
 def dispatch(call: relax.Call, site: Site) -> relax.Expr:
     """Call the library, float32 and float64: there is no other form."""
     name = call.op.name.removeprefix("relax_disc.")
-    kind, batch_first, reverse = (
-        registry.attribute(call, key) for key in ("kind", "batch_first", "reverse")
-    )
+    kind, batch_first, reverse = (registry.attribute(call, key) for key in _OPTIONS)
     flags = (tuple(KINDS).index(kind), int(batch_first), int(reverse))
     return site.call(name, [*call.args, *flags], list(site.original.ty.fields))
 
@@ -172,85 +196,6 @@ def _facts(formula: str, state: int) -> registry.LibraryFunction:
 
 registry.LIBRARY["recurrence"] = _facts("recurrence", state=1)
 registry.LIBRARY["recurrence_backward"] = _facts("recurrence_backward", state=2)
-
-
-@torch.library.custom_op("relax_disc::recurrence", mutates_args=())
-def eager_recurrence(
-    projected: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    kind: str,
-    batch_first: bool,
-    reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One direction of a layer; see :func:`relax_disc.ops.recurrence`."""
-    results = _results(projected, state, weight, kind)
-    recurrence_steps.forward(projected, state, weight, bias, kind, batch_first, reverse, *results)
-    return results
-
-
-@eager_recurrence.register_fake
-def _(
-    projected: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    kind: str,
-    batch_first: bool,
-    reverse: bool,
-) -> Any:
-    return _results(projected, state, weight, kind)
-
-
-def _results(
-    projected: Tensor, state: Tensor, weight: Tensor, kind: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    first, second, width = *projected.shape[:2], weight.shape[1]
-    return (
-        projected.new_empty((first, second, width)),
-        state.new_empty(state.shape),
-        projected.new_empty((first, second, KINDS[kind].reserve * width)),
-    )
-
-
-@torch.library.custom_op("relax_disc::recurrence_backward", mutates_args=())
-def eager_recurrence_backward(
-    grad_out: Tensor,
-    grad_last: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    reserve: Tensor,
-    kind: str,
-    batch_first: bool,
-    reverse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Gradients before the activations and of the first state."""
-    results = _gradients(grad_out, state, weight, kind)
-    inputs = (grad_out, grad_last, state, weight, out, reserve)
-    recurrence_steps.backward(*inputs, kind, batch_first, reverse, *results)
-    return results
-
-
-@eager_recurrence_backward.register_fake
-def _(
-    grad_out: Tensor,
-    grad_last: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    reserve: Tensor,
-    kind: str,
-    batch_first: bool,
-    reverse: bool,
-) -> Any:
-    return _gradients(grad_out, state, weight, kind)
-
-
-def _gradients(grad_out: Tensor, state: Tensor, weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    parts = KINDS[kind].gradients * weight.shape[1]
-    return grad_out.new_empty((*grad_out.shape[:2], parts)), state.new_empty(state.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -282,4 +227,11 @@ def _gradient(ctx: Any, grad_out: Tensor, grad_last: Tensor, _reserve: Tensor) -
     return grad_projected, grad_state, grad_weight, grad_bias, None, None, None
 
 
-eager_recurrence.register_autograd(_gradient, setup_context=_save)
+registry.traced(
+    "recurrence(Tensor projected, Tensor state, Tensor weight, Tensor bias, str kind,"
+    " bool batch_first, bool reverse) -> (Tensor, Tensor, Tensor)",
+    _fake_recurrence,
+    recurrence,
+    _OPTIONS,
+    gradient=(_gradient, _save),
+)

@@ -66,9 +66,37 @@ def kept(operator: Any) -> Callable[[Keep], Keep]:
     return enter
 
 
-def traced(name: str, build: Callable[..., relax.Call], *keywords: str) -> None:
-    """Translate the torch operator ``relax_disc::name`` by ``build(*tensors, **keywords)``."""
-    TRACED[f"relax_disc.{name}.default"] = build, keywords
+def traced(
+    schema: str,
+    fake: Callable[..., Any],
+    build: Callable[..., relax.Call] | None = None,
+    keywords: Sequence[str] = (),
+    gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None,
+) -> None:
+    """Define a torch operator of ours, which is traced and never run by PyTorch.
+
+    Parameters
+    ----------
+    schema : str
+        Such as ``"sum(Tensor x) -> Tensor"``.
+    fake : callable
+        From the operator's arguments to tensors with the shapes and types of its results.
+    build : callable, optional
+        ``build(*tensors, **keywords)``: its call in Relax; without it, a converter translates it.
+    keywords : sequence of str
+        What its last arguments are called, those that are no tensors.
+    gradient : (callable, callable), optional
+        ``backward`` and ``setup_context`` of `torch.library.register_autograd`.
+    """
+    name, signature = schema.split("(", 1)
+    if not hasattr(torch.ops.relax_disc, name):
+        full = f"relax_disc::{name}"
+        torch.library.define(full, f"({signature}")
+        torch.library.register_fake(full, fake)
+        if gradient is not None:
+            torch.library.register_autograd(full, gradient[0], setup_context=gradient[1])
+    if build is not None:
+        TRACED[f"relax_disc.{name}.default"] = build, tuple(keywords)
 
 
 def dispatches(*operators: str) -> Callable[[Dispatch], Dispatch]:

@@ -233,7 +233,6 @@ FAMILIES = {
         lambda j: torch.bucketize(j, torch.arange(-2, 2), right=True, out_int32=True),
         lambda x: torch.cumprod(x, 1),
         lambda i: torch.cumprod(i, 0),
-        lambda x, y: torch.ops.relax_disc.cumprod_backward(y, x, torch.cumprod(x, 1), 1),
         lambda x: x.prod(),
         *[
             lambda x, i, y, r=r: x.scatter_reduce(1, i, y, r)

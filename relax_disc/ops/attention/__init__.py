@@ -124,8 +124,20 @@ registry.register(
     _infer_attention_backward,
     "Gradients of scaled dot-product attention.",
 )
-registry.traced("attention", attention, "scale", "is_causal")
-registry.traced("attention_backward", attention_backward, "scale", "is_causal")
+
+
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=registry.torch_statistics_dtype(q))
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse
+
+
+registry.traced(
+    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    " Tensor? mask, float scale, bool is_causal) -> (Tensor, Tensor, Tensor)",
+    lambda grad_out, *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]),
+    attention_backward,
+    ("scale", "is_causal"),
+)
 
 
 @registry.kept(torch.ops.aten.scaled_dot_product_attention.default)
@@ -152,84 +164,6 @@ def keep_attention(
     return torch.ops.relax_disc.attention(query, key, value, attn_mask, factor, is_causal)[0]
 
 
-def _scores(
-    q: Tensor, k: Tensor, mask: Tensor | None, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the masked scores and the keys repeated for grouped heads."""
-    kind = registry.torch_statistics_dtype(q)
-    keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(kind)
-    scores = (q.to(kind) @ keys.transpose(-1, -2)) * scale
-    if is_causal:
-        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~visible, float("-inf"))
-    if mask is not None:
-        hidden = ~mask if mask.dtype == torch.bool else None
-        scores = scores + mask if hidden is None else scores.masked_fill(hidden, float("-inf"))
-    return scores, keys
-
-
-@torch.library.custom_op("relax_disc::attention", mutates_args=())
-def eager_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Attention of ``[B, H, Tq, D]`` queries; see :func:`relax_disc.ops.attention`."""
-    scores, _ = _scores(q, k, mask, scale, is_causal)
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
-    values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).to(scores.dtype)
-    return (weights @ values).to(q.dtype), lse
-
-
-@eager_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool) -> Any:
-    out = q.new_empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
-    return out, q.new_empty(q.shape[:3], dtype=registry.torch_statistics_dtype(q))
-
-
-@torch.library.custom_op("relax_disc::attention_backward", mutates_args=())
-def eager_attention_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`attention` by q, k and v."""
-    scores, keys = _scores(q, k, mask, scale, is_causal)
-    weights = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
-    repeats = q.shape[1] // k.shape[1]
-    kind = scores.dtype
-    grad, values = grad_out.to(kind), v.repeat_interleave(repeats, dim=1).to(kind)
-    dots = (grad * out.to(kind)).sum(-1, keepdim=True)
-    dscores = weights * (grad @ values.transpose(-1, -2) - dots) * scale
-    dq = dscores @ keys
-    dk = dscores.transpose(-1, -2) @ q.to(kind)
-    dv = weights.transpose(-1, -2) @ grad
-    grouped = (k.shape[0], k.shape[1], repeats)
-    dk = dk.reshape(*grouped, *k.shape[2:]).sum(2)
-    dv = dv.reshape(*grouped, *v.shape[2:]).sum(2)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-@eager_attention_backward.register_fake
-def _(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    is_causal: bool,
-) -> Any:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q, k, v, mask, ctx.scale, ctx.is_causal = inputs
     ctx.mark_non_differentiable(output[1])
@@ -244,7 +178,14 @@ def _attention_gradient(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> Any:
     return (*grads, None, None, None)
 
 
-eager_attention.register_autograd(_attention_gradient, setup_context=_save_attention)
+registry.traced(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool is_causal)"
+    " -> (Tensor, Tensor)",
+    _fake_attention,
+    attention,
+    ("scale", "is_causal"),
+    gradient=(_attention_gradient, _save_attention),
+)
 
 
 from relax_disc.ops.attention import library, plain  # noqa: E402, F401  what computes them
