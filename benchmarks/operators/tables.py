@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from relax_disc.frontend.capture.decompositions import decomposition_table
+from relax_disc.frontend.capture.decompositions import RULES, decomposition_table
 from relax_disc.frontend.capture.export_mode import REPLACED
-from relax_disc.frontend.capture.whole_operators import RULES
 from relax_disc.frontend.converters import TABLE
 from relax_disc.frontend.random_ops import Randomness
 

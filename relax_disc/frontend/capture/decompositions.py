@@ -1,7 +1,14 @@
-"""Which ATen operators are broken into smaller ones while tracing.
+"""Which ATen operators are broken into smaller ones while tracing, and which are traced whole.
 
 PyTorch's core decompositions, and a few more for gradients, less the operators that the importer
 translates whole because a whole operator becomes a better kernel.
+
+Rules of operators that are kept take the operator's own arguments and return its result built from
+the torch operators of :mod:`relax_disc.ops`, or ``None``: "not mine", it is then decomposed.
+
+``torch.linalg.inv`` computes an inverse and an error code, and a second operator without results
+raises on the code.  In a graph that lists results nothing would keep the second; the first can do
+both.
 """
 
 from __future__ import annotations
@@ -12,9 +19,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._library.simple_registry import singleton
 from torch._subclasses.fake_impls import op_implementations_dict, register_op_impl
+from torch.utils import _pytree as pytree
+
+from relax_disc.frontend.capture.rewrites import REWRITES
+from relax_disc.ops.registry import KEPT
 
 _ATEN = torch.ops.aten
 
@@ -108,3 +120,60 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     for operator in _KEPT_WHOLE:
         table.pop(operator, None)
     return table
+
+
+RULES: dict[Any, Callable[..., Any]] = {**KEPT, **REWRITES}
+"""Of operators that are traced whole, by overload."""
+
+
+def under_autocast(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Convert the operands as autocast would: its rules know ATen's operators, not ours.
+
+    On the CPU it runs attention in its lower precision and cross-entropy in float32.
+    """
+    if not torch.is_autocast_enabled("cpu"):
+        return args, kwargs
+    chosen = {
+        torch.ops.aten.scaled_dot_product_attention.default: torch.get_autocast_dtype("cpu"),
+        torch.ops.aten.cross_entropy_loss.default: torch.float32,
+    }
+    if target not in chosen:
+        return args, kwargs
+
+    def convert(tensor: Tensor) -> Tensor:
+        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(chosen[target]) if eligible else tensor
+
+    return pytree.tree_map_only(Tensor, convert, (args, kwargs))
+
+
+_CHECK = torch.ops.aten._linalg_check_errors.default
+
+
+@contextlib.contextmanager
+def checks_are_traced() -> Iterator[None]:
+    """Trace a check as an operator like others; functionalization would ask for a token."""
+    holder = singleton.find(_CHECK._name).effect
+    before = holder.effect
+    holder.register(None)
+    try:
+        yield
+    finally:
+        holder.register(before)
+
+
+def check_where_computed(graph: fx.GraphModule) -> None:
+    """Ask the operators whose codes are checked to raise by themselves, and drop the checks."""
+    for node in graph.graph.find_nodes(op="call_function", target=_CHECK):
+        source = node.args[0]
+        while isinstance(source, fx.Node) and not _has_flag(source):
+            source = source.args[0]
+        assert isinstance(source, fx.Node), "every error code is the result of an operator"
+        source.kwargs = {**source.kwargs, "check_errors": True}
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _has_flag(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(a.name == "check_errors" for a in schema.arguments)

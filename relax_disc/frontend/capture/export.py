@@ -34,8 +34,7 @@ from relax_disc.errors import (
     ShapeRangeError,
     UnsupportedOperatorError,
 )
-from relax_disc.frontend.capture.batch_spec import BatchSpec
-from relax_disc.frontend.capture.containers import register_containers, shapes_as_lists
+from relax_disc.frontend.capture.batch_spec import BatchSpec, register_containers, shapes_as_lists
 from relax_disc.frontend.capture.custom_functions import CustomCalls, custom_functions
 from relax_disc.frontend.capture.dims import DimTable, declared_dims, dim_table, enlarge
 from relax_disc.frontend.capture.export_mode import ExportMode, no_foreign_randomness

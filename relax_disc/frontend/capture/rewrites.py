@@ -1,6 +1,6 @@
 """Operators of an exported graph that are written in smaller ones, whose gradients are known.
 
-As in :mod:`.whole_operators`, each rule takes the operator's own arguments.  They stand in for
+As in :mod:`.decompositions`, each rule takes the operator's own arguments.  They stand in for
 forms that PyTorch cannot trace with symbolic sizes, or whose gradients are operators of their own.
 """
 

@@ -1,7 +1,7 @@
 """Trace forward and gradients of an exported program into one flat graph of ATen operators.
 
 The exported graph is interpreted under ``make_fx`` on its own fake tensors, so that sizes stay
-symbols.  Attention and cross-entropy are kept whole (:mod:`.whole_operators`); everything else is
+symbols.  Attention and cross-entropy are kept whole (:mod:`.decompositions`); everything else is
 decomposed into the operators that the importer knows.  The optimizer is not traced.
 """
 
@@ -34,13 +34,18 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
 from relax_disc.frontend.capture.arguments import Argument, list_arguments
 from relax_disc.frontend.capture.custom_functions import CustomCalls
-from relax_disc.frontend.capture.decompositions import decomposition_table, kept_whole
+from relax_disc.frontend.capture.decompositions import (
+    RULES,
+    check_where_computed,
+    checks_are_traced,
+    decomposition_table,
+    kept_whole,
+    under_autocast,
+)
 from relax_disc.frontend.capture.export import Exported
 from relax_disc.frontend.capture.guards import GuardWatch
-from relax_disc.frontend.capture.linalg_checks import check_where_computed, checks_are_traced
 from relax_disc.frontend.capture.refusals import refuse_autocast
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
-from relax_disc.frontend.capture.whole_operators import RULES, under_autocast
 from relax_disc.frontend.random_ops import Randomness
 
 # Their schemas do not tell that they write running statistics where they normalise by the batch's.
