@@ -17,7 +17,6 @@ from relax_disc.ops.embedding import embedding_backward
 from relax_disc.ops.logsumexp import logsumexp, logsumexp_backward
 from relax_disc.ops.memory import evict, regenerate
 from relax_disc.ops.recurrence import recurrence, recurrence_backward
-from relax_disc.ops.sort import sort
 
 __all__ = [
     "attention",
@@ -36,5 +35,4 @@ __all__ = [
     "recurrence",
     "recurrence_backward",
     "regenerate",
-    "sort",
 ]

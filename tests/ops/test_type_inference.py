@@ -80,15 +80,6 @@ def test_recurrence(dims):
         ops.recurrence(projected, state, weight, bias, **{**options, "kind": "lstmp"})
 
 
-def test_sort(dims):
-    b, t = dims
-    x = tensor("x", [b, t], "int32")
-    kind = inferred(ops.sort(x, descending=True))
-    assert [str(f) for f in kind.fields] == [str(x.ty), 'R.Tensor((b, t), dtype="int64")']
-    kind = inferred(ops.sort(x, descending=False, count=3))
-    assert str(kind.fields[0]) == 'R.Tensor((b, 3), dtype="int32")'
-
-
 def test_marks_are_the_identity(dims):
     x = tensor("x", list(dims))
     assert str(inferred(ops.evict(x))) == str(x.ty)

@@ -1,6 +1,6 @@
 """Converters from ATen to Relax, one file for each family; importing it fills the table."""
 
-from relax_disc.frontend.converters import (
+from relax_disc.frontend.converters import (  # noqa: F401
     convolution,
     creation,
     cumulation,
@@ -8,7 +8,6 @@ from relax_disc.frontend.converters import (
     experts,
     indexing,
     matrices,
-    ordering,
     pooling,
     random,
     reductions,
@@ -18,20 +17,4 @@ from relax_disc.frontend.converters import (
 )
 from relax_disc.frontend.converters.registry import TABLE
 
-__all__ = [
-    "TABLE",
-    "convolution",
-    "creation",
-    "cumulation",
-    "elementwise",
-    "experts",
-    "indexing",
-    "matrices",
-    "ordering",
-    "pooling",
-    "random",
-    "reductions",
-    "scattering",
-    "shapes",
-    "whole",
-]
+__all__ = ["TABLE"]

@@ -1,7 +1,7 @@
 """Calls of library functions in place of operators that libraries do better than generated code.
 
 Matrix products, attention and recurrent layers with their gradients, the gradient of an embedding
-table, sorting. Each becomes a `call_dps_packed` of `relax_disc.cpu.*` or `relax_disc.cuda.*`, whose
+table. Each becomes a `call_dps_packed` of `relax_disc.cpu.*` or `relax_disc.cuda.*`, whose
 arguments are described in `vm_builtins/libraries/install.py`. Permutations and reshapes of
 operands are folded into strides.
 

@@ -249,14 +249,6 @@ def _channels_first(value: Any) -> torch.Tensor:
     return _tensor(value).movedim(-1, 1)
 
 
-def sort(x: Any, descending: int, values: Any, positions: Any) -> None:
-    """Write the first elements of each sorted row, as many as `values` has columns."""
-    found = torch.sort(_tensor(x), dim=-1, descending=bool(descending), stable=True)
-    for target, part in zip((values, positions), found, strict=True):
-        result = _tensor(target)
-        result.copy_(part[..., : result.shape[-1]])
-
-
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -357,5 +349,4 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "convolution_weight": convolution_weight,
     "ctc_loss": ctc_loss,
     "ctc_loss_backward": ctc_loss_backward,
-    "sort": sort,
 }

@@ -22,7 +22,6 @@
                                              reverse, out, last, reserve
 `relax_disc.cpu.recurrence_backward`         grad_out, grad_last, state, weight, out, reserve, kind,
                                              batch_first, reverse, gradients, grad_state
-`relax_disc.cpu.sort`                        x, descending, values, positions; the last axis
 `relax_disc.cpu.vocabulary_head`             see `vocabulary_head`, also for the suffixes
 `relax_disc.cpu.workspace_bytes`             formula, parameters -> bytes beside the arguments
 `relax_disc.cpu.multiplies`                  name of a type -> whether the processor has products

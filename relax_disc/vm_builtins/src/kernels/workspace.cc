@@ -110,7 +110,6 @@ int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n, int64_t 
   if (kind == "convolution") {
     return ConvolutionBytes(ConvolutionSizes::Read(n, 3), n.at(1), n.at(0), n.at(2) != 0, threads);
   }
-  if (kind == "sort") return PieceBytes(threads * n.at(1) * 8);
   if (kind == "ctc_loss_backward") {
     return PieceBytes(threads * (2 * n.at(1) + 1) * static_cast<int64_t>(sizeof(T)));
   }

@@ -64,7 +64,7 @@ inline int64_t PieceBytes(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 /*!
  * \brief Most workspace that a library kernel takes on so many threads.
  * \param kind Formula: "matmul", "batch_matmul", the two with "aten_" before, "attention",
- *   "attention_backward", "recurrence", "recurrence_backward", "sort", "aten", "convolution",
+ *   "attention_backward", "recurrence", "recurrence_backward", "aten", "convolution",
  *   "ctc_loss_backward" or "vocabulary_head".
  * \param numbers Bytes of an element, then the formula's parameters.
  */
