@@ -29,11 +29,8 @@ def parse_bytes(value: int | str, *, name: str = "memory_budget") -> int:
     1000), KiB, MiB, GiB, TiB (powers of 1024), in any case. ``name``: how the error message calls
     the value. Returned: bytes, at least 1.
 
-    Raises
-    ------
-    InputMismatchError
-        For a float (is 0.5 half a byte, or half of the memory?), any other type, a count below
-        1, or text in another form.
+    Raises `InputMismatchError`: for a float (is 0.5 half a byte, or half of the memory?), any other
+    type, a count below 1, or text in another form.
     """
     if isinstance(value, float):
         raise InputMismatchError(

@@ -25,11 +25,8 @@ SUPPORTED_VERSIONS = {
 def check_environment() -> None:
     """Check the platform and the versions of TVM, tvm_ffi and PyTorch.
 
-    Raises
-    ------
-    UnsupportedEnvironmentError
-        On Windows, or when another version or none is installed; the message holds the command
-        that mends it.
+    Raises `UnsupportedEnvironmentError`: on Windows, or when another version or none is installed;
+    the message holds the command that mends it.
     """
     if sys.platform == "win32":
         raise UnsupportedEnvironmentError(

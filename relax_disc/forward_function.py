@@ -16,12 +16,9 @@ class ForwardFunction(CompiledFunction):
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Run the model and return its outputs, without gradients, in the model's structure.
 
-        Raises
-        ------
-        InputMismatchError, ShapeRangeError
-            The arguments or the model do not fit what was compiled.
-        MemoryBudgetError
-            The shape cannot run inside the budget; nothing has run.
+        Raises `InputMismatchError` or `ShapeRangeError`: the arguments or the model do not fit what
+        was compiled. Raises `MemoryBudgetError`: the shape cannot run inside the budget; nothing
+        has run.
         """
         with self._lock:
             return self._extras(self.run(args, named))

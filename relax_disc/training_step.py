@@ -414,10 +414,8 @@ class TrainingStep(CompiledFunction):
     def _before_eager_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Tell a user who calls ``optimizer.step()`` that a call of the step has updated already.
 
-        Raises
-        ------
-        InputMismatchError
-            Gradients that the update used are there still, and would be used a second time.
+        Raises `InputMismatchError`: gradients that the update used are there still, and would be
+        used a second time.
         """
         if not self._has_updated:
             return

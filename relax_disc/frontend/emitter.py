@@ -36,10 +36,7 @@ _DTYPES = {
 def dtype_name(dtype: torch.dtype) -> str:
     """Name an element type as TVM does.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        The type, complex or quantised say, has no counterpart here.
+    Raises `UnsupportedOperatorError`: the type, complex or quantised say, has no counterpart here.
     """
     if dtype not in _DTYPES:
         raise UnsupportedOperatorError(
@@ -221,10 +218,8 @@ class Emitter:
     def check(self, result: Any, value: Any) -> None:
         """Compare what a converter made with what PyTorch traced, shapes by proof.
 
-        Raises
-        ------
-        UnsupportedOperatorError
-            They differ, or cannot be proved equal: the converter does not fit this use.
+        Raises `UnsupportedOperatorError`: they differ, or cannot be proved equal: the converter
+        does not fit this use.
         """
         if isinstance(value, torch.Tensor):
             expected, found = self.type_of(value), result.ty

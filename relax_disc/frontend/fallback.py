@@ -114,10 +114,7 @@ def call(
     axes, as ``[n, *p, c]``. ``sizes_only``: parameters, of the first result's type, of which the
     operator reads no element.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        The operator cannot be called so: see :func:`why_not`.
+    Raises `UnsupportedOperatorError`: the operator cannot be called so: see :func:`why_not`.
     """
     node = emitter.node
     if why := why_not(node):

@@ -61,10 +61,8 @@ class Parameters:
 def refuse_unknown(traced: Traced) -> None:
     """Raise when the graph holds an operator that neither we nor PyTorch's own kernel can run.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        Lists every such operator with the line of the model that calls it.
+    Raises `UnsupportedOperatorError`: lists every such operator with the line of the model that
+    calls it.
     """
     found: dict[tuple[str, str], str] = {}
     for node in traced.graph.graph.nodes:
@@ -162,10 +160,7 @@ def translate(
 ) -> list[Any]:
     """Emit the whole graph; return its flat list of outputs.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        A converter does not fit a use of its operator.
+    Raises `UnsupportedOperatorError`: a converter does not fit a use of its operator.
     """
     for node in traced.graph.graph.nodes:
         if node.op == "call_function":
@@ -205,10 +200,7 @@ def _translate(
 def convert(emitter: Emitter, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Emit the emitter's node, whose tensors have become the operands given.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        Neither the node's converter nor PyTorch's own kernel fits.
+    Raises `UnsupportedOperatorError`: neither the node's converter nor PyTorch's own kernel fits.
     """
     node = emitter.node
     converter = TABLE.get(str(node.target))

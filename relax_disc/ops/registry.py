@@ -150,10 +150,7 @@ def call(name: str, args: Sequence[relax.Expr], attrs: Mapping[str, object]) -> 
 def tensor_type(expr: relax.Expr, what: str, rank: int | None = None) -> relax.TensorType:
     """Return the tensor type of ``expr``, or raise when shape or rank is not known as asked.
 
-    Raises
-    ------
-    TypeError
-        ``expr`` is no tensor with a known shape, or has another rank than ``rank``.
+    Raises `TypeError`: ``expr`` is no tensor with a known shape, or has another rank than ``rank``.
     """
     kind = expr.ty
     if not isinstance(kind, relax.TensorType) or not isinstance(kind.shape, relax.ShapeExpr):

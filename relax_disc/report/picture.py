@@ -22,10 +22,7 @@ def draw(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
     ``timelines``: one, or a before and an after. ``path``: the picture; its ending chooses the
     format.
 
-    Raises
-    ------
-    ImportError
-        matplotlib is not installed.
+    Raises `ImportError`: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure

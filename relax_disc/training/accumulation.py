@@ -79,10 +79,7 @@ class SummingFunction(Summing):
 def _begin_sums(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Give parameters gradients of zero.
 
-    Raises
-    ------
-    OutOfMemoryError
-        The system refuses their memory.
+    Raises `OutOfMemoryError`: the system refuses their memory.
     """
     for parameter in parameters:
         try:

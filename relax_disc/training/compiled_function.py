@@ -82,10 +82,8 @@ class CompiledFunction:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse ``copy.deepcopy`` and ``pickle``.
 
-        Raises
-        ------
-        InputMismatchError
-            Always: says how a step is stored, and how a copy of a model is compiled.
+        Raises `InputMismatchError`: always: says how a step is stored, and how a copy of a model is
+        compiled.
         """
         raise InputMismatchError(
             f"A {type(self).__name__} holds native code bound to its model and cannot be copied or "
@@ -232,15 +230,11 @@ class CompiledFunction:
     ) -> list[torch.Tensor]:
         """Check and bind the arguments, run, return every output that replaces nothing, in order.
 
-        Raises
-        ------
-        InputMismatchError, ShapeRangeError
-            The arguments or the model do not fit what was compiled.
-        MemoryBudgetError, OutOfMemoryError
-            The shape cannot run inside the budget, or the system has not even that much memory;
-            nothing has run.
-        ReentrantCallError
-            The function is running in this thread: a signal handler or a finalizer called it.
+        Raises `InputMismatchError` or `ShapeRangeError`: the arguments or the model do not fit what
+        was compiled. Raises `MemoryBudgetError` or `OutOfMemoryError`: the shape cannot run inside
+        the budget, or the system has not even that much memory; nothing has run. Raises
+        `ReentrantCallError`: the function is running in this thread: a signal handler or a
+        finalizer called it.
         """
         with self._lock, self._alone, deferred_interrupt():
             self._check_mode()
@@ -249,10 +243,7 @@ class CompiledFunction:
     def check_unchanged(self) -> None:
         """Refuse a model or an optimizer that no longer fits what was compiled.
 
-        Raises
-        ------
-        InputMismatchError
-            Names what changed.
+        Raises `InputMismatchError`: names what changed.
         """
         self._check_mode()
         self._binding.refresh(early=True)

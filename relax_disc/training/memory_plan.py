@@ -161,10 +161,7 @@ class MemoryReport:
 def bounded_dim(dims: Sequence[SymbolicDim], name: str) -> SymbolicDim:
     """Find a dim that has an upper bound.
 
-    Raises
-    ------
-    ShapeRangeError
-        There is none of this name.
+    Raises `ShapeRangeError`: there is none of this name.
     """
     found = next((dim for dim in dims if dim.name == name), None)
     if found is None or found.last is None:

@@ -29,10 +29,7 @@ class Measurement:
 def measured(session: Session) -> Measurement:
     """Return what the calls inside the last `Session.profile` measured; all of one shape.
 
-    Raises
-    ------
-    ValueError
-        No call was profiled.
+    Raises `ValueError`: no call was profiled.
     """
     times = session.kernel_times()
     if not all(runs for runs, _ in times):
@@ -45,10 +42,8 @@ def apply_measurements(session: Session, measurements: Sequence[Measurement]) ->
 
     Drops all plans.
 
-    Raises
-    ------
-    ValueError
-        A measurement is of another function: it has another number of kernels or dims.
+    Raises `ValueError`: a measurement is of another function: it has another number of kernels or
+    dims.
     """
     metadata = session.metadata
     wanted = len(metadata.dims), len(metadata.kernels)

@@ -25,12 +25,8 @@ def guard(hyper: Any, loss: Any, count: int, *rest: Any) -> None:
     its flag (see `frontend.index_checks`), the least and the greatest value allowed, and where it
     stands in the model; last, where to copy `hyper`.
 
-    Raises
-    ------
-    IndexRangeError
-        A flag is set.
-    NonFiniteLossError
-        The check is on, and the loss or a buffer is NaN or infinite.
+    Raises `IndexRangeError`: a flag is set. Raises `NonFiniteLossError`: the check is on, and the
+    loss or a buffer is NaN or infinite.
     """
     import torch  # a second's work, which whoever calls this has done
 

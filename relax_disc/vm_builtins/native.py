@@ -94,11 +94,8 @@ def find_compiler() -> str | None:
 def load() -> tvm_ffi.Module:
     """Load the native library: the wheel's, else the cache's, which is built if it is not there.
 
-    Raises
-    ------
-    NativeBuildError
-        If there is neither a library for this processor nor a C++ compiler, or if a source does
-        not compile or link.
+    Raises `NativeBuildError`: there is neither a library for this processor nor a C++ compiler, or
+    if a source does not compile or link.
     """
     library = carried(LIBRARIES, processor_flags())
     if library is None:
@@ -142,10 +139,8 @@ def build(sources: Path, cache: Path) -> Path:
     Objects are cached one by one, keyed by their source and the headers it includes, so that an
     edit of one source compiles one. Safe against other processes doing the same.
 
-    Raises
-    ------
-    NativeBuildError
-        If it is not cached and there is no compiler, or if a source does not compile or link.
+    Raises `NativeBuildError`: it is not cached and there is no compiler, or if a source does not
+    compile or link.
     """
     files = sorted(sources.rglob("*.cc"))
     chain = _toolchain()

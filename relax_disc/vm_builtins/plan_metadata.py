@@ -122,10 +122,7 @@ class PlanMetadata:
     def from_json(text: str) -> PlanMetadata:
         """Read a table that `to_json` wrote.
 
-        Raises
-        ------
-        ValueError
-            If the text has another format version.
+        Raises `ValueError`: the text has another format version.
         """
         data = json.loads(text)
         if data["version"] != FORMAT_VERSION:

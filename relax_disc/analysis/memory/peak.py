@@ -31,10 +31,7 @@ class LiveRange:
 def check_order(graph: TensorGraph, order: Sequence[int]) -> None:
     """Check that an order runs each kernel once, after everything it needs.
 
-    Raises
-    ------
-    GraphError
-        Naming the first kernel that comes too early.
+    Raises `GraphError`: naming the first kernel that comes too early.
     """
     count = len(graph.kernels)
     position = [-1] * count

@@ -14,12 +14,9 @@ if TYPE_CHECKING:
 def validate_graph(graph: TensorGraph) -> None:
     """Check ids, sizes, producers, order, `after` edges and in-place pairs.
 
-    Raises
-    ------
-    GraphError
-        For an unknown tensor or kernel, a negative or non-integer size, a tensor made twice or
-        never, a cycle, kernels out of order, or an in-place pair that overwrites a value somebody
-        still needs.
+    Raises `GraphError`: for an unknown tensor or kernel, a negative or non-integer size, a tensor
+    made twice or never, a cycle, kernels out of order, or an in-place pair that overwrites a value
+    somebody still needs.
     """
     _check_sizes(graph)
     _check_ids(graph)

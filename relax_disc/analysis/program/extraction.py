@@ -204,10 +204,7 @@ def extract(mod: tvm.IRModule, name: str) -> Extraction:
 
     ``mod``: with the PrimFuncs that the function calls. ``name``: the Relax function.
 
-    Raises
-    ------
-    NotPlannableError
-        If the function has control flow, or shapes known only while it runs.
+    Raises `NotPlannableError`: the function has control flow, or shapes known only while it runs.
     """
     func = mod[name]
     if not isinstance(func, relax.Function):

@@ -38,11 +38,8 @@ _KNOWN = {
 def load_graph(path: str | Path) -> TensorGraph:
     """Read a graph.
 
-    Raises
-    ------
-    GraphError
-        If the file is no tensor graph, has an unknown or missing field, or describes a malformed
-        graph.
+    Raises `GraphError`: the file is no tensor graph, has an unknown or missing field, or describes
+    a malformed graph.
     """
     raw = Path(path).read_bytes()
     try:

@@ -98,10 +98,8 @@ class FunctionReader:
     def read(self) -> FunctionTable:
         """Walk the function.
 
-        Raises
-        ------
-        NotPlannableError
-            If it has control flow, calls of other functions, or shapes known only while it runs.
+        Raises `NotPlannableError`: it has control flow, calls of other functions, or shapes known
+        only while it runs.
         """
         for index, param in enumerate(self.func.params):
             self.table.parameter_given[index] = len(self.table.given)

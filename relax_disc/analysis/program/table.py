@@ -99,10 +99,7 @@ class FunctionTable:
     def expr(self, value: Any) -> SymbolicExpr:
         """Turn a TVM integer into an expression over the dims.
 
-        Raises
-        ------
-        NotPlannableError
-            If it is no arithmetic of the parameters' shapes.
+        Raises `NotPlannableError`: it is no arithmetic of the parameters' shapes.
         """
         try:
             result = from_tirx(value, self.meanings)

@@ -240,10 +240,7 @@ def _kernel_sizes(kernel: Kernel) -> tuple[Size, Size, Size]:
 def check_shape(dims: Iterable[SymbolicDim], shape: Mapping[str, int]) -> None:
     """Check that a shape gives every dim a value inside its range, and names no other.
 
-    Raises
-    ------
-    ShapeRangeError
-        Naming the dim, its value and its range.
+    Raises `ShapeRangeError`: naming the dim, its value and its range.
     """
     known = {dim.name: dim for dim in dims}
     for name in shape:
@@ -269,10 +266,7 @@ def evaluate_sizes(sizes: Sequence[Size], shapes: Sequence[Mapping[str, int]]) -
     ``sizes``: expressions over the dims that the shapes name. ``shapes``: the points; at least one.
     Returned: int64, one row per shape and one column per size.
 
-    Raises
-    ------
-    GraphError
-        If a size is negative at one of the shapes.
+    Raises `GraphError`: a size is negative at one of the shapes.
     """
     names = sorted(shapes[0])
     values = {name: np.array([shape[name] for shape in shapes], dtype=np.int64) for name in names}

@@ -26,10 +26,7 @@ from relax_disc.errors import GraphError
 def floordiv(left: SymbolicExpr, right: SymbolicExpr) -> SymbolicExpr:
     """Return ``left // right``, rounded down.
 
-    Raises
-    ------
-    GraphError
-        The divisor is 0.
+    Raises `GraphError`: the divisor is 0.
     """
     left, right = _positive_divisor(left, right, "//")
     quotient, rest = _take_multiples(left, right)
@@ -51,10 +48,7 @@ def floordiv(left: SymbolicExpr, right: SymbolicExpr) -> SymbolicExpr:
 def mod(left: SymbolicExpr, right: SymbolicExpr) -> SymbolicExpr:
     """Return ``left % right``, with the sign of the divisor.
 
-    Raises
-    ------
-    GraphError
-        The divisor is 0 or a negative number.
+    Raises `GraphError`: the divisor is 0 or a negative number.
     """
     if right.is_constant and right.as_int() < 0:
         raise GraphError(f"({left}) % ({right}): the divisor of a remainder must be positive.")

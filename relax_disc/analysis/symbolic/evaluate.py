@@ -102,10 +102,7 @@ def program(expr: SymbolicExpr, dim_order: Sequence[str]) -> tuple[int, ...]:
     intermediate results too): Python's integers have no limit, 64 bits do.  A program whose
     steps all stay inside 64 bits gives exactly `SymbolicExpr.evaluate`.
 
-    Raises
-    ------
-    GraphError
-        A dim is not in `dim_order`, or a constant does not fit 64 bits.
+    Raises `GraphError`: a dim is not in `dim_order`, or a constant does not fit 64 bits.
     """
     index = {name: position for position, name in enumerate(dim_order)}
     code: list[int] = []

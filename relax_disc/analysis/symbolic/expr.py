@@ -413,10 +413,7 @@ def _parse(text: str, make_dim: Callable[[str], SymbolicExpr]) -> SymbolicExpr:
     ``text``: arithmetic with ``+ - * // % **``, parentheses, ``min`` and ``max``. ``make_dim``:
     gives the expression of a name.
 
-    Raises
-    ------
-    GraphError
-        The text holds anything else.
+    Raises `GraphError`: the text holds anything else.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body

@@ -21,10 +21,7 @@ def from_tirx(expr: Any, dims: Mapping[Any, ExprLike] | None = None) -> Symbolic
     what a variable stands for, by `tvm.tirx.Var` or by its name; any other variable is a dim of its
     own name and of 1 or more.
 
-    Raises
-    ------
-    GraphError
-        Another operation occurs (undecided conditions, calls, loads, floats).
+    Raises `GraphError`: another operation occurs (undecided conditions, calls, loads, floats).
     """
     if isinstance(expr, int):
         return as_expr(expr)
@@ -65,10 +62,7 @@ def to_tirx(expr: ExprLike, variables: Mapping[str, Any], dtype: str = "int64") 
 
     ``variables``: the variable of each free dim. ``dtype``: type of the constants.
 
-    Raises
-    ------
-    GraphError
-        A dim has no variable.
+    Raises `GraphError`: a dim has no variable.
     """
     expr = as_expr(expr)
     total = None

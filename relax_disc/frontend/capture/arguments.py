@@ -46,10 +46,7 @@ def list_arguments(
     Returned with where the value of each exported name comes from; the state of the random numbers,
     which comes last, is left out.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        Two parameters share memory without being one parameter.
+    Raises `UnsupportedOperatorError`: two parameters share memory without being one parameter.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     constants = {**program.state_dict, **program.constants}

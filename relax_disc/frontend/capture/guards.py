@@ -56,10 +56,7 @@ _FOLDS: tuple[tuple[Any, Callable[[Any, Any], Any]], ...] = (
 def check_assertions(program: ExportedProgram, dims: DimTable, branches: SizeBranches) -> None:
     """Check every deferred assertion of an exported program that has to hold.
 
-    Raises
-    ------
-    ShapeRangeError
-        A condition fails at some size in range; names the sizes and the line.
+    Raises `ShapeRangeError`: a condition fails at some size in range; names the sizes and the line.
     """
     for node in program.graph.nodes:
         if str(node.target) != "aten._assert_scalar.default":
@@ -77,10 +74,8 @@ def check_derived_dims(
 
     Its own proof leaves out conditions over such sizes, and lets them be fixed to one number.
 
-    Raises
-    ------
-    ShapeRangeError
-        A condition fails at some size in range, or a dim was fixed to one size.
+    Raises `ShapeRangeError`: a condition fails at some size in range, or a dim was fixed to one
+    size.
     """
     for symbol, interval in program.range_constraints.items():
         spec = dims.specs.get(dims.names.get(str(symbol), ""))
@@ -125,10 +120,8 @@ class GuardWatch:
     def check(self, dims: DimTable) -> None:
         """Check the new conditions over the ranges of the dims.
 
-        Raises
-        ------
-        ShapeRangeError
-            A condition fails at some size in range, or a dim was fixed to one size.
+        Raises `ShapeRangeError`: a condition fails at some size in range, or a dim was fixed to one
+        size.
         """
         if self._env is None:
             return

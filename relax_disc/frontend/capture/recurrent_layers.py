@@ -24,10 +24,7 @@ from relax_disc.ops.recurrence_steps import KINDS
 def refuse_packing(name: str) -> NoReturn:
     """Raise, since the model packs sequences.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        Always.
+    Raises `UnsupportedOperatorError`: always.
     """
     raise refusal(
         name,
@@ -56,10 +53,8 @@ def recurrent_layers(
 ) -> tuple[Tensor, ...]:
     """``torch.lstm`` and its like: stacked layers, each in one or two directions.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        The input is a packed sequence, or the layer projects its hidden state.
+    Raises `UnsupportedOperatorError`: the input is a packed sequence, or the layer projects its
+    hidden state.
     """
     if not isinstance(num_layers, int) or isinstance(num_layers, bool):
         raise refusal(kind, "a packed sequence cannot be compiled; give the layer a padded tensor")

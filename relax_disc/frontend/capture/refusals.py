@@ -25,11 +25,9 @@ _TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 def refuse_model(model: nn.Module, trained: bool) -> None:
     """Look at a model before anything is traced.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        The model is wrapped for several processes or devices, lies on several devices or on none,
-        is quantised, trains in float16, which needs loss scaling, or has hooks on its gradients.
+    Raises `UnsupportedOperatorError`: the model is wrapped for several processes or devices, lies
+    on several devices or on none, is quantised, trains in float16, which needs loss scaling, or has
+    hooks on its gradients.
     """
     for name, module in model.named_modules():
         where = name or "the model"
@@ -64,10 +62,7 @@ def refuse_model(model: nn.Module, trained: bool) -> None:
 def refuse_autocast(dtype: torch.dtype, where: str) -> None:
     """Refuse a region in float16.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        The type is float16.
+    Raises `UnsupportedOperatorError`: the type is float16.
     """
     if dtype == torch.float16:
         raise UnsupportedOperatorError(

@@ -18,12 +18,8 @@ _DELEGATING = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning
 def optimizers_of(given: Any) -> tuple[Optimizer, ...]:
     """Return the optimizers that were given: none, one, or a list; wrappers are taken off.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        A wrapper may do more in its step than the optimizer that it holds.
-    InputMismatchError
-        Something else was given, or two of them hold one parameter.
+    Raises `UnsupportedOperatorError`: a wrapper may do more in its step than the optimizer that it
+    holds. Raises `InputMismatchError`: something else was given, or two of them hold one parameter.
     """
     if given is None:
         return ()

@@ -46,10 +46,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, bytes]
 
     The header as written, with ``"parts"``, and the parts by name.
 
-    Raises
-    ------
-    ArtefactError
-        The file is none of ours, damaged, or of another format.
+    Raises `ArtefactError`: the file is none of ours, damaged, or of another format.
     """
     try:
         content = Path(path).read_bytes()
@@ -81,10 +78,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, bytes]
 def export_library(executable: Any) -> bytes:
     """Turn a built executable into the content of a shared library.
 
-    Raises
-    ------
-    ArtefactError
-        There is no C++ compiler, which links it, or it fails.
+    Raises `ArtefactError`: there is no C++ compiler, which links it, or it fails.
     """
     if cc.get_cc() is None:
         raise ArtefactError("no C++ compiler (g++ or clang++) was found, which links the program.")

@@ -47,10 +47,7 @@ def processor() -> dict[str, Any]:
 def check_environment(path: object, header: dict[str, Any]) -> None:
     """Refuse other library versions and a processor that lacks what the code may use.
 
-    Raises
-    ------
-    ArtefactError
-        Names what differs.
+    Raises `ArtefactError`: names what differs.
     """
     here = versions()
     for name, saved in header["versions"].items():
@@ -95,10 +92,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[list[Any]]:
 def check_model(path: object, saved: dict[str, Any], model: torch.nn.Module) -> None:
     """Refuse a model that differs from the one that the step was compiled for.
 
-    Raises
-    ------
-    ArtefactError
-        Names the first module or tensor that differs.
+    Raises `ArtefactError`: names the first module or tensor that differs.
     """
     now = describe_model(model)
     for what, fields in (
@@ -153,12 +147,8 @@ def check_optimizer(
 ) -> None:
     """Refuse an optimizer that differs from the one that the step was compiled for.
 
-    Raises
-    ------
-    ArtefactError
-        Names what differs.
-    UnsupportedOperatorError
-        The optimizer could not be compiled at all.
+    Raises `ArtefactError`: names what differs. Raises `UnsupportedOperatorError`: the optimizer
+    could not be compiled at all.
     """
     now = describe_optimizer(optimizer, model)
     if saved["class"] != now["class"]:

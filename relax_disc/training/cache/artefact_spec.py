@@ -35,11 +35,8 @@ _KINDS: dict[str, Any] = {
 def describe_captured(captured: CapturedStep) -> dict[str, Any]:
     """Describe a captured function, without its module and the values of tensors.
 
-    Raises
-    ------
-    ArtefactError
-        The batch holds something besides tensors that JSON cannot, or a container that PyTorch
-        cannot write down.
+    Raises `ArtefactError`: the batch holds something besides tensors that JSON cannot, or a
+    container that PyTorch cannot write down.
     """
     names = [str(spec.target) for spec in captured.inputs if spec.kind in ("constant", "number")]
     inputs = {name: captured.outer.inputs[name] for name in names}
@@ -57,10 +54,7 @@ def describe_captured(captured: CapturedStep) -> dict[str, Any]:
 def restore_captured(facts: dict[str, Any], outer: Outer) -> CapturedStep:
     """Undo `describe_captured`; the module comes back empty, because its code is compiled.
 
-    Raises
-    ------
-    ArtefactError
-        The batch's containers are not known to PyTorch here.
+    Raises `ArtefactError`: the batch's containers are not known to PyTorch here.
     """
     return replace(_decode(facts["captured"]), module=tvm.IRModule({}), outer=outer)
 
@@ -82,10 +76,7 @@ def restore_outer(
 ) -> Outer:
     """Find what `describe_captured` wrote down on a model and a loss function, or in the parts.
 
-    Raises
-    ------
-    ArtefactError
-        Something is not there.
+    Raises `ArtefactError`: something is not there.
     """
 
     def place_of(path: list[str]) -> tuple[Source, Place]:

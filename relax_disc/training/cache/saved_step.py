@@ -89,11 +89,8 @@ def load(
 ) -> tuple[dict[str, Program], dict[str, Any]]:
     """Read a file, check it against this machine, the model and the optimizer, then load its code.
 
-    Raises
-    ------
-    ArtefactError
-        The file is damaged, or was made with other versions, for another processor, model or
-        optimizer.  Nothing of it has been executed.
+    Raises `ArtefactError`: the file is damaged, or was made with other versions, for another
+    processor, model or optimizer.  Nothing of it has been executed.
     """
     header, parts = artefact.read(path)
     check_environment(path, header)

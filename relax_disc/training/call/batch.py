@@ -56,16 +56,10 @@ class BatchSchema:
     ) -> tuple[list[torch.Tensor], dict[str, int]]:
         """Return the tensors in leaf order and the value of each dim.
 
-        Raises
-        ------
-        InputMismatchError
-            The structure, a rank, dtype, device or a leaf that is no tensor differs from the
-            example's.
-        ShapeRangeError
-            An extent is outside its range, two extents contradict each other, or the model cannot
-            run at these sizes.
-        IndexRangeError
-            A value that is used as an index is outside its range.
+        Raises `InputMismatchError`: the structure, a rank, dtype, device or a leaf that is no
+        tensor differs from the example's. Raises `ShapeRangeError`: an extent is outside its range,
+        two extents contradict each other, or the model cannot run at these sizes. Raises
+        `IndexRangeError`: a value that is used as an index is outside its range.
         """
         flat = self.spec.flatten(tuple(args), kwargs)
         tensors = [self._check_type(leaf, flat[leaf.position]) for leaf in self.leaves]

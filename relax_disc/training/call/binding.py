@@ -47,10 +47,7 @@ def as_runtime(tensor: torch.Tensor, what: str) -> tvm.runtime.Tensor:
     A tensor that some file reader placed at an address that is no multiple of 64 bytes (safetensors
     does) is moved first: the object stays, with memory of its own.
 
-    Raises
-    ------
-    InputMismatchError
-        The tensor is not contiguous.
+    Raises `InputMismatchError`: the tensor is not contiguous.
     """
     if not tensor.is_contiguous():
         raise InputMismatchError(
@@ -75,10 +72,7 @@ class Number:
     def read(self) -> None:
         """Write the number into the tensor if it is another one than at the last call.
 
-        Raises
-        ------
-        InputMismatchError
-            It is no number any more.
+        Raises `InputMismatchError`: it is no number any more.
         """
         try:
             value = self._place.get()
@@ -169,10 +163,8 @@ class Binding:
 
         Says whether anything was bound anew; ``early`` accepts that there is no state yet.
 
-        Raises
-        ------
-        InputMismatchError
-            A tensor or module disappeared, or a tensor changed its dtype, shape, device or layout.
+        Raises `InputMismatchError`: a tensor or module disappeared, or a tensor changed its dtype,
+        shape, device or layout.
         """
         for children, name, child in self._parents:
             if children.get(name) is not child:

@@ -49,11 +49,8 @@ class StepCounters:
 
         With ``check`` the step stops before the first update when the loss is not finite.
 
-        Raises
-        ------
-        InputMismatchError
-            The parameters' counts differ now, though they agreed when the step was compiled, or a
-            setting changed that decides what the optimizer computes.
+        Raises `InputMismatchError`: the parameters' counts differ now, though they agreed when the
+        step was compiled, or a setting changed that decides what the optimizer computes.
         """
         settings = self._optimizer.param_groups[self._index]
         self._refuse_changed(settings)
@@ -221,10 +218,7 @@ class GroupWatch:
     def check(self) -> None:
         """Refuse groups that were added, removed or changed.
 
-        Raises
-        ------
-        InputMismatchError
-            Names the group and its parameters.
+        Raises `InputMismatchError`: names the group and its parameters.
         """
         now = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
         if now == self._members:

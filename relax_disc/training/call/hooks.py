@@ -50,10 +50,7 @@ class HookWatch:
     def check(self) -> None:
         """Compare.
 
-        Raises
-        ------
-        InputMismatchError
-            Names a hook that was added or removed.
+        Raises `InputMismatchError`: names a hook that was added or removed.
         """
         for what, table, keys in self._compiled:
             if not keys.issubset(table):

@@ -37,11 +37,8 @@ def deferred_interrupt() -> Iterator[None]:
 class OneAtATime:
     """Context of one call; the caller holds a lock that keeps other threads out.
 
-    Raises
-    ------
-    ReentrantCallError
-        On entry, if the context is entered already: a signal handler, a finalizer or a kernel
-        called.
+    Raises `ReentrantCallError`: on entry, if the context is entered already: a signal handler, a
+    finalizer or a kernel called.
     """
 
     def __init__(self) -> None:

@@ -34,10 +34,7 @@ class Tear:
     def mend(self) -> None:
         """Forget the failure if all that may have been written is new.
 
-        Raises
-        ------
-        StepTornError
-            Names a tensor that is as the failure left it.
+        Raises `StepTornError`: names a tensor that is as the failure left it.
         """
         for index, old, version in self._written:
             now = self._function._binding.look(index)

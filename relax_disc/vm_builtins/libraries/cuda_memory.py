@@ -14,10 +14,7 @@ import tvm_ffi
 def allocate(device: Any, size: int) -> Any:
     """Make a one-dimensional byte tensor; its memory is freed with it.
 
-    Raises
-    ------
-    MemoryError
-        The device has no such memory left.
+    Raises `MemoryError`: the device has no such memory left.
     """
     place = torch.device("cuda", device.index)
     try:

@@ -65,10 +65,7 @@ class ModuleReader:
     def read(self) -> None:
         """Read every function and solve.
 
-        Raises
-        ------
-        GraphError
-            Sizes contradict each other, or a shape is unknown.
+        Raises `GraphError`: sizes contradict each other, or a shape is unknown.
         """
         functions = {
             name: func for name, func in self._functions.items() if isinstance(func, relax.Function)

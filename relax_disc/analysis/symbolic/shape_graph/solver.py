@@ -85,10 +85,7 @@ class ShapeConstraints:
     def require_equal(self, left: SymbolicExpr, right: SymbolicExpr, origin: str) -> None:
         """Learn that two sizes are equal.
 
-        Raises
-        ------
-        GraphError
-            They cannot be, given what is known already.
+        Raises `GraphError`: they cannot be, given what is known already.
         """
         pending = [(left, right, origin)]
         while pending:
@@ -104,10 +101,7 @@ class ShapeConstraints:
     def close(self) -> None:
         """Carry ranges over until nothing changes, and check that nothing contradicts.
 
-        Raises
-        ------
-        GraphError
-            A range or divisor leaves no size, or an equality can hold at no shape.
+        Raises `GraphError`: a range or divisor leaves no size, or an equality can hold at no shape.
         """
         for _ in range(PASSES):
             before = dict(self.dims)
