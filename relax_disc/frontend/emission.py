@@ -17,10 +17,9 @@ from relax_disc.frontend.capture.arguments import outer_of
 from relax_disc.frontend.capture.export import Exported
 from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.emitter import Emitter
-from relax_disc.frontend.guarding import Guards
 from relax_disc.frontend.importer import Parameters, declare, translate
-from relax_disc.frontend.index_checks import IndexChecks, normalization_checks
-from relax_disc.frontend.optimizer.accumulation import declare_gradients, emit_sums
+from relax_disc.frontend.index_checks import Guards, IndexChecks, normalization_checks
+from relax_disc.frontend.optimizer.gradients import declare_gradients, emit_sums
 from relax_disc.frontend.optimizer.updates import emit_updates, plan_updates
 from relax_disc.frontend.spec import (
     CapturedStep,

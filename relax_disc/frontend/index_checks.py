@@ -4,7 +4,7 @@ What an index may be follows from `index_ranges`.  Where that proves it in range
 Where it stems from the batch, or from sizes alone, a condition is noted that each call checks
 before it runs.  Any other is brought into range, so that kernels read and write inside their
 tensors, and a flag says by how much it was outside: a scalar that `vm_builtins/guard.py` looks at
-before the step writes anything.
+before the step writes anything.  That kernel may stop the function; `Guards` emits it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from tvm import relax, te, tirx
 from tvm.ir import StringImm
 
 from relax_disc.frontend.capture.arguments import Argument
-from relax_disc.frontend.capture.source_lines import source_line
+from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.emitter import Emitter
 from relax_disc.frontend.index_ranges import IndexRanges, Interval, Size, required
 from relax_disc.frontend.spec import IndexCheck, SizeCheck
 from relax_disc.frontend.symbols import SymbolTranslator
+from relax_disc.vm_builtins.guard import GUARD
 
 _FARTHEST = 2**40
 """Distances from the range are cut to this, so that twice one fits a flag."""
@@ -297,3 +298,39 @@ def normalization_checks(program: ExportedProgram, symbols: SymbolTranslator) ->
         message = f"{text} when training, got input size {extents}{_at_line(node)}"
         checks.append(SizeCheck(size, "!=", 1, message, tuple(shape)))
     return checks
+
+
+class Guards:
+    """Emits the guards of one function; the first looks at everything.
+
+    ``buffers`` are names and new values of the buffers that the function writes, ``flags`` those of
+    `IndexChecks`.
+    """
+
+    def __init__(
+        self,
+        emitter: Emitter,
+        loss: relax.Expr,
+        buffers: Sequence[tuple[str, Any]],
+        flags: Sequence[Any],
+    ) -> None:
+        self._emitter, self._loss = emitter, loss
+        floats = [(x, StringImm(name)) for name, x in buffers if "float" in emitter.dtype(x)]
+        self._rest = [relax.prim_value(len(floats)), *(part for pair in floats for part in pair)]
+        self._rest += flags
+
+    def behind(self, hyper: relax.Var) -> relax.Var:
+        """Return hyper-parameters that are there only when nothing forbids the step."""
+        self._emitter.locate(f"{hyper.name}_checked", SourceLine("", 0))
+        call = relax.call_dps_packed(GUARD, [hyper, self._loss, *self._rest], hyper.ty)
+        self._rest = [relax.prim_value(0)]
+        return self._emitter.emit(call)
+
+    def token(self) -> relax.Var:
+        """Guard a function without hyper-parameters; the result must be returned."""
+        self._emitter.locate("guarded", SourceLine("", 0))
+        nothing = relax.const([0.0], "float32")
+        kind = relax.TensorType([1], "float32")
+        return self._emitter.emit(
+            relax.call_dps_packed(GUARD, [nothing, nothing, *self._rest], kind)
+        )

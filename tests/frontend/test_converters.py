@@ -40,6 +40,8 @@ IN_NETWORKS = {
     # Run by tests/training/test_recurrence.py, which has the library.
     "relax_disc.recurrence.default",
     "relax_disc.recurrence_backward.default",
+    # Run by tests/training/test_operators.py.
+    "relax_disc.cumprod_backward.default",
     # Run by tests/training/test_ctc.py.
     "relax_disc.ctc_loss.default",
     "relax_disc.ctc_loss_backward.default",

@@ -7,8 +7,6 @@ from relax_disc.frontend.converters import (  # noqa: F401
     elementwise,
     experts,
     indexing,
-    matrices,
-    pooling,
     random,
     reductions,
     scattering,

@@ -1,4 +1,7 @@
-"""Convolutions and their gradients: what the library computes with channels last."""
+"""Matrix products; convolutions, pooling and bilinear resizing with channels last.
+
+Layers over one axis are layers over two in PyTorch's own decompositions.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,26 @@ from typing import Any
 from tvm import relax
 
 from relax_disc import ops
-from relax_disc.frontend.converters.registry import converts
+from relax_disc.frontend import fallback
+from relax_disc.frontend.converters.registry import WIDE, converts
 from relax_disc.frontend.emitter import Emitter
 from relax_disc.ops.convolution import Geometry
+
+
+@converts("aten.mm.default", "aten.bmm.default")
+def matmul(emitter: Emitter, x: Any, y: Any) -> Any:
+    """Matrix product; short floats are summed in float32, as PyTorch does."""
+    if emitter.dtype(x) != emitter.dtype(y):
+        raise emitter.refuse(f"it mixes {emitter.dtype(x)} and {emitter.dtype(y)}")
+    return product(emitter, x, y)
+
+
+def product(emitter: Emitter, x: Any, y: Any) -> Any:
+    """Emit a matrix product of two tensors of one type, summed in float32 for short floats."""
+    dtype = emitter.dtype(x)
+    whole = emitter.emit(relax.op.matmul(x, y, out_dtype=WIDE.get(dtype, dtype)))
+    return emitter.cast(whole, dtype)
+
 
 op: Any = relax.op
 
@@ -87,3 +107,39 @@ def convolution_backward(
     if wanted[2]:
         db = emitter.emit(op.sum(last, list(range(rank + 1))))
     return dx, dw, db
+
+
+_KINDS = ("avg_pool", "max_pool{}_with_indices", "_adaptive_avg_pool", "adaptive_max_pool")
+_FORWARD = [
+    f"aten.{kind.format(rank) if '{' in kind else kind + rank}"
+    for kind in _KINDS
+    for rank in ("2d", "3d")
+]
+
+
+@converts(*(f"{name}.default" for name in _FORWARD))
+def pool(emitter: Emitter, *args: Any) -> Any:
+    """A mean or the greatest element of each window, with the position of the latter."""
+    return _call(emitter, args)
+
+
+@converts(*(f"{name}_backward.default" for name in _FORWARD))
+def pool_backward(emitter: Emitter, *args: Any) -> Any:
+    """Gradient of pooling; of the input only its sizes are read."""
+    return _call(emitter, args, sizes_only=("self", "input"))
+
+
+@converts("aten.upsample_bilinear2d.default", "aten.upsample_bilinear2d_backward.default")
+def upsample(emitter: Emitter, *args: Any) -> Any:
+    """Bilinear resizing of planes."""
+    return fallback.call(emitter, list(args), {}, channels_last=True)
+
+
+def _call(emitter: Emitter, args: Any, sizes_only: tuple[str, ...] = ()) -> Any:
+    name = str(emitter.node.target)
+    batched = len(emitter.shape(args[0])) == (5 if "3d" in name else 4)
+    # PyTorch's mean over volumes takes its results for contiguous, whatever their strides.
+    channels_last = batched and "avg_pool3d" not in name.replace("adaptive_avg", "")
+    return fallback.call(
+        emitter, list(args), {}, channels_last=channels_last, sizes_only=sizes_only
+    )

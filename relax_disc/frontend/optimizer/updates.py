@@ -17,9 +17,9 @@ from relax_disc.frontend.capture.source_lines import SourceLine
 from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.converters import TABLE
 from relax_disc.frontend.emitter import Emitter, dtype_name
-from relax_disc.frontend.guarding import Guards
 from relax_disc.frontend.importer import PLACEMENT, Parameters, convert, variable_name
-from relax_disc.frontend.optimizer.clipping import emit_clip
+from relax_disc.frontend.index_checks import Guards
+from relax_disc.frontend.optimizer.gradients import emit_clip
 from relax_disc.frontend.optimizer.kernels import (
     hyper_dtype,
     is_elementwise,
