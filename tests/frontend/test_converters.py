@@ -40,7 +40,9 @@ IN_NETWORKS = {
     # Run by tests/training/test_recurrence.py, which has the library.
     "relax_disc.recurrence.default",
     "relax_disc.recurrence_backward.default",
-    # Run by tests/training/test_operators.py.
+    # Run by test_upsampling.py and tests/training/test_operators.py.
+    "aten.upsample_bilinear2d.default",
+    "aten.upsample_bilinear2d_backward.default",
     "relax_disc.cumprod_backward.default",
     # Run by tests/training/test_ctc.py.
     "relax_disc.ctc_loss.default",
