@@ -382,6 +382,12 @@ class TrainingStep(CompiledFunction):
         keep_gradients: bool = False,
     ) -> Any:
         self._refuse_torn()
+        if not torch.is_grad_enabled():
+            raise InputMismatchError(
+                "The step is called inside torch.no_grad() or torch.inference_mode(), where eager "
+                "PyTorch trains nothing, and would train: call it outside, or the model itself for "
+                "a loss."
+            )
         self._check_mode()
         tensors, values = self._schema.bind(batch, named)
         for watch in self._watches:

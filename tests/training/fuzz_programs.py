@@ -622,7 +622,7 @@ class Program:
         results = pytree.tree_leaves(results)
         found = _named(pytree.tree_leaves(found)) | self.tensors()
         wanted = _named(results) | _state(model, optimizers)
-        # PyTorch's own forms of a gradient then differ, those of softshrink by the size of a tensor.
+        # PyTorch's own forms of a gradient then differ; those of softshrink by a tensor's size.
         odd = not all(tensor.isfinite().all() for tensor in (*given, *before.values()))
         if not results[0].isfinite() or (odd and self.shrinks):
             wanted = _named(results)
