@@ -134,3 +134,23 @@ def test_batch_norm_sums_a_million_pixels_as_well_as_torch():
             if value.is_floating_point():
                 bound = max(2 * error(own, {name: value}), 2e-7)
                 assert error(found, {name: value}) <= bound, (sizes, name)
+
+
+def test_batch_norm_averages_over_all_batches():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4, momentum=None))
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compile(
+        *(model, optimizer, (torch.randn(3, 4),)),
+        dynamic_shapes=({0: Dim("n", min=2, max=64)},),
+        loss_fn=lambda model, x: model(x).pow(3).mean(),
+    )
+    for rows in (3, 20, 2, 7):
+        x = torch.randn(rows, 4)
+        eager.load_state_dict(model.state_dict())
+        loss = eager(x).pow(3).mean()
+        torch.testing.assert_close(step(x), loss.detach(), rtol=1e-4, atol=1e-5)
+        for mine, own in zip(model.buffers(), eager.buffers(), strict=True):
+            torch.testing.assert_close(mine, own)
+    assert model[1].num_batches_tracked == 4

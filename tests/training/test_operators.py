@@ -56,6 +56,9 @@ FAMILIES = {
         "scatter_reduce amin of others": lambda x, i, y: x.scatter_reduce(
             1, i, y, "amin", include_self=False
         ),
+        "take_along_dim": lambda x, i: x.take_along_dim(i[:, :3].repeat(1, 2), 1) ** 2,
+        "take_along_dim of all": lambda x, i: x.take_along_dim(i) ** 2,
+        "take_along_dim, broadcast": lambda s, i: s.take_along_dim(i[:, :, None], 2) ** 2,
         "masked_scatter": lambda x, b, y: x.masked_scatter(b, y) ** 2,
         "assignment": lambda x, y: assigned(x, y),
         "assignment by a mask": lambda x, b: assigned_by_mask(x, b),

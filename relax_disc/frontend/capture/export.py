@@ -41,6 +41,7 @@ from relax_disc.frontend.capture.export_mode import ExportMode, no_foreign_rando
 from relax_disc.frontend.capture.guards import check_assertions, check_derived_dims
 from relax_disc.frontend.capture.live_number import LiveNumber
 from relax_disc.frontend.capture.model_patches import (
+    cumulative_averages,
     inlined_checkpoints,
     masks_unread,
     symbolic_len,
@@ -326,7 +327,12 @@ def _export(
             )
 
     try:
-        with warnings.catch_warnings(), inlined_checkpoints(), masks_unread():
+        with (
+            warnings.catch_warnings(),
+            inlined_checkpoints(),
+            masks_unread(),
+            cumulative_averages(),
+        ):
             for deferred in (False, True):
                 try:
                     return attempt(deferred)

@@ -256,6 +256,21 @@ def _gaussian_nll_loss(
     return {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}[reduction](loss)
 
 
+def _take_along_dim(x: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    """Broadcast and gather; PyTorch's own form fixes the sizes."""
+    if dim is None:
+        return x.flatten().gather(0, indices.flatten())
+    at = dim % x.dim()
+    shapes = [list(tensor.shape) for tensor in (x, indices)]
+    along = [shape.pop(at) for shape in shapes]
+    shape = torch.broadcast_shapes(*shapes)
+    x, indices = (
+        tensor.expand(*shape[:at], size, *shape[at:])
+        for tensor, size in zip((x, indices), along, strict=True)
+    )
+    return x.gather(at, indices)
+
+
 def _cov(
     x: Tensor,
     *,
@@ -326,6 +341,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.narrow: _narrow,
     torch.Tensor.narrow: _narrow,
     torch.cdist: _cdist,
+    torch.take_along_dim: _take_along_dim,
+    torch.Tensor.take_along_dim: _take_along_dim,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,

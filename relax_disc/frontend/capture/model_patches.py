@@ -6,6 +6,8 @@
   (``gradient_checkpointing_enable()`` of Hugging Face) asks for what every compiled step does
   anyway, with the whole step in view.  Left as it is, the reentrant form would run its region
   without gradients, and the region's parameters would silently not train.
+* Batch norms with ``momentum=None`` average over all batches, by a count that PyTorch's own code
+  reads as a number: they take it as the tensor that it is.
 * Python's ``len`` returns a plain number, so that ``torch.arange(len(logits))`` would fix the batch
   to the size of the example: ``len(tensor)`` follows the shape.
 """
@@ -20,7 +22,9 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import checkpoint
 
 _ABSENT = object()
@@ -53,6 +57,29 @@ def inlined_checkpoints() -> Any:
     """
     changed = {"_checkpoint_without_reentrant_generator": _inlined, "CheckpointFunction": _Inlined}
     return patch.multiple(checkpoint, **changed)
+
+
+_forward = _BatchNorm.forward
+
+
+def _batch_norm(self: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """``forward`` of a batch norm, with the average over all batches by tensors."""
+    mean, variance, count = self.running_mean, self.running_var, self.num_batches_tracked
+    averages = self.momentum is None and self.training and self.track_running_stats
+    if not averages or mean is None or variance is None or count is None:
+        return _forward(self, x)
+    self._check_input_dim(x)
+    count.add_(1)
+    own = torch.zeros_like(mean), torch.zeros_like(variance)
+    result = functional.batch_norm(x, own[0], own[1], self.weight, self.bias, True, 1.0, self.eps)
+    for average, each in zip((mean, variance), own, strict=True):
+        average.lerp_(each, 1 / count.to(each.dtype))
+    return result
+
+
+def cumulative_averages() -> Any:
+    """Let batch norms with ``momentum=None`` count by tensors, in the context that is returned."""
+    return patch.object(_BatchNorm, "forward", _batch_norm)
 
 
 def _length(value: Any) -> Any:
