@@ -254,7 +254,7 @@ PIECES: dict[str, tuple] = {
         lambda: nn.MaxPool1d(2, 2, ceil_mode=True), _row, lambda h: h[:, 0].repeat(1, 2)
     ),
     "indices of max pool": _simple(
-        lambda h: F.max_unpool1d(*F.max_pool1d(h[:, None], 2, return_indices=True), 2)[:, 0]
+        lambda h: F.max_unpool1d(*F.max_pool1d(h[:, None], 2, return_indices=True), (2,))[:, 0]
     ),
     "adaptive max pool": _layer(
         lambda: nn.AdaptiveMaxPool1d(4), _row, lambda h: F.pad(h[:, 0], (1, 1))
