@@ -56,12 +56,8 @@ class UserCodeError(Exception):
 def load(source: str) -> Callable[[], dict[str, Any]]:
     """Import the user's file and wrap its function, so that what is wrong is told.
 
-    Raises
-    ------
-    typer.BadParameter
-        There is no such file or function.
-    UserCodeError
-        The file or, when called, the function raises, or returns something else.
+    Raises `typer.BadParameter`: there is no such file or function. Raises `UserCodeError`: the file
+    or, when called, the function raises, or returns something else.
     """
     path, colon, name = source.rpartition(":")
     if not colon or not name.isidentifier():

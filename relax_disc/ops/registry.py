@@ -75,18 +75,11 @@ def traced(
 ) -> None:
     """Define a torch operator of ours, which is traced and never run by PyTorch.
 
-    Parameters
-    ----------
-    schema : str
-        Such as ``"sum(Tensor x) -> Tensor"``.
-    fake : callable
-        From the operator's arguments to tensors with the shapes and types of its results.
-    build : callable, optional
-        ``build(*tensors, **keywords)``: its call in Relax; without it, a converter translates it.
-    keywords : sequence of str
-        What its last arguments are called, those that are no tensors.
-    gradient : (callable, callable), optional
-        ``backward`` and ``setup_context`` of `torch.library.register_autograd`.
+    ``schema``: such as ``"sum(Tensor x) -> Tensor"``. ``fake``: from the operator's arguments to
+    tensors with the shapes and types of its results. ``build``: ``build(*tensors, **keywords)``:
+    its call in Relax; without it, a converter translates it. ``keywords``: what its last arguments
+    are called, those that are no tensors. ``gradient``: ``backward`` and ``setup_context`` of
+    `torch.library.register_autograd`.
     """
     name, signature = schema.split("(", 1)
     if not hasattr(torch.ops.relax_disc, name):

@@ -151,10 +151,7 @@ def _signature(model: nn.Module) -> inspect.Signature:
 def split_loss(output: Any) -> tuple[torch.Tensor, Any]:
     """Split what a model or loss function returns into the loss and the extra outputs.
 
-    Raises
-    ------
-    InputMismatchError
-        No scalar loss can be found.
+    Raises `InputMismatchError`: no scalar loss can be found.
     """
     extras: Any = ()
     if isinstance(output, torch.Tensor):
@@ -210,14 +207,9 @@ def _distinct(example: Any) -> Any:
 def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Exported:
     """Export a wrapped model.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        Control flow or a shape depends on data.
-    ShapeRangeError
-        The model contradicts ``dynamic_shapes``.
-    InputMismatchError
-        The arguments do not fit the model.
+    Raises `UnsupportedOperatorError`: control flow or a shape depends on data. Raises
+    `ShapeRangeError`: the model contradicts ``dynamic_shapes``. Raises `InputMismatchError`: the
+    arguments do not fit the model.
     """
     args, kwargs = split_example(example_inputs)
     register_containers((args, kwargs))

@@ -46,10 +46,8 @@ class ExportMode(TorchFunctionMode):
 def no_foreign_randomness() -> Iterator[None]:
     """Refuse a model that draws numbers of Python or NumPy: the program would keep the one draw.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        The state of one of their global generators is another one afterwards.
+    Raises `UnsupportedOperatorError`: the state of one of their global generators is another one
+    afterwards.
     """
     python, numpy = random.getstate(), np.random.get_state(legacy=False)
     yield
@@ -184,10 +182,7 @@ def _ctc_loss(
 ) -> Tensor:
     """Connectionist temporal classification of padded targets, kept whole.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        The targets of a batch are concatenated.
+    Raises `UnsupportedOperatorError`: the targets of a batch are concatenated.
     """
     alone = log_probs.dim() == 2
     if alone:

@@ -73,49 +73,25 @@ _LOOKS = {
 
 @dataclass(frozen=True, slots=True)
 class OuterTensor:
-    """A tensor, or a number in a tensor of its own, that is an input of the program.
+    """A tensor, or a number in a tensor of its own, that is an input of the program."""
 
-    Attributes
-    ----------
-    tensor : torch.Tensor
-        The user's own; for a number a tensor of no axes, float64.
-    source : Source or None
-        How the model or the loss function reaches it; None: no path is known, or the code itself
-        holds it.
-    place : Place or None
-        Where that is.
-    is_number : bool
-        What lies there is a Python number.
-    """
-
-    tensor: Tensor
+    tensor: Tensor  # the user's own; for a number a tensor of no axes, float64
+    # how the model or the loss function reaches it; None: no path is known, or the code itself
+    # holds it
     source: Source | None
-    place: Place | None
-    is_number: bool = False
+    place: Place | None  # where that is
+    is_number: bool = False  # what lies there is a Python number
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A Python value that the trace read.
+    """A Python value that the trace read."""
 
-    Attributes
-    ----------
-    what : str
-        What messages call it.
-    source : Source or None
-        The path to it.
-    place : Place
-        Where it lies.
-    value : object
-        As it was; a list, dict or set is copied.
-    shadow : dict or None
-        For an attribute of a class the instance's own, which must not get one of that name.
-    """
-
-    what: str
-    source: Source | None
-    place: Place
-    value: Any
+    what: str  # what messages call it
+    source: Source | None  # the path to it
+    place: Place  # where it lies
+    value: Any  # as it was; a list, dict or set is copied
+    # for an attribute of a class the instance's own, which must not get one of that name
     shadow: dict[str, Any] | None = None
 
 

@@ -34,18 +34,10 @@ _MEMBERS = ("__self__", "__func__", "func", "args", "keywords")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A path from the model or the loss function to a place, which can be walked again.
+    """A path from the model or the loss function to a place, which can be walked again."""
 
-    Attributes
-    ----------
-    root : str
-        ``"model"`` or ``"loss_fn"``.
-    steps : tuple of (str, object)
-        See `Step`.
-    """
-
-    root: str
-    steps: tuple[Step, ...] = ()
+    root: str  # ``"model"`` or ``"loss_fn"``
+    steps: tuple[Step, ...] = ()  # see `Step`
 
     def to(self, kind: str, key: Any) -> Source:
         """Go one step further."""
@@ -96,10 +88,7 @@ class Place:
 def resolve(source: Source, model: nn.Module, loss_fn: Callable[..., Any] | None) -> Place:
     """Walk a path again, on another model perhaps.
 
-    Raises
-    ------
-    LookupError
-        There is no such place.
+    Raises `LookupError`: there is no such place.
     """
     found: Any = model if source.root == "model" else loss_fn
     place = Place([found], 0)
@@ -138,30 +127,18 @@ def _step(holder: Any, kind: str, key: Any) -> Place:
 
 @dataclass(slots=True)
 class Reachable:
-    """What the walk has found; objects are listed once, by the first path to them.
+    """What the walk has found; objects are listed once, by the first path to them."""
 
-    Attributes
-    ----------
-    tensors : dict of int to (Source, Place)
-        Tensors, by ``id``.
-    modules : dict of int to (Source, nn.Module)
-        Modules, the model's own among them.
-    plain : list of (Source, Place, object)
-        Numbers, texts and the like with who holds them, but for attributes of libraries' layers.
-    containers : list of (Source, object)
-        Lists, dicts, sets, deques, and objects with attributes that are no modules.
-    cells : list of (Source, Place)
-        Variables of closures and globals that functions name.
-    names : set of str
-        All names and texts in the code of the functions.
-    """
-
-    tensors: dict[int, tuple[Source, Place]] = field(default_factory=dict)
+    tensors: dict[int, tuple[Source, Place]] = field(default_factory=dict)  # tensors, by ``id``
+    # modules, the model's own among them
     modules: dict[int, tuple[Source, nn.Module]] = field(default_factory=dict)
+    # numbers, texts and the like with who holds them, but for attributes of libraries' layers
     plain: list[tuple[Source, Place, Any]] = field(default_factory=list)
+    # lists, dicts, sets, deques, and objects with attributes that are no modules
     containers: list[tuple[Source, Any]] = field(default_factory=list)
+    # variables of closures and globals that functions name
     cells: list[tuple[Source, Place]] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)  # all names and texts in the code of the functions
 
 
 def is_plain(value: Any) -> bool:

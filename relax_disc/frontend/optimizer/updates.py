@@ -75,12 +75,9 @@ def plan_updates(
     Parameters that the optimizer does not hold, or that get no gradient, are left alone.  With
     ``like`` the groups are those of another function of the same model and optimizer.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        The optimizer or one of its flags cannot be honoured.
-    InputMismatchError
-        The optimizer trains nothing of this model, or ``max_grad_norm`` is not positive.
+    Raises `UnsupportedOperatorError`: the optimizer or one of its flags cannot be honoured. Raises
+    `InputMismatchError`: the optimizer trains nothing of this model, or ``max_grad_norm`` is not
+    positive.
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise InputMismatchError(f"max_grad_norm must be positive, got {max_grad_norm}.")

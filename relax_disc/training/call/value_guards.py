@@ -44,10 +44,7 @@ class ValueGuards:
     def check(self) -> None:
         """Compare all values.
 
-        Raises
-        ------
-        InputMismatchError
-            Names a value that has changed.
+        Raises `InputMismatchError`: names a value that has changed.
         """
         try:
             for holder, key, value, guard in self._entries:
