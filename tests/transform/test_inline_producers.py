@@ -46,6 +46,24 @@ def test_a_gate_is_computed_by_its_readers():
     assert moved[0] - moved[1] == 2 * saved
 
 
+def padded_gate(emit, x, y, w, _):
+    """As `gate`, of sizes that kernels are told: none of their operands has an extent n."""
+    silu = emit(op.multiply(x, emit(op.nn.relu(x))))
+    late = emit(op.matmul(emit(op.where(emit(op.less_equal(silu, ZERO)), ZERO, y)), w))
+    return (emit(op.multiply(silu, late)),)
+
+
+ZERO = relax.const(0.0, "float32")
+
+
+def test_kernels_that_are_told_a_dim_or_a_constant():
+    rows = [tensor(name, [N * 4 - 1, 64]) for name in "xy"]
+    mod = program([*rows, GATE[2], tensor("sizes", [N])], padded_gate)
+    before, after = kernels(mod).at({"n": 100}), kernels(InlineProducers()(mod)).at({"n": 100})
+    assert len(after.kernels) == len(before.kernels) - 1
+    assert peak_bytes(before) - peak_bytes(after) == 399 * 64 * 4
+
+
 def positions(emit, x, y, table):
     """The first rows of a table, added to more rows than it has, before and after a product."""
     rows = emit(op.strided_slice(table, [0], [0], [N], assume_inbound=True))
@@ -101,6 +119,27 @@ KEPT = [
     "spread over a larger one",
     "a view",
 ]
+
+
+def masked(steps, emit, x, y, w):
+    """What a product reads, and a mask of it after more products; its operand is read later."""
+    value = emit(op.nn.relu(emit(op.negative(x))))
+    late = emit(op.matmul(value, w))
+    for _ in range(steps):
+        late = emit(op.matmul(late, w))
+    zero = relax.const(0.0, "float32")
+    gradient = emit(op.where(emit(op.less_equal(value, zero)), zero, late))
+    return (emit(op.multiply(gradient, x)),)
+
+
+@pytest.mark.parametrize(("steps", "given"), [(2, False), (40, True)])
+def test_a_mask_long_after_is_computed_from_what_is_kept(steps, given):
+    mod = program(GATE, partial(masked, steps))
+    before, after = kernels(mod).at({"n": 100}), kernels(InlineProducers()(mod)).at({"n": 100})
+    assert len(after.kernels) == len(before.kernels)
+    assert peak_bytes(before) - peak_bytes(after) == given * 100 * 64 * 4
+    moved = [sum(k.moved_bytes for k in graph.kernels) for graph in (before, after)]
+    assert moved[1] <= moved[0]
 
 
 @pytest.mark.parametrize("kind", KEPT)

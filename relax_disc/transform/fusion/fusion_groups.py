@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import tvm
-from tvm import relax
+from tvm import ir, relax, tirx
+from tvm_ffi import structural_hash
 
 from relax_disc.transform.functions import program_functions
 
@@ -25,7 +26,7 @@ class FusionGroup:
 
 def fuse_ops(
     mod: tvm.IRModule,
-) -> tuple[tvm.IRModule, dict[tvm.ir.GlobalVar, list[FusionGroup]]]:
+) -> tuple[tvm.IRModule, dict[ir.GlobalVar, list[FusionGroup]]]:
     """Run `FuseOps`; return its module, and for each program the groups that it made."""
     fused = relax.transform.FuseOps()(mod)
     groups = {
@@ -95,14 +96,20 @@ def _key(value: relax.Expr, same: dict[Any, Any]) -> Any:
     if not isinstance(value, relax.Call):
         return None
     callee, operands = value.op, value.args
-    if len(operands) == 2 and isinstance(operands[1], relax.Tuple):  # call_tir
+    if len(operands) >= 2 and isinstance(operands[1], relax.Tuple):  # call_tir
         callee, operands = operands[0], operands[1].fields
-    variables = tuple(same.get(x, x) for x in operands if isinstance(x, relax.Var))
-    return callee, variables
+    return callee, tuple(_operand(same.get(x, x)) for x in operands)
+
+
+def _operand(operand: Any) -> Any:
+    """Know a tensor, a dim or a constant in any function: dims are variables of their own there."""
+    if isinstance(operand, relax.Var | tirx.Var):
+        return operand.name if isinstance(operand.ty, ir.PrimType) else operand
+    return structural_hash(operand) if isinstance(operand, ir.GenericConst) else None
 
 
 def _group_of(mod: tvm.IRModule, value: relax.Expr) -> relax.Function | None:
-    if not (isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.GlobalVar)):
+    if not (isinstance(value, relax.Call) and isinstance(value.op, ir.GlobalVar)):
         return None
     function = mod[value.op]
     is_group = isinstance(function, relax.Function) and (function.attrs or {}).get("Primitive")

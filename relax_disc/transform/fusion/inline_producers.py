@@ -10,6 +10,9 @@ A value is given to its readers if no step of its computation is more than eleme
 read it can be fused with it, the bytes that move become fewer, and no more is kept in its place.
 A reader with more elements than the value would compute some of them repeatedly; it may do so only
 where nothing is computed, as of the rows of a table that a sequence has positions for.
+
+Of a value that something else reads too, pooling say, only the readers long after that compute it
+for themselves, from what is kept for them anyway: it need not lie in memory until then.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ from relax_disc.transform.fusion.producers import (
 )
 
 _MOST_READERS = 4
+# A value is not kept for readers so many bindings behind the last that needs it in memory.
+_LEAST_GAP = 32
 # Readers of what was given to readers are seen in the next round.
 _ROUNDS = 3
 
@@ -77,6 +82,7 @@ class _Candidate:
     cone: tuple[relax.Binding, ...]  # in order; the last one makes the value
     # kernels, each with the variables of its operators that read the value
     readers: list[tuple[FusionGroup, list[relax.Var]]]
+    stays: bool
 
     @property
     def value(self) -> relax.Var:
@@ -138,8 +144,9 @@ class _Finder:
                 continue
             if sum(work_of(self._mod, b.value) for b in group.bindings) > MOST_WORK:
                 continue
-            candidate = _Candidate(group.bindings, self._readers(value))
-            if 2 <= len(candidate.readers) <= _MOST_READERS and self._is_better(candidate):
+            candidate = self._candidate(group)
+            least = 1 if candidate.stays else 2
+            if least <= len(candidate.readers) <= _MOST_READERS and self._is_better(candidate):
                 yield candidate
 
     def _is_closed(self, group: FusionGroup) -> bool:
@@ -151,15 +158,25 @@ class _Finder:
             for variable, _ in self._uses.users_of(binding.var)
         )
 
-    def _readers(self, value: relax.Var) -> list[tuple[FusionGroup, list[relax.Var]]]:
-        """Return the kernels that read a value, none if one of them cannot compute it."""
+    def _candidate(self, group: FusionGroup) -> _Candidate:
+        """Return a value with the kernels that can compute it, late ones if others cannot."""
+        value = group.bindings[-1].var
+        users = self._uses.users_of(value)
+        able = [v for v, call in users if self._is_able(v, call)]
+        others = [v for v, call in users if not self._is_able(v, call)]
+        if any(v is None for v in others):  # a result
+            able = []
+        elif others:
+            late = max(self._place[v] for v in others) + _LEAST_GAP
+            able = [v for v in able if self._place[v] >= late]
         readers: dict[relax.Var, tuple[FusionGroup, list[relax.Var]]] = {}
-        for variable, call in self._uses.users_of(value):
-            group = self._group_of.get(variable)
-            if group is None or pattern_of(self._mod, call) > REDUCTION:
-                return []
-            readers.setdefault(group.result, (group, []))[1].append(variable)
-        return list(readers.values())
+        for variable in able:
+            reader = self._group_of[variable]
+            readers.setdefault(reader.result, (reader, []))[1].append(variable)
+        return _Candidate(group.bindings, list(readers.values()), bool(others))
+
+    def _is_able(self, variable: relax.Var | None, call: relax.Expr) -> bool:
+        return variable in self._group_of and pattern_of(self._mod, call) <= REDUCTION
 
     def _is_better(self, candidate: _Candidate) -> bool:
         """Whether fewer bytes move, no more are kept, and no reader computes an element twice."""
@@ -180,7 +197,8 @@ class _Finder:
                 return False
             read = {x for b in group.bindings for x in operands_of(b.value)}
             moved += len(large - read)
-        if moved > len(large) + 1 + len(candidate.readers):
+        spared = len(candidate.readers) + (0 if candidate.stays else len(large) + 1)
+        if moved > spared:
             return False
         last = max(self._place[v] for _, variables in candidate.readers for v in variables)
         longer = [
@@ -191,6 +209,8 @@ class _Finder:
                 for variable, _ in self._uses.users_of(leaf)
             )
         ]
+        if candidate.stays:
+            return not longer
         return not longer or (len(longer) == 1 and at_most(bytes_of(longer[0]), size))
 
 
@@ -218,7 +238,7 @@ class _Rewriter:
             for number, (_, variables) in enumerate(candidate.readers):
                 for variable in variables:
                     self._repeats.setdefault(variable, []).append((candidate, number))
-        self._removed = {b.var for candidate in candidates for b in candidate.cone}
+        self._removed = {b.var for each in candidates if not each.stays for b in each.cone}
         self._made: dict[tuple[relax.Var, int], dict[relax.Var, relax.Var]] = {}
 
     def run(
