@@ -79,9 +79,12 @@ class CompiledTraining:
             self.optimizer.train()
         divisor = 1.0 if self._loss_is_mean(num_items_in_batch) else self._batches_in_update()
         batch = (dict(self._prepare_inputs(inputs)), num_items_in_batch, torch.tensor(divisor))
-        if self.step is None:
-            self.step = self._compiled(model, batch)
-        return self.step(*batch, update=self.accelerator.sync_gradients)
+        with warnings.catch_warnings():
+            # Classifiers note it whenever they run, here while they are compiled; it stays unread.
+            warnings.filterwarnings("ignore", r"model\.config\.problem_type", RelaxDiscWarning)
+            if self.step is None:
+                self.step = self._compiled(model, batch)
+            return self.step(*batch, update=self.accelerator.sync_gradients)
 
     def _loss_is_mean(self, num_items_in_batch: Any) -> bool:
         """Whether `compute_loss` divides by the items of all batches of an update."""
@@ -99,18 +102,15 @@ class CompiledTraining:
             return self.compute_loss(model, dict(inputs), num_items_in_batch=items) / divisor
 
         shapes = self.dynamic_shapes or self._dims(batch[0])
-        with warnings.catch_warnings():
-            # Classifiers note it at each call; nothing reads it later.
-            warnings.filterwarnings("ignore", r"model\.config\.problem_type", RelaxDiscWarning)
-            step = relax_disc.compile(
-                model,
-                self.optimizer,
-                batch,
-                dynamic_shapes=(shapes, None, None),
-                loss_fn=loss,
-                memory_budget=self.memory_budget,
-                max_grad_norm=self.args.max_grad_norm or float("inf"),
-            )
+        step = relax_disc.compile(
+            model,
+            self.optimizer,
+            batch,
+            dynamic_shapes=(shapes, None, None),
+            loss_fn=loss,
+            memory_budget=self.memory_budget,
+            max_grad_norm=self.args.max_grad_norm or float("inf"),
+        )
         optimizer = self.optimizer
 
         def updated(*_: Any, **__: Any) -> None:
