@@ -6,10 +6,10 @@ from typing import Any
 
 import tvm_ffi
 from tvm import s_tir, tirx
-from tvm.ir import Range
 from tvm.target import Target
 
-from relax_disc.tir_kernels.flat import INDEX, index_const
+from relax_disc.tir_kernels.cuda.threads import launch
+from relax_disc.tir_kernels.flat import index_const
 
 
 class OneThread:
@@ -23,8 +23,7 @@ class OneThread:
         if not isinstance(root, s_tir.SBlockRealize) or root.block.iter_vars:
             return None
         body = tvm_ffi.structural_mutate(root.block.body, (tirx.For, _serial))
-        for tag in ("threadIdx.x", "blockIdx.x"):
-            body = _bound(body, tag)
+        body = launch(index_const(1), 1, lambda block, thread: [body])
         block = root.block
         block = s_tir.SBlock(
             [], [], [], "root", body, alloc_buffers=block.alloc_buffers, annotations={}
@@ -35,11 +34,3 @@ class OneThread:
 def _serial(loop: Any, mutator: Any) -> Any:
     loop = mutator.default_mutate(loop)
     return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
-
-
-def _bound(body: Any, tag: str) -> Any:
-    """Wrap statements in a loop of one iteration that is bound to ``tag``."""
-    var = tirx.Var(tag.replace(".", "_"), INDEX)
-    one = index_const(1)
-    thread = tirx.IterVar(Range(index_const(0), one), var, tirx.IterVar.ThreadIndex, tag)
-    return tirx.For(var, index_const(0), one, tirx.ForKind.THREAD_BINDING, body, thread)
