@@ -1,6 +1,7 @@
 """What a step reads and writes besides its arguments, as far as the page does not show it."""
 
 import copy
+import dataclasses
 import functools
 import queue
 import random
@@ -435,3 +436,90 @@ def test_a_warning_names_the_line_that_called_compile():
     with pytest.warns(RelaxDiscWarning, match="count") as caught:
         compiled(model, X, loss_fn=loss)
     assert {str(warning.filename) for warning in caught} == {__file__}
+
+
+class Reads(nn.Module):
+    """A model that reads settings of many kinds."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        vars(self).update(settings)
+        self.function = None
+
+    def forward(self, x):
+        return self.function(self, self.layer(x)).mean()
+
+
+Setting = dataclasses.make_dataclass("Setting", [("power", int)])
+
+READ = {
+    "scalar": (
+        {"power": np.int64(2)},
+        lambda self, x: x.pow(int(self.power)),
+        lambda self: setattr(self, "power", np.int64(3)),
+    ),
+    "array": (
+        {"weights": np.array([1.0, 2.0, 3.0, 4.0], np.float32)},
+        lambda self, x: x * torch.from_numpy(self.weights),
+        lambda self: self.weights.__imul__(2),
+    ),
+    "array in a list": (
+        {"parts": [np.array([2.0])]},
+        lambda self, x: x * float(self.parts[0][0]),
+        lambda self: self.parts[0].__imul__(2),
+    ),
+    "dataclass": (
+        {"setting": Setting(2)},
+        lambda self, x: x.pow(self.setting.power),
+        lambda self: setattr(self.setting, "power", 3),
+    ),
+    "dict": (
+        {"setting": {"power": 2}},
+        lambda self, x: x.pow(self.setting["power"]),
+        lambda self: self.setting.update(power=3),
+    ),
+    "list": (
+        {"powers": [2, 3]},
+        lambda self, x: x.pow(self.powers[0]) + x.pow(self.powers[1]),
+        lambda self: self.powers.append(1),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_a_setting_that_changes_is_used_or_refused(kind):
+    settings, function, change = READ[kind]
+    model = Reads(**copy.deepcopy(settings))
+    model.function = function
+    step = compiled(model, X)
+    for key, value in settings.items():
+        assert type(getattr(model, key)) is type(value)
+    torch.testing.assert_close(step(X), model(X).detach())
+    change(model)
+    try:
+        loss = step(X)
+    except InputMismatchError as error:
+        assert next(iter(settings)) in str(error)
+    else:
+        torch.testing.assert_close(loss, model(X).detach())
+
+
+def test_a_list_stays_the_users_own():
+    powers = [2, 3]
+    model = Reads(powers=powers)
+    model.function = lambda self, x: x.pow(self.powers[0])
+    step = compiled(model, X)
+    assert model.powers is powers
+    powers[0] = 4
+    with pytest.raises(InputMismatchError, match=r"powers\[0\] was 2 .* is 4 now|powers was"):
+        step(X)
+
+
+def test_a_tensor_in_a_dict_may_be_replaced():
+    model = Reads(state={"scale": torch.tensor([2.0])})
+    model.function = lambda self, x: x * self.state["scale"]
+    step = compiled(model, X)
+    torch.testing.assert_close(step(X), model(X).detach())
+    model.state["scale"] = torch.tensor([5.0])
+    torch.testing.assert_close(step(X), model(X).detach())

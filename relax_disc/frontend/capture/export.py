@@ -44,6 +44,7 @@ from relax_disc.frontend.capture.model_patches import (
     cumulative_averages,
     inlined_checkpoints,
     masks_unread,
+    own_attributes,
     symbolic_len,
 )
 from relax_disc.frontend.capture.outer_state import OuterState
@@ -320,6 +321,7 @@ def _export(
 
     try:
         with (
+            own_attributes(wrapped),
             warnings.catch_warnings(),
             inlined_checkpoints(),
             masks_unread(),

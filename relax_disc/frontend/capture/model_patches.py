@@ -8,6 +8,8 @@
   without gradients, and the region's parameters would silently not train.
 * Batch norms with ``momentum=None`` average over all batches, by a count that PyTorch's own code
   reads as a number: they take it as the tensor that it is.
+* torch.export puts copies of lists and dicts into the modules that hold them; a user who goes on
+  to change the own one would change nothing.
 * Python's ``len`` returns a plain number, so that ``torch.arange(len(logits))`` would fix the batch
   to the size of the example: ``len(tensor)`` follows the shape.
 """
@@ -87,6 +89,17 @@ def _length(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         return value.shape[0]
     return len(value)
+
+
+@contextlib.contextmanager
+def own_attributes(model: nn.Module) -> Iterator[None]:
+    """Keep the lists and dicts that modules hold: torch.export leaves copies in their place."""
+    before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, own in before:
+            attributes.update(own)
 
 
 @contextlib.contextmanager

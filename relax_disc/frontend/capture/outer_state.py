@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -361,7 +362,7 @@ class OuterState:
             else:
                 read = self._may_read(source, holder)
             if read and (id(place.container), place.key) not in self._changed:
-                self.guards.append(Guard(str(source), source, place, place.get()))
+                self.guards.append(Guard(str(source), source, place, _copied(place.get())))
         for source, place in self._known.cells:
             if source.root == "loss_fn" and callable(value := place.get()):
                 self.guards.append(Guard(str(source), source, place, value))
@@ -541,7 +542,7 @@ def _attribute(module: Any, name: str) -> Place | None:
 
 
 def _comparable(value: Any) -> bool:
-    if is_plain(value) or isinstance(value, torch.dtype | torch.device):
+    if is_plain(value) or type(value) is np.ndarray:
         return True
     if type(value) in (tuple, list, set, frozenset):
         return len(value) <= 1000 and all(map(_comparable, value))
@@ -551,7 +552,7 @@ def _comparable(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, list | set | dict) else value
+    return value.copy() if isinstance(value, list | set | dict | np.ndarray) else value
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -13,9 +13,10 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -145,7 +146,8 @@ def is_plain(value: Any) -> bool:
     """Say whether a value can be compared and written down: a number, a text, None, a tuple."""
     if type(value) is tuple:
         return len(value) <= _MOST_ELEMENTS and all(map(is_plain, value))
-    return value is None or type(value) in (bool, int, float, str, torch.dtype, torch.device)
+    kinds = (bool, int, float, str, torch.dtype, torch.device)
+    return value is None or type(value) in kinds or isinstance(value, np.generic)
 
 
 def reachable(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Reachable:
@@ -171,7 +173,7 @@ def reachable(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Reachable
                 found.cells.append((further, place))
             if isinstance(member, Tensor):
                 found.tensors.setdefault(id(member), (further, place))
-            elif is_plain(member):
+            elif is_plain(member) or type(member) is np.ndarray:
                 # Attributes of libraries' layers are noted when they are read.
                 if kind != "default" and (not source.steps or not is_layer(value)):
                     found.plain.append((further, place, value))
@@ -211,7 +213,7 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
         if not is_foreign(value.__name__):
             yield from (("attribute", k) for k in vars(value) if k in found.names)
     elif hasattr(value, "__dict__") and (
-        type(value) in _NAMESPACES or not is_foreign(type(value).__module__)
+        type(value) in _NAMESPACES or is_dataclass(value) or not is_foreign(type(value).__module__)
     ):
         found.containers.append((source, value))
         yield from (("attribute", key) for key in value.__dict__)

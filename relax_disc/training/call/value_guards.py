@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from relax_disc.errors import InputMismatchError
@@ -13,6 +14,7 @@ from relax_disc.frontend.capture.outer_state import Guard
 from relax_disc.frontend.capture.sources import is_plain
 
 _ABSENT = object()
+_CONTAINERS = (list, set, dict, np.ndarray)
 
 
 class ValueGuards:
@@ -25,7 +27,7 @@ class ValueGuards:
     def __init__(self, guards: Sequence[Guard]) -> None:
         self._entries: list[tuple[Any, Any, Any, Guard]] = []
         self._cells: list[tuple[types.CellType, Any, Guard]] = []
-        self._copies = [guard for guard in guards if type(guard.value) in (list, set, dict)]
+        self._copies = [guard for guard in guards if type(guard.value) in _CONTAINERS]
         self._shadowed = [guard for guard in guards if guard.shadow is not None]
         copies = set(map(id, self._copies))
         for guard in guards:
@@ -90,18 +92,34 @@ def _value(get: Callable[[], Any]) -> Any:
         return _ABSENT
 
 
+def _equal(now: Any, was: Any) -> bool:
+    """Compare by value; NaN equals itself, and any tensor another: its path makes it an input."""
+    if isinstance(now, torch.Tensor) and isinstance(was, torch.Tensor):
+        return True
+    if type(now) is not type(was):
+        return False
+    if isinstance(was, list | tuple):
+        return len(now) == len(was) and all(map(_equal, now, was))
+    if isinstance(was, dict):
+        return now.keys() == was.keys() and all(_equal(now[key], was[key]) for key in was)
+    if isinstance(was, np.ndarray | np.generic):
+        exact = now.dtype.kind not in "fc"
+        return now.dtype == was.dtype and np.array_equal(now, was, equal_nan=not exact)
+    return now == was or (now != now and was != was)
+
+
 def _compare(guard: Guard, now: Any) -> None:
     was = guard.value
-    if type(now) is type(was) and (is_plain(was) or isinstance(was, list | set | dict)):
-        if now == was or (now != now and was != was):  # NaN equals itself here
-            return
+    known = is_plain(was) or type(was) in _CONTAINERS
+    if known and _equal(now, was):
+        return
     if guard.place.key == "training" and isinstance(now, bool):
         mode = "train" if was else "eval"
         raise InputMismatchError(
             f"{guard.what} was in {mode}() mode when the step was compiled and is in the other one "
             f"now; call `.{mode}()` or compile again."
         )
-    if is_plain(was) or isinstance(was, list | set | dict):
+    if known:
         found = "is gone" if now is _ABSENT else f"is {now!r} now"
         remedy = "make it a tensor or a buffer" if isinstance(was, int | float) else "set it back"
         raise InputMismatchError(
