@@ -82,8 +82,17 @@ class Llava(nn.Module):
         super().__init__()
         import transformers
 
-        vision = {"image_size": 32, "patch_size": 8, "projection_dim": 16, "hidden_size": 32}
-        heads = {"num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
+        vision: dict[str, Any] = {
+            "image_size": 32,
+            "patch_size": 8,
+            "projection_dim": 16,
+            "hidden_size": 32,
+        }
+        heads: dict[str, Any] = {
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+            "intermediate_size": 64,
+        }
         config = transformers.LlavaConfig(
             vision_config=transformers.CLIPVisionConfig(**vision, **heads),
             text_config=transformers.LlamaConfig(**LLAMA),

@@ -20,7 +20,7 @@ _GROUPED = {**_HEADS, "num_key_value_heads": 2}
 _WIDTH = {"hidden_size": 32, "intermediate_size": 64}
 _DEPTH = {"num_hidden_layers": 2, "max_position_embeddings": 64}
 BASE = {"vocab_size": VOCABULARY, **_WIDTH, **_DEPTH, **_HEADS}
-LLAMA = {**BASE, **_GROUPED}
+LLAMA: dict[str, Any] = {**BASE, **_GROUPED}
 
 
 def configured(config: Any, **options: Any) -> Any:

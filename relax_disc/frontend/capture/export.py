@@ -234,7 +234,7 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
             f"dynamic_shapes do not fit the example inputs: {error}"
         ) from error
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    larger = _enlarged(args, kwargs, declared)
+    args, kwargs = _enlarged(args, kwargs, declared)
     while True:
         with (
             size_branches() as branches,
@@ -242,7 +242,7 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
             custom_functions() as calls,
         ):
             try:
-                program = _export(wrapped, *larger, dynamic_shapes, lines, branches)
+                program = _export(wrapped, args, kwargs, dynamic_shapes, lines, branches)
                 break
             except Exception as error:
                 if not wrapped.outer.give_up_live_numbers(error):

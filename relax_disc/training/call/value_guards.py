@@ -105,7 +105,7 @@ def _equal(now: Any, was: Any) -> bool:
     if isinstance(was, np.ndarray | np.generic):
         exact = now.dtype.kind not in "fc"
         return now.dtype == was.dtype and np.array_equal(now, was, equal_nan=not exact)
-    return now == was or (now != now and was != was)
+    return bool(now == was or (now != now and was != was))
 
 
 def _compare(guard: Guard, now: Any) -> None:
