@@ -80,7 +80,7 @@ def test_starts_no_threads_and_sets_no_affinity(repository):
     assert found["steps"][0] == found["pytorch"][0]
 
 
-@pytest.mark.parametrize(("variable", "count"), [("OMP_NUM_THREADS", "3"), ("", "")])
+@pytest.mark.parametrize(("variable", "count"), [("OMP_NUM_THREADS", "1"), ("", "")])
 def test_as_many_threads_as_pytorch_has(repository, variable, count):
     program = """
 import torch, numpy as np, tvm_ffi
