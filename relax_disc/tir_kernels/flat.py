@@ -9,8 +9,10 @@ from tvm import tirx
 from tvm.ir import prim
 
 from relax_disc.analysis.kernels.element import rewrite_loads
+from relax_disc.analysis.kernels.half_precision import from_bfloat16_bits, to_bfloat16_bits
 
 INDEX = "int64"
+_BITS = "uint16"
 
 # TVM 0.27 puts small buffers of this scope on the stack, where LLVM turns them into registers;
 # those of scope "local" it takes from a pool, each time anew (10 times slower).
@@ -36,21 +38,26 @@ def as_index(expr: Any) -> Any:
 
 
 class FlatBuffers:
-    """One-dimensional views of the parameters of a kernel, declared when first needed."""
+    """One-dimensional views of the parameters of a kernel, declared when first needed.
 
-    def __init__(self) -> None:
+    With ``bits``, what is converted from bfloat16 as it is read, or to it as it is written, goes
+    through a view as integers: TVM 0.27 miscounts the lanes of vectors that it converts itself.
+    """
+
+    def __init__(self, bits: bool = False) -> None:
         self._views: dict[Any, Any] = {}
+        self._bits = bits
 
     def declarations(self) -> list[Any]:
         """Statements that declare the views used so far."""
-        return [tirx.DeclBuffer(view, data=buffer.data) for buffer, view in self._views.items()]
+        return [tirx.DeclBuffer(view, data=of.data) for (of, _), view in self._views.items()]
 
-    def _view(self, buffer: Any) -> Any:
-        if buffer not in self._views:
-            self._views[buffer] = tirx.decl_buffer(
-                (product(buffer.shape),), buffer.dtype, f"{buffer.name}_flat"
-            )
-        return self._views[buffer]
+    def _view(self, buffer: Any, dtype: str | None = None) -> Any:
+        key = buffer, dtype or str(buffer.dtype)
+        if key not in self._views:
+            name = f"{buffer.name}_flat" if dtype is None else f"{buffer.name}_bits"
+            self._views[key] = tirx.decl_buffer((product(buffer.shape),), key[1], name)
+        return self._views[key]
 
     @staticmethod
     def address(buffer: Any, indices: Sequence[Any]) -> Any:
@@ -69,11 +76,25 @@ class FlatBuffers:
         return tirx.BufferLoad(self._view(buffer), [self.address(buffer, indices)])
 
     def store(self, buffer: Any, indices: Sequence[Any], value: Any) -> Any:
-        """Write one element."""
+        """Write one element, converted to the buffer's type."""
+        dtype = str(buffer.dtype)
+        if self._bits and indices and dtype == "bfloat16" and str(value.ty.dtype) == "float32":
+            bits = to_bfloat16_bits(value)
+            return tirx.BufferStore(
+                self._view(buffer, _BITS), bits, [self.address(buffer, indices)]
+            )
+        if str(value.ty.dtype) != dtype:
+            value = tirx.Cast(dtype, value)
         if not indices:
             return tirx.BufferStore(buffer, value, [])
         return tirx.BufferStore(self._view(buffer), value, [self.address(buffer, indices)])
 
     def rewrite(self, expr: Any, mapping: Mapping[Any, Any]) -> Any:
         """Replace variables and read parameters through their flat views."""
-        return rewrite_loads(expr, mapping, self.load)
+        return rewrite_loads(expr, mapping, self.load, self._load_wide if self._bits else None)
+
+    def _load_wide(self, buffer: Any, indices: Sequence[Any]) -> Any:
+        if not indices:
+            return self.load(buffer, indices)
+        bits = tirx.BufferLoad(self._view(buffer, _BITS), [self.address(buffer, indices)])
+        return from_bfloat16_bits(bits)

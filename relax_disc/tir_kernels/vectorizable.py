@@ -14,7 +14,7 @@ import tvm
 import tvm_ffi
 from tvm.ir import prim
 
-from relax_disc.analysis.kernels.element import is_guard
+from relax_disc.analysis.kernels.element import Element, is_guard, is_short_load
 from relax_disc.analysis.kernels.stages import Axis, constant
 from relax_disc.tir_kernels.vector_math import has_formula
 
@@ -63,23 +63,33 @@ def vectorizable(expressions: Sequence[Any], var: Any) -> bool:
             return False
         if is_guard(call) and _uses(call.args[0], var):
             return False
-    return all(moves_in_vectors(load.source) for load in _loads(expressions))
+    return _reads_in_vectors(expressions)
 
 
-def moves_in_vectors(buffer: Any) -> bool:
-    """Whether vectors of a buffer's type are read and written right.
+def moves_in_vectors(element: Element) -> bool:
+    """Whether vectors of an element are written right.
 
     TVM 0.27 keeps truth values in bytes but addresses vectors of them as bits, and miscounts the
-    lanes of bfloat16 when it converts them; LLVM vectorises such loops where it can.
+    lanes of bfloat16 when it converts them, which `FlatBuffers` does therefore, from and to
+    float32; LLVM vectorises such loops where it can.
     """
-    return str(buffer.dtype) not in ("bool", "bfloat16")
+    dtype = str(element.stage.buffer.dtype)
+    return dtype != "bool" and (dtype != "bfloat16" or str(element.value.ty.dtype) == "float32")
 
 
-def _loads(expressions: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
+def _reads_in_vectors(expressions: Sequence[Any]) -> bool:
+    """Whether vectors of all that expressions read are read right."""
+    loads: list[Any] = []
+    widened: list[Any] = []
+
+    def note(cast: Any) -> None:
+        if is_short_load(cast.value):
+            widened.append(cast.value)
+
     for expr in expressions:
-        tvm_ffi.structural_walk(expr, (tvm.ir.TensorLoad, found.append))
-    return found
+        tvm_ffi.structural_walk(expr, [(tvm.ir.TensorLoad, loads.append), (prim.Cast, note)])
+    dtypes = [str(load.source.dtype) for load in loads]
+    return "bool" not in dtypes and dtypes.count("bfloat16") == len(widened)
 
 
 def segments(expressions: Sequence[Any], inner: Sequence[Axis]) -> list[tuple[int, int]] | None:
@@ -102,9 +112,7 @@ def segments(expressions: Sequence[Any], inner: Sequence[Axis]) -> list[tuple[in
             if found is None:
                 return None
             seams.update(seam for seam in found if 0 < seam < extent)
-    if len(seams) > _MOST_PARTS + 1 or not all(
-        moves_in_vectors(load.source) for load in _loads(expressions)
-    ):
+    if len(seams) > _MOST_PARTS + 1 or not _reads_in_vectors(expressions):
         return None
     ordered = sorted(seams)
     return list(itertools.pairwise(ordered))

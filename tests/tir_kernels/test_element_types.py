@@ -98,3 +98,26 @@ def extent_of(extent, sizes):
         a, b = extent_of(extent.a, sizes), extent_of(extent.b, sizes)
         return a + b if isinstance(extent, tirx.Add) else a * b
     return sizes[extent.name]
+
+
+def test_bfloat16_moves_in_vectors_and_is_rounded_to_even():
+    """All bit patterns go in; results lie between representable values, ties among them."""
+
+    def build(emit, x, y):
+        wide = emit(op.astype(x, "float32"))
+        scaled = emit(op.multiply(wide, emit(op.astype(y, "float32"))))
+        return op.astype(scaled, "bfloat16")
+
+    params = [tensor("x", [N, M], "bfloat16"), tensor("y", [N, M], "bfloat16")]
+    function = scheduled(fused_kernel(params, build))
+    assert "T.vectorized" in function.script() or "T.Ramp" in function.script()
+    bits = np.arange(1 << 16, dtype="uint16").reshape(16, -1)
+    x = bits.view(ml_dtypes.bfloat16)
+    y = np.full_like(x, ml_dtypes.bfloat16(1.0078125))
+    functions = {"fast": function}
+    found = run(Library(functions), functions, "fast", x, y)
+    with np.errstate(invalid="ignore", over="ignore"):
+        wanted = (x.astype("float32") * y.astype("float32")).astype(ml_dtypes.bfloat16)
+    is_nan = np.isnan(wanted.astype("float32"))
+    np.testing.assert_array_equal(np.isnan(found.astype("float32")), is_nan)
+    np.testing.assert_array_equal(found.view("uint16")[~is_nan], wanted.view("uint16")[~is_nan])

@@ -89,17 +89,32 @@ def substitute(expr: Any, mapping: Mapping[Any, Any]) -> Any:
     )
 
 
+def is_short_load(expr: Any) -> bool:
+    """Whether an expression reads a bfloat16 buffer."""
+    return isinstance(expr, tvm.ir.TensorLoad) and str(expr.ty.dtype) == "bfloat16"
+
+
 def rewrite_loads(
-    expr: Any, mapping: Mapping[Any, Any], read: Callable[[Any, list[Any]], Any]
+    expr: Any,
+    mapping: Mapping[Any, Any],
+    read: Callable[[Any, list[Any]], Any],
+    read_wide: Callable[[Any, list[Any]], Any] | None = None,
 ) -> Any:
-    """Replace variables, and every read of a buffer by ``read(buffer, indices)``."""
+    """Replace variables, and every read of a buffer by ``read(buffer, indices)``.
+
+    ``read_wide`` makes float32 of what is read of a bfloat16 buffer and converted at once.
+    """
 
     def on_load(load: Any, mutator: Any) -> Any:
         return read(load.source, [mutator.mutate(index) for index in load.indices])
 
     def on_cast(cast: Any, mutator: Any) -> Any:
-        value = mutator.mutate(cast.value)
-        if isinstance(value, tvm.ir.TensorLoad) and str(value.ty.dtype) == "bfloat16":
+        load = cast.value
+        if read_wide is not None and is_short_load(load):
+            value = read_wide(load.source, [mutator.mutate(index) for index in load.indices])
+        else:
+            value = mutator.mutate(load)
+        if is_short_load(value):
             value = widen_bfloat16(value)
         dtype = str(cast.ty.dtype)
         return value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)

@@ -53,20 +53,34 @@ def widen_stage(stage: Stage) -> Stage:
 
 def widen_bfloat16(value: Any) -> Any:
     """Convert by bits; TVM 0.27 converts the bits as an integer when it reads through a view."""
-    bits = tirx.Cast("uint32", tirx.reinterpret("uint16", value))
-    return tirx.reinterpret(_WIDE, bits << tirx.const(16, "uint32"))
+    return from_bfloat16_bits(tirx.reinterpret("uint16", value))
+
+
+def from_bfloat16_bits(bits: Any) -> Any:
+    """Convert the bits of a bfloat16 value, uint16, to float32."""
+    return tirx.reinterpret(_WIDE, tirx.Cast("uint32", bits) << tirx.const(16, "uint32"))
+
+
+def to_bfloat16_bits(value: Any) -> Any:
+    """Round a float32 value to the bits of a bfloat16 one, uint16."""
+    return tirx.Cast("uint16", _carried(value) >> tirx.const(16, "uint32"))
 
 
 def _rounded(value: Any, dtype: str) -> Any:
     """Round a float32 value to what ``dtype`` can hold."""
     if dtype == "float16":
         return tirx.Cast(_WIDE, tirx.Cast(dtype, value))
+    return tirx.reinterpret(_WIDE, _carried(value) & tirx.const(0xFFFF0000, "uint32"))
+
+
+def _carried(value: Any) -> Any:
+    """Bits of a float32 value, of which the upper half is the nearest bfloat16 value."""
     bits = tirx.reinterpret("uint32", value)
     # To the nearest, ties to the even one: half of the last kept bit, less one if that bit is 0.
     carry = ((bits >> tirx.const(16, "uint32")) & tirx.const(1, "uint32")) + tirx.const(
         0x7FFF, "uint32"
     )
-    return tirx.reinterpret(_WIDE, (bits + carry) & tirx.const(0xFFFF0000, "uint32"))
+    return bits + carry
 
 
 def _has_half(expr: Any) -> bool:

@@ -80,7 +80,7 @@ class _Emitter:
 
     def __init__(self, kernel: RowKernel) -> None:
         self.kernel = kernel
-        self.flat = FlatBuffers()
+        self.flat = FlatBuffers(bits=True)
         self.scratch: list[Any] = []
         self.first = kernel.elements[0]
         expressions = [expr for element in kernel.elements for expr in element.expressions]
@@ -92,8 +92,7 @@ class _Emitter:
         for element in kernel.elements:
             self.unit.update(unit_mapping(element.stage))
         self.vector = all(
-            vectorizable(element.expressions, self.columns[-1].var)
-            and moves_in_vectors(element.stage.buffer)
+            vectorizable(element.expressions, self.columns[-1].var) and moves_in_vectors(element)
             for element in kernel.elements
         )
 

@@ -50,7 +50,7 @@ class Elementwise:
             return None
         outputs = inliner.remaining(kernel)
         statements: list[Any] = []
-        flat = FlatBuffers()
+        flat = FlatBuffers(bits=True)
         for together in same_domain(outputs):
             elements = inliner.elements(together)
             statements += emit_elements(elements, flat, FEW_ELEMENTS in (func.attrs or {}))
@@ -144,7 +144,7 @@ def emit_row(
     def body(last: dict[Any, Any]) -> Any:
         return emit_element(elements, flat, {**mapping, **last})
 
-    if not all(moves_in_vectors(element.stage.buffer) for element in elements):
+    if not all(moves_in_vectors(element) for element in elements):
         return binds + emit_scalars(inner, body, spread)
     return binds + emit_inner(inner, expressions, body, spread)
 
@@ -186,8 +186,6 @@ def emit_element(elements: list[Element], flat: FlatBuffers, mapping: dict[Any, 
             made, value = keep(f"{element.stage.name}_result", value)
             binds += made
         buffer = element.stage.buffer
-        if str(value.ty.dtype) != str(buffer.dtype):
-            value = tirx.Cast(str(buffer.dtype), value)
         indices = [flat.rewrite(index, mapping) for index in element.stage.indices]
         stores.append(flat.store(buffer, indices, value))
     return sequence([*binds, *stores])

@@ -42,7 +42,7 @@ class Rows:
             if element.stage.combiner is not None
         ):
             return None
-        flat = FlatBuffers()
+        flat = FlatBuffers(bits=True)
         statements = emit_rows(rows, flat)
         return with_body(func, [*flat.declarations(), *statements])
 

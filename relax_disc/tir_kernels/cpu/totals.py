@@ -68,7 +68,7 @@ class Totals:
             or any(_is_larger(element, len(kernel.rows)) for element in rest)
         ):
             return None
-        flat = FlatBuffers()
+        flat = FlatBuffers(bits=True)
         groups = [[axis] for axis in kernel.rows]
         statements = emit_outer(groups, lambda row: _emit_total(kernel, flat, row), False)
         return with_body(func, [*flat.declarations(), *statements])

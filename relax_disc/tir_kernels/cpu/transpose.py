@@ -56,7 +56,7 @@ class Transpose:
         size = constant(product([axis.extent for axis in axes]))
         if read is None or (size is not None and size <= SERIAL_ELEMENTS):
             return None
-        flat = FlatBuffers()
+        flat = FlatBuffers(bits=True)
         statements = _emit(element, axes, read, flat)
         return with_body(func, [*flat.declarations(), *statements])
 
@@ -66,11 +66,10 @@ def _read_axis(element: Element, axes: list[Axis]) -> Axis | None:
     if len(axes) < 2:
         return None
     written = axes[-1]
-    buffer = element.stage.buffer
     if not (
         element.stage.indices[-1].same_as(written.var)
         and vectorizable(element.expressions, written.var)
-        and moves_in_vectors(buffer)
+        and moves_in_vectors(element)
         and _is_long(written)
     ):
         return None
