@@ -1,24 +1,32 @@
 """Library kernels of the CPU next to PyTorch's own, interleaved call by call.
 
-    python -m benchmarks.kernels [--threads 2] [--rounds 30]
+    python -m benchmarks.kernels [--threads 2] [--rounds 30] [--only lstm,gru]
 
-The shapes are those of a Llama step (shared/peers, sizes S and M: hidden 256 and 512) at batch 4.
+The shapes are those of a Llama step (shared/peers, sizes S and M: hidden 256 and 512) at batch 4,
+of GPT-2 (small, 512 tokens), and of tagging and speech for recurrent layers, sorting and CTC.
 Each round calls both; figures are medians over the rounds, the ratio that of paired calls with its
-quartiles. Below 1 is faster than PyTorch.
+quartiles. Below 1 is faster than PyTorch.  Times are of the processor with one thread, which other
+processes disturb less, else of the clock.  Memory is what a call holds at most beside its operands,
+results included: ours by what plans count, PyTorch's by what malloc gave.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import tvm_ffi
 import typer
 
+from benchmarks.malloc_counter import MallocCounter, preload_environment
 from benchmarks.record import write_result
+from relax_disc.ops.recurrence_steps import KINDS
 from relax_disc.vm_builtins.libraries.install import install
 
 TOKENS = (328, 564, 1312)  # batch 4 of lengths 82, 141 and 328
@@ -35,6 +43,8 @@ class Pair:
     flops: float
     ours: Callable[[], object]
     theirs: Callable[[], object]
+    ours_bytes: int | None = None
+    """Results and workspace, where memory is compared."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,8 @@ class Row:
     ratio_low: float
     ratio_high: float
     gflops: float
+    ours_bytes: int | None
+    theirs_bytes: int | None
 
 
 def matrix_products(size: str, tokens: int) -> Iterator[Pair]:
@@ -113,6 +125,150 @@ def attention(length: int, dim: int) -> Iterator[Pair]:
     )
 
 
+def gpt2_products(tokens: int = 512) -> Iterator[Pair]:
+    """All products of a layer of GPT-2 small."""
+    for name, rows, columns in (("qkv", 768, 2304), ("out", 768, 768), ("up", 768, 3072)):
+        label = f"GPT-2 {name} {tokens}"
+        yield _product(f"{label} forward", tokens, columns, rows, False, False)
+        yield _product(f"{label} by weight", rows, columns, tokens, True, False)
+        yield _product(f"{label} by input", tokens, rows, columns, False, True)
+
+
+def ctc(steps: int, count: int, classes: int, labels: int) -> Iterator[Pair]:
+    """CTC of a batch of utterances and its gradient."""
+    probs = torch.randn(steps, count, classes).log_softmax(-1)
+    targets = torch.randint(1, classes, (count, labels))
+    inputs, goals = torch.full((count,), steps), torch.full((count,), labels)
+    loss, alpha = torch.empty(count), torch.empty(count, steps, 2 * labels + 1)
+    grad, out = torch.ones(count), torch.empty_like(probs)
+    operands = _tensors(probs, targets, inputs, goals)
+    results = _tensors(loss, alpha)
+    forward, backward = _library("ctc_loss"), _library("ctc_loss_backward")
+    forward(*operands, 0, *results)
+    label = f"{steps} x {count} x {classes}, {labels} labels"
+    lengths = inputs.tolist(), goals.tolist()
+    aten = torch.ops.aten
+    yield Pair(
+        f"CTC {label}",
+        0.0,
+        lambda: forward(*operands, 0, *results),
+        lambda: aten._ctc_loss(probs, targets, *lengths, 0),
+        _bytes(loss, alpha),
+    )
+    known = aten._ctc_loss(probs, targets, *lengths, 0)
+    gradient, target = _tensors(grad, out)
+    yield Pair(
+        f"CTC gradient {label}",
+        0.0,
+        lambda: backward(gradient, *operands, *results, 0, target),
+        lambda: aten._ctc_loss_backward(grad, probs, targets, *lengths, *known, 0),
+        _bytes(out) + _workspace("ctc_loss_backward", 4, labels),
+    )
+
+
+def sort(rows: int, columns: int, count: int) -> Pair:
+    """The first elements of sorted rows; all of them are a sort."""
+    x = torch.randn(rows, columns)
+    values, positions = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
+    arguments = _tensors(x, values, positions)
+    function = _library("sort")
+
+    def theirs() -> object:
+        if count == columns:
+            return torch.sort(x, dim=-1, descending=True, stable=True)
+        return torch.topk(x, count, dim=-1)
+
+    return Pair(
+        f"sort {rows} x {columns}, first {count}",
+        0.0,
+        lambda: function(arguments[0], 1, *arguments[1:]),
+        theirs,
+        _bytes(values, positions) + _workspace("sort", 4, columns),
+    )
+
+
+def layer(kind: str, length: int, batch: int, width: int) -> Iterator[Pair]:
+    """A recurrent layer and its gradient, products of all steps included."""
+    counts = KINDS[kind]
+    module: Any = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[kind](width, width)
+    weight_x, weight_h, bias_x, bias_h = (p.detach() for p in module.parameters())
+    x = torch.randn(length, batch, width)
+    state = torch.zeros(counts.states, batch, width)
+
+    def empty(parts: int) -> torch.Tensor:
+        return torch.empty(length, batch, parts * width)
+
+    projected, out, reserve = (empty(n) for n in (counts.gates, 1, counts.reserve))
+    last, gradients, dx = torch.empty_like(state), empty(counts.gradients), empty(1)
+    grad_out, grad_last = torch.ones_like(out), torch.zeros_like(state)
+    before = torch.cat([state[:1], out[:-1]])
+    dw = torch.empty_like(weight_x)
+    flags = (tuple(KINDS).index(kind), 0, 0)
+    recur, recur_back = _library("recurrence"), _library("recurrence_backward")
+    product, sum_ = _library("matmul"), _library("matmul_add")
+    gates = slice(0, counts.gates * width)
+    of_x = gradients[..., gates].contiguous()  # as wide as what a GRU's projection gets
+    (tx, twx, tbx, tproj, tstate, twh, tbh, tout, tlast, treserve, tgo, tgl, tgrad, tgx, tdx) = (
+        _tensors(
+            *(x, weight_x, bias_x, projected, state, weight_h, bias_h, out, last, reserve),
+            *(grad_out, grad_last, gradients, of_x, dx),
+        )
+    )
+    tbefore, tdw = _tensors(before, dw)
+    dstate = torch.empty_like(state)
+    tdstate = tvm_ffi.from_dlpack(dstate)
+
+    def ours() -> None:
+        sum_(tx, twx, tbx, 2, 1, 0, 1, tproj)
+        recur(tproj, tstate, twh, tbh, *flags, tout, tlast, treserve)
+
+    def ours_back() -> None:
+        recur_back(tgo, tgl, tstate, twh, tout, treserve, *flags, tgrad, tdstate)
+        for operand in (tx, tbefore):
+            product(tgx, operand, 2, 2, 1, 0, tdw)
+        product(tgx, twx, 2, 1, 0, 0, tdx)
+        of_x.sum((0, 1))
+
+    ours()
+    leaf = x.clone().requires_grad_()
+    result = module(leaf)[0]
+    wanted = [leaf, *module.parameters()]
+    flops = 4.0 * length * batch * counts.gates * width * width
+    rows = counts.gates * width
+    label = f"{kind.upper()} {length} x {batch} x {width}"
+    yield Pair(
+        label,
+        flops,
+        ours,
+        lambda: module(leaf),
+        _bytes(projected, out, reserve, last) + _workspace("recurrence", 4, batch, width, rows),
+    )
+    yield Pair(
+        f"{label} gradient",
+        2 * flops,
+        ours_back,
+        lambda: torch.autograd.grad(result, wanted, grad_out, retain_graph=True),
+        _bytes(gradients, dx, dstate, dw, dw)
+        + _workspace("recurrence_backward", 4, batch, width, rows),
+    )
+
+
+def _library(name: str) -> Any:
+    return tvm_ffi.get_global_func(f"relax_disc.cpu.{name}")
+
+
+def _tensors(*tensors: torch.Tensor) -> list[Any]:
+    return [tvm_ffi.from_dlpack(x) for x in tensors]
+
+
+def _bytes(*tensors: torch.Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _workspace(formula: str, *numbers: int) -> int:
+    return _library("workspace_bytes")(formula, tvm_ffi.Shape(numbers))
+
+
 def embedding(tokens: int, hidden: int) -> Pair:
     """Gradient of the vocabulary's table."""
     grad, ids = torch.randn(tokens, hidden), torch.randint(0, VOCABULARY, (tokens,))
@@ -134,14 +290,15 @@ def measure(pair: Pair, rounds: int) -> Row:
     other library's, which wait for work in a loop for a while, fall asleep.
     """
     times = np.empty((rounds + 2, 2))
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     for i in range(rounds + 2):
         order = (0, 1) if i % 2 == 0 else (1, 0)
         for which in order:
             function = (pair.ours, pair.theirs)[which]
             function()
-            start = time.perf_counter()
+            start = clock()
             function()
-            times[i, which] = time.perf_counter() - start
+            times[i, which] = clock() - start
     ours, theirs = times[2:].T
     low, ratio, high = np.quantile(ours / theirs, [0.25, 0.5, 0.75])
     return Row(
@@ -149,39 +306,69 @@ def measure(pair: Pair, rounds: int) -> Row:
         *(float(np.median(x)) * 1e6 for x in (ours, theirs)),
         *(float(x) for x in (ratio, low, high)),
         gflops=pair.flops / float(np.median(ours)) / 1e9,
+        ours_bytes=pair.ours_bytes,
+        theirs_bytes=None if pair.ours_bytes is None else _held(pair.theirs),
     )
 
 
-def pairs() -> Iterator[Pair]:
-    """Everything that is measured."""
+def _held(function: Callable[[], object]) -> int:
+    counter = MallocCounter()
+    before = counter.live_bytes()
+    counter.reset_peak()
+    function()
+    return counter.peak_bytes() - before
+
+
+def pairs() -> Iterator[tuple[str, Callable[[], Iterator[Pair]]]]:
+    """Everything that is measured, by what it is; operands are made when they are needed."""
     for size in WIDTHS:
         for tokens in TOKENS:
-            yield from matrix_products(size, tokens)
+            yield "product", lambda size=size, tokens=tokens: matrix_products(size, tokens)
+    yield "product", gpt2_products
     for dim in (32, 64):
         for length in LENGTHS:
-            yield from attention(length, dim)
+            yield "attention", lambda length=length, dim=dim: attention(length, dim)
     for size in WIDTHS:
-        yield embedding(TOKENS[1], WIDTHS[size][0])
+        yield "embedding", lambda size=size: iter([embedding(TOKENS[1], WIDTHS[size][0])])
+    for sizes in ((150, 8, 32, 30), (400, 4, 1000, 60)):
+        yield "ctc", lambda sizes=sizes: ctc(*sizes)
+    for shape in ((64, 1000, 1000), (8, 16_000, 16_000), (8, 32_000, 50), (2048, 64, 2)):
+        yield "sort", lambda shape=shape: iter([sort(*shape)])
+    for kind in ("lstm", "gru"):
+        for shape in ((64, 16, 256), (200, 8, 512), (30, 64, 128)):
+            yield kind, lambda kind=kind, shape=shape: layer(kind, *shape)
 
 
-def main(threads: int = 2, rounds: int = 30) -> None:
-    """Print the table and write it to `benchmarks/results/kernels.json`."""
+def main(threads: int = 2, rounds: int = 30, only: str = "", name: str = "kernels") -> None:
+    """Print the table and write it to `benchmarks/results/<name>.json`."""
+    try:
+        MallocCounter()
+    except RuntimeError:  # once more, with the counter
+        environment = {**os.environ, **preload_environment()}
+        arguments = [sys.executable, "-m", "benchmarks.kernels", *sys.argv[1:]]
+        os.execve(sys.executable, arguments, environment)
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     install("llvm")
-    print(f"{'kernel':34}{'ours us':>10}{'torch us':>10}{'GFLOP/s':>9}   ratio [quartiles]")
+    print(f"{'kernel':40}{'ours us':>10}{'torch us':>10}{'GFLOP/s':>9}   ratio [quartiles]")
     rows = []
-    for pair in pairs():
-        row = measure(pair, rounds)
-        rows.append(row)
-        print(
-            f"{row.name:34}{row.ours_us:10.0f}{row.theirs_us:10.0f}{row.gflops:9.0f}"
-            f"   {row.ratio:.2f} [{row.ratio_low:.2f}, {row.ratio_high:.2f}]",
-            flush=True,
-        )
-    path = write_result(
-        "kernels", {"threads": threads, "rounds": rounds}, [asdict(row) for row in rows]
-    )
+    words: Sequence[str] = only.split(",") if only else ()
+    for kind, make in pairs():
+        for pair in make() if not words or kind in words else ():
+            row = measure(pair, rounds)
+            rows.append(row)
+            held = (
+                f"  {row.ours_bytes / 2**20:.2f} : {row.theirs_bytes / 2**20:.2f} MiB"
+                if row.ours_bytes is not None and row.theirs_bytes is not None
+                else ""
+            )
+            print(
+                f"{row.name:40}{row.ours_us:10.0f}{row.theirs_us:10.0f}{row.gflops:9.0f}"
+                f"   {row.ratio:.2f} [{row.ratio_low:.2f}, {row.ratio_high:.2f}]{held}",
+                flush=True,
+            )
+    settings = {"threads": threads, "rounds": rounds, "only": only}
+    path = write_result(name, settings, [asdict(row) for row in rows])
     print(f"written to {path}")
 
 
