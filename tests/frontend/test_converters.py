@@ -37,9 +37,6 @@ IN_NETWORKS = {
     "relax_disc.uniform.default",
     "transformers.grouped_mm_fallback.default",
     "transformers.grouped_mm_fallback_backward.default",
-    # Run by tests/frontend/test_upsampling.py.
-    "aten.upsample_bilinear2d.default",
-    "aten.upsample_bilinear2d_backward.default",
     # Run by tests/training/test_recurrence.py, which has the library.
     "relax_disc.recurrence.default",
     "relax_disc.recurrence_backward.default",
