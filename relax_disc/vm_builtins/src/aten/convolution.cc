@@ -239,8 +239,9 @@ int64_t ConvolutionBytes(const ConvolutionSizes& s, int64_t which, int64_t eleme
                         most(s.kernel) <= 7;
   const bool is_line = s.inner[0] == 1 && s.kernel[0] == 1;  // one axis, or like one
   const bool is_deep = inner == 1 && outer == 1;
+  const bool is_low = s.inner[0] < s.kernel[0] + most(s.stride) - 1;  // no window lies inside
   const bool is_dense =
-      !is_deep || !is_usual || (which == 2 && (is_line || most(s.kernel) > 3));
+      !is_deep || !is_usual || (which == 2 && (is_line || is_low || most(s.kernel) > 3));
   const int64_t packed =
       is_dense ? g * Padded(inner) * Padded(outer) * taps : RoundUp(g, 16) * taps;
   int64_t elements = 16384 * (threads + 1) + (which == 2 ? 2 : 1) * weight + packed;
