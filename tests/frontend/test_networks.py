@@ -51,6 +51,39 @@ class Encoder(nn.Module):
         return self.layer(x).square().mean()
 
 
+class Rotated(nn.Module):
+    """Rotary angles as complex numbers, and other uses of those."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        angles = torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.5, 0.1, 0.01])
+        turns = torch.polar(torch.ones_like(angles), angles) * 1.5
+        pairs = torch.view_as_complex(self.layer(x).reshape(*x.shape[:-1], -1, 2))
+        rotated = torch.view_as_real(pairs * turns).flatten(2)
+        lengths = (torch.complex(rotated, x) * 2).abs()
+        return (rotated * x).square().mean() + lengths.mean() + (pairs * pairs.conj()).real.mean()
+
+
+class SizeInTensor(nn.Module):
+    """As DeBERTa bounds a slice, and Longformer cuts into chunks."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(40, 3))
+
+    def forward(self, x):
+        span = torch.tensor(min(x.size(1), 20))
+        near = self.table[20 - span : 20 + span]
+        places = torch.arange(x.size(1))
+        distances = torch.clamp(places[:, None] - places + span, 0, span * 2 - 1)
+        chunks = x.view(x.size(0), torch.div(x.size(1), 2, rounding_mode="trunc"), 2)
+        scores = near[distances].sum(-1) * x[:, None] + chunks.prod(-1).sum()
+        return scores.square().mean() + span * near.mean()
+
+
 class Viewed(nn.Module):
     """Attention whose heads are joined by a view: PyTorch's own result is contiguous that way."""
 
@@ -142,6 +175,12 @@ CASES = {
     "encoder": lambda: (Encoder(), *random("b", "s", 16)),
     "attention-viewed": lambda: (Viewed(), *random("b", "s", 16)),
     "weight-norm": lambda: (Normed(), *random("b", 4, 5)),
+    "complex": lambda: (Rotated(), lambda b, s: (torch.randn(b, s, 8),), ({0: B, 1: S},)),
+    "size in a tensor": lambda: (
+        SizeInTensor(),
+        lambda b, s: (torch.randn(b, 2 * s),),
+        ({0: B, 1: 2 * S},),
+    ),
     "graph": lambda: (Graph(), graph, ({0: B}, {1: EDGES})),
 }
 SLOW = {"conv-depthwise-dilated", "conv1d", "encoder"}

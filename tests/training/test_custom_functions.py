@@ -80,6 +80,26 @@ class Written(torch.autograd.Function):
         return grad
 
 
+class Again(torch.autograd.Function):
+    """Runs a module, and runs it again in the backward pass, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.save_for_backward(x)
+        ctx.module = module
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            y = ctx.module(x)
+        torch.autograd.backward(y, grad)
+        return x.grad, None
+
+
 rounded = Rounded.apply  # as models keep it
 
 
@@ -139,6 +159,41 @@ def test_trains_by_its_own_gradient(name, normalized):
         torch.testing.assert_close(step(x), expected.detach())
         for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+class Reversible(nn.Module):
+    """Its inner module is called by functions only, and once by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+    def forward(self, x):
+        hidden = Again.apply(self.inner(Again.apply(self.first(x), self.inner)), self.inner)
+        return hidden.square().mean()
+
+
+def test_modules_that_a_function_calls_are_trained():
+    torch.manual_seed(0)
+    model = Reversible().double()
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.5)
+    step = compiled(model)
+    for rows in (3, 7, 64):
+        x = torch.randn(rows, 4, dtype=torch.float64)
+        expected = eager(x)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(x), expected.detach())
+        torch.testing.assert_close(model.state_dict(), eager.state_dict())
+
+
+def test_a_module_of_others_that_a_function_calls_is_refused():
+    other = nn.Linear(6, 6)
+    with pytest.raises(UnsupportedOperatorError, match=r"test_custom.*shape \(6, 6\) .* none of"):
+        compiled(Model(lambda x: Again.apply(x, other)))
 
 
 def test_forward_alone():

@@ -52,6 +52,9 @@ class CustomCalls:
         self._calls: list[CustomCall] = []
         self._returned: Any = None  # by the last call that was tried
 
+    def __len__(self) -> int:
+        return len(self._calls)
+
     def __getitem__(self, index: int) -> CustomCall:
         """Return the call that a node of the graph names."""
         return self._calls[index]

@@ -42,6 +42,7 @@ from relax_disc.frontend.capture.guards import check_assertions, check_derived_d
 from relax_disc.frontend.capture.live_number import LiveNumber
 from relax_disc.frontend.capture.model_patches import (
     cumulative_averages,
+    hooks_as_before,
     inlined_checkpoints,
     masks_unread,
     own_attributes,
@@ -309,7 +310,7 @@ def _export(
     def attempt(deferred: bool) -> ExportedProgram:
         # nn.LSTM and its like keep their weights in a list beside the parameters.
         warnings.filterwarnings("ignore", message="The tensor attributes .* were assigned")
-        with ExportMode(), no_foreign_randomness():
+        with ExportMode(), no_foreign_randomness(), hooks_as_before(wrapped):
             return torch.export.export(
                 wrapped,
                 args,

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.capture import size_numbers
 from relax_disc.frontend.capture.recurrent_layers import recurrent_layers, refusal, refuse_packing
 
 
@@ -37,9 +38,12 @@ class ExportMode(TorchFunctionMode):
                 "a torch.Generator cannot be drawn from; leave it out, step.rng_state is the state"
             )
             raise refusal(getattr(func, "__name__", str(func)), why)
+        args, kwargs = size_numbers.sizes_for_tensors(func, args, kwargs)
         replacement = REPLACED.get(func)
         result = None if replacement is None else replacement(*args, **kwargs)
-        return func(*args, **kwargs) if result is None else result
+        if result is None:
+            result = size_numbers.remember_size(func, args, kwargs, func(*args, **kwargs))
+        return result
 
 
 @contextlib.contextmanager
@@ -342,4 +346,5 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
+    **size_numbers.REPLACED,
 }

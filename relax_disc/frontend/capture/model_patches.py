@@ -12,6 +12,8 @@
   to change the own one would change nothing.
 * Python's ``len`` returns a plain number, so that ``torch.arange(len(logits))`` would fix the batch
   to the size of the example: ``len(tensor)`` follows the shape.
+* Hooks that a model registers while it runs (Hugging Face's, to collect hidden states) are gone
+  afterwards, as is the attribute by which it knows of them: torch.export puts attributes back.
 """
 
 from __future__ import annotations
@@ -82,6 +84,19 @@ def _batch_norm(self: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
 def cumulative_averages() -> Any:
     """Let batch norms with ``momentum=None`` count by tensors, in the context that is returned."""
     return patch.object(_BatchNorm, "forward", _batch_norm)
+
+
+@contextlib.contextmanager
+def hooks_as_before(model: nn.Module) -> Iterator[None]:
+    """Remove the forward hooks that are registered while this is active."""
+    held = [h for m in model.modules() for h in (m._forward_hooks, m._forward_pre_hooks)]
+    before = [set(hooks) for hooks in held]
+    try:
+        yield
+    finally:
+        for hooks, known in zip(held, before, strict=True):
+            for key in set(hooks) - known:
+                del hooks[key]
 
 
 def _length(value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp.decompositions import upsample_compute_output_size
+from torch._subclasses.complex_tensor._core import Complex
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 
@@ -140,13 +141,27 @@ def bilinear_upsampling(
     return torch.ops.aten.upsample_bilinear2d.default(x, size, align_corners, *given)
 
 
-_ATEN = torch.ops.aten
+def complex_parts(real: Tensor, imaginary: Tensor) -> Tensor:
+    """Make a complex tensor of two real ones, on which PyTorch computes by its parts."""
+    return Complex.apply(*torch.broadcast_tensors(real, imaginary))
+
+
+def polar(length: Tensor, angle: Tensor) -> Tensor:
+    """Make a complex tensor of lengths and angles."""
+    return complex_parts(length * torch.cos(angle), length * torch.sin(angle))
+
+
+def view_as_complex(x: Tensor) -> Tensor:
+    """Make a complex tensor of pairs."""
+    return complex_parts(x.select(-1, 0), x.select(-1, 1))
 
 
 def _of_contiguous(operator: Any) -> Rule:
     """Lay out a matrix first: PyTorch's gradient takes its factors as transposed or not by that."""
     return lambda x, *rest, **named: operator(x.contiguous(), *rest, **named)
 
+
+_ATEN = torch.ops.aten
 
 _DETERMINANTS = (
     *(_ATEN.det.default, _ATEN.linalg_det.default, _ATEN._linalg_det.default, _ATEN.logdet.default),
@@ -155,6 +170,9 @@ _DETERMINANTS = (
 
 REWRITES: dict[Any, Rule] = {
     **{operator: _of_contiguous(operator) for operator in _DETERMINANTS},
+    _ATEN.complex.default: complex_parts,
+    _ATEN.polar.default: polar,
+    _ATEN.view_as_complex.default: view_as_complex,
     _ATEN.as_strided.default: as_strided,
     _ATEN.index_fill.int_Tensor: index_fill,
     _ATEN.cosine_similarity.default: cosine_similarity,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from torch._subclasses.functional_tensor import (
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -45,7 +47,7 @@ from relax_disc.frontend.capture.decompositions import (
 from relax_disc.frontend.capture.export import Exported
 from relax_disc.frontend.capture.guards import GuardWatch
 from relax_disc.frontend.capture.refusals import refuse_autocast
-from relax_disc.frontend.capture.source_lines import SourceLine, source_line
+from relax_disc.frontend.capture.source_lines import source_line
 from relax_disc.frontend.random_ops import Randomness
 
 # Their schemas do not tell that they write running statistics where they normalise by the batch's.
@@ -198,6 +200,12 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
         values = [v.detach() if isinstance(v, Tensor) else v for v in flat]
         for index in trained:
             values[index] = values[index].requires_grad_(True)
+        if not exported.custom_calls:
+            return results(values)
+        with _tensors_replaced(model, arguments, values):  # they may call its modules
+            return results(values)
+
+    def results(values: list[Any]) -> list[Any]:
         feed = [values[position[node.name]] for node in placeholders]
         with torch.set_grad_enabled(with_gradients):
             randomness = Randomness(values[-1])
@@ -214,8 +222,7 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
         if with_gradients:
             if found[0].requires_grad:
                 _keep_lines(found[0])
-                wanted = [values[index] for index in trained]
-                grads = _gradients(found[0], wanted)
+                grads = _gradients(found[0], [values[index] for index in trained])
             else:
                 grads = [None] * len(trained)
         outputs["grads"] = [g is not None for g in grads]
@@ -233,12 +240,27 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
         buffers = writable
         graph = _make_graph(step, fakes, functionalize=True)
     watch.check(exported.dims)
+    _refuse_foreign_parameters(graph)
     check_where_computed(graph)
     graph.graph.eliminate_dead_code()
     kept = [i for i, there in zip(trained, outputs["grads"], strict=True) if there]
     extra_count = len(users) - 1 - len(reassigned)
     traced = _drop_unchanged(graph, arguments, extra_count, buffers, tuple(kept), program)
     return replace(traced, nested=bool(reassigned))
+
+
+def _refuse_foreign_parameters(graph: fx.GraphModule) -> None:
+    """Refuse parameters that are not the model's: the program would keep their values of today."""
+    for node in graph.graph.nodes:
+        held = node.op == "get_attr" and operator.attrgetter(str(node.target))(graph)
+        if isinstance(held, nn.Parameter) and node.users:
+            line = source_line(node)
+            raise UnsupportedOperatorError(
+                f"{line}: a torch.autograd.Function reads a parameter of shape "
+                f"{tuple(held.shape)} that is none of the model's and none of its arguments: give "
+                "it as an argument, or make its module a part of the model.",
+                (("torch.autograd.Function", str(line)),),
+            )
 
 
 def _make_graph(step: Callable[..., Any], fakes: list[Any], functionalize: bool) -> fx.GraphModule:
@@ -293,9 +315,21 @@ def _lines_of_the_model() -> Iterator[None]:
         torch.autograd.set_detect_anomaly(before, check_nan)
 
 
+def _tensors_replaced(model: nn.Module, arguments: Sequence[Argument], values: list[Any]) -> Any:
+    """Give the model's own modules the traced values of its parameters and buffers."""
+    traced = {
+        str(argument.target): value
+        for argument, value in zip(arguments, values, strict=False)
+        if argument.kind in ("parameter", "buffer")
+    }
+    return stateless._reparametrize_module(model, traced, tie_weights=True)
+
+
 def _gradients(loss: Tensor, wanted: list[Tensor]) -> Sequence[Tensor | None]:
+    """Return the gradients, with what the backward of a `torch.autograd.Function` adds to them."""
     try:
-        return torch.autograd.grad(loss, wanted, allow_unused=True)
+        found = torch.autograd.grad(loss, wanted, allow_unused=True)
+        return [_sum_of(g, leaf.grad) for g, leaf in zip(found, wanted, strict=True)]
     except UnsupportedOperatorException as error:
         raise UnsupportedOperatorError(
             f"The gradient of the model needs {error.func}, whose results PyTorch cannot describe "
@@ -310,6 +344,10 @@ def _gradients(loss: Tensor, wanted: list[Tensor]) -> Sequence[Tensor | None]:
             f"PyTorch has no gradient for {found[1]}; detach what goes into it.",
             ((found[1], "the model"),),
         ) from error
+
+
+def _sum_of(gradient: Tensor | None, added: Tensor | None) -> Tensor | None:
+    return gradient if added is None else added if gradient is None else gradient + added
 
 
 def _keep_lines(loss: Tensor) -> None:
@@ -376,8 +414,6 @@ def _drop_unchanged(
         for k, index in enumerate(buffers)
         if _origin(flat[first + k]) is not placeholders[index]
     ]
-    for index, _ in changed:
-        _refuse_written_parameter(arguments[index], program.graph_module)
     rest = flat[first + len(buffers) :]
     output.args = ([*flat[:first], *(node for _, node in changed), *rest],)
     graph.recompile()
@@ -389,21 +425,6 @@ def _drop_unchanged(
         extra_count,
         tuple(index for index, _ in changed),
         gradients,
-    )
-
-
-def _refuse_written_parameter(argument: Argument, graph: fx.GraphModule) -> None:
-    """Refuse a trained parameter that forward writes into: the update reads the old value."""
-    tensor = argument.tensor
-    if argument.kind != "parameter" or tensor is None or not tensor.requires_grad:
-        return
-    lines = {source_line(node) for node in _writers(graph)}
-    line = lines.pop() if len(lines) == 1 else SourceLine("", 0)
-    raise UnsupportedOperatorError(
-        f"{line}: the model writes into its parameter {argument.target} while it runs (in place, "
-        "or by `max_norm` of an embedding). Only buffers and frozen parameters can be written "
-        "there: write into it in your loop, before or after the step.",
-        (("in-place", str(line)),),
     )
 
 

@@ -218,8 +218,12 @@ def emit_updates(
     """Emit the updates, and list the new values as outputs paired with the old.
 
     New parameters come first, then new states, each in the order of the updates.  Without updates
-    the gradients themselves become outputs.
+    the gradients themselves become outputs.  A parameter that forward wrote is updated as written.
     """
+    written = {o.replaces: v for o, v in zip(outputs, values, strict=True) if o.kind == "buffer"}
+    replaced = {item.parameter for item in updates.items}
+    kept = [k for k, output in enumerate(outputs) if output.replaces not in replaced]
+    outputs[:], values[:] = [outputs[k] for k in kept], [values[k] for k in kept]
     coefficient = None
     if updates.max_grad_norm is not None and grads:
         coefficient, norm = emit_clip(emitter, grads, updates.max_grad_norm)
@@ -236,11 +240,12 @@ def emit_updates(
     }
     for item in updates.items:
         grad = grads[item.gradient]
-        results = _emit_update(emitter, updates, item, grad, hyper[item.hyper], coefficient)
+        old = written.get(item.parameter, updates.variables[item.parameter])
+        results = _emit_update(emitter, updates, item, old, grad, hyper[item.hyper], coefficient)
         outputs.append(OutputSpec(item.target, "parameter", item.parameter))
         values.append(results[0])
-        written = [item.states[state.key] for state in item.program.written]
-        for state, result in zip(written, results[1:], strict=True):
+        changed = [item.states[state.key] for state in item.program.written]
+        for state, result in zip(changed, results[1:], strict=True):
             states.append((OutputSpec(updates.specs[state].name, "state", state), result))
     outputs += [spec for spec, _ in states]
     values += [value for _, value in states]
@@ -252,16 +257,21 @@ def _extra_end(outputs: Sequence[OutputSpec]) -> int:
 
 
 def _emit_update(
-    emitter: Emitter, updates: Updates, item: Update, grad: Any, hyper: relax.Var, coefficient: Any
+    emitter: Emitter,
+    updates: Updates,
+    item: Update,
+    parameter: Any,
+    grad: Any,
+    hyper: relax.Var,
+    coefficient: Any,
 ) -> list[relax.Var]:
     name = variable_name(item.target)
     emitter.locate(f"{name}_update", SourceLine("", 0))
-    parameter = updates.variables[item.parameter]
     program, dtype = item.program, emitter.dtype(parameter)
     if not is_elementwise(program):
         if coefficient is not None:
             grad = emitter.emit(relax.op.multiply(grad, emitter.cast(coefficient, dtype)))
-        return _Translation(emitter, updates, item, grad, hyper).results()
+        return _Translation(emitter, updates, item, parameter, grad, hyper).results()
     shape = tuple(int(n) for n in emitter.shape(parameter))
     reads = [updates.variables[item.states[state.key]] for state in states_read(program)]
     args = [parameter, grad, *reads, hyper]
@@ -282,11 +292,17 @@ class _Translation:
     """Emits an update that is no single kernel operator by operator, as the model's own."""
 
     def __init__(
-        self, emitter: Emitter, updates: Updates, item: Update, grad: Any, hyper: relax.Var
+        self,
+        emitter: Emitter,
+        updates: Updates,
+        item: Update,
+        parameter: Any,
+        grad: Any,
+        hyper: relax.Var,
     ) -> None:
         self._emitter, self._program, self._hyper = emitter, item.program, hyper
         self._name = variable_name(item.target)
-        self._known = {"parameter": updates.variables[item.parameter], "gradient": grad}
+        self._known = {"parameter": parameter, "gradient": grad}
         self._states = {key: updates.variables[k] for key, k in item.states.items()}
         self._entries = {expr: k for k, expr in enumerate(item.program.entries)}
         self._made: dict[Any, Any] = {}
