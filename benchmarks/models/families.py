@@ -232,18 +232,22 @@ OF_TRANSFORMERS = [
             layer_types=["linear_attention", "full_attention"],
         ),
     ),
-    of_tokens(
-        "Mamba 2",
-        built(
-            "Mamba2",
-            "ForCausalLM",
-            **_RECURRENT,
-            state_size=8,
-            num_heads=8,
-            head_dim=8,
-            n_groups=2,
-            chunk_size=8,
+    replace(
+        of_tokens(
+            "Mamba 2",
+            built(
+                "Mamba2",
+                "ForCausalLM",
+                **_RECURRENT,
+                state_size=8,
+                num_heads=8,
+                head_dim=8,
+                n_groups=2,
+                chunk_size=8,
+            ),
         ),
+        ranges={"batch": (1, 8), "length": (9, LONGEST)},  # one chunk alone takes another way
+        sizes=[(3, 12), (1, 9), (8, LONGEST), (5, 33)],
     ),
     of_tokens("Falcon Mamba", built("FalconMamba", "ForCausalLM", **_RECURRENT, state_size=8)),
     of_tokens(
@@ -317,16 +321,12 @@ OF_TRANSFORMERS = [
         sizes=[(3, 12), (1, 8), (8, LONGEST), (5, 33)],
     ),
     _other(
-        "LLaVA",
+        "LLaVA, 3 pictures",  # it makes a list of them
         Llava,
-        batch=_pictured,
-        ranges={"batch": (1, 4), "length": (18, 40)},
-        axes={
-            "input_ids": {0: "batch", 1: "length"},
-            "pixel_values": {0: "batch"},
-            "labels": {0: "batch", 1: "length"},
-        },
-        sizes=[(3, 24), (1, 18), (4, 40)],
+        batch=lambda length: _pictured(3, length),
+        ranges={"length": (18, 40)},
+        axes={"input_ids": {1: "length"}, "pixel_values": {}, "labels": {1: "length"}},
+        sizes=[(24,), (18,), (40,)],
     ),
     _other(
         "Wav2Vec2, CTC",
