@@ -32,41 +32,21 @@ class DeviceFigures:
         return int(self.memory_bytes * _BUDGET_SHARE) if self.memory_bytes else None
 
 
+# Architecture, memory in GB, GB/s of it, GFLOP/s in float32 without tensor cores.
+_GPUS = {
+    "h100": ("sm_90", 80, 3350.0, 67_000.0),  # data sheet of the SXM
+    "h200": ("sm_90", 141, 4800.0, 67_000.0),  # data sheet
+    "a100": ("sm_80", 80, 2039.0, 19_500.0),  # data sheet of the 80 GB SXM
+    "rtx-4090": ("sm_89", 24, 1008.0, 82_600.0),  # Ada architecture white paper
+    "l4": ("sm_89", 24, 300.0, 30_300.0),  # data sheet
+}
 TAGS: Mapping[str, DeviceFigures] = {
-    # H100 SXM and H200 data sheets; compute capability 9.0.
-    "relax_disc/h100": DeviceFigures(
-        arch="sm_90",
-        memory_bytes=80 * _GB,
-        copy_bytes_per_ns=3350.0,
-        flops_per_ns=67_000.0,
-    ),
-    "relax_disc/h200": DeviceFigures(
-        arch="sm_90",
-        memory_bytes=141 * _GB,
-        copy_bytes_per_ns=4800.0,
-        flops_per_ns=67_000.0,
-    ),
-    # A100 80 GB SXM data sheet; compute capability 8.0.
-    "relax_disc/a100": DeviceFigures(
-        arch="sm_80",
-        memory_bytes=80 * _GB,
-        copy_bytes_per_ns=2039.0,
-        flops_per_ns=19_500.0,
-    ),
-    # Ada architecture white paper; compute capability 8.9.
-    "relax_disc/rtx-4090": DeviceFigures(
-        arch="sm_89",
-        memory_bytes=24 * _GB,
-        copy_bytes_per_ns=1008.0,
-        flops_per_ns=82_600.0,
-    ),
-    # L4 data sheet; compute capability 8.9.
-    "relax_disc/l4": DeviceFigures(
-        arch="sm_89",
-        memory_bytes=24 * _GB,
-        copy_bytes_per_ns=300.0,
-        flops_per_ns=30_300.0,
-    ),
+    **{
+        f"relax_disc/{name}": DeviceFigures(
+            arch=arch, memory_bytes=memory * _GB, copy_bytes_per_ns=rate, flops_per_ns=flops
+        )
+        for name, (arch, memory, rate, flops) in _GPUS.items()
+    },
     # A processor of no particular kind: code for x86-64 with AVX2, planned as for two cores.
     "relax_disc/cpu": DeviceFigures(copy_bytes_per_ns=10.0, flops_per_ns=100.0),
 }
