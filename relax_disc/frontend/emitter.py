@@ -58,12 +58,7 @@ def _is_symbolic_number(value: Any) -> bool:
 class Emitter:
     """Emits bindings into a Relax function; one instance serves one function.
 
-    Attributes
-    ----------
-    node : fx.Node
-        The node being translated.
-    symbols : SymbolTranslator
-        From PyTorch's sizes to TVM's.
+    ``node``: the node being translated. ``symbols``: from PyTorch's sizes to TVM's.
     """
 
     def __init__(self, builder: relax.BlockBuilder, symbols: SymbolTranslator) -> None:

@@ -82,14 +82,8 @@ def _origin(node: fx.Node) -> str:
 class IndexChecks:
     """What one function checks of its indices.
 
-    Attributes
-    ----------
-    at_entry : list of IndexCheck
-        On the batch.
-    sizes : list of SizeCheck
-        On the dims.
-    flags : list
-        For the guard: flag, least and greatest value, place in the model, of each index.
+    ``at_entry``: on the batch. ``sizes``: on the dims. ``flags``: for the guard: flag, least and
+    greatest value, place in the model, of each index.
     """
 
     def __init__(

@@ -61,10 +61,7 @@ def is_guard(expr: object) -> bool:
 class GuardDepth:
     """Base of mutations that do otherwise inside a guard: counts the guards around a place.
 
-    Attributes
-    ----------
-    guards : int
-        How many are open where the mutation is.
+    ``guards``: how many are open where the mutation is.
     """
 
     guards = 0

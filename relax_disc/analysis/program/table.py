@@ -61,25 +61,12 @@ class KernelCall:
 class FunctionTable:
     """Everything that one walk over a function finds.
 
-    Attributes
-    ----------
-    name : str
-        The function's name.
-    dims : dict of tirx.Var to SymbolicDim
-        The free variables of the parameters' shapes, in the order of first appearance.
-    buffers, views, kernels : list
-        The tables.
-    given : list of relax.Expr
-        What the caller passes: parameters first, then constants.
-    result : object
-        The returned structure: a view's index, a tuple of structures, or a Relax expression that
-        holds no tensor.
-    candidates : set of int
-        Buffers marked by ``relax_disc.evict``.
-    values : dict
-        What every variable stands for, as in `result`.
-    parameter_given : dict of int to int
-        Index of a parameter -> index in `given` of its (first) tensor.
+    ``name``: the function's name. ``dims``: the free variables of the parameters' shapes, in the
+    order of first appearance. ``buffers``, ``views``, ``kernels``: the tables. ``given``: what the
+    caller passes: parameters first, then constants. ``result``: the returned structure: a view's
+    index, a tuple of structures, or a Relax expression that holds no tensor. ``candidates``:
+    buffers marked by ``relax_disc.evict``. ``values``: what every variable stands for, as in
+    `result`. ``parameter_given``: index of a parameter -> index in `given` of its (first) tensor.
     """
 
     def __init__(self, name: str, dims: dict[Any, SymbolicDim]) -> None:

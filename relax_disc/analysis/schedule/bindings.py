@@ -53,10 +53,7 @@ def is_movable(binding: relax.Binding) -> bool:
 class BindingGraph:
     """Reads movable bindings into a `TensorGraph`.
 
-    Attributes
-    ----------
-    calls : list of int
-        For each kernel of the graph the position of its binding.
+    ``calls``: for each kernel of the graph the position of its binding.
     """
 
     def __init__(

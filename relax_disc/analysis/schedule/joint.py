@@ -41,16 +41,9 @@ _SMALL_STATES = 20_000
 class JointSearch:
     """Search for one order; see the module.
 
-    Attributes
-    ----------
-    problem : ScheduleProblem
-        The graph at the shapes to optimise for.
-    bounds : list of int
-        Per shape: no order has a smaller peak.
-    checked : tuple of mapping
-        Shapes at which the order is no worse than the given one.
-    timed_out : bool
-        Whether the time limit ended a search.
+    ``problem``: the graph at the shapes to optimise for. ``bounds``: per shape: no order has a
+    smaller peak. ``checked``: shapes at which the order is no worse than the given one.
+    ``timed_out``: whether the time limit ended a search.
     """
 
     def __init__(

@@ -129,14 +129,9 @@ class _StandIns(TorchFunctionMode):
 class OuterState:
     """What one export finds; `tracing` surrounds the call of the user's code.
 
-    Attributes
-    ----------
-    guards : list of Guard
-        Values that the program relies on.
-    reassigned : list of OuterTensor
-        What the user's code assigned anew; the trace returns the new values in this order.
-    warnings : dict of str to None
-        What does nothing in a compiled step, in words.
+    ``guards``: values that the program relies on. ``reassigned``: what the user's code assigned
+    anew; the trace returns the new values in this order. ``warnings``: what does nothing in a
+    compiled step, in words.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:

@@ -33,11 +33,8 @@ _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 class SizeBranches:
     """The equalities of sizes on which a model's own code branched.
 
-    Attributes
-    ----------
-    ones_are_general : bool
-        Traced so that sizes of 1 take the way of all others, as declared dims do: what PyTorch
-        alone compared with 1 need not hold.
+    ``ones_are_general``: traced so that sizes of 1 take the way of all others, as declared dims do:
+    what PyTorch alone compared with 1 need not hold.
     """
 
     def __init__(self) -> None:

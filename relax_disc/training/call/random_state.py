@@ -14,10 +14,7 @@ class RandomState:
 
     ``device``: where the kernels run.
 
-    Attributes
-    ----------
-    tensor : torch.Tensor
-        What they read, int64.
+    ``tensor``: what they read, int64.
     """
 
     def __init__(self, device: torch.device) -> None:
