@@ -622,9 +622,13 @@ class Program:
         results = pytree.tree_leaves(results)
         found = _named(pytree.tree_leaves(found)) | self.tensors()
         wanted = _named(results) | _state(model, optimizers)
-        # PyTorch's own forms of a gradient then differ; those of softshrink by a tensor's size.
-        odd = not all(tensor.isfinite().all() for tensor in (*given, *before.values()))
-        if not results[0].isfinite() or (odd and self.shrinks):
+        # PyTorch's own forms of a gradient then differ, those of softshrink by a tensor's size; and
+        # here no decay of an infinite parameter is not a number (0 times infinity).
+        odd, broken = (
+            not all(tensor.isfinite().all() for tensor in tensors)
+            for tensors in (given, before.values())
+        )
+        if not results[0].isfinite() or broken or (odd and self.shrinks):
             wanted = _named(results)
         slacks = _slacks(model, optimizers)
         off = [
@@ -690,10 +694,15 @@ def _state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[st
     for owner, module in model.named_modules():
         found |= {f"{owner}.{k}": v for k, v in vars(module).items() if torch.is_tensor(v)}
     for number, optimizer in enumerate(optimizers):
-        for place, state in enumerate(optimizer.state.values()):
+        for place, parameter in enumerate(_parameters(optimizer)):
+            state = optimizer.state.get(parameter, {})
             tensors = {k: v for k, v in state.items() if torch.is_tensor(v)}
             found |= {f"{number}.{place} {k}": v for k, v in tensors.items()}
     return found
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _slacks(model: nn.Module, optimizers: list) -> dict[str, torch.Tensor]:
@@ -707,8 +716,9 @@ def _slacks(model: nn.Module, optimizers: list) -> dict[str, torch.Tensor]:
         if isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD):
             continue
         by_sign = isinstance(optimizer, torch.optim.Rprop)
-        for place, (parameter, state) in enumerate(optimizer.state.items()):
-            if parameter.grad is None:
+        for place, parameter in enumerate(_parameters(optimizer)):
+            state = optimizer.state.get(parameter, {})
+            if parameter.grad is None or parameter not in names:
                 continue
             size = parameter.grad.abs()
             noise = size <= 1e-4 * size.max() + 1e-6
@@ -933,7 +943,8 @@ def add_param_group(program, choose, batch):
 @habit
 def other_setting(program, choose, batch):
     group = choose.choice(program.groups())
-    name = choose.choice(sorted(set(group) - {"params", "lr"}))
+    implementation = {"capturable", "differentiable", "foreach", "fused"}
+    name = choose.choice(sorted(set(group) - {"params", "lr", *implementation}))
     was = group[name]
     match was:
         case bool():
