@@ -232,22 +232,19 @@ OF_TRANSFORMERS = [
             layer_types=["linear_attention", "full_attention"],
         ),
     ),
-    replace(
-        of_tokens(
-            "Mamba 2",
-            built(
-                "Mamba2",
-                "ForCausalLM",
-                **_RECURRENT,
-                state_size=8,
-                num_heads=8,
-                head_dim=8,
-                n_groups=2,
-                chunk_size=8,
-            ),
+    _of_length(
+        "Mamba 2",  # lengths that its chunks divide
+        8,
+        built(
+            "Mamba2",
+            "ForCausalLM",
+            **_RECURRENT,
+            state_size=8,
+            num_heads=8,
+            head_dim=8,
+            n_groups=2,
+            chunk_size=8,
         ),
-        ranges={"batch": (1, 8), "length": (9, LONGEST)},  # one chunk alone takes another way
-        sizes=[(3, 12), (1, 9), (8, LONGEST), (5, 33)],
     ),
     of_tokens("Falcon Mamba", built("FalconMamba", "ForCausalLM", **_RECURRENT, state_size=8)),
     of_tokens(

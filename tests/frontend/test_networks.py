@@ -62,7 +62,7 @@ class Rotated(nn.Module):
         angles = torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.5, 0.1, 0.01])
         turns = torch.polar(torch.ones_like(angles), angles) * 1.5
         pairs = torch.view_as_complex(self.layer(x).reshape(*x.shape[:-1], -1, 2))
-        rotated = torch.view_as_real(pairs * turns).flatten(2)
+        rotated = torch.view_as_real(pairs * turns.to(x.device)).flatten(2)
         lengths = (torch.complex(rotated, x) * 2).abs()
         return (rotated * x).square().mean() + lengths.mean() + (pairs * pairs.conj()).real.mean()
 
