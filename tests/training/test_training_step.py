@@ -204,6 +204,9 @@ def test_refuses_changed_parameters():
     model.first.weight.requires_grad_(False)
     with pytest.raises(InputMismatchError, match=r"first\.weight was trained .* is frozen now"):
         step(*batch(4))
+    model.double().float()  # new memory, which is bound in the same call
+    with pytest.raises(InputMismatchError, match=r"first\.weight was trained .* is frozen now"):
+        step(*batch(4))
     model.first.weight.requires_grad_(True)
     saved = copy.deepcopy(model.state_dict())
     old = dict(model.named_parameters())

@@ -177,9 +177,10 @@ class Binding:
         changed = False
         for slot in self._slots:
             tensor = slot.look()
-            if tensor is not None and tensor is slot.tensor and tensor.data_ptr() == slot.address:
-                if slot.trained is not None and tensor.requires_grad is not slot.trained:
-                    self._refuse_thaw(slot)
+            is_same = tensor is slot.tensor and tensor is not None
+            if is_same and slot.trained is not None and tensor.requires_grad is not slot.trained:
+                self._refuse_thaw(slot)
+            if is_same and tensor.data_ptr() == slot.address:
                 continue
             if tensor is None and early and self._specs[slot.index].kind == "state":
                 self.arguments[slot.index] = slot.tensor = None
