@@ -105,6 +105,9 @@ def main(
     resume: Annotated[
         bool, typer.Option("--resume", help="With --speed: only what has no results.")
     ] = False,
+    autocast: Annotated[
+        bool, typer.Option("--autocast", help="With --speed: forward passes in bfloat16.")
+    ] = False,
     rounds: Annotated[int, typer.Option(help="With --speed: measurements of a shape.")] = 8,
 ) -> None:
     """Judge the models; prints a table, writes benchmarks/results/<name>.json as it goes.
@@ -119,7 +122,10 @@ def main(
             resume=resume,
             rounds=rounds,
             limit_seconds=limit_seconds,
-            name="models_speed" if name == "models" else name,
+            name=("models_speed_autocast" if autocast else "models_speed")
+            if name == "models"
+            else name,
+            autocast=autocast,
         )
         return
     console = Console()

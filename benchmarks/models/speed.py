@@ -29,7 +29,12 @@ _IDLE_SECONDS = 0.02
 
 
 def measured(
-    entry: Entry, names: Sequence[str], rounds: int, threads: int, limit_seconds: float
+    entry: Entry,
+    names: Sequence[str],
+    rounds: int,
+    threads: int,
+    limit_seconds: float,
+    autocast: bool = False,
 ) -> dict[str, Any]:
     """Measure one model; what goes wrong becomes the verdict.
 
@@ -48,7 +53,7 @@ def measured(
         with ExitStack() as stack:
             workers = []
             for name in names:
-                arguments = [name, entry.name, str(threads)]
+                arguments = [name, entry.name, str(threads), *(["autocast"] if autocast else [])]
                 module = "benchmarks.models.speed_worker"
                 context = started(name, module, arguments, threads, limit_seconds=limit_seconds)
                 workers.append(stack.enter_context(context))
@@ -135,6 +140,7 @@ def run(
     limit_seconds: float,
     threads: int = 2,
     name: str = "models_speed",
+    autocast: bool = False,
 ) -> None:
     """Measure models; prints a table, writes benchmarks/results/<name>.json as it goes.
 
@@ -150,6 +156,8 @@ def run(
         Measurements of each shape.
     limit_seconds : float
         Of one model's processes.
+    autocast : bool
+        Run the forward passes under autocast to bfloat16.
     """
     console = Console()
     console.width = max(console.width, 150)
@@ -158,13 +166,18 @@ def run(
     found = {result["model"]: result for result in kept}
     names = ("eager", *(("compile",) if with_compile else ()), "relax_disc")
     chosen = [e for e in WIDE if not only or any(word in e.name.lower() for word in only)]
-    settings = {"rounds": rounds, "threads": threads, "optimizer": "AdamW, fused"}
+    settings = {
+        "rounds": rounds,
+        "threads": threads,
+        "optimizer": "AdamW, fused",
+        "autocast": autocast,
+    }
     measured_now = []
     for entry in chosen:
         if resume and entry.name in found:
             continue
         console.print(f"{entry.name} ...")
-        result = measured(entry, names, rounds, threads, limit_seconds)
+        result = measured(entry, names, rounds, threads, limit_seconds, autocast)
         found[entry.name] = result
         measured_now.append(result)
         write_result(name, settings, [found[e.name] for e in WIDE if e.name in found])

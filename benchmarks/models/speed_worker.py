@@ -27,10 +27,12 @@ VARIANTS = ("eager", "compile", "relax_disc")
 class Worker:
     """A model, its optimizer and one way of taking a step with them."""
 
-    def __init__(self, variant: str, name: str) -> None:
+    def __init__(self, variant: str, name: str, autocast: bool = False) -> None:
         self._entry = next(entry for entry in WIDE if entry.name == name)
         torch.manual_seed(0)
-        self._model = self._entry.make().train()
+        self._model: Any = self._entry.make().train()
+        if autocast:
+            self._model.forward = torch.autocast("cpu", torch.bfloat16)(self._model.forward)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
         self._make_optimizer_state()
         self._counter = MallocCounter()
@@ -121,12 +123,12 @@ def _cpu_seconds() -> float:
 def main() -> None:
     """Prepare the variant and the model that the command line names, then take steps."""
     warnings.simplefilter("ignore")
-    variant, name, threads = sys.argv[1:]
+    variant, name, threads, *precision = sys.argv[1:]
     torch.set_num_threads(int(threads))
 
     def prepare() -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
         try:
-            worker = Worker(variant, name)
+            worker = Worker(variant, name, bool(precision))
         except RelaxDiscError as error:
             message = " ".join(str(error).split())[:600]
             return {"refused": f"{type(error).__name__}: {message}"}, lambda: {}
