@@ -149,10 +149,11 @@ class Accumulation:
                     "zero_grad()."
                 )
             return self._step
-        waiting = self.started and any(
+        # Where all have been cleared the sum has ended: what is in p.grad later is another's.
+        self.started = self.started and any(
             p.grad is not None for p in self._functions()[0].parameters()
         )
-        if update and not waiting and not keep:
+        if update and not self.started and not keep:
             self._warn_of_others()
             return self._step
         return self._functions()[int(update)]

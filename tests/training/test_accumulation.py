@@ -9,7 +9,7 @@ from torch.export import Dim
 
 import relax_disc
 from relax_disc import compiler
-from relax_disc.errors import InputMismatchError
+from relax_disc.errors import InputMismatchError, RelaxDiscWarning
 from relax_disc.vm_builtins import native
 from tests.training.accumulating import OPTIMIZERS, Net, batches, close, make, quarter
 
@@ -90,6 +90,19 @@ def test_follows_eager_with_buffers_groups_and_frozen_layers(dtype):
     ):
         torch.testing.assert_close(mine, other, **tolerance, msg=lambda m, n=name: f"{n}: {m}")
     assert "momentum_buffer" not in optimizer.state[model.unused.weight]
+
+
+def test_gradients_of_others_are_left_out_after_a_sum_was_cleared():
+    step, other = make(), make()
+    parts = batches(2, 5)
+    step(parts[0], update=False)
+    step.optimizer.zero_grad()
+    for each in (step, other):  # p.grad is not of a sum in either
+        each(parts[0])
+        each.model(parts[0]).backward()
+        with pytest.warns(RelaxDiscWarning, match="leaves them out"):
+            each(parts[1])
+    close(step.model, other.model)
 
 
 def test_four_batches_equal_one_of_four_times_the_size():
