@@ -3,7 +3,7 @@
     python -m benchmarks.kernels [--threads 2] [--rounds 30] [--only lstm,gru]
 
 The shapes are those of a Llama step (shared/peers, sizes S and M: hidden 256 and 512) at batch 4,
-of GPT-2 (small, 512 tokens), and of tagging and speech for recurrent layers, sorting and CTC.
+of GPT-2 (small, 512 tokens), and of tagging and speech for recurrent layers and CTC.
 Each round calls both; figures are medians over the rounds, the ratio that of paired calls with its
 quartiles. Below 1 is faster than PyTorch.  Times are of the processor with one thread, which other
 processes disturb less, else of the clock.  Memory is what a call holds at most beside its operands,
@@ -166,27 +166,6 @@ def ctc(steps: int, count: int, classes: int, labels: int) -> Iterator[Pair]:
     )
 
 
-def sort(rows: int, columns: int, count: int) -> Pair:
-    """The first elements of sorted rows; all of them are a sort."""
-    x = torch.randn(rows, columns)
-    values, positions = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
-    arguments = _tensors(x, values, positions)
-    function = _library("sort")
-
-    def theirs() -> object:
-        if count == columns:
-            return torch.sort(x, dim=-1, descending=True, stable=True)
-        return torch.topk(x, count, dim=-1)
-
-    return Pair(
-        f"sort {rows} x {columns}, first {count}",
-        0.0,
-        lambda: function(arguments[0], 1, *arguments[1:]),
-        theirs,
-        _bytes(values, positions) + _workspace("sort", 4, columns),
-    )
-
-
 def layer(kind: str, length: int, batch: int, width: int) -> Iterator[Pair]:
     """A recurrent layer and its gradient, products of all steps included."""
     counts = KINDS[kind]
@@ -332,8 +311,6 @@ def pairs() -> Iterator[tuple[str, Callable[[], Iterator[Pair]]]]:
         yield "embedding", lambda size=size: iter([embedding(TOKENS[1], WIDTHS[size][0])])
     for sizes in ((150, 8, 32, 30), (400, 4, 1000, 60)):
         yield "ctc", lambda sizes=sizes: ctc(*sizes)
-    for shape in ((64, 1000, 1000), (8, 16_000, 16_000), (8, 32_000, 50), (2048, 64, 2)):
-        yield "sort", lambda shape=shape: iter([sort(*shape)])
     for kind in ("lstm", "gru"):
         for shape in ((64, 16, 256), (200, 8, 512), (30, 64, 128)):
             yield kind, lambda kind=kind, shape=shape: layer(kind, *shape)
