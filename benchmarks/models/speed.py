@@ -111,8 +111,10 @@ def _shape(
 ) -> dict[str, Any]:
     """Summarise the rounds of one shape; ratios are quartiles over pairs of one round."""
 
-    def ratios(of: str) -> list[float]:
-        return [a["seconds"] / b["seconds"] for a, b in zip(raw[of], raw["eager"], strict=True)]
+    def ratios(of: str, time: str = "seconds") -> list[float]:
+        return [a[time] / b[time] for a, b in zip(raw[of], raw["eager"], strict=True)]
+
+    processor = ratios("relax_disc", "cpu_seconds")
 
     peaks = {name: found["activation_peak_bytes"] for name, found in memory.items()}
     losses = [raw[name][-1]["loss"] for name in ("eager", "relax_disc")]
@@ -123,6 +125,7 @@ def _shape(
             for name, steps in raw.items()
         },
         "ratio": statistics.quantiles(ratios("relax_disc"), n=4, method="inclusive"),
+        "processor_ratio": statistics.quantiles(processor, n=4, method="inclusive"),
         **({"compile_ratio": statistics.median(ratios("compile"))} if "compile" in raw else {}),
         "peak_bytes": peaks,
         "planned_bytes": memory["relax_disc"]["planned_activation_bytes"],

@@ -20,6 +20,7 @@ _COLUMNS = (
     "shapes",
     "eager ms",
     "step / eager (quartiles)",
+    "processor time / eager (quartiles)",
     "peak / eager",
     "compile s",
     "torch.compile: step / eager, s",
@@ -31,9 +32,10 @@ One training step (loss, gradients, AdamW) of the models of [the table](models.m
 width, two or three layers deep, and of networks of timm and diffusers as they are, float32, each
 compiled **once** for symbolic batch, lengths, height and width. *Step / eager* is the time of a
 step over eager PyTorch's (fused AdamW): quartiles over pairs of measurements taken in turn, two
-processes with as many threads each, of which one waits while the other runs. *Peak* is what malloc
-and mmap held above parameters and optimizer state, the largest ratio of the shapes. Compiling is
-from scratch, what the first calls add included.
+processes with as many threads each, of which one waits while the other runs. *Processor time* is
+that of all threads of the same steps: other work on the machine disturbs it less. *Peak* is what
+malloc and mmap held above parameters and optimizer state. Compiling is from scratch, what the first
+calls add included.
 """
 
 
@@ -87,10 +89,13 @@ def _totals(results: Sequence[Mapping[str, Any]]) -> str:
         return "None measured."
     ratios = [result["ratio"] for result in done]
     peaks = [result["peak_ratio"] for result in done]
-    slow, high = (sum(value > 1 for value in values) for values in (ratios, peaks))
+    middles = [[shape["processor_ratio"][1] for shape in r["shapes"]] for r in done]
+    processor = [statistics.geometric_mean(each) for each in middles]
+    slow, busy, high = (sum(x > 1 for x in values) for values in (ratios, processor, peaks))
     return (
         f"{len(done)} models: median of step / eager {statistics.median(ratios):.2f}, "
-        f"{slow} above 1.0; median of peak / eager {statistics.median(peaks):.2f}, "
+        f"{slow} above 1.0; of processor time / eager {statistics.median(processor):.2f}, {busy} "
+        f"above 1.0; of peak / eager {statistics.median(peaks):.2f}, "
         f"{high} above 1.0."
     )
 
@@ -101,7 +106,7 @@ def _cells(result: Mapping[str, Any]) -> list[list[str]]:
         return [[result["model"], result["verdict"], *[""] * (len(_COLUMNS) - 2)]]
     rows = []
     for shape in result["shapes"]:
-        low, middle, high = shape["ratio"]
+        times = [shape["ratio"], shape["processor_ratio"]]
         seconds = result["compile_seconds"]
         peer = ""
         if "compile_ratio" in shape:
@@ -111,7 +116,7 @@ def _cells(result: Mapping[str, Any]) -> list[list[str]]:
             "" if rows else f"{result['parameters'] / 1e6:.1f} M",
             ", ".join(f"{dim} {size}" for dim, size in shape["sizes"].items()),
             f"{1e3 * shape['seconds']['eager']:.0f}",
-            f"{middle:.2f} ({low:.2f}-{high:.2f})",
+            *(f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in times),
             f"{shape['peak_ratio']:.2f}",
             "" if rows else f"{seconds['relax_disc']:.0f}",
             peer,
