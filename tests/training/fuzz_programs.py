@@ -509,7 +509,7 @@ class Program:
     """One module and optimizer, compiled once; `habits` runs a random loop with it."""
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.log = seed, []
+        self.seed, self.log, self.has_summed = seed, [], False
         choose = random.Random(seed)
         torch.manual_seed(seed)
         names = choose.sample(sorted(PIECES), choose.randint(2, 4))
@@ -1044,13 +1044,14 @@ def keep_gradients(program, choose, batch):
 def own_update(program, choose, batch):
     if choose.random() < 0.4:
         program.model.zero_grad()
-        program.call["update"] = False
+        program.call["update"], program.has_summed = False, True
     return program.model.zero_grad
 
 
 @habit
 def gradients_before(program, choose, batch):
-    program.model.first.weight.grad = torch.ones(WIDTH, WIDTH)
+    if not program.has_summed:  # gradients that follow a sum belong to it
+        program.model.first.weight.grad = torch.ones(WIDTH, WIDTH)
     return program.model.zero_grad
 
 
