@@ -25,6 +25,9 @@ from benchmarks.models.numerics import reference, relative_error
 from benchmarks.models.speed import measured
 from benchmarks.models.wide import WIDE
 
+PRINCIPAL = (language, networks, perception, sequences)
+"""Families of which nearly all must train; other files hold models that look for what does not."""
+
 
 def test_the_page_says_what_was_recorded():
     results = read_results()
@@ -32,15 +35,15 @@ def test_the_page_says_what_was_recorded():
     assert results == json.loads(without_folders(json.dumps(results)))
     recorded = [r["model"] for r in results["results"]]
     assert recorded == [entry.name for entry in ENTRIES if entry.name in recorded]
-    verdicts = [r["verdict"] for r in results["results"]]
-    assert set(verdicts) <= {"trains", "refused"}
-    assert verdicts.count("trains") >= 0.95 * len(verdicts)
+    verdicts = {r["model"]: r["verdict"] for r in results["results"]}
+    assert set(verdicts.values()) <= {"trains", "refused"}
+    first = [verdicts[entry.name] for file in PRINCIPAL for entry in file.ENTRIES]
+    assert first.count("trains") >= 0.95 * len(first)
 
 
 def test_the_page_of_step_times_says_what_was_recorded():
     assert speed_document.PAGE.read_text() == speed_document.page(read_results("models_speed"))
-    principal = (language, networks, perception, sequences)
-    assert {entry.name for file in principal for entry in file.ENTRIES} < {e.name for e in WIDE}
+    assert {entry.name for file in PRINCIPAL for entry in file.ENTRIES} < {e.name for e in WIDE}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counting memory needs Linux with glibc")
