@@ -127,6 +127,9 @@ class Denoiser(nn.Module):
         import diffusers
 
         self.net = getattr(diffusers, name)(**options)
+        for module in self.net.modules():
+            if hasattr(module, "dropout_prob"):
+                module.dropout_prob = 0.0  # of labels
 
     def forward(self, sample: Tensor, noise: Tensor, **given: Tensor) -> Tensor:
         """Return the mean squared error."""
