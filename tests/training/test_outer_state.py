@@ -558,3 +558,32 @@ def test_a_tensor_in_a_dict_may_be_replaced():
     torch.testing.assert_close(step(X), model(X).detach())
     model.state["scale"] = torch.tensor([5.0])
     torch.testing.assert_close(step(X), model(X).detach())
+
+
+class Renormalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4, max_norm=0.5), nn.Linear(4, 1)
+
+    def forward(self, ids):
+        return self.head(self.table(ids)).square().mean()
+
+
+def test_an_embedding_that_renormalises_its_rows_is_trained_as_renormalised():
+    torch.manual_seed(0)
+    model = Renormalised()
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=0.1)
+    step = relax_disc.compile(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.1),
+        (torch.tensor([0, 1, 2]),),
+        dynamic_shapes=({0: Dim("count", min=1, max=16)},),
+    )
+    for ids in ([0, 1, 2], [3], [3, 3, 5, 6, 0], [1, 1]):
+        loss = eager(torch.tensor(ids))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(torch.tensor(ids)), loss.detach())
+        torch.testing.assert_close(model.table.weight, eager.table.weight)
