@@ -120,7 +120,7 @@ class Decoder(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        import x_transformers as x
+        import x_transformers as x  # pyright: ignore[reportMissingImports]
 
         layers = x.Decoder(dim=32, depth=2, heads=4, attn_dim_head=8, **options)
         net = x.TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=LONGEST, attn_layers=layers)

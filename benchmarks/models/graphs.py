@@ -18,7 +18,7 @@ class Nodes(nn.Module):
 
     def __init__(self, kind: str, **options: Any) -> None:
         super().__init__()
-        from torch_geometric import nn as geometric
+        from torch_geometric import nn as geometric  # pyright: ignore[reportMissingImports]
 
         make = getattr(geometric, kind)
         self.first = make(FEATURES, 16, **options)
@@ -35,7 +35,7 @@ class OfPerceptrons(nn.Module):
 
     def __init__(self, kind: str, doubled: bool) -> None:
         super().__init__()
-        from torch_geometric import nn as geometric
+        from torch_geometric import nn as geometric  # pyright: ignore[reportMissingImports]
 
         def layer(width: int, out: int) -> nn.Module:
             inner = nn.Sequential(
@@ -56,7 +56,7 @@ class Pooled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from torch_geometric import nn as geometric
+        from torch_geometric import nn as geometric  # pyright: ignore[reportMissingImports]
 
         self.convolution = geometric.GraphConv(FEATURES, 16)
         self.pool = geometric.global_mean_pool

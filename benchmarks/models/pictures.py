@@ -19,7 +19,7 @@ class Classifier(nn.Module):
 
     def __init__(self, name: str, **options: Any) -> None:
         super().__init__()
-        import timm
+        import timm  # pyright: ignore[reportMissingImports]
 
         self.net = timm.create_model(name, num_classes=CLASSES, **options)
         for module in self.net.modules():
@@ -124,7 +124,7 @@ class Denoiser(nn.Module):
 
     def __init__(self, name: str, **options: Any) -> None:
         super().__init__()
-        import diffusers
+        import diffusers  # pyright: ignore[reportMissingImports]
 
         self.net = getattr(diffusers, name)(**options)
         for module in self.net.modules():
@@ -142,7 +142,7 @@ class Compressor(nn.Module):
 
     def __init__(self, name: str, **options: Any) -> None:
         super().__init__()
-        import diffusers
+        import diffusers  # pyright: ignore[reportMissingImports]
 
         self.net = getattr(diffusers, name)(**options)
 

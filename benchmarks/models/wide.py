@@ -106,7 +106,7 @@ class Classifier(nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        import timm
+        import timm  # pyright: ignore[reportMissingImports]
 
         self.body = timm.create_model(name)
 
