@@ -161,16 +161,3 @@ def test_hooks_around_the_optimizer_s_step():
         capture_step(model, optimizer, (torch.ones(3, 6),), dynamic_shapes=SHAPES)
     handle.remove()
     assert capture_step(model, optimizer, (torch.ones(3, 6),), dynamic_shapes=SHAPES).outputs
-
-
-def test_an_operator_of_complex_tensors_that_has_no_parts_is_refused():
-    class Transformed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return torch.fft.ifft(torch.complex(self.layer(x), x)).abs().mean()
-
-    with pytest.raises(UnsupportedOperatorError, match=r"test_refusals.py:\d+: .*complex"):
-        capture_step(Transformed(), None, (torch.randn(3, 4),), dynamic_shapes=None)

@@ -73,6 +73,34 @@ def test_mixed_model_trains_as_eager_does():
     assert "relax_disc.aten.call" in step.session.kernel_names
 
 
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator, with parts, whole tensors and both in one call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(3, 4, 2))
+
+    def forward(self, x):
+        h = self.linear(x)
+        modes = torch.fft.rfft(h, dim=1)[:, :3]
+        mixed = torch.einsum("bmi,mi->bmi", modes, torch.view_as_complex(self.weight))
+        field = torch.fft.irfft(mixed, n=5, dim=1)
+        whole = torch.fft.ifft(torch.complex(h, x), dim=-1)
+        return field.square().mean() + whole.abs().mean()
+
+
+def test_complex_tensors_of_both_kinds_train_as_in_eager():
+    torch.manual_seed(0)
+    model = Spectral()
+    twin = copy.deepcopy(model)
+    step = compiled(model, torch.randn(3, 5, 4))
+    for rows in (3, 64, 2, 17):
+        x = torch.randn(rows, 5, 4)
+        torch.testing.assert_close(step(x), train_eagerly(twin, x))
+        for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, plain)
+
+
 class Determinants(nn.Module):
     """Of matrices that lie with gaps in memory, which PyTorch's gradient looks at."""
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp.decompositions import upsample_compute_output_size
-from torch._subclasses.complex_tensor._core import Complex
+from torch._subclasses.complex_tensor._core import Complex, ComplexTensor
+from torch.utils import _pytree as pytree
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 
@@ -144,6 +145,36 @@ def bilinear_upsampling(
 def complex_parts(real: Tensor, imaginary: Tensor) -> Tensor:
     """Make a complex tensor of two real ones, on which PyTorch computes by its parts."""
     return Complex.apply(*torch.broadcast_tensors(real, imaginary))
+
+
+class _Whole(torch.autograd.Function):
+    """One complex tensor of a pair of parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        return torch.complex(x.re, x.im)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (g,) = gradients
+        return g if isinstance(g, ComplexTensor) else ComplexTensor(torch.real(g), torch.imag(g))
+
+
+def alike_complex(arguments: Any) -> Any:
+    """Part the complex tensors of a call of which another has parts: gradients become alike."""
+    if not any(isinstance(leaf, ComplexTensor) for leaf in pytree.tree_leaves(arguments)):
+        return arguments
+
+    def parted(x: Tensor) -> Tensor:
+        whole = x.is_complex() and not isinstance(x, ComplexTensor)
+        return ComplexTensor.from_interleaved(x) if whole else x
+
+    return pytree.tree_map_only(Tensor, parted, arguments)
+
+
+def whole_complex(arguments: Any) -> Any:
+    """Join the parts of complex tensors for operators that PyTorch has no rule by parts for."""
+    return pytree.tree_map_only(ComplexTensor, _Whole.apply, arguments)
 
 
 def polar(length: Tensor, angle: Tensor) -> Tensor:

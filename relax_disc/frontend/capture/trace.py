@@ -47,6 +47,7 @@ from relax_disc.frontend.capture.decompositions import (
 from relax_disc.frontend.capture.export import Exported
 from relax_disc.frontend.capture.guards import GuardWatch
 from relax_disc.frontend.capture.refusals import refuse_autocast
+from relax_disc.frontend.capture.rewrites import alike_complex, whole_complex
 from relax_disc.frontend.capture.source_lines import source_line
 from relax_disc.frontend.random_ops import Randomness
 
@@ -152,7 +153,13 @@ class _StepInterpreter(fx.Interpreter):
             device, dtype, enabled, cache = args[:4]
             with torch.autocast(device, dtype, enabled, cache):
                 return self._enter(args[4], args[5:])
-        return super().call_function(target, args, kwargs)
+        args, kwargs = alike_complex((args, kwargs))
+        try:
+            return super().call_function(target, args, kwargs)
+        except TypeError as error:
+            if "Multiple dispatch failed" not in str(error):
+                raise
+            return super().call_function(target, *whole_complex((args, kwargs)))
 
     def _check_autocast(self, node: fx.Node) -> None:
         """Refuse a region in float16; the region's first operator says where it is."""
