@@ -41,8 +41,8 @@ or called in the same way.
   operands and results. It is a bound for operators that work alike at all sizes. One that takes
   more gets it from PyTorch's allocator, and the peak that `memory_report` counts is then above the
   planned one by so much.
-* A complex tensor is memory of pairs of real numbers; one made of a real and an imaginary part stays two
-  tensors until an operator needs it whole. Complex parameters and batches are refused.
+* A complex tensor is memory of pairs of real numbers; one made of two parts stays
+  two tensors until an operator needs it whole. Complex parameters and batches are refused.
 * What the operator checks on data it checks in the call: `torch.linalg.inv` of a singular matrix
   raises PyTorch's error. Nothing has changed then, unless a parameter had been written already,
   which `StepTornError` says.
