@@ -60,16 +60,24 @@ def train_eagerly(model, x):
     return loss.detach()
 
 
+def trained_as_eager(model, sizes, *shape, loss=None, parameters=None):
+    """Train a model and its twin in eager, compared at each size; the compiled step."""
+    twin = copy.deepcopy(model)
+    step = compiled(model, torch.randn(3, *shape))
+    for rows in sizes:
+        x = torch.randn(rows, *shape)
+        torch.testing.assert_close(step(x), train_eagerly(twin, x), **loss or {})
+        for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, plain, **parameters or {})
+    return step
+
+
+ROUNDED = {"loss": {"rtol": 1e-5, "atol": 1e-6}, "parameters": {"rtol": 2e-4, "atol": 2e-5}}
+
+
 def test_mixed_model_trains_as_eager_does():
     torch.manual_seed(0)
-    model = Mixed()
-    twin = copy.deepcopy(model)
-    step = compiled(model, torch.randn(3, 5, 4))
-    for rows in (3, 64, 2, 17):
-        x = torch.randn(rows, 5, 4)
-        torch.testing.assert_close(step(x), train_eagerly(twin, x), rtol=1e-5, atol=1e-6)
-        for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(mine, plain, rtol=2e-4, atol=2e-5)
+    step = trained_as_eager(Mixed(), (3, 64, 2, 17), 5, 4, **ROUNDED)
     assert "relax_disc.aten.call" in step.session.kernel_names
 
 
@@ -91,14 +99,7 @@ class Spectral(nn.Module):
 
 def test_complex_tensors_of_both_kinds_train_as_in_eager():
     torch.manual_seed(0)
-    model = Spectral()
-    twin = copy.deepcopy(model)
-    step = compiled(model, torch.randn(3, 5, 4))
-    for rows in (3, 64, 2, 17):
-        x = torch.randn(rows, 5, 4)
-        torch.testing.assert_close(step(x), train_eagerly(twin, x))
-        for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(mine, plain)
+    trained_as_eager(Spectral(), (3, 64, 2, 17), 5, 4)
 
 
 class Determinants(nn.Module):
@@ -115,14 +116,7 @@ class Determinants(nn.Module):
 
 def test_gradients_of_determinants_do_not_depend_on_strides():
     torch.manual_seed(0)
-    model = Determinants()
-    twin = copy.deepcopy(model)
-    step = compiled(model, torch.randn(3, 6))
-    for rows in (3, 20, 2):
-        x = torch.randn(rows, 6)
-        torch.testing.assert_close(step(x), train_eagerly(twin, x), rtol=1e-5, atol=1e-6)
-        for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(mine, plain, rtol=2e-4, atol=2e-5)
+    trained_as_eager(Determinants(), (3, 20, 2), 6, **ROUNDED)
 
 
 class Deep(nn.Module):
