@@ -1,7 +1,7 @@
 # `make demo` and `make test` work from a bare clone: they need Python 3.10-3.13, make and g++.
 # The packages go into the active virtual environment, or into .venv when none is active.
 
-.PHONY: demo test test-full test-wheel lint format bench docs clean help
+.PHONY: demo test test-full test-wheel lint format bench docs site clean help
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
@@ -28,6 +28,7 @@ help:
 	@echo "make test-wheel build a wheel and train from it without a compiler (3 minutes)"
 	@echo "make lint       ruff, pyright and the direction of imports; make format rewrites"
 	@echo "make bench      training steps next to eager PyTorch and torch.compile"
+	@echo "make site       the documentation as web pages, in build/site"
 	@echo "make docs       the pages that are made from the code and from results"
 
 $(PYTHON):
@@ -51,7 +52,7 @@ $(VENV)/.relax-disc-%: pyproject.toml | $(VENV)/.relax-disc-torch
 comma := ,
 DEMO := $(VENV)/.relax-disc-demo
 TEST := $(VENV)/.relax-disc-demo+hf+test
-FULL := $(VENV)/.relax-disc-demo+hf+lightning+plot+test+tune
+FULL := $(VENV)/.relax-disc-demo+docs+hf+lightning+plot+test+tune
 LINT := $(VENV)/.relax-disc-demo+hf+lightning+lint+plot+test
 
 demo: $(DEMO)
@@ -82,6 +83,10 @@ docs: $(TEST)
 	$(PYTHON) -m benchmarks.operators.document > docs/operators.md.new
 	mv docs/operators.md.new docs/operators.md
 	$(PYTHON) -m benchmarks.models --write-docs
+
+site: $(VENV)/.relax-disc-docs+hf
+	$(PYTHON) -m sphinx -q -W -b html docs build/site
+	@echo "build/site/index.html"
 
 bench: $(DEMO)
 	$(PYTHON) -m benchmarks.training

@@ -100,6 +100,7 @@ def measure(name: str) -> dict[str, Any]:
 
     from relax_disc import compiler
     from relax_disc.frontend.capture import step
+    from relax_disc.frontend.capture.tracing import tracing
     from relax_disc.tir_kernels.target import cpu_target
     from relax_disc.training.cache import artefact
     from relax_disc.vm_builtins import native
@@ -110,18 +111,21 @@ def measure(name: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     clock, target = _Clock(), cpu_target()
     wall = time.perf_counter()
-    exported = clock.run(
-        "export", lambda: compiler.export_step(model, optimizer, example, dynamic_shapes=shapes)
-    )
-    trace = step.trace_step
-    with patch.object(step, "trace_step", lambda *args: clock.run("trace", lambda: trace(*args))):
-        captured = clock.run("import", exported.capture)
-    clock.seconds["import"] -= clock.seconds["trace"]
-    with tvm.transform.PassContext(opt_level=2, instruments=[_instrument(clock)]):
-        built = clock.run("code", lambda: compiler.build(captured.module, target))
-    inside = sum(clock.seconds[phase] for phase in PHASES[3:9])
-    clock.seconds["code"] -= inside
-    library = clock.run("link", lambda: artefact.export_library(built))
+    with tracing():  # as in relax_disc.compile
+        exported = clock.run(
+            "export", lambda: compiler.export_step(model, optimizer, example, dynamic_shapes=shapes)
+        )
+        trace = step.trace_step
+        with patch.object(
+            step, "trace_step", lambda *args: clock.run("trace", lambda: trace(*args))
+        ):
+            captured = clock.run("import", exported.capture)
+        clock.seconds["import"] -= clock.seconds["trace"]
+        with tvm.transform.PassContext(opt_level=2, instruments=[_instrument(clock)]):
+            built = clock.run("code", lambda: compiler.build(captured.module, target))
+        inside = sum(clock.seconds[phase] for phase in PHASES[3:9])
+        clock.seconds["code"] -= inside
+        library = clock.run("link", lambda: artefact.export_library(built))
     seconds = {phase: round(clock.seconds[phase], 2) for phase in PHASES}
     return {
         "seconds": seconds,

@@ -2,7 +2,7 @@
 
 Started by `benchmarks.training`, one process per variant, so that no variant's threads, caches or
 memory touch another's.  `compile:0.5` is torch.compile with that activation_memory_budget,
-`checkpoint` eager PyTorch that computes every layer twice.
+`backend` torch.compile with ours, `checkpoint` eager PyTorch that computes every layer twice.
 """
 
 from __future__ import annotations
@@ -24,11 +24,21 @@ import relax_disc
 from benchmarks.malloc_counter import MallocCounter
 from benchmarks.processes import serve
 from benchmarks.training_batches import LONGEST, VOCABULARY, make_batch
+from relax_disc.pipeline import PipelineOptions
 from relax_disc.training.memory_plan import MemoryPlan
 from relax_disc.training_step import TrainingStep
 from tutorials._llama import Llama, LlamaSizes
 
-VARIANTS = ("eager", "eager-fused", "checkpoint", "compile", "compile-fused", "relax_disc")
+# `relax_disc:padded` computes all positions, needed or not.
+VARIANTS = (
+    "eager",
+    "eager-fused",
+    "checkpoint",
+    "compile",
+    "compile-fused",
+    "backend",
+    "relax_disc",
+)
 SIZES = {
     "S": {"hidden": 256, "feed_forward": 688},
     "M": {"hidden": 512, "feed_forward": 1376},
@@ -64,7 +74,7 @@ class Worker:
         self._make_optimizer_state()
         self._counter = MallocCounter()
         self._base_bytes: int | None = None
-        self._planned: Callable[[int, int], int] | None = None
+        self._planned: Callable[[Tensor, Tensor], int] | None = None
         self._compiled: TrainingStep | None = None
         start = time.perf_counter()
         self._step = self._prepare(kind, knob)
@@ -87,11 +97,17 @@ class Worker:
                 self.optimizer,
                 make_batch([24, 16], seed=0),
                 dynamic_shapes={"ids": shape, "labels": shape},
+                options=PipelineOptions(remove_padding=knob != "padded"),
             )
             # The arena stays between calls; measured from here, it counts as used.
             self._base_bytes = self._counter.live_bytes()
             self._compiled = step
-            self._planned = lambda batch, length: step.plan(batch=batch, length=length).peak_bytes
+
+            def planned(ids: Tensor, labels: Tensor) -> int:
+                shape: dict[str, Any] = step.shape_of(ids, labels)
+                return step.plan(**shape).peak_bytes
+
+            self._planned = planned
             return step
         run = self.model
         if kind == "checkpoint":
@@ -101,6 +117,8 @@ class Worker:
             if knob:
                 functorch_config.activation_memory_budget = float(knob)
             run = torch.compile(self.model, dynamic=True)
+        if kind == "backend":
+            run = torch.compile(self.model, dynamic=True, backend="relax_disc")
 
         def eager_step(ids: Tensor, labels: Tensor) -> Tensor:
             loss = run(ids, labels)
@@ -121,7 +139,7 @@ class Worker:
         of that budget is there, and says more about its memory.
         """
         ids, labels = make_batch(lengths, seed)
-        plan = None if budget is None else self._limit(budget, *ids.shape)
+        plan = None if budget is None else self._limit(budget, ids, labels)
         if plan is not None:
             self._step(ids, labels)
         base = self._counter.live_bytes() if self._base_bytes is None else self._base_bytes
@@ -139,23 +157,24 @@ class Worker:
             # Gradients included; parameters and optimizer state not.
             "activation_peak_bytes": self._counter.peak_bytes() - base,
             # Those included.
-            "planned_peak_bytes": self._planned(*ids.shape) if self._planned else None,
+            "planned_peak_bytes": self._planned(ids, labels) if self._planned else None,
             **({} if plan is None else self._account(plan)),
         }
 
-    def _limit(self, budget: dict[str, float], batch: int, length: int) -> MemoryPlan:
+    def _limit(self, budget: dict[str, float], ids: Tensor, labels: Tensor) -> MemoryPlan:
         """Set the budget, or the least that is feasible; return the plan."""
         step = self._compiled
         if step is None:
             raise ValueError("only relax_disc takes a budget")
         step.session.release()
         step.memory_budget = None
-        plan = step.plan(batch=batch, length=length)
+        shape: dict[str, Any] = step.shape_of(ids, labels)
+        plan = step.plan(**shape)
         if budget:
             activations = budget.get("activation_bytes", 0)
             activations += int(budget.get("own", 0) * plan.activation_peak_bytes)
             step.memory_budget = plan.state_bytes + int(activations)
-            plan = step.plan(batch=batch, length=length)
+            plan = step.plan(**shape)
             if not plan.fits:
                 step.memory_budget = plan.least_bytes
         return plan

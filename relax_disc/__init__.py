@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     from relax_disc.memory_analysis import analyze_memory, largest
     from relax_disc.training_step import TrainingStep
     from relax_disc.verification import verify
+    from relax_disc.vm_builtins.tier import FileTier
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FileTier",
     "ForwardFunction",
     "TrainingStep",
     "analysis",
@@ -58,6 +60,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "FileTier": "relax_disc.vm_builtins.tier",
     "ForwardFunction": "relax_disc.forward_function",
     "TrainingStep": "relax_disc.training_step",
     "analyze_memory": "relax_disc.memory_analysis",

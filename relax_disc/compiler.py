@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from relax_disc.frontend import (
 )
 from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.optimizer.several import optimizers_of
+from relax_disc.frontend.padding import without_padding
 from relax_disc.frontend.spec import CapturedStep, UpdateGroup
 from relax_disc.pipeline import PipelineOptions, pipeline
 from relax_disc.progress import phase
@@ -38,6 +40,7 @@ from relax_disc.training.call.batch import device_of
 from relax_disc.training.call.hooks import watch_clipping
 from relax_disc.training_step import GradientStep, TrainingStep
 from relax_disc.transform.schedule_kernels import LOWERING_FAILURES
+from relax_disc.vm_builtins.tier import FileTier
 
 _logger = logging.getLogger(__name__)
 
@@ -53,6 +56,8 @@ def compile(
     target: str | tvm.target.Target = "llvm",
     memory_budget: int | str | None = None,
     max_grad_norm: float | None = None,
+    offload_to: FileTier | str | os.PathLike[str] | None = None,
+    options: PipelineOptions | None = None,
 ) -> TrainingStep:
     """Compile forward, gradients and optimizer update into one program for all shapes.
 
@@ -81,6 +86,11 @@ def compile(
     max_grad_norm : float, optional
         Clip the gradients' global norm, which `TrainingStep.gradient_norm` then tells; infinity
         clips nothing, and then no gradient waits for the others.
+    offload_to : path-like or FileTier, optional
+        A folder on a fast disk: under a budget a tensor that is evicted may be written there and
+        read back, where that is faster than to compute it again or the only way to fit.
+    options : PipelineOptions, optional
+        What is done to the program; by default everything.
 
     Returns
     -------
@@ -114,18 +124,20 @@ def compile(
     )
     with phase("export the model"):
         exported = export()
-    [captured], built = _capture_or_recall(exported, target)
+    [captured], built = _capture_or_recall(exported, target, options)
 
     def accumulation_programs() -> tuple[Program, Program]:
         groups = captured.update_groups
-        functions, both = _capture_or_recall(export(), target, accumulate=True, groups=groups)
+        functions, both = _capture_or_recall(
+            export(), target, options, accumulate=True, groups=groups
+        )
         adding, updating = (Program(each, both.executable, both.library) for each in functions)
         return adding, updating
 
     machine = machine_name(device_of(model))
     path = built.calibration_path(machine)
     kind = GradientStep if optimizer is None else TrainingStep
-    return kind(
+    step = kind(
         *(captured, built.executable, model, optimizer, built.library),
         loss_fn=loss_fn,
         max_grad_norm=max_grad_norm,
@@ -134,6 +146,8 @@ def compile(
         calibration_path=path,
         summing=accumulation_programs,
     )
+    step.offload_to = offload_to
+    return step
 
 
 def _budget(memory_budget: int | str | None, target: tvm.target.Target) -> int | None:
@@ -146,6 +160,7 @@ def _budget(memory_budget: int | str | None, target: tvm.target.Target) -> int |
 def _capture_or_recall(
     exported: ExportedStep,
     target: tvm.target.Target,
+    options: PipelineOptions | None,
     *,
     accumulate: bool = False,
     groups: Sequence[UpdateGroup] | None = None,
@@ -157,7 +172,7 @@ def _capture_or_recall(
     fingerprint = None
     if enabled():
         fingerprint = exported.fingerprint(accumulate=accumulate, groups=groups)
-    known = recall(fingerprint, target, exported.outer())
+    known = recall(fingerprint, target, exported.outer(), options)
     if known is not None:
         return known
     with phase("trace gradients and update"):
@@ -167,8 +182,10 @@ def _capture_or_recall(
             captured = exported.capture_accumulation(groups)
         else:
             captured = (exported.capture(),)
-    built = build_or_reuse(captured[0].module, target)
-    remember(fingerprint, target, captured, built.path)
+        if options is None or options.remove_padding:
+            captured = without_padding(captured, target)
+    built = build_or_reuse(captured[0].module, target, options)
+    remember(fingerprint, target, captured, built.path, options)
     return captured, built
 
 
@@ -180,6 +197,7 @@ def compile_forward(
     dynamic_shapes: Any,
     target: str | tvm.target.Target = "llvm",
     memory_budget: int | str | None = None,
+    offload_to: FileTier | str | os.PathLike[str] | None = None,
 ) -> ForwardFunction:
     """Compile a forward pass alone into one program for all shapes.
 
@@ -196,6 +214,7 @@ def compile_forward(
     built = build_or_reuse(captured.module, target)
     function = ForwardFunction(captured, built.executable, model, None)
     function.memory_budget = budget
+    function.offload_to = offload_to
     return function
 
 

@@ -35,7 +35,25 @@ class InputMismatchError(RelaxDiscError, TypeError):
 
 
 class ShapeRangeError(RelaxDiscError, ValueError):
-    """A dim of an argument is outside its declared range, or two arguments contradict."""
+    """A dim of an argument is outside its declared range, or two arguments contradict.
+
+    Attributes
+    ----------
+    allowed : tuple of str, int and int or None
+        Where one narrower range would do: the dim's name, its least and greatest size; else None.
+    dims : tuple of str
+        The dims that the condition is about, where one is known to be broken in their ranges.
+    """
+
+    allowed: tuple[str, int, int | None] | None = None
+    dims: tuple[str, ...] = ()
+
+
+def narrower(message: str, dim: str, lower: int, upper: int | None) -> ShapeRangeError:
+    """Make a `ShapeRangeError` that a narrower range of one dim avoids."""
+    error = ShapeRangeError(message)
+    error.allowed = dim, lower, upper
+    return error
 
 
 class IndexRangeError(ShapeRangeError, IndexError):

@@ -9,7 +9,7 @@ is made.  The figures are those of a call without a memory budget: nothing is co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tvm
@@ -72,7 +72,9 @@ def analyze_memory(
     if isinstance(source, TensorGraph):
         return report_memory(source, shapes)
     session, kinds, dims = _planner(source, target)
-    return report_memory(session, shapes, kinds=kinds, dims=dims)
+    complete = _completion(source)
+    given = [shapes] if isinstance(shapes, Mapping) else shapes
+    return report_memory(session, [complete(shape) for shape in given], kinds=kinds, dims=dims)
 
 
 def largest(
@@ -113,11 +115,12 @@ def largest(
     session, _, dims = _planner(source, target)
     names = session.metadata.dims
     budget = parse_bytes(memory_budget)
-    found = bounded_dim(dims, dim)
-    check_shape(dims, {**other_dims, dim: found.last or 0})
+    found = bounded_dim(getattr(source, "dims", dims), dim)
+    complete = _completion(source)
+    check_shape(dims, complete({**other_dims, dim: found.last or 0}))
 
     def fits(size: int) -> bool:
-        sizes = {**other_dims, dim: size}
+        sizes = complete({**other_dims, dim: size})
         return session.plan([sizes[name] for name in names], budget).feasible
 
     return largest_that_fits(fits, found)
@@ -148,7 +151,7 @@ def _planner(
     """Return what plans the program, the kinds of what the caller passes, and the dims."""
     session = getattr(source, "session", None)
     if session is not None:
-        return session, source.input_kinds, tuple(source.dims)
+        return session, source.input_kinds, tuple(source.program_dims)
     module = source if isinstance(source, tvm.IRModule) else source.module
     name = _main_of(module)
     function = module[name]
@@ -165,6 +168,12 @@ def _planner(
         tuple(kind for kind in kinds if kind != "shape"),
         tuple(extraction.table.dims.values()),
     )
+
+
+def _completion(source: Any) -> Callable[[Mapping[str, int]], Mapping[str, int]]:
+    """Return what adds to a shape the sizes that a compiled step finds out itself."""
+    leaves_out = hasattr(source, "padding_report") and source.padding_report().is_left_out
+    return source.complete_sizes if leaves_out else dict
 
 
 def _main_of(module: tvm.IRModule) -> str:

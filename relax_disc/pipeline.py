@@ -45,6 +45,10 @@ class PipelineOptions:
 
     Attributes
     ----------
+    remove_padding : bool
+        Leave rows of a padded batch out that provably cannot reach the loss (CPU).  This is done
+        to a captured step before all else, by `relax_disc.compile`: it changes what the function
+        takes.  A module lowered by `pipeline` alone stays as it is.
     chunk_vocabulary_head : bool
         Compute a linear head with cross-entropy in chunks of rows (CPU).
     fuse : bool
@@ -72,6 +76,7 @@ class PipelineOptions:
         compiled programs, nor kept there.
     """
 
+    remove_padding: bool = True
     chunk_vocabulary_head: bool = True
     fuse: bool = True
     inline_producers: bool = True

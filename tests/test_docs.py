@@ -1,6 +1,8 @@
 """The pages name files, links and make targets that exist; the code in them runs."""
 
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -111,3 +113,20 @@ def test_the_code_of_a_page_runs(repository, page):
     for match in _CODE.finditer(text):
         code = "\n" * text[: match.start(1)].count("\n") + textwrap.dedent(match[1])
         exec(compile(code, str(repository / page), "exec"), names)
+
+
+def test_the_site_is_built_and_its_links_lead_somewhere(repository, tmp_path):
+    pytest.importorskip("furo")
+    pytest.importorskip("myst_parser")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", "docs", str(tmp_path)]
+    subprocess.run(command, cwd=repository, check=True)
+    pages = sorted(tmp_path.glob("*.html"))
+    assert {"index.html", "reference.html", "tutorials.html"} <= {page.name for page in pages}
+    assert "memory_budget" in (tmp_path / "reference.html").read_text()
+    broken = [
+        (page.name, link)
+        for page in pages
+        for link in re.findall(r'href="([^"#?:]+)[#?]?[^":]*"', page.read_text())
+        if not (tmp_path / link).exists()
+    ]
+    assert broken == []

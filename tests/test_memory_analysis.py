@@ -9,6 +9,7 @@ from relax_disc.analysis import SymbolicDim, TensorGraph
 from relax_disc.errors import GraphError, ShapeRangeError
 from relax_disc.frontend import capture_step
 from relax_disc.memory_analysis import largest
+from relax_disc.pipeline import PipelineOptions
 from tests.analysis.tensor_graphs import training_graph
 from tests.frontend.models import VOCABULARY, Llama
 
@@ -38,7 +39,11 @@ def captured(model_and_optimizer):
 
 @pytest.fixture(scope="module")
 def step(model_and_optimizer):
-    return relax_disc.compile(*model_and_optimizer, batch(3, 12), dynamic_shapes=SHAPES)
+    # As captured, with all positions of the batch.
+    options = PipelineOptions(remove_padding=False)
+    return relax_disc.compile(
+        *model_and_optimizer, batch(3, 12), dynamic_shapes=SHAPES, options=options
+    )
 
 
 def test_equals_a_run_to_the_byte(captured, step):

@@ -135,7 +135,7 @@ pytestmark = pytest.mark.skipif(
 def test_baseline_wheel_trains_without_a_compiler(repository, tmp_path):
     """What continuous integration runs: one instruction set, a third of the time to build."""
     wheel = build_wheel(
-        repository, tmp_path, "-C", "cmake.define.RELAX_DISC_VARIANTS=x86-64-v2"
+        repository, tmp_path, "--config-settings=cmake.define.RELAX_DISC_VARIANTS=x86-64-v2"
     )  # fmt: skip
     check_contents(repository, wheel, ["v2"])
     check_quick_start(wheel, tmp_path)

@@ -109,6 +109,7 @@ def main(
         bool, typer.Option("--autocast", help="With --speed: forward passes in bfloat16.")
     ] = False,
     rounds: Annotated[int, typer.Option(help="With --speed: measurements of a shape.")] = 8,
+    threads: Annotated[int, typer.Option(help="With --speed: of each process.")] = 2,
 ) -> None:
     """Judge the models; prints a table, writes benchmarks/results/<name>.json as it goes.
 
@@ -122,6 +123,7 @@ def main(
             resume=resume,
             rounds=rounds,
             limit_seconds=limit_seconds,
+            threads=threads,
             name=("models_speed_autocast" if autocast else "models_speed")
             if name == "models"
             else name,

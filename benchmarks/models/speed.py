@@ -26,6 +26,8 @@ from relax_disc.vm_builtins import native
 _WARM_UP = 2
 _IDLE_SECONDS = 0.02
 """Threads of OpenMP spin for some milliseconds after a region before they sleep."""
+_TURN_SECONDS = 0.2
+"""A turn takes steps for about this long, two at least; its fastest counts."""
 
 
 def measured(
@@ -71,11 +73,14 @@ def _measured(workers: Sequence[Worker], entry: Entry, rounds: int) -> dict[str,
     }
     memory: dict[tuple[int, ...], dict[str, Any]] = {sizes: {} for sizes in entry.sizes}
     compiling = {worker.name: worker.prepared["prepare_seconds"] for worker in workers}
+    repeat: dict[tuple[int, ...], int] = {}
     for sizes in entry.sizes:
         for worker in workers:
             first, *_, last = [worker.ask(sizes=sizes) for _ in range(_WARM_UP + 1)]
             compiling[worker.name] += max(0.0, first["seconds"] - last["seconds"])
             memory[sizes][worker.name] = worker.ask(memory=sizes)
+            # The first step of a turn wakes the threads.
+            repeat[sizes] = max(2, min(20, int(_TURN_SECONDS / last["seconds"])))
     busy = 0.0
     for number in range(rounds):
         for sizes in entry.sizes:
@@ -84,8 +89,7 @@ def _measured(workers: Sequence[Worker], entry: Entry, rounds: int) -> dict[str,
                 time.sleep(_IDLE_SECONDS)
                 others = [other for other in workers if other is not worker]
                 before, start = [other.cpu_seconds() for other in others], time.perf_counter()
-                # The first of two steps wakes the threads.
-                raw[sizes][worker.name].append(worker.ask(sizes=sizes, repeat=2))
+                raw[sizes][worker.name].append(worker.ask(sizes=sizes, repeat=repeat[sizes]))
                 spent = time.perf_counter() - start
                 after = [other.cpu_seconds() for other in others]
                 busy = max([busy, *((b - a) / spent for a, b in zip(before, after, strict=True))])
@@ -141,7 +145,7 @@ def run(
     resume: bool,
     rounds: int,
     limit_seconds: float,
-    threads: int = 2,
+    threads: int,
     name: str = "models_speed",
     autocast: bool = False,
 ) -> None:
@@ -159,6 +163,10 @@ def run(
         Measurements of each shape.
     limit_seconds : float
         Of one model's processes.
+    threads : int
+        Of each process.
+    name : str
+        Of the file of results.
     autocast : bool
         Run the forward passes under autocast to bfloat16.
     """
@@ -171,7 +179,6 @@ def run(
     chosen = [e for e in WIDE if not only or any(word in e.name.lower() for word in only)]
     settings = {
         "rounds": rounds,
-        "threads": threads,
         "optimizer": "AdamW, fused",
         "autocast": autocast,
     }

@@ -17,6 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models-speed.md"
 _COLUMNS = (
     "model",
     "parameters",
+    "threads",
     "shapes",
     "eager ms",
     "step / eager (quartiles)",
@@ -59,10 +60,9 @@ def page(content: Mapping[str, Any]) -> str:
     lines.append(
         f"Measured by `python -m benchmarks.models --speed` at commits {', '.join(commits)} on "
         f"{', '.join(dict.fromkeys(r['processor'] for r in results))}, "
-        f"{content['settings']['threads']} threads of each process, which may run on {cores} "
-        f"cores, OMP_WAIT_POLICY {policies}; a process that waited took at most {busiest:.2f} of a "
-        "core. Other work ran on the machine. This page is made of "
-        "`benchmarks/results/models_speed.json`."
+        f"processes that may run on {cores} cores, OMP_WAIT_POLICY {policies}; a process that "
+        f"waited took at most {busiest:.2f} of a core. Other work ran on the machine. This page is "
+        "made of `benchmarks/results/models_speed.json`."
     )
     return "\n".join(lines) + "\n"
 
@@ -76,7 +76,7 @@ def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table for the screen."""
     table = Table(title=_totals(results))
     for number, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="left" if number in (0, 2) else "right")
+        table.add_column(column, justify="left" if number in (0, 3) else "right")
     for result in results:
         for cells in _cells(result):
             table.add_row(*cells)
@@ -114,6 +114,7 @@ def _cells(result: Mapping[str, Any]) -> list[list[str]]:
         rows.append([
             "" if rows else result["model"],
             "" if rows else f"{result['parameters'] / 1e6:.1f} M",
+            "" if rows else str(result["processes"]["relax_disc"]["threads"]),
             ", ".join(f"{dim} {size}" for dim, size in shape["sizes"].items()),
             f"{1e3 * shape['seconds']['eager']:.0f}",
             *(f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in times),

@@ -17,13 +17,17 @@ from rich.markup import escape
 from rich.table import Table
 
 import relax_disc
-from relax_disc.cli.user_step import Json, phases_shown
+from relax_disc import progress
+from relax_disc.cli.user_step import Json
 from relax_disc.compatibility import SUPPORTED_VERSIONS
 from relax_disc.vm_builtins import native
 
 _OPTIONAL = {
     "matplotlib": "plot",
     "transformers": "hf",
+    "accelerate": "hf",
+    "lightning": "lightning",
+    "xgboost": "tune",
     "tokenizers": "demo",
     "safetensors": "demo",
 }
@@ -55,7 +59,7 @@ def findings() -> list[Finding]:
         Finding("C++ compiler", compiler or "none", True if compiler else not needed, needed)
     )
     try:
-        with phases_shown():
+        with progress.shown():
             native.load()
         found.append(Finding("C++ library", "of the wheel" if carried else "built here"))
     except native.NativeBuildError as error:

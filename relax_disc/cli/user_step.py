@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 import relax_disc
 from relax_disc import progress
@@ -115,7 +114,7 @@ def compiled(source: str, budget: str | None, arguments: dict[str, Any]) -> Any:
     """Compile the user's step, showing the phases on a terminal."""
     if budget is not None:
         arguments["memory_budget"] = budget
-    with phases_shown():
+    with progress.shown():
         try:
             return relax_disc.compile(**arguments)
         except relax_disc.errors.RelaxDiscError:
@@ -134,29 +133,6 @@ def compiled(source: str, budget: str | None, arguments: dict[str, Any]) -> Any:
                 "the compiler first: example_inputs is a tuple of positional arguments, or a dict "
                 "of keyword arguments."
             ) from error
-
-
-@contextmanager
-def phases_shown() -> Iterator[None]:
-    """Show on the terminal what takes long; nothing elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status("") as status:
-        running: list[str] = []
-
-        def tell(name: str, seconds: float | None) -> None:
-            if seconds is None:
-                running.append(name)
-            else:
-                running.remove(name)
-                if seconds > 2:
-                    console.print(f"[dim]{name}: {seconds:.1f} s[/dim]")
-            status.update(running[-1] if running else "")
-
-        with progress.watching(tell):
-            yield
 
 
 def parse_sizes(given: list[str] | None, dims: tuple[SymbolicDim, ...]) -> dict[str, int]:

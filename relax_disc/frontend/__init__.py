@@ -18,6 +18,7 @@ from relax_disc.frontend.capture.batch_spec import BatchSpec
 from relax_disc.frontend.capture.step import (
     ExportedStep,
     capture_forward,
+    capture_halves,
     capture_step,
     export_step,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "OutputSpec",
     "UpdateGroup",
     "capture_forward",
+    "capture_halves",
     "capture_step",
     "export_step",
     "programs_of",

@@ -52,6 +52,10 @@ def emit_functions(
     builder = relax.BlockBuilder()
     made = [_emit(builder, exported, traced, each) for each in wanted]
     attrs = {step.function: _attributes(step.inputs, step.outputs, step.dims) for step in made}
+    if traced.late:
+        (step,) = made
+        gradients = sum(out.kind == "gradient" for out in step.outputs)
+        attrs[step.function]["relax_disc.second_half"] = [traced.late, gradients]
     module = builder.get()
     module = tvm.IRModule(
         {
@@ -92,11 +96,11 @@ def _emit(
                 added, grads = emit_sums(emitter, parameters, sums, grads, guards)
                 outputs += added
                 values += grads
-            if wanted.update:
-                emit_updates(emitter, updates, grads, outputs, values, guards)
             if checks.flags and not (wanted.accumulate or updates.items):
                 outputs.append(OutputSpec("guarded", "guard"))
                 values.append(guards.token())
+            if wanted.update:
+                emit_updates(emitter, updates, grads, outputs, values, guards)
             bound: list[Any] = [_bound(emitter, value) for value in values]
             result = builder.emit_output(relax.Tuple(bound))
         builder.emit_func_output(result)
@@ -130,12 +134,12 @@ def _outputs(
         if _is_tensor(value):
             outputs.append(OutputSpec(f"output_{k + 1}", "extra"))
             values.append(value)
-    kinds = ("buffer", "constant", "parameter")
+    kinds = ("buffer", "constant", "parameter", "batch")
     position = {spec.target: k for k, spec in enumerate(specs) if spec.kind in kinds}
     first = 1 + traced.extra_count
     for k, index in enumerate(traced.buffers):
-        target = str(traced.arguments[index].target)
-        outputs.append(OutputSpec(target, "buffer", position[target]))
+        target = traced.arguments[index].target
+        outputs.append(OutputSpec(str(target), "buffer", position[target]))
         values.append(flat[first + k])
     return outputs, values
 

@@ -123,7 +123,7 @@ def declare(traced: Traced, emitter: Emitter, parameters: Parameters) -> dict[fx
             emitter.locate(variable_name(str(argument.target)), source_line(node))
             assert argument.tensor is not None
             env[node] = emitter.torch_constant(argument.tensor)
-        elif argument.kind == "batch" or node.users or index in updated:
+        elif argument.kind in ("batch", "output_gradient") or node.users or index in updated:
             shape = tuple(emitter.symbols.text(n) for n in value.shape)
             spec = _input_spec(argument, shape, dtype_name(value.dtype))
             env[node] = parameters.add(spec, emitter.symbols.shape(value.shape))
@@ -143,7 +143,7 @@ def _refuse_dynamic_number(value: Any, argument: Argument) -> None:
 
 
 def _input_spec(argument: Argument, shape: tuple[int | str, ...], dtype: str) -> InputSpec:
-    name = argument.name if argument.kind == "batch" else str(argument.target)
+    name = argument.name if isinstance(argument.target, int) else argument.target
     return InputSpec(
         name=variable_name(name),
         kind=argument.kind,  # pyright: ignore[reportArgumentType]

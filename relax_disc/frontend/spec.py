@@ -21,9 +21,11 @@ InputKind = Literal[
     "number",
     "rng",
     "gradient",
+    "output_gradient",
     "adding",
     "state",
     "hyper",
+    "packing",
 ]
 OutputKind = Literal["loss", "extra", "norm", "gradient", "buffer", "parameter", "state", "guard"]
 
@@ -51,9 +53,11 @@ class InputSpec:
         model or the loss function reaches and that is neither), ``"number"`` (a Python number that
         they read, float64 without axes), ``"rng"`` (``[seed, offset]``, int64,
         there only when the model draws random numbers; the caller raises the offset by one after
-        each step), ``"gradient"`` (the sum so far), ``"adding"`` (what the addition of gradients
-        reads: `SUM_HYPER` of :mod:`.optimizer.kernels`), ``"state"`` (of the optimizer) or
-        ``"hyper"`` (:mod:`.optimizer.program`).
+        each step), ``"gradient"`` (the sum so far), ``"output_gradient"`` (in a function of two
+        halves), ``"adding"`` (what the addition of gradients reads: `SUM_HYPER` of
+        :mod:`.optimizer.kernels`), ``"state"`` (of the optimizer), ``"hyper"``
+        (:mod:`.optimizer.program`) or ``"packing"`` (which rows of the batch are kept:
+        :mod:`relax_disc.transform.padding.remove_padding`).
     target : str or int
         Full name in the model (``"state"``: of its parameter; ``"hyper"``: of the first parameter
         of its update group; ``"adding"``: the element type); for ``"batch"`` the index of the leaf
@@ -143,6 +147,31 @@ class SizeCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """Which rows of a padded batch a function computes; a row is one position of one sequence.
+
+    Expressions are those of :mod:`relax_disc.analysis.padding.values` over ``batch`` and
+    ``length``; the parameter of a ``"load"`` is the index among the leaves of the flattened batch.
+    """
+
+    tokens: str  # name of the dim that counts the rows which are computed
+    batch: str  # names of the dims of the batch
+    length: str
+    counted: Any  # true where a label counts
+    kept: Any  # true where a mask leaves the row; None: there is no mask
+    is_prefix: bool  # whether all rows before the last counted one are computed
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingReason:
+    """Why rows that do not count are computed."""
+
+    line: str  # of the model, ``"file:line"``; empty where unknown
+    operator: str  # what needs them; empty for what is about the step as a whole
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedStep:
     """A PyTorch function as one Relax function with symbolic shapes.
 
@@ -169,6 +198,10 @@ class CapturedStep:
         What a batch must fulfil beyond the declared dims.
     outer : Outer
         Where the inputs of kinds ``"constant"`` and ``"number"`` lie, and what else was read.
+    packing : Packing or None
+        The rows that are computed; None: all.
+    padding : tuple of PaddingReason
+        Why rows that do not count are computed after all.
     """
 
     module: tvm.IRModule
@@ -183,3 +216,5 @@ class CapturedStep:
     index_checks: tuple[IndexCheck, ...] = ()
     size_checks: tuple[SizeCheck, ...] = ()
     outer: Outer = field(default_factory=Outer)
+    packing: Packing | None = None
+    padding: tuple[PaddingReason, ...] = ()

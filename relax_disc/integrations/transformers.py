@@ -9,6 +9,7 @@ Limits: one process, one device; callbacks between gradients and update see no g
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -36,6 +37,8 @@ class CompiledTraining:
         As for the Trainer.
     memory_budget : int or str, optional
         Bytes, or text such as ``"8GiB"``, that all memory of a training step stays inside.
+    offload_to : path-like or FileTier, optional
+        A folder on a fast disk, as for `relax_disc.compile`.
     dynamic_shapes : mapping, optional
         For each input of the model its dynamic axes, as `torch.export.export` takes them.  By
         default the first axis of all inputs is the batch, up to
@@ -57,12 +60,14 @@ class CompiledTraining:
         self,
         *args: Any,
         memory_budget: int | str | None = None,
+        offload_to: relax_disc.FileTier | str | os.PathLike[str] | None = None,
         dynamic_shapes: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(*args, **settings)
         _refuse(self.args)
         self.memory_budget, self.dynamic_shapes = memory_budget, dynamic_shapes
+        self.offload_to = offload_to
         self.step: TrainingStep | None = None
 
     def train(self, *args: Any, **settings: Any) -> Any:
@@ -109,6 +114,7 @@ class CompiledTraining:
             dynamic_shapes=(shapes, None, None),
             loss_fn=loss,
             memory_budget=self.memory_budget,
+            offload_to=self.offload_to,
             max_grad_norm=self.args.max_grad_norm or float("inf"),
         )
         optimizer = self.optimizer

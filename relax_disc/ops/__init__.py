@@ -6,6 +6,7 @@ Importing this package registers the operators with TVM and with torch, and fill
 its ``FLegalize`` rule; the torch operator of the same name keeps it whole while a step is traced.
 """
 
+from relax_disc.ops import batch_norm as _batch_norm  # noqa: F401
 from relax_disc.ops import cumprod as _cumprod  # noqa: F401
 from relax_disc.ops import matmul as _matmul  # noqa: F401
 from relax_disc.ops import vocabulary_head as _vocabulary_head  # noqa: F401
@@ -14,13 +15,15 @@ from relax_disc.ops.convolution import convolution, convolution_input, convoluti
 from relax_disc.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from relax_disc.ops.ctc import ctc_loss, ctc_loss_backward
 from relax_disc.ops.embedding import embedding_backward
+from relax_disc.ops.grouped_matmul import grouped_matmul, grouped_outer
 from relax_disc.ops.logsumexp import logsumexp, logsumexp_backward
-from relax_disc.ops.memory import evict, regenerate
+from relax_disc.ops.memory import await_gradient, evict, regenerate
 from relax_disc.ops.recurrence import recurrence, recurrence_backward
 
 __all__ = [
     "attention",
     "attention_backward",
+    "await_gradient",
     "convolution",
     "convolution_input",
     "convolution_weight",
@@ -30,6 +33,8 @@ __all__ = [
     "ctc_loss_backward",
     "embedding_backward",
     "evict",
+    "grouped_matmul",
+    "grouped_outer",
     "logsumexp",
     "logsumexp_backward",
     "recurrence",

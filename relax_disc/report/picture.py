@@ -9,8 +9,9 @@ from typing import Any
 from relax_disc.analysis.memory.timeline import CATEGORIES, Timeline
 from relax_disc.bytes_text import format_bytes
 
-_RESTING = ("#2f4b7c", "#4f6fa5", "#7f9bc8", "#a05195", "#b8c4d9", "#d3d8e0", "#c9b6a0", "#e0d4bd")
-COLOURS = dict(zip(CATEGORIES, (*_RESTING, "#f28e2b", "#59a14f"), strict=True))
+_RESTING = ("#2f4b7c", "#4f6fa5", "#7f9bc8", "#a05195", "#b8c4d9", "#d3d8e0", "#c9b6a0")
+_MOVING = ("#8c8c8c", "#e0d4bd", "#f28e2b", "#59a14f")
+COLOURS = dict(zip(CATEGORIES, (*_RESTING, *_MOVING), strict=True))
 """Of each category, in pictures and pages: what stays in blues and greys."""
 _MOST_GAPS = 40
 _MIB = 2**20
@@ -58,7 +59,9 @@ def title(timeline: Timeline) -> str:
     budget = timeline.budget_bytes
     limit = "no budget" if budget is None else f"budget {format_bytes(budget)}"
     again = sum(run.again for run in timeline.runs)
+    reloads = sum(transfer.is_read for transfer in timeline.transfers)
     parts = [dims, limit, f"peak {format_bytes(timeline.peak_bytes)}", f"{again} kernels run again"]
+    parts += [f"{reloads} tensors reloaded"] if reloads else []
     return " · ".join(part for part in parts if part)
 
 
@@ -94,6 +97,7 @@ def _draw_gaps(axes: Any, timeline: Timeline) -> None:
     for row, gap in enumerate(shown):
         start, end = edges[gap.first + 1], edges[gap.last]
         axes.barh(row, end - start, left=start, height=0.8, color="#f28e2b", alpha=0.35)
-        axes.barh(row, edges[gap.last + 1] - end, left=end, height=0.8, color="crimson")
+        colour = "#2f4b7c" if gap.reloaded else "crimson"
+        axes.barh(row, edges[gap.last + 1] - end, left=end, height=0.8, color=colour)
     axes.set(yticks=[], ylabel=f"{len(shown)} evictions")
-    axes.set_xlabel("evicted (pale) until regenerated (red)")
+    axes.set_xlabel("evicted (pale) until computed again (red) or reloaded (blue)")

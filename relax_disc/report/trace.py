@@ -1,7 +1,7 @@
 """The timeline as a trace of Chrome's format, for https://ui.perfetto.dev and chrome://tracing.
 
-Counters tell live bytes by category, one track the kernels, and one the time that each evicted
-tensor is away.  Reference: Google, "Trace Event Format".
+Counters tell live bytes by category, one track the kernels, one what is offloaded and reloaded, and
+one the time that each evicted tensor is away.  Reference: Google, "Trace Event Format".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from relax_disc.analysis.memory.timeline import Timeline
 
-_KERNELS, _PROCESS = 1, 1
+_KERNELS, _TRANSFERS, _PROCESS = 1, 2, 1
 
 
 def events(timeline: Timeline) -> list[dict[str, Any]]:
@@ -31,6 +31,14 @@ def events(timeline: Timeline) -> list[dict[str, Any]]:
         name = f"regenerate {run.name}" if run.again else run.name
         span = {"ph": "X", "dur": run.time_ns / 1e3, "cat": category, "name": name}
         found.append({**at, **span, "args": {"line": run.source}})
+    moving = {**common, "tid": _TRANSFERS}
+    if timeline.transfers:
+        found.append({**moving, "ph": "M", "name": "thread_name", "args": {"name": "transfers"}})
+    for transfer in timeline.transfers:
+        verb = "reload" if transfer.is_read else "offload"
+        at = {"ts": transfer.start_ns / 1e3, "dur": transfer.time_ns / 1e3}
+        span = {**moving, **at, "ph": "X", "cat": verb, "name": f"{verb} {transfer.name}"}
+        found.append({**span, "args": {"bytes": transfer.bytes, "line": transfer.source}})
     for number, gap in enumerate(timeline.gaps):
         away = {**common, "cat": "evicted", "id": number, "name": f"evicted {gap.name}"}
         begin, end = timeline.runs[gap.first], timeline.runs[gap.last]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,17 +18,20 @@ from relax_disc.analysis.memory.timeline import timeline_of
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
-from relax_disc.errors import InputMismatchError, ShapeRangeError
+from relax_disc.errors import InputMismatchError, OffloadError, ShapeRangeError
 from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep, SizeOutput
 from relax_disc.training.call.batch import describe_batch
 from relax_disc.training.call.binding import Binding, as_runtime
 from relax_disc.training.call.hooks import HookWatch
 from relax_disc.training.call.interrupt import OneAtATime, deferred_interrupt
+from relax_disc.training.call.packing import rounded
 from relax_disc.training.call.random_state import RandomState
 from relax_disc.training.call.value_guards import ValueGuards
 from relax_disc.training.memory_plan import MemoryPlan, MemoryReport, bounded_dim, largest_that_fits
+from relax_disc.training.padding_report import PaddingReport
 from relax_disc.vm_builtins.session import ArenaFacts, Session
+from relax_disc.vm_builtins.tier import FileTier
 
 _STATE_KINDS = ("parameter", "buffer", "state")
 
@@ -65,6 +70,7 @@ class CompiledFunction:
         self._arguments = self._binding.arguments
         places = {spec.target: k for k, spec in enumerate(captured.inputs) if spec.kind == "batch"}
         self._batch_places = [places[leaf.position] for leaf in schema.leaves]
+        self._batch_places += [k for k, x in enumerate(captured.inputs) if x.kind == "packing"]
         shapes = [spec for spec in captured.inputs if spec.kind == "shape"]
         self._shape_names = tuple(str(name) for name in shapes[0].shape) if shapes else ()
         self._written = sorted(
@@ -75,9 +81,12 @@ class CompiledFunction:
         self._sizes: Mapping[str, int] = {}
         self._alone = OneAtATime()
         self._rng = self._bind_rng(None if sibling is None else sibling._rng)
+        self._tier: FileTier | None = None
         if sibling is not None:
             self._session.share_arena(sibling._session)
             self._session.memory_budget = sibling._session.memory_budget
+            self._tier = sibling._tier
+            self._session.set_tier(self._tier)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse ``copy.deepcopy`` and ``pickle``.
@@ -143,13 +152,36 @@ class CompiledFunction:
             for function in self._functions():
                 function._session.memory_budget = budget
 
+    @property
+    def offload_to(self) -> FileTier | None:
+        """Folder that tensors are kept in under a budget while others need their memory; settable.
+
+        Set a folder's path, a `FileTier`, or None.  Raises `OffloadError`: the folder is not there,
+        or the program runs on a GPU.
+        """
+        return self._tier
+
+    @offload_to.setter
+    def offload_to(self, value: FileTier | str | os.PathLike[str] | None) -> None:
+        tier = value if value is None or isinstance(value, FileTier) else FileTier(value)
+        if tier is not None and self._schema.device.type != "cpu":
+            raise OffloadError(
+                f"offload_to: tensors of {self._schema.device} cannot be offloaded yet; leave it "
+                "out, and what does not fit is computed again."
+            )
+        with self._lock:
+            for function in self._functions():
+                function._tier = tier
+                function._session.set_tier(tier)
+
     def plan(self, **dims: int) -> MemoryPlan:
         """Tell the memory and modelled time of a shape under the present budget; runs nothing.
 
         Parameters
         ----------
         **dims : int
-            A size for every dim, by its name.
+            A size for every dim, by its name; where padding is left out ``tokens`` may say how many
+            positions are computed, else all are planned for.
 
         Raises
         ------
@@ -157,6 +189,13 @@ class CompiledFunction:
             A dim is missing, unknown or out of its range.
         """
         return self._plan(dims, self.memory_budget)
+
+    def shape_of(self, *batch: Any, **named: Any) -> dict[str, int]:
+        """Return the sizes of a batch, as `plan` takes them; runs nothing.
+
+        Raises `InputMismatchError` or `ShapeRangeError`: the batch is not like the example's.
+        """
+        return self._schema.bind(batch, named)[1]
 
     def largest(
         self, dim: str, *, memory_budget: int | str | None = None, **other_dims: int
@@ -170,7 +209,7 @@ class CompiledFunction:
         memory_budget : int, str or None
             Budget to use instead of the present one.
         **other_dims : int
-            Sizes of all other dims.
+            Sizes of all other dims; ``tokens`` as for `plan`.
 
         Returns
         -------
@@ -184,10 +223,20 @@ class CompiledFunction:
         """
         budget = self.memory_budget if memory_budget is None else parse_bytes(memory_budget)
         found = bounded_dim(self.dims, dim)
-        self._check_dims({**other_dims, dim: found.last or 0})
+        packing = self._captured.packing
+
+        def sizes(size: int) -> dict[str, int]:
+            """Complete a shape; a number of rows that was given holds as far as there are any."""
+            dims = {**other_dims, dim: size}
+            if packing is None or packing.tokens not in dims:
+                return dims
+            most = math.prod(dims.get(name, 1) for name in (packing.batch, packing.length))
+            return {**dims, packing.tokens: min(dims[packing.tokens], most)}
+
+        self.complete_sizes(sizes(found.last or 0))
         if budget is None:
             return found.last or 0
-        return largest_that_fits(lambda size: self._fits({**other_dims, dim: size}, budget), found)
+        return largest_that_fits(lambda size: self._fits(sizes(size), budget), found)
 
     def memory_report(self) -> MemoryReport:
         """Tell what the last call used, counted while it ran."""
@@ -205,8 +254,17 @@ class CompiledFunction:
             workspace_bytes=facts.workspace_bytes,
             held_bytes=facts.held_bytes,
             recomputations=facts.recomputations,
+            offloaded_bytes=facts.offloaded_bytes,
+            reloaded_bytes=facts.reloaded_bytes,
+            waited_ns=facts.waited_ns,
             finished=facts.finished,
         )
+
+    def padding_report(self) -> PaddingReport:
+        """Tell whether the padding of batches is left out, and what needs it, by line."""
+        packing = self._captured.packing
+        tokens = None if packing is None else packing.tokens
+        return PaddingReport(tokens, self._captured.padding)
 
     def first_use(self, target: str) -> str:
         """Return the model's line, ``"file:line"``, of the first kernel that reads a tensor.
@@ -279,11 +337,12 @@ class CompiledFunction:
 
     def _plan(self, dims: Mapping[str, int], budget: int | None) -> MemoryPlan:
         facts = self._plan_facts(dims, budget)
+        sizes = self.complete_sizes(dims)
         # Whatever budget is refused, this is the least that the refusal names.
         least = facts if not facts.feasible else self._plan_facts(dims, 0)
         kernels = self._session.kernel_names
         return MemoryPlan(
-            shape=dict(dims),
+            shape=sizes,
             budget_bytes=budget,
             fits=facts.feasible,
             peak_bytes=facts.peak_bytes,
@@ -295,17 +354,53 @@ class CompiledFunction:
             workspace_bytes=facts.workspace_bytes,
             time_ratio=facts.time_ratio,
             evicted=tuple(kernels[kernel] for kernel in facts.recomputed),
+            offloaded=facts.offloaded(self._session.metadata),
+            offloaded_bytes=facts.offloaded_bytes,
+            reloaded_bytes=facts.reloaded_bytes,
+            offload_buffer_bytes=facts.buffer_bytes,
+            stall_ratio=facts.stall_ns / facts.base_time_ns if facts.base_time_ns else 0.0,
             least_bytes=least.least_bytes,
             _timeline=functools.partial(
-                *(timeline_of, self._session, facts, dict(dims), budget),
-                *(self.input_kinds, self.dims),
+                *(timeline_of, self._session, facts, sizes, budget),
+                *(self.input_kinds, self.program_dims),
             ),
         )
 
     def _plan_facts(self, dims: Mapping[str, int], budget: int | None) -> ArenaFacts:
-        self._check_dims(dims)
+        sizes = self.complete_sizes(dims)
         names = self._session.metadata.dims
-        return self._session.plan([int(dims[name]) for name in names], budget)
+        return self._session.plan([int(sizes[name]) for name in names], budget)
+
+    @property
+    def program_dims(self) -> tuple[SymbolicDim, ...]:
+        """The dims that plans are made for: `dims`, then that of the rows which are computed."""
+        packing = self._captured.packing
+        if packing is None:
+            return self.dims
+        by_name = {dim.name: dim for dim in self.dims}
+        bounds = [by_name[name].last for name in (packing.batch, packing.length)]
+        most = None if None in bounds else math.prod(bound or 0 for bound in bounds)
+        return (*self.dims, SymbolicDim(packing.tokens, 1, most))
+
+    def complete_sizes(self, dims: Mapping[str, int]) -> dict[str, int]:
+        """Check sizes; add the number of rows that are computed: where it is not told, all.
+
+        Raises `ShapeRangeError`: a size is missing, unknown or outside its range.
+        """
+        packing = self._captured.packing
+        if packing is None:
+            self._check_dims(dims)
+            return dict(dims)
+        sizes = {name: value for name, value in dims.items() if name != packing.tokens}
+        self._check_dims(sizes)
+        most = sizes[packing.batch] * sizes[packing.length]
+        count = dims.get(packing.tokens, most)
+        if not 0 <= count <= most:
+            raise ShapeRangeError(
+                f"{packing.tokens}={count}; allowed is 0 .. {most} = {packing.batch} * "
+                f"{packing.length}: the positions of the batch that are computed."
+            )
+        return {**sizes, packing.tokens: rounded(count, most)}
 
     def _fits(self, dims: Mapping[str, int], budget: int) -> bool:
         return self._plan_facts(dims, budget).feasible
@@ -325,7 +420,7 @@ class CompiledFunction:
         arguments = self._arguments
         self._sizes = values
         for place, tensor in zip(self._batch_places, tensors, strict=True):
-            arguments[place] = _batch_argument(tensor)
+            arguments[place] = batch_argument(tensor)
         if self._shape_names:
             arguments[0] = tvm.runtime.ShapeTuple([values[name] for name in self._shape_names])
         if self._rng is not None:
@@ -338,6 +433,10 @@ class CompiledFunction:
         if self._rng is not None:
             self._rng.end()
         self._forget_result()
+        return self._received(outputs)
+
+    def _received(self, outputs: Any) -> list[torch.Tensor]:
+        """Share what the program returned with PyTorch."""
         flat = [outputs] if isinstance(outputs, tvm.runtime.Tensor) else list(outputs)
         return [torch.from_dlpack(tensor) for tensor in flat]
 
@@ -392,10 +491,15 @@ def bind_vector(binding: Binding, index: int, length: int, dtype: str) -> torch.
     return vector
 
 
-def _batch_argument(tensor: torch.Tensor) -> tvm.runtime.Tensor:
-    """Share a batch tensor with the program; only one with odd strides or address is copied."""
+def placed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a batch tensor as programs take it; one with odd strides or address is copied."""
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     if tensor.numel() and tensor.data_ptr() % 64:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tvm.runtime.from_dlpack(tensor)
+    return tensor
+
+
+def batch_argument(tensor: torch.Tensor) -> tvm.runtime.Tensor:
+    """Share a batch tensor with the program, or a copy: see `placed`."""
+    return tvm.runtime.from_dlpack(placed(tensor))

@@ -26,7 +26,7 @@ class MemoryPlan:
         Whether the step runs within the budget.  If not, the other figures describe the least
         plan that was found.
     peak_bytes : int
-        All device memory of the step: resident + arena + escaping.
+        All device memory of the step: resident + arena + escaping + offload buffer.
     resident_bytes : int
         Parameters, buffers, optimizer state, persistent gradients, batch and constants.
     state_bytes : int
@@ -40,9 +40,18 @@ class MemoryPlan:
     workspace_bytes : int
         Most that a library kernel needs beside its arguments, in the arena while it runs.
     time_ratio : float
-        Modelled time over the modelled time without any recomputation; 1.0 = nothing recomputed.
+        Modelled time over the modelled time without a budget; 1.0 = nothing is computed again, and
+        no kernel waits for a transfer.
     evicted : tuple of str
         Names of the kernels that run again, in the order in which they do.
+    offloaded : tuple of str
+        Names of the kernels whose results are written to `offload_to` and read back, in order.
+    offloaded_bytes, reloaded_bytes : int
+        What is written there, and what is read back.
+    offload_buffer_bytes : int
+        Memory that these transfers take.
+    stall_ratio : float
+        Part of ``time_ratio`` in which kernels wait for transfers.
     least_bytes : int
         The least budget that the planner finds for this shape, whatever the present one is: what
         `MemoryBudgetError` names too.
@@ -60,6 +69,11 @@ class MemoryPlan:
     workspace_bytes: int
     time_ratio: float
     evicted: tuple[str, ...]
+    offloaded: tuple[str, ...]
+    offloaded_bytes: int
+    reloaded_bytes: int
+    offload_buffer_bytes: int
+    stall_ratio: float
     least_bytes: int
     _timeline: Callable[[], Timeline] = field(repr=False, compare=False)
 
@@ -99,6 +113,12 @@ class MemoryPlan:
 
         write_trace(self.timeline, path)
 
+    def write_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline as a memory snapshot for https://pytorch.org/memory_viz."""
+        from relax_disc.report.snapshot import write_snapshot
+
+        write_snapshot(self.timeline, path)
+
     def write_html(self, path: str | os.PathLike[str], *, before: MemoryPlan | None = None) -> None:
         """Write a report in one file, which a browser opens offline; parameters as of `plot`."""
         from relax_disc.report.page import write_page
@@ -109,11 +129,12 @@ class MemoryPlan:
     def __str__(self) -> str:
         dims = ", ".join(f"{name}={value}" for name, value in self.shape.items())
         budget = "no budget" if self.budget_bytes is None else format_bytes(self.budget_bytes)
+        reloads = f"{format_bytes(self.reloaded_bytes)} reloaded, " if self.reloaded_bytes else ""
         verdict = "" if self.fits else f"; DOES NOT FIT, needs {format_bytes(self.least_bytes)}"
         return (
             f"{dims}: peak {format_bytes(self.peak_bytes)} (activations "
             f"{format_bytes(self.activation_peak_bytes)}), time x{self.time_ratio:.3f}, "
-            f"{len(self.evicted)} recomputations, {budget}{verdict}"
+            f"{len(self.evicted)} recomputations, {reloads}{budget}{verdict}"
         )
 
 
@@ -135,6 +156,10 @@ class MemoryReport:
         What stays allocated between calls.
     recomputations : int
         Kernel executions beyond one for each kernel.
+    offloaded_bytes, reloaded_bytes : int
+        Written to `offload_to`, and read back.
+    waited_ns : int
+        Time that kernels waited for these transfers.
     finished : bool
         False if the call failed half-way.
     """
@@ -150,6 +175,9 @@ class MemoryReport:
     workspace_bytes: int
     held_bytes: int
     recomputations: int
+    offloaded_bytes: int
+    reloaded_bytes: int
+    waited_ns: int
     finished: bool
 
     @property

@@ -7,7 +7,7 @@ made by `Session`, from their table of kernels.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from relax_disc.vm_builtins.runtime import function
@@ -85,12 +85,54 @@ class PlacedVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class TierModel:
+    """What plans know of a place that tensors are written to and read back from.
+
+    Transfers run beside kernels, one at a time in the order of their requests.
+    """
+
+    # speeds, and time of each transfer beside its bytes
+    write_bytes_per_ns: float
+    read_bytes_per_ns: float
+    latency_ns: int = 0
+    least_bytes: int = 1  # smaller tensors stay
+    queue: int = 64  # requests that may wait; the next one waits until one of them is done
+    recompute: bool = True  # whether kernels may run again, too
+    buffer_bytes: int = 0  # that transfers need beside the arena, in the same budget
+
+    def time_ns(self, size: int, is_read: bool) -> int:
+        """Time of a transfer of so many bytes."""
+        speed = self.read_bytes_per_ns if is_read else self.write_bytes_per_ns
+        return self.latency_ns + int(size / speed)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One version on its way out, from the end of position `start`, or back, from its beginning.
+
+    It is done before position `wait` begins; meanwhile its memory is its own.
+    """
+
+    version: int  # index in the plan's versions
+    is_read: bool
+    start: int
+    wait: int
+    slot: int  # offset in the tier, in bytes
+    # modelled, from the start of the program
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class ArenaPlan:
     """A sequence of kernels and the place of every tensor; resident tensors are not counted."""
 
     feasible: bool  # whether one was found; if not, `sequence` and `versions` are empty
     sequence: tuple[int, ...]  # kernel indices; a repeat is a recomputation
     versions: tuple[PlacedVersion, ...]  # places, by `created`
+    transfers: tuple[Transfer, ...]  # in the order of their requests
+    tier_bytes: int  # highest end of a slot in the tier
+    stall_ns: int  # part of the time in which kernels wait for transfers
     # highest end offset; most live bytes
     arena_bytes: int
     live_peak_bytes: int
@@ -106,9 +148,21 @@ def plan_rematerialization(graph: PlannerGraph, budget: int | None, effort: int)
     return Program(**plain(facts))
 
 
-def plan_arena(graph: PlannerGraph, budget: int | None, alignment: int, effort: int) -> ArenaPlan:
-    """Find a program and places for its tensors in an arena within a budget; None is no limit."""
-    facts = function("relax_disc.plan_arena")(graph.lists(), _limit(budget), alignment, effort)
+def plan_arena(
+    graph: PlannerGraph,
+    budget: int | None,
+    alignment: int,
+    effort: int,
+    tier: TierModel | None = None,
+) -> ArenaPlan:
+    """Find a program and places for its tensors in an arena within a budget; None is no limit.
+
+    With a tier, what is not kept is computed again or read back.
+    """
+    figures = () if tier is None else astuple(tier)
+    facts = function("relax_disc.plan_arena")(
+        graph.lists(), _limit(budget), alignment, effort, figures
+    )
     return ArenaPlan(**plain(facts))
 
 
@@ -121,6 +175,11 @@ def plain(facts: Mapping[str, Any]) -> dict[str, Any]:
     if "versions" in result:
         flat = result["versions"]
         result["versions"] = tuple(PlacedVersion(*flat[i : i + 4]) for i in range(0, len(flat), 4))
+        flat = result["transfers"]
+        result["transfers"] = tuple(
+            Transfer(flat[i], bool(flat[i + 1]), *flat[i + 2 : i + 7])
+            for i in range(0, len(flat), 7)
+        )
     return result
 
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from typing import Any
 import tvm_ffi
 
 from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Storage
-from relax_disc.vm_builtins.planner import PlacedVersion, PlannerGraph, plain
+from relax_disc.vm_builtins.planner import PlacedVersion, PlannerGraph, Transfer, plain
 from relax_disc.vm_builtins.runtime import function, load
+from relax_disc.vm_builtins.tier import FileTier
 
 _RUN, _DRY_RUN, _PROFILE = 0, 1, 2
 
@@ -47,12 +49,25 @@ class ArenaFacts:
     cache_hit: bool  # whether the plan was known
     sequence: tuple[int, ...]  # kernels in the order of their execution
     versions: tuple[PlacedVersion, ...]  # places in the arena
+    transfers: tuple[Transfer, ...]  # to and from the tier, in the order of their requests
+    tier_bytes: int  # highest end of a slot in the tier
+    stall_ns: int  # part of the modelled time in which kernels wait for transfers
+    buffer_bytes: int  # that the transfers take beside the arena, a part of `peak_bytes`
+    # written to the tier and read back
+    offloaded_bytes: int
+    reloaded_bytes: int
 
     @property
     def recomputed(self) -> tuple[int, ...]:
         """Kernels that run again, in order."""
         seen: set[int] = set()
         return tuple(k for k in self.sequence if k in seen or seen.add(k))
+
+    def offloaded(self, metadata: PlanMetadata) -> tuple[str, ...]:
+        """Return the kernels that make what is written to the tier, by name, in order."""
+        makers = {t: kernel.name for kernel in metadata.kernels for t in kernel.outputs}
+        written = (t.version for t in self.transfers if not t.is_read)
+        return tuple(makers[self.versions[version].tensor] for version in written)
 
     @property
     def time_ratio(self) -> float:
@@ -76,6 +91,10 @@ class CallReport:
     workspace_bytes: int
     held_bytes: int  # what the session keeps until the next call
     recomputations: int  # executions beyond one for each kernel
+    # to and from the tier, and time that kernels waited for that
+    offloaded_bytes: int
+    reloaded_bytes: int
+    waited_ns: int
     # time spent planning (0 for a known plan), in all of the entry, in the whole call
     planning_ns: int
     entry_ns: int
@@ -146,6 +165,10 @@ class Session:
     def memory_budget(self, value: int | None) -> None:
         self._ask("set_budget", -1 if value is None else value)
 
+    def set_tier(self, tier: FileTier | None) -> None:
+        """Let calls under a budget keep tensors in a tier meanwhile; drops all plans."""
+        self._ask("set_tier", None if tier is None else tier.handle)
+
     def plan(self, dims: Sequence[int], budget_bytes: int | None = None) -> ArenaFacts:
         """Make or find the plan of a shape under a budget, running nothing.
 
@@ -202,6 +225,21 @@ class Session:
         MemoryBudgetError
             If the shape does not fit.
         """
+        nothing = tvm_ffi.convert(lambda *_: None)
+        with self.dry_run():
+            self.rehearse(dims, [nothing] * len(self.metadata.kernels))
+        return self.report()
+
+    def rehearse(self, dims: Sequence[int], kernels: Sequence[Any]) -> float:
+        """Run a plan with other functions as kernels, on tensors without memory; return seconds.
+
+        Parameters
+        ----------
+        dims : sequence of int
+            Values of `metadata.dims`; the session's budget holds.
+        kernels : sequence of tvm_ffi.Function
+            One for each kernel; they get its arguments.
+        """
         enter, before, kernel, leave, reserve = (
             function(f"relax_disc.{name}")
             for name in ("enter", "regenerate_before", "kernel", "leave", "reserve")
@@ -214,15 +252,14 @@ class Session:
             if entry.storage is Storage.GIVEN and entry.given not in given:
                 shape = tuple(values[i] for i in view.shape)
                 given[entry.given] = reserve(tvm_ffi.Shape(shape), view.dtype)
-        nothing = tvm_ffi.convert(lambda *_: None)
-        with self.dry_run():
-            tensors = [given[index] for index in sorted(given)]
-            frame = enter(self._handle, tvm_ffi.Shape(tuple(dims)), *tensors)
-            for index in range(len(metadata.kernels)):
-                before(frame, index)
-                kernel(frame, index, nothing)
-            leave(frame)
-        return self.report()
+        tensors = [given[index] for index in sorted(given)]
+        start = time.perf_counter()
+        frame = enter(self._handle, tvm_ffi.Shape(tuple(dims)), *tensors)
+        for index, run in enumerate(kernels):
+            before(frame, index)
+            kernel(frame, index, run)
+        leave(frame)
+        return time.perf_counter() - start
 
     @contextmanager
     def profile(self) -> Iterator[None]:

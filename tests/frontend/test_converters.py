@@ -30,6 +30,8 @@ IN_NETWORKS = {
     "aten.max_pool2d_with_indices_backward.default",
     "relax_disc.attention.default",
     "relax_disc.attention_backward.default",
+    "relax_disc.batch_norm.default",
+    "relax_disc.batch_norm_backward.default",
     "relax_disc.cross_entropy.default",
     "relax_disc.cross_entropy_backward.default",
     "relax_disc.keep.default",
@@ -37,6 +39,8 @@ IN_NETWORKS = {
     "relax_disc.uniform.default",
     "transformers.grouped_mm_fallback.default",
     "transformers.grouped_mm_fallback_backward.default",
+    # Run by tests/integrations/test_torch_compile.py.
+    "relax_disc.await_gradient.default",
     # Run by tests/training/test_recurrence.py, which has the library.
     "relax_disc.recurrence.default",
     "relax_disc.recurrence_backward.default",

@@ -1,10 +1,13 @@
 """Grouped products and histograms: against PyTorch, empty groups and rows of none included."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.export import Dim
 
+from relax_disc import compile
 from relax_disc.frontend import capture_forward, capture_step
 from relax_disc.vm_builtins.libraries import install
 from tests.frontend.running import Runner, check_gradients
@@ -34,6 +37,30 @@ def test_gradients_of_grouped_products():
     shapes = ({0: Dim("rows", min=1, max=40)}, None)
     captured = capture_step(model, None, batch(8), dynamic_shapes=shapes)
     check_gradients(captured, model, [batch(rows) for rows in (1, 2, 40, 13)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_of_the_library(dtype):
+    pytest.importorskip("transformers.integrations.moe")
+    torch.manual_seed(0)
+    model = Experts().to(dtype)
+    eager = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, eager)]
+    shapes = ({0: Dim("rows", min=1, max=40)}, None)
+    values, ends = batch(8)
+    step = compile(model, optimizers[0], (values.to(dtype), ends), dynamic_shapes=shapes)
+    calls = {kernel.name for kernel in step.session.metadata.kernels}
+    assert {"relax_disc.cpu.grouped_matmul", "relax_disc.cpu.grouped_outer"} <= calls
+    tolerance = {} if dtype is torch.float32 else {"rtol": 0.03, "atol": 0.01}
+    for rows in (1, 2, 40, 13):
+        values, ends = batch(rows)
+        eager.load_state_dict(model.state_dict())
+        optimizers[1].zero_grad()
+        loss = eager(values.to(dtype), ends)
+        loss.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(step(values.to(dtype), ends), loss.detach(), **tolerance)
+        torch.testing.assert_close(model.weight, eager.weight, **tolerance)
 
 
 class Counts(nn.Module):

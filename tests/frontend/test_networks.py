@@ -32,6 +32,24 @@ class Image(nn.Module):
         return F.cross_entropy(self.last(self.layers(x).flatten(2).mean(-1)), y)
 
 
+class BatchNorms(nn.Module):
+    """Two to five axes; without weight, bias, both, or statistics; a weight that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.space = nn.BatchNorm3d(4)
+        self.line = nn.BatchNorm1d(4, affine=False, momentum=0.3)
+        self.alone = nn.BatchNorm1d(4, track_running_stats=False)
+        self.alone.weight.requires_grad_(False)
+        self.bias, self.weight = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        x = torch.tanh(self.line(torch.tanh(self.space(x)).flatten(2)))
+        x = torch.tanh(self.alone(x.transpose(1, 2).flatten(0, 1)) + 0.1)
+        x = torch.sin(F.batch_norm(x, None, None, None, self.bias, training=True))
+        return F.batch_norm(x, None, None, self.weight, training=True, eps=0.1).pow(3).mean()
+
+
 class Upscaled(nn.Module):
     def __init__(self):
         super().__init__()
@@ -166,6 +184,11 @@ CASES = {
         Image(nn.GroupNorm(2, 4), nn.Tanh(), nn.InstanceNorm2d(4), nn.Tanh(), channels=4),
         *image(),
     ),
+    "batch-norms": lambda: (
+        BatchNorms(),
+        lambda b, s: (torch.randn(b, 4, s, 2, 3),),
+        ({0: B, 2: S},),
+    ),
     "upscaling": lambda: (Upscaled(), *random("b", 4, "2s", "2s")),
     "conv1d": lambda: (
         Image(nn.Conv1d(4, 8, 5, padding=2), nn.GELU()),
@@ -196,13 +219,14 @@ def test_gradients(name):
     check_gradients(captured, model, [batch(*size) for size in SIZES], least=LOOSE)
 
 
-def test_batch_norm_updates_its_statistics():
+@pytest.mark.parametrize("name", ["conv-batchnorm", "batch-norms"])
+def test_batch_norm_updates_its_statistics(name):
     torch.manual_seed(0)
-    model = Image(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8))
-    batch, shapes = image()
+    model, batch, shapes = CASES[name]()
     captured = capture_step(model, None, batch(3, 6), dynamic_shapes=shapes)
-    found = dict(Runner(captured)(model, None, batch(2, 5))["buffer"])
-    model(*batch(2, 5))
+    args = batch(2, 5)
+    found = dict(Runner(captured)(model, None, args)["buffer"])
+    model(*args)
     expected = dict(model.named_buffers())
     assert set(found) == set(expected)
     for name, value in expected.items():

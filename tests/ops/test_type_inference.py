@@ -33,6 +33,16 @@ def test_attention_with_grouped_heads(dims):
     assert [str(x) for x in back.fields] == [str(x.ty) for x in (q, k, v)]
 
 
+def test_grouped_products(dims):
+    b, _ = dims
+    rows, weights, ends = tensor("x", [b, 8]), tensor("w", [3, 8, 16]), tensor("e", [3], "int32")
+    out = inferred(ops.grouped_matmul(rows, weights, ends))
+    assert str(out) == 'R.Tensor((b, 16), dtype="float32")'
+    grad = tensor("g", [b, 16])
+    assert str(inferred(ops.grouped_matmul(grad, weights, ends, transposed=True))) == str(rows.ty)
+    assert str(inferred(ops.grouped_outer(rows, grad, ends))) == str(weights.ty)
+
+
 def test_cross_entropy(dims):
     n, _ = dims
     logits, target = tensor("logits", [n * 2, 100], "bfloat16"), tensor("target", [n * 2], "int64")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pickle
 import re
 import shutil
 import subprocess
@@ -182,3 +183,34 @@ def test_page_in_a_browser(plans, tmp_path):
     assert (
         f"kernel {plans[0].timeline.peak_step + 1} of {len(plans[0].timeline.runs)}" in done.stdout
     )
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_snapshot_is_one_that_pytorch_reads(plans, tmp_path, tight):
+    plan = plans[tight]
+    plan.write_snapshot(tmp_path / "plan.pickle")
+    with (tmp_path / "plan.pickle").open("rb") as file:
+        snapshot = pickle.load(file)
+    (trace,) = snapshot["device_traces"]
+    # Replayed: no two blocks overlap, what is freed was there, the most is the timeline's most.
+    live, most = {}, 0
+    for event in trace:
+        start, end = event["addr"], event["addr"] + event["size"]
+        if event["action"] == "alloc":
+            assert all(end <= a or b <= start for a, b in live.values())
+            live[start] = start, end
+            assert any(
+                s["address"] <= start and end <= s["address"] + s["total_size"]
+                for s in snapshot["segments"]
+            )
+        elif event["action"] == "free_completed":
+            assert live.pop(start) == (start, end)
+        most = max(most, sum(b - a for a, b in live.values()))
+    timeline = plan.timeline
+    assert most <= max(timeline.total_bytes)
+    assert most >= max(timeline.total_bytes) - max(life.bytes for life in timeline.lives)
+    assert sum(b - a for a, b in live.values()) == sum(timeline.constant_bytes.values())
+    lines = {(frame["filename"], frame["line"]) for e in trace for frame in e["frames"]}
+    assert any(file.endswith("test_timeline.py") and line > 0 for file, line in lines)
+    assert f"{len(trace)} entries" in torch.cuda._memory_viz.trace(snapshot)
+    assert torch.cuda._memory_viz.segsum(snapshot)

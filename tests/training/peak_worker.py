@@ -94,21 +94,23 @@ def main(name):
         states = () if has_state else optimizer.state.values()
         return sum(value.nbytes for state in states for value in state.values())
 
+    sizes = {shape: step.shape_of(*batch) for shape, batch in batches.items()}
+
     def measure(shape, fraction=None):
         for update in kinds:
             step.memory_budget = None
             if fraction is not None:
-                plan = step.plan(update=update, b=shape[0], s=shape[1])
+                plan = step.plan(update=update, **sizes[shape])
                 step.memory_budget = plan.peak_bytes - int((1 - fraction) * plan.arena_bytes)
-                held = step.plan(update=update, b=shape[0], s=shape[1])
+                held = step.plan(update=update, **sizes[shape])
                 if not held.fits:
                     step.memory_budget = held.least_bytes
             measure_call(shape, update)
 
     def measure_call(shape, update):
-        plan = step.plan(update=update, b=shape[0], s=shape[1])
+        plan = step.plan(update=update, **sizes[shape])
         plain = name != "accumulated"
-        analysed = relax_disc.analyze_memory(step, {"b": shape[0], "s": shape[1]})
+        analysed = relax_disc.analyze_memory(step, sizes[shape])
         counter.reset_peak()
         step(*batches[shape], update=update)
         report = step.memory_report()

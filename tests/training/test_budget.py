@@ -46,7 +46,7 @@ def run(trained, budget_of, byte=0):
     losses, recomputations = [], 0
     for seed, (b, s) in enumerate(SHAPES):
         step.memory_budget = budget_of(b, s)
-        plan = step.plan(b=b, s=s)
+        plan = step.plan(**step.shape_of(*token_batch(b, s)))
         step.session.fill_memory(byte)
         losses.append(step(*token_batch(b, s, seed)))
         report = step.memory_report()
@@ -80,7 +80,8 @@ def test_results_are_bit_identical_at_every_budget(trained, fraction):
     step = trained[2]
 
     def between(b, s):
-        low, high = least(step, b=b, s=s), step.plan(b=b, s=s).peak_bytes
+        shape = step.shape_of(*token_batch(b, s))
+        low, high = least(step, **shape), step.plan(**shape).peak_bytes
         return int(low + fraction * (high - low))
 
     losses, tensors, none = run(trained, lambda b, s: None)
@@ -125,7 +126,8 @@ def test_what_cannot_fit_is_refused_with_a_way_out(trained):
     with pytest.raises(MemoryBudgetError) as caught:
         step(*token_batch(8, 48))
     assert caught.value.lower_bound_bytes <= caught.value.least_bytes
-    assert caught.value.least_bytes == step.plan(b=8, s=48).least_bytes
+    shape = step.shape_of(*token_batch(8, 48))
+    assert caught.value.least_bytes == step.plan(**shape).least_bytes
     assert f"least found feasible is {caught.value.least_bytes} bytes" in str(caught.value)
     assert all(torch.equal(x, y) for x, y in zip(before, model.parameters(), strict=True))
     best = step.largest("s", b=2)
@@ -157,7 +159,8 @@ def test_no_kernel_reads_what_none_has_written(trained):
     step = trained[2]
 
     def halfway(b, s):
-        return (least(step, b=b, s=s) + step.plan(b=b, s=s).peak_bytes) // 2
+        shape = step.shape_of(*token_batch(b, s))
+        return (least(step, **shape) + step.plan(**shape).peak_bytes) // 2
 
     for budget_of in (lambda b, s: None, halfway):
         losses, tensors, _ = run(trained, budget_of)

@@ -10,7 +10,7 @@ from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
 import relax_disc
-from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
 from relax_disc.frontend import export_step
 
 
@@ -192,8 +192,120 @@ def test_modules_that_a_function_calls_are_trained():
 
 def test_a_module_of_others_that_a_function_calls_is_refused():
     other = nn.Linear(6, 6)
-    with pytest.raises(UnsupportedOperatorError, match=r"test_custom.*shape \(6, 6\) .* none of"):
+    with pytest.raises(
+        UnsupportedOperatorError, match=r"test_custom.*other.weight of shape \(6, 6\), .* none of"
+    ):
         compiled(Model(lambda x: Again.apply(x, other)))
+
+
+strength, weights = 0.5, torch.ones(6)
+
+
+class ByGlobal(torch.autograd.Function):
+    """Reads in its backward pass what nobody passes to it."""
+
+    factor = 0.5
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -strength * grad
+
+
+class ByClass(ByGlobal):
+    @staticmethod
+    def backward(ctx, grad):
+        return -ByClass.factor * grad
+
+
+class ByWeights(ByGlobal):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * weights
+
+
+class ByModule(ByGlobal):
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -ctx.module.strength * grad, None
+
+
+class ByChoice(Reversed):
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad if ctx.factor < 0.6 else -grad), None
+
+
+class Adversarial(Model):
+    """Its function gets a number that the training loop changes."""
+
+    def __init__(self, function):
+        super().__init__(function)
+        self.strength = 0.5
+
+    def forward(self, x):
+        return self.second(self.function(self, self.first(x))).square().mean()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda model, x: Reversed.apply(x, model.strength),
+        lambda model, x: rounded(x * model.strength, 1 / (4 * model.strength)),
+        lambda model, x: Outer.apply(Reversed.apply(x, 1 - model.strength)),
+    ],
+)
+def test_numbers_given_to_a_function_stay_live(function):
+    torch.manual_seed(0)
+    model = Adversarial(function).double()
+    eager = copy.deepcopy(model)
+    step = compiled(model)
+    for progress in range(4):
+        x = torch.randn(3 + progress, 4, dtype=torch.float64)
+        model.strength = eager.strength = 0.5 + 0.1 * progress
+        eager.zero_grad()
+        expected = eager(x)
+        expected.backward()
+        torch.testing.assert_close(step(x, keep_gradients=True), expected.detach())
+        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+        eager.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("function", "holder", "name"),
+    [
+        (lambda model, x: ByGlobal.apply(x), globals(), "strength"),
+        (lambda model, x: ByClass.apply(x), ByClass, "factor"),
+        (lambda model, x: ByModule.apply(x, model), None, "strength"),
+        (lambda model, x: ByChoice.apply(x, model.strength), None, "strength"),
+    ],
+)
+def test_numbers_that_only_its_gradient_reads_are_fixed(function, holder, name, monkeypatch):
+    model = Adversarial(function)
+    step = compiled(model)
+    step(torch.randn(3, 4))
+    if isinstance(holder, dict):
+        monkeypatch.setitem(holder, name, 0.7)
+    else:
+        monkeypatch.setattr(holder or model, name, 0.7, raising=False)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InputMismatchError, match=f"{name} was 0.5 .* and is 0.7 now"):
+        step(torch.randn(3, 4))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_tensor_that_only_its_gradient_reads_is_refused():
+    with pytest.raises(UnsupportedOperatorError, match=r"reads weights of shape \(6,\).* argument"):
+        compiled(Model(ByWeights.apply))
 
 
 def test_forward_alone():

@@ -17,7 +17,7 @@ from relax_disc.vm_builtins.libraries.install import install
 from tests.frontend.models import Llama, dims, token_batch
 
 # A kernel before the first write of a parameter, and one after it.
-EARLY, LATE = "relax_disc.cpu.attention", "relax_disc.cpu.embedding_backward"
+EARLY, LATE = "relax_disc.cpu.packed_attention", "relax_disc.cpu.embedding_backward"
 
 
 class Trap:

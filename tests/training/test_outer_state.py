@@ -62,6 +62,25 @@ def test_a_method_reads_its_object():
         step(X)
 
 
+inner = 1.0  # has the name of an attribute, and nothing else in common with it
+
+
+class HasInner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x).pow(2).mean()
+
+
+def test_a_global_variable_that_has_the_name_of_an_attribute_is_not_read(monkeypatch):
+    model = HasInner()
+    step = compiled(model, X)
+    monkeypatch.setitem(globals(), "inner", 2.0)
+    torch.testing.assert_close(step(X), model(X).detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_a_partial_function_holds_tensors():
     scale, model = torch.tensor(2.0), nn.Linear(4, 4)
     loss_fn = functools.partial(lambda model, x, scale: (model(x) * scale).mean(), scale=scale)

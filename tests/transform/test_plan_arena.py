@@ -54,6 +54,34 @@ def test_golden_form():
     assert after["main"].ret_ty.shape.values[1] == 8
 
 
+def test_function_in_two_halves():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            x: R.Tensor(("n", 8), "float32"),
+            w: R.Tensor((8, 8), "float32"),
+            dy: R.Tensor(("n", 8), "float32"),
+        ):
+            R.func_attr({"relax_disc.second_half": [1, 2]})
+            n = T.int64()
+            # What only the second half needs comes last in the first, whatever the program says.
+            dw = R.call_dps_packed("test.matmul", (dy, w), out_ty=R.Tensor((n, 8), "float32"))
+            y = R.call_dps_packed("test.matmul", (x, w), out_ty=R.Tensor((n, 8), "float32"))
+            dx = R.call_dps_packed("test.add", (dw, y), out_ty=R.Tensor((n, 8), "float32"))
+            return (y, dx, dw)
+
+    after = lowered(Before)
+    assert calls(after["main"]) == ["enter", "kernel", "pause", "output"]
+    second = ["supply", "kernel", "kernel", "output", "output", "leave"]
+    assert calls(after["main__backward"]) == second
+    assert len(after["main"].params) == 2
+    assert [param.name for param in after["main__backward"].params] == ["frame", "dy"]
+    assert len(after["main"].ret_ty.fields) == 2  # and the frame
+    kernels = metadata_of(after).kernels
+    assert kernels[0].inputs == (0, 1) and kernels[1].inputs == (2, 1)
+
+
 def test_overwritten_parameter_is_not_returned():
     program = Program(1, 1, [("scale", [1], 0.5), ("matmul", [0, 1], 0)], [3, 2], [[1, 1]])
     after = lowered(program.module())

@@ -7,6 +7,7 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -16,7 +17,9 @@
 #include <vector>
 
 #include "aten/convolution.h"
+#include "aten/product.h"
 #include "kernels/parallel.h"
+#include "offload/file_tier.h"
 
 namespace ffi = tvm::ffi;
 
@@ -33,7 +36,9 @@ void LaunchTasks(void (*body)(void*, int, int), void* data, int tasks) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Convolutions are PyTorch's, which is not watched here; asking for one is an error of the harness.
+// Convolutions and some products are PyTorch's, which is not watched here; asking for one is an
+// error of the harness.
+int64_t AtenProductBytes(int64_t, int64_t, int64_t, int64_t, int64_t) { std::abort(); }
 ConvolutionSizes ConvolutionSizes::Read(const std::vector<int64_t>&, std::size_t) { std::abort(); }
 int64_t ConvolutionBytes(const ConvolutionSizes&, int64_t, int64_t, bool, int64_t) {
   std::abort();
@@ -132,8 +137,32 @@ void Race() {
   relax_disc::LaunchTasks([](void* data, int, int) { ++*static_cast<int*>(data); }, &sum, 2);
 }
 
+// Two callers share a tier: what each reads back is what it wrote, before the place is used again.
+void Offload() {
+  auto tier = ffi::make_object<relax_disc::FileTier>(relax_disc::TierOptions{"."});
+  tier->Figures();
+  const auto caller = [&](int seed) {
+    for (int round = 0; round < 20; ++round) {
+      auto call = tier->Begin(1 << 20);
+      std::vector<char> data(100'000, static_cast<char>(seed + round));
+      const std::vector<char> before = data;
+      const int64_t size = static_cast<int64_t>(data.size());
+      tier->Wait(*call, tier->Write(call.get(), data.data(), size, 4096 * round));
+      std::fill(data.begin(), data.end(), 0);
+      const int64_t back = tier->Read(call.get(), data.data(), size, 4096 * round);
+      if (round % 2 == 0) tier->Wait(*call, back);
+      tier->End(std::move(call));
+      if (data != before) std::abort();
+    }
+  };
+  std::thread first(caller, 1), second(caller, 77);
+  first.join();
+  second.join();
+}
+
 int main(int count, char**) {
   if (count > 1) Race();
+  Offload();
   Matmuls();
   Attentions();
   Recurrences();

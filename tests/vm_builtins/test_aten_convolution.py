@@ -106,6 +106,9 @@ def check(batch, inner, outer, groups, space, kernel, stride, padding, dilation,
         (24, 150, 1, (4, 3), (1, 1), (1, 1), (0, 0), (1, 1)),
         (24, 64, 1, (4, 3), (1, 1), (2, 1), (0, 1), (1, 1)),
         (16, 128, 1, (9,), (5,), (2,), (2,), (1,)),
+        (256, 256, 1, (389,), (3,), (2,), (0,), (1,)),
+        (256, 512, 2, (1279,), (2,), (5,), (1,), (1,)),
+        (192, 48, 1, (300,), (2,), (4,), (1,), (1,)),
         (3, 32, 1, (48, 32), (16, 16), (16, 16), (0, 0), (1, 1)),
         (8, 100, 1, (3, 4, 2), (3, 3, 2), (2, 1, 1), (1, 1, 0), (1, 1, 1)),
     ],
@@ -116,6 +119,16 @@ def test_kernels(inner, outer, groups, space, kernel, stride, padding, dilation,
         for overflow, size in taken:
             assert overflow == 0
             assert size <= 64 << 20
+
+
+def test_threads_sum_large_gradients_of_unusual_windows_apart():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        taken = check(8, 384, 384, 1, (16, 16), (2, 5), (2, 1), (0, 0), (4, 1), torch.float32)
+    finally:
+        torch.set_num_threads(before)
+    assert [overflow for overflow, _ in taken] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -187,3 +187,83 @@ def test_scratch_is_bounded_whatever_the_length():
         attend("native", q, k, v, grad, None, 0.2, True, [0] * 8)
         sizes.append(held())
     assert sizes[0] == sizes[1] <= 32 << 20
+
+
+def attend_packed(kept, filling, q, k, v, grad, mask, scale, is_causal, bits):
+    """Run both kernels on the rows kept `[B, T]`, which `filling` rows follow."""
+    sequence, position = (np.append(x, np.zeros(filling, "int64")) for x in kept.nonzero())
+    places = np.stack([sequence * kept.shape[1] + position, sequence, position])
+    starts = np.append(0, kept.sum(1).cumsum())
+    q, k, v, grad = (
+        np.ascontiguousarray(x[sequence, :, position].transpose(1, 0, 2)[None])
+        for x in (q, k, v, grad)
+    )
+    rest, suffix = [starts], ""
+    if mask is not None:
+        rest, suffix = [starts, places, mask], "_masked"
+    out = stored(np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype), bits[3])
+    lse = np.full(q.shape[:3], np.nan, q.dtype)
+    operands = [stored(x, bit) for x, bit in zip((q, k, v), bits[:3], strict=True)]
+    options = (scale, int(is_causal))
+    layout = sum(bit << i for i, bit in enumerate(bits[:4]))
+    call("native", f"packed_attention{suffix}", *operands, *rest, *options, layout, out, lse)
+    grads = [
+        stored(np.full(x.shape, np.nan, q.dtype), bit)
+        for x, bit in zip((q, k, v), bits[5:8], strict=True)
+    ]
+    layout = sum(bit << i for i, bit in enumerate([bits[4], *bits[:4], *bits[5:8]]))
+    call(
+        "native",
+        f"packed_attention_backward{suffix}",
+        *(stored(grad, bits[4]), *operands, out, lse, *rest, *options, layout, *grads),
+    )
+    found = [restored(out, bits[3]), lse]
+    return found + [restored(x, bit) for x, bit in zip(grads, bits[5:8], strict=True)]
+
+
+@given(data=st.data())
+@settings(max_examples=80)
+def test_packed_rows_see_each_other_as_padded_ones_do(data):
+    draw = data.draw
+    batch, key_heads, group, length = (
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 2)),
+        draw(st.sampled_from([1, 1, 3])),
+        draw(lengths),
+    )
+    dim, value_dim = (draw(st.sampled_from([1, 8, 20, 64])) for _ in range(2))
+    heads, dtype = key_heads * group, draw(st.sampled_from(["float32", "float64"]))
+    generator = np.random.default_rng(draw(st.integers(0, 99)))
+
+    def normal(*shape):
+        return generator.standard_normal(shape).astype(dtype)
+
+    kept = generator.random((batch, length)) < draw(st.sampled_from([0.0, 0.3, 0.8, 1.0]))
+    kept[generator.integers(batch)] = draw(st.booleans())
+    mask_kind = draw(st.sampled_from(["none", "bool", "added"]))
+    mask = None
+    if mask_kind != "none":
+        mask = normal(*(draw(st.sampled_from([1, n])) for n in (batch, heads, length, length)))
+        mask = mask > -0.5 if mask_kind == "bool" else mask
+    q, grad = normal(batch, heads, length, dim), normal(batch, heads, length, value_dim)
+    k, v = normal(batch, key_heads, length, dim), normal(batch, key_heads, length, value_dim)
+    options = (1 / np.sqrt(dim), draw(st.booleans()))
+    seen = kept[:, None, None, :]
+    if mask is not None:
+        seen = seen & mask if mask.dtype == bool else np.where(seen, mask, -np.inf)
+    exact = exact_attention(q, k, v, grad * kept[:, None, :, None], seen, *options)
+    filling = draw(st.integers(0, 3))
+    bits = draw(st.lists(st.integers(0, 1), min_size=8, max_size=8))
+    results = attend_packed(kept, filling, q, k, v, grad, mask, *options, bits)
+    count = int(kept.sum())
+    packed = [x[kept.nonzero()[0], :, kept.nonzero()[1]].swapaxes(0, 1)[None] for x in exact]
+    assert_attention([x[:, :, :count] for x in results], packed, dtype)
+    for k, x in enumerate(results):
+        assert (x[:, :, count:] == (-np.inf if k == 1 else 0)).all()
+
+
+def test_packed_rows_must_be_inside():
+    ones, starts = np.ones((1, 1, 4, 8), "float32"), np.array([0, 5])
+    out, lse = np.ones_like(ones), np.ones((1, 1, 4), "float32")
+    with pytest.raises(ValueError, match="sequence 0 is rows 0 to 5 of 4"):
+        call("native", "packed_attention", ones, ones, ones, starts, 1.0, 0, 0, out, lse)

@@ -55,6 +55,36 @@ def test_batch_matmul(count, m, n, k, dtype):
     assert (out == k).all()
 
 
+@given(
+    rows=st.integers(1, 400),
+    k=extents,
+    n=extents,
+    transposed=st.booleans(),
+    dtype=dtypes,
+    index=st.sampled_from(["int32", "int64"]),
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_grouped_products(rows, k, n, transposed, dtype, index, data):
+    ends = np.sort(data.draw(st.lists(st.integers(0, rows), min_size=1, max_size=5))).astype(index)
+    random = np.random.default_rng(rows)
+    values = random.integers(-3, 4, (rows, k)).astype(dtype)
+    grad = random.integers(-3, 4, (rows, n)).astype(dtype)
+    shape = (len(ends), *((n, k) if transposed else (k, n)))
+    matrices = random.integers(-3, 4, shape).astype(dtype)
+    out, sums = np.full_like(grad, np.nan), np.full((len(ends), k, n), np.nan, dtype)
+    item = out.itemsize
+    arguments = values, matrices, ends, int(transposed), out
+    call("matmul", (item, rows, n, k), "grouped_matmul", *arguments)
+    call("matmul", (item, k, n, rows), "grouped_outer", values, grad, ends, sums)
+    expected = np.zeros_like(grad)
+    for expert, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        matrix = matrices[expert].T if transposed else matrices[expert]
+        expected[start:end] = values[start:end] @ matrix
+        np.testing.assert_array_equal(sums[expert], values[start:end].T @ grad[start:end])
+    np.testing.assert_array_equal(out, expected)
+
+
 @given(length=st.integers(1, 500), key=st.integers(1, 64), value=st.integers(1, 64), dtype=dtypes)
 @settings(max_examples=20)
 def test_attention(length, key, value, dtype):

@@ -1,17 +1,29 @@
 """Plans of the planner: valid, within budget, monotone, near the best, the same every time."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_disc.vm_builtins.planner import plan_arena, plan_rematerialization
+from relax_disc.vm_builtins.planner import (
+    PlannerGraph,
+    PlannerOp,
+    TierModel,
+    plan_arena,
+    plan_rematerialization,
+)
 from relax_disc.vm_builtins.runtime import function
 from tests.vm_builtins.planner_graphs import (
     ALIGNMENT,
     fastest,
+    fastest_with_transfers,
     random_graph,
     replay,
     run_in_arena,
+    there_and_back,
+    time_with_transfers,
 )
 
 SEEDS = st.integers(0, 2**32)
@@ -67,6 +79,42 @@ def check_plans(seed, effort):
         time = plan.time_ns
 
 
+TIERS = st.builds(
+    TierModel,
+    write_bytes_per_ns=st.sampled_from([0.5, 3.0, 40.0]),
+    read_bytes_per_ns=st.sampled_from([0.5, 3.0, 40.0]),
+    latency_ns=st.sampled_from([0, 1, 7]),
+    least_bytes=st.sampled_from([1, 20]),
+    queue=st.sampled_from([1, 2, 64]),
+    recompute=st.booleans(),
+)
+
+
+def check_offloading(seed, effort, tier, part):
+    """A plan with a tier is valid, takes the time it says, and is no slower than without one."""
+    sizes = random_graph(seed)
+    rounded = tuple(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.sizes)
+    graph = replace(sizes, sizes=rounded)
+    whole = plan_arena(graph, None, ALIGNMENT, effort, tier)
+    assert not whole.transfers and whole.time_ns == sum(op.time_ns for op in graph.ops)
+    budget = int(whole.arena_bytes * part)
+    plan, alone = (plan_arena(graph, budget, ALIGNMENT, effort, t) for t in (tier, None))
+    assert plan == plan_arena(graph, budget, ALIGNMENT, effort, tier)
+    if not plan.feasible:
+        assert budget < plan.least_bytes
+        assert not (tier.recompute and alone.feasible)
+        plan = plan_arena(graph, plan.least_bytes, ALIGNMENT, effort, tier)
+        assert plan.feasible
+        budget = plan.arena_bytes
+    run_in_arena(graph, plan)
+    assert plan.lower_bound_bytes <= plan.live_peak_bytes <= plan.arena_bytes <= budget
+    assert (plan.time_ns, plan.stall_ns) == time_with_transfers(graph, plan, tier)
+    if alone.feasible and tier.recompute:
+        assert plan.time_ns <= alone.time_ns
+    if not tier.recompute:
+        assert plan.sequence == tuple(range(len(graph.ops)))
+
+
 def check_programs(seed, effort):
     graph = random_graph(seed)
     resident = resident_bytes(graph)
@@ -94,6 +142,63 @@ def test_plans_hold_at_any_budget(seed, part, effort):
 @given(seed=SEEDS, effort=st.sampled_from([0, 1]))
 def test_arena_plans_hold(seed, effort):
     check_plans(seed, effort)
+
+
+def test_what_cannot_run_again_can_be_reloaded():
+    """Four random values, all read at the end: with a tier one of them is there at a time."""
+    ops = [PlannerOp(5, -1, 0, (), (k,), (), False) for k in range(4)]
+    ops += [PlannerOp(5, -1, 0, (3 - k,), ()) for k in range(4)]
+    graph = PlannerGraph((8,) * 4, (False,) * 4, (False,) * 4, tuple(ops))
+    assert plan_arena(graph, 0, ALIGNMENT, 0).least_bytes == 32
+    tier = TierModel(1.0, 1.0)
+    plan = plan_arena(graph, 8, ALIGNMENT, 0, tier)
+    assert plan.feasible and sum(t.is_read for t in plan.transfers) == 3
+    run_in_arena(graph, plan)
+    assert plan_arena(graph, 24, ALIGNMENT, 0, tier).time_ns < plan.time_ns
+
+
+def check_choices(seeds):
+    """Against exhaustion over keeping, computing again and reloading."""
+    solved = exact = reloads = again = 0
+    for seed, part in itertools.product(range(seeds), (0.6, 0.8)):
+        graph = there_and_back(seed)
+        tier = TierModel(2.0 + seed % 3, 2.0, 1, recompute=seed % 4 != 0)
+        whole = plan_arena(graph, None, ALIGNMENT, 1)
+        budget = int(whole.live_peak_bytes * part)
+        best = fastest_with_transfers(graph, budget, tier)
+        plan = plan_arena(graph, budget, ALIGNMENT, 1, tier)
+        assert plan.feasible == (best is not None)
+        if best is None:
+            continue
+        assert best <= plan.time_ns <= 1.15 * best
+        solved += 1
+        exact += plan.time_ns == best
+        reloads += sum(t.is_read for t in plan.transfers)
+        again += len(plan.sequence) - len(graph.ops)
+    assert exact >= 0.6 * solved
+    assert reloads
+    return again
+
+
+def test_choices_are_near_the_best():
+    check_choices(4)
+
+
+@pytest.mark.slow
+def test_choices_are_near_the_best_of_many_graphs():
+    assert check_choices(40)
+
+
+@given(seed=SEEDS, effort=st.sampled_from([0, 1]), tier=TIERS, part=PARTS)
+def test_plans_with_a_tier_hold(seed, effort, tier, part):
+    check_offloading(seed, effort, tier, part)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000)
+@given(seed=SEEDS, tier=TIERS, part=PARTS)
+def test_plans_with_a_tier_hold_on_many_graphs(seed, tier, part):
+    check_offloading(seed, 0, tier, part)
 
 
 @given(seed=SEEDS, effort=st.sampled_from([0, 1]))
@@ -179,7 +284,7 @@ def test_a_graph_that_is_no_graph_is_refused():
         ([[1], [0], [0], [op]], ValueError, "op 0 has tensor 3 of 1"),
     ):
         with pytest.raises(error, match=message):
-            plan(graph, -1, ALIGNMENT, 0)
+            plan(graph, -1, ALIGNMENT, 0, ())
 
 
 @given(seed=SEEDS, effort=st.sampled_from([0, 1]))

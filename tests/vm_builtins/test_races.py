@@ -1,4 +1,4 @@
-"""ThreadSanitizer watches the parallel library kernels; see `race_harness.cc`."""
+"""ThreadSanitizer watches the parallel library kernels and the tier; see `race_harness.cc`."""
 
 import platform
 import subprocess
@@ -18,6 +18,8 @@ SOURCES = (
     "kernels/gemm_tile",
     "kernels/recurrence_backward",
     "kernels/recurrence_forward",
+    "offload/file_calls",
+    "offload/file_tier",
     "runtime/memory",
     "kernels/vocabulary_head",
     "kernels/workspace",
@@ -35,7 +37,9 @@ def compiles(compiler, folder):
 def run(program, *arguments):
     # The sanitizer wants addresses where it expects them.
     command = ["setarch", platform.machine(), "-R", str(program), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=Path(program).parent
+    )
     if "unexpected memory mapping" in result.stderr or "personality" in result.stderr:
         pytest.skip("ThreadSanitizer does not run on this system")
     return result

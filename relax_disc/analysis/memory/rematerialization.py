@@ -7,8 +7,8 @@ exactly, and takes back what turns out not to be needed. Both are in
 `relax_disc/vm_builtins/src/planner`. First runs keep the graph's order. A larger budget never gives
 a slower program, a higher effort never either, and the same question has the same answer always.
 
-Limits: one order; no offload. The result is no proof of optimality, `lower_bound_bytes` of the
-error is a proof of what cannot fit.
+Limits: one order; nothing is offloaded, as plans of the run time may do. The result is no proof of
+optimality, `lower_bound_bytes` of the error is a proof of what cannot fit.
 """
 
 from __future__ import annotations

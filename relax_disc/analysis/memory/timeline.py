@@ -27,7 +27,7 @@ _CATEGORY_OF_KIND = {
 }
 CATEGORIES = (
     *_CATEGORY_OF_KIND.values(),
-    *("constants", "outputs", "workspace", "activations", "gradients"),
+    *("constants", "outputs", "offload buffer", "workspace", "activations", "gradients"),
 )
 """From below to above in a picture; only the last two change while a step runs."""
 
@@ -72,6 +72,8 @@ class Life:
         Indices in `Timeline.runs`.
     made_by, source : str
         The kernel that makes it, and the line of the user's model.
+    reloaded : bool
+        It begins by reading the tensor back, not by that kernel.
     """
 
     tensor: int
@@ -83,17 +85,46 @@ class Life:
     last: int
     made_by: str
     source: str
+    reloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A tensor is evicted after the run `first` and there again from the run `last` on."""
+    """A tensor is evicted after the run `first` and there again from the run `last` on.
+
+    ``reloaded``: it is read back from where it was offloaded to; else a kernel runs again.
+    """
 
     name: str
     source: str
     bytes: int
     first: int
     last: int
+    reloaded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRun:
+    """A tensor on its way to where it is offloaded to, or back.
+
+    Attributes
+    ----------
+    name, source : str
+        The tensor, and the line of the user's model that made it.
+    bytes : int
+        Its size.
+    is_read : bool
+        On its way back.
+    start_ns, time_ns : int
+        Modelled, from the beginning of the step.
+    """
+
+    name: str
+    source: str
+    bytes: int
+    is_read: bool
+    start_ns: int
+    time_ns: int
 
 
 @dataclass(frozen=True)
@@ -114,6 +145,8 @@ class Timeline:
         In their order.
     lives : tuple of Life
         By their beginning.
+    transfers : tuple of TransferRun
+        One after the other, beside the runs.
     constant_bytes : mapping of str to int
         What is there from the beginning to the end, by category.
     """
@@ -124,6 +157,7 @@ class Timeline:
     arena_bytes: int
     runs: tuple[KernelRun, ...]
     lives: tuple[Life, ...]
+    transfers: tuple[TransferRun, ...]
     constant_bytes: Mapping[str, int]
 
     @functools.cached_property
@@ -167,7 +201,8 @@ class Timeline:
         for life in self.lives:
             before = last.get(life.tensor)
             if before is not None:
-                found.append(Gap(life.name, life.source, life.bytes, before.last, life.first))
+                facts = (life.name, life.source, life.bytes, before.last, life.first)
+                found.append(Gap(*facts, life.reloaded))
             last[life.tensor] = life
         return tuple(sorted(found, key=lambda gap: gap.first))
 
@@ -184,7 +219,11 @@ def timeline_of(
     graph = session.planner_graph([shape[name] for name in metadata.dims])
     runs: list[KernelRun] = []
     start, seen = 0, set()
-    for kernel in facts.sequence:
+    needed: dict[int, int] = {}  # when the transfers end that a run waits for
+    for transfer in facts.transfers:
+        needed[transfer.wait] = max(transfer.end_ns, needed.get(transfer.wait, 0))
+    for position, kernel in enumerate(facts.sequence):
+        start = max(start, needed.get(position, 0))
         entry, op = metadata.kernels[kernel], graph.ops[kernel]
         time_ns = op.rerun_ns if kernel in seen and op.rerun_ns >= 0 else op.time_ns
         runs.append(KernelRun(entry.name, entry.source, start, time_ns, kernel in seen))
@@ -194,7 +233,8 @@ def timeline_of(
     makers = {t: k for k, entry in enumerate(metadata.kernels) for t in entry.outputs}
     begins = {(version.offset, version.created, version.tensor) for version in facts.versions}
     lives = []
-    for version in sorted(facts.versions, key=lambda version: version.created):
+    reloaded = {transfer.version for transfer in facts.transfers if transfer.is_read}
+    for index, version in enumerate(facts.versions):
         if version.tensor < 0:
             maker, name, category = -1 - version.tensor, "workspace", "workspace"
             size = graph.ops[maker].workspace
@@ -219,12 +259,26 @@ def timeline_of(
                 last=version.last_use - overwritten,
                 made_by=kernel.name,
                 source=kernel.source,
+                reloaded=index in reloaded,
+            )
+        )
+    transfers = []
+    for transfer in facts.transfers:
+        tensor = facts.versions[transfer.version].tensor
+        transfers.append(
+            TransferRun(
+                name=metadata.tensors[tensor].name,
+                source=metadata.kernels[makers[tensor]].source,
+                bytes=graph.sizes[tensor],
+                is_read=transfer.is_read,
+                start_ns=transfer.begin_ns,
+                time_ns=transfer.end_ns - transfer.begin_ns,
             )
         )
     constant = _constant_bytes(metadata, facts, shape, kinds, dims)
     return Timeline(
         *(dict(shape), budget_bytes, facts.peak_bytes, facts.arena_bytes),
-        *(tuple(runs), tuple(lives), constant),
+        *(tuple(runs), tuple(lives), tuple(transfers), constant),
     )
 
 
@@ -240,6 +294,7 @@ def _constant_bytes(
             found[category] = found.get(category, 0) + sizes[tensor]
     found["constants"] = facts.resident_bytes - sum(found.values())
     found["outputs"] = facts.escaping_bytes
+    found["offload buffer"] = facts.buffer_bytes
     return found
 
 

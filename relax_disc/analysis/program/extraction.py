@@ -14,8 +14,8 @@ import tvm
 from tvm import relax
 
 from relax_disc.analysis.kernels.facts import KernelFacts
-from relax_disc.analysis.program.reader import inplace_pairs, read_function
-from relax_disc.analysis.program.storage import execution_order, place_results
+from relax_disc.analysis.program.reader import halves, inplace_pairs, read_function
+from relax_disc.analysis.program.storage import execution_order, order_halves, place_results
 from relax_disc.analysis.program.table import (
     FunctionTable,
     KernelCall,
@@ -57,6 +57,12 @@ class Extraction:
     def result_views(self) -> list[int]:
         """Views that the function returns, each once, in order of first appearance."""
         return list(dict.fromkeys(x for x in leaves(self.returned) if isinstance(x, int)))
+
+    def first_late_kernel(self) -> int:
+        """The first kernel that reads what is given late, or how many kernels there are."""
+        late = self.table.late
+        positions = (k for k, kernel in enumerate(self.kernels) if late & set(kernel.inputs))
+        return next(positions, len(self.kernels))
 
     def needs_regenerate(self) -> list[bool]:
         """Whether a plan may run other kernels again before each kernel."""
@@ -215,6 +221,8 @@ def extract(mod: tvm.IRModule, name: str) -> Extraction:
         facts = KernelFacts(mod, table)
         facts.annotate()
         place_results(table, pairs, facts.may_overwrite, only_copies=only_copies)
+        if table.late:
+            order_halves(table, halves(func)[1])
         order = execution_order(table)
         if order is not None:
             return Extraction(table, tuple(order), _returned(table.result, pairs))

@@ -1,9 +1,8 @@
 """Read a Relax function in call_tir form: its kernels, the memory they use, in program order.
 
 Every binding is a kernel (call_tir, call_tir_inplace, call_dps_packed), a free alias (reshape,
-match_cast, the marks ``relax_disc.evict`` and ``relax_disc.regenerate``) or plain structure
-(tuples, shapes).  `read_function` walks the bindings once; what lies where is decided later, in
-`extract_storage`.
+match_cast, the marks of `relax_disc.ops.memory`) or plain structure (tuples, shapes).
+`read_function` walks the bindings once; what lies where is decided later, in `storage`.
 
 Limits: straight-line functions; every shape is known from the parameters' shapes.
 """
@@ -31,6 +30,7 @@ ALIASES = frozenset(
         "relax.memory.ensure_zero_offset",
         "relax_disc.evict",
         "relax_disc.regenerate",
+        "relax_disc.await_gradient",
     }
 )
 
@@ -107,6 +107,9 @@ class FunctionReader:
         for binding in bindings_of(self.func):
             self._bind(binding)
         self.table.result = self._value(self.func.body.body)
+        late_inputs, _ = halves(self.func)
+        for param in self.func.params[len(self.func.params) - late_inputs :]:
+            self.table.late.add(self.table.views[self._values[param]].buffer)
         for index in (self.func.attrs or {}).get("relax_disc.recomputable") or ():
             self.table.kernels[int(index)].may_rerun = True
         return self.table
@@ -248,6 +251,12 @@ class FunctionReader:
 def read_function(mod: tvm.IRModule, name: str) -> FunctionTable:
     """Read one function of a module; see `FunctionReader.read`."""
     return FunctionReader(mod, name, mod[name]).read()
+
+
+def halves(func: relax.Function) -> tuple[int, int]:
+    """Return how many of the last parameters and results belong to a function's second half."""
+    inputs, outputs = (func.attrs or {}).get("relax_disc.second_half") or (0, 0)
+    return int(inputs), int(outputs)
 
 
 def inplace_pairs(func: relax.Function) -> Mapping[int, int]:

@@ -169,6 +169,20 @@ def _replace(structure: object, replacement: Mapping[int, int], positions: objec
     return replacement.get(next(positions), structure)  # type: ignore[call-overload]
 
 
+def order_halves(table: FunctionTable, late_outputs: int) -> None:
+    """Put the kernels that read what is given late after those that make the early results.
+
+    ``late_outputs``: how many of the last results belong to the second half.
+    """
+    results = table.flat_result()
+    early = results[: len(results) - late_outputs]
+    buffers = {table.views[leaf].buffer for leaf in early if isinstance(leaf, int)}
+    makers = {k for k, kernel in enumerate(table.kernels) if buffers & set(kernel.outputs)}
+    for kernel in table.kernels:
+        if table.late & set(kernel.inputs):
+            kernel.after |= makers
+
+
 def _descendants(table: FunctionTable, start: int) -> set[int]:
     """Kernels that need a kernel's results or must come after it."""
     found = {start}

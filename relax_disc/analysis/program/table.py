@@ -65,8 +65,9 @@ class FunctionTable:
     order of first appearance. ``buffers``, ``views``, ``kernels``: the tables. ``given``: what the
     caller passes: parameters first, then constants. ``result``: the returned structure: a view's
     index, a tuple of structures, or a Relax expression that holds no tensor. ``candidates``:
-    buffers marked by ``relax_disc.evict``. ``values``: what every variable stands for, as in
-    `result`. ``parameter_given``: index of a parameter -> index in `given` of its (first) tensor.
+    buffers marked by ``relax_disc.evict``. ``late``: given buffers that the caller has only once it
+    has the early results. ``values``: what every variable stands for, as in `result`.
+    ``parameter_given``: index of a parameter -> index in `given` of its (first) tensor.
     """
 
     def __init__(self, name: str, dims: dict[Any, SymbolicDim]) -> None:
@@ -79,6 +80,7 @@ class FunctionTable:
         self.given: list[relax.Expr] = []
         self.result: Any = None
         self.candidates: set[int] = set()
+        self.late: set[int] = set()
         self.values: dict[relax.Expr, Any] = {}
         self.parameter_given: dict[int, int] = {}
         self._view_index: dict[View, int] = {}

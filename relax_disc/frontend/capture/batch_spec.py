@@ -11,7 +11,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
@@ -50,14 +50,14 @@ class BatchSpec:
         batch = self._arranged(tuple(args), kwargs)
         leaves, structure = pytree.tree_flatten(batch)
         if structure != self.structure:
+            batch = _in_order(batch, self.structure)
+            leaves, structure = pytree.tree_flatten(batch)
+        if structure != self.structure:
             self._refuse_structure(batch)
         for index, value in self.fixed.items():
             given = leaves[index]
             if isinstance(given, torch.Tensor) or given != value:
-                raise InputMismatchError(
-                    f"Leaf {index} of the batch is {given!r}, but it was {value!r} when the step "
-                    "was compiled; only tensors may change, compile again for another value."
-                )
+                self._refuse_value(batch, index, given)
         return leaves
 
     @property
@@ -107,6 +107,23 @@ class BatchSpec:
     def _compiled_for(self) -> str:
         return f"the step was compiled for {_listed(self._names)}"
 
+    def _refuse_value(
+        self, batch: tuple[tuple[Any, ...], dict[str, Any]], index: int, given: Any
+    ) -> NoReturn:
+        """Name a leaf that is no tensor, or was none, and is not what it was."""
+        (side, argument, *rest), _ = pytree.tree_flatten_with_path(batch)[0][index]
+        place = self._keywords.index(argument.key) + self._count if side.idx else argument.idx
+        is_tensor = isinstance(given, torch.Tensor)
+        found = f"a tensor of shape {tuple(given.shape)}" if is_tensor else repr(given)
+        was = self.fixed[index]
+        advice = "only tensors may change, compile again for another value"
+        if isinstance(was, int | float):
+            advice = "give what changes as a tensor, in example_inputs too, or compile again"
+        raise InputMismatchError(
+            f"batch argument {self._names[place]}{pytree.keystr(tuple(rest))} is {found}, but it "
+            f"was {was!r} when the step was compiled; {advice}."
+        )
+
     def _refuse_structure(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         """Name the first argument whose structure is not the example's."""
         values = [*batch[0], *batch[1].values()]
@@ -118,6 +135,25 @@ class BatchSpec:
                     f"batch argument {name} must be {_described(wanted)}, as in example_inputs; "
                     f"got {_described(found)}."
                 )
+
+
+def _in_order(value: Any, structure: pytree.TreeSpec) -> Any:
+    """Give the mappings in a value the order of keys that those of the example had."""
+    node = pytree.SUPPORTED_NODES.get(structure.type)
+    if node is None or type(value) is not structure.type:
+        return value
+    if isinstance(value, collections.defaultdict):
+        return value
+    parts, context = node.flatten_fn(value)
+    if isinstance(value, Mapping):
+        if set(context) != set(structure.context):
+            return value
+        parts = [value[key] for key in structure.context]
+    children = structure.children()
+    if len(parts) != len(children):
+        return value
+    parts = [_in_order(part, child) for part, child in zip(parts, children, strict=True)]
+    return node.unflatten_fn(parts, structure.context)
 
 
 def _listed(names: Iterable[str]) -> str:

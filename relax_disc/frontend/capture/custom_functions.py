@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import function as autograd_function
 from torch.utils import _pytree as pytree
 
+from relax_disc.frontend.capture.live_number import LiveNumber, live_everywhere
 from relax_disc.frontend.capture.recurrent_layers import refusal
 
 OPERATOR = "relax_disc::custom_function"
@@ -32,16 +33,20 @@ class CustomCall:
 
     function: Any  # the subclass of ``torch.autograd.Function``
     leaves: tuple[Any, ...]  # its flattened arguments; None in the places of tensors and sizes
-    kinds: tuple[str, ...]  # for each leaf ``"tensor"``, ``"size"`` or ``"plain"``
+    # for each leaf ``"tensor"``, ``"number"`` (live: also a tensor of the call), ``"size"`` or
+    # ``"plain"``
+    kinds: tuple[str, ...]
     structure: pytree.TreeSpec  # of the arguments
 
     def run(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> Any:
         """Make the call with other tensors and sizes; whatever the function returns."""
         given = {"tensor": iter(tensors), "size": iter(sizes)}
-        leaves = [
-            leaf if kind == "plain" else next(given[kind])
-            for leaf, kind in zip(self.leaves, self.kinds, strict=True)
-        ]
+        leaves: list[Any] = []
+        for leaf, kind in zip(self.leaves, self.kinds, strict=True):
+            if kind == "number":
+                leaves.append(_live(leaf, next(given["tensor"])))
+            else:
+                leaves.append(leaf if kind == "plain" else next(given[kind]))
         return self.function.apply(*pytree.tree_unflatten(leaves, self.structure))
 
 
@@ -63,14 +68,16 @@ class CustomCalls:
         """Put one operator into the graph instead of what a call computes."""
         leaves, structure = pytree.tree_flatten(args)
         kinds = tuple(_kind(leaf) for leaf in leaves)
-        by_kind: dict[str, list[Any]] = {"tensor": [], "size": [], "plain": []}
-        for leaf, kind in zip(leaves, kinds, strict=True):
-            by_kind[kind].append(leaf)
-        plain = tuple(
-            leaf if kind == "plain" else None for leaf, kind in zip(leaves, kinds, strict=True)
-        )
-        self._calls.append(CustomCall(function, plain, kinds, structure))
-        results = iter(_operator()(len(self._calls) - 1, by_kind["tensor"], by_kind["size"]))
+        tensors, sizes, plain = [], [], list(leaves)
+        for place, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+            if kind in ("tensor", "number"):
+                tensors.append(leaf.make() if kind == "number" else leaf)
+            if kind == "size":
+                sizes.append(leaf)
+            if kind in ("tensor", "size"):
+                plain[place] = None
+        self._calls.append(CustomCall(function, tuple(plain), kinds, structure))
+        results = iter(_operator()(len(self._calls) - 1, tensors, sizes))
         returned, self._returned = self._returned, None
         return pytree.tree_map_only(Tensor, lambda _: next(results), returned)
 
@@ -78,7 +85,7 @@ class CustomCalls:
         """Try a call on tensors without values, as it is without gradients; its tensors."""
         call = self._calls[index]
         versions = [tensor._version for tensor in tensors]
-        with _replaced(_original), torch.no_grad():
+        with _replaced(_original), torch.no_grad(), live_everywhere():
             self._returned = call.run(tensors, sizes)
         if versions != [tensor._version for tensor in tensors]:
             why = (
@@ -99,7 +106,13 @@ def _operator() -> Any:
 def _kind(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return "tensor"
+    if type(leaf) is LiveNumber:
+        return "number" if leaf.make is not None else "plain"
     return "size" if isinstance(leaf, torch.SymInt) else "plain"
+
+
+def _live(number: LiveNumber, tensor: Tensor) -> LiveNumber:
+    return LiveNumber(number.value, number.leaves, number.pin, lambda: tensor)
 
 
 @torch.library.register_fake(OPERATOR)
@@ -111,13 +124,15 @@ def _(call: int, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor
 def custom_functions() -> Iterator[CustomCalls]:
     """Record calls of the functions of libraries and models while this is active.
 
-    Those of PyTorch itself, which belong to its operators, stay as they are.  Models hold on to
-    ``apply`` itself, so what that calls is replaced.
+    Those of PyTorch itself, which belong to its operators, stay as they are, but for the one that
+    stands for any other in a graph of TorchDynamo.  Models hold on to ``apply`` itself, so what
+    that calls is replaced.
     """
     calls = CustomCalls()
 
     def record(function: Any, *args: Any) -> Any:
-        if function.__module__.partition(".")[0] == "torch":
+        is_torch = function.__module__.partition(".")[0] == "torch"
+        if is_torch and function.__name__ != "ApplyTemplate":
             return _original(function, *args)
         return calls.record(function, args)
 

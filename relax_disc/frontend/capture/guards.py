@@ -19,7 +19,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils._sympy import functions as torch_sympy
 
-from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
+from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError, narrower
 from relax_disc.frontend.capture.dims import DimTable
 from relax_disc.frontend.capture.size_branches import SizeBranches, general, places
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
@@ -80,9 +80,11 @@ def check_derived_dims(
     for symbol, interval in program.range_constraints.items():
         spec = dims.specs.get(dims.names.get(str(symbol), ""))
         if spec is not None and interval.lower == interval.upper and spec.lower != _upper(spec):
-            raise ShapeRangeError(
+            size = int(interval.lower)
+            raise narrower(
                 f"The model contradicts dynamic_shapes{places(fixing)}: it works for "
-                f"{spec.name}={interval.lower} alone; declare the dim static."
+                f"{spec.name}={size} alone; declare the dim static.",
+                *(spec.name, size, size),
             )
     fakes = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
     env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
@@ -128,9 +130,10 @@ class GuardWatch:
         for symbol in sorted(self._symbols, key=str):
             fixed = self._env.replacements.get(symbol)
             if fixed is not None:
-                raise ShapeRangeError(
+                raise narrower(
                     f"Tracing fixed the dim {dims[symbol].name!r} to {fixed}: an operator of the "
-                    "model works for one size only; declare the dim static."
+                    "model works for one size only; declare the dim static.",
+                    *(dims[symbol].name, int(fixed), int(fixed)),
                 )
         for guard in self._env.guards[self._count :]:
             # No code of the user runs in a trace of operators: PyTorch's own "not equal" says
@@ -153,9 +156,12 @@ def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
         {s: sympy.Symbol(d.name) for s, d in zip(symbols, specs, strict=True)}
     )
     if functools.reduce(operator.mul, map(len, ranges)) > _MOST_POINTS:
-        raise ShapeRangeError(
+        widest = max(specs, key=lambda spec: _upper(spec) - spec.lower)
+        most = int(_MOST_POINTS ** (1 / len(specs)))
+        raise narrower(
             f"The model relies on {text}, which cannot be checked over so many sizes; give the "
-            f"dims {', '.join(d.name for d in specs)} smaller ranges."
+            f"dims {', '.join(d.name for d in specs)} smaller ranges.",
+            *(widest.name, widest.lower, widest.lower + most - 1),
         )
     grids = np.meshgrid(*ranges, indexing="ij")
     holds = evaluate(condition, dict(zip(symbols, grids, strict=True)))
@@ -164,17 +170,20 @@ def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
         return
     first = failing[0]
     at = ", ".join(f"{d.name}={r[k]}" for d, r, k in zip(specs, ranges, first, strict=True))
-    advice = "change the model or the ranges"
+    advice, allowed = "change the model or the ranges", None
     for k, (spec, sizes) in enumerate(zip(specs, ranges, strict=True)):
         beyond = int(failing[:, k].max()) + 1  # all sizes below fail, whatever the other dims are
         if len(failing) == beyond * (grids[0].size // len(sizes)) and beyond < len(sizes):
             upper = "" if spec.upper is None else f", max={spec.upper}"
             advice = f"give Dim({spec.name!r}, min={sizes[beyond]}{upper})"
-    raise ShapeRangeError(
+            allowed = spec.name, int(sizes[beyond]), spec.upper
+    error = ShapeRangeError(
         f"The traced program needs {text}, which fails at {at} "
         f"(and {len(failing) - 1} more sizes in range): {advice}."
         + (f" It stems from {line}." if line.file else "")
     )
+    error.allowed, error.dims = allowed, tuple(spec.name for spec in specs)
+    raise error
 
 
 def _upper(spec: DimSpec) -> int:

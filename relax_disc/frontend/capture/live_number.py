@@ -7,9 +7,11 @@ tensor in arithmetic, an input of the program takes its place; whatever else ask
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,12 +35,29 @@ ARITHMETIC = frozenset(
 """Calls in which a tensor of no axes means what a number does."""
 
 
+_EVERYWHERE = threading.local()
+
+
+@contextlib.contextmanager
+def live_everywhere() -> Iterator[None]:
+    """Let numbers become tensors by themselves, where PyTorch leaves a trace's modes aside.
+
+    That is in a backward pass, and inside an operator.
+    """
+    before = getattr(_EVERYWHERE, "is_live", False)
+    _EVERYWHERE.is_live = True
+    try:
+        yield
+    finally:
+        _EVERYWHERE.is_live = before
+
+
 class LiveNumber:
     """A number that says how it is used.
 
     ``value``: as it is now. ``leaves``: places that it was computed from. ``pin``: gets a place
     whose number must not change. ``make``: returns the number as a tensor of the trace, float64
-    without axes.
+    without axes; None where that cannot be had, and every use fixes it.
     """
 
     __slots__ = ("leaves", "make", "pin", "value")
@@ -48,7 +67,7 @@ class LiveNumber:
         value: float,
         leaves: Sequence[Any],
         pin: Callable[[Any], None],
-        make: Callable[[], Tensor],
+        make: Callable[[], Tensor] | None,
     ) -> None:
         self.value, self.leaves, self.pin, self.make = value, tuple(leaves), pin, make
 
@@ -65,6 +84,8 @@ class LiveNumber:
 
     def like(self, tensor: Tensor) -> Tensor | float:
         """Return a tensor that means the same beside another one."""
+        if self.make is None:
+            return self.fixed()
         whole = not tensor.is_floating_point()
         dtype = torch.get_default_dtype() if whole else tensor.dtype
         if (whole and isinstance(self.value, int)) or dtype not in (torch.float32, torch.float64):
@@ -76,7 +97,9 @@ class LiveNumber:
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Elsewhere than in a trace, be the number."""
-        return func(*_numbers(args), **{k: _numbers([v])[0] for k, v in (kwargs or {}).items()})
+        convert = with_tensors if getattr(_EVERYWHERE, "is_live", False) else fixed_arguments
+        args, kwargs = convert(func, args, kwargs or {})
+        return func(*args, **kwargs)
 
     def __float__(self) -> float:
         return self.fixed()
@@ -123,10 +146,13 @@ class LiveNumber:
         leaves = [leaf for n in order if type(n) is LiveNumber for leaf in n.leaves]
         value = function(*(n.value if type(n) is LiveNumber else n for n in order))
 
-        def make() -> Tensor:
-            return function(*(n.make() if type(n) is LiveNumber else n for n in order))
+        parts = [n.make if type(n) is LiveNumber else lambda n=n: n for n in order]
+        known = [part for part in parts if part is not None]
 
-        return LiveNumber(value, leaves, self.pin, make)
+        def make() -> Tensor:
+            return function(*(part() for part in known))
+
+        return LiveNumber(value, leaves, self.pin, make if len(known) == len(parts) else None)
 
 
 def _numbers(values: Sequence[Any]) -> list[Any]:
@@ -141,7 +167,21 @@ def _numbers(values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def fixed_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict]:
+def with_tensors(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Put tensors into the places of live numbers in arithmetic; fix their values elsewhere."""
+    given = [arg for arg in args if type(arg) is LiveNumber]
+    if given and func in ARITHMETIC and len(args) == 2 and not kwargs:
+        others = [arg for arg in args if isinstance(arg, Tensor)]
+        if len(others) == 1:
+            args = [a.like(others[0]) if type(a) is LiveNumber else a for a in args]
+    return fixed_arguments(func, args, kwargs)
+
+
+def fixed_arguments(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
     """Put the values of live numbers in their places, which fixes them."""
     return _numbers(args), {key: _numbers([value])[0] for key, value in kwargs.items()}
 

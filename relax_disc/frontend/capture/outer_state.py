@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo.exc import UserError
 from torch._guards import detect_fake_mode
@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from relax_disc.errors import RelaxDiscError, RelaxDiscWarning
-from relax_disc.frontend.capture.live_number import ARITHMETIC, LiveNumber, fixed_arguments
+from relax_disc.frontend.capture.live_number import LiveNumber, live_everywhere, with_tensors
 from relax_disc.frontend.capture.source_lines import callers_depth, calling_line
 from relax_disc.frontend.capture.sources import (
     CONTAINERS,
@@ -190,6 +190,15 @@ class OuterState:
         found = self._inputs.get(id(lifted))
         return None if found is None else found[0]
 
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Return how the user's code reaches a tensor or another with its memory, if it does."""
+        memory = tensor.untyped_storage()._cdata
+        for source, place in self._known.tensors.values():
+            known = place.get()
+            if known.layout is torch.strided and known.untyped_storage()._cdata == memory:
+                return str(source)
+        return None
+
     @contextlib.contextmanager
     def tracing(self, args: Any) -> Iterator[_Call]:
         """Surround one call of the user's code in a trace."""
@@ -214,6 +223,25 @@ class OuterState:
         call.look_at_arguments()
         self._collect()
 
+    @contextlib.contextmanager
+    def tracing_gradients(self) -> Iterator[None]:
+        """Surround a trace in which functions with a gradient of their own run, backward too.
+
+        What they read by themselves, not as an argument, is fixed.
+        """
+        places = [place for place, _ in self._numbers.values()]
+        before = [place.get() for place in places]
+        for place, number in self._numbers.values():
+            place.put(LiveNumber(number.value, number.leaves, number.pin, None))
+        try:
+            with self._recorded(), live_everywhere():
+                yield
+        finally:
+            for place, value in zip(places, before, strict=True):
+                place.put(value)
+        self.guards = []
+        self._collect()
+
     # -- stand-ins -----------------------------------------------------------------------------
 
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -224,7 +252,7 @@ class OuterState:
         if kwargs:
             kwargs = {key: self._stand_in(value) for key, value in kwargs.items()}
         if self._numbers:
-            args, kwargs = self._with_numbers(func, args, kwargs)
+            args, kwargs = with_tensors(func, args, kwargs)
         if func == _SET_DATA and type(args[1]) not in _TENSORS:
             return self._set_data(*args)
         return func(*args, **kwargs)
@@ -301,16 +329,6 @@ class OuterState:
             )
         return found
 
-    def _with_numbers(
-        self, func: Any, args: list[Any], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        given = [arg for arg in args if type(arg) is LiveNumber]
-        if given and func in ARITHMETIC and len(args) == 2 and not kwargs:
-            others = [arg for arg in args if isinstance(arg, Tensor)]
-            if len(others) == 1:
-                args = [a.like(others[0]) if type(a) is LiveNumber else a for a in args]
-        return fixed_arguments(args, kwargs)
-
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         with torch.no_grad():
             tensor.detach().copy_(value)
@@ -333,6 +351,8 @@ class OuterState:
         sources = {id(value): source for source, value in self._known.containers}
         sources |= {key: source for key, (source, _) in self._known.modules.items()}
         for (key, name), (module, value) in self._reads.items():
+            if isinstance(module, fx.GraphModule):  # the trace's own
+                continue
             source = sources.get(key)
             if name == "training":
                 if key not in inside:
@@ -357,7 +377,9 @@ class OuterState:
             else:
                 read = self._may_read(source, holder)
             if read and (id(place.container), place.key) not in self._changed:
-                self.guards.append(Guard(str(source), source, place, _copied(place.get())))
+                inherits = isinstance(holder, type) and place.key not in vars(holder)
+                shadow: Any = vars(holder) if inherits else None
+                self.guards.append(Guard(str(source), source, place, _copied(place.get()), shadow))
         for source, place in self._known.cells:
             if source.root == "loss_fn" and callable(value := place.get()):
                 self.guards.append(Guard(str(source), source, place, value))

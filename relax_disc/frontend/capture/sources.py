@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dis
 import functools
 import sys
 import types
@@ -104,7 +105,7 @@ def resolve(source: Source, model: nn.Module, loss_fn: Callable[..., Any] | None
 
 def _step(holder: Any, kind: str, key: Any) -> Place:
     if kind == "attribute":
-        kinds = () if isinstance(holder, type) else type(holder).__mro__
+        kinds = holder.__mro__ if isinstance(holder, type) else type(holder).__mro__
         owner = next((kind for kind in kinds if key in vars(kind)), holder)
         return Place(vars(holder if key in vars(holder) else owner), key)
     if kind == "child":
@@ -207,8 +208,18 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
     elif type(value) in (set, collections.deque):
         found.containers.append((source, value))
     elif isinstance(value, type):
-        if not is_foreign(value.__module__) and source.steps[-1][0] in ("closure", "global"):
-            yield from (("attribute", k) for k, v in vars(value).items() if is_plain(v))
+        kinds: tuple[type, ...] = ()
+        if issubclass(value, torch.autograd.Function):  # its gradient is the user's code
+            kinds = (staticmethod,)
+        elif source.steps[-1][0] not in ("closure", "global"):
+            return
+        own = [kind for kind in value.__mro__ if not is_foreign(kind.__module__)]
+        members = {k: v for kind in reversed(own) for k, v in vars(kind).items()}
+        for name, member in members.items():
+            if is_plain(member) or isinstance(member, kinds):
+                yield "attribute", name
+    elif isinstance(value, staticmethod):
+        yield "member", "__func__"
     elif isinstance(value, types.ModuleType):
         if not is_foreign(value.__name__):
             yield from (("attribute", k) for k in vars(value) if k in found.names)
@@ -239,7 +250,12 @@ def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]
     codes = [function.__code__]
     loaded: dict[str, None] = {}
     for code in codes:  # grows
-        loaded |= dict.fromkeys(code.co_names)
+        found.names.update(code.co_names)  # of attributes, too
+        loaded |= dict.fromkeys(
+            str(instruction.argval)
+            for instruction in dis.get_instructions(code)
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        )
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 codes.append(constant)
@@ -247,7 +263,6 @@ def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]
                 found.names.add(constant)
             elif isinstance(constant, tuple):
                 found.names.update(part for part in constant if isinstance(part, str))
-    found.names.update(loaded)
     for name in function.__code__.co_freevars:
         yield "closure", name
     if not _is_installed(function):

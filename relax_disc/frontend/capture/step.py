@@ -18,7 +18,7 @@ from relax_disc.frontend.capture.export import Exported, export, wrap_forward, w
 from relax_disc.frontend.capture.fingerprint import fingerprint
 from relax_disc.frontend.capture.outer_state import Outer
 from relax_disc.frontend.capture.refusals import refuse_model
-from relax_disc.frontend.capture.trace import trace_forward, trace_step
+from relax_disc.frontend.capture.trace import Halves, trace_forward, trace_halves, trace_step
 from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.emission import Wanted, emit_functions
 from relax_disc.frontend.importer import refuse_unknown
@@ -195,5 +195,26 @@ def capture_forward(model: nn.Module, example_inputs: Any, *, dynamic_shapes: An
     with tracing():
         exported = export(wrap_forward(model), example_inputs, dynamic_shapes)
         traced = trace_forward(exported, model)
+    refuse_unknown(traced)
+    return emit_functions(exported, traced, [Wanted(forward=True)])[0]
+
+
+def capture_halves(
+    function: nn.Module, example_inputs: Any, *, dynamic_shapes: Any, halves: Halves
+) -> CapturedStep:
+    """Capture outputs and, in a second half, gradients, for a caller who makes the loss himself.
+
+    Everything that ``function`` reads is an argument of it; it has no tensors of its own.
+
+    Returns
+    -------
+    CapturedStep
+        ``(*outputs, *arguments that it writes, *gradients)``; inputs of kind
+        ``"output_gradient"`` come last and late: see
+        :mod:`relax_disc.transform.memory.plan_arena`.
+    """
+    with tracing():
+        exported = export(wrap_forward(function), example_inputs, dynamic_shapes)
+        traced = trace_halves(exported, function, halves)
     refuse_unknown(traced)
     return emit_functions(exported, traced, [Wanted(forward=True)])[0]

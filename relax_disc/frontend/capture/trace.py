@@ -46,9 +46,11 @@ from relax_disc.frontend.capture.decompositions import (
 )
 from relax_disc.frontend.capture.export import Exported
 from relax_disc.frontend.capture.guards import GuardWatch
+from relax_disc.frontend.capture.outer_state import OuterState
 from relax_disc.frontend.capture.refusals import refuse_autocast
 from relax_disc.frontend.capture.rewrites import alike_complex, whole_complex
 from relax_disc.frontend.capture.source_lines import source_line
+from relax_disc.frontend.capture.writes import without_writes
 from relax_disc.frontend.random_ops import Randomness
 
 # Their schemas do not tell that they write running statistics where they normalise by the batch's.
@@ -64,7 +66,7 @@ class Traced:
     The list holds the loss, the extra outputs, the new values of ``buffers`` (and of other tensors
     that are written) and the gradients of ``gradients``, in this order; the last two are indices
     into ``arguments``.  ``extras`` is ``nested`` in a tuple if outputs of a forward pass stand
-    beside new values.
+    beside new values.  The last ``late`` arguments are gradients of outputs.
     """
 
     graph: fx.GraphModule
@@ -74,6 +76,15 @@ class Traced:
     buffers: tuple[int, ...]
     gradients: tuple[int, ...]
     nested: bool = False
+    late: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """What a function in two halves gives: gradients of ``leaves`` by those of ``outputs``."""
+
+    leaves: frozenset[int]  # of the flattened batch
+    outputs: tuple[int, ...]
 
 
 class _Functional(FunctionalTensorMode):
@@ -185,16 +196,20 @@ def trace_forward(exported: Exported, model: nn.Module) -> Traced:
     return _trace(exported, model, with_gradients=False)
 
 
-def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced:
+def trace_halves(exported: Exported, model: nn.Module, halves: Halves) -> Traced:
+    """Trace the outputs, and the gradients of leaves of the batch by those of the outputs."""
+    return _trace(exported, model, with_gradients=bool(halves.outputs), halves=halves)
+
+
+def _trace(
+    exported: Exported, model: nn.Module, with_gradients: bool, halves: Halves | None = None
+) -> Traced:
     program = exported.program
     arguments, position = list_arguments(program, model, exported.outer)
     trained = tuple(
         index
         for index, argument in enumerate(arguments)
-        if with_gradients
-        and argument.kind == "parameter"
-        and argument.tensor is not None
-        and argument.tensor.requires_grad
+        if with_gradients and _is_trained(argument, halves)
     )
     mutates = _mutates(program.graph_module)
     place = {id(argument.tensor): index for index, argument in enumerate(arguments)}
@@ -202,9 +217,20 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
     writable = tuple(
         i
         for i, a in enumerate(arguments)
-        if a.kind in ("buffer", "parameter") or (a.kind == "constant" and a.outer is not None)
+        if a.kind in ("buffer", "parameter")
+        or (a.kind == "constant" and a.outer is not None)
+        or (a.kind == "batch" and halves is not None)
     )
-    buffers = writable if mutates else tuple(sorted(reassigned))
+    module, written = program.graph_module, []
+    if mutates and not exported.custom_calls:
+        indices = list(position.values())
+        fit = {i for i in writable if indices.count(i) == 1} - {*trained, *reassigned}
+        names = {name for name, index in position.items() if index in fit}
+        plain = without_writes(module, names)
+        if plain is not None:
+            (module, written), mutates = plain, False
+    news = [position[name] for name in written]
+    buffers = writable if mutates else tuple(sorted([*reassigned, *news]))
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     users = [
         index
@@ -219,14 +245,18 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
             values[index] = values[index].requires_grad_(True)
         if not exported.custom_calls:
             return results(values)
-        with _tensors_replaced(model, arguments, values):  # they may call its modules
+        with (
+            _tensors_replaced(model, arguments, values),  # they may call its modules
+            exported.outer.tracing_gradients(),
+        ):
             return results(values)
 
     def results(values: list[Any]) -> list[Any]:
         feed = [values[position[node.name]] for node in placeholders]
+        late = values[count + 1 :]
         with torch.set_grad_enabled(with_gradients):
-            randomness = Randomness(values[-1])
-            interpreter = _StepInterpreter(program.graph_module, randomness, exported.custom_calls)
+            randomness = Randomness(values[count])
+            interpreter = _StepInterpreter(module, randomness, exported.custom_calls)
             produced = interpreter.run(*feed)
         found = [produced[index] for index in users]
         found, assigned = (
@@ -234,48 +264,76 @@ def _trace(exported: Exported, model: nn.Module, with_gradients: bool) -> Traced
             found[len(users) - len(reassigned) :],
         )
         extras = [x.detach() if isinstance(x, Tensor) else x for x in found[1:]]
-        new = dict(zip(reassigned, assigned, strict=True))
+        assigned = [*assigned, *produced[len(produced) - len(news) :]]
+        new = dict(zip([*reassigned, *news], assigned, strict=True))
         grads: Sequence[Tensor | None] = ()
         if with_gradients:
-            if found[0].requires_grad:
-                _keep_lines(found[0])
-                grads = _gradients(found[0], [values[index] for index in trained])
+            made = [found[0]] if halves is None else [found[k] for k in halves.outputs]
+            if late:
+                early = [x.detach() for x in found if isinstance(x, Tensor)]
+                late = [torch.ops.relax_disc.await_gradient(x, early) for x in late]
+            if made[0].requires_grad:
+                _keep_lines(made)
+                grads = _gradients(made, [values[index] for index in trained], late or None)
             else:
                 grads = [None] * len(trained)
         outputs["grads"] = [g is not None for g in grads]
         kept = [g.detach() for g in grads if g is not None]
         changed = [new.get(index, values[index]).detach() for index in buffers]
-        return [found[0].detach(), *extras, *changed, *kept]
+        first = found[0].detach() if isinstance(found[0], Tensor) else found[0]
+        return [first, *extras, *changed, *kept]
 
     fakes = _fakes(program, placeholders, position, arguments)
+    count = len(arguments)
     arguments = (*arguments, Argument("rng", "rng", "rng", None))
     with next(f.fake_mode for f in fakes if hasattr(f, "fake_mode")):
         fakes.append(torch.empty(2, dtype=torch.int64))
+        for k in halves.outputs if halves is not None else ():
+            made = program.graph.output_node().args[0][users[k]]  # pyright: ignore
+            fakes.append(torch.empty_like(made.meta["val"], memory_format=torch.contiguous_format))
+            arguments = (*arguments, Argument(f"gradient_{k}", "output_gradient", k, None))
     watch = GuardWatch(fakes)
     graph = _make_graph(step, fakes, mutates)
     if not mutates and _mutates(graph):  # a decomposition wrote in place
         buffers = writable
         graph = _make_graph(step, fakes, functionalize=True)
     watch.check(exported.dims)
-    _refuse_foreign_parameters(graph)
+    _refuse_foreign_tensors(graph, exported.outer)
     check_where_computed(graph)
     graph.graph.eliminate_dead_code()
     kept = [i for i, there in zip(trained, outputs["grads"], strict=True) if there]
     extra_count = len(users) - 1 - len(reassigned)
     traced = _drop_unchanged(graph, arguments, extra_count, buffers, tuple(kept), program)
-    return replace(traced, nested=bool(reassigned))
+    return replace(traced, nested=bool(reassigned), late=len(arguments) - count - 1)
 
 
-def _refuse_foreign_parameters(graph: fx.GraphModule) -> None:
-    """Refuse parameters that are not the model's: the program would keep their values of today."""
+def _is_trained(argument: Argument, halves: Halves | None) -> bool:
+    if halves is not None:
+        return argument.kind == "batch" and argument.target in halves.leaves
+    return (
+        argument.kind == "parameter"
+        and argument.tensor is not None
+        and argument.tensor.requires_grad
+    )
+
+
+def _refuse_foreign_tensors(graph: fx.GraphModule, outer: OuterState) -> None:
+    """Refuse tensors of the user that are no inputs: the program would keep their values of today.
+
+    Where the model or ``loss_fn`` reads one it is an input; that leaves functions with a gradient
+    of their own.
+    """
     for node in graph.graph.nodes:
         held = node.op == "get_attr" and operator.attrgetter(str(node.target))(graph)
-        if isinstance(held, nn.Parameter) and node.users:
+        if not isinstance(held, Tensor) or not node.users:
+            continue
+        name = outer.name_of(held)
+        if name is not None or isinstance(held, nn.Parameter):
             line = source_line(node)
             raise UnsupportedOperatorError(
-                f"{line}: a torch.autograd.Function reads a parameter of shape "
-                f"{tuple(held.shape)} that is none of the model's and none of its arguments: give "
-                "it as an argument, or make its module a part of the model.",
+                f"{line}: a torch.autograd.Function reads {name or 'a parameter'} of shape "
+                f"{tuple(held.shape)}, which is none of the model's and none of its arguments: "
+                "give it as an argument, or make its module a part of the model.",
                 (("torch.autograd.Function", str(line)),),
             )
 
@@ -342,10 +400,12 @@ def _tensors_replaced(model: nn.Module, arguments: Sequence[Argument], values: l
     return stateless._reparametrize_module(model, traced, tie_weights=True)
 
 
-def _gradients(loss: Tensor, wanted: list[Tensor]) -> Sequence[Tensor | None]:
+def _gradients(
+    made: list[Tensor], wanted: list[Tensor], late: Sequence[Tensor] | None
+) -> Sequence[Tensor | None]:
     """Return the gradients, with what the backward of a `torch.autograd.Function` adds to them."""
     try:
-        found = torch.autograd.grad(loss, wanted, allow_unused=True)
+        found = torch.autograd.grad(made, wanted, late, allow_unused=True)
         return [_sum_of(g, leaf.grad) for g, leaf in zip(found, wanted, strict=True)]
     except UnsupportedOperatorException as error:
         raise UnsupportedOperatorError(
@@ -367,9 +427,9 @@ def _sum_of(gradient: Tensor | None, added: Tensor | None) -> Tensor | None:
     return gradient if added is None else added if gradient is None else gradient + added
 
 
-def _keep_lines(loss: Tensor) -> None:
-    if loss.grad_fn is not None:
-        setup_stacktrace_preservation_hooks([loss.grad_fn])
+def _keep_lines(made: Sequence[Tensor]) -> None:
+    roots = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None]
+    setup_stacktrace_preservation_hooks(roots)
 
 
 def _fakes(

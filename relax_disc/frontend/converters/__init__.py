@@ -7,6 +7,7 @@ from relax_disc.frontend.converters import (  # noqa: F401
     elementwise,
     experts,
     indexing,
+    normalization,
     random,
     reductions,
     scattering,

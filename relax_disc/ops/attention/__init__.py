@@ -188,4 +188,4 @@ registry.traced(
 )
 
 
-from relax_disc.ops.attention import library, plain  # noqa: E402, F401  what computes them
+from relax_disc.ops.attention import library, packed, plain  # noqa: E402, F401  what computes them

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 _SWAPPED = (0, 2, 1, 3)  # [batch, heads, length, dim] and [batch, length, heads, dim]
 _MOST_DIM = 384  # of the native kernels: one panel of `gemm_tile.h`
+_NATIVE = ("float32", "float64", "float16", "bfloat16")  # the last two are computed in float32
 
 
-@registry.dispatches("relax_disc.attention")
+@registry.dispatches("relax_disc.attention", "relax_disc.packed_attention")
 def attention(call: relax.Call, site: Site) -> relax.Expr | None:
     """Dispatch `relax_disc.attention`; heads too wide or of unknown width are not ours."""
-    q, k, v, *mask = call.args
+    q, k, v, *rest = call.args
     wide = _working_dtype((q, k, v), site)
     if wide is None:
         return None
@@ -35,10 +36,10 @@ def attention(call: relax.Call, site: Site) -> relax.Expr | None:
     out_type = _stored_type(kinds[0], swapped, wide)
     results = site.builder.emit(
         site.call(
-            "attention_masked" if mask else "attention",
+            _function_of(call, 3),
             [
                 *operands,
-                *_mask(mask, wide, site),
+                *_in_type(rest, wide, site),
                 *_parameters(call),
                 layout | swapped << 3,
             ],
@@ -49,10 +50,10 @@ def attention(call: relax.Call, site: Site) -> relax.Expr | None:
     return relax.Tuple([out, site.builder.emit(relax.TupleGetItem(results, 1))])
 
 
-@registry.dispatches("relax_disc.attention_backward")
+@registry.dispatches("relax_disc.attention_backward", "relax_disc.packed_attention_backward")
 def attention_backward(call: relax.Call, site: Site) -> relax.Expr | None:
     """Dispatch `relax_disc.attention_backward`."""
-    grad, q, k, v, out, lse, *mask = call.args
+    grad, q, k, v, out, lse, *rest = call.args
     wide = _working_dtype((q, k, v), site)
     if wide is None:
         return None
@@ -63,8 +64,8 @@ def attention_backward(call: relax.Call, site: Site) -> relax.Expr | None:
         layout |= bit << 5 + index
     results = site.builder.emit(
         site.call(
-            "attention_backward_masked" if mask else "attention_backward",
-            [grad, q, k, v, out, lse, *_mask(mask, wide, site), *_parameters(call), layout],
+            _function_of(call, 6),
+            [grad, q, k, v, out, lse, *_in_type(rest, wide, site), *_parameters(call), layout],
             [_stored_type(kind, bit, wide) for kind, bit in zip(kinds, swapped, strict=True)],
         )
     )
@@ -77,16 +78,28 @@ def attention_backward(call: relax.Call, site: Site) -> relax.Expr | None:
     )
 
 
+def is_computed_by_library(q: relax.Expr, k: relax.Expr, v: relax.Expr) -> bool:
+    """Whether the native kernels take heads like these."""
+    dims = [extents_of(operand)[3] for operand in (q, k, v)]
+    known = all(isinstance(dim, tirx.IntImm) and 0 < int(dim) <= _MOST_DIM for dim in dims)
+    return known and registry.dtype_name(q.ty) in _NATIVE
+
+
+def _function_of(call: relax.Call, operands: int) -> str:
+    """Name of the library function for an operator's call with so many operands before a mask."""
+    name = call.op.name.removeprefix("relax_disc.")
+    unmasked = operands + name.startswith("packed")
+    return f"{name}_masked" if len(call.args) > unmasked else name
+
+
 def _working_dtype(operands: tuple[relax.Expr, ...], site: Site) -> str | None:
     """Type that the library computes in; None if it cannot."""
-    for operand in operands:
-        dim = extents_of(operand)[3]
-        if not isinstance(dim, tirx.IntImm) or not 0 < int(dim) <= _MOST_DIM:
-            return None
+    if not is_computed_by_library(*operands):
+        return None
     dtype = registry.dtype_name(operands[0].ty)
     if site.family.endswith(".cuda") or dtype in ("float32", "float64"):
         return dtype
-    return "float32" if dtype in ("float16", "bfloat16") else None
+    return "float32"
 
 
 def _operands(
@@ -105,13 +118,13 @@ def _operands(
     return tensors, layout
 
 
-def _mask(mask: list[relax.Expr], dtype: str, site: Site) -> list[relax.Expr]:
-    """Masks are bool or of the working type."""
+def _in_type(exprs: list[relax.Expr], dtype: str, site: Site) -> list[relax.Expr]:
+    """Masks are bool or of the working type; places in a batch are int64."""
     return [
         expr
-        if registry.dtype_name(expr.ty) in ("bool", dtype)
+        if registry.dtype_name(expr.ty) in ("bool", "int64", dtype)
         else site.builder.emit(relax.op.astype(expr, dtype))
-        for expr in mask
+        for expr in exprs
     ]
 
 
@@ -130,6 +143,8 @@ def _is_used_swapped(site: Site, index: int) -> int:
             return 0
         for _, consumer in site.uses.users_of(variable) if user.index == index else ():
             if is_call_of(consumer, "relax_disc.attention_backward"):
+                continue
+            if is_call_of(consumer, "relax_disc.packed_attention_backward"):
                 continue
             if not is_call_of(consumer, "relax.permute_dims"):
                 return 0
@@ -153,12 +168,17 @@ def _restored(field: relax.Expr, swapped: int, dtype: str, site: Site) -> relax.
     return field
 
 
-def _facts(formula: str, products: int, key: int) -> registry.LibraryFunction:
-    """Count so many products of length x length x depth; scratch by the widths of the heads."""
+def _facts(formula: str, products: int, key: int, starts: int | None) -> registry.LibraryFunction:
+    """Count so many products of length x length x depth; scratch by the widths of the heads.
+
+    ``starts``: operand that says where packed sequences start, which count as equally long.
+    """
 
     def flops(views: list[Any], numbers: list[int]) -> Any:
         is_causal, layout = numbers[:2]
         length = views[key].shape[1 if layout >> key & 1 else 2]
+        if starts is not None:
+            length = length // (views[starts].shape[0] - 1)
         whole = products * registry.elements(views[0].shape) * length
         return whole if is_causal else 2 * whole
 
@@ -170,5 +190,10 @@ def _facts(formula: str, products: int, key: int) -> registry.LibraryFunction:
 
 
 for _suffix in ("", "_masked"):
-    registry.LIBRARY[f"attention{_suffix}"] = _facts("attention", 2, key=1)
-    registry.LIBRARY[f"attention_backward{_suffix}"] = _facts("attention_backward", 5, key=2)
+    for _prefix, _starts in (("", None), ("packed_", 3)):
+        _forward, _backward = (
+            f"{_prefix}attention{_suffix}",
+            f"{_prefix}attention_backward{_suffix}",
+        )
+        registry.LIBRARY[_forward] = _facts("attention", 2, 1, _starts)
+        registry.LIBRARY[_backward] = _facts("attention_backward", 5, 2, _starts and 6)

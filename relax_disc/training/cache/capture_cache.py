@@ -19,6 +19,7 @@ import tvm
 from relax_disc.errors import ArtefactError
 from relax_disc.frontend.capture.outer_state import Outer
 from relax_disc.frontend.spec import CapturedStep
+from relax_disc.pipeline import PipelineOptions
 from relax_disc.training.cache import artefact
 from relax_disc.training.cache.artefact_spec import describe_captured, restore_captured
 from relax_disc.training.cache.compile_cache import (
@@ -33,7 +34,10 @@ _logger = logging.getLogger(__name__)
 
 
 def recall(
-    fingerprint: str | None, target: tvm.target.Target, outer: Outer
+    fingerprint: str | None,
+    target: tvm.target.Target,
+    outer: Outer,
+    options: PipelineOptions | None = None,
 ) -> tuple[list[CapturedStep], CachedProgram] | None:
     """Find what a capture would give, and its program.
 
@@ -42,7 +46,9 @@ def recall(
     """
     if fingerprint is None:
         return None
-    key = _key(fingerprint, target)
+    if options is not None and options.dump_to is not None:
+        return None  # its files are to be written
+    key = _key(fingerprint, target, options)
     for record in sorted(program_folder().glob(f"*-{key}{RECORD_SUFFIX}")):
         try:
             header, _ = artefact.read(record)
@@ -61,6 +67,7 @@ def remember(
     target: tvm.target.Target,
     functions: Sequence[CapturedStep],
     program: Path | None,
+    options: PipelineOptions | None = None,
 ) -> None:
     """Write the record of a capture beside its program, unless that is not kept.
 
@@ -69,7 +76,7 @@ def remember(
     """
     if fingerprint is None or program is None:
         return
-    path = program.with_name(f"{program.stem}-{_key(fingerprint, target)}{RECORD_SUFFIX}")
+    path = program.with_name(f"{program.stem}-{_key(fingerprint, target, options)}{RECORD_SUFFIX}")
     try:
         described = [describe_captured(captured) for captured in functions]
         artefact.write(path, {"format": artefact.FORMAT, "functions": described}, {})
@@ -77,6 +84,6 @@ def remember(
         _logger.info("the next start traces again: %s", error)
 
 
-def _key(fingerprint: str, target: tvm.target.Target) -> str:
-    facts = surroundings(target, None)
+def _key(fingerprint: str, target: tvm.target.Target, options: PipelineOptions | None) -> str:
+    facts = surroundings(target, options)
     return hashlib.sha256(f"{facts}\n{fingerprint}".encode()).hexdigest()

@@ -18,7 +18,8 @@ from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.errors import IndexRangeError, InputMismatchError, ShapeRangeError
 from relax_disc.frontend.capture.batch_spec import BatchSpec
-from relax_disc.frontend.spec import CapturedStep, IndexCheck, SizeCheck
+from relax_disc.frontend.spec import CapturedStep, IndexCheck, Packing, SizeCheck
+from relax_disc.training.call.packing import place_rows
 
 Extent = int | SymbolicExpr
 
@@ -45,6 +46,7 @@ class BatchSchema:
     device: torch.device  # where the tensors must be
     index_checks: tuple[IndexCheck, ...] = ()  # on the values of tensors that are used as indices
     size_checks: tuple[SizeCheck, ...] = ()  # on the dims, beyond their ranges
+    packing: Packing | None = None  # which rows are computed; None: all
     # Values of the dims by the shapes of the leaves: lengths come back, and to solve them again
     # takes longer than all else that is done before a step.
     _solved: dict[tuple[torch.Size, ...], dict[str, int]] = field(
@@ -55,6 +57,9 @@ class BatchSchema:
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[torch.Tensor], dict[str, int]]:
         """Return the tensors in leaf order and the value of each dim.
+
+        With `packing` two more tensors follow, which say where the rows come from, and their number
+        is a dim, too.
 
         Raises `InputMismatchError`: the structure, a rank, dtype, device or a leaf that is no
         tensor differs from the example's. Raises `ShapeRangeError`: an extent is outside its range,
@@ -71,7 +76,14 @@ class BatchSchema:
             values = self._solved[shapes] = self._solve(tensors)
         if self.index_checks:
             self._check_indices(flat, values)
-        return tensors, dict(values)
+        values = dict(values)
+        if self.packing is not None:
+            positions = (leaf.position for leaf in self.leaves)
+            leaves = dict(zip(positions, tensors, strict=True))
+            places, starts = place_rows(self.packing, leaves, values)
+            tensors += [places, starts]
+            values[self.packing.tokens] = places.shape[1]
+        return tensors, values
 
     def _check_type(self, leaf: BatchLeaf, value: object) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
@@ -187,6 +199,7 @@ def describe_batch(captured: CapturedStep, model: torch.nn.Module) -> BatchSchem
         device_of(model),
         captured.index_checks,
         captured.size_checks,
+        captured.packing,
     )
 
 

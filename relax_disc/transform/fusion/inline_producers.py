@@ -17,7 +17,7 @@ for themselves, from what is kept for them anyway: it need not lie in memory unt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import tvm
@@ -61,9 +61,9 @@ class InlineProducers:
         """Return the module with bindings repeated, such that `FuseOps` fuses each copy."""
         del ctx
         refused: set[relax.Var] = set()
-        rounds, groups = 0, fuse_ops(mod)[1]
+        rounds, found = 0, _candidates(mod, fuse_ops(mod)[1])
         while rounds < _ROUNDS:
-            changed, given = _given_to_readers(mod, groups, refused)
+            changed, given = _given_to_readers(mod, found, refused)
             if not given:
                 break
             changed_groups = fuse_ops(changed)[1]
@@ -71,7 +71,8 @@ class InlineProducers:
             if unfused := _unfused(changed_groups, given):
                 refused |= unfused
                 continue
-            mod, groups, rounds = changed, changed_groups, rounds + 1
+            mod, rounds = changed, rounds + 1
+            found = _candidates(mod, changed_groups) if rounds < _ROUNDS else {}
         return mod
 
 
@@ -91,16 +92,24 @@ class _Candidate:
 
 
 _Groups = Mapping[ir.GlobalVar, list[FusionGroup]]
+_Candidates = Mapping[ir.GlobalVar, list[_Candidate]]
+
+
+def _candidates(mod: tvm.IRModule, groups: _Groups) -> _Candidates:
+    """Find the candidates of each program."""
+    return {
+        variable: list(_Finder(mod, function, groups[variable]).candidates())
+        for variable, function in program_functions(mod)
+    }
 
 
 def _given_to_readers(
-    mod: tvm.IRModule, groups: _Groups, refused: set[relax.Var]
+    mod: tvm.IRModule, found: _Candidates, refused: set[relax.Var]
 ) -> tuple[tvm.IRModule, dict[relax.Var, frozenset[relax.Var]]]:
     """Give values to their readers; return also the variables that compute copies of each."""
     result, given = copy_module(mod), {}
     for variable, function in program_functions(mod):
-        finder = _Finder(mod, function, groups[variable], refused)
-        chosen = _without_conflicts(finder.candidates())
+        chosen = _without_conflicts(c for c in found[variable] if c.value not in refused)
         if chosen:
             changed, copies = _Rewriter(chosen).run(function)
             result.update_func(variable, changed)
@@ -118,13 +127,9 @@ class _Finder:
     """Finds the candidates of a function."""
 
     def __init__(
-        self,
-        mod: tvm.IRModule,
-        function: relax.Function,
-        groups: list[FusionGroup],
-        refused: set[relax.Var],
+        self, mod: tvm.IRModule, function: relax.Function, groups: list[FusionGroup]
     ) -> None:
-        self._mod, self._refused = mod, refused
+        self._mod = mod
         self._uses = Uses.of(function)
         self._groups = groups
         self._group_of = {b.var: g for g in groups for b in g.bindings}
@@ -136,7 +141,7 @@ class _Finder:
         """Yield the values that are worth giving to their readers, in order."""
         for group in self._groups:
             value = group.bindings[-1].var
-            if value in self._refused or not isinstance(value, relax.DataflowVar):
+            if not isinstance(value, relax.DataflowVar):
                 continue
             if not all(pattern_of(self._mod, b.value) <= INJECTIVE for b in group.bindings):
                 continue
@@ -214,7 +219,7 @@ class _Finder:
         return not longer or (len(longer) == 1 and at_most(bytes_of(longer[0]), size))
 
 
-def _without_conflicts(candidates: Iterator[_Candidate]) -> list[_Candidate]:
+def _without_conflicts(candidates: Iterable[_Candidate]) -> list[_Candidate]:
     """Leave for the next round what reads, or is read by, a value of this round."""
     chosen: list[_Candidate] = []
     values: set[relax.Var] = set()

@@ -14,6 +14,15 @@ becomes::
 Results that replace a parameter are in the parameter's memory when the call ends and are left out
 of what it returns; a single result that is left is returned by itself.
 
+A function with the attribute ``relax_disc.second_half`` (how many of its last parameters the caller
+has only after the first results, as PyTorch's autograd has the gradients of a model's outputs; how
+many of its last results need those) becomes two, planned as one::
+
+    results, frame = main(x, w)
+    late results = main__backward(frame, gradients)
+
+Between the calls the frame holds the arena; dropping it gives that back.
+
 Limits: functions with control flow or with shapes known only while they run are left as they are,
 for the stock passes.
 """
@@ -21,14 +30,15 @@ for the stock passes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tvm
 from tvm import relax
 
 from relax_disc.analysis.program.extraction import Extraction, extract, machine_of
-from relax_disc.analysis.program.table import NotPlannableError
+from relax_disc.analysis.program.reader import halves
+from relax_disc.analysis.program.table import NotPlannableError, leaves
 from relax_disc.analysis.symbolic.from_tirx import to_tirx
 from relax_disc.transform.functions import copy_module, program_functions
 
@@ -42,9 +52,18 @@ def _extern(name: Any) -> Any:
     return relax.ExternFunc(name)
 
 
+def backward_name(function: str) -> str:
+    """Name of the generated function that runs a function's second half."""
+    return f"{function}__backward"
+
+
 def session_name(function: str) -> str:
     """Name of the generated function that returns a function's session."""
     return f"{function}__session"
+
+
+def _unsized(kind: relax.TensorType) -> relax.TensorType:
+    return relax.TensorType(dtype=kind.dtype, ndim=kind.ndim)
 
 
 @tvm.transform.module_pass(opt_level=0, name="PlanArena")
@@ -75,23 +94,23 @@ class _Lowering:
         self._extraction = extraction
         self._builder = relax.BlockBuilder(mod)
         self._bindings: list[relax.Binding] = []
+        _, self._late_results = halves(mod[variable])
 
     def lower(self) -> None:
         name = self._variable.name_hint
         session = self._add_session_function(session_name(name))
         function = self._mod[self._variable]
-        body = self._body(session)
+        late, _ = halves(function)
         attrs = function.attrs
-        lowered = relax.Function(
-            function.params,
-            relax.SeqExpr([relax.BindingBlock(self._bindings)], body),
-            body.ty,
-            is_pure=False,
-            attrs=attrs,
-        )
+        body, parameters = self._body(session), function.params
+        if late:
+            parameters = parameters[: len(parameters) - late]
+        lowered = self._function(parameters, body, attrs)
         if attrs and "relax.force_pure" in attrs:
             lowered = lowered.without_attr("relax.force_pure")
         self._mod.update_func(self._variable, lowered)
+        if late:
+            self._add_second_half(backward_name(name), function.params[len(parameters) :])
         for overlaid in self._overlaid():
             kernel = self._mod[overlaid]
             if kernel.attrs and "tirx.noalias" in kernel.attrs:
@@ -115,31 +134,84 @@ class _Lowering:
             is_pure=False,
             attrs=tvm.ir.make_node("ir.DictAttrs", global_symbol=name),
         )
+        return self._add(name, function)
+
+    def _add(self, name: str, function: relax.Function) -> tvm.ir.GlobalVar:
         variable = tvm.ir.GlobalVar(name)
-        relax.expr._update_type(variable, relax.FuncType([], _ANY, purity=False))
+        kinds = [param.ty for param in function.params]
+        type_ = relax.FuncType(kinds, function.ret_ty, purity=False)
+        relax.expr._update_type(variable, type_)
         self._mod.update_func(variable, function)
         return variable
 
+    def _function(self, parameters: Any, body: relax.Expr, attrs: Any) -> relax.Function:
+        """Make a function of what has been bound."""
+        block = relax.BindingBlock(self._bindings)
+        self._bindings = []
+        return relax.Function(
+            parameters, relax.SeqExpr([block], body), body.ty, is_pure=False, attrs=attrs
+        )
+
     def _body(self, session_function: tvm.ir.GlobalVar) -> relax.Expr:
         table = self._extraction.table
+        late = {table.buffers[buffer].given for buffer in table.late}
         session = self._bind("session", relax.Call(session_function, []), _ANY)
-        given = [self._operand(expr) for expr in table.given]
+        given = [
+            relax.prim_value(0) if place in late else self._operand(expr)
+            for place, expr in enumerate(table.given)
+        ]
         dims = relax.ShapeExpr(list(self._extraction.variables))
         frame = self._call("frame", "relax_disc.enter", [session, dims, *given], _ANY)
+        returned = self._extraction.returned
+        if not late:
+            self._kernels(frame, 0, len(self._extraction.kernels))
+            return self._result(frame, returned, leave=True)
+        self._kernels(frame, 0, self._extraction.first_late_kernel())
+        self._call("_", "relax_disc.pause", [frame], _NOTHING)
+        return self._result(frame, returned[: len(returned) - self._late_results], leave=False)
+
+    def _add_second_half(self, name: str, gradients: Sequence[relax.Var]) -> None:
+        extraction = self._extraction
+        frame = relax.Var("frame", _ANY)
+        # Of sizes the frame knows; here they would have to be solved from shapes such as 2 * n.
+        parameters = [relax.Var(g.name, _unsized(g.ty)) for g in gradients]
+        table = extraction.table
+        by_given = {table.given[table.buffers[b].given]: table.buffers[b].given for b in table.late}
+        for old, new in zip(gradients, parameters, strict=True):
+            arguments = [frame, relax.prim_value(by_given[old]), new]
+            self._call("_", "relax_disc.supply", arguments, _NOTHING)
+        self._kernels(frame, extraction.first_late_kernel(), len(extraction.kernels))
+        returned = extraction.returned[len(extraction.returned) - self._late_results :]
+        body = self._result(frame, returned, leave=True)
+        attrs = tvm.ir.make_node("ir.DictAttrs", global_symbol=name)
+        self._add(name, self._function([frame, *parameters], body, attrs))
+
+    def _kernels(self, frame: relax.Var, first: int, end: int) -> None:
         regenerated = self._extraction.needs_regenerate()
-        for index, kernel in enumerate(self._extraction.kernels):
+        for index in range(first, end):
             position = relax.prim_value(index)
             if regenerated[index]:
                 self._call("_", "relax_disc.regenerate_before", [frame, position], _NOTHING)
-            arguments = [frame, position, kernel.callee]
+            arguments = [frame, position, self._extraction.kernels[index].callee]
             self._call("_", "relax_disc.kernel", arguments, _NOTHING)
+
+    def _result(self, frame: relax.Var, returned: Any, *, leave: bool) -> relax.Expr:
+        """Bind what is returned; with the frame where the call does not end."""
+        wanted = {x for x in leaves(returned) if isinstance(x, int)}
+        halved = bool(self._extraction.table.late)
         outputs: dict[int, relax.Expr] = {}
         for index, view in enumerate(self._extraction.result_views()):
+            if view not in wanted:
+                continue
             kind = self._view_type(view)
             arguments = [frame, relax.prim_value(index)]
+            kind = _unsized(kind) if halved else kind
             outputs[view] = self._call("output", "relax_disc.output", arguments, kind)
-        self._call("_", "relax_disc.leave", [frame], _NOTHING)
-        result = self._structure(self._extraction.returned, outputs)
+        if leave:
+            self._call("_", "relax_disc.leave", [frame], _NOTHING)
+        result = self._structure(returned, outputs)
+        if not leave:
+            result = self._builder.normalize(relax.Tuple([*result.fields, frame]))
         if not isinstance(result, relax.Var):
             result = self._bind("result", result, result.ty)
         return result

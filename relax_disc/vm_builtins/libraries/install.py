@@ -18,6 +18,8 @@
 `relax_disc.cpu.ctc_loss_backward`           grad [N], (the first four), loss, alpha, blank, result
 `relax_disc.cpu.embedding_backward`          grad, ids, padding_idx, out
 `relax_disc.cpu.embedding_backward_add`      grad, ids, addend, padding_idx, out
+`relax_disc.cpu.grouped_matmul`              rows, matrices, ends, transposed, out
+`relax_disc.cpu.grouped_outer`               left, right, ends, out
 `relax_disc.cpu.recurrence`                  projected, state, weight, bias, kind, batch_first,
                                              reverse, out, last, reserve
 `relax_disc.cpu.recurrence_backward`         grad_out, grad_last, state, weight, out, reserve, kind,
@@ -44,6 +46,8 @@ last. On the CPU they are float32 or float64 alike within a call.
   gradient is then NaN, but 0 where `grad` is 0. The gradient is PyTorch's, made for the results of
   a log-softmax.
 * Ids equal to `padding_idx` add nothing; `out` of an addition may be the addend itself.
+* Rows of a grouped product lie group by group; `ends`, int32 or int64, says where each group ends.
+  Rows behind the last give 0.
 * A recurrence's `kind` is the position of a name in `KINDS` of `relax_disc.ops.recurrence_steps`,
   which has the shapes.
 """

@@ -9,6 +9,7 @@ dim of its own, which can prove an order but never a witness.  Witnesses are alw
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain, product
 from math import lcm, prod
 from typing import Any
@@ -38,7 +39,10 @@ LEAST_WORK = 30  # boxes for one of them; 32 branches at most
 
 
 def expression_signs(expr: SymbolicExpr) -> Signs:
-    """Return the signs that an expression takes over the declared ranges of its dims."""
+    """Return the signs that an expression takes over the declared ranges of its dims.
+
+    The result may be shared: it is not to be changed.
+    """
     names = sorted(set(chain.from_iterable(expr.terms)))
     symbols = expr.symbols
     for name in names:
@@ -46,8 +50,12 @@ def expression_signs(expr: SymbolicExpr) -> Signs:
             break
     else:
         return polynomial_signs(expr.terms, symbols, names)
+    return _signs_with_atoms(expr, expr.free_dims)
+
+
+@lru_cache(maxsize=4096)  # the same few sizes are compared again and again: a tenth of compiling
+def _signs_with_atoms(expr: SymbolicExpr, dims: tuple[SymbolicDim, ...]) -> Signs:
     signs = Signs()
-    dims = expr.free_dims
     if any(dim.name.startswith(HELPER) for dim in dims):
         return signs  # such a dim could be taken for one of ours
     if not all(map(_divides_safely, _atoms(expr))):

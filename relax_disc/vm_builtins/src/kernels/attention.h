@@ -115,14 +115,65 @@ struct Heads {
     row = swapped ? heads * dim : dim;
   }
   T* At(int64_t b, int64_t h, int64_t i) const { return data + b * batch + h * head + i * row; }
+
+  /*! \brief `count` rows from `start` on, as tensors of a batch of one. */
+  Heads Rows(int64_t start, int64_t count) const {
+    Heads part = *this;
+    part.data += start * row;
+    part.length = count;
+    return part;
+  }
+  /*! \brief Write zeros from row `start` of a batch of one to its end. */
+  void ClearFrom(int64_t start) const {
+    for (int64_t h = 0; h < heads; ++h) {
+      for (int64_t i = start; i < length; ++i) std::fill_n(At(0, h, i), dim, T(0));
+    }
+  }
 };
 
-/*! \brief A mask [B|1, H|1, Tq|1, Tk|1] of bool or of the scores' type; null data: none. */
+/*! \brief Sequences one after the other: sequence b is rows [starts[b], starts[b + 1]). */
+struct Sequences {
+  const int64_t* starts;
+  int64_t count;
+
+  Sequences(TensorView view, int64_t rows) {
+    Tensor<int64_t> tensor(view);
+    TVM_FFI_CHECK(tensor.ndim == 1 && tensor.shape[0] >= 1, ValueError)
+        << "attention: starts of sequences of rank " << tensor.ndim;
+    starts = tensor.data;
+    count = tensor.shape[0] - 1;
+    for (int64_t b = 0; b < count; ++b) {
+      TVM_FFI_CHECK(0 <= starts[b] && starts[b] <= starts[b + 1] && starts[b + 1] <= rows,
+                    ValueError)
+          << "attention: sequence " << b << " is rows " << starts[b] << " to " << starts[b + 1]
+          << " of " << rows;
+    }
+  }
+  int64_t Length(int64_t b) const { return starts[b + 1] - starts[b]; }
+  int64_t Longest() const {
+    int64_t longest = 0;
+    for (int64_t b = 0; b < count; ++b) longest = std::max(longest, Length(b));
+    return longest;
+  }
+};
+
+/*! \brief What says which rows are whose in a packed batch; null: the batch is not packed. */
+struct Packing {
+  const TensorView* starts = nullptr;
+  const TensorView* places = nullptr;  // [3, rows]: of each its row, sequence and position
+};
+
+/*!
+ * \brief A mask [B|1, H|1, Tq|1, Tk|1] of bool or of the scores' type; null data: none.
+ *
+ * With `positions`, query i and key j are at positions[i] and positions[j] of its axes.
+ */
 template <typename T>
 struct Mask {
   const char* data = nullptr;
   bool is_bool = false;
   int64_t stride[4] = {0, 0, 0, 0};
+  const int64_t* positions = nullptr;
 
   void Set(TensorView view, int64_t batches, int64_t heads, int64_t rows, int64_t columns) {
     const int64_t full[4] = {batches, heads, rows, columns};
@@ -141,9 +192,30 @@ struct Mask {
     }
   }
 
+  /*! \brief Like `Set`, for rows of packed sequences: the mask is that of the padded batch. */
+  void SetPacked(TensorView view, TensorView places, const Sequences& sequences,
+                 const Heads<T>& rows) {
+    TVM_FFI_CHECK(view.ndim() == 4, ValueError) << "attention: mask of rank " << view.ndim();
+    Tensor<int64_t> table(places);
+    TVM_FFI_CHECK(table.ndim == 2 && table.shape[0] == 3 && table.shape[1] == rows.length,
+                  ValueError)
+        << "attention: the places of packed rows have another shape than [3, " << rows.length
+        << "]";
+    positions = table.data + 2 * rows.length;
+    for (int axis = 2; axis < 4; ++axis) {
+      int64_t extent = view.shape()[axis];
+      for (int64_t i = 0; extent > 1 && i < rows.length; ++i) {
+        TVM_FFI_CHECK(0 <= positions[i] && positions[i] < extent, ValueError)
+            << "attention: position " << positions[i] << " is outside the mask of " << extent;
+      }
+    }
+    Set(view, sequences.count, rows.heads, view.shape()[2], view.shape()[3]);
+  }
+
   /*! \brief Add the mask, in units of log2, to `count` scores from column `first` on. */
   void Apply(int64_t b, int64_t h, int64_t i, int64_t first, int64_t count, T* scores) const {
     if (data == nullptr) return;
+    if (positions != nullptr) return ApplyPacked(b, h, i, first, count, scores);
     int64_t at = b * stride[0] + h * stride[1] + i * stride[2] + first * stride[3];
     if (is_bool) {
       const char* row = data + at;
@@ -157,7 +229,30 @@ struct Mask {
       }
     }
   }
+
+  void ApplyPacked(int64_t b, int64_t h, int64_t i, int64_t first, int64_t count,
+                   T* scores) const {
+    int64_t at = b * stride[0] + h * stride[1] + positions[i] * stride[2];
+    for (int64_t j = 0; j < count; ++j) {
+      int64_t place = at + positions[first + j] * stride[3];
+      if (is_bool) {
+        scores[j] = data[place] ? scores[j] : kMinusInfinity<T>;
+      } else {
+        scores[j] += reinterpret_cast<const T*>(data)[place] * static_cast<T>(kLog2E);
+      }
+    }
+  }
+
+  /*! \brief The mask of one sequence of a packed batch, the queries and keys from `start` on. */
+  Mask Sequence(int64_t b, int64_t start) const {
+    Mask part = *this;
+    if (data == nullptr) return part;
+    part.data += b * stride[0] * static_cast<int64_t>(is_bool ? 1 : sizeof(T));
+    part.positions += start;
+    return part;
+  }
 };
+
 
 /*! \brief Pack the transposes of `count` rows as panels [dim, tile columns] of operand B. */
 template <typename T>
@@ -227,6 +322,22 @@ void MultiplyCached(int64_t rows, int64_t columns, int64_t depth, CachedA<T> a, 
       RunTile(height, vectors, a.by_rows, tile);
     }
   }
+}
+
+/*! \brief Run a pass, forward or backward, over a padded or a packed batch; null mask: none. */
+template <typename Pass>
+void RunWith(Pass* pass, const Packing& packing, const TensorView* mask) {
+  pass->lse_length = pass->q.length;
+  if (packing.starts != nullptr) {
+    Sequences sequences(*packing.starts, pass->q.length);
+    if (mask != nullptr) pass->mask.SetPacked(*mask, *packing.places, sequences, pass->q);
+    pass->RunPacked(sequences);
+    return;
+  }
+  if (mask != nullptr) {
+    pass->mask.Set(*mask, pass->q.batches, pass->q.heads, pass->q.length, pass->k.length);
+  }
+  pass->Run();
 }
 
 }  // namespace relax_disc

@@ -19,6 +19,7 @@ template <typename T>
 struct Backward {
   Heads<T> grad, q, k, v, out, dq, dk, dv;
   const T* lse;
+  int64_t lse_length;  // elements of a head
   Mask<T> mask;
   T scale;
   bool is_causal;
@@ -127,7 +128,7 @@ struct Backward {
     for (; j + L <= v.dim; j += L) sums += LoadVector(result + j) * LoadVector(gradient + j);
     for (; j < v.dim; ++j) delta += result[j] * gradient[j];
     delta += SumLanes<T>(sums);
-    T top = lse[(b * q.heads + h) * q.length + i] * static_cast<T>(kLog2E);
+    T top = lse[(b * q.heads + h) * lse_length + i] * static_cast<T>(kLog2E);
     const int64_t padded = RoundUpLanes<T>(visible);
     if (top == kMinusInfinity<T>) {  // a row that sees nothing
       std::fill(scores, scores + padded, T(0));
@@ -151,45 +152,70 @@ struct Backward {
     std::fill(dp + limit, dp + padded, T(0));
   }
 
-  void Run() const {
+  /*! \brief Run every key head of `batches` sequences by `run(b, key head, scratch)`. */
+  template <typename F>
+  void RunAll(int64_t batches, const F& run) const {
     TVM_FFI_CHECK(q.dim <= kMostHeadDim && v.dim <= kMostHeadDim, ValueError)
         << "attention_backward: heads of " << std::max(q.dim, v.dim) << " elements, at most "
         << kMostHeadDim;
+    const int64_t bytes = PieceBytes(AttentionBackwardElements<T>(q.dim, v.dim) * sizeof(T));
+    WorkspaceScope workspace;
+    char* memory = workspace.Take<char>(NumThreads() * bytes);
+    ParallelFor(batches * k.heads, NumThreads(), [&](int64_t task, int thread) {
+      run(task / k.heads, task % k.heads, reinterpret_cast<T*>(memory + thread * bytes));
+    });
+  }
+
+  void Run() const {
     if (k.length == 0) {
       std::fill_n(dq.data, q.batches * q.heads * q.length * q.dim, T(0));
       return;
     }
-    const int64_t bytes = PieceBytes(AttentionBackwardElements<T>(q.dim, v.dim) * sizeof(T));
-    WorkspaceScope workspace;
-    char* memory = workspace.Take<char>(NumThreads() * bytes);
-    ParallelFor(k.batches * k.heads, NumThreads(), [&](int64_t task, int thread) {
-      KeyHead(task / k.heads, task % k.heads, reinterpret_cast<T*>(memory + thread * bytes));
+    RunAll(k.batches, [&](int64_t b, int64_t h, T* scratch) { KeyHead(b, h, scratch); });
+  }
+
+  /*! \brief Sequence b of a packed batch, as a batch of one. */
+  Backward Sequence(const Sequences& sequences, int64_t b) const {
+    Backward part = *this;
+    const int64_t start = sequences.starts[b], count = sequences.Length(b);
+    for (Heads<T> Backward::* operand : {&Backward::grad, &Backward::q, &Backward::k, &Backward::v,
+                                         &Backward::out, &Backward::dq, &Backward::dk,
+                                         &Backward::dv}) {
+      part.*operand = (this->*operand).Rows(start, count);
+    }
+    part.lse = lse + start;
+    part.mask = mask.Sequence(b, start);
+    return part;
+  }
+
+  void RunPacked(const Sequences& sequences) const {
+    RunAll(sequences.count, [&](int64_t b, int64_t h, T* scratch) {
+      Sequence(sequences, b).KeyHead(0, h, scratch);
     });
+    const int64_t end = sequences.starts[sequences.count];
+    for (const Heads<T>& result : {dq, dk, dv}) result.ClearFrom(end);
   }
 };
 
 template <typename T>
 void AttentionBackward(TensorView grad, TensorView q, TensorView k, TensorView v, TensorView out,
-                       TensorView lse, const TensorView* mask, double scale, bool is_causal,
-                       int64_t layout, TensorView dq, TensorView dk, TensorView dv) {
+                       TensorView lse, Packing packing, const TensorView* mask, double scale,
+                       bool is_causal, int64_t layout, TensorView dq, TensorView dk,
+                       TensorView dv) {
   auto heads = [layout](TensorView view, int bit) {
     return Heads<T>(view, (layout >> bit & 1) != 0);
   };
   Backward<T> backward{heads(grad, 0), heads(q, 1),  heads(k, 2),  heads(v, 3),
                        heads(out, 4),  heads(dq, 5), heads(dk, 6), heads(dv, 7),
-                       Tensor<T>(lse).data, {}, static_cast<T>(scale), is_causal};
-  if (mask != nullptr) {
-    backward.mask.Set(*mask, backward.q.batches, backward.q.heads, backward.q.length,
-                      backward.k.length);
-  }
-  backward.Run();
+                       Tensor<T>(lse).data, 0, {}, static_cast<T>(scale), is_causal};
+  RunWith(&backward, packing, mask);
 }
 
 void Dispatch(TensorView grad, TensorView q, TensorView k, TensorView v, TensorView out,
-              TensorView lse, const TensorView* mask, double scale, int64_t is_causal,
-              int64_t layout, TensorView dq, TensorView dk, TensorView dv) {
+              TensorView lse, Packing packing, const TensorView* mask, double scale,
+              int64_t is_causal, int64_t layout, TensorView dq, TensorView dk, TensorView dv) {
   auto function = IsDouble(q) ? &AttentionBackward<double> : &AttentionBackward<float>;
-  function(grad, q, k, v, out, lse, mask, scale, is_causal != 0, layout, dq, dk, dv);
+  function(grad, q, k, v, out, lse, packing, mask, scale, is_causal != 0, layout, dq, dk, dv);
 }
 
 }  // namespace
@@ -201,13 +227,27 @@ TVM_FFI_STATIC_INIT_BLOCK() {
            [](TensorView grad, TensorView q, TensorView k, TensorView v, TensorView out,
               TensorView lse, double scale, int64_t is_causal, int64_t layout, TensorView dq,
               TensorView dk, TensorView dv) {
-             Dispatch(grad, q, k, v, out, lse, nullptr, scale, is_causal, layout, dq, dk, dv);
+             Dispatch(grad, q, k, v, out, lse, {}, nullptr, scale, is_causal, layout, dq, dk, dv);
            })
       .def("relax_disc.cpu.attention_backward_masked",
            [](TensorView grad, TensorView q, TensorView k, TensorView v, TensorView out,
               TensorView lse, TensorView mask, double scale, int64_t is_causal, int64_t layout,
               TensorView dq, TensorView dk, TensorView dv) {
-             Dispatch(grad, q, k, v, out, lse, &mask, scale, is_causal, layout, dq, dk, dv);
+             Dispatch(grad, q, k, v, out, lse, {}, &mask, scale, is_causal, layout, dq, dk, dv);
+           })
+      .def("relax_disc.cpu.packed_attention_backward",
+           [](TensorView grad, TensorView q, TensorView k, TensorView v, TensorView out,
+              TensorView lse, TensorView starts, double scale, int64_t is_causal, int64_t layout,
+              TensorView dq, TensorView dk, TensorView dv) {
+             Dispatch(grad, q, k, v, out, lse, {&starts}, nullptr, scale, is_causal, layout, dq,
+                      dk, dv);
+           })
+      .def("relax_disc.cpu.packed_attention_backward_masked",
+           [](TensorView grad, TensorView q, TensorView k, TensorView v, TensorView out,
+              TensorView lse, TensorView starts, TensorView places, TensorView mask, double scale,
+              int64_t is_causal, int64_t layout, TensorView dq, TensorView dk, TensorView dv) {
+             Dispatch(grad, q, k, v, out, lse, {&starts, &places}, &mask, scale, is_causal, layout,
+                      dq, dk, dv);
            });
 }
 

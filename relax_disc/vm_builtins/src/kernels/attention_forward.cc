@@ -17,6 +17,7 @@ template <typename T>
 struct Forward {
   Heads<T> q, k, v, out;
   T* lse;
+  int64_t lse_length;  // elements of a head
   Mask<T> mask;
   T scale;
   bool is_causal;
@@ -62,7 +63,7 @@ struct Forward {
       T factor = weight == T(0) ? T(0) : T(1) / weight;
       T* target = out.At(b, h, i);
       for (int64_t j = 0; j < v.dim; ++j) target[j] = row[j] * factor;
-      lse[(b * q.heads + h) * q.length + i] =
+      lse[(b * q.heads + h) * lse_length + i] =
           weight == T(0) ? kMinusInfinity<T>
                          : top[i - first] * static_cast<T>(kLn2) + std::log(weight);
     }
@@ -111,50 +112,84 @@ struct Forward {
     *top = now;
   }
 
-  void Run() const {
+  /*! \brief Chunks of equal size: short sequences give one, long ones small scratch. */
+  int64_t Chunks() const { return std::max<int64_t>((q.length + kChunk - 1) / kChunk, 1); }
+
+  void RunChunk(int64_t b, int64_t h, int64_t chunk, T* scratch) const {
+    if (chunk >= Chunks()) return;
+    auto [first, last] = Share(q.length, kQueries, Chunks(), chunk);
+    if (first < last) Chunk(b, h, first, last, scratch);
+  }
+
+  /*! \brief Run every chunk of `batches` sequences, the b-th of which is `sequence(b, run)`. */
+  template <typename F>
+  void RunAll(int64_t batches, int64_t longest, const F& run) const {
     TVM_FFI_CHECK(q.dim <= kMostHeadDim && v.dim <= kMostHeadDim, ValueError)
         << "attention: heads of " << std::max(q.dim, v.dim) << " elements, at most "
         << kMostHeadDim;
-    // Chunks of equal size: short sequences give one, long ones as many as keep scratch small.
-    int64_t chunks = std::max<int64_t>((q.length + kChunk - 1) / kChunk, 1);
+    int64_t chunks = std::max<int64_t>((longest + kChunk - 1) / kChunk, 1);
     const int64_t bytes = PieceBytes(AttentionElements<T>(k.dim, v.dim) * sizeof(T));
     WorkspaceScope workspace;
     char* memory = workspace.Take<char>(NumThreads() * bytes);
-    ParallelFor(q.batches * q.heads * chunks, NumThreads(), [&](int64_t task, int thread) {
+    ParallelFor(batches * q.heads * chunks, NumThreads(), [&](int64_t task, int thread) {
       // Late chunks of a causal head see more keys: they go first.
-      int64_t chunk = chunks - 1 - task / (q.batches * q.heads);
-      int64_t index = task % (q.batches * q.heads);
-      auto [first, last] = Share(q.length, kQueries, chunks, chunk);
-      if (first < last) {
-        Chunk(index / q.heads, index % q.heads, first, last,
-              reinterpret_cast<T*>(memory + thread * bytes));
-      }
+      int64_t chunk = chunks - 1 - task / (batches * q.heads);
+      int64_t index = task % (batches * q.heads);
+      run(index / q.heads, index % q.heads, chunk, reinterpret_cast<T*>(memory + thread * bytes));
     });
+  }
+
+  void Run() const {
+    RunAll(q.batches, q.length, [&](int64_t b, int64_t h, int64_t chunk, T* scratch) {
+      RunChunk(b, h, chunk, scratch);
+    });
+  }
+
+  /*! \brief Sequence b of a packed batch, as a batch of one. */
+  Forward Sequence(const Sequences& sequences, int64_t b) const {
+    Forward part = *this;
+    const int64_t start = sequences.starts[b], count = sequences.Length(b);
+    part.q = q.Rows(start, count);
+    part.k = k.Rows(start, count);
+    part.v = v.Rows(start, count);
+    part.out = out.Rows(start, count);
+    part.lse = lse + start;
+    part.mask = mask.Sequence(b, start);
+    return part;
+  }
+
+  void RunPacked(const Sequences& sequences) const {
+    RunAll(sequences.count, sequences.Longest(),
+           [&](int64_t b, int64_t h, int64_t chunk, T* scratch) {
+             Sequence(sequences, b).RunChunk(0, h, chunk, scratch);
+           });
+    const int64_t end = sequences.starts[sequences.count];
+    out.ClearFrom(end);
+    for (int64_t h = 0; h < q.heads; ++h) {
+      std::fill(lse + h * lse_length + end, lse + (h + 1) * lse_length, kMinusInfinity<T>);
+    }
   }
 };
 
 template <typename T>
-void Attention(TensorView q, TensorView k, TensorView v, const TensorView* mask, double scale,
-               bool is_causal, int64_t layout, TensorView out, TensorView lse) {
+void Attention(TensorView q, TensorView k, TensorView v, Packing packing, const TensorView* mask,
+               double scale, bool is_causal, int64_t layout, TensorView out, TensorView lse) {
   Forward<T> forward{{q, (layout & 1) != 0},
                      {k, (layout & 2) != 0},
                      {v, (layout & 4) != 0},
                      {out, (layout & 8) != 0},
                      Tensor<T>(lse).data,
+                     0,
                      {},
                      static_cast<T>(scale),
                      is_causal};
-  if (mask != nullptr) {
-    forward.mask.Set(*mask, forward.q.batches, forward.q.heads, forward.q.length,
-                     forward.k.length);
-  }
-  forward.Run();
+  RunWith(&forward, packing, mask);
 }
 
-void Dispatch(TensorView q, TensorView k, TensorView v, const TensorView* mask, double scale,
-              int64_t is_causal, int64_t layout, TensorView out, TensorView lse) {
+void Dispatch(TensorView q, TensorView k, TensorView v, Packing packing, const TensorView* mask,
+              double scale, int64_t is_causal, int64_t layout, TensorView out, TensorView lse) {
   auto function = IsDouble(q) ? &Attention<double> : &Attention<float>;
-  function(q, k, v, mask, scale, is_causal != 0, layout, out, lse);
+  function(q, k, v, packing, mask, scale, is_causal != 0, layout, out, lse);
 }
 
 }  // namespace
@@ -165,12 +200,23 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("relax_disc.cpu.attention",
            [](TensorView q, TensorView k, TensorView v, double scale, int64_t is_causal,
               int64_t layout, TensorView out, TensorView lse) {
-             Dispatch(q, k, v, nullptr, scale, is_causal, layout, out, lse);
+             Dispatch(q, k, v, {}, nullptr, scale, is_causal, layout, out, lse);
            })
       .def("relax_disc.cpu.attention_masked",
            [](TensorView q, TensorView k, TensorView v, TensorView mask, double scale,
               int64_t is_causal, int64_t layout, TensorView out, TensorView lse) {
-             Dispatch(q, k, v, &mask, scale, is_causal, layout, out, lse);
+             Dispatch(q, k, v, {}, &mask, scale, is_causal, layout, out, lse);
+           })
+      .def("relax_disc.cpu.packed_attention",
+           [](TensorView q, TensorView k, TensorView v, TensorView starts, double scale,
+              int64_t is_causal, int64_t layout, TensorView out, TensorView lse) {
+             Dispatch(q, k, v, {&starts}, nullptr, scale, is_causal, layout, out, lse);
+           })
+      .def("relax_disc.cpu.packed_attention_masked",
+           [](TensorView q, TensorView k, TensorView v, TensorView starts, TensorView places,
+              TensorView mask, double scale, int64_t is_causal, int64_t layout, TensorView out,
+              TensorView lse) {
+             Dispatch(q, k, v, {&starts, &places}, &mask, scale, is_causal, layout, out, lse);
            });
 }
 

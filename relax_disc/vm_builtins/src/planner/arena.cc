@@ -5,9 +5,10 @@
 
 #include "planner/offsets.h"
 #include "planner/planner.h"
-#include "planner/versions.h"
 #include "planner/chain.h"
 #include "planner/front_search.h"
+#include "planner/transfers.h"
+#include "planner/versions.h"
 
 namespace relax_disc {
 
@@ -19,6 +20,27 @@ constexpr int64_t kTolerance = 100;
 constexpr int kPatience = 120, kShortPatience = 24;
 // Work of a search for places, for the programs of chains.
 constexpr int64_t kWorkPerPair = 10;
+
+// Live bytes, in percent of the budget, up to which lives are drawn out for transfers; places for
+// more are seldom found.
+constexpr int kTransferLimits[] = {100, 97, 90};
+// A slot in the tier begins at a multiple of this: the largest block of a disk in use.
+constexpr int64_t kSlotAlignment = 4096;
+// What is waited for, and how much the transfers can take, follows only from the whole plan.  So
+// several searches take different parts of the transfers' time for waiting time; some, for where
+// transfers cannot take all, let only what is made early be reloaded, which is away for longest.  Each
+// gives a program and the fastest one is taken.
+struct Trial {
+  double exposed, early;  // see Model
+};
+constexpr Trial kTrials[] = {{1.0, 1.0},  {0.5, 1.0},   {0.25, 1.0}, {0.12, 1.0}, {0.06, 1.0},
+                             {0.02, 1.0}, {0.02, 0.08}, {0.02, 0.16}, {0.02, 0.24}};
+
+// Most bytes alive at once.
+int64_t LiveBytes(const Buffers& buffers) {
+  const OffsetProblem problem(buffers.lower, buffers.upper, buffers.size);
+  return problem.lower_bound;
+}
 
 OffsetEffort Effort(int patience, int64_t enough) {
   return {0, kTolerance, patience, enough, patience == kPatience ? kWorkPerPair : 0};
@@ -41,8 +63,8 @@ PlannerGraph Rounded(const PlannerGraph& graph, int64_t alignment) {
 // fits is the fastest.
 class ArenaSearch {
  public:
-  ArenaSearch(const Model& model, int64_t budget, int effort)
-      : model_(model), budget_(budget), bound_(LowerBound(model)), effort_(effort) {}
+  ArenaSearch(const Model& model, int64_t budget, int effort, const TierModel& tier)
+      : model_(model), tier_(tier), budget_(budget), bound_(LowerBound(model)), effort_(effort) {}
 
   ArenaPlan Run();
 
@@ -60,15 +82,18 @@ class ArenaSearch {
   };
 
   bool Fits(const Timeline& timeline, int patience);
+  bool Place(const Timeline& timeline, int patience, int64_t limit);
   bool PlaceProgram();
   bool GoDown(Descent* descent);
   bool Search();
   void FindLeast();
 
   const Model& model_;
+  const TierModel& tier_;
   const int64_t budget_, bound_;
   const int effort_;
-  ArenaPlan plan_;  // the program placed last
+  ArenaPlan plan_;  // the program placed last, and its kernels with reloads among them
+  std::vector<int32_t> placed_;
   int patience_ = 0;
   int64_t least_ = INT64_MAX;
   std::unique_ptr<FrontSearch> front_;
@@ -76,28 +101,48 @@ class ArenaSearch {
   std::vector<Descent> descents_;
 };
 
-// Place a program's tensors; whether they fit.  A greedy placement, repaired where it is not within
-// a percent of the live bytes nor within the budget, and searched for where the buffers are few.
+// Place a program's tensors; whether they fit.  Where some are reloaded, what transfers need beside
+// is left out as far as it does not fit.
 bool ArenaSearch::Fits(const Timeline& timeline, int patience) {
   if (timeline.Peak() > budget_) return false;
-  if (plan_.feasible && patience_ >= patience && plan_.sequence == timeline.Sequence()) {
+  std::vector<int32_t> sequence = timeline.Sequence();
+  if (plan_.feasible && patience_ >= patience && placed_ == sequence) {
     return plan_.arena_bytes <= budget_;
   }
+  placed_ = std::move(sequence);
+  patience_ = patience;
+  const auto reload = [&](int32_t op) { return model_.IsReload(op); };
+  const bool reloads = std::any_of(placed_.begin(), placed_.end(), reload);
+  for (int percent : kTransferLimits) {
+    if (reloads && Place(timeline, patience, budget_ / 100 * percent)) return true;
+  }
+  const bool fits = Place(timeline, patience, 0);
+  least_ = std::min(least_, plan_.arena_bytes);
+  return fits;
+}
+
+// A greedy placement, repaired where it is not within a percent of the live bytes nor within the
+// budget, and searched for where the buffers are few.  `limit`: see PlanTransfers.
+bool ArenaSearch::Place(const Timeline& timeline, int patience, int64_t limit) {
   const int64_t enough = timeline.time() > model_.base_time ? budget_ : 0;
-  Buffers buffers = CollectBuffers(model_, timeline);
+  TransferPlan transfers = PlanTransfers(model_, timeline, tier_, limit);
+  const Buffers& buffers = transfers.buffers;
   std::vector<int64_t> offsets;
   plan_.arena_bytes = PlanOffsetsWithin(buffers.lower, buffers.upper, buffers.size, -1,
                                         Effort(patience, enough), &offsets);
-  plan_.versions = std::move(buffers.versions);
+  plan_.versions = buffers.versions;
   for (std::size_t i = 0; i < plan_.versions.size(); ++i) {
     plan_.versions[i].offset = offsets[buffers.buffer[i]];
   }
-  plan_.sequence = timeline.Sequence();
-  plan_.live_peak_bytes = std::max<int64_t>(0, timeline.Peak());
-  plan_.time_ns = timeline.time();
+  plan_.sequence.clear();
+  for (int32_t op : placed_) {
+    if (!model_.IsReload(op)) plan_.sequence.push_back(op);
+  }
+  plan_.transfers = std::move(transfers.transfers);
+  plan_.live_peak_bytes = LiveBytes(buffers);
+  plan_.time_ns = transfers.time_ns;
+  plan_.stall_ns = transfers.stall_ns;
   plan_.feasible = true;
-  patience_ = patience;
-  least_ = std::min(least_, plan_.arena_bytes);
   return plan_.arena_bytes <= budget_;
 }
 
@@ -184,13 +229,42 @@ ArenaPlan ArenaSearch::Run() {
   return std::move(plan_);
 }
 
+Model WithTier(const PlannerGraph& graph, const TierModel& tier, const Trial& trial) {
+  Model model(graph, tier, trial.exposed, trial.early);
+  model.resident_bytes = 0;
+  return model;
+}
+
+// The faster plan, or the one that shows a smaller arena to be enough.
+bool Better(const ArenaPlan& plan, const ArenaPlan& best) {
+  if (plan.feasible != best.feasible) return plan.feasible;
+  return plan.feasible ? plan.time_ns < best.time_ns : plan.least_bytes < best.least_bytes;
+}
+
 }  // namespace
 
 ArenaPlan PlanArena(const PlannerGraph& graph, int64_t arena_budget, int64_t alignment,
-                    int effort) {
-  Model model(Rounded(graph, alignment));
-  model.resident_bytes = 0;
-  return ArenaSearch(model, arena_budget, effort).Run();
+                    int effort, const TierModel* tier) {
+  const PlannerGraph rounded = Rounded(graph, alignment);
+  TierModel alone;  // of which nothing is reloaded
+  alone.least_bytes = kUnlimited;
+  alone.recompute = tier == nullptr || tier->recompute;
+  Model model = WithTier(rounded, alone, kTrials[0]);
+  ArenaPlan best = ArenaSearch(model, arena_budget, effort, alone).Run();
+  if (tier == nullptr) return best;
+  best.lower_bound_bytes = LowerBound(WithTier(rounded, *tier, kTrials[0]));
+  if (best.feasible && best.sequence.size() == rounded.ops.size()) return best;
+  const int64_t bound = best.lower_bound_bytes;
+  for (const Trial& trial : kTrials) {
+    model = WithTier(rounded, *tier, trial);
+    const int64_t room = std::max<int64_t>(0, arena_budget - tier->buffer_bytes);
+    ArenaPlan plan = ArenaSearch(model, room, effort, *tier).Run();
+    if (!plan.feasible) plan.least_bytes += tier->buffer_bytes;
+    if (Better(plan, best)) best = std::move(plan);
+  }
+  best.lower_bound_bytes = bound;
+  best.tier_bytes = PlanSlots(model, best.versions, kSlotAlignment, &best.transfers);
+  return best;
 }
 
 }  // namespace relax_disc

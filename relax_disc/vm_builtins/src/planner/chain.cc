@@ -52,7 +52,7 @@ int64_t LowerBound(const Model& model) {
   std::vector<std::vector<int>> begins(model.ops + 1), ends(model.ops + 1);
   for (int tensor = 0; tensor < model.tensors(); ++tensor) {
     const int first = model.points.begin[tensor], last = model.points.begin[tensor + 1] - 1;
-    if (model.producer[tensor] < 0 || last <= first) continue;
+    if (model.producer[tensor] < 0 || model.reload[tensor] >= 0 || last <= first) continue;
     const int made = model.producer[tensor];
     // From here on the tensor cannot be made again.
     const int from = model.evictable[tensor] ? std::max(made + 1, model.deadline[made]) : made + 1;

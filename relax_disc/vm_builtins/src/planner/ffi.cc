@@ -9,6 +9,7 @@
 #include "planner/offsets.h"
 #include "planner/planner.h"
 #include "runtime/lists.h"
+#include "runtime/plan_numbers.h"
 
 namespace relax_disc {
 
@@ -61,17 +62,24 @@ Facts PlanRematerializationFacts(const List& graph, int64_t budget, int64_t effo
           {"lower_bound_bytes", program.lower_bound_bytes}};
 }
 
-Facts PlanArenaFacts(const List& graph, int64_t budget, int64_t alignment, int64_t effort) {
-  const ArenaPlan plan =
-      PlanArena(ReadGraph(graph), BudgetOf(budget), alignment, static_cast<int>(effort));
-  std::vector<int64_t> versions;
-  for (const Version& version : plan.versions) {
-    versions.insert(versions.end(),
-                    {version.tensor, version.created, version.last_use, version.offset});
+// `tier`: none, or bytes per ns written and read, ns of each transfer, least bytes of a tensor,
+// requests that may wait, whether kernels run again, bytes beside the arena.
+Facts PlanArenaFacts(const List& graph, int64_t budget, int64_t alignment, int64_t effort,
+                     const List& tier) {
+  TierModel model;
+  if (!tier.empty()) {
+    model = {tier[0].cast<double>(),  tier[1].cast<double>(),  tier[2].cast<int64_t>(),
+             tier[3].cast<int64_t>(), tier[4].cast<int64_t>(), tier[5].cast<bool>(),
+             tier[6].cast<int64_t>()};
   }
+  const ArenaPlan plan = PlanArena(ReadGraph(graph), BudgetOf(budget), alignment,
+                                   static_cast<int>(effort), tier.empty() ? nullptr : &model);
   return {{"feasible", plan.feasible},
           {"sequence", Numbers(plan.sequence)},
-          {"versions", ffi::Shape(versions)},
+          {"versions", VersionNumbers(plan)},
+          {"transfers", TransferNumbers(plan)},
+          {"tier_bytes", plan.tier_bytes},
+          {"stall_ns", plan.stall_ns},
           {"arena_bytes", plan.arena_bytes},
           {"live_peak_bytes", plan.live_peak_bytes},
           {"time_ns", plan.time_ns},

@@ -94,15 +94,27 @@ uint64_t Front::Want(int op) {
   return wanted;
 }
 
-// Decide about what a kernel makes: not wanted, kept, or made again.
+// Add the entries of a state after which what a kernel makes is made again, or reloaded.
+void Front::Return(const State& state, int op, bool reload, int64_t time, uint64_t wanted) {
+  std::vector<Entry> entries = state.entries;
+  for (Entry& entry : entries) {
+    entry.time += time;
+    nodes_.push_back({entry.node, op, reload});
+    entry.node = static_cast<int>(nodes_.size()) - 1;
+  }
+  Add(wanted, std::move(entries));
+}
+
+// Decide about what a kernel makes: not wanted, kept, made again, or reloaded.
 void Front::Step(int op) {
   const int begin = model_.outputs.begin[op], end = model_.outputs.begin[op + 1];
   uint64_t mine = 0;
   int64_t always = 0, most = 0;
-  bool again = model_.deadline[op] > block_;
+  bool again = model_.deadline[op] > block_, reloads = true;
   for (int i = begin; i < end; ++i) {
     const int tensor = model_.outputs.values[i];
     again = again && model_.evictable[tensor];
+    reloads = reloads && (keep_[tensor] == 0 || model_.reload[tensor] >= 0);
     most += keep_[tensor];
     if (later_[tensor]) always += keep_[tensor];
     if (slot_[tensor] >= 0) mine |= uint64_t{1} << slot_[tensor];
@@ -111,21 +123,16 @@ void Front::Step(int op) {
   const uint64_t wants = again ? Want(op) : 0;
   next_.clear();
   for (State& state : states_) {
-    int64_t bytes = always;
+    int64_t bytes = 0, reload_time = 0;
     for (int i = begin; i < end; ++i) {
       const int tensor = model_.outputs.values[i], slot = slot_[tensor];
-      if (slot >= 0 && (state.wanted >> slot & 1)) bytes += keep_[tensor];
+      if (!later_[tensor] && (slot < 0 || !(state.wanted >> slot & 1))) continue;
+      bytes += keep_[tensor];
+      if (reloads && keep_[tensor] > 0) reload_time += model_.rerun[model_.reload[tensor]];
     }
     const uint64_t wanted = state.wanted & ~mine;
-    if (again && bytes > 0) {
-      std::vector<Entry> entries = state.entries;
-      for (Entry& entry : entries) {
-        entry.time += model_.rerun[op];
-        nodes_.push_back({entry.node, op});
-        entry.node = static_cast<int>(nodes_.size()) - 1;
-      }
-      Add(wanted | wants, std::move(entries));
-    }
+    if (again && bytes > 0) Return(state, op, false, model_.rerun[op], wanted | wants);
+    if (reloads && bytes > 0) Return(state, op, true, reload_time, wanted);
     for (Entry& entry : state.entries) entry.bytes += bytes;
     Add(wanted, std::move(state.entries));
   }
@@ -192,23 +199,28 @@ void Front::Thin(std::vector<Entry>* entries) {
 
 std::vector<Window> Front::Windows(const Choice& choice, int grace) const {
   std::vector<Window> windows = Timeline::BaseWindows(model_, grace);
-  std::vector<char> again(model_.ops, 0);
-  for (int node = choice.node; node >= 0; node = nodes_[node].parent) again[nodes_[node].op] = 1;
+  std::vector<char> again(model_.ops, 0), reloads(model_.ops, 0);
+  for (int node = choice.node; node >= 0; node = nodes_[node].parent) {
+    (nodes_[node].reload ? reloads : again)[nodes_[node].op] = 1;
+  }
   for (int op = 0; op < block_; ++op) {
-    if (!again[op]) continue;
+    if (!again[op] && !reloads[op]) continue;
+    const bool reload = reloads[op];
     for (int i = model_.outputs.begin[op]; i < model_.outputs.begin[op + 1]; ++i) {
       const int tensor = model_.outputs.values[i];
+      if (reload && keep_[tensor] == 0) continue;
       const int gap = model_.GapBefore(tensor, block_), next = gap + 1;
       const bool read = !model_.IsTail(gap) && model_.points.values[next] == block_;
       if (read) {
-        windows[next] = {block_, block_ + 1};
+        windows[next] = {block_, block_ + 1, reload};
       } else {
-        windows[gap] = {model_.points.values[gap], block_};
+        windows[gap] = {model_.points.values[gap], block_, reload};
       }
     }
+    if (reload) continue;
     for (int i = model_.inputs.begin[op]; i < model_.inputs.begin[op + 1]; ++i) {
       const int tensor = model_.inputs.values[i];
-      if (again[model_.producer[tensor]]) continue;
+      if (again[model_.producer[tensor]] || reloads[model_.producer[tensor]]) continue;
       const int tail = model_.points.begin[tensor + 1] - 1, point = model_.points.values[tail];
       if (point <= block_) windows[tail] = {point, point};  // wanted again: kept until then
     }

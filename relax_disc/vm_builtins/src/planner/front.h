@@ -1,8 +1,8 @@
 // What to do without at the peak: a knapsack, solved by a dynamic program.
 //
 // At one block, the peak of the program without recomputation, a plan is little more than the set
-// of tensors that it keeps across the block.  A tensor that is read later is kept, or its kernel
-// runs again; then the same holds for what that kernel reads.  The bytes of that block alone, and
+// of tensors that it keeps across the block.  A tensor that is read later is kept, or reloaded, or
+// its kernel runs again; then the same holds for what that kernel reads.  The bytes of that block alone, and
 // every kernel counted once, give the least time of all plans that keep the block within a limit.
 // The program goes through the kernels before the block from the last to the first.  All it has to
 // know of those behind it is which tensors they want; for each such set it holds the pairs of bytes
@@ -45,6 +45,7 @@ class Front {
   };
   struct Node {
     int parent, op;
+    bool reload;  // what the kernel makes is reloaded
   };
   struct State {
     uint64_t wanted;             // slots of tensors
@@ -54,6 +55,7 @@ class Front {
   int64_t Prepare(const Timeline& base);
   void Step(int op);
   uint64_t Want(int op);
+  void Return(const State& state, int op, bool reload, int64_t time, uint64_t wanted);
   void Add(uint64_t wanted, std::vector<Entry>&& entries);
   void Thin(std::vector<Entry>* entries);
   void Narrow();

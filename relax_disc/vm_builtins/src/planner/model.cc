@@ -19,6 +19,7 @@ Model::Model(const PlannerGraph& graph)
     : ops(static_cast<int>(graph.ops.size())), bytes(graph.bytes), inplace(graph.ops.size() + 1) {
   const int count = tensors();
   producer.assign(count, -1);
+  reload.assign(count, -1);
   evictable.assign(count, 0);
   std::vector<char> tracked(count, 0);
   std::vector<int> overwritten(count, ops);
@@ -90,6 +91,28 @@ Model::Model(const PlannerGraph& graph)
       gap_tensor.push_back(t);
     }
     points.Close();
+  }
+}
+
+Model::Model(const PlannerGraph& graph, const TierModel& tier, double exposed, double early)
+    : Model(graph) {
+  int next = ops + 1, last = 0;
+  const auto until = static_cast<int64_t>(static_cast<double>(base_time) * early);
+  for (int64_t begin = 0; last < ops && begin <= until; ++last) begin += time[last];
+  for (int t = 0; t < tensors(); ++t) {
+    if (producer[t] < 0) continue;
+    if (!tier.recompute) evictable[t] = 0;
+    if (bytes[t] < tier.least_bytes || producer[t] >= last) continue;
+    reload[t] = next++;
+    const int64_t both = tier.Time(bytes[t], false) + tier.Time(bytes[t], true);
+    rerun.push_back(static_cast<int64_t>(static_cast<double>(both) * exposed) + 1);
+    time.push_back(0);
+    workspace.push_back(0);
+    deadline.push_back(ops);
+    outputs.values.push_back(t);
+    inputs.Close();
+    outputs.Close();
+    inplace.emplace_back();
   }
 }
 

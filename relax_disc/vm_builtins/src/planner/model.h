@@ -26,13 +26,20 @@ struct Lists {
 // a last block, number `ops`, whose "kernel" reads the outputs.  The *points* of a tensor are the
 // blocks whose kernel makes or reads it; the stretch after each point up to the next is a *gap*,
 // numbered like the point; the gap after the last point is the tail.
+//
+// With a tier a tensor has a second maker, a *reload*: a kernel without inputs, numbered from
+// ops + 1, that runs only where the tensor is absent.
 struct Model {
   explicit Model(const PlannerGraph& graph);
+  // `exposed` is the part of the transfers' time that kernels are taken to wait for; only what is
+  // made in the first `early` part of the program's time may be reloaded.
+  Model(const PlannerGraph& graph, const TierModel& tier, double exposed, double early);
 
   int ops = 0;
   std::vector<int64_t> bytes;                // per tensor
   std::vector<int> producer;                 // per tensor: kernel, -1 where not tracked
   std::vector<char> evictable;               // per tensor: tracked and its kernel may run again
+  std::vector<int> reload;                   // per tensor: the kernel that reads it back, or -1
   std::vector<int64_t> time, rerun;          // per kernel
   std::vector<int64_t> workspace;            // per kernel
   std::vector<int> deadline;                 // per kernel: last block in which it may run again
@@ -45,6 +52,9 @@ struct Model {
 
   int gaps() const { return static_cast<int>(points.values.size()); }
   int tensors() const { return static_cast<int>(bytes.size()); }
+  bool IsReload(int op) const { return op > ops; }
+  // Whether there is a way to have an absent tensor back.
+  bool CanReturn(int tensor) const { return evictable[tensor] || reload[tensor] >= 0; }
   bool IsTail(int gap) const { return gap + 1 == points.begin[gap_tensor[gap] + 1]; }
 
   // Call use(input, output) for the pairs of a kernel that share memory, where dies(input) tells

@@ -35,6 +35,22 @@ struct PlannerGraph {
   std::vector<PlannerOp> ops;
 };
 
+// A place beside the device's memory that tensors are written to and read back from, one transfer at
+// a time in the order of their requests, while kernels run.
+struct TierModel {
+  double write_bytes_per_ns = 1, read_bytes_per_ns = 1;
+  int64_t latency_ns = 0;   // of each transfer
+  int64_t least_bytes = 1;  // smaller tensors stay
+  int64_t queue = 64;       // requests that may wait; the next one is made when one of them is done
+  bool recompute = true;    // whether kernels may run again, too
+  int64_t buffer_bytes = 0;  // that transfers need beside the arena, in the same budget
+
+  int64_t Time(int64_t bytes, bool is_read) const {
+    const double speed = is_read ? read_bytes_per_ns : write_bytes_per_ns;
+    return latency_ns + static_cast<int64_t>(static_cast<double>(bytes) / speed);
+  }
+};
+
 // How hard to search.  A higher effort is never slower in the plan that it finds.
 enum PlannerEffort : int { kEffortNormal = 0, kEffortHigh = 1 };
 
@@ -56,11 +72,25 @@ struct Version {
   int64_t offset;
 };
 
+// A version that is written out after position `start`, or read back from before position `start`
+// on; before position `wait` it must be done.  A version lies in the arena from the start of its
+// reading to the end of its writing.
+struct Transfer {
+  int32_t version;
+  bool is_read;
+  int32_t start, wait;
+  int64_t slot = 0;                 // offset in the tier, in bytes
+  int64_t begin_ns = 0, end_ns = 0;  // modelled, from the start of the program
+};
+
 // Result of PlanArena; resident tensors are neither counted nor placed.
 struct ArenaPlan {
   bool feasible = false;
   std::vector<int32_t> sequence;
   std::vector<Version> versions;  // by created, then by the order of the kernel's outputs
+  std::vector<Transfer> transfers;  // in the order of their requests
+  int64_t tier_bytes = 0;           // highest end of a slot
+  int64_t stall_ns = 0;             // part of the time in which a kernel waits for a transfer
   int64_t arena_bytes = 0;        // highest end of a version, a multiple of the alignment
   int64_t live_peak_bytes = 0;
   int64_t time_ns = 0;
@@ -83,8 +113,10 @@ int64_t PlanOffsets(const std::vector<int64_t>& lower, const std::vector<int64_t
                     std::vector<int64_t>* offsets);
 
 // A program and the place of every tensor, workspace included, within the budget.  Sizes are
-// rounded up to the alignment here; zero-size tensors are placed at 0 and take nothing.
-ArenaPlan PlanArena(const PlannerGraph& graph, int64_t arena_budget, int64_t alignment, int effort);
+// rounded up to the alignment here; zero-size tensors are placed at 0 and take nothing.  With a tier
+// (else null), what is not kept is computed again or read back, whichever makes the faster program.
+ArenaPlan PlanArena(const PlannerGraph& graph, int64_t arena_budget, int64_t alignment, int effort,
+                    const TierModel* tier = nullptr);
 
 }  // namespace relax_disc
 

@@ -24,14 +24,16 @@ constexpr std::size_t kRetreats = 6;
 Search::Search(const Model& model, int grace)
     : timeline(model, grace), model_(model), mark_(model.tensors(), 0) {}
 
-// Time of bringing a tensor back in a block, as the plan stands.
-int64_t Search::Cost(int tensor, int block) {
+// Time of bringing a tensor back in a block, as the plan stands for the others.
+int64_t Search::Cost(int tensor, int block, bool reload) {
+  if (reload) return model_.rerun[model_.reload[tensor]];
   ++stamp_;
   int64_t cost = 0;
   stack_.assign(1, tensor);
   mark_[tensor] = stamp_;
   while (!stack_.empty()) {
-    const int op = model_.producer[stack_.back()];
+    const int last = stack_.back();
+    const int op = last == tensor ? model_.producer[tensor] : timeline.Maker(last, block);
     stack_.pop_back();
     if (model_.deadline[op] < block) return kImpossible;
     cost += model_.rerun[op];
@@ -85,6 +87,18 @@ bool Search::FindIdle(int tensor, int block, int position, Idle* idle) const {
   return !idle->window.empty();
 }
 
+// Note an idle copy as a candidate, one way of having it back.
+void Search::Consider(int tensor, const Idle& idle, bool reload) {
+  const int64_t cost = Cost(tensor, idle.need, reload);
+  if (cost >= kImpossible) return;
+  const int relieved = overfull_[std::max(idle.need, idle.from + 1)] - overfull_[idle.from + 1];
+  // Products and quotients only: a sum of products may round differently where the processor
+  // fuses the two, and plans are the same on every machine.
+  double score = static_cast<double>(model_.bytes[tensor]) * std::max(1, relieved);
+  score /= static_cast<double>(cost + 1);
+  candidates_.push_back({score, idle.gap, {idle.window.low, idle.window.high, reload}});
+}
+
 // What could be let go at the peak.
 void Search::Collect(int64_t limit, const SearchStyle& style) {
   candidates_.clear();
@@ -97,23 +111,18 @@ void Search::Collect(int64_t limit, const SearchStyle& style) {
     overfull_[k + 1] = overfull_[k] + (timeline.BlockPeak(k) > high);
   }
   for (int tensor = 0; tensor < model_.tensors(); ++tensor) {
-    if (!model_.evictable[tensor] || model_.producer[tensor] >= block) continue;
+    if (!model_.CanReturn(tensor) || model_.producer[tensor] >= block) continue;
     Idle idle;
     if (!FindIdle(tensor, block, position, &idle)) continue;
-    const int64_t cost = Cost(tensor, idle.need);
-    if (cost >= kImpossible) continue;
-    const int relieved = overfull_[std::max(idle.need, idle.from + 1)] - overfull_[idle.from + 1];
-    // Products and quotients only: a sum of products may round differently where the processor
-    // fuses the two, and plans are the same on every machine.
-    double score = static_cast<double>(model_.bytes[tensor]) * std::max(1, relieved);
-    score /= static_cast<double>(cost + 1);
-    candidates_.push_back({score, idle.gap, idle.window});
+    if (model_.evictable[tensor]) Consider(tensor, idle, false);
+    if (model_.reload[tensor] >= 0) Consider(tensor, idle, true);
   }
 }
 
 bool Search::Shrink(int64_t limit, int64_t floor, const SearchStyle& style) {
   const auto worse = [](const Candidate& a, const Candidate& b) {
-    return a.score != b.score ? a.score < b.score : a.gap > b.gap;
+    if (a.score != b.score) return a.score < b.score;
+    return a.gap != b.gap ? a.gap > b.gap : a.window.reload > b.window.reload;
   };
   int64_t best = timeline.Overflow(limit);
   const int patience = style.brief ? kBriefPatience : kPatience;
@@ -184,15 +193,18 @@ bool Search::Retreat(int gap, int64_t limit, int64_t floor, bool thorough) {
   const Window old = timeline.windows()[gap];
   if (old.empty()) return false;
   std::vector<Window> options{{from, from}};
+  const bool has_both = model_.evictable[tensor] && model_.reload[tensor] >= 0;
+  if (has_both) options.push_back({old.low, old.high, !old.reload});
   for (const Touch& touch : timeline.touches(tensor)) {
     const int at = touch.block;
     if (at <= from || at >= to || at <= old.low || at >= old.high) continue;
-    if (options.size() < kRetreats) options.push_back({old.low, at});
-    if (options.size() < kRetreats) options.push_back({at, old.high});
+    if (options.size() < kRetreats + has_both) options.push_back({old.low, at, old.reload});
+    if (options.size() < kRetreats + has_both) options.push_back({at, old.high, old.reload});
   }
   const int64_t time = timeline.time();
   for (const Window& option : options) {
-    if (!thorough && !MayFit(tensor, old, option, limit)) continue;
+    const bool same_stay = option.low == old.low && option.high == old.high;
+    if (!thorough && !same_stay && !MayFit(tensor, old, option, limit)) continue;
     timeline.Set(gap, option);
     const bool good = timeline.valid() && timeline.time() < time && timeline.time() >= floor &&
                       timeline.Peak() <= limit;

@@ -48,9 +48,10 @@ class Search {
     int from, need;  // last block that reads it before, first block that reads it after
   };
 
+  void Consider(int tensor, const Idle& idle, bool reload);
   void Collect(int64_t limit, const SearchStyle& style);
   bool FindIdle(int tensor, int block, int position, Idle* idle) const;
-  int64_t Cost(int tensor, int block);
+  int64_t Cost(int tensor, int block, bool reload);
   bool MayFit(int tensor, Window old, Window option, int64_t limit) const;
   bool Retreat(int gap, int64_t limit, int64_t floor, bool thorough);
 

@@ -56,7 +56,7 @@ void Timeline::Set(int gap, Window window) {
     windows_[gap] = before;
     const bool was = Present(tensor, it->block);
     windows_[gap] = window;
-    if (Present(tensor, it->block) != was) MarkDirty(it->block);
+    if (Present(tensor, it->block) != was || window.reload != before.reload) MarkDirty(it->block);
   }
   windows_[gap] = window;
   Flush();
@@ -111,6 +111,12 @@ bool Timeline::Touched(int tensor, int block) const {
     if (touch.block >= block) return touch.block == block;
   }
   return false;
+}
+
+int Timeline::Maker(int tensor, int block) const {
+  const int gap = model_.GapBefore(tensor, block);
+  const bool reload = gap >= model_.points.begin[tensor] && windows_[gap].reload;
+  return reload ? model_.reload[tensor] : model_.producer[tensor];
 }
 
 std::vector<int32_t> Timeline::Sequence() const {
@@ -185,7 +191,7 @@ void Timeline::Execute(int op, int block, bool again) {
 // Run a tensor's kernel again, first making its absent inputs in the same way.
 void Timeline::Materialize(int tensor, int block) {
   stack_.clear();
-  stack_.emplace_back(model_.producer[tensor], 0);
+  stack_.emplace_back(Maker(tensor, block), 0);
   while (!stack_.empty()) {
     const int op = stack_.back().first;
     int& next = stack_.back().second;
@@ -193,7 +199,7 @@ void Timeline::Materialize(int tensor, int block) {
     const int* inputs = &model_.inputs.values[model_.inputs.begin[op]];
     while (next < count && Have(inputs[next], block)) ++next;
     if (next < count) {
-      stack_.emplace_back(model_.producer[inputs[next]], 0);
+      stack_.emplace_back(Maker(inputs[next], block), 0);
     } else {
       stack_.pop_back();
       Execute(op, block, true);

@@ -21,12 +21,16 @@ namespace relax_disc {
 
 constexpr int kForever = 1 << 29;
 
-// Blocks [low, high) at whose ends a tensor is not kept; empty where low >= high.
+// Blocks [low, high) at whose ends a tensor is not kept; empty where low >= high.  A block that needs
+// it all the same reloads it, or runs its kernel again.
 struct Window {
   int low, high;
+  bool reload = false;
 
   bool empty() const { return low >= high; }
-  bool operator==(const Window& other) const { return low == other.low && high == other.high; }
+  bool operator==(const Window& other) const {
+    return low == other.low && high == other.high && reload == other.reload;
+  }
 };
 
 // The part of a block in one tensor's life; positions count the block's executions.
@@ -71,6 +75,9 @@ class Timeline {
   // Whether a tensor is there when a block starts; false before it is first made.
   bool Present(int tensor, int block) const;
   bool Touched(int tensor, int block) const;
+  // The kernel that makes a tensor again where a block finds it absent.
+  int Maker(int tensor, int block) const;
+  // Kernels in the order that they run, reloads among them.
   std::vector<int32_t> Sequence() const;
 
  private:

@@ -5,11 +5,14 @@
 #include <tvm/ffi/extra/module.h>
 #include <tvm/ffi/reflection/registry.h>
 
+#include <new>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "runtime/lists.h"
+#include "runtime/plan_numbers.h"
 #include "runtime/session.h"
 
 namespace relax_disc {
@@ -75,11 +78,6 @@ Facts PlanFacts(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t bu
   bool hit = false;
   PlanPtr plan = session->PlanFor(Values(dims), budget_bytes, &hit);
   const ArenaPlan& arena = plan->arena;
-  std::vector<int64_t> versions;
-  for (const Version& version : arena.versions) {
-    versions.insert(versions.end(),
-                    {version.tensor, version.created, version.last_use, version.offset});
-  }
   return Facts{{"feasible", plan->feasible},
                {"peak_bytes", plan->feasible ? plan->peak_bytes() : plan->least_bytes()},
                {"arena_bytes", arena.arena_bytes},
@@ -94,7 +92,13 @@ Facts PlanFacts(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t bu
                {"planning_ns", plan->planning_ns},
                {"cache_hit", hit},
                {"sequence", Numbers(arena.sequence)},
-               {"versions", ffi::Shape(versions)}};
+               {"versions", VersionNumbers(arena)},
+               {"transfers", TransferNumbers(arena)},
+               {"tier_bytes", arena.tier_bytes},
+               {"stall_ns", arena.stall_ns},
+               {"buffer_bytes", plan->buffer_bytes},
+               {"offloaded_bytes", plan->TransferredBytes(session->metadata(), false)},
+               {"reloaded_bytes", plan->TransferredBytes(session->metadata(), true)}};
 }
 
 Facts LastReport(const ffi::ObjectRef& object) {
@@ -109,6 +113,9 @@ Facts LastReport(const ffi::ObjectRef& object) {
                {"workspace_bytes", report.workspace_bytes},
                {"held_bytes", report.held_bytes},
                {"recomputations", report.recomputations},
+               {"offloaded_bytes", report.offloaded_bytes},
+               {"reloaded_bytes", report.reloaded_bytes},
+               {"waited_ns", report.waited_ns},
                {"planning_ns", report.planning_ns},
                {"entry_ns", report.entry_ns},
                {"time_ns", report.time_ns},
@@ -138,9 +145,16 @@ void Enter(ffi::PackedArgs args, ffi::Any* result) {
   ffi::Shape dims = args[1].cast<ffi::Shape>();
   std::vector<ffi::Tensor> given;
   given.reserve(args.size() - 2);
-  for (int32_t i = 2; i < args.size(); ++i) given.push_back(args[i].cast<ffi::Tensor>());
-  *result = ffi::ObjectRef(SessionOf(args[0].cast<ffi::ObjectRef>())
-                               ->Enter(Values(dims), std::move(given)));
+  for (int32_t i = 2; i < args.size(); ++i) {
+    std::optional<ffi::Tensor> tensor = args[i].as<ffi::Tensor>();
+    given.push_back(tensor ? *tensor : ffi::Tensor());  // a number where it is supplied later
+  }
+  try {
+    *result = ffi::ObjectRef(SessionOf(args[0].cast<ffi::ObjectRef>())
+                                 ->Enter(Values(dims), std::move(given)));
+  } catch (const std::bad_alloc&) {
+    TVM_FFI_THROW(OutOfMemoryError) << "the system has no memory to plan the call; nothing has run";
+  }
 }
 
 void SetMachine(const ffi::ObjectRef& session, double flops_per_ns, double bytes_per_ns,
@@ -180,6 +194,22 @@ List GraphLists(const ffi::ObjectRef& session, const ffi::Shape& dims) {
   return {list(graph.bytes), list(graph.resident), list(graph.is_output), ops};
 }
 
+FileTierPtr TierOf(const ffi::Any& value) {
+  if (value == nullptr) return nullptr;
+  const ffi::ObjectRef object = value.cast<ffi::ObjectRef>();
+  const FileTier* tier = object.as<FileTier>();
+  if (tier == nullptr) TVM_FFI_THROW(TypeError) << "expected a relax_disc.FileTier";
+  return ffi::details::ObjectUnsafe::ObjectPtrFromUnowned<FileTier>(const_cast<FileTier*>(tier));
+}
+
+Facts TierFacts(const ffi::Any& object) {
+  const TierModel figures = TierOf(object)->Figures();
+  return Facts{{"write_bytes_per_s", figures.write_bytes_per_ns * 1e9},
+               {"read_bytes_per_s", figures.read_bytes_per_ns * 1e9},
+               {"latency_ns", figures.latency_ns},
+               {"buffer_bytes", figures.buffer_bytes}};
+}
+
 ffi::Tensor Reserve(const ffi::Shape& shape, DLDataType dtype) {
   const int64_t bytes = static_cast<int64_t>(ffi::GetDataSize(shape.Product(), dtype));
   BlockPtr block = MemoryBlock::Allocate({kDLCPU, 0}, bytes, Backing::kReserved);
@@ -192,6 +222,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   namespace refl = tvm::ffi::reflection;
   refl::ObjectDef<Session>(refl::init(false));
   refl::ObjectDef<Frame>(refl::init(false));
+  refl::ObjectDef<FileTier>(refl::init(false));
   using Object = ffi::ObjectRef;
   refl::GlobalDef()
       .def("relax_disc.open",
@@ -211,6 +242,9 @@ TVM_FFI_STATIC_INIT_BLOCK() {
            [](const Object& frame, int64_t k) { FrameOf(frame)->Regenerate(k); })
       .def("relax_disc.output",
            [](const Object& frame, int64_t i) { return FrameOf(frame)->Output(i); })
+      .def("relax_disc.pause", [](const Object& frame) { FrameOf(frame)->Pause(); })
+      .def("relax_disc.supply", [](const Object& frame, int64_t i,
+                                   const ffi::Tensor& tensor) { FrameOf(frame)->Supply(i, tensor); })
       .def("relax_disc.leave", [](const Object& frame) { FrameOf(frame)->Leave(); })
       .def("relax_disc.copy", [](ffi::Tensor from, ffi::Tensor to) { CopyBytes(from, to); })
       .def("relax_disc.session.metadata",
@@ -226,6 +260,16 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("relax_disc.session.budget", [](const Object& s) { return SessionOf(s)->budget_bytes(); })
       .def("relax_disc.session.set_budget",
            [](const Object& s, int64_t bytes) { SessionOf(s)->SetBudget(bytes); })
+      .def("relax_disc.session.set_tier",
+           [](const Object& s, const ffi::Any& tier) { SessionOf(s)->SetTier(TierOf(tier)); })
+      .def("relax_disc.file_tier",
+           [](ffi::String folder, double bytes_per_s, bool paced, bool recompute) {
+             return Object(ffi::make_object<FileTier>(
+                 TierOptions{std::string(folder), bytes_per_s, paced, recompute}));
+           })
+      .def("relax_disc.tier_figures", TierFacts)
+      .def("relax_disc.fail_transfer",
+           [](int64_t countdown, ffi::String how) { FailTransfer(countdown, std::string(how)); })
       .def("relax_disc.session.set_mode",
            [](const Object& s, int64_t mode) { SessionOf(s)->SetMode(static_cast<Mode>(mode)); })
       .def("relax_disc.session.set_machine", SetMachine)

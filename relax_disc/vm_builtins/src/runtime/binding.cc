@@ -197,6 +197,7 @@ void Binding::Pass(const std::vector<ffi::Tensor>& given,
                      const std::vector<std::pair<int32_t, int32_t>>& places) {
     for (OwnView& own : *views) {
       const ffi::Tensor& owner = owners[own.owner];
+      if (!owner.defined()) continue;  // it is supplied later
       DLTensor* tensor = Fields(own.tensor);
       tensor->data = static_cast<char*>(owner.data_ptr()) + owner.byte_offset();
       tensor->device = owner.device();
@@ -204,6 +205,7 @@ void Binding::Pass(const std::vector<ffi::Tensor>& given,
     for (const auto& [place, entry] : places) {
       const OwnView& own = (*views)[entry];
       const ffi::Tensor& owner = owners[own.owner];
+      if (!owner.defined()) continue;
       values_[place] = SameShape(owner, own.tensor) ? owner : own.tensor;
     }
   };

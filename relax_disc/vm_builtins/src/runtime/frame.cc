@@ -19,6 +19,7 @@ int64_t BytesOf(const ffi::Tensor& tensor) {
 }  // namespace
 
 Frame::~Frame() {
+  EndTransfers();
   if (session_ != nullptr && !finished_) session_->Return(this);
 }
 
@@ -28,7 +29,9 @@ void Frame::Bind() {
     TVM_FFI_THROW(ValueError) << metadata.function << " takes " << metadata.given_count
                               << " tensors, got " << given_.size();
   }
-  for (const ffi::Tensor& tensor : given_) resident_bytes_ += BytesOf(tensor);
+  for (const ffi::Tensor& tensor : given_) {
+    if (tensor.defined()) resident_bytes_ += BytesOf(tensor);
+  }
   const Backing backing = mode_ == Mode::kDryRun ? Backing::kReserved : Backing::kReal;
   for (int32_t first : binding_->escaping()) {
     const ViewEntry& view = metadata.views[first];
@@ -39,6 +42,70 @@ void Frame::Bind() {
     escaping_bytes_ += bytes;
   }
   binding_->Pass(given_, escaping_);
+  if (!plan_->arena.transfers.empty() && mode_ != Mode::kDryRun) BeginTransfers();
+}
+
+void Frame::BeginTransfers() {
+  if (arena_->device().device_type != kDLCPU) {
+    TVM_FFI_THROW(OffloadError) << session_->metadata().function
+                                << ": tensors of a GPU cannot be offloaded yet; set offload_to to "
+                                   "None.";
+  }
+  transfers_ = tier_->Begin(plan_->arena.tier_bytes);
+  const std::vector<Transfer>& transfers = plan_->arena.transfers;
+  waits_.resize(transfers.size());
+  for (size_t i = 0; i < transfers.size(); ++i) waits_[i] = static_cast<int32_t>(i);
+  std::stable_sort(waits_.begin(), waits_.end(), [&](int32_t a, int32_t b) {
+    return transfers[a].wait < transfers[b].wait;
+  });
+}
+
+void Frame::Request(int32_t position, bool is_read) {
+  const ArenaPlan& arena = plan_->arena;
+  const Metadata& metadata = session_->metadata();
+  while (requests_.size() < arena.transfers.size()) {
+    const Transfer& transfer = arena.transfers[requests_.size()];
+    if (transfer.start != position || transfer.is_read != is_read) break;
+    const Version& version = arena.versions[transfer.version];
+    const int64_t bytes = plan_->values[metadata.tensors[version.tensor].bytes];
+    char* memory = arena_->base() + version.offset;
+    if (is_read) {
+      const int64_t end = version.offset + RoundUp(bytes, metadata.machine.alignment);
+      arena_peak_ = std::max(arena_peak_, end);
+      report_.reloaded_bytes += bytes;
+      requests_.push_back(tier_->Read(transfers_.get(), memory, bytes, transfer.slot));
+    } else {
+      report_.offloaded_bytes += bytes;
+      requests_.push_back(tier_->Write(transfers_.get(), memory, bytes, transfer.slot));
+    }
+  }
+}
+
+// Wait for what must be done before a position, as far as it has been requested.
+void Frame::WaitFor(int32_t position) {
+  const std::vector<Transfer>& transfers = plan_->arena.transfers;
+  while (next_wait_ < waits_.size()) {
+    const size_t transfer = static_cast<size_t>(waits_[next_wait_]);
+    if (transfers[transfer].wait > position || transfer >= requests_.size()) break;
+    tier_->Wait(*transfers_, requests_[transfer]);
+    ++next_wait_;
+  }
+}
+
+// First the memory that reads at this position go to must be free.
+void Frame::MoveBefore(int32_t position) {
+  auto start = std::chrono::steady_clock::now();
+  WaitFor(position);
+  Request(position, true);
+  WaitFor(position);
+  report_.waited_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(
+                           std::chrono::steady_clock::now() - start)
+                           .count();
+}
+
+void Frame::EndTransfers() {
+  if (transfers_ != nullptr) tier_->End(std::move(transfers_));
+  transfers_ = nullptr;
 }
 
 void Frame::Kernel(int64_t k, const ffi::Function& function) {
@@ -63,10 +130,16 @@ void Frame::Regenerate(int64_t k) {
 }
 
 void Frame::Execute(const Step& step, const Step& next) {
-  const KernelEntry& kernel = session_->metadata().kernels[step.kernel];
   arena_peak_ = std::max(arena_peak_, step.arena_end);
-  ++position_;
+  const int32_t position = position_++;
   if (mode_ == Mode::kDryRun) return;
+  if (transfers_ != nullptr) MoveBefore(position);
+  Call(step, next);
+  if (transfers_ != nullptr) Request(position, false);
+}
+
+void Frame::Call(const Step& step, const Step& next) {
+  const KernelEntry& kernel = session_->metadata().kernels[step.kernel];
   wrote_given_ = wrote_given_ || kernel.overwrites;
   const ffi::AnyView* values = binding_->values();
   for (int32_t i = step.first_copy; i < step.first_argument; i += 2) {
@@ -89,6 +162,14 @@ void Frame::Execute(const Step& step, const Step& next) {
   ++session_->kernel_runs_[step.kernel];
 }
 
+void Frame::Supply(int64_t i, const ffi::Tensor& tensor) {
+  Bound();
+  paused_ = false;
+  given_.at(i) = tensor;
+  resident_bytes_ += BytesOf(tensor);
+  binding_->Pass(given_, escaping_);
+}
+
 ffi::Tensor Frame::Output(int64_t i) const { return Bound().Output(i, given_, escaping_); }
 
 const Binding& Frame::Bound() const {
@@ -99,6 +180,8 @@ const Binding& Frame::Bound() const {
 }
 
 void Frame::Leave() {
+  if (transfers_ != nullptr) MoveBefore(position_);
+  EndTransfers();
   report_.dims = plan_->dims;
   report_.budget_bytes = plan_->budget_bytes;
   report_.planned_peak_bytes = plan_->peak_bytes();
@@ -107,7 +190,8 @@ void Frame::Leave() {
   report_.resident_bytes = resident_bytes_;
   const int64_t overflow = TakeOverflow();
   report_.workspace_bytes = plan_->workspace_bytes + overflow;
-  report_.peak_bytes = arena_peak_ + escaping_bytes_ + resident_bytes_ + overflow;
+  report_.peak_bytes =
+      arena_peak_ + escaping_bytes_ + resident_bytes_ + overflow + plan_->buffer_bytes;
   report_.planning_ns = report_.cache_hit ? 0 : plan_->planning_ns;
   report_.time_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
                         std::chrono::steady_clock::now() - start_)

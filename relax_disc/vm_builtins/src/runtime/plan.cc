@@ -68,8 +68,17 @@ std::vector<int64_t> ShapeAt(const std::vector<int32_t>& programs,
   return shape;
 }
 
+int64_t Plan::TransferredBytes(const Metadata& metadata, bool is_read) const {
+  int64_t bytes = 0;
+  for (const Transfer& transfer : arena.transfers) {
+    if (transfer.is_read != is_read) continue;
+    bytes += values[metadata.tensors[arena.versions[transfer.version].tensor].bytes];
+  }
+  return bytes;
+}
+
 PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vector<int64_t>& dims,
-                 int64_t budget_bytes, int threads) {
+                 int64_t budget_bytes, int threads, const TierModel* tier) {
   auto start = std::chrono::steady_clock::now();
   auto plan = std::make_shared<Plan>();
   plan->dims = dims;
@@ -92,7 +101,18 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vec
     plan->workspaces.push_back(op.workspace);
   }
   // More effort costs a new shape many times the time and wins 0.1 %.
-  plan->arena = PlanArena(graph, std::max<int64_t>(room, 0), metadata.machine.alignment, kEffortNormal);
+  plan->arena = PlanArena(graph, std::max<int64_t>(room, 0), metadata.machine.alignment,
+                          kEffortNormal, tier);
+  // A search with a limit may find what the one for the least missed: so that what is named as the
+  // least is the least, it is lowered as long as a byte less is enough.
+  while (!plan->arena.feasible) {
+    const ArenaPlan better = PlanArena(graph, plan->arena.least_bytes - 1,
+                                       metadata.machine.alignment, kEffortNormal, tier);
+    if (!better.feasible) break;
+    plan->arena.least_bytes =
+        better.arena_bytes + (better.transfers.empty() ? 0 : tier->buffer_bytes);
+  }
+  if (!plan->arena.transfers.empty()) plan->buffer_bytes = tier->buffer_bytes;
   plan->feasible = plan->arena.feasible && room >= 0;
   plan->planning_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
                           std::chrono::steady_clock::now() - start)

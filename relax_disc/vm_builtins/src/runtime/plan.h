@@ -40,9 +40,12 @@ struct Plan {
   int64_t workspace_bytes = 0;      // the largest of them
   int64_t planning_ns = 0;
   int64_t base_time_ns = 0;  // modelled, without recomputations
+  int64_t buffer_bytes = 0;  // of the tier, where something is transferred
 
   /*! \brief What is there beside the arena, whatever is planned. */
-  int64_t outside_bytes() const { return resident_bytes + escaping_bytes; }
+  int64_t outside_bytes() const { return resident_bytes + escaping_bytes + buffer_bytes; }
+  /*! \brief Bytes that a call writes to the tier, or reads back from it. */
+  int64_t TransferredBytes(const Metadata& metadata, bool is_read) const;
   int64_t peak_bytes() const { return outside_bytes() + arena.arena_bytes; }
   /*! \brief The least budget that was found to be enough. */
   int64_t least_bytes() const {
@@ -62,9 +65,10 @@ PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
 /*!
  * \brief Make the plan of a shape; `feasible` says whether it is inside the budget.
  * \param budget_bytes Of `peak_bytes`; negative: none.
+ * \param tier Where tensors may be kept meanwhile; null: nowhere.
  */
 PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vector<int64_t>& dims,
-                 int64_t budget_bytes, int threads);
+                 int64_t budget_bytes, int threads, const TierModel* tier);
 
 /*! \brief Shape of a view at the plan's dims. */
 std::vector<int64_t> ShapeAt(const std::vector<int32_t>& programs, const std::vector<int64_t>& values);

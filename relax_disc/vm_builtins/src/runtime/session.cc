@@ -28,7 +28,11 @@ PlanPtr Session::Lookup(const std::vector<int64_t>& dims, int64_t budget_bytes, 
     recent_.splice(recent_.begin(), recent_, found->second.use);
     return found->second.plan;
   }
-  PlanPtr plan = MakePlan(metadata_, CostFor(threads), dims, budget_bytes, threads);
+  TierModel figures;
+  const bool may_offload = tier_ != nullptr && budget_bytes >= 0;
+  if (may_offload) figures = tier_->Figures();
+  PlanPtr plan = MakePlan(metadata_, CostFor(threads), dims, budget_bytes, threads,
+                          may_offload ? &figures : nullptr);
   recent_.push_front(key);
   plans_[key] = {plan, recent_.begin()};
   while (plans_.size() > plan_limit_) {
@@ -64,7 +68,9 @@ void Session::RefuseBudget(const Plan& plan) const {
   text << metadata_.function << " at " << shape << " does not fit into the memory budget of "
        << plan.budget_bytes << " bytes: the least found feasible is " << least << " bytes, of which "
        << outside << " are parameters, inputs and results; no plan can do with less than "
-       << bound << " bytes. Raise the budget or lower the shape.";
+       << bound << " bytes. Raise the budget or lower the shape";
+  if (tier_ == nullptr) text << ", or name a folder to offload tensors to (offload_to)";
+  text << ".";
   const TVMFFIByteArray* trace = TVMFFIBacktrace(__FILE__, __LINE__, TVM_FFI_FUNC_SIG, 0);
   throw ffi::Error("MemoryBudgetError", text.str(), std::string(trace->data, trace->size),
                    std::nullopt,
@@ -84,9 +90,10 @@ ffi::ObjectPtr<Frame> Session::Enter(const std::vector<int64_t>& dims,
     ++(hit ? counters_.hits : counters_.misses);
     if (!plan->feasible) RefuseBudget(*plan);
     for (const ffi::Tensor& tensor : given) {
-      if (tensor.device().device_type != kDLCPU) device_ = tensor.device();
+      if (tensor.defined() && tensor.device().device_type != kDLCPU) device_ = tensor.device();
     }
     frame->plan_ = plan;
+    frame->tier_ = tier_;
     frame->mode_ = mode_;
     frame->report_.cache_hit = hit;
     TakeArena(frame.get());
@@ -105,8 +112,7 @@ ffi::ObjectPtr<Frame> Session::Enter(const std::vector<int64_t>& dims,
 void Session::TakeArena(Frame* frame) {
   const Plan& plan = *frame->plan_;
   const ArenaNeed need{device_, plan.arena.arena_bytes,
-                       budget_bytes_ < 0 ? -1 : budget_bytes_ - plan.resident_bytes -
-                                                    plan.escaping_bytes};
+                       budget_bytes_ < 0 ? -1 : budget_bytes_ - plan.outside_bytes()};
   if (mode_ == Mode::kDryRun) {
     frame->arena_ = MemoryBlock::Allocate(need.device, need.arena_bytes, Backing::kReserved);
   } else if (arena_->Take(need, &frame->arena_)) {
@@ -143,14 +149,15 @@ void Session::Return(Frame* frame) {
     bindings_.push_front(std::move(frame->binding_));
     if (bindings_.size() > kBindingLimit) bindings_.pop_back();
   }
-  if (!frame->finished_) {
+  const bool abandoned = frame->paused_ && !frame->finished_;  // its second half is not wanted
+  if (!frame->finished_ && !abandoned) {
     ++counters_.failures;
     torn_ = torn_ || frame->wrote_given_;
   }
   counters_.recomputations += frame->report_.recomputations;
   frame->report_.finished = frame->finished_;
   frame->report_.held_bytes = arena_->held_bytes();
-  last_ = frame->report_;
+  if (!abandoned) last_ = frame->report_;
 }
 
 void Session::SetBudget(int64_t bytes) {
@@ -158,6 +165,12 @@ void Session::SetBudget(int64_t bytes) {
   budget_bytes_ = bytes;
   // Nothing in the arena outlives a call, so what would break the budget goes at once.
   if (bytes >= 0) arena_->GiveBackAbove(bytes - last_.resident_bytes - last_.escaping_bytes);
+}
+
+void Session::SetTier(FileTierPtr tier) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  tier_ = std::move(tier);
+  DropPlans();
 }
 
 void Session::SetMode(Mode mode) {

@@ -26,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "offload/file_tier.h"
 #include "runtime/arena.h"
 #include "runtime/binding.h"
 #include "runtime/memory.h"
@@ -40,6 +41,7 @@ struct Report {
   int64_t budget_bytes = -1;
   int64_t planned_peak_bytes = 0, peak_bytes = 0, arena_bytes = 0, resident_bytes = 0;
   int64_t escaping_bytes = 0, workspace_bytes = 0, held_bytes = 0, recomputations = 0;
+  int64_t offloaded_bytes = 0, reloaded_bytes = 0, waited_ns = 0;
   int64_t planning_ns = 0, entry_ns = 0, time_ns = 0;
   bool cache_hit = false, finished = false;
 };
@@ -77,6 +79,8 @@ class Session : public tvm::ffi::Object {
   void ShareArena(Session* other);
 
   void SetBudget(int64_t bytes);
+  /*! \brief Where calls may keep tensors meanwhile; null: nowhere.  Drops all plans. */
+  void SetTier(FileTierPtr tier);
   void SetMode(Mode mode);
   /*! \brief Model times on so many threads; 0: on any number, in place of all models so far. */
   void SetCostModel(int threads, CostModel cost);
@@ -134,6 +138,7 @@ class Session : public tvm::ffi::Object {
   DLDevice device_{kDLCPU, 0};
   std::map<int, CostModel> costs_{{0, CostModel(metadata_.machine)}};  // by threads; 0: any other
   int64_t budget_bytes_ = -1;
+  FileTierPtr tier_;
   Mode mode_ = Mode::kRun;
   bool torn_ = false;
   Report last_;
@@ -155,6 +160,10 @@ class Frame : public tvm::ffi::Object {
   void Regenerate(int64_t k);
   /*! \brief The i-th tensor of the flat result. */
   tvm::ffi::Tensor Output(int64_t i) const;
+  /*! \brief The first half is done; what is given late may come, or the frame be dropped. */
+  void Pause() { paused_ = true; }
+  /*! \brief Give the i-th tensor, which was not there when the call began. */
+  void Supply(int64_t i, const tvm::ffi::Tensor& tensor);
   /*! \brief Finish: every kernel has run. */
   void Leave();
 
@@ -166,14 +175,25 @@ class Frame : public tvm::ffi::Object {
   void Bind();
   const Binding& Bound() const;
   void Execute(const Step& step, const Step& next);
+  void Call(const Step& step, const Step& next);
+  void BeginTransfers();
+  void Request(int32_t position, bool is_read);
+  void WaitFor(int32_t position);
+  void MoveBefore(int32_t position);
+  void EndTransfers();
 
   SessionPtr session_;
   PlanPtr plan_;
   Mode mode_ = Mode::kRun;
   BlockPtr arena_;
   std::shared_ptr<SharedArena> taken_from_;  // null: memory of the call's own
-  bool finished_ = false, wrote_given_ = false;
+  bool finished_ = false, paused_ = false, wrote_given_ = false;
   std::unique_ptr<Binding> binding_;
+  FileTierPtr tier_;
+  std::unique_ptr<TierCall> transfers_;  // null where the plan has none
+  std::vector<int64_t> requests_;        // numbers of those made, in the plan's order
+  std::vector<int32_t> waits_;           // transfers by the position that they must be done before
+  size_t next_wait_ = 0;
   std::vector<tvm::ffi::Tensor> given_, escaping_;
   int32_t position_ = 0;
   int64_t arena_peak_ = 0, escaping_bytes_ = 0, resident_bytes_ = 0;

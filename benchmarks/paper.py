@@ -1,0 +1,165 @@
+"""The experiment of BladeDISC++ (arXiv 2412.16985, section 5), by plan.
+
+`python -m benchmarks.paper` plans one epoch of CodeAlpaca-20K for Llama-2-1b (four layers of the
+dimensions of Llama-2-7B, float32, AdamW) at batch sizes 14, 16 and 18, in four ways:
+
+dynamic
+    one program for all lengths without memory optimisation: kernels in the given order, nothing
+    computed twice, all logits at once; planned in one arena all the same
+static, optimised
+    as the next, but every batch is padded to a power of two, as compilers for fixed shapes are used
+dynamic, optimised
+    one program for all lengths, inside the budget
+dynamic, no padding
+    the same, and positions that are padding are not computed, which the paper does not have
+
+Memory is exact: the peak of every batch is planned, and that of the longest without a budget is
+counted in a dry run of the compiled step, for which address space is reserved.  No kernel runs:
+times are those of the plans' model of a GPU (`benchmarks.memory_full_size`), good for comparison
+with each other alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.memory_full_size import full_size_step
+from benchmarks.record import write_result
+from benchmarks.training_batches import epoch_lengths
+from relax_disc.bytes_text import format_bytes, parse_bytes
+from relax_disc.pipeline import PipelineOptions
+from relax_disc.training.call.packing import rounded
+from relax_disc.training_step import TrainingStep
+
+_PLAIN = PipelineOptions(
+    chunk_vocabulary_head=False,
+    inline_producers=False,
+    join_kernels=False,
+    schedule_ops=False,
+    rematerialize=False,
+    remove_padding=False,
+)
+_NAMES = ("batch", "length", "tokens")
+
+
+def power_of_two(length: int) -> int:
+    """Return the least power of two that is no less."""
+    return 1 << (length - 1).bit_length()
+
+
+def shape_of(step: TrainingStep, batch: list[int], *, padded: bool) -> tuple[int, ...]:
+    """Return sizes for the dims of a step: rows, length and, where there is one, computed tokens.
+
+    ``padded``: the length to a power of two.
+    """
+    length = power_of_two(max(batch)) if padded else max(batch)
+    if "tokens" not in step.session.metadata.dims:
+        return len(batch), length
+    return len(batch), length, rounded(sum(batch), len(batch) * length)
+
+
+def plan_epoch(
+    step: TrainingStep, batches: list[list[int]], budget: int | None, *, padded: bool
+) -> dict[str, Any]:
+    """Plan every batch of an epoch; what does not fit is left out, as it would end a run.
+
+    ``batches``: lengths of the records of each. ``budget``: in bytes. ``padded``: to powers of two.
+    """
+    step.memory_budget = budget
+    shapes: Counter[tuple[int, ...]] = Counter()
+    tokens: Counter[tuple[int, ...]] = Counter()
+    for batch in batches:
+        shape = shape_of(step, batch, padded=padded)
+        shapes[shape] += 1
+        tokens[shape] += sum(batch)
+    peak = recomputed = over = done = 0
+    nanoseconds = 0.0
+    for shape, count in shapes.items():
+        sizes = dict(zip(_NAMES, shape, strict=False))
+        plan = step.plan(**sizes)
+        if not plan.fits:
+            over += count
+            continue
+        order = [plan.shape[name] for name in step.session.metadata.dims]
+        nanoseconds += count * step.session.plan(order, budget).time_ns
+        peak = max(peak, plan.peak_bytes)
+        recomputed += count * bool(plan.evicted)
+        done += tokens[shape]
+    longest = max(shape[1] for shape in shapes)
+    return {
+        "peak_bytes": peak,
+        "longest": longest,
+        "batches": len(batches),
+        "batches_over_budget": over,
+        "batches_recomputing": recomputed,
+        "modelled_tokens_per_second": done / nanoseconds * 1e9 if done else None,
+    }
+
+
+def count_unlimited(step: TrainingStep, rows: int, length: int) -> int:
+    """Return the peak of a full shape without a budget, in bytes, counted in a dry run.
+
+    Raises `AssertionError`: the plan says another.
+    """
+    step.memory_budget = None
+    plan = step.plan(batch=rows, length=length)
+    order = [plan.shape[name] for name in step.session.metadata.dims]
+    counted = step.session.measure(order).peak_bytes
+    if counted != plan.peak_bytes:
+        raise AssertionError(f"planned {plan.peak_bytes} bytes, counted {counted}")
+    return counted
+
+
+def main(
+    batches: Annotated[str, typer.Option(help="Records in a batch, separated by commas.")] = (
+        "14,16,18"
+    ),
+    budget: Annotated[str, typer.Option(help="Memory of the device.")] = "40GiB",
+) -> None:
+    """Plan the epochs; prints a table, writes benchmarks/results/paper.json."""
+    limit = parse_bytes(budget)
+    plain = full_size_step(_PLAIN)
+    optimised = full_size_step(PipelineOptions(remove_padding=False))
+    ways = {
+        "dynamic": (plain, False),
+        "static, optimised": (optimised, True),
+        "dynamic, optimised": (optimised, False),
+        "dynamic, no padding": (full_size_step(), False),
+    }
+    rows: list[dict[str, Any]] = []
+    sizes = [int(size) for size in batches.split(",")]
+    with Progress(console=Console(stderr=True)) as progress:
+        for size in progress.track(sizes, description="batch sizes"):
+            epoch = epoch_lengths(size)
+            for name, (step, padded) in ways.items():
+                row = plan_epoch(step, epoch, limit, padded=padded)
+                free = count_unlimited(step, size, row["longest"])
+                rows.append({"way": name, "batch": size, "unlimited_bytes": free, **row})
+    settings = {"model": "Llama-2-7B's dimensions, 4 layers", "budget_bytes": limit}
+    path = write_result("paper", settings, rows)
+    table = Table(
+        "way", "batch", "without a budget", "peak", "over it", "recomputing", "tokens/s, modelled"
+    )
+    for row in rows:
+        rate = row["modelled_tokens_per_second"]
+        table.add_row(
+            row["way"],
+            str(row["batch"]),
+            format_bytes(row["unlimited_bytes"]),
+            format_bytes(row["peak_bytes"]),
+            f"{row['batches_over_budget']} of {row['batches']}",
+            str(row["batches_recomputing"]),
+            "-" if rate is None else f"{rate:,.0f}",
+        )
+    Console().print(table)
+    Console().print(str(path))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Which rows of padded batches can reach the results of a step."""

@@ -1,0 +1,145 @@
+"""Axes of tensors that are the sequences of a batch and the positions in them.
+
+A *row* is one position of one sequence.  A tensor has rows as two axes, ``[batch, .., length,
+..]``, or as one, ``[batch * length, ..]`` in this order.  Axes are known by their extents: those of
+both dims are symbolic and differ, so an axis of just that extent counts them; two axes of one
+extent are nobody's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import tvm
+from tvm import relax, tirx
+
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.analysis.symbolic.from_tirx import from_tirx
+from relax_disc.errors import GraphError
+
+Layout = Literal["none", "both", "merged", "batch", "length", "odd"]
+"""Rows as two axes, as one; sequences or positions alone; the dims in any other way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where a tensor has its rows."""
+
+    layout: Layout
+    batch: int = -1  # axis of the sequences, or of the rows; -1: none
+    length: int = -1  # axis of the positions, or of the rows; -1: none
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is something for each row."""
+        return self.layout in ("both", "merged")
+
+    @property
+    def axes(self) -> frozenset[int]:
+        """The axes that count sequences, positions or rows."""
+        return frozenset({self.batch, self.length} - {-1})
+
+
+NO_ROWS = Rows("none")
+ODD = Rows("odd")
+
+
+class Grid:
+    """The two dims of a padded batch.
+
+    ``batch``, ``length``: the variables of the function.
+    """
+
+    def __init__(self, batch: tirx.Var, length: tirx.Var) -> None:
+        self.batch, self.length = batch, length
+        self._dims = frozenset({batch.name, length.name})
+        self.rows_expr = from_tirx(batch) * from_tirx(length)
+        self._known: dict[Any, str] = {}
+
+    def rows(self, kind: Any) -> Rows:
+        """Find the rows of a tensor type; of other types there are none."""
+        if not isinstance(kind, relax.TensorType):
+            return NO_ROWS
+        if not isinstance(kind.shape, relax.ShapeExpr):
+            return ODD
+        return self.rows_of_shape(kind.shape.values)
+
+    def rows_of_shape(self, shape: Sequence[Any]) -> Rows:
+        """Find the rows of a shape."""
+        found: dict[str, list[int]] = {}
+        for axis, extent in enumerate(shape):
+            found.setdefault(self._role(extent), []).append(axis)
+        found.pop("", None)
+        if not found:
+            return NO_ROWS
+        if any(len(axes) > 1 for axes in found.values()):
+            return ODD
+        match sorted(found):
+            case ["merged"]:
+                return Rows("merged", found["merged"][0], found["merged"][0])
+            case ["batch", "length"]:
+                return Rows("both", found["batch"][0], found["length"][0])
+            case ["batch"]:
+                return Rows("batch", batch=found["batch"][0])
+            case ["length"]:
+                return Rows("length", length=found["length"][0])
+        return ODD
+
+    def mentions_sizes(self, expr: Any) -> bool:
+        """Whether an argument that is no tensor is made of one of the dims."""
+        if isinstance(expr, relax.ShapeExpr):
+            return any(map(self._role, expr.values))
+        if isinstance(expr, relax.Tuple):
+            return any(map(self.mentions_sizes, expr.fields))
+        return isinstance(expr.ty, tvm.ir.PrimType) and self._role(expr) != ""
+
+    def _role(self, extent: Any) -> str:
+        if isinstance(extent, int | tirx.IntImm | tirx.FloatImm):
+            return ""
+        if extent.same_as(self.batch):
+            return "batch"
+        if extent.same_as(self.length):
+            return "length"
+        if extent not in self._known:
+            self._known[extent] = self._compound_role(extent)
+        return self._known[extent]
+
+    def _compound_role(self, extent: Any) -> str:
+        try:
+            size = from_tirx(extent)
+        except GraphError:
+            return "odd"
+        if size == self.rows_expr:
+            return "merged"
+        names = {dim if isinstance(dim, str) else dim.name for dim in size.free_dims}
+        return "odd" if names & self._dims else ""
+
+    def strides(self, shape: Sequence[Any], rows: Rows) -> tuple[Any, Any] | None:
+        """Elements between two sequences and between two positions; None where unknown."""
+        try:
+            inner = {axis: product(shape[axis + 1 :]) for axis in rows.axes}
+        except GraphError:
+            return None
+        if rows.layout == "merged":
+            step = inner[rows.batch]
+            return step * from_tirx(self.length), step
+        return inner.get(rows.batch), inner.get(rows.length)
+
+
+def constant_of(expr: Any) -> float | None:
+    """Return the number that a constant without axes is; None for anything else."""
+    if not isinstance(expr, tvm.ir.GenericConst) or not hasattr(expr.value, "numpy"):
+        return None
+    if "bfloat16" in str(expr.value.dtype) or expr.ty.ndim != 0:
+        return None
+    return expr.value.numpy().item()
+
+
+def product(extents: Sequence[Any]) -> SymbolicExpr:
+    """Multiply extents; raises `GraphError` for one that is no polynomial."""
+    total = SymbolicExpr.constant(1)
+    for extent in extents:
+        total = total * from_tirx(extent)
+    return total

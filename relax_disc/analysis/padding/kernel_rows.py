@@ -1,0 +1,202 @@
+"""Whether a kernel computes each row from the same row of its operands alone.
+
+Then it computes packed rows as well, called with other extents: its text does not say which row
+comes where.  So the variables of sequence and position may occur as the indices of row axes only,
+and the extents of those axes nowhere but in loops and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import prim
+
+from relax_disc.analysis.kernels.element import is_guard
+from relax_disc.analysis.kernels.stages import (
+    Stage,
+    constant,
+    is_buffer,
+    read_stages,
+    same_expr,
+)
+from relax_disc.analysis.padding.grid import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRows:
+    """What a kernel does with rows, if it does the same with each."""
+
+    keeps_zero: tuple[bool, ...]  # for each output: rows that are zero in its operands stay zero
+
+
+def kernel_rows(
+    kernel: tirx.PrimFunc, operands: Sequence[Rows], results: Sequence[Rows], zero: Sequence[bool]
+) -> KernelRows | None:
+    """Read a kernel that works row by row; None: another one, or one that cannot be read.
+
+    ``operands``, ``results``: where the caller's tensors have rows. ``zero``: for each operand
+    whether it is zero in the rows that are left out.
+    """
+    read = read_stages(kernel)
+    buffers = [param for param in kernel.params if is_buffer(param)]
+    if read is None or len(buffers) != len(operands) + len(results):
+        return None
+    rows = dict(zip(buffers, [*operands, *results], strict=True))
+    if any(each.layout == "odd" for each in rows.values()):
+        return None
+    sizes = {
+        var
+        for buffer, each in rows.items()
+        for axis in each.axes
+        for var in _variables(buffer.shape[axis])
+    }
+    # Numbers that it is given may be sizes, too: packed rows would come with others.
+    sizes |= {param for param in kernel.params if not is_buffer(param)}
+    zeros = {b: z for b, z in zip(buffers, zero, strict=False) if z}
+    reader = _Reader(rows, sizes, zeros)
+    if not all(reader.read(stage) for stage in read.stages):
+        return None
+    return KernelRows(tuple(buffer in reader.zero for buffer in buffers[len(operands) :]))
+
+
+class _Reader:
+    """What is known of the buffers of a kernel, stage by stage."""
+
+    def __init__(self, rows: dict[Any, Rows], sizes: set[Any], zero: dict[Any, bool]) -> None:
+        self._rows, self._sizes = rows, sizes
+        self.zero = set(zero)
+
+    def read(self, stage: Stage) -> bool:
+        """Note what a stage makes; False if it does not go row by row."""
+        extents = {axis.var: axis.extent for axis in stage.spatial}
+        place: dict[str, Any] = {}  # the variables of sequence, position, or row
+        known = self._rows.get(stage.buffer)
+        if known is not None and not _note(place, known, stage.indices):
+            return False
+        for expr in stage.expressions:
+            if not self._note_loads(expr, place):
+                return False
+        if known is not None and not all(
+            same_expr(extents.get(stage.indices[axis]), stage.buffer.shape[axis])
+            for axis in known.axes
+        ):
+            return False  # it writes a part of the rows
+        if not set(place.values()) <= set(extents) or len(set(place.values())) != len(place):
+            return False
+        rest = [self._without_rows(expr) for expr in stage.expressions]
+        hidden = set(place.values()) | self._sizes
+        if any(var in hidden for expr in rest for var in _variables(expr)):
+            return False
+        if known is None:
+            axes = {role: _axis_of(stage.indices, var) for role, var in place.items()}
+            if None in axes.values():
+                return False
+            self._rows[stage.buffer] = _rows(axes)
+        others = [
+            index
+            for axis, index in enumerate(stage.indices)
+            if axis not in self._rows[stage.buffer].axes
+        ]
+        if any(var in hidden for index in others for var in _variables(index)):
+            return False
+        starts_zero = stage.combiner == "add" and _is_zero(stage.init, ())
+        if stage.lets or (stage.combiner is not None and not starts_zero):
+            return True
+        if _is_zero(stage.value, self.zero):
+            self.zero.add(stage.buffer)
+        return True
+
+    def _note_loads(self, expr: Any, place: dict[str, Any]) -> bool:
+        found: list[bool] = []
+
+        def note(load: Any) -> None:
+            rows = self._rows.get(load.source)
+            found.append(rows is None or _note(place, rows, load.indices))
+
+        tvm_ffi.structural_walk(expr, (tvm.ir.TensorLoad, note))
+        return all(found)
+
+    def _without_rows(self, expr: Any) -> Any:
+        """Put for each read the sum of its indices, without those of row axes.
+
+        What is left has the variables that a value depends on, and not those of buffers' types.
+        """
+
+        def on_load(load: Any, mutator: Any) -> Any:
+            rows = self._rows.get(load.source)
+            axes = frozenset() if rows is None else rows.axes
+            total: Any = tirx.IntImm("int64", 0)
+            for axis, index in enumerate(load.indices):
+                if axis not in axes:
+                    total = total + tirx.Cast("int64", mutator.mutate(index))
+            return tirx.Cast(str(load.ty.dtype), total)
+
+        return tvm_ffi.structural_mutate(expr, (tvm.ir.TensorLoad, on_load))
+
+
+def _note(place: dict[str, Any], rows: Rows, indices: Sequence[Any]) -> bool:
+    """Enter the variables at the row axes; False if others were there before, or none are."""
+    for role, axis in _roles(rows):
+        index = indices[axis]
+        if not isinstance(index, tvm.ir.Var) or not place.setdefault(role, index).same_as(index):
+            return False
+    return True
+
+
+def _roles(rows: Rows) -> list[tuple[str, int]]:
+    if rows.layout == "merged":
+        return [("row", rows.batch)]
+    named = (("batch", rows.batch), ("length", rows.length))
+    return [(role, axis) for role, axis in named if axis != -1]
+
+
+def _rows(axes: dict[str, Any]) -> Rows:
+    if "row" in axes:
+        return Rows("merged", axes["row"], axes["row"])
+    match sorted(axes):
+        case ["batch", "length"]:
+            return Rows("both", axes["batch"], axes["length"])
+        case ["batch"]:
+            return Rows("batch", batch=axes["batch"])
+        case ["length"]:
+            return Rows("length", length=axes["length"])
+    return Rows("none")
+
+
+def _axis_of(indices: Sequence[Any], var: Any) -> int | None:
+    places = [axis for axis, index in enumerate(indices) if index.same_as(var)]
+    return places[0] if len(places) == 1 else None
+
+
+def _variables(expr: Any) -> list[Any]:
+    found: list[Any] = []
+    tvm_ffi.structural_walk(expr, (tvm.ir.Var, found.append))
+    return found
+
+
+def _is_zero(expr: Any, zero: Any) -> bool:
+    """Whether a value is zero where buffers that are zero are read; values are taken as finite."""
+    if isinstance(expr, tvm.ir.TensorLoad):
+        return expr.source in zero
+    if isinstance(expr, prim.FloatImm):
+        return float(expr.value) == 0.0
+    if constant(expr) is not None:
+        return constant(expr) == 0
+    if isinstance(expr, prim.Cast):
+        return _is_zero(expr.value, zero)
+    if isinstance(expr, prim.Mul):
+        return _is_zero(expr.a, zero) or _is_zero(expr.b, zero)
+    if isinstance(expr, prim.Add | prim.Sub):
+        return _is_zero(expr.a, zero) and _is_zero(expr.b, zero)
+    if isinstance(expr, prim.Div):
+        return _is_zero(expr.a, zero)
+    if is_guard(expr):
+        return all(_is_zero(branch, zero) for branch in expr.args[1:])
+    if isinstance(expr, prim.Select):
+        return _is_zero(expr.true_value, zero) and _is_zero(expr.false_value, zero)
+    return False

@@ -1,0 +1,341 @@
+"""What one element of a tensor is, as an expression over its indices and the batch.
+
+Labels and masks are computed from the batch by a few integer and boolean operators.  Read through
+those, an element of a mask is ``key <= query and attention_mask[batch, key]``, from which follows
+who sees whom; and a label is ``labels[batch, length + 1]``, which can be looked at before the step
+runs.
+
+An expression is plain data: a number, or a tuple ``(kind, *parts)``.  ``("index", name)`` is one of
+the indices asked about, ``("size", name)`` a dim, ``("load", parameter, *indices)`` an element of
+the batch, ``("unknown", n)`` what cannot be read, each n being another value; all others are the
+operators of `OPERATORS` over expressions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.ir import prim
+
+from relax_disc.analysis.kernels.element import is_guard
+from relax_disc.analysis.kernels.stages import Stage, constant, is_buffer, read_stages
+from relax_disc.analysis.padding.grid import Grid, constant_of
+from relax_disc.ops import registry
+
+Value = Any
+"""An expression, see the module."""
+
+OPERATORS = frozenset(
+    "add sub mul floordiv mod min max lt le gt ge eq ne and or not choose truth".split()
+)
+
+BATCH, LENGTH, QUERY, KEY, ROW = (
+    ("index", name) for name in ("batch", "length", "query", "key", "row")
+)
+
+_RELAX = {
+    "relax.add": "add",
+    "relax.subtract": "sub",
+    "relax.multiply": "mul",
+    "relax.minimum": "min",
+    "relax.maximum": "max",
+    "relax.less": "lt",
+    "relax.less_equal": "le",
+    "relax.greater": "gt",
+    "relax.greater_equal": "ge",
+    "relax.equal": "eq",
+    "relax.not_equal": "ne",
+    "relax.logical_and": "and",
+    "relax.logical_or": "or",
+    "relax.logical_not": "not",
+    "relax.where": "choose",
+}
+_PRIM: dict[type, str] = {
+    prim.Add: "add",
+    prim.Sub: "sub",
+    prim.Mul: "mul",
+    prim.FloorDiv: "floordiv",
+    prim.FloorMod: "mod",
+    prim.Min: "min",
+    prim.Max: "max",
+    prim.LT: "lt",
+    prim.LE: "le",
+    prim.GT: "gt",
+    prim.GE: "ge",
+    prim.EQ: "eq",
+    prim.NE: "ne",
+    prim.And: "and",
+    prim.Or: "or",
+}
+_MOST_DEPTH = 200
+
+
+class Elements:
+    """Reads elements of the tensors of one function.
+
+    ``definitions``: what each variable is bound to. ``batch``: the parameters that a caller gives
+    anew each time. ``module``: holds the kernels.
+    """
+
+    def __init__(
+        self,
+        definitions: Mapping[Any, Any],
+        batch: Sequence[Any],
+        module: tvm.IRModule,
+        grid: Grid,
+    ) -> None:
+        self._definitions, self._module, self._grid = definitions, module, grid
+        self._batch = {var: var.name for var in batch}
+        self._unknown = 0
+        self._depth = 0
+
+    def value(self, expr: Any, indices: Sequence[Value]) -> Value:
+        """Return the element of a tensor at some indices; ``("unknown", n)``: it cannot be read."""
+        if self._depth > _MOST_DEPTH:
+            return self._anything()
+        self._depth += 1
+        try:
+            return self._read(expr, list(indices))
+        finally:
+            self._depth -= 1
+
+    def _anything(self) -> Value:
+        self._unknown += 1
+        return ("unknown", self._unknown)
+
+    def _read(self, expr: Any, indices: list[Value]) -> Value:
+        if isinstance(expr, tvm.ir.GenericConst):
+            number = constant_of(expr)
+            return self._anything() if number is None else number
+        if expr in self._batch:
+            return ("load", self._batch[expr], *indices)
+        value: Any = self._definitions.get(expr) if isinstance(expr, relax.Var) else expr
+        if isinstance(value, relax.Var | tvm.ir.GenericConst):
+            return self.value(value, indices)
+        if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.Op):
+            return self._anything()
+        name = value.op.name
+        if name == "relax.call_tir":
+            return self._kernel(value, indices)
+        if name in ("relax.reshape", "relax.expand_dims", "relax.squeeze"):
+            return self._reshape(value.args[0], _shape(expr), indices)
+        if name == "relax.broadcast_to":
+            return self._broadcast(value.args[0], indices)
+        if name == "relax.permute_dims" and value.attrs.axes is not None:
+            source: list[Value] = [0] * len(indices)
+            for axis, index in zip(value.attrs.axes, indices, strict=True):
+                source[int(axis) % len(indices)] = index
+            return self.value(value.args[0], source)
+        if name == "relax.astype":
+            return self._cast(value.args[0], registry.dtype_name(value.ty), indices)
+        if name in ("relax.bitwise_and", "relax.bitwise_or"):
+            parts = [self._broadcast(arg, indices) for arg in value.args]
+            if all(_is_truth(part) for part in parts):
+                return simplify(("and" if name.endswith("and") else "or", *parts))
+            return self._anything()
+        if name in _RELAX:
+            return simplify((_RELAX[name], *(self._broadcast(a, indices) for a in value.args)))
+        return self._anything()
+
+    def _broadcast(self, expr: Any, indices: list[Value]) -> Value:
+        shape = _shape(expr)
+        own = indices[len(indices) - len(shape) :]
+        return self.value(expr, [0 if _is_one(n) else i for n, i in zip(shape, own, strict=True)])
+
+    def _cast(self, operand: Any, dtype: str, indices: list[Value]) -> Value:
+        value = self.value(operand, indices)
+        if dtype == "bool":
+            return value if _is_truth(value) else simplify(("truth", value))
+        # Others may be rounded or cut.
+        is_exact = registry.dtype_name(operand.ty).startswith("int") and dtype == "int64"
+        return value if is_exact or _is_truth(value) else self._anything()
+
+    def _reshape(self, operand: Any, shape: list[Any], indices: list[Value]) -> Value:
+        """Elements through axes of one that come and go, and rows as one axis or two."""
+        target = [(n, i) for n, i in zip(shape, indices, strict=True) if not _is_one(n)]
+        source = _shape(operand)
+        kept = [axis for axis, n in enumerate(source) if not _is_one(n)]
+        extents = [source[axis] for axis in kept]
+        if len(extents) == len(target) and all(
+            tvm_ffi.structural_equal(a, b) for a, (b, _) in zip(extents, target, strict=True)
+        ):
+            found = [i for _, i in target]
+        else:
+            grid, outer = self._grid, self._grid.rows_of_shape
+            merged = len(target) == 1 and outer([target[0][0]]).layout == "merged"
+            pair = len(extents) == 2 and extents[0].same_as(grid.batch)
+            if not (merged and pair and extents[1].same_as(grid.length) and target[0][1] == ROW):
+                return self._anything()
+            found = [BATCH, LENGTH]
+        full: list[Value] = [0] * len(source)
+        for axis, index in zip(kept, found, strict=True):
+            full[axis] = index
+        return self.value(operand, full)
+
+    def _kernel(self, call: relax.Call, indices: list[Value]) -> Value:
+        kernel = self._module[call.args[0]]
+        read = read_stages(kernel)
+        if read is None or len(read.stages) != 1:
+            return self._anything()
+        (stage,) = read.stages
+        buffers = [param for param in kernel.params if is_buffer(param)]
+        operands = [arg for arg in call.args[1].fields if isinstance(arg.ty, relax.TensorType)]
+        if stage.lets or stage.reduced or len(buffers) != len(operands) + 1:
+            return self._anything()
+        given = dict(zip(buffers, operands, strict=False))
+        return _StageReader(self, stage, given, self._sizes(kernel, call, operands), indices).read()
+
+    def _sizes(self, kernel: Any, call: relax.Call, operands: list[Any]) -> dict[Any, Value]:
+        """What the kernel's own dims are in the caller's."""
+        shapes = [_shape(operand) for operand in operands] + [list(call.ty_args[0].shape.values)]
+        buffers = [param for param in kernel.params if is_buffer(param)]
+        sizes: dict[Any, Value] = {}
+        for buffer, shape in zip(buffers, shapes, strict=True):
+            for own, outer in zip(buffer.shape, shape, strict=True):
+                if isinstance(own, tirx.Var):
+                    sizes[own] = _size(outer)
+        for own, arg in zip(kernel.params, call.args[1].fields, strict=False):
+            if not is_buffer(own):
+                sizes[own] = _size(arg)
+        return sizes
+
+
+class _StageReader:
+    """Reads one element of a kernel's result."""
+
+    def __init__(
+        self,
+        elements: Elements,
+        stage: Stage,
+        operands: dict[Any, Any],
+        sizes: dict[Any, Value],
+        indices: list[Value],
+    ) -> None:
+        self._elements, self._stage, self._operands = elements, stage, operands
+        self._values = dict(sizes)
+        self._fits = len(stage.indices) == len(indices)
+        for own, index in zip(stage.indices, indices, strict=False):
+            if isinstance(own, tirx.Var):
+                self._values[own] = index
+            elif constant(own) != 0:
+                self._fits = False
+
+    def read(self) -> Value:
+        if not self._fits:
+            return self._elements._anything()
+        return self._value(self._stage.value)
+
+    def _value(self, expr: Any) -> Value:
+        number = constant(expr)
+        if number is not None:
+            return number
+        if isinstance(expr, prim.FloatImm):
+            return float(expr.value)
+        if isinstance(expr, tvm.ir.TensorLoad):
+            indices = [self._value(index) for index in expr.indices]
+            if expr.source not in self._operands:
+                return self._elements._anything()
+            return self._elements.value(self._operands[expr.source], indices)
+        if isinstance(expr, tirx.Var):
+            known = self._values.get(expr)
+            return self._elements._anything() if known is None else known
+        if isinstance(expr, prim.Cast):
+            return self._value(expr.value)
+        if isinstance(expr, prim.Not):
+            return simplify(("not", self._value(expr.a)))
+        if isinstance(expr, prim.Select):
+            parts = (expr.condition, expr.true_value, expr.false_value)
+            return simplify(("choose", *map(self._value, parts)))
+        if is_guard(expr):
+            return simplify(("choose", *map(self._value, expr.args)))
+        operator = _PRIM.get(type(expr))
+        if operator is None:
+            return self._elements._anything()
+        return simplify((operator, self._value(expr.a), self._value(expr.b)))
+
+
+def simplify(value: Value) -> Value:
+    """Fold what is decided whatever the batch holds; indices and sizes are never negative."""
+    kind, *parts = value
+    if kind == "and":
+        if any(part is False or part == 0 for part in parts):
+            return False
+        rest = [part for part in parts if part is not True and part != 1]
+        return True if not rest else rest[0] if len(rest) == 1 else value
+    if kind == "choose" and isinstance(parts[0], bool):
+        return parts[1] if parts[0] else parts[2]
+    if kind == "lt" and parts[1] == 0 and _is_natural(parts[0]):
+        return False
+    if kind == "ge" and parts[1] == 0 and _is_natural(parts[0]):
+        return True
+    if kind == "le" and parts[0] == 0 and _is_natural(parts[1]):
+        return True
+    if kind in ("add", "sub") and parts[1] == 0:
+        return parts[0]
+    if kind == "add" and parts[0] == 0:
+        return parts[1]
+    if kind == "mul" and parts[1] == 1:
+        return parts[0]
+    return value
+
+
+def conditions(value: Value) -> list[Value]:
+    """List what must hold, each, for a boolean expression to be true."""
+    if isinstance(value, tuple) and value[0] == "and":
+        return [each for part in value[1:] for each in conditions(part)]
+    return [value]
+
+
+def mentions(value: Value, kind: str) -> bool:
+    """Whether an expression has a part of a kind."""
+    if not isinstance(value, tuple):
+        return False
+    return value[0] == kind or any(mentions(part, kind) for part in value[1:])
+
+
+def replaced(value: Value, old: Value, new: Value) -> Value:
+    """Put one expression for another throughout."""
+    if value == old:
+        return new
+    if not isinstance(value, tuple):
+        return value
+    return tuple(replaced(part, old, new) for part in value)
+
+
+def _is_natural(value: Value) -> bool:
+    if isinstance(value, tuple):
+        if value[0] in ("index", "size"):
+            return True
+        return value[0] in ("add", "mul", "min") and all(map(_is_natural, value[1:]))
+    return value >= 0
+
+
+def _is_truth(value: Value) -> bool:
+    """Whether a value is true or false, or 1 or 0 for those."""
+    if isinstance(value, tuple):
+        return value[0] in ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "truth")
+    return isinstance(value, bool)
+
+
+def _size(extent: Any) -> Value:
+    number = constant(extent)
+    if number is not None:
+        return number
+    if isinstance(extent, tirx.Var):
+        return ("size", extent.name)
+    operator = _PRIM.get(type(extent))
+    if operator in ("add", "sub", "mul"):
+        return simplify((operator, _size(extent.a), _size(extent.b)))
+    return ("unknown", 0)
+
+
+def _shape(expr: Any) -> list[Any]:
+    return list(expr.ty.shape.values)
+
+
+def _is_one(extent: Any) -> bool:
+    return constant(extent) == 1

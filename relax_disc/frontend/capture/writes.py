@@ -1,0 +1,146 @@
+"""Write an exported graph without operators that write into tensors, where that is plain.
+
+PyTorch's functionalization does it for every graph, at the price of one more layer under each
+operator of the trace: two fifths of its time.  Most networks write in few ways: batch norms their
+statistics, counters, activations and sums of residues what a convolution has just made.  There the
+operator gives way to the one that returns its result, which later readers read instead.
+
+Limits: a tensor of which a view was taken, operators that may return their operand, mixed types,
+nested graphs and random operators are left to PyTorch's functionalization, with all of the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from relax_disc.ops.batch_norm import batch_norm_and_statistics, is_kept
+
+_ATEN = torch.ops.aten
+_BATCH_NORM = _ATEN.batch_norm.default
+_NEW_TENSORS = frozenset(
+    f"aten::{name}"
+    for name in "batch_norm conv1d conv2d conv3d group_norm layer_norm linear matmul".split()
+)
+"""Operators in terms of others that never return an operand."""
+
+
+def without_writes(
+    module: fx.GraphModule, writable: Collection[str]
+) -> tuple[fx.GraphModule, list[str]] | None:
+    """Return a graph that writes nothing, and the inputs whose new values it returns at its end.
+
+    ``writable``: names of the inputs that may be written; no two are the same tensor.  None where
+    this is not plain: see the module.
+    """
+    if any(isinstance(m, fx.GraphModule) for m in module.modules() if m is not module):
+        return None
+    graph = fx.Graph()
+    output: Any = graph.graph_copy(module.graph, {})
+    latest: dict[fx.Node, fx.Node] = {}  # what later readers read instead
+    viewed: set[fx.Node] = set()
+
+    def newest(node: fx.Node) -> fx.Node:
+        while node in latest:
+            node = latest[node]
+        return node
+
+    def is_plain(node: Any) -> bool:
+        if node in viewed:
+            return False
+        if node.op == "placeholder":
+            return node.name in writable
+        return node in latest.values() or _is_new(node)
+
+    node: Any
+    for node in list(graph.nodes):
+        node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), newest)
+        if node.op != "call_function":
+            continue
+        target: Any = node.target
+        if target is _BATCH_NORM and node.args[5] and node.args[3] is not None:
+            written, new = list(node.args[3:5]), _batch_norm(graph, node)
+        elif isinstance(target, OpOverload) and target._schema.is_mutable:
+            written, new = [node.args[0]], _functional(graph, node)
+        else:
+            if not _is_new(node):
+                viewed.update(node.all_input_nodes)
+            continue
+        if new is None or not all(map(is_plain, written)):
+            return None
+        latest[node] = new[0]
+        latest.update(zip(written, new[-len(written) :], strict=True))
+    changed = [node for node in graph.nodes if node.op == "placeholder" and node in latest]
+    graph.output((*fx.map_arg(output, newest), *map(newest, changed)))
+    for node in [node for node in latest if node.op != "placeholder" and not node.users]:
+        graph.erase_node(node)
+    return fx.GraphModule(module, graph), [node.name for node in changed]
+
+
+def _batch_norm(graph: fx.Graph, node: Any) -> list[fx.Node] | None:
+    """Compute the result and the new statistics of a batch norm."""
+    operands = [operand for operand in node.args[:5] if isinstance(operand, fx.Node)]
+    if not is_kept([operand.meta["val"] for operand in operands]):
+        return None
+    with graph.inserting_before(node):
+        whole = graph.call_function(batch_norm_and_statistics, node.args[:8])
+        parts = [graph.call_function(operator.getitem, (whole, k)) for k in range(3)]
+    whole.meta = {key: value for key, value in node.meta.items() if key != "val"}
+    for part, like in zip(parts, (node, *node.args[3:5]), strict=True):
+        part.meta = dict(like.meta)
+    return parts
+
+
+def _functional(graph: fx.Graph, node: Any) -> list[fx.Node] | None:
+    """Compute what an operator would write into its first operand, and into no other."""
+    target: Any = node.target
+    schema, value = target._schema, node.args[0].meta.get("val")
+    name, _, base = schema.name.partition("::")
+    others = [x.meta.get("val") for x in node.all_input_nodes[1:]]
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    is_plain = (
+        name == "aten"
+        and base.endswith("_")
+        and written == schema.arguments[:1]
+        and not _is_composite(target)
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and isinstance(value, Tensor)
+        and all(x.dtype == value.dtype for x in others if isinstance(x, Tensor))
+        and (value.is_floating_point() or not any(isinstance(x, float) for x in node.args))
+    )
+    packet = getattr(_ATEN, base[:-1], None) if is_plain else None
+    functional = getattr(packet, target._overloadname, None)
+    if functional is None or functional._schema.is_mutable:
+        return None
+    if any(r.alias_info is not None for r in functional._schema.returns):
+        return None
+    kinds = [[(a.name, str(a.type)) for a in s.arguments] for s in (schema, functional._schema)]
+    if kinds[0] != kinds[1] or len(functional._schema.returns) != 1:
+        return None
+    with graph.inserting_before(node):
+        new = graph.call_function(functional, node.args, node.kwargs)
+    new.meta = dict(node.meta)
+    return [new]
+
+
+def _is_new(node: fx.Node) -> bool:
+    """Whether a call returns memory of its own and takes no view of an operand."""
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return False
+    schema = target._schema
+    if schema.name in _NEW_TENSORS:
+        return True
+    aliases = any(r.alias_info is not None for r in schema.returns)
+    return target.namespace == "aten" and not aliases and not _is_composite(target)
+
+
+def _is_composite(target: OpOverload) -> bool:
+    """Whether an operator is a function of others, whose schema may not tell all."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)

@@ -1,0 +1,92 @@
+"""Attention over sequences of different lengths that lie one after the other, without padding.
+
+The operators are those of :mod:`relax_disc.ops.attention` on a batch of one whose length axis holds
+the rows of all sequences: sequence ``b`` is rows ``starts[b]`` to ``starts[b + 1]``, rows see rows
+of their own sequence, and what lies behind ``starts[-1]`` belongs to none: its results are 0, its
+``lse`` is ``-inf``.  Rows of a sequence are in the order of their positions.
+
+A mask is that of the padded batch, ``[B|1, H|1, T|1, T|1]``: it is read at the positions of the
+rows, so nothing of the size of packed rows by packed rows exists.
+
+Only the native kernels compute these operators; `RemovePadding` emits them where those do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import relax
+
+from relax_disc.ops import registry
+
+
+def packed_attention(
+    operands: Sequence[relax.Expr], masked: Sequence[relax.Expr], *, scale: float, is_causal: bool
+) -> relax.Call:
+    """Build ``relax_disc.packed_attention``.
+
+    Parameters
+    ----------
+    operands : sequence of relax.Expr
+        ``q [1, H, N, D]``, ``k [1, Hk, N, D]``, ``v [1, Hk, N, Dv]``, ``starts [B + 1]`` int64.
+    masked : sequence of relax.Expr
+        Nothing, or ``places [3, N]`` int64, whose last row is the position of each row in its
+        sequence, and the mask.
+    scale, is_causal
+        As of `attention`.
+
+    Returns
+    -------
+    relax.Call
+        Of type ``Tuple(out [1, H, N, Dv], lse [1, H, N])``.
+    """
+    attrs = {"scale": float(scale), "is_causal": bool(is_causal)}
+    return registry.call("relax_disc.packed_attention", [*operands, *masked], attrs)
+
+
+def packed_attention_backward(
+    operands: Sequence[relax.Expr], masked: Sequence[relax.Expr], *, scale: float, is_causal: bool
+) -> relax.Call:
+    """Build ``relax_disc.packed_attention_backward``: gradients of q, k and v, in their shapes.
+
+    Parameters
+    ----------
+    operands : sequence of relax.Expr
+        ``grad_out``, ``q``, ``k``, ``v``, ``out``, ``lse``, ``starts``.
+    masked, scale, is_causal
+        As given to `packed_attention`.
+    """
+    attrs = {"scale": float(scale), "is_causal": bool(is_causal)}
+    return registry.call("relax_disc.packed_attention_backward", [*operands, *masked], attrs)
+
+
+def _infer(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
+    del builder
+    q, _, v = (registry.tensor_type(arg, "relax_disc.packed_attention", 4) for arg in call.args[:3])
+    registry.tensor_type(call.args[3], "relax_disc.packed_attention: starts", 1)
+    shape = registry.extents(q)
+    return relax.TupleType(
+        [
+            relax.TensorType([*shape[:3], registry.extents(v)[3]], registry.dtype_name(q)),
+            relax.TensorType(shape[:3], registry.statistics_dtype(q)),
+        ]
+    )
+
+
+def _infer_backward(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
+    del builder
+    registry.tensor_type(call.args[6], "relax_disc.packed_attention_backward: starts", 1)
+    return relax.TupleType(
+        [
+            registry.tensor_type(arg, "relax_disc.packed_attention_backward", 4)
+            for arg in call.args[1:4]
+        ]
+    )
+
+
+registry.register("relax_disc.packed_attention", _infer, "Attention over packed sequences.")
+registry.register(
+    "relax_disc.packed_attention_backward",
+    _infer_backward,
+    "Gradients of attention over packed sequences.",
+)

@@ -1,0 +1,1 @@
+"""Padded batches without their padding."""

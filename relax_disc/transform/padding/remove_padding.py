@@ -1,0 +1,331 @@
+"""Leave the padding of a batch out of a step: compute the rows that can reach its results, no more.
+
+A row is one position of one sequence.  The analysis (:mod:`relax_disc.analysis.padding.demand`)
+says which rows are needed, and which tensors can do without the others.  Those tensors become a
+batch of one sequence, all rows that are needed one after the other: ``[batch, .., length, ..]``
+becomes ``[1, .., tokens, ..]`` and ``[batch * length, ..]`` becomes ``[tokens, ..]``.  So whatever
+goes row by row stays the operator, or the kernel, that it is; attention is told where sequences
+start.  A function that is rewritten takes two more parameters, which say where rows come from:
+
+- ``places [3, tokens]`` int64: for each row that is kept its row in ``[batch * length]``, its
+  sequence and its position, in this order;
+- ``starts [batch + 1]`` int64: the first of each sequence, then the end of the last.
+
+What lies behind ``starts[batch]`` fills up: it repeats a row and counts nowhere, because its label
+is ignored; so ``tokens`` may be rounded up, and plans are used again.
+
+Limits: native attention on the CPU; see the analysis for what is recognised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, te, tirx
+from tvm.relax.utils import gen_call_tir_inputs
+
+from relax_disc.analysis.kernels.stages import is_buffer
+from relax_disc.analysis.padding.demand import ATTENTION, LOSS, Padding, find_padding
+from relax_disc.analysis.padding.grid import Grid, Rows
+from relax_disc.analysis.program.reader import bindings_of
+from relax_disc.ops.attention.packed import packed_attention, packed_attention_backward
+from relax_disc.transform.functions import (
+    at_span,
+    copy_module,
+    program_functions,
+    size_meanings,
+    substitute_sizes,
+)
+
+TOKENS, PLACES, STARTS = "tokens", "places", "starts"
+
+
+@tvm.transform.module_pass(opt_level=0, name="RemovePadding")
+class RemovePadding:
+    """Leave rows out that cannot reach the results; see the module."""
+
+    def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Rewrite the functions whose padding can be left out."""
+        del ctx
+        return remove_padding(mod)[0]
+
+
+def remove_padding(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, Padding]]:
+    """Rewrite a module; say of each of its functions what was found out about its padding."""
+    result, found = copy_module(mod), {}
+    for variable, function in program_functions(mod):
+        padding = found[variable.name_hint] = find_padding(function, mod)
+        if padding.needed is not None:
+            _Rewriter(result, function, padding).run(variable)
+    return relax.transform.Normalize()(result), found
+
+
+class _Rewriter:
+    """Writes one function anew."""
+
+    def __init__(self, mod: tvm.IRModule, function: relax.Function, padding: Padding) -> None:
+        assert padding.grid is not None
+        self._module, self._function, self._padding = mod, function, padding
+        self._grid: Grid = padding.grid
+        names = {param.name for param in function.params} | {self._grid.batch.name}
+        self._tokens = tirx.Var(_free(TOKENS, names | {self._grid.length.name}), "int64")
+        end = self._grid.batch + 1
+        self._places = relax.Var(_free(PLACES, names), relax.TensorType([3, self._tokens], "int64"))
+        self._starts = relax.Var(_free(STARTS, names), relax.TensorType([end], "int64"))
+        self._packed: dict[Any, Any] = {}
+        self._targets: dict[tuple[Any, int], Any] = {}
+        self._kernels: dict[Any, tvm.ir.GlobalVar] = {}
+        self._builder = relax.BlockBuilder()
+        self._bindings: list[Any] = []
+        self._binding: Any = None
+
+    def run(self, variable: tvm.ir.GlobalVar) -> None:
+        """Put the new function into the module."""
+        function = self._function
+        (block,) = function.body.blocks
+        for self._binding in bindings_of(function):
+            self._write()
+        body = relax.SeqExpr([type(block)(self._bindings, block.span)], function.body.body)
+        attrs = self._attributes()
+        self._module.update_func(
+            variable,
+            relax.Function(
+                [*function.params, self._places, self._starts],
+                body,
+                function.ret_ty,
+                function.is_pure,
+                attrs=tvm.ir.make_node("ir.DictAttrs", **attrs),
+                span=function.span,
+            ),
+        )
+
+    def _attributes(self) -> dict[str, Any]:
+        attrs = dict(self._function.attrs or {})
+        dims = {str(k): [int(x) for x in v] for k, v in attrs.get("relax_disc.dims", {}).items()}
+        upper = most_tokens(dims, self._grid)
+        name = self._tokens.name
+        if dims:
+            attrs["relax_disc.dims"] = {**dims, name: [1, -1 if upper is None else upper, 1]}
+        kinds = attrs.get("relax_disc.param_kinds")
+        if kinds is not None:
+            attrs["relax_disc.param_kinds"] = [*map(str, kinds), "packing", "packing"]
+        for bound, value in (("lower", 1), ("upper", upper)):
+            known = attrs.get(f"tir_var_{bound}_bound")
+            if known is not None and value is not None:
+                bounds = {str(k): int(v) for k, v in known.items()}
+                attrs[f"tir_var_{bound}_bound"] = {**bounds, name: value}
+        return attrs
+
+    # -- bindings -----------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        """Write the binding at hand: as it was, over packed rows, or both."""
+        var, value = self._binding.var, self._binding.value
+        if var in self._padding.whole:
+            if var in self._padding.sums and not self._is_element_of_whole(value):
+                value = self._builder.normalize(self._over_packed(value, var.ty))
+            self._bindings.append(relax.VarBinding(var, value, self._binding.span))
+        elif var in self._padding.packed:
+            if self._is_element_of_whole(value):
+                self._bindings.append(self._binding)
+            else:
+                self._packed[var] = self._emit(self._over_packed(value, var.ty), var.name)
+
+    def _is_element_of_whole(self, value: Any) -> bool:
+        return isinstance(value, relax.TupleGetItem) and value.tuple_value not in self._packed
+
+    def _emit(self, expr: Any, name: str) -> Any:
+        expr = self._builder.normalize(self._located(expr))
+        var = relax.DataflowVar(name, expr.ty, self._binding.var.span)
+        self._bindings.append(relax.VarBinding(var, expr, self._binding.span))
+        return var
+
+    def _located(self, expr: Any) -> Any:
+        span = getattr(self._binding.value, "span", None) or self._binding.span
+        return at_span(expr, span) if isinstance(expr, relax.Call) else expr
+
+    def _over_packed(self, value: Any, kind: Any) -> Any:
+        """Write an operation over packed operands; ``kind`` is the type of its whole result."""
+        if isinstance(value, relax.TupleGetItem):
+            return relax.TupleGetItem(self._packed[value.tuple_value], value.index)
+        if not isinstance(value, relax.Call):
+            return self._operand(value)
+        name = value.op.name
+        if name in ATTENTION:
+            return self._attention(value, name == ATTENTION[1])
+        if name in LOSS:
+            return self._loss(value, 2 if name == LOSS[1] else 1)
+        if name == "relax.call_tir":
+            return self._kernel(value)
+        args = [self._operand(arg) for arg in value.args]
+        if name == "relax.sum" and self._grid.rows(kind).layout == "length":
+            return self._by_position(args[0], kind)
+        if name in ("relax.reshape", "relax.broadcast_to"):
+            args[1] = relax.ShapeExpr(self._shape(kind))
+        return self._located(relax.Call(value.op, args, value.attrs, value.ty_args))
+
+    def _by_position(self, rows: Any, kind: relax.TensorType) -> relax.Call:
+        """Add up the rows ``[1, tokens, ..]`` of all sequences by their positions."""
+        width = math.prod(rows.ty.shape.values[2:], start=tirx.IntImm("int64", 1))
+        matrix = self._emit(relax.op.reshape(rows, [self._tokens, width]), "rows")
+        positions = self._call_te(
+            lambda places: te.compute((places.shape[1],), lambda row: places(2, row)),
+            *("kept_positions", self._places),
+        )
+        sums = relax.call_dps_packed(
+            "relax_disc.cpu.embedding_backward",
+            [matrix, positions, relax.prim_value(-1)],
+            relax.TensorType([self._grid.length, width], kind.dtype),
+        )
+        return self._located(relax.op.reshape(self._emit(sums, "by_position"), kind.shape))
+
+    def _kernel(self, call: relax.Call) -> relax.Call:
+        kinds = call.ty_args[0]
+        fields = list(kinds.fields) if isinstance(kinds, relax.TupleType) else [kinds]
+        types = [relax.TensorType(self._shape(kind), kind.dtype) for kind in fields]
+        operands = relax.Tuple(
+            [
+                self._operand(arg) if isinstance(arg.ty, relax.TensorType) else self._size(arg)
+                for arg in call.args[1].fields
+            ]
+        )
+        out = types if isinstance(kinds, relax.TupleType) else types[0]
+        return self._located(relax.call_tir(self._of_one(call), operands, out))
+
+    def _of_one(self, call: relax.Call) -> tvm.ir.GlobalVar:
+        """Return a kernel for a batch of one: FuseTIR wants equal extents."""
+        kernel = self._module[call.args[0]]
+        ones = {
+            size: tirx.IntImm("int64", 1)
+            for size, known in size_meanings(kernel, call).items()
+            if isinstance(known, tirx.Var) and known.same_as(self._grid.batch)
+        }
+        if not ones or not all(map(is_buffer, kernel.params)):
+            return call.args[0]
+        return self._add_kernel(substitute_sizes(kernel, ones), call.args[0].name_hint)
+
+    def _attention(self, call: relax.Call, is_backward: bool) -> relax.Call:
+        count = 6 if is_backward else 3
+        operands = [self._operand(arg) for arg in call.args[:count]]
+        # The mask stays that of the padded batch, and is read at the places of rows.
+        masked = [self._places, call.args[count]] if len(call.args) > count else []
+        build = packed_attention_backward if is_backward else packed_attention
+        attrs = {name: call.attrs[name] for name in ("scale", "is_causal")}
+        return self._located(build([*operands, self._starts], masked, **attrs))
+
+    def _loss(self, call: relax.Call, target: int) -> relax.Call:
+        ignored = int(call.attrs["ignore_index"])
+        args = [
+            self._target(arg, ignored) if k == target else self._operand(arg)
+            for k, arg in enumerate(call.args)
+        ]
+        return self._located(relax.Call(call.op, args, call.attrs, call.ty_args))
+
+    # -- operands -----------------------------------------------------------------------------
+
+    def _operand(self, expr: Any) -> Any:
+        """Return the packed form of what an operation reads; what has no rows is as it is."""
+        if isinstance(expr, relax.Tuple):
+            return relax.Tuple([self._operand(part) for part in expr.fields])
+        if not isinstance(expr, relax.Var) or not isinstance(expr.ty, relax.TensorType):
+            return expr
+        rows = self._grid.rows(expr.ty)
+        if rows.layout == "none":
+            return expr
+        if expr not in self._packed:
+            self._packed[expr] = self._gather(expr, rows)
+        return self._packed[expr]
+
+    def _gather(self, expr: Any, rows: Rows) -> Any:
+        """Take the rows that are kept from a whole tensor."""
+        places = {
+            "merged": {rows.length: 0},
+            "both": {rows.batch: 1, rows.length: 2},
+            "length": {rows.length: 2},
+        }[rows.layout]
+        token_axis = rows.length
+
+        def rows_of(x: te.Tensor, places_of: te.Tensor) -> te.Tensor:
+            def element(*indices: Any) -> Any:
+                found = list(indices)
+                for axis, place in places.items():
+                    found[axis] = places_of(place, indices[token_axis])
+                return x(*found)
+
+            shape: list[Any] = list(x.shape)
+            shape[rows.batch if rows.layout == "both" else token_axis] = 1
+            shape[token_axis] = places_of.shape[1]
+            return te.compute(shape, element, name="kept_rows")
+
+        return self._call_te(rows_of, "kept_rows", expr, self._places)
+
+    def _target(self, expr: Any, ignored: int) -> Any:
+        """Take the labels of the rows that are kept; those that fill up are ignored."""
+        key = expr, ignored
+        if key not in self._targets:
+
+            def labels_of(x: te.Tensor, places: te.Tensor, starts: te.Tensor) -> te.Tensor:
+                end = starts(starts.shape[0] - 1)
+                return te.compute(
+                    (places.shape[1],),
+                    lambda row: tirx.if_then_else(
+                        row < end, x(places(0, row)), tirx.const(ignored, x.dtype)
+                    ),
+                    name="kept_labels",
+                )
+
+            arguments = (expr, self._places, self._starts)
+            self._targets[key] = self._call_te(labels_of, "kept_labels", *arguments)
+        return self._targets[key]
+
+    def _call_te(self, compute: Any, name: str, *args: Any) -> Any:
+        kernel, operands, out = gen_call_tir_inputs(compute, *args)
+        call = relax.call_tir(self._add_kernel(kernel, name), operands, out)
+        return self._emit(call, name)
+
+    def _add_kernel(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
+        """Add a kernel to the module, unless an equal one is there."""
+        key = tvm_ffi.StructuralKey(kernel)
+        if key not in self._kernels:
+            taken = {known.name_hint for known in self._module.functions}
+            where = tvm.ir.GlobalVar(_free(name, taken))
+            relax.expr._update_type(where, kernel.ty)
+            self._module.update_func(where, kernel)
+            self._kernels[key] = where
+        return self._kernels[key]
+
+    # -- sizes --------------------------------------------------------------------------------
+
+    def _shape(self, kind: relax.TensorType) -> list[Any]:
+        """Shape of a tensor over packed rows."""
+        shape: list[Any] = list(kind.shape.values)
+        rows = self._grid.rows(kind)
+        if rows.layout == "none":
+            return shape
+        if rows.layout == "both":
+            shape[rows.batch] = tirx.IntImm("int64", 1)
+        shape[rows.length] = self._tokens
+        return shape
+
+    def _size(self, size: Any) -> Any:
+        """A size that a kernel is given: with one sequence of all rows that are kept."""
+        changes = {self._grid.batch: tirx.IntImm("int64", 1), self._grid.length: self._tokens}
+        return tirx.stmt_functor.substitute(size, changes)
+
+
+def most_tokens(dims: dict[str, list[int]], grid: Grid) -> int | None:
+    """Return the most rows there can be in declared ranges; None: there is no bound."""
+    bounds = [dims.get(dim.name, [1, -1])[1] for dim in (grid.batch, grid.length)]
+    return None if -1 in bounds else bounds[0] * bounds[1]
+
+
+def _free(name: str, taken: Sequence[str] | set[str]) -> str:
+    count, free = 0, name
+    while free in taken:
+        count += 1
+        free = f"{name}_{count}"
+    return free

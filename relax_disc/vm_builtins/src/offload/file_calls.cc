@@ -1,0 +1,129 @@
+#include "offload/file_calls.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "offload/file_tier.h"
+
+namespace relax_disc {
+
+namespace {
+
+constexpr char kPrefix[] = "relax_disc-offload-";
+
+enum class Fault { kError, kFull, kShort, kEnd, kChanged };
+
+std::atomic<int64_t> countdown{-1};
+std::atomic<Fault> fault{Fault::kError};
+
+bool FailsNow() {
+  if (countdown.load() < 0) return false;
+  return countdown.fetch_sub(1) == 0;
+}
+
+/*! \brief The error number that a fault gives a call that moves no bytes. */
+int Number() { return fault.load() == Fault::kFull ? ENOSPC : EIO; }
+
+}  // namespace
+
+void FailTransfer(int64_t count, const std::string& how) {
+  const std::vector<std::string> names{"error", "full", "short", "end", "changed"};
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (names[i] == how) fault = static_cast<Fault>(i);
+  }
+  countdown = count;
+}
+
+NamelessFile OpenNameless(const std::string& folder) {
+  NamelessFile file;
+  if (FailsNow()) {
+    errno = Number();
+    return file;
+  }
+  std::string name = folder + "/" + kPrefix + "XXXXXX";
+#ifdef O_DIRECT
+  file.descriptor = mkostemp(name.data(), O_CLOEXEC | O_DIRECT);
+  file.direct = file.descriptor >= 0;
+#endif
+  if (file.descriptor < 0) {
+    name = folder + "/" + kPrefix + "XXXXXX";
+    file.descriptor = mkostemp(name.data(), O_CLOEXEC);
+  }
+  if (file.descriptor < 0) return file;
+  flock(file.descriptor, LOCK_EX | LOCK_NB);  // until then it is a leftover to others, as well
+  if (unlink(name.c_str()) != 0 && errno != ENOENT) file.name = name;
+  return file;
+}
+
+void RemoveLeftovers(const std::string& folder) {
+  DIR* entries = opendir(folder.c_str());
+  if (entries == nullptr) return;
+  while (const dirent* entry = readdir(entries)) {
+    if (std::strncmp(entry->d_name, kPrefix, sizeof(kPrefix) - 1) != 0) continue;
+    const std::string path = folder + "/" + entry->d_name;
+    const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (descriptor < 0) continue;
+    if (flock(descriptor, LOCK_EX | LOCK_NB) == 0) unlink(path.c_str());
+    close(descriptor);
+  }
+  closedir(entries);
+}
+
+int ReserveFile(int descriptor, int64_t bytes) {
+  if (FailsNow()) return Number();
+#ifdef __linux__
+  if (fallocate(descriptor, 0, 0, bytes) == 0) return 0;
+  if (errno != EOPNOTSUPP && errno != ENOSYS) return errno;
+#endif
+  return ftruncate(descriptor, bytes) == 0 ? 0 : errno;
+}
+
+int64_t WriteAt(int descriptor, const char* from, int64_t bytes, int64_t offset) {
+  if (FailsNow()) {
+    switch (fault.load()) {
+      case Fault::kShort:
+        return pwrite(descriptor, from, bytes / 2, offset);
+      case Fault::kEnd:
+        return 0;
+      case Fault::kChanged: {
+        char* first = const_cast<char*>(from);  // in place, since the memory must be aligned
+        *first ^= 1;
+        const int64_t written = pwrite(descriptor, from, bytes, offset);
+        *first ^= 1;
+        return written;
+      }
+      default:
+        errno = Number();
+        return -1;
+    }
+  }
+  return pwrite(descriptor, from, bytes, offset);
+}
+
+int64_t ReadAt(int descriptor, char* to, int64_t bytes, int64_t offset) {
+  if (FailsNow()) {
+    switch (fault.load()) {
+      case Fault::kShort:
+        return pread(descriptor, to, bytes / 2, offset);
+      case Fault::kEnd:
+        return 0;
+      case Fault::kChanged:
+        std::memset(to, 0x5A, bytes);
+        return bytes;
+      default:
+        errno = Number();
+        return -1;
+    }
+  }
+  return pread(descriptor, to, bytes, offset);
+}
+
+}  // namespace relax_disc

@@ -1,0 +1,30 @@
+/*!
+ * \file file_calls.h
+ * \brief The system calls on a tier's file, each of which tests can let go wrong.
+ */
+#ifndef RELAX_DISC_OFFLOAD_FILE_CALLS_H_
+#define RELAX_DISC_OFFLOAD_FILE_CALLS_H_
+
+#include <cstdint>
+#include <string>
+
+namespace relax_disc {
+
+/*! \brief A new file without a name, past the page cache where that works. */
+struct NamelessFile {
+  int descriptor = -1;  // negative: errno says why
+  bool direct = false;
+  std::string name;     // where it could not lose its name
+};
+
+NamelessFile OpenNameless(const std::string& folder);
+/*! \brief Remove files of processes that ended before theirs had lost their names. */
+void RemoveLeftovers(const std::string& folder);
+/*! \brief Have blocks for so many bytes; an error number, or 0. */
+int ReserveFile(int descriptor, int64_t bytes);
+/*! \brief Bytes moved, which may be fewer; negative: errno says why. */
+int64_t WriteAt(int descriptor, const char* from, int64_t bytes, int64_t offset);
+int64_t ReadAt(int descriptor, char* to, int64_t bytes, int64_t offset);
+
+}  // namespace relax_disc
+#endif  // RELAX_DISC_OFFLOAD_FILE_CALLS_H_

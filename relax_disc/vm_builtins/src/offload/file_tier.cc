@@ -1,0 +1,291 @@
+#include "offload/file_tier.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <tvm/ffi/error.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "offload/file_calls.h"
+
+namespace relax_disc {
+
+namespace {
+
+// Offsets and lengths of transfers past the page cache are multiples of this.
+constexpr int64_t kBlock = 4096;
+// Smaller tensors stay: a transfer of so many bytes takes little more than its latency.
+constexpr int64_t kLeastBytes = 1 << 14;
+// What is written and read to learn the speeds, and how often a block is, to learn the latency.
+constexpr int64_t kMeasuredBytes = 1 << 24;
+constexpr int kMeasuredBlocks = 9;
+
+int64_t Now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+[[noreturn]] void Fail(const std::string& text) {
+  TVM_FFI_THROW(OffloadError) << text;
+  throw;  // not reached: the line above throws
+}
+
+std::string Reason(int number) { return std::strerror(number); }
+
+// Four sums side by side, as the processor multiplies; each word counts with its place.
+uint64_t Checksum(const char* data, int64_t bytes, uint64_t seed) {
+  constexpr uint64_t kFactor = 0x9E3779B97F4A7C15ull;
+  uint64_t sums[4] = {seed, seed + 1, seed + 2, seed + 3};
+  int64_t at = 0;
+  for (; at + 32 <= bytes; at += 32) {
+    uint64_t words[4];
+    std::memcpy(words, data + at, 32);
+    for (int lane = 0; lane < 4; ++lane) {
+      sums[lane] = (sums[lane] ^ words[lane]) * kFactor;
+      sums[lane] ^= sums[lane] >> 29;
+    }
+  }
+  uint64_t result = static_cast<uint64_t>(bytes);
+  for (; at < bytes; ++at) result = (result ^ static_cast<unsigned char>(data[at])) * kFactor;
+  for (uint64_t sum : sums) result = (result ^ sum ^ (sum >> 31)) * kFactor;
+  return result;
+}
+
+// To two digits, so that measuring again mostly gives the same plans.
+double Rounded(double value) {
+  const double unit = std::pow(10.0, std::floor(std::log10(value)) - 1);
+  return std::round(value / unit) * unit;
+}
+
+}  // namespace
+
+FileTier::FileTier(TierOptions options)
+    : options_(std::move(options)), process_(static_cast<int>(getpid())) {
+  struct stat status;
+  if (stat(options_.folder.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) {
+    Fail("offload_to names " + options_.folder + ", which is no folder; make it first.");
+  }
+  RemoveLeftovers(options_.folder);
+}
+
+FileTier::~FileTier() {
+  if (process_ != static_cast<int>(getpid())) {
+    if (thread_.joinable()) thread_.detach();
+    static_cast<void>(signals_.release());
+  } else if (thread_.joinable()) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ending_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+  if (file_ >= 0) close(file_);
+  if (!name_.empty() && process_ == static_cast<int>(getpid())) unlink(name_.c_str());
+}
+
+void FileTier::Open() {
+  if (process_ != static_cast<int>(getpid())) {
+    Fail("a process that was forked uses the offload folder of its parent; compile there again.");
+  }
+  if (buffer_ == nullptr) {
+    buffer_ = MemoryBlock::Allocate({kDLCPU, 0}, kBufferBytes, Backing::kReal);
+  }
+  if (file_ < 0) {
+    NamelessFile file = OpenNameless(options_.folder);
+    if (file.descriptor < 0) {
+      Fail("no file can be made in the offload folder " + options_.folder + ": " +
+           Reason(errno) + ". Nothing was changed.");
+    }
+    file_ = file.descriptor;
+    direct_ = file.direct;
+    name_ = file.name;
+  }
+  if (!thread_.joinable()) thread_ = std::thread([this] { Serve(); });
+}
+
+void FileTier::Grow(int64_t bytes) {
+  if (bytes <= file_bytes_) return;
+  const int error = ReserveFile(file_, bytes);
+  if (error != 0) {
+    Fail("the offload folder " + options_.folder + " has no " + std::to_string(bytes) +
+         " bytes for this call: " + Reason(error) +
+         ". Nothing was changed. Free space there, name another folder, or raise the budget.");
+  }
+  file_bytes_ = bytes;
+}
+
+TierModel FileTier::Figures() {
+  std::lock_guard<std::mutex> once(measuring_);
+  if (!known_) {
+    figures_.least_bytes = kLeastBytes;
+    figures_.queue = kQueue;
+    figures_.recompute = options_.recompute;
+    figures_.buffer_bytes = kBufferBytes;
+    figures_.write_bytes_per_ns = figures_.read_bytes_per_ns = options_.bytes_per_s / 1e9;
+    if (options_.bytes_per_s <= 0) Measure();
+    known_ = true;
+  }
+  return figures_;
+}
+
+void FileTier::Measure() {
+  std::unique_ptr<TierCall> call = Begin(kMeasuredBytes);
+  std::vector<char> data(kMeasuredBytes, 1);
+  const auto time = [&](bool is_read, int64_t bytes) {
+    const int64_t start = Now();
+    Wait(*call, is_read ? Read(call.get(), data.data(), bytes, 0)
+                        : Write(call.get(), data.data(), bytes, 0));
+    return Now() - start;
+  };
+  try {
+    time(false, kMeasuredBytes);  // the first writing also finds the blocks
+    const double bytes = static_cast<double>(kMeasuredBytes);
+    figures_.write_bytes_per_ns = Rounded(bytes / static_cast<double>(time(false, kMeasuredBytes)));
+    figures_.read_bytes_per_ns = Rounded(bytes / static_cast<double>(time(true, kMeasuredBytes)));
+    std::vector<int64_t> latencies;
+    for (int i = 0; i < kMeasuredBlocks; ++i) {
+      latencies.push_back((time(false, kBlock) + time(true, kBlock)) / 2);
+    }
+    std::nth_element(latencies.begin(), latencies.begin() + kMeasuredBlocks / 2, latencies.end());
+    figures_.latency_ns =
+        static_cast<int64_t>(Rounded(static_cast<double>(latencies[kMeasuredBlocks / 2])));
+  } catch (...) {
+    End(std::move(call));
+    throw;
+  }
+  End(std::move(call));
+}
+
+std::unique_ptr<TierCall> FileTier::Begin(int64_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Open();
+  auto call = std::make_unique<TierCall>();
+  call->bytes = bytes;
+  for (const auto& [offset, taken] : parts_) {  // the lowest gap; most often there is one call
+    if (call->offset + bytes <= offset) break;
+    call->offset = std::max(call->offset, offset + taken);
+  }
+  Grow(call->offset + bytes);
+  parts_[call->offset] = bytes;
+  return call;
+}
+
+void FileTier::End(std::unique_ptr<TierCall> call) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return done_ >= call->last_request; });
+  parts_.erase(call->offset);
+}
+
+int64_t FileTier::Write(TierCall* call, const char* from, int64_t bytes, int64_t slot) {
+  return Submit({call, const_cast<char*>(from), bytes, slot, false, Now()});
+}
+
+int64_t FileTier::Read(TierCall* call, char* to, int64_t bytes, int64_t slot) {
+  return Submit({call, to, bytes, slot, true, Now()});
+}
+
+int64_t FileTier::Submit(Request request) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return asked_ - done_ < kQueue; });
+  queue_.push_back(request);
+  request.call->last_request = ++asked_;
+  lock.unlock();
+  changed_.notify_all();
+  return request.call->last_request;
+}
+
+void FileTier::Wait(const TierCall& call, int64_t request) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return done_ >= request; });
+  if (!call.failure.empty()) Fail(call.failure);
+}
+
+// Body of the thread.
+void FileTier::Serve() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return ending_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    const Request request = queue_.front();
+    queue_.pop_front();
+    const bool failed = !request.call->failure.empty();
+    lock.unlock();
+    std::string failure;
+    try {
+      if (!failed) Move(request);
+      if (options_.paced) Pace(request);
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+    lock.lock();
+    if (!failure.empty()) request.call->failure = failure;
+    ++done_;
+    changed_.notify_all();
+  }
+}
+
+void FileTier::Move(const Request& request) {
+  uint64_t sum = 0;
+  for (int64_t done = 0; done < request.bytes; done += kBufferBytes) {
+    const int64_t bytes = std::min(kBufferBytes, request.bytes - done);
+    if (!request.is_read) {
+      std::memcpy(buffer_->base(), request.memory + done, bytes);
+      sum = Checksum(buffer_->base(), bytes, sum);
+    }
+    MoveChunk(request, done, RoundUp(bytes, kBlock));
+    if (request.is_read) {
+      sum = Checksum(buffer_->base(), bytes, sum);
+      std::memcpy(request.memory + done, buffer_->base(), bytes);
+    }
+  }
+  uint64_t& written = request.call->checksums[request.slot];
+  if (!request.is_read) {
+    written = sum;
+  } else if (written != sum) {
+    throw std::runtime_error("what was read back from the offload folder " + options_.folder +
+                             " is not what was written: the file was changed, or the disk is "
+                             "damaged.");
+  }
+}
+
+// Move what the buffer holds, or will hold, whole blocks.
+void FileTier::MoveChunk(const Request& request, int64_t done, int64_t bytes) {
+  const int64_t offset = request.call->offset + request.slot + done;
+  const char* verb = request.is_read ? "read from" : "written to";
+  for (int64_t moved = 0; moved < bytes;) {
+    char* place = buffer_->base() + moved;
+    const int64_t now = request.is_read ? ReadAt(file_, place, bytes - moved, offset + moved)
+                                        : WriteAt(file_, place, bytes - moved, offset + moved);
+    if (now > 0) {
+      moved += now;
+    } else if (now < 0 && errno == EINTR) {
+      continue;
+    } else if (now < 0 && errno == EINVAL && direct_) {
+      direct_ = false;  // the file system takes such transfers through its cache only
+#ifdef O_DIRECT
+      fcntl(file_, F_SETFL, fcntl(file_, F_GETFL) & ~O_DIRECT);
+#endif
+    } else {
+      const std::string reason = now < 0 ? Reason(errno) : "the file ends there";
+      throw std::runtime_error(std::to_string(bytes - moved) + " bytes could not be " + verb +
+                               " the offload folder " + options_.folder + ": " + reason + ".");
+    }
+  }
+}
+
+void FileTier::Pace(const Request& request) {
+  const int64_t start = std::max(paced_until_ns_, request.asked_ns);
+  paced_until_ns_ = start + figures_.Time(request.bytes, request.is_read);
+  const int64_t rest = paced_until_ns_ - Now();
+  if (rest > 0) std::this_thread::sleep_for(std::chrono::nanoseconds(rest));
+}
+
+}  // namespace relax_disc

@@ -1,0 +1,135 @@
+/*!
+ * \file file_tier.h
+ * \brief A file that tensors are written to and read back from while kernels run.
+ *
+ * One thread moves the bytes, a request at a time in their order, through a buffer of its own and
+ * past the page cache where the file system allows it.  The file has no name, so that it ends with
+ * the process however that ends; where it cannot lose its name, the next start removes it.  What is
+ * read back is compared with a checksum of what was written.
+ */
+#ifndef RELAX_DISC_OFFLOAD_FILE_TIER_H_
+#define RELAX_DISC_OFFLOAD_FILE_TIER_H_
+
+#include <tvm/ffi/object.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+
+#include "planner/planner.h"
+#include "runtime/memory.h"
+
+namespace relax_disc {
+
+struct TierOptions {
+  std::string folder;
+  double bytes_per_s = 0;  // that plans go by; 0: measured at the first use
+  bool paced = false;      // no transfer takes less time than plans take it to
+  bool recompute = true;   // whether kernels may run again, too
+};
+
+/*! \brief What the transfers of one call share: a part of the file, and its first failure. */
+struct TierCall {
+  int64_t offset = 0, bytes = 0;
+  std::string failure;  // guarded by the tier's mutex
+  int64_t last_request = 0;
+  std::unordered_map<int64_t, uint64_t> checksums;  // by slot; of the tier's thread
+};
+
+class FileTier : public tvm::ffi::Object {
+ public:
+  explicit FileTier(TierOptions options);
+  ~FileTier();
+
+  /*! \brief Memory that it takes beside an arena once it is used. */
+  static constexpr int64_t kBufferBytes = 1 << 18;
+  /*! \brief Requests that may wait. */
+  static constexpr int64_t kQueue = 64;
+
+  /*!
+   * \brief What plans know of it; measures, the first time.
+   * \throws OffloadError if the folder cannot be used.
+   */
+  TierModel Figures();
+
+  /*!
+   * \brief Reserve a part of the file for a call.
+   * \throws OffloadError if the disk is full, or the folder cannot be used; nothing has changed.
+   */
+  std::unique_ptr<TierCall> Begin(int64_t bytes);
+  /*! \brief Wait for all requests of a call and give its part of the file back. */
+  void End(std::unique_ptr<TierCall> call);
+
+  /*! \brief Ask for a transfer between memory and a slot; returns the request's number. */
+  int64_t Write(TierCall* call, const char* from, int64_t bytes, int64_t slot);
+  int64_t Read(TierCall* call, char* to, int64_t bytes, int64_t slot);
+  /*!
+   * \brief Wait until a request is done.
+   * \throws OffloadError if it, or one before it in the call, failed.
+   */
+  void Wait(const TierCall& call, int64_t request);
+
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("relax_disc.FileTier", FileTier, tvm::ffi::Object);
+
+ private:
+  struct Request {
+    TierCall* call;
+    char* memory;
+    int64_t bytes, slot;
+    bool is_read;
+    int64_t asked_ns;
+  };
+
+  void Open();                 // mutex held
+  void Grow(int64_t bytes);    // mutex held
+  void Measure();
+  int64_t Submit(Request request);
+  void Serve();
+  void Move(const Request& request);
+  void MoveChunk(const Request& request, int64_t done, int64_t bytes);
+  void Pace(const Request& request);
+
+  // Apart, since a fork must not destroy what a thread that it does not have waits for.
+  struct Signals {
+    std::mutex mutex;
+    std::condition_variable changed;
+  };
+
+  const TierOptions options_;
+  const int process_;
+  std::unique_ptr<Signals> signals_ = std::make_unique<Signals>();
+  std::mutex& mutex_ = signals_->mutex;
+  std::condition_variable& changed_ = signals_->changed;
+  std::thread thread_;
+  std::deque<Request> queue_;
+  int64_t asked_ = 0, done_ = 0;  // requests
+  bool ending_ = false;
+  std::map<int64_t, int64_t> parts_;  // of the file, in use: offset, bytes
+  int file_ = -1;
+  bool direct_ = false;
+  std::string name_;  // where the file could not lose it
+  int64_t file_bytes_ = 0;
+  BlockPtr buffer_;
+  TierModel figures_;
+  bool known_ = false;
+  std::mutex measuring_;
+  int64_t paced_until_ns_ = 0;  // of the thread
+};
+
+using FileTierPtr = tvm::ffi::ObjectPtr<FileTier>;
+
+/*!
+ * \brief Let the n-th system call on a tier's file from now go wrong (0: the next; negative: none),
+ *   for tests: "error", "full", "short" (half of the bytes), "end" (none), "changed" (other bytes).
+ */
+void FailTransfer(int64_t countdown, const std::string& how);
+
+}  // namespace relax_disc
+#endif  // RELAX_DISC_OFFLOAD_FILE_TIER_H_

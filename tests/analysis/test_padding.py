@@ -1,0 +1,244 @@
+"""Rows that the analysis leaves out change neither loss nor gradients, whatever they hold.
+
+Models are put together at random from layers that go row by row, attention, and layers that mix
+rows.  Eager PyTorch runs each twice, in float64: with its batch, and with other numbers in all rows
+that the analysis calls not needed.
+"""
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F
+from tvm import te, tirx
+
+from relax_disc.analysis.padding.grid import Rows
+from relax_disc.analysis.padding.kernel_rows import kernel_rows
+from relax_disc.frontend import capture_step
+from relax_disc.frontend.padding import without_padding
+from relax_disc.tir_kernels.target import resolve_target
+from relax_disc.training.call.packing import place_rows
+
+WIDTH, CLASSES, LONGEST, IGNORED = 8, 5, 9, -100
+
+
+class Position(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(LONGEST, WIDTH))
+
+    def forward(self, x, mask):
+        return x + self.table[: x.shape[1]]
+
+
+class Attention(nn.Module):
+    def __init__(self, causal, masked):
+        super().__init__()
+        self.causal, self.masked = causal, masked
+        self.inner = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x, mask):
+        b, t, _ = x.shape
+        parts = self.inner(x).chunk(3, -1)
+        q, k, v = (part.view(b, t, 2, WIDTH // 2).transpose(1, 2) for part in parts)
+        if not self.masked:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        else:
+            seen = mask[:, None, None, :].bool()
+            if self.causal:
+                places = torch.arange(t)
+                seen = seen & (places[None, :] <= places[:, None])[None, None]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return x + out.transpose(1, 2).reshape(b, t, WIDTH)
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.inner, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x, mask):
+        return self.function(self.inner(x), mask)
+
+
+def by_row(function):
+    return lambda: Function(lambda x, mask: function(x))
+
+
+PLAIN = {
+    "linear": by_row(lambda x: x),
+    "gelu": by_row(F.gelu),
+    "gate": by_row(lambda x: x * torch.sigmoid(x)),
+    "norm": by_row(lambda x: F.layer_norm(x, (WIDTH,))),
+    "softmax of a row": by_row(lambda x: torch.softmax(x, -1)),
+    "halves": by_row(lambda x: torch.cat([-x[..., 4:], x[..., :4]], -1)),
+    "position": Position,
+}
+ATTENTION = {
+    "causal": lambda: Attention(True, False),
+    "masked": lambda: Attention(False, True),
+    "causal and masked": lambda: Attention(True, True),
+}
+MIXING = {
+    "attention to all": lambda: Attention(False, False),
+    "mean": by_row(lambda x: x + x.mean(1, keepdim=True)),
+    "flip": by_row(lambda x: x.flip(1)),
+    "shift": by_row(lambda x: F.pad(x, (0, 0, 1, -1))),
+    "next": by_row(lambda x: F.pad(x, (0, 0, -1, 1))),
+    "cumulated": by_row(lambda x: x.cumsum(1)),
+    "softmax of a column": by_row(lambda x: torch.softmax(x, 1)),
+    "other sequences": by_row(lambda x: x + x.sum(0, keepdim=True)),
+    "masked mean": lambda: Function(
+        lambda x, mask: x + (x * mask[..., None]).sum(1, keepdim=True) / (mask.sum() + 1)
+    ),
+}
+LAYERS = {**PLAIN, **ATTENTION, **MIXING}
+
+
+class Model(nn.Module):
+    def __init__(self, layers, loss):
+        super().__init__()
+        self.table = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(LAYERS[name]() for name in layers)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.loss = loss
+
+    def forward(self, x, ids, mask, labels):
+        x = x + self.table(ids)
+        for layer in self.layers:
+            x = layer(x, mask)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        if self.loss == "all activations":
+            loss = loss + x.square().mean()
+        if self.loss == "z":
+            loss = loss + torch.logsumexp(logits, -1).square().mean()
+        return loss
+
+
+@st.composite
+def models(draw):
+    names = st.sampled_from([*PLAIN] * 3 + [*ATTENTION] * 4 + [*MIXING])
+    layers = draw(st.lists(names, min_size=1, max_size=5))
+    loss = draw(st.sampled_from(["plain"] * 6 + ["all activations", "z"]))
+    return layers, loss
+
+
+def gradients(model, batch):
+    model.zero_grad()
+    loss = model(*batch)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def a_batch(generator):
+    b, t = (int(torch.randint(1, n, (), generator=generator)) for n in (5, LONGEST + 1))
+    mask = (torch.rand(b, t, generator=generator) < 0.7).long()
+    hidden = torch.rand(b, t, generator=generator) < 0.6
+    labels = torch.randint(0, CLASSES, (b, t), generator=generator).masked_fill(hidden, IGNORED)
+    ids = torch.randint(0, 11, (b, t), generator=generator)
+    x = torch.randn(b, t, WIDTH, generator=generator, dtype=torch.float64)
+    return x, ids, mask, labels
+
+
+def capture(layers, loss):
+    """Capture a model and leave its padding out; return it with what is known of its rows."""
+    torch.manual_seed(len(layers))
+    model = Model(layers, loss)
+    generator = torch.Generator().manual_seed(0)
+    x, ids, mask, labels = (n.new_zeros(3, 4, *n.shape[2:]) for n in a_batch(generator))
+    shape = {0: Dim("batch", min=1, max=16), 1: Dim("length", min=1, max=LONGEST)}
+    captured = capture_step(
+        model, None, (x.float(), ids, mask, labels), dynamic_shapes=(shape,) * 4
+    )
+    (captured,) = without_padding([captured], resolve_target("llvm"))
+    return model.double(), captured
+
+
+def check(layers, loss):
+    model, captured = capture(layers, loss)
+    attention = {name for name in layers if name in ATTENTION}
+    good = {*PLAIN, *ATTENTION}
+    same = attention in ({"causal"}, {"masked"}, {"causal and masked"})
+    if same and set(layers) <= good and loss == "plain":
+        assert captured.packing is not None, captured.padding
+    if captured.packing is None:
+        assert captured.padding
+        return
+    assert loss == "plain"
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        batch = a_batch(generator)
+        sizes = {"batch": batch[1].shape[0], "length": batch[1].shape[1]}
+        places, starts = place_rows(captured.packing, dict(enumerate(batch)), sizes)
+        count = int(starts[-1])
+        needed = torch.zeros(batch[1].shape, dtype=torch.bool)
+        needed[places[1, :count], places[2, :count]] = True
+        assert torch.equal(needed.flatten().nonzero()[:, 0], places[0, :count])
+        assert torch.equal(needed.sum(1).cumsum(0), starts[1:])
+        if not (batch[3] != IGNORED).any():
+            continue  # the loss is not a number
+        wanted = gradients(model, batch)
+        x, ids, mask, labels = batch
+        other = torch.where(needed[..., None], x, 30 * torch.randn_like(x))
+        ids = torch.where(needed, ids, (ids + 3) % 11)
+        found = gradients(model, (other, ids, mask, labels))
+        for a, b in zip(wanted, found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@seed(0)
+@settings(max_examples=15, deadline=None)
+@given(models())
+def test_rows_that_are_left_out_change_nothing(drawn):
+    check(*drawn)
+
+
+@pytest.mark.slow
+@seed(1)
+@settings(max_examples=1000, deadline=None)
+@given(models())
+def test_a_thousand_times(drawn):
+    check(*drawn)
+
+
+def kernel(value, *numbers):
+    """Write a kernel over `[batch, length, 4]` by the value of an element."""
+    x = te.placeholder((tirx.Var("batch", "int64"), tirx.Var("length", "int64"), 4), name="x")
+    y = te.compute(x.shape, lambda *i: value(x, *i), name="y")
+    return te.create_prim_func([x, *numbers, y])
+
+
+@pytest.mark.parametrize(
+    ("value", "goes_by_row", "keeps_zero"),
+    [
+        (lambda x, b, t, i: x[b, t, 3 - i] * 2.0, True, True),
+        (lambda x, b, t, i: tirx.if_then_else(i < 2, x[b, t, i], 0.0), True, True),
+        (lambda x, b, t, i: x[b, t, i] + 1.0, True, False),
+        (lambda x, b, t, i: x[b, x.shape[1] - 1 - t, i], False, None),
+        (lambda x, b, t, i: x[b, 0, i], False, None),
+        (lambda x, b, t, i: x[b, t, i] * t.astype("float32"), False, None),
+        (lambda x, b, t, i: x[b, t, i] / x.shape[1].astype("float32"), False, None),
+        (lambda x, b, t, i: tirx.if_then_else(t < 3, x[b, t, i], 0.0), False, None),
+    ],
+)
+def test_kernels_are_read(value, goes_by_row, keeps_zero):
+    rows = [Rows("both", 0, 1)]
+    found = kernel_rows(kernel(value), rows, rows, [True])
+    assert (found is not None) == goes_by_row
+    assert found is None or found.keeps_zero == (keeps_zero,)
+
+
+def test_a_number_that_a_kernel_is_given_may_be_a_size():
+    number = tirx.Var("number", "int64")
+    scaled = kernel(lambda x, b, t, i: x[b, t, i] * number.astype("float32"), number)
+    assert kernel_rows(scaled, [Rows("both", 0, 1)], [Rows("both", 0, 1)], [False]) is None
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_rows_keeps_them(name):
+    _, captured = capture(["causal", name], "plain")
+    assert captured.packing is None
+    assert captured.padding

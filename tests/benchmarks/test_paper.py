@@ -1,0 +1,29 @@
+"""The paper's experiment: padding, sums over an epoch, planned against counted peaks."""
+
+import torch
+
+from benchmarks.memory_full_size import compile_llama
+from benchmarks.paper import count_unlimited, plan_epoch, power_of_two
+from tutorials._llama import Llama, LlamaSizes
+
+
+def test_powers_of_two():
+    assert [power_of_two(n) for n in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
+
+
+def test_an_epoch_is_planned_batch_by_batch():
+    torch.manual_seed(0)
+    sizes = LlamaSizes(vocabulary=61, layers=2, hidden=32, heads=2, feed_forward=64, longest=64)
+    step = compile_llama(Llama(sizes), batch=8, longest=64)
+    epoch = [[5, 9], [3, 9], [33, 2]]
+    free = plan_epoch(step, epoch, None, padded=False)
+    peaks = [step.plan(batch=2, length=n, tokens=t).peak_bytes for n, t in ((9, 16), (33, 48))]
+    assert free["peak_bytes"] == max(peaks) < count_unlimited(step, 2, 33)
+    assert free["batches"] == 3 and free["batches_over_budget"] == 0 and free["longest"] == 33
+    padded = plan_epoch(step, epoch, None, padded=True)
+    assert padded["longest"] == 64
+    assert padded["modelled_tokens_per_second"] <= free["modelled_tokens_per_second"]
+    # What fits nowhere is left out, and said.
+    least = step.plan(batch=2, length=9, tokens=16).least_bytes
+    tight = plan_epoch(step, epoch, least, padded=False)
+    assert tight["batches_over_budget"] == 1 and tight["peak_bytes"] <= least

@@ -1,0 +1,102 @@
+"""Operators that write into tensors: what is traced gives PyTorch's gradients and buffers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+from relax_disc.frontend import export_step
+from relax_disc.frontend.capture.writes import without_writes
+from tests.frontend.running import Runner, check_gradients
+
+
+class Writes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.ones(4))
+
+
+class Plain(Writes):
+    def forward(self, x):
+        self.count.add_(1)
+        hidden = self.linear(x)
+        hidden += x
+        hidden = F.relu_(self.norm(hidden))
+        self.seen.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        return (hidden.sin() * self.seen).sum() * self.count
+
+
+class Twice(Writes):
+    """A buffer is read, written, read, and written again by the same layer."""
+
+    def forward(self, x):
+        before = (self.norm.running_mean * 2).sum()
+        hidden = self.norm(self.norm(self.linear(x)).tanh())
+        return (
+            hidden.pow(3).sum() + before * self.linear.weight.sum() + self.norm.running_mean.sum()
+        )
+
+
+class Viewed(Writes):
+    """A view from before a write is read after it."""
+
+    def forward(self, x):
+        hidden = self.linear(x) * 2.0
+        view = hidden.flatten()
+        hidden.add_(1.0)
+        return view.pow(2).sum()
+
+
+class Returned(Writes):
+    """What may be another name of the operand is written."""
+
+    def forward(self, x):
+        hidden = self.linear(x) * 2
+        same = F.dropout(hidden, 0.0)
+        same.mul_(3.0)
+        return (hidden + same).cos().sum()
+
+
+class Mixed(Writes):
+    """A result is rounded to the type of what it is written into."""
+
+    def forward(self, x):
+        self.count.add_(torch.ones((), dtype=torch.int32))
+        hidden = self.linear(x).to(torch.bfloat16)
+        hidden += x
+        return hidden.float().sum()
+
+
+@pytest.mark.parametrize("kind", [Plain, Twice, Viewed, Returned, Mixed])
+def test_writes(kind):
+    torch.manual_seed(0)
+    model, batches = kind(), [(torch.randn(rows, 4),) for rows in (2, 7, 5)]
+    shapes = ({0: Dim("rows", min=2, max=9)},)
+    exported = export_step(model, None, batches[0], dynamic_shapes=shapes)
+    program = exported.exported.program
+    buffers = set(program.graph_signature.inputs_to_buffers)
+    plain = without_writes(program.graph_module, buffers)
+    assert (plain is not None) == (kind in (Plain, Twice))
+    if plain is not None:
+        targets = [node.target for node in plain[0].graph.nodes]
+        assert not any(getattr(getattr(t, "_schema", None), "is_mutable", False) for t in targets)
+    captured = exported.capture()
+    run = Runner(captured)
+    for batch in batches:
+        eager = copy.deepcopy(model)
+        outputs = run(model, None, batch)
+        eager(*batch)
+        expected = dict(eager.named_buffers())
+        changed = {n: v for n, v in model.named_buffers() if not torch.equal(v, expected[n])}
+        found = dict(outputs.get("buffer", ()))
+        assert set(changed) <= set(found)
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name])
+    if kind is not Mixed:  # float64 would not be rounded
+        check_gradients(captured, model, batches, least=1e-5)

@@ -1,0 +1,247 @@
+"""Steps that leave padding out: numbers of eager PyTorch, whatever the labels, and no less."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import relax_disc
+from relax_disc.errors import ShapeRangeError
+from relax_disc.pipeline import PipelineOptions
+from tests.frontend.models import VOCABULARY, Llama, dims
+
+IGNORED = -100
+
+
+def compiled(model, optimizer=None, **options):
+    """Compile a model of `ids` and `labels` for every batch and length."""
+    b, s = dims(1, 48)
+    ids, labels = padded([5, 3])
+    shapes = {0: b, 1: s}
+    return relax_disc.compile(
+        model, optimizer, (ids, labels), dynamic_shapes=(shapes, shapes), **options
+    )
+
+
+def padded(lengths, seed=0, width=None):
+    """Make ids and labels of records, padded to the longest with another id and no label."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = len(lengths), width or max(lengths)
+    ids = torch.randint(1, VOCABULARY, shape, generator=generator)
+    labels = torch.randint(0, VOCABULARY, shape, generator=generator)
+    for row, length in enumerate(lengths):
+        ids[row, length:], labels[row, length:] = 0, IGNORED
+    return ids, labels
+
+
+def only(rows, columns, *places):
+    """Make a batch in which a few positions have a label."""
+    ids, labels = padded([columns] * rows, 3)
+    kept = torch.full_like(labels, IGNORED)
+    for place in places:
+        kept[place] = labels[place]
+    return ids, kept
+
+
+def scattered(rows, columns):
+    """Make a batch in which every second label counts, at random."""
+    ids, labels = padded([columns] * rows, 5)
+    hidden = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    return ids, labels.masked_fill(hidden, IGNORED)
+
+
+BATCHES = {
+    "full": padded([7, 7, 7]),
+    "lengths": padded([9, 2, 30, 17]),
+    "padded behind the longest": padded([3, 5], width=40),
+    "one sequence of one": padded([1]),
+    "one label": only(3, 12, (1, 4)),
+    "first and last": only(3, 12, (0, 0), (2, 11)),
+    "prompts are ignored": (
+        padded([20, 8])[0],
+        padded([20, 8])[1].index_fill(1, torch.arange(6), -100),
+    ),
+    "random": scattered(4, 33),
+}
+
+
+def gradient_error(model, exact):
+    """Greatest error of a gradient, in units of the greatest number of any."""
+    top = max(float(p.grad.abs().max()) for p in exact.parameters())
+    return max(
+        float((p.grad.double() - q.grad).abs().max()) / top
+        for p, q in zip(model.parameters(), exact.parameters(), strict=True)
+    )
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def llama(request):
+    torch.manual_seed(0)
+    model = Llama(whole=True, tied=request.param == "tied")
+    return model, compiled(model)
+
+
+def trained(step, model, batch):
+    """Call a step that sums gradients, and leave them in the model."""
+    model.zero_grad()
+    return step(*batch, update=False)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_gradients_are_those_of_all_positions(llama, name):
+    model, step = llama
+    exact = copy.deepcopy(model).double()
+    loss = trained(step, model, BATCHES[name])
+    wanted = exact(*BATCHES[name])
+    wanted.backward()
+    torch.testing.assert_close(loss.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
+    assert gradient_error(model, exact) < 2e-6
+
+
+def test_positions_behind_the_last_label_are_not_computed(llama):
+    _, step = llama
+    assert step.padding_report().is_left_out
+    trained(step, step.model, padded([9, 2, 30, 17]))
+    assert step.memory_report().shape == {"b": 4, "s": 30, "tokens": 64}  # of 58, by sixteens
+    trained(step, step.model, padded([3, 2]))
+    assert step.memory_report().shape["tokens"] == 6  # never more than there are
+
+
+def test_no_label_gives_the_loss_of_eager(llama):
+    model, step = llama
+    ids, labels = padded([6, 4])
+    loss = trained(step, model, (ids, torch.full_like(labels, IGNORED)))
+    assert loss.isnan()
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+def test_what_is_left_out_may_be_anything(llama):
+    model, step = llama
+    ids, labels = padded([9, 3])
+    trained(step, model, (ids, labels))
+    clean = [p.grad.clone() for p in model.parameters()]
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        model.table.weight[0] = float("nan")
+    try:
+        if model.head.weight is not model.table.weight:  # the head reads every row of its own
+            loss = trained(step, model, (ids, labels))
+            assert loss.isfinite()
+            for p, gradient in zip(model.parameters(), clean, strict=True):
+                torch.testing.assert_close(p.grad, gradient, rtol=0, atol=0)
+    finally:
+        model.load_state_dict(broken.state_dict())
+
+
+def test_a_plan_is_made_for_a_number_of_positions(llama):
+    _, step = llama
+    least, most = step.plan(b=8, s=40, tokens=60), step.plan(b=8, s=40)
+    assert least.shape == {"b": 8, "s": 40, "tokens": 64}
+    assert most.shape["tokens"] == 320
+    assert least.activation_peak_bytes < most.activation_peak_bytes
+    with pytest.raises(ShapeRangeError, match=r"tokens=321; allowed is 0 .. 320"):
+        step.plan(b=8, s=40, tokens=321)
+    for shape in ({"b": 8, "s": 40, "tokens": 64}, {"b": 8, "s": 40}):
+        analysed = relax_disc.analyze_memory(step, shape)
+        assert analysed.peak_bytes == step.plan(**shape).peak_bytes
+    budget = step.plan(b=8, s=40, tokens=160).peak_bytes
+    long = step.largest("s", b=8, memory_budget=budget, tokens=160)
+    assert long >= 40 and long >= step.largest("s", b=8, memory_budget=budget)
+
+
+def test_a_budget_holds_for_the_real_number():
+    torch.manual_seed(1)
+    model = Llama(whole=True, tied=False, width=64)
+    step = compiled(model, torch.optim.SGD(model.parameters()))
+    batch = padded([40, 5, 9, 11])
+    budget = step.plan(b=4, s=40).least_bytes
+    step.memory_budget = budget
+    step(*batch)
+    report = step.memory_report()
+    assert report.peak_bytes == report.planned_peak_bytes <= budget
+    assert report.shape["tokens"] == 80
+
+
+def test_updates_sums_and_saved_steps_are_those_of_all_positions(tmp_path):
+    torch.manual_seed(2)
+    models = [Llama(whole=True)]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    all_positions = PipelineOptions(remove_padding=False)
+    steps = [
+        compiled(models[0], optimizers[0]),
+        compiled(models[1], optimizers[1], options=all_positions),
+    ]
+    assert not steps[1].padding_report().is_left_out
+    batches = [padded([8, 3, 20], 1), padded([2, 17], 2), padded([30], 3)]
+    for step in steps:
+        step(*batches[0])
+        step(*batches[1], update=False)
+        step(*batches[2])
+    steps[0].save(tmp_path / "step")
+    loaded = relax_disc.TrainingStep.load(tmp_path / "step", models[0], optimizers[0])
+    assert str(loaded.padding_report()) == str(steps[0].padding_report())
+    loaded(*batches[0])
+    steps[1](*batches[0])
+    assert loaded.memory_report().shape["tokens"] == 32
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-4, atol=2e-5)
+
+
+class Pooled(Llama):
+    """Asks for something that depends on all positions."""
+
+    def forward(self, ids, labels):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x, *self.angles(ids), None)
+        return self.end(x, labels)
+
+    def angles(self, ids):
+        angles = torch.outer(torch.arange(ids.shape[1], dtype=torch.float32), self.frequencies)
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos(), angles.sin()
+
+    def loss(self, x, labels):
+        return F.cross_entropy(
+            self.head(self.norm(x)).flatten(0, 1), labels.flatten(), ignore_index=IGNORED
+        )
+
+
+class MeanOfAll(Pooled):
+    def end(self, x, labels):
+        return self.loss(x, labels) + x.square().mean()
+
+
+class Returned(Pooled):
+    def end(self, x, labels):
+        return self.loss(x, labels), x
+
+
+class Normed(Pooled):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.over_all = nn.BatchNorm1d(32)
+
+    def end(self, x, labels):
+        return self.loss(self.over_all(x.flatten(0, 1)).view_as(x), labels)
+
+
+@pytest.mark.parametrize("kind", [MeanOfAll, Returned, Normed])
+def test_a_use_of_all_positions_keeps_them_and_says_where(kind):
+    torch.manual_seed(0)
+    model = kind(layers=1)
+    exact = copy.deepcopy(model).double()
+    step = compiled(model)
+    report = step.padding_report()
+    assert not report.is_left_out
+    assert any("test_padding.py" in each.line or "result" in each.reason for each in report.reasons)
+    batch = padded([9, 3])
+    found, wanted = trained(step, model, batch), exact(*batch)
+    loss = wanted[0] if isinstance(wanted, tuple) else wanted
+    loss.backward()
+    if isinstance(wanted, tuple):
+        torch.testing.assert_close(found[1][0].double(), wanted[1].detach(), rtol=1e-4, atol=1e-5)
+    assert gradient_error(model, exact) < 1e-5

@@ -1,0 +1,126 @@
+"""Models of Hugging Face that leave padding out, against eager PyTorch in float64."""
+
+import copy
+
+import pytest
+import torch
+from torch.export import Dim
+
+import relax_disc
+from tests.frontend.models import VOCABULARY
+
+transformers = pytest.importorskip("transformers")
+
+IGNORED = -100
+LONGEST = 40
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LONGEST,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LONGEST,
+        n_layer=2,
+        n_embd=32,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+        loss_type="ForCausalLM",
+        use_cache=False,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LONGEST,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def batch(mask, labelled=None, seed=0):
+    """Make a batch with a mask; labels are where that is or as told."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.as_tensor(mask, dtype=torch.int64)
+    ids = torch.randint(0, VOCABULARY, mask.shape, generator=generator)
+    labels = torch.randint(0, VOCABULARY, mask.shape, generator=generator)
+    labelled = mask if labelled is None else labelled
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": labels.masked_fill(labelled == 0, IGNORED),
+    }
+
+
+def right(lengths, width=None):
+    return (torch.arange(width or max(lengths)) < torch.tensor(lengths)[:, None]).long()
+
+
+def some(rows, columns, share, seed=3):
+    return (torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) < share).long()
+
+
+BATCHES = {
+    "full": batch(right([9, 9])),
+    "right": batch(right([12, 30, 5])),
+    "left": batch(right([12, 30, 5]).flip(1)),
+    "one token each": batch(right([1, 1, 1], width=8), labelled=right([2, 2, 2], width=8)),
+    "prompts": batch(right([20, 11]), labelled=right([20, 11]) - right([6, 4], width=20)),
+    "labels where the mask is not": batch(right([7, 3]), labelled=torch.ones(2, 7)),
+    "holes in the mask": batch(some(3, 25, 0.8), labelled=some(3, 25, 0.5, 4)),
+}
+
+
+@pytest.fixture(scope="module", params=[llama, gpt2, bert], ids=lambda make: make.__name__)
+def trained(request):
+    torch.manual_seed(0)
+    model = request.param().train()
+    shape = {0: Dim("batch", min=1, max=8), 1: Dim("length", min=2, max=LONGEST)}
+    example = batch(right([6, 4, 5]))
+    step = relax_disc.compile(model, None, example, dynamic_shapes=dict.fromkeys(example, shape))
+    return model, step
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_gradients_are_those_of_all_positions(trained, name):
+    model, step = trained
+    exact = copy.deepcopy(model).double()
+    model.zero_grad()
+    loss = step(**BATCHES[name], update=False)
+    wanted = exact(**BATCHES[name]).loss
+    wanted.backward()
+    torch.testing.assert_close(loss.double(), wanted.detach().double(), rtol=1e-5, atol=1e-6)
+    top = max(float(p.grad.abs().max()) for p in exact.parameters() if p.grad is not None)
+    for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
+        if q.grad is not None:
+            assert float((p.grad.double() - q.grad).abs().max()) < 3e-6 * top, name
+
+
+def test_masked_positions_are_not_computed(trained):
+    _, step = trained
+    assert step.padding_report().is_left_out, str(step.padding_report())
+    for name in ("right", "left"):
+        shape = step.shape_of(**BATCHES[name])
+        # Causal models predict the next token: without a label behind it the last is not needed.
+        assert shape["tokens"] == 48
+    assert step.shape_of(**BATCHES["full"])["tokens"] <= 18
