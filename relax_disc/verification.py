@@ -272,7 +272,12 @@ def _change(pair: _Pair) -> float:
     theirs = _values(pair, pair.theirs)
     if pair.before is not None and pair.before.shape == pair.theirs.shape:
         theirs = theirs - _values(pair, pair.before)
-    return float(theirs.abs().max())
+    return _greatest(theirs)
+
+
+def _greatest(values: torch.Tensor) -> float:
+    """Return the greatest magnitude among the finite values."""
+    return float(values.nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 def _excess(pair: _Pair, scale: float) -> tuple[float, float] | None:
@@ -284,11 +289,10 @@ def _excess(pair: _Pair, scale: float) -> tuple[float, float] | None:
         error = float((mine - theirs).abs().max())
         return (error, 0.0) if error else None
     tolerance = _TOLERANCE.get(pair.theirs.dtype, _HALF_TOLERANCE)
-    rounding = 8 * torch.finfo(pair.theirs.dtype).eps * float(theirs.abs().max())
+    rounding = 8 * torch.finfo(pair.theirs.dtype).eps * _greatest(theirs)
     allowed = tolerance * (_change(pair) + _FLOOR * scale) + rounding
     if pair.exact is not None and pair.exact.shape == theirs.shape:
-        own = (theirs - _values(pair, pair.exact)).nan_to_num(0.0, 0.0, 0.0)
-        allowed += _OWN * float(own.abs().max())
+        allowed += _OWN * _greatest(theirs - _values(pair, pair.exact))
     wrong = torch.where(mine.isnan() & theirs.isnan(), 0.0, (mine - theirs).abs())
     if pair.judged is not None:
         wrong = wrong[pair.judged]

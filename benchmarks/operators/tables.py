@@ -48,7 +48,7 @@ or called in the same way.
   which `StepTornError` says.
 * Refused by name: operators that draw random numbers by PyTorch's generator (a value computed again
   would be another one), whose results have a shape or value that depends on data
-  (`masked_select`, `unique`), that write into their operands, or that make sparse or quantised
+  (`unique_consecutive`, `item`), that write into their operands, or that make sparse or quantised
   tensors; `as_strided` of a tensor whose strides are not kept."""
 
 _BY_NAME = "The function of that name, element by element."

@@ -10,6 +10,8 @@ The function, ``main`` unless the result says otherwise, carries the attributes
     ``[[output, input], ...]``: the output is the new value of the input.
 ``relax_disc.param_kinds``
     The kind of each parameter, see :class:`InputSpec`.
+``relax_disc.counted``
+    Dims whose sizes the function finds out; a call enters them with their bounds.
 
 and every binding has a span with the line of the model that it stems from.
 """
@@ -25,6 +27,7 @@ from relax_disc.frontend.capture.step import (
 from relax_disc.frontend.optimizer.programs import programs_of
 from relax_disc.frontend.spec import (
     CapturedStep,
+    CountedDim,
     DimSpec,
     InputSpec,
     OutputSpec,
@@ -34,6 +37,7 @@ from relax_disc.frontend.spec import (
 __all__ = [
     "BatchSpec",
     "CapturedStep",
+    "CountedDim",
     "DimSpec",
     "ExportedStep",
     "InputSpec",

@@ -46,7 +46,9 @@ def scratch_bytes(
     """
     install.install("llvm")
     tensors = [x for x in (*operands, *results) if isinstance(x, Tensor)]
-    free = sorted({s for x in tensors for n in x.shape for s in _free(n)}, key=str)
+    numbers = [x for x in operands if not isinstance(x, Tensor)]
+    sizes = [*numbers, *(n for x in tensors for n in x.shape)]
+    free = sorted({s for n in sizes for s in _free(n)}, key=str)
     points = _points(symbols, tensors, free)
     seen = [
         (sum(_bytes(x, sizes) for x in tensors), found)

@@ -14,6 +14,7 @@ from tvm import relax, tirx
 
 from relax_disc.errors import InputMismatchError
 from relax_disc.frontend.capture.arguments import outer_of
+from relax_disc.frontend.capture.counted_sizes import reaches_results
 from relax_disc.frontend.capture.export import Exported
 from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.emitter import Emitter
@@ -23,6 +24,7 @@ from relax_disc.frontend.optimizer.gradients import declare_gradients, emit_sums
 from relax_disc.frontend.optimizer.updates import emit_updates, plan_updates
 from relax_disc.frontend.spec import (
     CapturedStep,
+    CountedDim,
     DimSpec,
     InputSpec,
     OutputSpec,
@@ -51,7 +53,7 @@ def emit_functions(
     """Emit functions of one trace into one module, in which they share kernels."""
     builder = relax.BlockBuilder()
     made = [_emit(builder, exported, traced, each) for each in wanted]
-    attrs = {step.function: _attributes(step.inputs, step.outputs, step.dims) for step in made}
+    attrs = {step.function: _attributes(step) for step in made}
     if traced.late:
         (step,) = made
         gradients = sum(out.kind == "gradient" for out in step.outputs)
@@ -70,10 +72,12 @@ def _emit(
     builder: relax.BlockBuilder, exported: Exported, traced: Traced, wanted: Wanted
 ) -> CapturedStep:
     """Emit one function; the module of the result is yet to come."""
-    symbols = SymbolTranslator(exported.dims)
+    symbols = SymbolTranslator(exported.dims.with_counted(traced.counted))
     emitter = Emitter(builder, symbols)
     parameters = Parameters()
     env = declare(traced, emitter, parameters)
+    given = symbols.used
+    counted = _declare_counted(traced, symbols)
     _add_shape_parameter(parameters, symbols.used)
     sums = declare_gradients(traced, parameters) if wanted.accumulate else ()
     updates = plan_updates(
@@ -90,6 +94,11 @@ def _emit(
                 for out, value in zip(outputs, values, strict=True)
                 if out.kind == "buffer"
             ]
+            # A number alone would not keep the operator that counts it.
+            for size in traced.counted:
+                if not reaches_results(size.node):
+                    outputs.append(OutputSpec(size.name, "guard"))
+                    values.append(_first_of(env[size.node]))
             guards = Guards(emitter, values[0], buffers, checks.flags)
             grads = flat[len(flat) - len(traced.gradients) :] if traced.gradients else []
             if wanted.accumulate:
@@ -108,7 +117,7 @@ def _emit(
         module=tvm.IRModule({}),
         inputs=tuple(parameters.specs),
         outputs=tuple(outputs),
-        dims=tuple(spec for spec, _ in symbols.used),
+        dims=tuple(spec for spec, _ in given),
         batch=exported.batch,
         update_groups=updates.groups,
         extras=_extras_structure(traced, wanted.forward),
@@ -117,6 +126,7 @@ def _emit(
         index_checks=tuple(checks.at_entry),
         size_checks=(*checks.sizes, *normalization_checks(exported.program, symbols)),
         outer=outer_of(traced.arguments, exported.outer),
+        counted=counted,
     )
 
 
@@ -190,17 +200,35 @@ def _add_shape_parameter(parameters: Parameters, dims: Sequence[tuple[DimSpec, t
     parameters.variables.insert(0, var)
 
 
-def _attributes(
-    specs: Sequence[InputSpec], outputs: Sequence[OutputSpec], dims: Sequence[DimSpec]
-) -> dict[str, Any]:
-    pairs = [[k, out.replaces] for k, out in enumerate(outputs) if out.replaces is not None]
+def _declare_counted(traced: Traced, symbols: SymbolTranslator) -> tuple[CountedDim, ...]:
+    """Declare the dims that the function counts, each of which is entered with its bound."""
+    for size in traced.counted:
+        symbols.variable(size.symbol)
+    return tuple(CountedDim(size.name, symbols.text(size.bound)) for size in traced.counted)
+
+
+def _attributes(step: CapturedStep) -> dict[str, Any]:
+    pairs = [[k, out.replaces] for k, out in enumerate(step.outputs) if out.replaces is not None]
+    counted = [DimSpec(dim.name, 0, _number(dim.bound)) for dim in step.counted]
+    dims = [*step.dims, *counted]
     attrs: dict[str, Any] = {
         "relax_disc.dims": {d.name: [d.lower, -1 if d.upper is None else d.upper, 1] for d in dims},
         "relax_disc.inplace_pairs": pairs,
-        "relax_disc.param_kinds": [spec.kind for spec in specs],
+        "relax_disc.param_kinds": [spec.kind for spec in step.inputs],
     }
+    if counted:
+        attrs["relax_disc.counted"] = [dim.name for dim in counted]
     if dims:
         attrs["tir_var_lower_bound"] = {d.name: d.lower for d in dims}
     if upper := {d.name: d.upper for d in dims if d.upper is not None}:
         attrs["tir_var_upper_bound"] = upper
     return attrs
+
+
+def _first_of(value: Any) -> relax.Var:
+    """Return an operator's result, the first if there are several."""
+    return value[0] if isinstance(value, tuple | list) else value
+
+
+def _number(bound: int | str) -> int | None:
+    return bound if isinstance(bound, int) else None

@@ -73,18 +73,11 @@ def _why_not_tensor(value: Tensor) -> str:
         return "is sparse"
     if value.is_quantized:
         return "is quantised"
-    if any(isinstance(n, torch.SymInt) and _is_unbacked(n) for n in value.shape):
-        return "has a shape that depends on data"
     try:
         dtype_name(value.dtype.to_real() if value.dtype.is_complex else value.dtype)
     except UnsupportedOperatorError:
         return f"is of type {value.dtype}"
     return ""
-
-
-def _is_unbacked(size: torch.SymInt) -> bool:
-    symbols = size.node.expr.free_symbols
-    return any(str(symbol).startswith("u") for symbol in symbols)
 
 
 def touches_complex(node: fx.Node) -> bool:

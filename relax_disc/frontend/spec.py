@@ -40,6 +40,17 @@ class DimSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class CountedDim:
+    """A dim whose size the function finds out while it runs; it is entered with its bound.
+
+    ``bound``: an expression over the dims, and over the counted dims before it.
+    """
+
+    name: str
+    bound: int | str
+
+
+@dataclass(frozen=True, slots=True)
 class InputSpec:
     """One parameter of the captured function.
 
@@ -202,6 +213,8 @@ class CapturedStep:
         The rows that are computed; None: all.
     padding : tuple of PaddingReason
         Why rows that do not count are computed after all.
+    counted : tuple of CountedDim
+        More dims: those that the function counts.
     """
 
     module: tvm.IRModule
@@ -218,3 +231,4 @@ class CapturedStep:
     outer: Outer = field(default_factory=Outer)
     packing: Packing | None = None
     padding: tuple[PaddingReason, ...] = ()
+    counted: tuple[CountedDim, ...] = ()

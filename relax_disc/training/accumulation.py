@@ -55,7 +55,8 @@ class Summing(CompiledFunction):
         missing = [p for p in self.parameters() if p.grad is None]
         if missing:
             # Before their memory is taken: what does not fit must not be there for a moment.
-            self._session.check_budget([values[name] for name in self._session.metadata.dims])
+            sizes = self._with_bounds(values)
+            self._session.check_budget([sizes[name] for name in self._session.metadata.dims])
         try:
             _begin_sums(missing)
             return super()._execute(tensors, values)

@@ -72,6 +72,7 @@ class CompiledFunction:
         self._batch_places = [places[leaf.position] for leaf in schema.leaves]
         self._batch_places += [k for k, x in enumerate(captured.inputs) if x.kind == "packing"]
         shapes = [spec for spec in captured.inputs if spec.kind == "shape"]
+        self._bounds = [(dim.name, SymbolicExpr.parse(str(dim.bound))) for dim in captured.counted]
         self._shape_names = tuple(str(name) for name in shapes[0].shape) if shapes else ()
         self._written = sorted(
             {out.replaces for out in captured.outputs if out.replaces is not None}
@@ -241,9 +242,9 @@ class CompiledFunction:
     def memory_report(self) -> MemoryReport:
         """Tell what the last call used, counted while it ran."""
         facts = self._session.report()
-        names = self._session.metadata.dims
+        sizes = dict(zip(self._session.metadata.dims, facts.dims, strict=False))
         return MemoryReport(
-            shape=dict(zip(names, facts.dims, strict=False)),
+            shape={dim.name: sizes[dim.name] for dim in self.program_dims if dim.name in sizes},
             budget_bytes=facts.budget_bytes,
             planned_peak_bytes=facts.planned_peak_bytes,
             peak_bytes=facts.peak_bytes,
@@ -373,24 +374,27 @@ class CompiledFunction:
 
     @property
     def program_dims(self) -> tuple[SymbolicDim, ...]:
-        """The dims that plans are made for: `dims`, then that of the rows which are computed."""
+        """The dims that plans are made for: `dims`, then those of sizes that follow from data."""
         packing = self._captured.packing
+        counted = [SymbolicDim(dim.name, 0) for dim in self._captured.counted]
         if packing is None:
-            return self.dims
+            return (*self.dims, *counted)
         by_name = {dim.name: dim for dim in self.dims}
         bounds = [by_name[name].last for name in (packing.batch, packing.length)]
         most = None if None in bounds else math.prod(bound or 0 for bound in bounds)
-        return (*self.dims, SymbolicDim(packing.tokens, 1, most))
+        return (*self.dims, SymbolicDim(packing.tokens, 1, most), *counted)
 
     def complete_sizes(self, dims: Mapping[str, int]) -> dict[str, int]:
-        """Check sizes; add the number of rows that are computed: where it is not told, all.
+        """Check sizes; add those that follow from data, by what they can be at most.
+
+        The number of rows that are computed may be told.
 
         Raises `ShapeRangeError`: a size is missing, unknown or outside its range.
         """
         packing = self._captured.packing
         if packing is None:
             self._check_dims(dims)
-            return dict(dims)
+            return self._with_bounds(dims)
         sizes = {name: value for name, value in dims.items() if name != packing.tokens}
         self._check_dims(sizes)
         most = sizes[packing.batch] * sizes[packing.length]
@@ -400,7 +404,14 @@ class CompiledFunction:
                 f"{packing.tokens}={count}; allowed is 0 .. {most} = {packing.batch} * "
                 f"{packing.length}: the positions of the batch that are computed."
             )
-        return {**sizes, packing.tokens: rounded(count, most)}
+        return self._with_bounds({**sizes, packing.tokens: rounded(count, most)})
+
+    def _with_bounds(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Add the dims that the function counts, as large as they can be."""
+        result = dict(sizes)
+        for name, bound in self._bounds:
+            result[name] = int(bound.evaluate(result))
+        return result
 
     def _fits(self, dims: Mapping[str, int], budget: int) -> bool:
         return self._plan_facts(dims, budget).feasible
@@ -418,7 +429,7 @@ class CompiledFunction:
     def _call(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int]) -> list[Any]:
         """Run the program; return the outputs that replace nothing, as torch tensors."""
         arguments = self._arguments
-        self._sizes = values
+        self._sizes = values = self._with_bounds(values) if self._bounds else values
         for place, tensor in zip(self._batch_places, tensors, strict=True):
             arguments[place] = batch_argument(tensor)
         if self._shape_names:
@@ -432,6 +443,9 @@ class CompiledFunction:
                 arguments[place] = None
         if self._rng is not None:
             self._rng.end()
+        if self._bounds:
+            facts = self._session.report()
+            self._sizes = dict(zip(self._session.metadata.dims, facts.dims, strict=True))
         self._forget_result()
         return self._received(outputs)
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 Program = tuple[int, ...]
 
@@ -69,6 +69,8 @@ class KernelEntry:
     # formula of the memory that a library kernel needs beside its arguments, and the programs of
     # its parameters (`workspace.cc`); ("", ()) for others
     workspace: tuple[str, tuple[int, ...]] = ("", ())
+    # the dim whose size is known once the kernel has run, which returns it; -1: none
+    counts: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

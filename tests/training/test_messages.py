@@ -200,7 +200,7 @@ def test_a_bias_before_a_batch_norm_is_no_difference():
 
 def test_a_size_that_depends_on_data_names_the_line_in_a_helper_and_a_way_out():
     def picked(logits, y):
-        return F.cross_entropy(logits[y > 0], y[y > 0])  # the line
+        return F.cross_entropy(logits, y) + logits[: y.max().item()].sum()  # the line
 
     def loss(model, x, y):
         return picked(model(x), y)

@@ -119,6 +119,7 @@ class Extraction:
         table = self.table
         names = [dim.name for dim in table.dims.values()]
         programs = ProgramTable()
+        counts = {k: names.index(name) for name, k in table.counted.items()}
 
         def program(expr: SymbolicExpr) -> int:
             return programs.add(expr.program(names))
@@ -148,8 +149,9 @@ class Extraction:
                     kernel.workspace[0],
                     tuple(program(number) for number in kernel.workspace[1]),
                 ),
+                counts=counts.get(k, -1),
             )
-            for kernel in self.kernels
+            for k, kernel in zip(self.order, self.kernels, strict=True)
         )
         return PlanMetadata(
             function=table.name,

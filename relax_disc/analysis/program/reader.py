@@ -15,6 +15,7 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
+from relax_disc.analysis.program.counted import counted_dims, order_behind_counts
 from relax_disc.analysis.program.table import (
     FunctionTable,
     KernelCall,
@@ -110,6 +111,9 @@ class FunctionReader:
         late_inputs, _ = halves(self.func)
         for param in self.func.params[len(self.func.params) - late_inputs :]:
             self.table.late.add(self.table.views[self._values[param]].buffer)
+        counted = (self.func.attrs or {}).get("relax_disc.counted") or ()
+        self.table.counted = counted_dims(self.table, [str(name) for name in counted])
+        order_behind_counts(self.table)
         for index in (self.func.attrs or {}).get("relax_disc.recomputable") or ():
             self.table.kernels[int(index)].may_rerun = True
         return self.table

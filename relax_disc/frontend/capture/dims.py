@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.dynamic_shapes import _DerivedDim, _tree_map_with_path
 
 from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
+from relax_disc.frontend.capture.counted_sizes import CountedSize
 from relax_disc.frontend.spec import DimSpec
 
 
@@ -31,6 +32,15 @@ class DimTable:
                 "shapes of the batch can be compiled."
             )
         return self.specs[name]
+
+    def with_counted(self, counted: Sequence[CountedSize]) -> DimTable:
+        """Return the table with the sizes that a trace counts."""
+        names = {str(size.symbol): size.name for size in counted}
+        specs = {}
+        for size in counted:
+            upper = None if not isinstance(size.bound, int) else size.bound
+            specs[size.name] = DimSpec(size.name, 0, upper)
+        return DimTable({**self.names, **names}, {**self.specs, **specs})
 
 
 def dim_table(

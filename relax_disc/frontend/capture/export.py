@@ -35,6 +35,7 @@ from relax_disc.errors import (
     UnsupportedOperatorError,
 )
 from relax_disc.frontend.capture.batch_spec import BatchSpec, register_containers, shapes_as_lists
+from relax_disc.frontend.capture.counted_sizes import merge_equal_masks, refuse_other_sizes
 from relax_disc.frontend.capture.custom_functions import CustomCalls, custom_functions
 from relax_disc.frontend.capture.dims import DimTable, declared_dims, dim_table, enlarge
 from relax_disc.frontend.capture.export_mode import ExportMode, no_foreign_randomness
@@ -55,7 +56,7 @@ from relax_disc.frontend.capture.size_branches import (
     places,
     size_branches,
 )
-from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack, source_line
+from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
 
 MODEL = "model"
 """Name of the user's model inside the exported module; stripped from every full name."""
@@ -249,7 +250,8 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
                 if not wrapped.outer.give_up_live_numbers(error):
                     raise
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
-    _refuse_data_dependent_sizes(program)
+    refuse_other_sizes(program)
+    merge_equal_masks(program.graph_module)
     table = dim_table(program, leaves, declared)
     check_assertions(program, table, branches)
     check_derived_dims(program, table, branches, lines)
@@ -403,23 +405,6 @@ def _translate(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
 
 def _contradiction(reason: str, lines: Sequence[SourceLine]) -> ShapeRangeError:
     return ShapeRangeError(f"The model contradicts dynamic_shapes{places(lines)}: {reason}")
-
-
-def _refuse_data_dependent_sizes(program: ExportedProgram) -> None:
-    """Refuse operators whose result's size is known only when they have run."""
-    found = [
-        (str(node.target), str(source_line(node)))
-        for node in program.graph.nodes
-        if node.meta.get("unbacked_bindings")
-    ]
-    if found:
-        listing = "\n".join(f"  {name} at {line}" for name, line in found)
-        raise UnsupportedOperatorError(
-            "Sizes that depend on data cannot be compiled; only sizes that follow from the shapes "
-            f"of the batch can:\n{listing}\nInstead of picking by a mask, weigh by it: "
-            "ignore_index of a loss, or (loss * mask).sum() / mask.sum().",
-            tuple(found),
-        )
 
 
 _ADVICE_OF_TORCH = re.compile(

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError, narrower
+from relax_disc.frontend.capture.counted_sizes import depends_on_data
 from relax_disc.frontend.capture.dims import DimTable
 from relax_disc.frontend.capture.size_branches import SizeBranches, general, places
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
@@ -63,7 +64,10 @@ def check_assertions(program: ExportedProgram, dims: DimTable, branches: SizeBra
             continue
         value = getattr(node.args[0], "meta", {}).get("val")
         expr = getattr(getattr(value, "node", None), "expr", None)
-        if isinstance(expr, sympy.Basic) and expr.free_symbols and branches.decides(expr):
+        if not isinstance(expr, sympy.Basic) or not expr.free_symbols:
+            continue
+        # What is relied on of sizes that depend on data is known in the trace, where masks are one.
+        if not depends_on_data(value) and branches.decides(expr):
             _check(branches.required(expr), dims, source_line(node))
 
 

@@ -29,12 +29,19 @@ from torch._subclasses.functional_tensor import (
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
 from relax_disc.frontend.capture.arguments import Argument, list_arguments
+from relax_disc.frontend.capture.counted_sizes import (
+    CountedSize,
+    CountedSizes,
+    find_counted,
+    general_ways,
+)
 from relax_disc.frontend.capture.custom_functions import CustomCalls
 from relax_disc.frontend.capture.decompositions import (
     RULES,
@@ -66,7 +73,8 @@ class Traced:
     The list holds the loss, the extra outputs, the new values of ``buffers`` (and of other tensors
     that are written) and the gradients of ``gradients``, in this order; the last two are indices
     into ``arguments``.  ``extras`` is ``nested`` in a tuple if outputs of a forward pass stand
-    beside new values.  The last ``late`` arguments are gradients of outputs.
+    beside new values.  The last ``late`` arguments are gradients of outputs.  The graph finds the
+    sizes ``counted`` in its own tensors.
     """
 
     graph: fx.GraphModule
@@ -77,6 +85,7 @@ class Traced:
     gradients: tuple[int, ...]
     nested: bool = False
     late: int = 0
+    counted: tuple[CountedSize, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +114,17 @@ class _StepInterpreter(fx.Interpreter):
     """Runs an exported graph, keeps some operators whole and enters nested graphs."""
 
     def __init__(
-        self, graph: fx.GraphModule, randomness: Randomness, custom_calls: CustomCalls
+        self,
+        graph: fx.GraphModule,
+        randomness: Randomness,
+        counted: CountedSizes,
+        custom_calls: CustomCalls,
     ) -> None:
         super().__init__(graph, garbage_collect_values=False)
         self._custom_calls = custom_calls
         self._randomness = randomness
-        self._random_rules = randomness.rules()
+        self._counted = counted
+        self._own_rules = {**randomness.rules(), **counted.rules()}
 
     def run_node(self, n: fx.Node) -> Any:
         if getattr(n.target, "__name__", "") == "wrap_with_autocast" and torch.is_grad_enabled():
@@ -144,7 +158,7 @@ class _StepInterpreter(fx.Interpreter):
             args, kwargs = under_autocast(target, args, kwargs)
         if target is torch.ops.aten._assert_tensor_metadata.default:  # held when it was exported
             return None
-        rule = RULES.get(target) or self._random_rules.get(target)
+        rule = RULES.get(target) or self._own_rules.get(target)
         if rule is not None and (result := rule(*args, **kwargs)) is not None:
             return result
         if target is torch.ops.aten.scaled_dot_product_attention.default:
@@ -183,7 +197,8 @@ class _StepInterpreter(fx.Interpreter):
         refuse_autocast(dtype, str(next((line for line in lines if line.file), source_line(node))))
 
     def _enter(self, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
-        return _StepInterpreter(graph, self._randomness, self._custom_calls).run(*args)
+        parts = self._randomness, self._counted, self._custom_calls
+        return _StepInterpreter(graph, *parts).run(*args)
 
 
 def trace_step(exported: Exported, model: nn.Module) -> Traced:
@@ -256,7 +271,9 @@ def _trace(
         late = values[count + 1 :]
         with torch.set_grad_enabled(with_gradients):
             randomness = Randomness(values[count])
-            interpreter = _StepInterpreter(module, randomness, exported.custom_calls)
+            interpreter = _StepInterpreter(
+                module, randomness, CountedSizes(), exported.custom_calls
+            )
             produced = interpreter.run(*feed)
         found = [produced[index] for index in users]
         found, assigned = (
@@ -293,18 +310,24 @@ def _trace(
             fakes.append(torch.empty_like(made.meta["val"], memory_format=torch.contiguous_format))
             arguments = (*arguments, Argument(f"gradient_{k}", "output_gradient", k, None))
     watch = GuardWatch(fakes)
-    graph = _make_graph(step, fakes, mutates)
+    # Functions of the user's own would be told what they ask, too.
+    answers = contextlib.nullcontext if exported.custom_calls else general_ways
+    with answers():
+        graph = _make_graph(step, fakes, mutates)
     if not mutates and _mutates(graph):  # a decomposition wrote in place
         buffers = writable
-        graph = _make_graph(step, fakes, functionalize=True)
+        with answers():
+            graph = _make_graph(step, fakes, functionalize=True)
     watch.check(exported.dims)
+    counted = find_counted(graph, tuple(exported.dims.specs))
     _refuse_foreign_tensors(graph, exported.outer)
     check_where_computed(graph)
     graph.graph.eliminate_dead_code()
     kept = [i for i, there in zip(trained, outputs["grads"], strict=True) if there]
     extra_count = len(users) - 1 - len(reassigned)
     traced = _drop_unchanged(graph, arguments, extra_count, buffers, tuple(kept), program)
-    return replace(traced, nested=bool(reassigned), late=len(arguments) - count - 1)
+    late = len(arguments) - count - 1
+    return replace(traced, nested=bool(reassigned), late=late, counted=counted)
 
 
 def _is_trained(argument: Argument, halves: Halves | None) -> bool:
@@ -412,6 +435,12 @@ def _gradients(
             f"The gradient of the model needs {error.func}, whose results PyTorch cannot describe "
             "without running it; detach what goes into it.",
             ((str(error.func), "the gradient"),),
+        ) from error
+    except GuardOnDataDependentSymNode as error:
+        raise UnsupportedOperatorError(
+            f"PyTorch cannot trace the gradient of the model: it asks whether {error.cond} of a "
+            "size that depends on data. Weigh by a mask instead of picking by it.",
+            (("a size that depends on data", "the gradient"),),
         ) from error
     except RuntimeError as error:
         found = _WITHOUT_GRADIENT.search(str(error))

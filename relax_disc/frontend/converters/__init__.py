@@ -2,6 +2,7 @@
 
 from relax_disc.frontend.converters import (  # noqa: F401
     convolution,
+    counted,
     creation,
     cumulation,
     elementwise,

@@ -23,8 +23,12 @@ many of its last results need those) becomes two, planned as one::
 
 Between the calls the frame holds the arena; dropping it gives that back.
 
-Limits: functions with control flow or with shapes known only while they run are left as they are,
-for the stock passes.
+A dim that the function counts itself (attribute ``relax_disc.counted``) is entered with its bound,
+for which the arena is planned; the kernel that counts it returns its size, and views that are made
+of it get that size where they are.
+
+Limits: functions with control flow or with other shapes known only while they run are left as they
+are, for the stock passes.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from relax_disc.analysis.program.extraction import Extraction, extract, machine_
 from relax_disc.analysis.program.reader import halves
 from relax_disc.analysis.program.table import NotPlannableError, leaves
 from relax_disc.analysis.symbolic.from_tirx import to_tirx
+from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.transform.functions import copy_module, program_functions
 
 _logger = logging.getLogger(__name__)
@@ -79,6 +84,10 @@ class PlanArena:
             try:
                 extraction = extract(mod, name)
             except NotPlannableError as reason:
+                if "relax_disc.counted" in (mod[variable].attrs or {}):  # others cannot lower it
+                    raise UnsupportedOperatorError(
+                        f"Sizes that depend on data cannot be used so: {reason}."
+                    ) from reason
                 _logger.info("%s is lowered without an arena: %s", name, reason)
                 continue
             _Lowering(result, variable, extraction).lower()
@@ -205,7 +214,7 @@ class _Lowering:
                 continue
             kind = self._view_type(view)
             arguments = [frame, relax.prim_value(index)]
-            kind = _unsized(kind) if halved else kind
+            kind = _unsized(kind) if halved or self._is_counted(view) else kind
             outputs[view] = self._call("output", "relax_disc.output", arguments, kind)
         if leave:
             self._call("_", "relax_disc.leave", [frame], _NOTHING)
@@ -234,6 +243,12 @@ class _Lowering:
         entry = self._extraction.table.views[view]
         names = {dim.name: var for var, dim in self._extraction.table.dims.items()}
         return relax.TensorType([to_tirx(extent, names) for extent in entry.shape], entry.dtype)
+
+    def _is_counted(self, view: int) -> bool:
+        """Whether a tensor's shape is known only when the function has run."""
+        shape = self._extraction.table.views[view].shape
+        counted = self._extraction.table.counted
+        return any(dim.name in counted for extent in shape for dim in extent.free_dims)
 
     def _call(self, name: str, function: str, args: list[Any], kind: Any) -> relax.Var:
         return self._bind(name, relax.Call(_extern(function), args, ty_args=[kind]), kind)

@@ -61,7 +61,7 @@ struct Head {
       std::memset(operands.grad_bias, 0, sizeof(float) * classes);
     }
     // Equal chunks: a last one of few rows would read the weight for little.
-    const int64_t chunks = (wanted + room - 1) / room;
+    const int64_t chunks = wanted == 0 ? 0 : (wanted + room - 1) / room;
     for (int64_t i = 0; i < chunks; ++i) {
       auto [first, last] = Share(wanted, kRowUnit, chunks, i);
       HeadChunk(operands, rows + first, last - first, workspace.data, scratch)

@@ -1,5 +1,7 @@
 #include "runtime/binding.h"
 
+#include <tvm/ffi/error.h>
+
 #include <algorithm>
 
 namespace relax_disc {
@@ -164,17 +166,41 @@ void Binding::Fill(const PlanPtr& plan, const MemoryBlock& arena) {
     // A tensor that no kernel of the plan makes has no version; nothing looks at it.
     const int64_t offset =
         placed.version >= 0 ? plan->arena.versions[placed.version].offset : 0;
-    SetShape(placed.tensor, placed.first_extent, values);
     DLTensor* tensor = Fields(placed.tensor);
     tensor->data = arena.base() + offset;
     tensor->device = arena.device();
-    placed.end = offset + RoundUp(values[placed.bytes], metadata_.machine.alignment);
+    placed.offset = offset;
+  }
+  plan_ = plan;
+  base_ = arena.base();
+  is_resized_ = false;
+  SetSizes(values);
+}
+
+void Binding::Resize(const std::vector<int64_t>& values) {
+  for (const ArenaView& placed : arena_views_) {
+    if (values[placed.bytes] > plan_->values[placed.bytes]) {
+      TVM_FFI_THROW(InternalError) << metadata_.function << ": a tensor of " << values[placed.bytes]
+                                   << " bytes was planned with " << plan_->values[placed.bytes];
+    }
+  }
+  is_resized_ = true;
+  SetSizes(values);
+}
+
+void Binding::SetSizes(const std::vector<int64_t>& values) {
+  const size_t count = arena_views_.size();
+  for (size_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) Prefetch(arena_views_[i + kAhead].tensor);
+    ArenaView& placed = arena_views_[i];
+    SetShape(placed.tensor, placed.first_extent, values);
+    placed.end = placed.offset + RoundUp(values[placed.bytes], metadata_.machine.alignment);
   }
   for (Step& step : steps_) {
     step.arena_end = 0;
     if (step.workspace < 0) continue;
-    step.workspace_offset = plan->arena.versions[step.workspace].offset;
-    step.arena_end = step.workspace_offset + plan->workspaces[step.kernel];
+    step.workspace_offset = plan_->arena.versions[step.workspace].offset;
+    step.arena_end = step.workspace_offset + plan_->workspaces[step.kernel];
   }
   for (const auto& [step, entry] : arena_uses_) {
     steps_[step].arena_end = std::max(steps_[step].arena_end, arena_views_[entry].end);
@@ -187,8 +213,6 @@ void Binding::Fill(const PlanPtr& plan, const MemoryBlock& arena) {
   for (std::vector<OwnView>* list : {&given_views_, &escaping_views_}) {
     for (OwnView& own : *list) SetShape(own.tensor, own.first_extent, values);
   }
-  plan_ = plan;
-  base_ = arena.base();
 }
 
 void Binding::Pass(const std::vector<ffi::Tensor>& given,
@@ -214,14 +238,15 @@ void Binding::Pass(const std::vector<ffi::Tensor>& given,
 }
 
 ffi::Tensor Binding::Output(int64_t i, const std::vector<ffi::Tensor>& given,
-                            const std::vector<ffi::Tensor>& escaping) const {
+                            const std::vector<ffi::Tensor>& escaping,
+                            const std::vector<int64_t>& values) const {
   const int32_t view = metadata_.outputs.at(i);
   const ViewEntry& entry = metadata_.views[view];
   const bool escapes = metadata_.tensors[entry.tensor].storage == Storage::kEscaping;
   const OwnView& own = (escapes ? escaping_views_ : given_views_)[own_entry_[view]];
   const ffi::Tensor& owner = (escapes ? escaping : given)[own.owner];
   if (SameShape(owner, own.tensor)) return owner;
-  return ViewOfTensor(owner, ShapeAt(entry.shape, plan_->values), entry.dtype);
+  return ViewOfTensor(owner, ShapeAt(entry.shape, values), entry.dtype);
 }
 
 }  // namespace relax_disc

@@ -42,9 +42,16 @@ class Binding {
   /*! \brief Whether a plan runs the same kernels over the same lives of tensors. */
   bool Serves(const Plan& plan) const;
   /*! \brief Whether it is filled in for this plan and place. */
-  bool Holds(const PlanPtr& plan, const char* base) const { return plan_ == plan && base_ == base; }
+  bool Holds(const PlanPtr& plan, const char* base) const {
+    return plan_ == plan && base_ == base && !is_resized_;
+  }
   /*! \brief Take sizes and offsets from a plan that it serves, for an arena. */
   void Fill(const PlanPtr& plan, const MemoryBlock& arena);
+  /*!
+   * \brief Take other sizes, none larger than the plan's; every tensor stays at its offset.
+   * \param values Of the metadata's programs.
+   */
+  void Resize(const std::vector<int64_t>& values);
 
   /*! \brief Put in what one call gets and returns; both must live until it ends. */
   void Pass(const std::vector<tvm::ffi::Tensor>& given,
@@ -53,7 +60,8 @@ class Binding {
   const std::vector<int32_t>& escaping() const { return escaping_; }
   /*! \brief A tensor of the flat result, which owns its memory. */
   tvm::ffi::Tensor Output(int64_t i, const std::vector<tvm::ffi::Tensor>& given,
-                          const std::vector<tvm::ffi::Tensor>& escaping) const;
+                          const std::vector<tvm::ffi::Tensor>& escaping,
+                          const std::vector<int64_t>& values) const;
 
   /*! \brief Executions in order, and one more at the end, empty. */
   const std::vector<Step>& steps() const { return steps_; }
@@ -67,7 +75,7 @@ class Binding {
     int32_t version, bytes;  // `bytes`: program of the tensor's size
     int32_t first_extent;    // in extents_
     tvm::ffi::Tensor tensor;
-    int64_t end = 0;
+    int64_t offset = 0, end = 0;
   };
   /*! \brief A view of a given or escaping tensor. */
   struct OwnView {
@@ -86,6 +94,7 @@ class Binding {
   void AddView(int32_t view);
   void AddArgument(const Argument& argument);
   int32_t OwnIndex(int32_t view);
+  void SetSizes(const std::vector<int64_t>& values);
   int32_t Next() const { return static_cast<int32_t>(values_.size()); }
 
   const Metadata& metadata_;
@@ -108,6 +117,7 @@ class Binding {
 
   PlanPtr plan_;
   char* base_ = nullptr;
+  bool is_resized_ = false;
 };
 
 }  // namespace relax_disc

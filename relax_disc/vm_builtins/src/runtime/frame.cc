@@ -67,7 +67,7 @@ void Frame::Request(int32_t position, bool is_read) {
     const Transfer& transfer = arena.transfers[requests_.size()];
     if (transfer.start != position || transfer.is_read != is_read) break;
     const Version& version = arena.versions[transfer.version];
-    const int64_t bytes = plan_->values[metadata.tensors[version.tensor].bytes];
+    const int64_t bytes = Values()[metadata.tensors[version.tensor].bytes];
     char* memory = arena_->base() + version.offset;
     if (is_read) {
       const int64_t end = version.offset + RoundUp(bytes, metadata.machine.alignment);
@@ -148,18 +148,34 @@ void Frame::Call(const Step& step, const Step& next) {
   LentWorkspace lent(arena_->base() + step.workspace_offset, plan_->workspaces[step.kernel]);
   const ffi::Function& function = session_->functions_[step.kernel];
   ffi::PackedArgs arguments(values + step.first_argument, next.first_copy - step.first_argument);
-  ffi::Any ignored;
+  ffi::Any result;
   if (mode_ != Mode::kProfile) {
-    function.CallPacked(arguments, &ignored);
+    function.CallPacked(arguments, &result);
+    if (kernel.counts >= 0) Count(kernel.counts, result.cast<int64_t>());
     return;
   }
   auto start = std::chrono::steady_clock::now();
-  function.CallPacked(arguments, &ignored);
+  function.CallPacked(arguments, &result);
+  if (kernel.counts >= 0) Count(kernel.counts, result.cast<int64_t>());
   auto end = std::chrono::steady_clock::now();
   std::lock_guard<std::mutex> lock(session_->mutex_);
   session_->kernel_ns_[step.kernel] +=
       std::chrono::duration_cast<std::chrono::nanoseconds>(end - start).count();
   ++session_->kernel_runs_[step.kernel];
+}
+
+// A dim that was entered with its bound gets its size, and with it whatever is made of it.
+void Frame::Count(int32_t dim, int64_t count) {
+  const Metadata& metadata = session_->metadata();
+  if (count == dims_[dim]) return;
+  if (count < 0 || count > plan_->dims[dim]) {
+    TVM_FFI_THROW(InternalError) << metadata.function << ": " << metadata.dims[dim] << " is "
+                                 << count << ", beyond its bound of " << plan_->dims[dim];
+  }
+  dims_[dim] = count;
+  counted_ = metadata.Evaluate(dims_);
+  binding_->Resize(counted_);
+  binding_->Pass(given_, escaping_);
 }
 
 void Frame::Supply(int64_t i, const ffi::Tensor& tensor) {
@@ -170,7 +186,9 @@ void Frame::Supply(int64_t i, const ffi::Tensor& tensor) {
   binding_->Pass(given_, escaping_);
 }
 
-ffi::Tensor Frame::Output(int64_t i) const { return Bound().Output(i, given_, escaping_); }
+ffi::Tensor Frame::Output(int64_t i) const {
+  return Bound().Output(i, given_, escaping_, Values());
+}
 
 const Binding& Frame::Bound() const {
   if (binding_ == nullptr) {
@@ -182,7 +200,7 @@ const Binding& Frame::Bound() const {
 void Frame::Leave() {
   if (transfers_ != nullptr) MoveBefore(position_);
   EndTransfers();
-  report_.dims = plan_->dims;
+  report_.dims = dims_;
   report_.budget_bytes = plan_->budget_bytes;
   report_.planned_peak_bytes = plan_->peak_bytes();
   report_.arena_bytes = arena_peak_;

@@ -17,7 +17,7 @@ namespace json = tvm::ffi::json;
 
 namespace {
 
-constexpr int64_t kVersion = 3;
+constexpr int64_t kVersion = 4;
 
 ffi::Any Field(const json::Object& object, const char* name) {
   auto found = object.find(ffi::String(name));
@@ -68,6 +68,7 @@ KernelEntry ParseKernel(const ffi::Any& value) {
   result.flops = static_cast<int32_t>(Field(object, "flops").cast<int64_t>());
   result.moved_bytes = static_cast<int32_t>(Field(object, "moved_bytes").cast<int64_t>());
   result.recomputable = Field(object, "recomputable").cast<bool>();
+  result.counts = static_cast<int32_t>(Field(object, "counts").cast<int64_t>());
   List workspace = ListOf(Field(object, "workspace"));
   result.workspace = std::string(workspace[0].cast<ffi::String>());
   result.workspace_numbers = Integers(workspace[1]);

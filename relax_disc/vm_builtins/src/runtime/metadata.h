@@ -59,6 +59,7 @@ struct KernelEntry {
   std::string workspace;                   // formula of `WorkspaceBytes`; empty: none
   std::vector<int32_t> workspace_numbers;  // programs
   bool recomputable = true;
+  int32_t counts = -1;  // the dim whose size the kernel returns; negative: none
   bool overwrites = false;  // whether a given tensor's buffer is written
 };
 

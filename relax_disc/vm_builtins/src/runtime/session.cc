@@ -93,6 +93,7 @@ ffi::ObjectPtr<Frame> Session::Enter(const std::vector<int64_t>& dims,
       if (tensor.defined() && tensor.device().device_type != kDLCPU) device_ = tensor.device();
     }
     frame->plan_ = plan;
+    frame->dims_ = plan->dims;
     frame->tier_ = tier_;
     frame->mode_ = mode_;
     frame->report_.cache_hit = hit;

@@ -175,6 +175,9 @@ class Frame : public tvm::ffi::Object {
   void Bind();
   const Binding& Bound() const;
   void Execute(const Step& step, const Step& next);
+  void Count(int32_t dim, int64_t count);
+  /*! \brief Of the metadata's programs, for the sizes as far as they are known. */
+  const std::vector<int64_t>& Values() const { return counted_.empty() ? plan_->values : counted_; }
   void Call(const Step& step, const Step& next);
   void BeginTransfers();
   void Request(int32_t position, bool is_read);
@@ -195,6 +198,7 @@ class Frame : public tvm::ffi::Object {
   std::vector<int32_t> waits_;           // transfers by the position that they must be done before
   size_t next_wait_ = 0;
   std::vector<tvm::ffi::Tensor> given_, escaping_;
+  std::vector<int64_t> dims_, counted_;  // counted_: values, once a dim has been counted
   int32_t position_ = 0;
   int64_t arena_peak_ = 0, escaping_bytes_ = 0, resident_bytes_ = 0;
   Report report_;

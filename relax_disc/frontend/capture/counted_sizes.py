@@ -1,0 +1,320 @@
+"""Sizes that only the data tell: how many elements a mask selects, how many values are distinct.
+
+Each becomes a dim that is *counted*: a kernel finds its size in the middle of the step, and it has
+an upper bound that follows from the dims of the batch, the number of elements that were looked at.
+Whatever picks by a mask is written as the positions of the mask's true elements, of which there is
+one tensor for each mask, and reads at positions, whose gradients PyTorch knows.
+
+Limits: other operators with such sizes, and models that rely on more than the bound, are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    free_unbacked_symbols,
+)
+
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.capture.source_lines import source_line
+
+_ATEN = torch.ops.aten
+
+_COUNTING = {
+    _ATEN.index.Tensor,
+    _ATEN.masked_select.default,
+    _ATEN.nonzero.default,
+    _ATEN.where.default,
+    _ATEN._unique2.default,
+}
+"""Operators of an exported graph whose results may have a size of their own."""
+
+_NAMES = {_ATEN.nonzero.default: "selected", _ATEN._unique2.default: "distinct"}
+"""Operators of a traced graph that count, and what their dims are called."""
+
+_ADVICE = (
+    "Instead of picking by data, weigh by them: ignore_index of a loss, torch.where, or "
+    "(loss * mask).sum() / mask.sum()."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedSize:
+    """A symbol of a traced graph that an operator counts."""
+
+    node: fx.Node  # the operator
+    symbol: sympy.Symbol
+    name: str  # of its dim
+    bound: Any  # the most it can be: a `torch.SymInt` or an integer
+
+
+def refuse_other_sizes(program: ExportedProgram) -> None:
+    """Refuse operators whose result's size depends on data in a way that has no bound here.
+
+    Raises `UnsupportedOperatorError`: names them and their lines.
+    """
+    found = [
+        (str(node.target), str(source_line(node)))
+        for node in program.graph.nodes
+        if node.meta.get("unbacked_bindings") and node.target not in _COUNTING
+    ]
+    if found:
+        raise _refusal(found)
+    _refuse_extremes_of_nothing(program)
+
+
+_NEEDS_ONE = ("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "mode")
+
+
+def _refuse_extremes_of_nothing(program: ExportedProgram) -> None:
+    """Refuse the greatest of as many elements as the data say: PyTorch raises where it is none."""
+    for node in program.graph.nodes:
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet is None or packet.__name__ not in _NEEDS_ONE or node.op != "call_function":
+            continue
+        x = getattr(node.args[0], "meta", {}).get("val")
+        others = [a for a in node.args[1:] if isinstance(a, fx.Node)]
+        if not isinstance(x, Tensor) or others:  # an elementwise maximum
+            continue
+        axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        axes = [axes] if isinstance(axes, int) else axes or range(x.dim())
+        if any(depends_on_data(x.shape[axis]) for axis in axes):
+            line = str(source_line(node))
+            raise UnsupportedOperatorError(
+                f"{line}: {node.target} over what a mask selects has no value where that is "
+                "nothing, and a compiled step cannot raise in its middle. Use torch.where to put "
+                "the least value in the place of what is not selected.",
+                ((str(node.target), line),),
+            )
+
+
+@contextlib.contextmanager
+def general_ways() -> Iterator[None]:
+    """Let PyTorch's own questions whether a counted size equals another go unanswered: "no".
+
+    It asks for layouts and broadcasts; the way of unequal sizes is right for equal ones too.
+    """
+    before = ShapeEnv.evaluate_sym_node
+
+    def answered(self: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return before(self, node, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            if isinstance(node.expr, sympy.Eq | sympy.Ne):
+                return isinstance(node.expr, sympy.Ne)
+            raise
+
+    with patch.object(ShapeEnv, "evaluate_sym_node", answered):
+        yield
+
+
+def _refusal(found: Sequence[tuple[str, str]]) -> UnsupportedOperatorError:
+    listing = "\n".join(f"  {name} at {line}" for name, line in found)
+    return UnsupportedOperatorError(
+        "Sizes that depend on data can be compiled where a mask, nonzero or unique makes them; "
+        f"these cannot:\n{listing}\n{_ADVICE}",
+        tuple(found),
+    )
+
+
+def merge_equal_masks(graph: fx.GraphModule) -> None:
+    """Let equal computations be one where sizes depend on them, in place.
+
+    ``logits[labels >= 0]`` and ``labels[labels >= 0]`` have one size only if it is one mask.
+    """
+    nodes = list(graph.graph.nodes)
+    if any(_is_impure(node) for node in nodes):
+        return
+    wanted = {source for node in nodes if _counts(node) for source in node.all_input_nodes}
+    for node in reversed(nodes):
+        if node in wanted:
+            wanted.update(node.all_input_nodes)
+    known: dict[Any, fx.Node] = {}
+    for node in nodes:
+        if node.op != "call_function" or node not in wanted:
+            continue
+        key = (str(node.target), str(node.args), str(node.kwargs))
+        first = known.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _counts(node: fx.Node) -> bool:
+    return node.target in _COUNTING and bool(node.meta.get("unbacked_bindings"))
+
+
+def _is_impure(node: fx.Node) -> bool:
+    """Whether a second call may give something else, or change what others read."""
+    if node.op != "call_function":
+        return False
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:  # arithmetic on sizes, members of tuples; or a nested graph
+        return isinstance(node.target, torch._ops.HigherOrderOperator)
+    seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return schema.is_mutable or seeded
+
+
+class CountedSizes:
+    """The operators of one traced function that pick by a mask: each mask is counted once."""
+
+    def __init__(self) -> None:
+        self._positions: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def rules(self) -> dict[Any, Callable[..., Any]]:
+        """Return rules as :mod:`.decompositions` has them."""
+        return {
+            _ATEN.index.Tensor: self._index,
+            _ATEN.index_put.default: functools.partial(self._put, _ATEN.index_put.default),
+            _ATEN.index_put_.default: functools.partial(self._put, _ATEN.index_put_.default),
+            _ATEN.masked_select.default: self._masked_select,
+            _ATEN.nonzero.default: self._nonzero,
+            _ATEN.where.default: self._where,
+        }
+
+    def _flat_positions(self, mask: Tensor) -> Tensor:
+        """Positions of the true elements of a mask, among all of them in order."""
+        if id(mask) not in self._positions:
+            flat = (mask if mask.dtype == torch.bool else mask != 0).flatten()
+            self._positions[id(mask)] = mask, _ATEN.nonzero.default(flat).squeeze(1)
+        return self._positions[id(mask)][1]
+
+    def _columns(self, mask: Tensor) -> list[Tensor]:
+        """Positions of the true elements along each axis of a mask."""
+        places, columns = self._flat_positions(mask), []
+        for axis in range(mask.dim() - 1, 0, -1):
+            columns.insert(0, places.remainder(mask.shape[axis]))
+            places = places.div(mask.shape[axis], rounding_mode="floor")
+        return [places, *columns]
+
+    def _index(self, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
+        masks = [(axis, i) for axis, i in enumerate(indices) if i is not None]
+        if not any(_is_mask(i) for _, i in masks):
+            return None
+        if len(masks) == 1:
+            ((axis, mask),) = masks
+            return _merged(x, axis, mask.dim()).index_select(axis, self._flat_positions(mask))
+        return _ATEN.index.Tensor(x, self._as_positions(indices))
+
+    def _as_positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        positions: list[Tensor | None] = []
+        for index in indices:
+            if index is not None and _is_mask(index):
+                positions += self._columns(index)
+            else:
+                positions.append(index)
+        return positions
+
+    def _put(
+        self,
+        operator: Any,
+        x: Tensor,
+        indices: Sequence[Tensor | None],
+        values: Tensor,
+        accumulate: bool = False,
+    ) -> Tensor | None:
+        """Write rows where a mask is true; one value for all is a choice by the mask."""
+        if not any(i is not None and _is_mask(i) for i in indices):
+            return None
+        if all(isinstance(n, int) and n == 1 for n in values.shape):
+            return None
+        return operator(x, self._as_positions(indices), values, accumulate)
+
+    def _masked_select(self, x: Tensor, mask: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(x.shape, mask.shape)
+        if tuple(map(str, shape)) != tuple(map(str, mask.shape)):
+            mask = mask.expand(shape)
+        return x.expand(shape).flatten().index_select(0, self._flat_positions(mask))
+
+    def _nonzero(self, x: Tensor) -> Tensor | None:
+        return torch.stack(self._columns(x), 1) if x.dim() else None
+
+    def _where(self, condition: Tensor) -> list[Tensor] | None:
+        return self._columns(condition) if condition.dim() else None
+
+
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
+
+
+def _merged(x: Tensor, axis: int, count: int) -> Tensor:
+    return x if count == 1 else x.flatten(axis, axis + count - 1)
+
+
+def find_counted(graph: fx.GraphModule, taken: Sequence[str]) -> tuple[CountedSize, ...]:
+    """Find the sizes that a traced graph counts, in the order in which it does.
+
+    ``taken``: names that the dims must not have.
+
+    Raises `UnsupportedOperatorError`: an operator makes a size that has no bound here, or the
+    trace relies on more than the bound.
+    """
+    found = list(_find(graph, set(taken)))
+    symbols = {size.symbol for size in found}
+    env = next((_env_of(size.bound) for size in found if _env_of(size.bound)), None)
+    for symbol in symbols if env is not None else ():
+        for condition in env.deferred_runtime_asserts.get(symbol, ()):
+            names = {size.symbol: sympy.Symbol(size.name) for size in found}
+            text = condition.expr.xreplace(names)
+            raise UnsupportedOperatorError(
+                f"The model relies on {text}, where {', '.join(map(str, names.values()))} depends "
+                f"on data, so that it cannot be known when a step is called. {_ADVICE}",
+                ((str(text), "the model"),),
+            )
+    return tuple(found)
+
+
+def _env_of(size: Any) -> Any:
+    return size.node.shape_env if isinstance(size, torch.SymInt) else None
+
+
+def _find(graph: fx.GraphModule, taken: set[str]) -> Iterator[CountedSize]:
+    for node in graph.graph.nodes:
+        bindings = node.meta.get("unbacked_bindings")
+        if not bindings:
+            continue
+        base = _NAMES.get(node.target)
+        if base is None or len(bindings) != 1:
+            raise _refusal([(str(node.target), str(source_line(node)))])
+        ((symbol, _),) = bindings.items()
+        name = next(
+            name
+            for k in range(1, len(taken) + 2)
+            if (name := base if k == 1 else f"{base}_{k}") not in taken
+        )
+        taken.add(name)
+        source: Any = node.args[0]
+        bound = source.meta["val"].numel()
+        yield CountedSize(node, symbol, name, bound)
+
+
+def reaches_results(node: fx.Node) -> bool:
+    """Whether the tensors that an operator counts are read, not the number alone."""
+    waiting, seen = [node], {node}
+    while waiting:
+        for user in waiting.pop().users:
+            value = user.meta.get("val")
+            if user.op == "output":
+                return True
+            if isinstance(value, Tensor) and user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return False
+
+
+def depends_on_data(value: Any) -> bool:
+    """Whether a size, or a condition on sizes, holds a symbol that only data tell."""
+    return bool(free_unbacked_symbols(value))

@@ -1,0 +1,263 @@
+"""Sizes that only the data tell: masks, nonzero, unique; one build, many counts, as PyTorch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from relax_disc import TrainingStep, compile, verify
+from relax_disc.errors import UnsupportedOperatorError
+
+_WORDS = 11
+_DIMS = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", max=128)}
+_SHAPES = [(3, 5), (1, 1), (6, 33), (5, 1), (2, 9)]
+
+
+class _Model(nn.Module):
+    def __init__(self, width=8, layers=0):
+        super().__init__()
+        self.table = nn.Embedding(_WORDS, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, _WORDS)
+
+    def forward(self, ids):
+        return self.head(self.table(ids))
+
+
+def _batch(batch, length, selected="some", seed=0):
+    """Make ids and labels; of the labels none, one, some or all are 0 or more."""
+    made = torch.Generator().manual_seed(seed)
+    ids, labels = (torch.randint(0, _WORDS, (batch, length), generator=made) for _ in range(2))
+    chosen = torch.rand(batch, length, generator=made) < 0.6
+    if selected == "one":
+        chosen = torch.arange(batch * length).reshape(batch, length) == batch * length - 1
+    elif selected != "some":
+        chosen = torch.full_like(chosen, selected == "all")
+    return ids, labels.masked_fill(~chosen, -1)
+
+
+def _compiled(loss_fn, model=None, **options):
+    torch.manual_seed(0)
+    model = _Model().double() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    shapes = (_DIMS, _DIMS)
+    return compile(
+        model, optimizer, _batch(3, 5), dynamic_shapes=shapes, loss_fn=loss_fn, **options
+    )
+
+
+def _eager(step, loss_fn, batch):
+    """Take PyTorch's step on copies; return the loss and the parameters."""
+    model, optimizer = copy.deepcopy((step.model, step.optimizer))
+    optimizer.zero_grad()
+    loss = loss_fn(model, *batch)
+    loss.backward()
+    optimizer.step()
+    return loss.detach(), [p.detach() for p in model.parameters()]
+
+
+def _check(step, loss_fn, batch):
+    expected, parameters = _eager(step, loss_fn, batch)
+    loss = step(*batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-12, equal_nan=True)
+    for mine, theirs in zip(step.model.parameters(), parameters, strict=True):
+        torch.testing.assert_close(mine.detach(), theirs, rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
+def cross_entropy(model, ids, labels):
+    mask = labels >= 0
+    return F.cross_entropy(model(ids)[mask], labels[mask])
+
+
+def equal_masks(model, ids, labels):
+    return F.cross_entropy(model(ids)[labels >= 0], labels[labels >= 0])
+
+
+def rows_before_the_head(model, ids, labels):
+    mask = labels >= 0
+    return F.cross_entropy(model.head(model.table(ids)[mask]), labels[mask], reduction="sum")
+
+
+def positive(model, ids, labels):
+    x = model(ids)
+    return (x[x > 0] ** 2).mean() + torch.masked_select(x, labels[..., None] >= 0).sum()
+
+
+def squared_error(model, ids, labels):
+    x, mask = model(ids), labels >= 0
+    return F.mse_loss(x[mask], (ids * 0.1).unsqueeze(-1).expand_as(x)[mask].double())
+
+
+def positions(model, ids, labels):
+    chosen = (labels.flatten() >= 0).nonzero().squeeze(1)
+    b, t = torch.where(labels >= 0)
+    pairs = (labels < 0).nonzero()
+    x = model(ids)
+    return (
+        x.flatten(0, 1).index_select(0, chosen).square().sum()
+        + x[b, t].cos().sum()
+        + x[pairs[:, 0], pairs[:, 1]].sin().sum()
+    )
+
+
+def distinct(model, ids, labels):
+    words, where, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    x = model(words)
+    return x[where].square().mean() + (x.mean(1) * counts).sum()
+
+
+def written(model, ids, labels):
+    x, mask = model(ids), labels >= 0
+    y = torch.zeros_like(x)
+    y[mask] = x[mask] * 2
+    return (y * x).sum()
+
+
+def of_what_was_picked(model, ids, labels):
+    x = model(ids)[labels >= 0]
+    y = x[x > 0.1]
+    return (y**2).sum() + y.sum() / max(y.shape[0], 1)
+
+
+def number_alone(model, ids, labels):
+    x = model(ids)
+    return x.square().sum() * (labels >= 0).nonzero().shape[0]
+
+
+def both_parts(model, ids, labels):
+    x = model(ids)
+    a, b = x[labels >= 0], x[labels < 0]
+    return torch.cat([a, b]).cos().sum() + a.square().sum()
+
+
+def attention(model, ids, labels):
+    x = model.table(ids)[labels >= 0]
+    return (torch.softmax(x @ x.T, -1) @ x).square().sum()
+
+
+def sequences(model, ids, labels):
+    x = model.table(ids)[labels[:, 0] >= 0]
+    x = F.scaled_dot_product_attention(*(x.unflatten(-1, (2, 4)).transpose(1, 2),) * 3)
+    return F.layer_norm(x, (4,)).cos().sum()
+
+
+_LOSSES = [
+    *(cross_entropy, equal_masks, rows_before_the_head, positive, squared_error, positions),
+    *(distinct, written, of_what_was_picked, number_alone, both_parts, attention, sequences),
+]
+
+
+@pytest.mark.parametrize("loss_fn", _LOSSES, ids=lambda f: f.__name__)
+def test_a_step_is_pytorchs_at_every_count(loss_fn):
+    step = _compiled(loss_fn)
+    for seed, shape in enumerate(_SHAPES):
+        for selected in ("some", "all", "one", "none"):
+            _check(step, loss_fn, _batch(*shape, selected, seed))
+
+
+def test_the_plan_tells_the_bound_and_the_report_the_count():
+    step = _compiled(cross_entropy)
+    assert step.plan(batch=4, length=7).shape == {"batch": 4, "length": 7, "selected": 28}
+    ids, labels = _batch(4, 7)
+    step(ids, labels)
+    report = step.memory_report()
+    assert report.shape == {"batch": 4, "length": 7, "selected": int((labels >= 0).sum())}
+    assert report.peak_bytes <= report.planned_peak_bytes
+    step(*_batch(4, 7, "all"))
+    assert step.memory_report().peak_bytes == step.plan(batch=4, length=7).peak_bytes
+    assert step.shape_of(ids, labels) == {"batch": 4, "length": 7}
+
+
+def _deep(model, ids, labels):
+    mask = labels >= 0
+    x = model.table(ids)[mask]
+    for layer in model.layers:
+        x = F.gelu(layer(x)) * x.sigmoid()
+    return F.cross_entropy(model.head(x), labels[mask])
+
+
+def test_budgets_change_no_bit_whatever_is_selected():
+    step = _compiled(_deep, _Model(64, 6))
+    plan = step.plan(batch=16, length=64)
+    assert plan.least_bytes < plan.peak_bytes
+    recomputed = 0
+    for selected in ("some", "all", "one", "none"):
+        batch = _batch(16, 64, selected)
+        results = []
+        for budget in (None, (plan.least_bytes + plan.peak_bytes) // 2, plan.least_bytes):
+            step.memory_budget = budget
+            with step.restored():
+                loss = step(*batch)
+                results.append(
+                    [loss.clone(), *(p.detach().clone() for p in step.model.parameters())]
+                )
+            report = step.memory_report()
+            recomputed += report.recomputations
+            assert budget is None or report.peak_bytes <= budget
+        for other in results[1:]:
+            for a, b in zip(results[0], other, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert recomputed > 0
+
+
+def test_sums_of_gradients_a_saved_step_and_verify(tmp_path):
+    step = _compiled(_deep, _Model(32, 1))
+    assert verify(step, [_batch(3, 5), _batch(4, 4, "none"), _batch(2, 3, "one")]).ok
+    model = copy.deepcopy(step.model)
+    _deep(model, *_batch(3, 5)).backward()
+    step(*_batch(3, 5), update=False)
+    for mine, theirs in zip(step.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    step.optimizer.zero_grad()
+    step.save(tmp_path / "step")
+    loaded = TrainingStep.load(tmp_path / "step", step.model, step.optimizer, loss_fn=_deep)
+    loaded(*_batch(2, 2, "all"))
+    assert loaded.memory_report().shape["selected"] == 4
+
+
+def test_what_is_picked_can_be_returned():
+    def with_rows(model, ids, labels):
+        x = model(ids)
+        picked = x[labels >= 0]
+        return picked.square().sum(), picked, picked.shape[0]
+
+    step = _compiled(with_rows)
+    for selected in ("some", "none", "all"):
+        ids, labels = _batch(3, 5, selected)
+        expected = step.model(ids)[labels >= 0].detach()
+        _, (picked, count) = step(ids, labels)
+        torch.testing.assert_close(picked, expected)
+        assert count == len(expected)
+
+
+def _two_masks(model, ids, labels):
+    x = model(ids)
+    return (x[labels >= 0] * x[ids > 3]).sum()
+
+
+def _number(model, ids, labels):
+    return model(ids)[:, : ids.max().item()].sum()
+
+
+def _extreme(model, ids, labels):
+    return model(ids)[labels >= 0].max()
+
+
+def _consecutive(model, ids, labels):
+    return model(torch.unique_consecutive(ids.flatten())).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "words"),
+    [
+        (_two_masks, "selected, selected_2"),
+        (_number, "aten.item.default"),
+        (_extreme, "aten.max.default"),
+        (_consecutive, "aten.unique_consecutive.default"),
+    ],
+)
+def test_other_sizes_are_refused_by_name(loss_fn, words):
+    with pytest.raises(UnsupportedOperatorError, match=words):
+        _compiled(loss_fn)
