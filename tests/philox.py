@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from relax_disc.frontend.random_ops import MANTISSA_BITS, MULTIPLIERS, ROUNDS, WEYL
+from relax_disc.ops.philox import MANTISSA_BITS, MULTIPLIERS, ROUNDS, WEYL
 
 _WORD = 0xFFFFFFFF
 

@@ -16,14 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROUNDS = 10
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)
+from relax_disc.ops.attention import whole_attention
+
 _TINY = 2.0**-25
 """Half of the least step of a number drawn: keeps exponential numbers above 0."""
-MANTISSA_BITS = 24
-"""Of the numbers drawn: every float32 in [0, 1) that is a multiple of 2**-24 is equally likely."""
-
 _SELU_LOWEST = -1.7580993408473766
 """What SELU tends to from below (Klambauer et al., 2017), where alpha dropout puts elements."""
 
@@ -203,7 +199,15 @@ class Randomness:
         scale: float | None,
         enable_gqa: bool,
     ) -> Tensor:
-        """Attention with dropout of its weights, in plain operators."""
+        """Attention with dropout of its weights: one operator, or plain ones where it is not."""
+        draws = (self._rng, dropout_p, self._streams)
+        if dropout_p < 1:
+            found = whole_attention(
+                *(query, key, value, attn_mask, is_causal, scale, enable_gqa), draws
+            )
+            if found is not None:
+                self._streams += 1
+                return found
         if enable_gqa:
             repeats = query.shape[-3] // key.shape[-3]
             key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))

@@ -44,6 +44,8 @@ class _Plain(PyExprMutator):
         name = getattr(call.op, "name", "")
         if name.startswith("relax_disc.convolution"):  # nobody else has all its forms
             return DISPATCH[name][0](call, _Library(call))
+        if name.startswith("relax_disc.attention") and call.attrs["dropout"] > 0:
+            return call.op.get_attr("FLegalize")(self.builder_, call)  # it draws numbers
         rule = self.rules.get(name)
         if not rule:
             return call

@@ -1,5 +1,7 @@
 """Random operators: pure functions of seed and offset, equal to their reference, well spread."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -176,20 +178,61 @@ def test_gradients_with_our_mask_fed_to_pytorch():
         assert relative(dict(found["gradient"]), grads) < 1e-6
 
 
-def test_attention_dropout_drops_weights():
-    model = nn.Linear(8, 8)
+class Attention(nn.Module):
+    """Grouped heads with dropout of the weights: drawn by the operator, or as a mask given."""
 
+    def __init__(self, **options):
+        super().__init__()
+        self.inner, self.options = nn.Linear(8, 64), options
+
+    def forward(self, x, kept=None):
+        b, t, _ = x.shape
+        q, k, v = self.inner(x).view(b, t, 8, 8).transpose(1, 2).split([4, 2, 2], 1)
+        if kept is None:
+            out = F.scaled_dot_product_attention(
+                *(q, k, v), dropout_p=0.3, enable_gqa=True, **self.options
+            )
+        else:
+            k, v = (n.repeat_interleave(2, 1) for n in (k, v))
+            scores = q @ k.transpose(2, 3) / math.sqrt(8)
+            if self.options:
+                scores = scores.masked_fill(~torch.ones(t, t).tril().bool(), float("-inf"))
+            out = (scores.softmax(-1) * kept / 0.7) @ v
+        return out.square().mean()
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {}], ids=["causal", "full"])
+def test_attention_drops_the_weights_that_the_reference_drops(options):
+    torch.manual_seed(0)
+    model = Attention(**options)
+    shapes = ({0: N, 1: Dim("t", min=1, max=64)},)
+    example = (torch.randn(3, 4, 8),)
+    captured = capture_step(model, None, example, dynamic_shapes=shapes)
+    assert [spec.kind for spec in captured.inputs].count("rng") == 1
+    run = Runner(captured)  # by plain operators
+    step = relax_disc.compile(model, None, example, dynamic_shapes=shapes)  # by the library
+    for b, t in ((3, 4), (1, 1), (2, 33)):
+        x = torch.randn(b, t, 8)
+        kept = Randomness(torch.tensor([11, 2])).keep((b, 4, t, t), 0.3)
+        loss, grads = eager(model, (x, kept), torch.float64)
+        found = run(model, None, (x,), rng=(11, 2))
+        assert found["loss"][0][1].item() == pytest.approx(loss, rel=1e-5)
+        assert relative(dict(found["gradient"]), grads) < 1e-6
+        step.rng_state = torch.tensor([11, 2])
+        model.zero_grad()
+        assert step(x, update=False).item() == pytest.approx(loss, rel=1e-5)
+        assert relative({n: p.grad for n, p in model.named_parameters()}, grads) < 1e-6
+
+
+def test_all_weights_of_attention_may_be_dropped():
     def loss_fn(model, x):
         z = model(x).view(-1, 4, 2, 4)
-        return F.scaled_dot_product_attention(z, z, z, dropout_p=0.5, is_causal=True).sum()
+        return F.scaled_dot_product_attention(z, z, z, dropout_p=1.0).sum()
 
-    captured = capture_step(
-        model, None, (torch.randn(8, 8),), dynamic_shapes=({0: 4 * N},), loss_fn=loss_fn
+    step = relax_disc.compile(
+        nn.Linear(8, 8), None, (torch.randn(8, 8),), dynamic_shapes=({0: 4 * N},), loss_fn=loss_fn
     )
-    assert [spec.kind for spec in captured.inputs].count("rng") == 1
-    run = Runner(captured)
-    losses = [run(model, None, (torch.ones(8, 8),), rng=(1, k))["loss"][0][1] for k in (0, 0, 1)]
-    assert losses[0] == losses[1] != losses[2]
+    assert step(torch.randn(8, 8), update=False).item() == 0
 
 
 def test_evaluation_mode_needs_no_randomness():

@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 import relax_disc
 from relax_disc.errors import ShapeRangeError
+from relax_disc.frontend.random_ops import Randomness
 from relax_disc.pipeline import PipelineOptions
+from tests import philox  # noqa: F401  the random operators in eager PyTorch
 from tests.frontend.models import VOCABULARY, Llama, dims
 
 IGNORED = -100
@@ -188,6 +190,80 @@ def test_updates_sums_and_saved_steps_are_those_of_all_positions(tmp_path):
     assert loaded.memory_report().shape["tokens"] == 32
     for p, q in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(p, q, rtol=2e-4, atol=2e-5)
+
+
+def split_qkv(x, b, t):
+    return [part.view(b, t, 4, 8).transpose(1, 2) for part in x.split(32, 2)]
+
+
+def unbind_permuted(x, b, t):
+    return x.view(b, t, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def unbind_third(x, b, t):
+    return [part.transpose(1, 2) for part in x.view(b, t, 3, 4, 8).unbind(2)]
+
+
+def index_third(x, b, t):
+    parts = x.view(b, t, 3, 4, 8)
+    return [parts[:, :, k].transpose(1, 2) for k in range(3)]
+
+
+def chunk_heads(x, b, t):
+    return x.view(b, t, 4, 24).transpose(1, 2).chunk(3, -1)
+
+
+class Dropping(nn.Module):
+    """One linear layer for queries, keys and values; dropout of all that GPT-2 drops."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.table, self.places = nn.Embedding(VOCABULARY, 32), nn.Embedding(48, 32)
+        self.fused, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, VOCABULARY)
+        self.parts = parts
+
+    def forward(self, ids, labels, kept=None):
+        b, t = ids.shape
+        draws = iter(kept or ())
+
+        def dropped(x, p):
+            return F.dropout(x, p) if kept is None else x * next(draws) / (1 - p)
+
+        x = dropped(self.table(ids) + self.places(torch.arange(t)), 0.1)
+        q, k, v = self.parts(self.fused(self.norm(x)), b, t)
+        if kept is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.3)
+        else:
+            scores = q @ k.transpose(2, 3) / 8**0.5
+            scores = scores.masked_fill(~torch.ones(t, t).tril().bool(), float("-inf"))
+            out = dropped(scores.softmax(-1), 0.3) @ v
+        x = x + dropped(self.out(out.transpose(1, 2).reshape(b, t, 32)), 0.2)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    "parts", [split_qkv, unbind_permuted, unbind_third, index_third, chunk_heads]
+)
+def test_dropout_and_joint_projections_are_those_of_all_positions(parts):
+    """What is dropped is drawn by the reference of the random operators, for all positions."""
+    torch.manual_seed(0)
+    model = Dropping(parts)
+    exact = copy.deepcopy(model).double()
+    step = compiled(model)
+    assert step.padding_report().is_left_out, str(step.padding_report())
+    for name in ("lengths", "one sequence of one", "random", "prompts are ignored"):
+        ids, labels = BATCHES[name]
+        b, t = ids.shape
+        step.rng_state = torch.tensor([7, 3])
+        loss = trained(step, model, (ids, labels))
+        draws = Randomness(step.rng_state - torch.tensor([0, 1]))
+        sizes = ((b, t, 32), 0.1), ((b, 4, t, t), 0.3), ((b, t, 32), 0.2)
+        exact.zero_grad()
+        wanted = exact(ids, labels, [draws.keep(shape, p) for shape, p in sizes])
+        wanted.backward()
+        torch.testing.assert_close(loss.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
+        assert gradient_error(model, exact) < 2e-6
 
 
 class Pooled(Llama):

@@ -7,6 +7,7 @@ import torch
 from torch.export import Dim
 
 import relax_disc
+from relax_disc.pipeline import PipelineOptions
 from tests.frontend.models import VOCABULARY
 
 transformers = pytest.importorskip("transformers")
@@ -29,7 +30,7 @@ def llama():
     return transformers.LlamaForCausalLM(config)
 
 
-def gpt2():
+def gpt2(dropout=0.0):
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=LONGEST,
@@ -40,12 +41,12 @@ def gpt2():
         eos_token_id=0,
         loss_type="ForCausalLM",
         use_cache=False,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
     )
     return transformers.GPT2LMHeadModel(config)
 
 
-def bert():
+def bert(dropout=0.0):
     config = transformers.BertConfig(
         vocab_size=VOCABULARY,
         max_position_embeddings=LONGEST,
@@ -53,7 +54,7 @@ def bert():
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout),
     )
     return transformers.BertForMaskedLM(config)
 
@@ -91,14 +92,18 @@ BATCHES = {
 }
 
 
+def compiled(model, **options):
+    shape = {0: Dim("batch", min=1, max=8), 1: Dim("length", min=2, max=LONGEST)}
+    example = batch(right([6, 4, 5]))
+    shapes = dict.fromkeys(example, shape)
+    return relax_disc.compile(model, None, example, dynamic_shapes=shapes, **options)
+
+
 @pytest.fixture(scope="module", params=[llama, gpt2, bert], ids=lambda make: make.__name__)
 def trained(request):
     torch.manual_seed(0)
     model = request.param().train()
-    shape = {0: Dim("batch", min=1, max=8), 1: Dim("length", min=2, max=LONGEST)}
-    example = batch(right([6, 4, 5]))
-    step = relax_disc.compile(model, None, example, dynamic_shapes=dict.fromkeys(example, shape))
-    return model, step
+    return model, compiled(model)
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -124,3 +129,21 @@ def test_masked_positions_are_not_computed(trained):
         # Causal models predict the next token: without a label behind it the last is not needed.
         assert shape["tokens"] == 48
     assert step.shape_of(**BATCHES["full"])["tokens"] <= 18
+
+
+@pytest.mark.parametrize("make", [gpt2, pytest.param(bert, marks=pytest.mark.slow)])
+def test_dropout_drops_what_it_drops_of_all_positions(make):
+    torch.manual_seed(0)
+    model = make(0.2).train()
+    steps = [compiled(model), compiled(model, options=PipelineOptions(remove_padding=False))]
+    assert [step.padding_report().is_left_out for step in steps] == [True, False]
+    for name in ("right", "left", "holes in the mask"):
+        gradients = []
+        for step in steps:
+            step.rng_state = torch.tensor([5, 1])
+            model.zero_grad()
+            step(**BATCHES[name], update=False)
+            gradients.append([p.grad.clone() for p in model.parameters()])
+        top = max(float(g.abs().max()) for g in gradients[1])
+        for packed, padded in zip(*gradients, strict=True):
+            assert float((packed - padded).abs().max()) < 3e-6 * top

@@ -1,21 +1,36 @@
 """Attention and its gradients against the matrices themselves in float64."""
 
+import math
+
 import numpy as np
 import pytest
+import torch
 import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_disc.ops.philox import MANTISSA_BITS
+from tests.philox import philox
 from tests.thread_count import threads
 from tests.vm_builtins.library_calls import LIBRARIES, call
 
+RNG, STREAM = (3 << 40 | 5, 7), 11
 
-def exact_attention(q, k, v, grad, mask, scale, is_causal):
+
+def drop_factors(p, *shape):
+    """What dropout multiplies weights of a shape by, drawn by the reference of random operators."""
+    words = philox(*RNG, STREAM, math.prod(shape)) >> (32 - MANTISSA_BITS)
+    kept = words.to(torch.float32) * 2.0**-MANTISSA_BITS >= p
+    return kept.reshape(shape).numpy() / (1 - p)
+
+
+def exact_attention(q, k, v, grad, mask, scale, is_causal, p=0.0):
     """Out, lse, dq, dk, dv of arrays [B, H, T, D] in float64."""
     q, k, v, grad = (x.astype("float64") for x in (q, k, v, grad))
     group = q.shape[1] // k.shape[1]
     keys, values = (x.repeat(group, 1) for x in (k, v))
     scores = scale * q @ keys.swapaxes(2, 3)
+    factors = drop_factors(p, *scores.shape) if p else 1.0
     if mask is not None:
         scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
     if is_causal:
@@ -25,12 +40,13 @@ def exact_attention(q, k, v, grad, mask, scale, is_causal):
     total = weights.sum(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         lse = np.where(total > 0, top + np.log(total), -np.inf)
-        p = np.where(total > 0, weights / total, 0)
-    out = p @ values
-    ds = p * (grad @ values.swapaxes(2, 3) - (grad * out).sum(-1, keepdims=True)) * scale
+        shares = np.where(total > 0, weights / total, 0)
+    out = (shares * factors) @ values
+    dp = grad @ values.swapaxes(2, 3) * factors
+    ds = shares * (dp - (grad * out).sum(-1, keepdims=True)) * scale
     dk, dv = (
         x.reshape(*k.shape[:2], group, k.shape[2], -1).sum(2)
-        for x in (ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ grad)
+        for x in (ds.swapaxes(2, 3) @ q, (shares * factors).swapaxes(2, 3) @ grad)
     )
     return out, lse[..., 0], ds @ keys, dk, dv
 
@@ -43,16 +59,23 @@ def restored(array, bit):
     return array.transpose(0, 2, 1, 3) if bit else array
 
 
-def attend(kind, q, k, v, grad, mask, scale, is_causal, bits):
+def dropped(p, *length):
+    """Suffix, tensors and numbers of a form with dropout; `length` is that of a padded batch."""
+    return ("_dropout", [np.array(RNG)], [p, STREAM, *length]) if p else ("", [], [])
+
+
+def attend(kind, q, k, v, grad, mask, scale, is_causal, bits, p=0.0):
     """Run both kernels; `bits` say which tensors are stored with length before heads."""
-    masks, suffix = ([], "") if mask is None else ([mask], "_masked")
+    drop, states, numbers = dropped(p)
+    masks = [*([] if mask is None else [mask]), *states]
+    suffix = ("" if mask is None else "_masked") + drop
     dtype = q.dtype
     out = stored(np.full((*q.shape[:3], v.shape[3]), np.nan, dtype), bits[3])
     lse = np.full(q.shape[:3], np.nan, dtype)
     operands = [stored(x, bit) for x, bit in zip((q, k, v), bits[:3], strict=True)]
     layout = sum(bit << i for i, bit in enumerate(bits[:4]))
     options = (scale, int(is_causal))
-    call(kind, f"attention{suffix}", *operands, *masks, *options, layout, out, lse)
+    call(kind, f"attention{suffix}", *operands, *masks, *options, layout, *numbers, out, lse)
     grads = [
         stored(np.full(x.shape, np.nan, dtype), bit)
         for x, bit in zip((q, k, v), bits[5:8], strict=True)
@@ -62,7 +85,7 @@ def attend(kind, q, k, v, grad, mask, scale, is_causal, bits):
     call(
         kind,
         f"attention_backward{suffix}",
-        *(stored(grad, bits[4]), *operands, out, lse, *masks, *options, layout, *grads),
+        *(stored(grad, bits[4]), *operands, out, lse, *masks, *options, layout, *numbers, *grads),
     )
     return [
         restored(out, bits[3]),
@@ -119,7 +142,8 @@ def test_attention_and_gradients(kind, data):
         draw(st.booleans()),
     )
     bits = draw(st.lists(st.integers(0, 1), min_size=8, max_size=8))
-    assert_attention(attend(kind, *arguments, bits), exact_attention(*arguments), dtype)
+    p = draw(st.sampled_from([0.0, 0.0, 0.1, 0.75])) if kind == "native" else 0.0
+    assert_attention(attend(kind, *arguments, bits, p), exact_attention(*arguments, p), dtype)
 
 
 @pytest.mark.parametrize("kind", LIBRARIES)
@@ -189,7 +213,7 @@ def test_scratch_is_bounded_whatever_the_length():
     assert sizes[0] == sizes[1] <= 32 << 20
 
 
-def attend_packed(kept, filling, q, k, v, grad, mask, scale, is_causal, bits):
+def attend_packed(kept, filling, q, k, v, grad, mask, scale, is_causal, bits, p):
     """Run both kernels on the rows kept `[B, T]`, which `filling` rows follow."""
     sequence, position = (np.append(x, np.zeros(filling, "int64")) for x in kept.nonzero())
     places = np.stack([sequence * kept.shape[1] + position, sequence, position])
@@ -198,24 +222,25 @@ def attend_packed(kept, filling, q, k, v, grad, mask, scale, is_causal, bits):
         np.ascontiguousarray(x[sequence, :, position].transpose(1, 0, 2)[None])
         for x in (q, k, v, grad)
     )
-    rest, suffix = [starts], ""
-    if mask is not None:
-        rest, suffix = [starts, places, mask], "_masked"
+    drop, states, numbers = dropped(p, kept.shape[1])
+    rest = [starts, places, *([] if mask is None else [mask]), *states]
+    suffix = ("" if mask is None else "_masked") + drop
     out = stored(np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype), bits[3])
     lse = np.full(q.shape[:3], np.nan, q.dtype)
     operands = [stored(x, bit) for x, bit in zip((q, k, v), bits[:3], strict=True)]
     options = (scale, int(is_causal))
     layout = sum(bit << i for i, bit in enumerate(bits[:4]))
-    call("native", f"packed_attention{suffix}", *operands, *rest, *options, layout, out, lse)
+    numbers = [layout, *numbers]
+    call("native", f"packed_attention{suffix}", *operands, *rest, *options, *numbers, out, lse)
     grads = [
         stored(np.full(x.shape, np.nan, q.dtype), bit)
         for x, bit in zip((q, k, v), bits[5:8], strict=True)
     ]
-    layout = sum(bit << i for i, bit in enumerate([bits[4], *bits[:4], *bits[5:8]]))
+    numbers[0] = sum(bit << i for i, bit in enumerate([bits[4], *bits[:4], *bits[5:8]]))
     call(
         "native",
         f"packed_attention_backward{suffix}",
-        *(stored(grad, bits[4]), *operands, out, lse, *rest, *options, layout, *grads),
+        *(stored(grad, bits[4]), *operands, out, lse, *rest, *options, *numbers, *grads),
     )
     found = [restored(out, bits[3]), lse]
     return found + [restored(x, bit) for x, bit in zip(grads, bits[5:8], strict=True)]
@@ -251,10 +276,11 @@ def test_packed_rows_see_each_other_as_padded_ones_do(data):
     seen = kept[:, None, None, :]
     if mask is not None:
         seen = seen & mask if mask.dtype == bool else np.where(seen, mask, -np.inf)
-    exact = exact_attention(q, k, v, grad * kept[:, None, :, None], seen, *options)
+    p = draw(st.sampled_from([0.0, 0.1, 0.75]))
+    exact = exact_attention(q, k, v, grad * kept[:, None, :, None], seen, *options, p)
     filling = draw(st.integers(0, 3))
     bits = draw(st.lists(st.integers(0, 1), min_size=8, max_size=8))
-    results = attend_packed(kept, filling, q, k, v, grad, mask, *options, bits)
+    results = attend_packed(kept, filling, q, k, v, grad, mask, *options, bits, p)
     count = int(kept.sum())
     packed = [x[kept.nonzero()[0], :, kept.nonzero()[1]].swapaxes(0, 1)[None] for x in exact]
     assert_attention([x[:, :, :count] for x in results], packed, dtype)
@@ -266,4 +292,5 @@ def test_packed_rows_must_be_inside():
     ones, starts = np.ones((1, 1, 4, 8), "float32"), np.array([0, 5])
     out, lse = np.ones_like(ones), np.ones((1, 1, 4), "float32")
     with pytest.raises(ValueError, match="sequence 0 is rows 0 to 5 of 4"):
-        call("native", "packed_attention", ones, ones, ones, starts, 1.0, 0, 0, out, lse)
+        places = np.zeros((3, 4), "int64")
+        call("native", "packed_attention", ones, ones, ones, starts, places, 1.0, 0, 0, out, lse)

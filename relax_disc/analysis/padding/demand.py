@@ -43,6 +43,7 @@ from relax_disc.analysis.padding.values import (
 )
 from relax_disc.analysis.program.reader import bindings_of
 from relax_disc.ops import registry
+from relax_disc.ops.attention import optional_operands
 from relax_disc.ops.attention.library import is_computed_by_library
 
 ATTENTION = ("relax_disc.attention", "relax_disc.attention_backward")
@@ -232,7 +233,8 @@ class _Analysis:
 
     def _see_attention(self, binding: Any, seen: _Seen) -> bool:
         call = binding.value
-        q, k, v, *mask = call.args
+        q, k, v = call.args[:3]
+        mask, _ = optional_operands(call, 3)
         rows = [self._grid.rows(operand.ty) for operand in (q, k, v)]
         if any(each != Rows("both", 0, 2) for each in rows):
             self._note(binding, "attention is not of the sequences to themselves")
@@ -334,8 +336,9 @@ class _Analysis:
         return _Facts(rows, (rows[0].layout == "merged",), True, Use("by_row"))
 
     def _operand(self, expr: Any) -> Any:
-        if isinstance(expr, tvm.ir.GenericConst):
-            return Operand(expr.ty, NO_ROWS, False, constant_of(expr))
+        bound = self._definitions.get(expr, expr) if isinstance(expr, relax.Var) else expr
+        if isinstance(bound, tvm.ir.GenericConst):
+            return Operand(expr.ty, NO_ROWS, False, constant_of(bound))
         facts = self._facts[expr]
         if not isinstance(expr.ty, relax.TensorType):
             return None

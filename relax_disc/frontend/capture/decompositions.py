@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -119,7 +119,13 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     table.update(get_decompositions(_ALSO_BROKEN))
     for operator in _KEPT_WHOLE:
         table.pop(operator, None)
+    table[_ATEN.stack.default] = _stack
     return table
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Join along an axis of its own; PyTorch's form makes one axis of that and the next."""
+    return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 
 RULES: dict[Any, Callable[..., Any]] = {**KEPT, **REWRITES}

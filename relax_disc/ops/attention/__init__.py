@@ -5,6 +5,9 @@
 ``h // (heads / key_heads)``.  The log of the sum of exponentials of each row is an explicit output,
 so that the gradient needs nothing of the size ``length x length``
 (Dao et al., FlashAttention, 2022, section 3).
+
+Dropout of the weights, which PyTorch does between softmax and ``v``, is part of the operator: the
+numbers are drawn where they are used (:mod:`relax_disc.ops.philox`), in the gradient once more.
 """
 
 from __future__ import annotations
@@ -24,9 +27,12 @@ def attention(
     k: relax.Expr,
     v: relax.Expr,
     mask: relax.Expr | None = None,
+    rng: relax.Expr | None = None,
     *,
     scale: float,
     is_causal: bool,
+    dropout: float = 0.0,
+    stream: int = 0,
 ) -> relax.Call:
     """Build ``relax_disc.attention``.
 
@@ -40,10 +46,16 @@ def attention(
         ``[B, Hk, Tk, Dv]``.
     mask : relax.Expr, optional
         Broadcastable to ``[B, H, Tq, Tk]``, rank 4; bool (True takes part) or added to the scores.
+    rng : relax.Expr, optional
+        Seed and offset of the random operators, int64 ``[2]``; present if there is dropout.
     scale : float
         Factor of the scores.
     is_causal : bool
         Row ``i`` sees columns ``j <= i`` (aligned to the top left, as PyTorch does).
+    dropout : float
+        Probability, in [0, 1), with which a weight is dropped; others grow by ``1 / (1 - p)``.
+    stream : int
+        Which operator of the model draws: numbers are those of a tensor ``[B, H, Tq, Tk]``.
 
     Returns
     -------
@@ -51,9 +63,26 @@ def attention(
         Of type ``Tuple(out [B, H, Tq, Dv], lse [B, H, Tq] float32)``; the ``lse`` of float64 inputs
         is float64.  A row that sees nothing has ``out = 0`` and ``lse = -inf``.
     """
-    args = [q, k, v] if mask is None else [q, k, v, mask]
-    attrs = {"scale": float(scale), "is_causal": bool(is_causal)}
+    args = [q, k, v, *_there(mask, rng)]
+    attrs = attributes(scale, is_causal, dropout, stream)
     return registry.call("relax_disc.attention", args, attrs)
+
+
+def attributes(scale: float, is_causal: bool, dropout: float, stream: int) -> dict[str, Any]:
+    """Attributes of all operators of attention."""
+    known: dict[str, Any] = {"scale": float(scale), "is_causal": bool(is_causal)}
+    return known | {"dropout": float(dropout), "stream": int(stream)}
+
+
+def _there(*operands: relax.Expr | None) -> list[relax.Expr]:
+    return [operand for operand in operands if operand is not None]
+
+
+def optional_operands(call: relax.Call, count: int) -> tuple[list[relax.Expr], list[relax.Expr]]:
+    """Split what comes after the first ``count`` operands: a mask or none, a state or none."""
+    rest = list(call.args[count:])
+    drops = float(registry.attribute(call, "dropout")) > 0
+    return (rest[:-1], rest[-1:]) if drops else (rest, [])
 
 
 def attention_backward(
@@ -64,9 +93,12 @@ def attention_backward(
     out: relax.Expr,
     lse: relax.Expr,
     mask: relax.Expr | None = None,
+    rng: relax.Expr | None = None,
     *,
     scale: float,
     is_causal: bool,
+    dropout: float = 0.0,
+    stream: int = 0,
 ) -> relax.Call:
     """Build ``relax_disc.attention_backward``: the gradients of q, k and v, in their shapes.
 
@@ -74,7 +106,7 @@ def attention_backward(
     ----------
     grad_out : relax.Expr
         Gradient of the loss by ``out``, ``[B, H, Tq, Dv]``.
-    q, k, v, mask, scale, is_causal
+    q, k, v, mask, rng, scale, is_causal, dropout, stream
         As given to :func:`attention`.
     out, lse : relax.Expr
         The two results of :func:`attention`.
@@ -84,10 +116,8 @@ def attention_backward(
     relax.Call
         Of type ``Tuple(dq, dk, dv)``; the mask gets no gradient.
     """
-    args = [grad_out, q, k, v, out, lse]
-    if mask is not None:
-        args.append(mask)
-    attrs = {"scale": float(scale), "is_causal": bool(is_causal)}
+    args = [grad_out, q, k, v, out, lse, *_there(mask, rng)]
+    attrs = attributes(scale, is_causal, dropout, stream)
     return registry.call("relax_disc.attention_backward", args, attrs)
 
 
@@ -96,8 +126,11 @@ def _infer_attention(call: relax.Call, builder: relax.BlockBuilder) -> relax.Tup
         registry.tensor_type(arg, f"relax_disc.attention: {name}", 4)
         for name, arg in zip("qkv", call.args[:3], strict=True)
     )
-    if len(call.args) > 3:
-        registry.tensor_type(call.args[3], "relax_disc.attention: mask", 4)
+    masks, states = optional_operands(call, 3)
+    for mask in masks:
+        registry.tensor_type(mask, "relax_disc.attention: mask", 4)
+    for state in states:
+        registry.tensor_type(state, "relax_disc.attention: seed and offset", 1)
     if len({registry.dtype_name(kind) for kind in (q, k, v)}) != 1:
         raise TypeError(f"relax_disc.attention: q, k and v differ in type: {q}, {k}, {v}.")
     batch, heads, rows, _ = registry.extents(q)
@@ -133,10 +166,11 @@ def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 registry.traced(
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
-    " Tensor? mask, float scale, bool is_causal) -> (Tensor, Tensor, Tensor)",
+    " Tensor? mask, Tensor? rng, float scale, bool is_causal, float dropout, int stream)"
+    " -> (Tensor, Tensor, Tensor)",
     lambda grad_out, *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]),
     attention_backward,
-    ("scale", "is_causal"),
+    ("scale", "is_causal", "dropout", "stream"),
 )
 
 
@@ -152,38 +186,61 @@ def keep_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Keep ``scaled_dot_product_attention`` over rank 4 without dropout or a trained mask."""
-    whole = query.dim() == key.dim() == value.dim() == 4 and dropout_p == 0.0
-    if not whole or (attn_mask is not None and attn_mask.requires_grad):
+    """Keep ``scaled_dot_product_attention`` without dropout; `Randomness` has the others."""
+    if dropout_p != 0.0:
+        return None
+    return whole_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+
+
+def whole_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    draws: tuple[Tensor | None, float, int] = (None, 0.0, 0),
+) -> Tensor | None:
+    """Trace attention over rank 4 whole; None: of another rank, or the mask is trained.
+
+    ``draws``: state, probability and stream of dropout.
+    """
+    is_trained = attn_mask is not None and attn_mask.requires_grad
+    if is_trained or not query.dim() == key.dim() == value.dim() == 4:
         return None
     if query.shape[0] != key.shape[0] or (query.shape[1] != key.shape[1] and not enable_gqa):
         return None
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    return torch.ops.relax_disc.attention(query, key, value, attn_mask, factor, is_causal)[0]
+    rng, dropout, stream = draws
+    return torch.ops.relax_disc.attention(
+        *(query, key, value, attn_mask, rng, factor, is_causal, dropout, stream)
+    )[0]
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, mask, ctx.scale, ctx.is_causal = inputs
+    *tensors, ctx.scale, ctx.is_causal, ctx.dropout, ctx.stream = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, mask, *output)
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _attention_gradient(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> Any:
-    q, k, v, mask, out, lse = ctx.saved_tensors
+    q, k, v, mask, rng, out, lse = ctx.saved_tensors
     grads = torch.ops.relax_disc.attention_backward(
-        grad_out, q, k, v, out, lse, mask, ctx.scale, ctx.is_causal
+        *(grad_out, q, k, v, out, lse, mask, rng),
+        *(ctx.scale, ctx.is_causal, ctx.dropout, ctx.stream),
     )
-    return (*grads, None, None, None)
+    return (*grads, *(None,) * 6)
 
 
 registry.traced(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool is_causal)"
-    " -> (Tensor, Tensor)",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? rng, float scale,"
+    " bool is_causal, float dropout, int stream) -> (Tensor, Tensor)",
     _fake_attention,
     attention,
-    ("scale", "is_causal"),
+    ("scale", "is_causal", "dropout", "stream"),
     gradient=(_attention_gradient, _save_attention),
 )
 

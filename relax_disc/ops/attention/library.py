@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from tvm import relax, tirx
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _SWAPPED = (0, 2, 1, 3)  # [batch, heads, length, dim] and [batch, length, heads, dim]
 _MOST_DIM = 384  # of the native kernels: one panel of `gemm_tile.h`
+# As long as one number takes to draw: 1.5 ns where products run at 100 flops/ns (AVX-512).
+_FLOPS_OF_A_DRAW = 150
 _NATIVE = ("float32", "float64", "float16", "bfloat16")  # the last two are computed in float32
 
 
@@ -26,7 +29,7 @@ _NATIVE = ("float32", "float64", "float16", "bfloat16")  # the last two are comp
 def attention(call: relax.Call, site: Site) -> relax.Expr | None:
     """Dispatch `relax_disc.attention`; heads too wide or of unknown width are not ours."""
     q, k, v, *rest = call.args
-    wide = _working_dtype((q, k, v), site)
+    wide = _working_dtype(call, (q, k, v), site)
     if wide is None:
         return None
     kinds = list(site.original.ty.fields)
@@ -40,8 +43,7 @@ def attention(call: relax.Call, site: Site) -> relax.Expr | None:
             [
                 *operands,
                 *_in_type(rest, wide, site),
-                *_parameters(call),
-                layout | swapped << 3,
+                *_parameters(call, layout | swapped << 3),
             ],
             [out_type, kinds[1]],
         )
@@ -54,7 +56,7 @@ def attention(call: relax.Call, site: Site) -> relax.Expr | None:
 def attention_backward(call: relax.Call, site: Site) -> relax.Expr | None:
     """Dispatch `relax_disc.attention_backward`."""
     grad, q, k, v, out, lse, *rest = call.args
-    wide = _working_dtype((q, k, v), site)
+    wide = _working_dtype(call, (q, k, v), site)
     if wide is None:
         return None
     kinds = list(site.original.ty.fields)
@@ -65,7 +67,7 @@ def attention_backward(call: relax.Call, site: Site) -> relax.Expr | None:
     results = site.builder.emit(
         site.call(
             _function_of(call, 6),
-            [grad, q, k, v, out, lse, *_in_type(rest, wide, site), *_parameters(call), layout],
+            [grad, q, k, v, out, lse, *_in_type(rest, wide, site), *_parameters(call, layout)],
             [_stored_type(kind, bit, wide) for kind, bit in zip(kinds, swapped, strict=True)],
         )
     )
@@ -87,17 +89,22 @@ def is_computed_by_library(q: relax.Expr, k: relax.Expr, v: relax.Expr) -> bool:
 
 def _function_of(call: relax.Call, operands: int) -> str:
     """Name of the library function for an operator's call with so many operands before a mask."""
+    if _is_packed(call):
+        operands += 2  # starts and places
+    rest = len(call.args) - operands
+    if _drops(call):
+        rest -= 1 + _is_packed(call)  # the state, and the length of the padded batch
     name = call.op.name.removeprefix("relax_disc.")
-    unmasked = operands + name.startswith("packed")
-    return f"{name}_masked" if len(call.args) > unmasked else name
+    return name + "_masked" * (rest > 0) + "_dropout" * _drops(call)
 
 
-def _working_dtype(operands: tuple[relax.Expr, ...], site: Site) -> str | None:
+def _working_dtype(call: relax.Call, operands: tuple[relax.Expr, ...], site: Site) -> str | None:
     """Type that the library computes in; None if it cannot."""
-    if not is_computed_by_library(*operands):
+    is_cuda = site.family.endswith(".cuda")
+    if not is_computed_by_library(*operands) or (is_cuda and _drops(call)):
         return None
     dtype = registry.dtype_name(operands[0].ty)
-    if site.family.endswith(".cuda") or dtype in ("float32", "float64"):
+    if is_cuda or dtype in ("float32", "float64"):
         return dtype
     return "float32"
 
@@ -119,20 +126,36 @@ def _operands(
 
 
 def _in_type(exprs: list[relax.Expr], dtype: str, site: Site) -> list[relax.Expr]:
-    """Masks are bool or of the working type; places in a batch are int64."""
+    """Masks are bool or of the working type; all other tensors are int64."""
+    tensors = [expr for expr in exprs if isinstance(expr.ty, relax.TensorType)]
     return [
         expr
         if registry.dtype_name(expr.ty) in ("bool", "int64", dtype)
         else site.builder.emit(relax.op.astype(expr, dtype))
-        for expr in exprs
+        for expr in tensors
     ]
 
 
-def _parameters(call: relax.Call) -> list[relax.Expr]:
-    return [
-        relax.prim_value(tirx.FloatImm("float64", float(call.attrs["scale"]))),
-        relax.prim_value(int(bool(call.attrs["is_causal"]))),
-    ]
+def _parameters(call: relax.Call, layout: int) -> list[Any]:
+    """What follows the tensors; the length of a padded batch is an operand of packed attention."""
+    attrs: Any = call.attrs
+    known = [_double(attrs["scale"]), int(bool(attrs["is_causal"])), layout]
+    if not _drops(call):
+        return known
+    length = [call.args[-1]] if _is_packed(call) else []
+    return [*known, _double(attrs["dropout"]), int(attrs["stream"]), *length]
+
+
+def _double(value: Any) -> relax.Expr:
+    return relax.prim_value(tirx.FloatImm("float64", float(value)))
+
+
+def _drops(call: relax.Call) -> bool:
+    return float(registry.attribute(call, "dropout")) > 0
+
+
+def _is_packed(call: relax.Call) -> bool:
+    return call.op.name.startswith("relax_disc.packed_")
 
 
 def _is_used_swapped(site: Site, index: int) -> int:
@@ -168,18 +191,22 @@ def _restored(field: relax.Expr, swapped: int, dtype: str, site: Site) -> relax.
     return field
 
 
-def _facts(formula: str, products: int, key: int, starts: int | None) -> registry.LibraryFunction:
+def _facts(
+    formula: str, products: int, key: int, starts: int | None, drops: bool
+) -> registry.LibraryFunction:
     """Count so many products of length x length x depth; scratch by the widths of the heads.
 
     ``starts``: operand that says where packed sequences start, which count as equally long.
     """
+    drawn = _FLOPS_OF_A_DRAW // 2 if drops else 0
 
     def flops(views: list[Any], numbers: list[int]) -> Any:
         is_causal, layout = numbers[:2]
         length = views[key].shape[1 if layout >> key & 1 else 2]
         if starts is not None:
             length = length // (views[starts].shape[0] - 1)
-        whole = products * registry.elements(views[0].shape) * length
+        rows, width = registry.elements(views[0].shape[:3]), views[0].shape[3]
+        whole = (products * width + drawn) * rows * length
         return whole if is_causal else 2 * whole
 
     def workspace(views: list[Any], numbers: list[int]) -> registry.Workspace:
@@ -189,11 +216,10 @@ def _facts(formula: str, products: int, key: int, starts: int | None) -> registr
     return registry.LibraryFunction(flops=flops, workspace=workspace)
 
 
-for _suffix in ("", "_masked"):
-    for _prefix, _starts in (("", None), ("packed_", 3)):
-        _forward, _backward = (
-            f"{_prefix}attention{_suffix}",
-            f"{_prefix}attention_backward{_suffix}",
-        )
-        registry.LIBRARY[_forward] = _facts("attention", 2, 1, _starts)
-        registry.LIBRARY[_backward] = _facts("attention_backward", 5, 2, _starts and 6)
+for _form in product(("", "packed_"), ("", "_masked"), ("", "_dropout")):
+    _prefix, _suffix, _drop = _form[0], "".join(_form[1:]), bool(_form[2])
+    _starts = 3 if _prefix else None
+    registry.LIBRARY[f"{_prefix}attention{_suffix}"] = _facts("attention", 2, 1, _starts, _drop)
+    registry.LIBRARY[f"{_prefix}attention_backward{_suffix}"] = _facts(
+        "attention_backward", 5, 2, _starts and 6, _drop
+    )

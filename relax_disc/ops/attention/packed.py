@@ -6,14 +6,16 @@ of their own sequence, and what lies behind ``starts[-1]`` belongs to none: its 
 ``lse`` is ``-inf``.  Rows of a sequence are in the order of their positions.
 
 A mask is that of the padded batch, ``[B|1, H|1, T|1, T|1]``: it is read at the positions of the
-rows, so nothing of the size of packed rows by packed rows exists.
+rows, so nothing of the size of packed rows by packed rows exists.  Dropout, too, draws the numbers
+of the padded batch.
 
 Only the native kernels compute these operators; `RemovePadding` emits them where those do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tvm import relax
 
@@ -21,43 +23,42 @@ from relax_disc.ops import registry
 
 
 def packed_attention(
-    operands: Sequence[relax.Expr], masked: Sequence[relax.Expr], *, scale: float, is_causal: bool
+    operands: Sequence[relax.Expr], rest: Sequence[relax.Expr], attrs: Mapping[str, Any]
 ) -> relax.Call:
     """Build ``relax_disc.packed_attention``.
 
     Parameters
     ----------
     operands : sequence of relax.Expr
-        ``q [1, H, N, D]``, ``k [1, Hk, N, D]``, ``v [1, Hk, N, Dv]``, ``starts [B + 1]`` int64.
-    masked : sequence of relax.Expr
-        Nothing, or ``places [3, N]`` int64, whose last row is the position of each row in its
-        sequence, and the mask.
-    scale, is_causal
-        As of `attention`.
+        ``q [1, H, N, D]``, ``k [1, Hk, N, D]``, ``v [1, Hk, N, Dv]``, ``starts [B + 1]`` int64,
+        ``places [3, N]`` int64, whose last row is the position of each row in its sequence.
+    rest : sequence of relax.Expr
+        The mask, if there is one; with dropout the state of the random operators, and the length
+        of the padded batch, an integer.
+    attrs : mapping
+        Of `attention`.
 
     Returns
     -------
     relax.Call
         Of type ``Tuple(out [1, H, N, Dv], lse [1, H, N])``.
     """
-    attrs = {"scale": float(scale), "is_causal": bool(is_causal)}
-    return registry.call("relax_disc.packed_attention", [*operands, *masked], attrs)
+    return registry.call("relax_disc.packed_attention", [*operands, *rest], attrs)
 
 
 def packed_attention_backward(
-    operands: Sequence[relax.Expr], masked: Sequence[relax.Expr], *, scale: float, is_causal: bool
+    operands: Sequence[relax.Expr], rest: Sequence[relax.Expr], attrs: Mapping[str, Any]
 ) -> relax.Call:
     """Build ``relax_disc.packed_attention_backward``: gradients of q, k and v, in their shapes.
 
     Parameters
     ----------
     operands : sequence of relax.Expr
-        ``grad_out``, ``q``, ``k``, ``v``, ``out``, ``lse``, ``starts``.
-    masked, scale, is_causal
+        ``grad_out``, ``q``, ``k``, ``v``, ``out``, ``lse``, ``starts``, ``places``.
+    rest, attrs
         As given to `packed_attention`.
     """
-    attrs = {"scale": float(scale), "is_causal": bool(is_causal)}
-    return registry.call("relax_disc.packed_attention_backward", [*operands, *masked], attrs)
+    return registry.call("relax_disc.packed_attention_backward", [*operands, *rest], attrs)
 
 
 def _infer(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:

@@ -11,6 +11,8 @@ from typing import Any
 from tvm import relax, te, tirx
 
 from relax_disc.ops import registry
+from relax_disc.ops.attention import optional_operands
+from relax_disc.ops.philox import draw, keeps
 
 _OP = relax.op
 
@@ -21,7 +23,7 @@ class _Heads:
     def __init__(
         self, builder: relax.BlockBuilder, attrs: Any, q: relax.Expr, k: relax.Expr
     ) -> None:
-        self.builder = builder
+        self.builder, self._attrs = builder, attrs
         batch, heads, self.rows, _ = registry.extents(q.ty)
         _, key_heads, self.columns, _ = registry.extents(k.ty)
         self.outer = [batch, key_heads, _quotient(heads, key_heads)]
@@ -91,13 +93,28 @@ class _Heads:
         nothing = self.emit(_OP.logical_or(hidden, empty))
         return self.emit(_OP.where(nothing, self.zero, powers))
 
+    def dropped(self, weights: relax.Expr, rng: list[relax.Expr]) -> relax.Expr:
+        """Weights, or their gradients, by what dropout does with them."""
+        if not rng:
+            return weights
+        p, shape = float(self._attrs["dropout"]), registry.extents(weights.ty)
+        count: Any = tirx.IntImm("int64", 1)
+        for extent in shape:
+            count = count * extent
+        kernel = self.builder.add_func(draw(int(self._attrs["stream"]), "bool", keeps(p)), "draw")
+        drawn = relax.call_tir(kernel, rng, relax.TensorType([count], "bool"))
+        kept = self.emit(_OP.reshape(self.emit(drawn), relax.ShapeExpr(shape)))
+        grown = self.emit(_OP.multiply(weights, relax.const(1.0 / (1.0 - p), self.dtype)))
+        return self.emit(_OP.where(kept, grown, self.zero))
+
     def narrow(self, expr: relax.Expr, like: relax.Expr) -> relax.Expr:
         dtype = registry.dtype_name(like.ty)
         return expr if dtype == self.dtype else self.emit(_OP.astype(expr, dtype))
 
 
 def _attention(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    q, k, v, *mask = call.args
+    q, k, v = call.args[:3]
+    mask, rng = optional_operands(call, 3)
     heads = _Heads(builder, call.attrs, q, k)
     scores = heads.scores(heads.queries(q), heads.keys(k), mask)
     top = heads.emit(_OP.max(scores, -1, keepdims=True))
@@ -107,7 +124,7 @@ def _attention(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     one = relax.const(1.0, heads.dtype)
     divisor = heads.emit(_OP.where(empty, one, total))
     shares = heads.emit(_OP.divide(weights, divisor))
-    out = heads.product(shares, heads.keys(v))
+    out = heads.product(heads.dropped(shares, rng), heads.keys(v))
     lse = heads.emit(_OP.add(top, heads.emit(_OP.log(divisor))))
     lse = heads.emit(_OP.where(empty, heads.hidden, lse))
     merged = heads.merged(out, heads.rows, registry.extents(v.ty)[3])
@@ -115,19 +132,21 @@ def _attention(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
 
 
 def _attention_backward(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    grad, q, k, v, out, lse, *mask = call.args
+    grad, q, k, v, out, lse = call.args[:6]
+    mask, rng = optional_operands(call, 6)
     heads = _Heads(builder, call.attrs, q, k)
     queries, keys, grads = heads.queries(q), heads.keys(k), heads.queries(grad)
     weights = heads.weights(heads.scores(queries, keys, mask), heads.statistics(lse))
     product = heads.emit(_OP.multiply(grads, heads.queries(out)))
     delta = heads.emit(_OP.sum(product, -1, keepdims=True))
-    by_weight = heads.product(grads, heads.swapped(heads.keys(v)))
+    by_weight = heads.dropped(heads.product(grads, heads.swapped(heads.keys(v))), rng)
     difference = heads.emit(_OP.subtract(by_weight, delta))
     by_score = heads.emit(_OP.multiply(heads.emit(_OP.multiply(weights, difference)), heads.scale))
     dq = heads.merged(heads.product(by_score, keys), heads.rows, registry.extents(q.ty)[3])
+    used = heads.dropped(weights, rng)
     dk, dv = (
         heads.emit(_OP.sum(heads.product(heads.swapped(left), right), 2))
-        for left, right in ((by_score, queries), (weights, grads))
+        for left, right in ((by_score, queries), (used, grads))
     )
     return relax.Tuple([heads.narrow(x, like) for x, like in ((dq, q), (dk, k), (dv, v))])
 

@@ -32,6 +32,7 @@ from relax_disc.analysis.kernels.stages import is_buffer
 from relax_disc.analysis.padding.demand import ATTENTION, LOSS, Padding, find_padding
 from relax_disc.analysis.padding.grid import Grid, Rows
 from relax_disc.analysis.program.reader import bindings_of
+from relax_disc.ops.attention import optional_operands
 from relax_disc.ops.attention.packed import packed_attention, packed_attention_backward
 from relax_disc.transform.functions import (
     at_span,
@@ -211,11 +212,14 @@ class _Rewriter:
     def _attention(self, call: relax.Call, is_backward: bool) -> relax.Call:
         count = 6 if is_backward else 3
         operands = [self._operand(arg) for arg in call.args[:count]]
-        # The mask stays that of the padded batch, and is read at the places of rows.
-        masked = [self._places, call.args[count]] if len(call.args) > count else []
+        # A mask stays that of the padded batch, and is read at the places of rows.
+        mask, rng = optional_operands(call, count)
+        length = [relax.prim_value(self._grid.length)] if rng else []
         build = packed_attention_backward if is_backward else packed_attention
-        attrs = {name: call.attrs[name] for name in ("scale", "is_causal")}
-        return self._located(build([*operands, self._starts], masked, **attrs))
+        packing = (self._starts, self._places)
+        return self._located(
+            build([*operands, *packing], [*mask, *rng, *length], dict(call.attrs.items()))
+        )
 
     def _loss(self, call: relax.Call, target: int) -> relax.Call:
         ignored = int(call.attrs["ignore_index"])

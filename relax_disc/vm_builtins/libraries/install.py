@@ -7,11 +7,13 @@
 `relax_disc.cpu.batch_matmul`                a, b, a_axes, b_axes, c_axes, c
 `relax_disc.cpu.aten_matmul` and so on       as the three above, by PyTorch's kernels, also bfloat16
                                              and float16
-`relax_disc.cpu.attention`                   q, k, v, scale, is_causal, layout, out, lse
-`relax_disc.cpu.attention_masked`            q, k, v, mask, scale, is_causal, layout, out, lse
-`relax_disc.cpu.attention_backward`          grad_out, q, k, v, out, lse, scale, is_causal, layout,
-                                             dq, dk, dv
-`relax_disc.cpu.attention_backward_masked`   the same, with the mask after lse
+`relax_disc.cpu.attention`                   q, k, v, options, out, lse
+`relax_disc.cpu.attention_backward`          grad_out, q, k, v, out, lse, options, dq, dk, dv;
+                                             options: scale, is_causal, layout
+`.._masked`, `.._dropout`, `.._masked_dropout` of both: mask, rng before scale, where they are;
+                                             p, stream after layout where there is rng (CPU only)
+`relax_disc.cpu.packed_attention..`          as these; starts, places before mask and rng, the
+                                             length of the padded batch after stream; CPU only
 `relax_disc.cpu.ctc_loss`                    log_probs [T, N, C], targets [N, S], input_lengths [N],
                                              target_lengths [N], blank, loss [N],
                                              alpha [N, T, 2 S + 1]
@@ -41,7 +43,8 @@ last. On the CPU they are float32 or float64 alike within a call.
   and lse, the first at the lowest bit: 0 if the tensor is stored [batch, heads, length, dim], 1 if
   it is stored [batch, length, heads, dim]. `lse` is always [batch, heads, length]. The mask is bool
   (True takes part) or added to the scores, [B|1, H|1, Tq|1, Tk|1]. A row that sees nothing has
-  out = 0 and lse = -inf.
+  out = 0 and lse = -inf. Dropout draws the numbers of a tensor [B, H, Tq, Tk] of
+  `frontend/random_ops.py` with the seed and offset `rng` [2], int64.
 * The integers of `ctc_loss` are int64. A loss is infinite where no path gives the target; its
   gradient is then NaN, but 0 where `grad` is 0. The gradient is PyTorch's, made for the results of
   a log-softmax.

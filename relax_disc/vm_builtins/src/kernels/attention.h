@@ -1,5 +1,5 @@
 // What the attention kernels share: vectorised 2^x and sums over vectors, operands with strided
-// rows, masks, packed heads.
+// rows, masks, packed heads, the forms that their functions have.
 #ifndef RELAX_DISC_ATTENTION_H_
 #define RELAX_DISC_ATTENTION_H_
 
@@ -8,10 +8,14 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <optional>
+#include <string>
 
+#include "kernels/argument_reader.h"
 #include "kernels/attention_workspace.h"
 #include "kernels/gemm.h"
 #include "kernels/gemm_tile.h"
+#include "kernels/philox.h"
 #include "kernels/tensor_view.h"
 
 namespace relax_disc {
@@ -157,11 +161,13 @@ struct Sequences {
   }
 };
 
-/*! \brief What says which rows are whose in a packed batch; null: the batch is not packed. */
-struct Packing {
-  const TensorView* starts = nullptr;
-  const TensorView* places = nullptr;  // [3, rows]: of each its row, sequence and position
-};
+/*! \brief Positions of packed rows in their sequences, the last row of `places` [3, rows]. */
+inline const int64_t* Positions(TensorView places, int64_t rows) {
+  Tensor<int64_t> table(places);
+  TVM_FFI_CHECK(table.ndim == 2 && table.shape[0] == 3 && table.shape[1] == rows, ValueError)
+      << "attention: the places of packed rows have another shape than [3, " << rows << "]";
+  return table.data + 2 * rows;
+}
 
 /*!
  * \brief A mask [B|1, H|1, Tq|1, Tk|1] of bool or of the scores' type; null data: none.
@@ -193,15 +199,10 @@ struct Mask {
   }
 
   /*! \brief Like `Set`, for rows of packed sequences: the mask is that of the padded batch. */
-  void SetPacked(TensorView view, TensorView places, const Sequences& sequences,
+  void SetPacked(TensorView view, const int64_t* places, const Sequences& sequences,
                  const Heads<T>& rows) {
     TVM_FFI_CHECK(view.ndim() == 4, ValueError) << "attention: mask of rank " << view.ndim();
-    Tensor<int64_t> table(places);
-    TVM_FFI_CHECK(table.ndim == 2 && table.shape[0] == 3 && table.shape[1] == rows.length,
-                  ValueError)
-        << "attention: the places of packed rows have another shape than [3, " << rows.length
-        << "]";
-    positions = table.data + 2 * rows.length;
+    positions = places;
     for (int axis = 2; axis < 4; ++axis) {
       int64_t extent = view.shape()[axis];
       for (int64_t i = 0; extent > 1 && i < rows.length; ++i) {
@@ -324,18 +325,76 @@ void MultiplyCached(int64_t rows, int64_t columns, int64_t depth, CachedA<T> a, 
   }
 }
 
-/*! \brief Run a pass, forward or backward, over a padded or a packed batch; null mask: none. */
-template <typename Pass>
-void RunWith(Pass* pass, const Packing& packing, const TensorView* mask) {
+/*! \brief Which form of a function this is. */
+struct AttentionForm {
+  bool is_packed, has_mask, has_dropout;
+
+  static AttentionForm OfNumber(int bits) {
+    return {(bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0};
+  }
+  /*! \brief Its name; `base` is "attention" or "attention_backward". */
+  std::string Name(const char* base) const {
+    return std::string("relax_disc.cpu.") + (is_packed ? "packed_" : "") + base +
+           (has_mask ? "_masked" : "") + (has_dropout ? "_dropout" : "");
+  }
+};
+constexpr int kAttentionForms = 8;
+
+/*! \brief What comes between the operands of a pass and its results, in this order. */
+struct AttentionOptions {
+  std::optional<TensorView> starts, places, mask, rng;
+  double scale;
+  bool is_causal;
+  int64_t layout;
+  double dropout = 0;
+  int64_t stream = 0;
+  int64_t length = 0;  // of the padded batch
+
+  AttentionOptions(AttentionForm form, ArgumentReader* reader) {
+    if (form.is_packed) {
+      starts = reader->Next<TensorView>();
+      places = reader->Next<TensorView>();
+    }
+    if (form.has_mask) mask = reader->Next<TensorView>();
+    if (form.has_dropout) rng = reader->Next<TensorView>();
+    scale = reader->Next<double>();
+    is_causal = reader->Next<int64_t>() != 0;
+    layout = reader->Next<int64_t>();
+    if (!form.has_dropout) return;
+    dropout = reader->Next<double>();
+    stream = reader->Next<int64_t>();
+    if (form.is_packed) length = reader->Next<int64_t>();
+  }
+  bool IsSwapped(int operand) const { return (layout >> operand & 1) != 0; }
+
+  template <typename T>
+  Dropout<T> Draws(const Heads<T>& q, const Heads<T>& k) const {
+    if (!rng) return {};
+    Tensor<int64_t> state(*rng);
+    TVM_FFI_CHECK(state.Size(0, state.ndim) == 2, ValueError)
+        << "attention: the state of the random operators is not a seed and an offset";
+    Philox philox(state.data[0], state.data[1], stream);
+    if (!places) return {philox, dropout, q.heads, q.length, k.length};
+    return {philox, dropout, q.heads, length, length, 0, Positions(*places, q.length)};
+  }
+};
+
+/*! \brief Run a pass, forward or backward, over a padded or a packed batch. */
+template <typename Pass, typename T>
+void RunWith(Pass* pass, const AttentionOptions& options) {
   pass->lse_length = pass->q.length;
-  if (packing.starts != nullptr) {
-    Sequences sequences(*packing.starts, pass->q.length);
-    if (mask != nullptr) pass->mask.SetPacked(*mask, *packing.places, sequences, pass->q);
+  pass->scale = static_cast<T>(options.scale);
+  pass->is_causal = options.is_causal;
+  pass->dropout = options.Draws(pass->q, pass->k);
+  if (options.starts) {
+    Sequences sequences(*options.starts, pass->q.length);
+    const int64_t* positions = Positions(*options.places, pass->q.length);
+    if (options.mask) pass->mask.SetPacked(*options.mask, positions, sequences, pass->q);
     pass->RunPacked(sequences);
     return;
   }
-  if (mask != nullptr) {
-    pass->mask.Set(*mask, pass->q.batches, pass->q.heads, pass->q.length, pass->k.length);
+  if (options.mask) {
+    pass->mask.Set(*options.mask, pass->q.batches, pass->q.heads, pass->q.length, pass->k.length);
   }
   pass->Run();
 }

@@ -19,10 +19,11 @@ template <typename T>
 struct Backward {
   Heads<T> grad, q, k, v, out, dq, dk, dv;
   const T* lse;
-  int64_t lse_length;  // elements of a head
-  Mask<T> mask;
-  T scale;
-  bool is_causal;
+  int64_t lse_length = 0;  // elements of a head
+  Mask<T> mask = {};
+  Dropout<T> dropout = {};
+  T scale = T(1);
+  bool is_causal = false;
 
   /*! \brief Operands of one block of keys, in one thread's scratch. */
   struct Block {
@@ -143,10 +144,20 @@ struct Backward {
       mask.Apply(b, h, i, block.first, limit, scores);
     }
     const T multiplier = mask.data != nullptr ? T(1) : factor;
+    T kept[kKeys];  // what dropout multiplies weights by, and so their gradients
+    if (dropout.Drops()) {
+      dropout.Factors(b, h, i, block.first, limit, kept);
+      std::fill(kept + limit, kept + padded, T(0));
+    }
     for (int64_t x = 0; x < padded; x += L) {
-      V weight = Exp2<T>(LoadVector(scores + x) * multiplier - top);
-      StoreVector<T>(scores + x, weight);
-      StoreVector<T>(dp + x, weight * (LoadVector(dp + x) - delta) * scale);
+      V weight = Exp2<T>(LoadVector(scores + x) * multiplier - top), by_weight = LoadVector(dp + x);
+      V used = weight;
+      if (dropout.Drops()) {
+        used *= LoadVector(kept + x);
+        by_weight *= LoadVector(kept + x);
+      }
+      StoreVector<T>(scores + x, used);
+      StoreVector<T>(dp + x, weight * (by_weight - delta) * scale);
     }
     std::fill(scores + limit, scores + padded, T(0));
     std::fill(dp + limit, dp + padded, T(0));
@@ -185,6 +196,7 @@ struct Backward {
     }
     part.lse = lse + start;
     part.mask = mask.Sequence(b, start);
+    part.dropout = dropout.Sequence(b, start);
     return part;
   }
 
@@ -199,56 +211,36 @@ struct Backward {
 
 template <typename T>
 void AttentionBackward(TensorView grad, TensorView q, TensorView k, TensorView v, TensorView out,
-                       TensorView lse, Packing packing, const TensorView* mask, double scale,
-                       bool is_causal, int64_t layout, TensorView dq, TensorView dk,
-                       TensorView dv) {
-  auto heads = [layout](TensorView view, int bit) {
-    return Heads<T>(view, (layout >> bit & 1) != 0);
+                       TensorView lse, const AttentionOptions& options, TensorView dq,
+                       TensorView dk, TensorView dv) {
+  auto heads = [&options](TensorView view, int operand) {
+    return Heads<T>(view, options.IsSwapped(operand));
   };
   Backward<T> backward{heads(grad, 0), heads(q, 1),  heads(k, 2),  heads(v, 3),
                        heads(out, 4),  heads(dq, 5), heads(dk, 6), heads(dv, 7),
-                       Tensor<T>(lse).data, 0, {}, static_cast<T>(scale), is_causal};
-  RunWith(&backward, packing, mask);
+                       Tensor<T>(lse).data};
+  RunWith<Backward<T>, T>(&backward, options);
 }
 
-void Dispatch(TensorView grad, TensorView q, TensorView k, TensorView v, TensorView out,
-              TensorView lse, Packing packing, const TensorView* mask, double scale,
-              int64_t is_causal, int64_t layout, TensorView dq, TensorView dk, TensorView dv) {
+void Dispatch(AttentionForm form, tvm::ffi::PackedArgs args) {
+  ArgumentReader reader(args);
+  auto next = [&reader] { return reader.Next<TensorView>(); };
+  TensorView grad = next(), q = next(), k = next(), v = next(), out = next(), lse = next();
+  AttentionOptions options(form, &reader);
+  TensorView dq = next(), dk = next(), dv = next();
   auto function = IsDouble(q) ? &AttentionBackward<double> : &AttentionBackward<float>;
-  function(grad, q, k, v, out, lse, packing, mask, scale, is_causal != 0, layout, dq, dk, dv);
+  function(grad, q, k, v, out, lse, options, dq, dk, dv);
 }
 
 }  // namespace
 
 TVM_FFI_STATIC_INIT_BLOCK() {
-  namespace refl = tvm::ffi::reflection;
-  refl::GlobalDef()
-      .def("relax_disc.cpu.attention_backward",
-           [](TensorView grad, TensorView q, TensorView k, TensorView v, TensorView out,
-              TensorView lse, double scale, int64_t is_causal, int64_t layout, TensorView dq,
-              TensorView dk, TensorView dv) {
-             Dispatch(grad, q, k, v, out, lse, {}, nullptr, scale, is_causal, layout, dq, dk, dv);
-           })
-      .def("relax_disc.cpu.attention_backward_masked",
-           [](TensorView grad, TensorView q, TensorView k, TensorView v, TensorView out,
-              TensorView lse, TensorView mask, double scale, int64_t is_causal, int64_t layout,
-              TensorView dq, TensorView dk, TensorView dv) {
-             Dispatch(grad, q, k, v, out, lse, {}, &mask, scale, is_causal, layout, dq, dk, dv);
-           })
-      .def("relax_disc.cpu.packed_attention_backward",
-           [](TensorView grad, TensorView q, TensorView k, TensorView v, TensorView out,
-              TensorView lse, TensorView starts, double scale, int64_t is_causal, int64_t layout,
-              TensorView dq, TensorView dk, TensorView dv) {
-             Dispatch(grad, q, k, v, out, lse, {&starts}, nullptr, scale, is_causal, layout, dq,
-                      dk, dv);
-           })
-      .def("relax_disc.cpu.packed_attention_backward_masked",
-           [](TensorView grad, TensorView q, TensorView k, TensorView v, TensorView out,
-              TensorView lse, TensorView starts, TensorView places, TensorView mask, double scale,
-              int64_t is_causal, int64_t layout, TensorView dq, TensorView dk, TensorView dv) {
-             Dispatch(grad, q, k, v, out, lse, {&starts, &places}, &mask, scale, is_causal, layout,
-                      dq, dk, dv);
-           });
+  for (int bits = 0; bits < kAttentionForms; ++bits) {
+    const AttentionForm form = AttentionForm::OfNumber(bits);
+    tvm::ffi::reflection::GlobalDef().def_packed(
+        form.Name("attention_backward").c_str(),
+        [form](tvm::ffi::PackedArgs args, tvm::ffi::Any*) { Dispatch(form, args); });
+  }
 }
 
 }  // namespace relax_disc

@@ -1,4 +1,5 @@
-// relax_disc.cpu.attention: softmax(scale * q k^T + mask) v without a matrix of scores.
+// relax_disc.cpu.attention: softmax(scale * q k^T + mask) v without a matrix of scores, and with
+// dropout of the weights.
 //
 // Blocks of queries against blocks of keys with a running maximum and sum per row, as in Dao et
 // al., "FlashAttention" (2022), algorithm 1. Rows are independent and their sums have one order,
@@ -17,10 +18,11 @@ template <typename T>
 struct Forward {
   Heads<T> q, k, v, out;
   T* lse;
-  int64_t lse_length;  // elements of a head
-  Mask<T> mask;
-  T scale;
-  bool is_causal;
+  int64_t lse_length = 0;  // elements of a head
+  Mask<T> mask = {};
+  Dropout<T> dropout = {};
+  T scale = T(1);
+  bool is_causal = false;
 
   /*! \brief Rows [first, last) of one head. */
   void Chunk(int64_t b, int64_t h, int64_t first, int64_t last, T* scratch) const {
@@ -51,6 +53,7 @@ struct Forward {
         for (int64_t r = 0; r < rows; ++r) {
           Softmax(b, h, i + r, key, visible, scores + r * kPitch<T>, sums + (at + r) * width,
                   top + at + r, total + at + r);
+          if (dropout.Drops()) Drop(b, h, i + r, key, visible, scores + r * kPitch<T>);
         }
         T* target = sums + at * width;
         MultiplyCached<T>(rows, width, visible, {scores, true, 1}, {values, v.dim, count, 0},
@@ -112,6 +115,14 @@ struct Forward {
     *top = now;
   }
 
+  /*! \brief Drop weights of one row; those that are kept become larger. */
+  void Drop(int64_t b, int64_t h, int64_t i, int64_t key, int64_t visible, T* row) const {
+    T factors[kKeys];
+    const int64_t limit = is_causal ? std::clamp<int64_t>(i + 1 - key, 0, visible) : visible;
+    dropout.Factors(b, h, i, key, limit, factors);
+    for (int64_t j = 0; j < limit; ++j) row[j] *= factors[j];
+  }
+
   /*! \brief Chunks of equal size: short sequences give one, long ones small scratch. */
   int64_t Chunks() const { return std::max<int64_t>((q.length + kChunk - 1) / kChunk, 1); }
 
@@ -155,6 +166,7 @@ struct Forward {
     part.out = out.Rows(start, count);
     part.lse = lse + start;
     part.mask = mask.Sequence(b, start);
+    part.dropout = dropout.Sequence(b, start);
     return part;
   }
 
@@ -172,52 +184,34 @@ struct Forward {
 };
 
 template <typename T>
-void Attention(TensorView q, TensorView k, TensorView v, Packing packing, const TensorView* mask,
-               double scale, bool is_causal, int64_t layout, TensorView out, TensorView lse) {
-  Forward<T> forward{{q, (layout & 1) != 0},
-                     {k, (layout & 2) != 0},
-                     {v, (layout & 4) != 0},
-                     {out, (layout & 8) != 0},
-                     Tensor<T>(lse).data,
-                     0,
-                     {},
-                     static_cast<T>(scale),
-                     is_causal};
-  RunWith(&forward, packing, mask);
+void Attention(TensorView q, TensorView k, TensorView v, const AttentionOptions& options,
+               TensorView out, TensorView lse) {
+  Forward<T> forward{{q, options.IsSwapped(0)},
+                     {k, options.IsSwapped(1)},
+                     {v, options.IsSwapped(2)},
+                     {out, options.IsSwapped(3)},
+                     Tensor<T>(lse).data};
+  RunWith<Forward<T>, T>(&forward, options);
 }
 
-void Dispatch(TensorView q, TensorView k, TensorView v, Packing packing, const TensorView* mask,
-              double scale, int64_t is_causal, int64_t layout, TensorView out, TensorView lse) {
-  auto function = IsDouble(q) ? &Attention<double> : &Attention<float>;
-  function(q, k, v, packing, mask, scale, is_causal != 0, layout, out, lse);
+void Dispatch(AttentionForm form, tvm::ffi::PackedArgs args) {
+  ArgumentReader reader(args);
+  TensorView q = reader.Next<TensorView>(), k = reader.Next<TensorView>(),
+             v = reader.Next<TensorView>();
+  AttentionOptions options(form, &reader);
+  TensorView out = reader.Next<TensorView>(), lse = reader.Next<TensorView>();
+  (IsDouble(q) ? &Attention<double> : &Attention<float>)(q, k, v, options, out, lse);
 }
 
 }  // namespace
 
 TVM_FFI_STATIC_INIT_BLOCK() {
-  namespace refl = tvm::ffi::reflection;
-  refl::GlobalDef()
-      .def("relax_disc.cpu.attention",
-           [](TensorView q, TensorView k, TensorView v, double scale, int64_t is_causal,
-              int64_t layout, TensorView out, TensorView lse) {
-             Dispatch(q, k, v, {}, nullptr, scale, is_causal, layout, out, lse);
-           })
-      .def("relax_disc.cpu.attention_masked",
-           [](TensorView q, TensorView k, TensorView v, TensorView mask, double scale,
-              int64_t is_causal, int64_t layout, TensorView out, TensorView lse) {
-             Dispatch(q, k, v, {}, &mask, scale, is_causal, layout, out, lse);
-           })
-      .def("relax_disc.cpu.packed_attention",
-           [](TensorView q, TensorView k, TensorView v, TensorView starts, double scale,
-              int64_t is_causal, int64_t layout, TensorView out, TensorView lse) {
-             Dispatch(q, k, v, {&starts}, nullptr, scale, is_causal, layout, out, lse);
-           })
-      .def("relax_disc.cpu.packed_attention_masked",
-           [](TensorView q, TensorView k, TensorView v, TensorView starts, TensorView places,
-              TensorView mask, double scale, int64_t is_causal, int64_t layout, TensorView out,
-              TensorView lse) {
-             Dispatch(q, k, v, {&starts, &places}, &mask, scale, is_causal, layout, out, lse);
-           });
+  for (int bits = 0; bits < kAttentionForms; ++bits) {
+    const AttentionForm form = AttentionForm::OfNumber(bits);
+    tvm::ffi::reflection::GlobalDef().def_packed(
+        form.Name("attention").c_str(),
+        [form](tvm::ffi::PackedArgs args, tvm::ffi::Any*) { Dispatch(form, args); });
+  }
 }
 
 }  // namespace relax_disc

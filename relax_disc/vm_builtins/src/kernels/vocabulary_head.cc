@@ -11,6 +11,7 @@
 #include <cstring>
 #include <string>
 
+#include "kernels/argument_reader.h"
 #include "kernels/gemm.h"
 #include "kernels/tensor_view.h"
 #include "kernels/vocabulary_head_chunk.h"
@@ -83,31 +84,19 @@ struct Variant {
   int Arguments() const { return 10 + 2 * bias + 2 * lse + !frozen; }
 };
 
-/*! \brief Reads arguments one after the other. */
-class Reader {
+/*! \brief Reads the arguments; some forms lack some. */
+class Reader : public ArgumentReader {
  public:
-  explicit Reader(tvm::ffi::PackedArgs args) : args_(args) {}
-  template <typename T>
-  T Next() {
-    return args_[next_++].cast<T>();
-  }
-  template <typename T>
-  Tensor<T> NextTensor() {
-    return Tensor<T>(Next<TensorView>());
-  }
+  using ArgumentReader::ArgumentReader;
   /*! \brief The next tensor, of so many elements, if the function has it; else null. */
   float* NextIf(bool has, int64_t size) {
     if (!has) return nullptr;
     const Tensor<float> tensor = NextTensor<float>();
     TVM_FFI_CHECK(tensor.Size(0, tensor.ndim) == size, ValueError)
-        << "vocabulary_head: argument " << next_ - 1 << " has " << tensor.Size(0, tensor.ndim)
+        << "vocabulary_head: argument " << count() - 1 << " has " << tensor.Size(0, tensor.ndim)
         << " elements, expected " << size;
     return tensor.data;
   }
-
- private:
-  tvm::ffi::PackedArgs args_;
-  int next_ = 0;
 };
 
 void VocabularyHead(Variant variant, tvm::ffi::PackedArgs args) {
