@@ -3,7 +3,8 @@
     python -m benchmarks.kernels [--threads 2] [--rounds 30] [--only lstm,gru]
 
 The shapes are those of a Llama step (shared/peers, sizes S and M: hidden 256 and 512) at batch 4,
-of GPT-2 (small, 512 tokens), and of tagging and speech for recurrent layers and CTC.
+of GPT-2, BERT, ViT and MLP-Mixer, and of tagging and speech for recurrent layers and CTC.  Products
+are our kernel against PyTorch's on the same memory, whichever `product_choice.py` takes.
 Each round calls both; figures are medians over the rounds, the ratio that of paired calls with its
 quartiles. Below 1 is faster than PyTorch.  Times are of the processor with one thread, which other
 processes disturb less, else of the clock.  Memory is what a call holds at most beside its operands,
@@ -77,20 +78,30 @@ def matrix_products(size: str, tokens: int) -> Iterator[Pair]:
         yield _product(f"{label} by input", tokens, rows, columns, False, False)
 
 
-def _product(name: str, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool) -> Pair:
+def _product(
+    name: str, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, bias: bool = False
+) -> Pair:
     a = torch.randn(k, m) if transpose_a else torch.randn(m, k)
     b = torch.randn(n, k) if transpose_b else torch.randn(k, n)
-    ours, theirs = torch.empty(m, n), torch.empty(m, n)
-    left, right = (a.T if transpose_a else a), (b.T if transpose_b else b)
-    function = tvm_ffi.get_global_func("relax_disc.cpu.matmul")
-    arguments = [tvm_ffi.from_dlpack(x) for x in (a, b, ours)]
+    operands = _tensors(a, b, *((torch.randn(n),) if bias else ()))
     flags = (1, 1, int(transpose_a), int(transpose_b))
+    kind = "matmul_add" if bias else "matmul"
+    ours, theirs = _library(f"own_{kind}"), _library(f"aten_{kind}")
+    (result,) = _tensors(torch.empty(m, n))
     return Pair(
         name,
         2.0 * m * n * k,
-        lambda: function(*arguments[:2], *flags, arguments[2]),
-        lambda: torch.mm(left, right, out=theirs),
+        lambda: ours(*operands, *flags, result),
+        lambda: theirs(*operands, *flags, result),
     )
+
+
+def _linear(label: str, tokens: int, depth: int, width: int, stored: bool) -> Iterator[Pair]:
+    """A linear layer with bias and its gradients; `stored`: as [depth, width], else transposed."""
+    yield _product(f"{label} forward", tokens, width, depth, False, not stored, bias=True)
+    of_weight = (depth, width) if stored else (width, depth)
+    yield _product(f"{label} by weight", *of_weight, tokens, True, False)
+    yield _product(f"{label} by input", tokens, depth, width, False, stored)
 
 
 def attention(length: int, dim: int) -> Iterator[Pair]:
@@ -125,13 +136,40 @@ def attention(length: int, dim: int) -> Iterator[Pair]:
     )
 
 
-def gpt2_products(tokens: int = 512) -> Iterator[Pair]:
-    """All products of a layer of GPT-2 small."""
-    for name, rows, columns in (("qkv", 768, 2304), ("out", 768, 768), ("up", 768, 3072)):
-        label = f"GPT-2 {name} {tokens}"
-        yield _product(f"{label} forward", tokens, columns, rows, False, False)
-        yield _product(f"{label} by weight", rows, columns, tokens, True, False)
-        yield _product(f"{label} by input", tokens, rows, columns, False, True)
+def other_products() -> Iterator[Pair]:
+    """Layers of GPT-2 and BERT (base, batch 4 of 128), ViT (tiny, batch 4), MLP-Mixer (S/16)."""
+    for name, depth, width in (("qkv", 768, 2304), ("out", 768, 768), ("up", 768, 3072)):
+        yield from _linear(f"GPT-2 {name} 512", 512, depth, width, stored=True)
+    for name, depth, width in (("out", 768, 768), ("up", 768, 3072), ("down", 3072, 768)):
+        yield from _linear(f"BERT {name} 512", 512, depth, width, stored=False)
+    for name, depth, width in (("qkv", 192, 576), ("up", 192, 768), ("down", 768, 192)):
+        yield from _linear(f"ViT {name} 788", 788, depth, width, stored=False)
+    for name, rows, depth, width in (("tokens", 2048, 196, 256), ("channels", 784, 512, 2048)):
+        yield from _linear(f"Mixer {name} {rows}", rows, depth, width, stored=False)
+    for rows in (1, 8):
+        yield from _linear(f"classes {rows}", rows, 512, 1000, stored=False)
+
+
+def head_products() -> Iterator[Pair]:
+    """Attention's products as they are without a kernel for it, of heads of 64."""
+    for count, length in ((48, 128), (12, 512)):
+        shapes = {
+            "scores": ((length, length, 64), 1),
+            "values": ((length, 64, length), 0),
+            "by values": ((length, 64, length), 2),
+        }
+        for name, ((m, n, k), operands) in shapes.items():
+            a = torch.randn(count, *((k, m) if operands == 2 else (m, k)))
+            b = torch.randn(count, *((n, k) if operands == 1 else (k, n)))
+            tensors = _tensors(a, b, torch.empty(count, m, n))
+            axes = tuple(0x021 if operands == which else 0x012 for which in (2, 1))
+            ours, theirs = _library("own_batch_matmul"), _library("aten_batch_matmul")
+            yield Pair(
+                f"heads {name} {count} x {length}",
+                2.0 * count * m * n * k,
+                lambda f=ours, x=tensors, axes=axes: f(x[0], x[1], *axes, 0x012, x[2]),
+                lambda f=theirs, x=tensors, axes=axes: f(x[0], x[1], *axes, 0x012, x[2]),
+            )
 
 
 def ctc(steps: int, count: int, classes: int, labels: int) -> Iterator[Pair]:
@@ -303,7 +341,8 @@ def pairs() -> Iterator[tuple[str, Callable[[], Iterator[Pair]]]]:
     for size in WIDTHS:
         for tokens in TOKENS:
             yield "product", lambda size=size, tokens=tokens: matrix_products(size, tokens)
-    yield "product", gpt2_products
+    yield "product", other_products
+    yield "product", head_products
     for dim in (32, 64):
         for length in LENGTHS:
             yield "attention", lambda length=length, dim=dim: attention(length, dim)

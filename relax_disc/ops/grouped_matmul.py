@@ -191,5 +191,5 @@ def _sizes(views: list[Any], numbers: list[int]) -> tuple[Any, ...]:
 for _name in ("grouped_matmul", "grouped_outer"):
     registry.LIBRARY[_name] = registry.LibraryFunction(
         flops=lambda views, numbers: 2 * registry.elements(_sizes(views, numbers)),
-        workspace=lambda views, numbers: ("matmul", _sizes(views, numbers)),
+        workspace=lambda views, numbers: ("grouped_matmul", _sizes(views, numbers)),
     )

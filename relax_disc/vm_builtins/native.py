@@ -126,7 +126,7 @@ def carried(folder: Path, flags: Set[str]) -> Path | None:
 
 def processor_flags() -> frozenset[str]:
     """What the processor and the system under it can do; empty where that is not known."""
-    for line in _processor().splitlines():
+    for line in processor_identity().splitlines():
         name, _, values = line.partition(":")
         if name.strip() in ("flags", "Features"):
             return frozenset(values.split())
@@ -199,12 +199,12 @@ def _toolchain() -> Toolchain:
         (*_COMPILE_FLAGS, native, *(f"-I{path}" for path in libinfo.include_paths())),
         ("-std=c++20", f"-isystem{pytorch / 'include'}"),
         tuple(link),
-        "\n".join((*versions, os.environ.get("CXX", ""), _processor())),
+        "\n".join((*versions, os.environ.get("CXX", ""), processor_identity())),
     )
 
 
-def _processor() -> str:
-    """Name and features of the processor, since the code is compiled for it alone."""
+def processor_identity() -> str:
+    """Name and features of the processor: what is compiled and measured here is for it alone."""
     lines = [platform.machine(), platform.processor()]
     information = Path("/proc/cpuinfo")
     if information.exists():

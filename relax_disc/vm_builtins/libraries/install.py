@@ -5,8 +5,9 @@
 `relax_disc.cpu.matmul`                      a, b, a_split, b_split, transpose_a, transpose_b, c
 `relax_disc.cpu.matmul_add`                  a, b, addend, (as above), c
 `relax_disc.cpu.batch_matmul`                a, b, a_axes, b_axes, c_axes, c
-`relax_disc.cpu.aten_matmul` and so on       as the three above, by PyTorch's kernels, also bfloat16
-                                             and float16
+`relax_disc.cpu.own_matmul` and so on        the three above without the choice of PyTorch's kernels
+                                             (`product_choice.py`)
+`relax_disc.cpu.aten_matmul` and so on       by PyTorch's kernels, also bfloat16 and float16
 `relax_disc.cpu.attention`                   q, k, v, options, out, lse
 `relax_disc.cpu.attention_backward`          grad_out, q, k, v, out, lse, options, dq, dk, dv;
                                              options: scale, is_causal, layout
@@ -60,7 +61,7 @@ from __future__ import annotations
 import torch
 import tvm_ffi
 
-from relax_disc.vm_builtins import native
+from relax_disc.vm_builtins import native, product_choice
 
 
 def install(device: str) -> None:
@@ -72,6 +73,7 @@ def install(device: str) -> None:
     """
     tvm_ffi.register_error("LinAlgError", torch._C._LinAlgError)
     native.load()  # the CPU's functions, and what serves every device
+    product_choice.choose()
     if device == "cuda":
         # Imports torch, a second's work.
         from relax_disc.vm_builtins.libraries import cuda_library

@@ -1,7 +1,11 @@
 // Matrix products by PyTorch's kernels (oneDNN, MKL): relax_disc.cpu.aten_matmul and its kin, with
 // the arguments of the functions without the prefix.
+//
+// MKL keeps the buffers that it packs float32 into, and takes others for other sizes: up to 72 MB
+// after twenty products.  They are given back after each product, so that a plan can count them.
 #include "aten/product.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
@@ -16,9 +20,28 @@
 
 #include "aten/memory.h"
 #include "kernels/parallel.h"
+#include "kernels/product_choice.h"
+
+extern "C" void mkl_serv_free_buffers() __attribute__((weak));  // as mkl_free_buffers
 
 namespace relax_disc {
 namespace {
+
+/*! \brief Most columns that MKL is given at once: it packs all of them. */
+constexpr int64_t kMklColumns = 2048;
+/*! \brief Most that MKL takes on a thread for so many columns: 9.1 MB of 1,500 products. */
+constexpr int64_t kMklBytes = 9 << 20;
+/*! \brief Up to so many columns of small products MKL packs nothing, unless B is transposed. */
+constexpr int64_t kMklDirect = 128;
+
+/*! \brief Gives back what MKL keeps; other types go to oneDNN, which keeps nothing. */
+struct MklScope {
+  explicit MklScope(c10::ScalarType type) : is_needed(type == c10::kFloat || type == c10::kDouble) {}
+  ~MklScope() {
+    if (is_needed && mkl_serv_free_buffers != nullptr) mkl_serv_free_buffers();
+  }
+  bool is_needed;
+};
 
 /*! \brief A compact tensor as a matrix whose rows are its first `split` axes, or its transpose. */
 at::Tensor MatrixView(TensorView view, int64_t split, bool transpose) {
@@ -38,16 +61,28 @@ void Matmul(TensorView a_view, TensorView b_view, const TensorView* addend, int6
   AtenScope scope(
       AtenProductBytes(c.size(0), c.size(1), a.size(1), c.element_size(), NumThreads()),
       at::empty({0}));
-  if (addend == nullptr) {
-    at::mm_out(c, a, b);
-    return;
+  MklScope mkl(c.scalar_type());
+  at::Tensor extra;
+  if (addend != nullptr) {
+    extra = AtenView(*addend);
+    extra = extra.view({extra.numel() == c.numel() ? c.size(0) : 1, c.size(1)});
+    if (extra.const_data_ptr() == c.const_data_ptr()) extra = c;  // not copied onto itself
   }
-  at::Tensor extra = AtenView(*addend);
-  extra = extra.view({extra.numel() == c.numel() ? c.size(0) : 1, c.size(1)});
-  if (a.size(1) == 0) {
-    c.copy_(extra);
-  } else {
-    at::addmm_out(c, extra, a, b);
+  const int64_t width = mkl.is_needed ? kMklColumns : c.size(1);
+  for (int64_t first = 0; first < c.size(1); first += width) {
+    const auto part = [&](const at::Tensor& x) {
+      if (width >= c.size(1)) return x;
+      return x.narrow(1, first, std::min(width, c.size(1) - first));
+    };
+    at::Tensor target = part(c);
+    if (addend == nullptr) {
+      at::mm_out(target, a, part(b));
+    } else if (a.size(1) == 0) {
+      target.copy_(part(extra));
+    } else {
+      const at::Tensor sum = extra.is_same(c) ? target : part(extra);
+      at::addmm_out(target, sum, a, part(b));
+    }
   }
 }
 
@@ -88,6 +123,7 @@ void BatchMatmul(TensorView a_view, TensorView b_view, int64_t a_axes, int64_t b
   AtenScope scope(AtenProductBytes(c.size(-2), c.size(-1), a.size(-1), c.element_size(),
                                    NumThreads()),
                   at::empty({0}));
+  MklScope mkl(c.scalar_type());
   for (at::Tensor* x : {&a, &b}) {
     std::vector<int64_t> sizes(batch.begin(), batch.end());
     sizes.insert(sizes.end(), {x->size(-2), x->size(-1)});
@@ -103,21 +139,60 @@ bool Multiplies(const std::string& dtype) {
   return dtype == "float16" && (cpuinfo_has_x86_avx512fp16() || cpuinfo_has_x86_amx_fp16());
 }
 
+/*!
+ * \brief Whether PyTorch's product of float32 is what ours is: exact but for the last bit.
+ *
+ * Its users may allow it to round operands.  MKL promises equal bits for equal sizes where operands
+ * lie at multiples of 64 bytes.
+ */
+bool IsLikeOwn(std::initializer_list<const TensorView*> operands) {
+  const at::Float32Precision precision =
+      at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
+  if (precision == at::Float32Precision::BF16 || precision == at::Float32Precision::TF32) {
+    return false;
+  }
+  return std::all_of(operands.begin(), operands.end(), [](const TensorView* x) {
+    const auto address = reinterpret_cast<uintptr_t>(x->data_ptr()) + x->byte_offset();
+    return address % 64 == 0;
+  });
+}
+
+bool TryMatmul(TensorView a, TensorView b, const TensorView* addend, int64_t a_split,
+               int64_t b_split, int64_t transpose_a, int64_t transpose_b, TensorView c) {
+  if (!IsLikeOwn({&a, &b, addend == nullptr ? &c : addend, &c})) return false;
+  Matmul(a, b, addend, a_split, b_split, transpose_a, transpose_b, c);
+  return true;
+}
+
+bool TryBatchMatmul(TensorView a, TensorView b, int64_t a_axes, int64_t b_axes, int64_t c_axes,
+                    TensorView c) {
+  if (!IsLikeOwn({&a, &b, &c})) return false;
+  BatchMatmul(a, b, a_axes, b_axes, c_axes, c);
+  return true;
+}
+
+int64_t MklBytes(const ProductSizes& sizes, int64_t threads) {
+  if (sizes.count > 1 && sizes.n <= kMklDirect) return 0;
+  return threads * kMklBytes;
+}
+
 }  // namespace
 
 int64_t AtenProductBytes(int64_t m, int64_t n, int64_t k, int64_t element, int64_t threads) {
   if (element > 2 || m == 0 || n == 0 || k == 0) return 0;
-  // A thread copies blocks of both operands and sums a block in float32: no more than all of them,
-  // and no more than twice what its cache holds (500 shapes, 1 and 2 threads, took up to 0.7).
+  // A thread copies blocks of both operands, float16 as float32 where the processor has no tiles of
+  // it, and sums a block in float32: no more than all of them, and no more than twice what its cache
+  // holds (6,000 shapes, 1 and 2 threads, took up to 0.9).
   static const int64_t l2 = cpuinfo_initialize() && cpuinfo_get_l2_caches_count() > 0
                                 ? cpuinfo_get_l2_cache(0)->size
                                 : 1 << 20;
   const auto up = [](int64_t value) { return (value + 63) / 64 * 64; };
-  const int64_t all = element * (up(m) + up(n)) * up(k) + 4 * up(m) * up(n);
+  const int64_t all = 4 * (up(m) + up(n)) * up(k) + 4 * up(m) * up(n);
   return PieceBytes(threads * std::min(std::max<int64_t>(2 * l2, 2 << 20), all));
 }
 
 TVM_FFI_STATIC_INIT_BLOCK() {
+  if (mkl_serv_free_buffers != nullptr) OfferProducts({&TryMatmul, &TryBatchMatmul, &MklBytes});
   tvm::ffi::reflection::GlobalDef()
       .def("relax_disc.cpu.multiplies",
            [](const tvm::ffi::String& dtype) { return Multiplies(std::string(dtype)); })

@@ -1,4 +1,5 @@
-// Matrix products of tensors: relax_disc.cpu.matmul, relax_disc.cpu.batch_matmul.
+// Matrix products of tensors: relax_disc.cpu.matmul, relax_disc.cpu.batch_matmul; `own_` before a
+// name leaves out the choice of PyTorch's kernels.
 #include "kernels/gemm.h"
 
 #include <tvm/ffi/container/tensor.h>
@@ -6,8 +7,11 @@
 #include <tvm/ffi/tvm_ffi.h>
 
 #include <limits>
+#include <string>
+#include <type_traits>
 #include <vector>
 
+#include "kernels/product_choice.h"
 #include "kernels/tensor_view.h"
 
 namespace relax_disc {
@@ -65,11 +69,17 @@ struct Batches {
   Matrix<T> View(int64_t offset) const {
     return {data + offset, strides[strides.size() - 2], strides.back()};
   }
+  bool IsTransposed() const { return strides.back() != 1 && Columns() > 1; }
 };
+
+Operands OperandsOf(bool transpose_a, bool transpose_b) {
+  if (transpose_a) return Operands::kTransposedA;
+  return transpose_b ? Operands::kTransposedB : Operands::kPlain;
+}
 
 template <typename T>
 void BatchMatmul(TensorView a_view, TensorView b_view, int64_t a_axes, int64_t b_axes,
-                 int64_t c_axes, TensorView c_view) {
+                 int64_t c_axes, TensorView c_view, bool has_choice) {
   Batches<T> a(Tensor<T>(a_view), a_axes), b(Tensor<T>(b_view), b_axes),
       c(Tensor<T>(c_view), c_axes);
   int64_t batch_rank = static_cast<int64_t>(c.sizes.size()) - 2;
@@ -79,6 +89,12 @@ void BatchMatmul(TensorView a_view, TensorView b_view, int64_t a_axes, int64_t b
       << "batch_matmul: shapes do not fit";
   int64_t count = 1;
   for (int64_t i = 0; i < batch_rank; ++i) count *= c.sizes[i];
+  if (std::is_same_v<T, float> && has_choice) {
+    const OtherProducts* others =
+        ChosenProducts({count, c.Rows(), c.Columns(), a.Columns()},
+                       OperandsOf(a.IsTransposed(), b.IsTransposed()), NumThreads());
+    if (others && others->batch_matmul(a_view, b_view, a_axes, b_axes, c_axes, c_view)) return;
+  }
   auto product = [&](int64_t index) {
     int64_t at[3] = {0, 0, 0};
     for (int64_t i = batch_rank - 1; i >= 0; --i) {
@@ -109,8 +125,9 @@ void BatchMatmul(TensorView a_view, TensorView b_view, int64_t a_axes, int64_t b
 }
 
 template <typename T>
-void Matmul(TensorView a_view, TensorView b_view, const Tensor<T>* addend, int64_t a_split,
-            int64_t b_split, int64_t transpose_a, int64_t transpose_b, TensorView c_view) {
+void Matmul(TensorView a_view, TensorView b_view, const TensorView* addend_view, int64_t a_split,
+            int64_t b_split, int64_t transpose_a, int64_t transpose_b, TensorView c_view,
+            bool has_choice) {
   Tensor<T> a(a_view), b(b_view), c(c_view);
   int64_t a_rows = a.Size(0, a_split), a_columns = a.Size(a_split, a.ndim);
   int64_t b_rows = b.Size(0, b_split), b_columns = b.Size(b_split, b.ndim);
@@ -128,14 +145,51 @@ void Matmul(TensorView a_view, TensorView b_view, const Tensor<T>* addend, int64
   p.c_pitch = p.n;
   p.addend = nullptr;
   p.addend_pitch = 0;
-  if (addend != nullptr) {
-    int64_t size = addend->Size(0, addend->ndim);
+  if (addend_view != nullptr) {
+    Tensor<T> addend(*addend_view);
+    int64_t size = addend.Size(0, addend.ndim);
     TVM_FFI_CHECK(size == p.m * p.n || size == p.n, ValueError)
         << "matmul_add: " << size << " elements to add to [" << p.m << ", " << p.n << "]";
-    p.addend = addend->data;
+    p.addend = addend.data;
     p.addend_pitch = size == p.m * p.n ? p.n : 0;
   }
+  if (std::is_same_v<T, float> && has_choice) {
+    const OtherProducts* others = ChosenProducts(
+        {1, p.m, p.n, p.k}, OperandsOf(transpose_a != 0, transpose_b != 0), NumThreads());
+    if (others && others->matmul(a_view, b_view, addend_view, a_split, b_split, transpose_a,
+                                 transpose_b, c_view)) {
+      return;
+    }
+  }
   Multiply(p);
+}
+
+/*! \brief Register the functions under a prefix. */
+void Define(const std::string& prefix, bool has_choice) {
+  auto product = [has_choice](TensorView a, TensorView b, const TensorView* addend,
+                              int64_t a_split, int64_t b_split, int64_t transpose_a,
+                              int64_t transpose_b, TensorView c) {
+    const auto function = IsDouble(c) ? &Matmul<double> : &Matmul<float>;
+    function(a, b, addend, a_split, b_split, transpose_a, transpose_b, c, has_choice);
+  };
+  namespace refl = tvm::ffi::reflection;
+  refl::GlobalDef()
+      .def((prefix + "matmul").c_str(),
+           [=](TensorView a, TensorView b, int64_t a_split, int64_t b_split, int64_t transpose_a,
+               int64_t transpose_b, TensorView c) {
+             product(a, b, nullptr, a_split, b_split, transpose_a, transpose_b, c);
+           })
+      .def((prefix + "matmul_add").c_str(),
+           [=](TensorView a, TensorView b, TensorView addend, int64_t a_split, int64_t b_split,
+               int64_t transpose_a, int64_t transpose_b, TensorView c) {
+             product(a, b, &addend, a_split, b_split, transpose_a, transpose_b, c);
+           })
+      .def((prefix + "batch_matmul").c_str(),
+           [=](TensorView a, TensorView b, int64_t a_axes, int64_t b_axes, int64_t c_axes,
+               TensorView c) {
+             const auto function = IsDouble(c) ? &BatchMatmul<double> : &BatchMatmul<float>;
+             function(a, b, a_axes, b_axes, c_axes, c, has_choice);
+           });
 }
 
 }  // namespace
@@ -155,37 +209,8 @@ template void Multiply<float>(const Product<float>&);
 template void Multiply<double>(const Product<double>&);
 
 TVM_FFI_STATIC_INIT_BLOCK() {
-  namespace refl = tvm::ffi::reflection;
-  refl::GlobalDef()
-      .def("relax_disc.cpu.matmul",
-           [](TensorView a, TensorView b, int64_t a_split, int64_t b_split, int64_t transpose_a,
-              int64_t transpose_b, TensorView c) {
-             if (IsDouble(c)) {
-               Matmul<double>(a, b, nullptr, a_split, b_split, transpose_a, transpose_b, c);
-             } else {
-               Matmul<float>(a, b, nullptr, a_split, b_split, transpose_a, transpose_b, c);
-             }
-           })
-      .def("relax_disc.cpu.matmul_add",
-           [](TensorView a, TensorView b, TensorView addend, int64_t a_split, int64_t b_split,
-              int64_t transpose_a, int64_t transpose_b, TensorView c) {
-             if (IsDouble(c)) {
-               Tensor<double> add(addend);
-               Matmul<double>(a, b, &add, a_split, b_split, transpose_a, transpose_b, c);
-             } else {
-               Tensor<float> add(addend);
-               Matmul<float>(a, b, &add, a_split, b_split, transpose_a, transpose_b, c);
-             }
-           })
-      .def("relax_disc.cpu.batch_matmul",
-           [](TensorView a, TensorView b, int64_t a_axes, int64_t b_axes, int64_t c_axes,
-              TensorView c) {
-             if (IsDouble(c)) {
-               BatchMatmul<double>(a, b, a_axes, b_axes, c_axes, c);
-             } else {
-               BatchMatmul<float>(a, b, a_axes, b_axes, c_axes, c);
-             }
-           });
+  Define("relax_disc.cpu.", true);
+  Define("relax_disc.cpu.own_", false);
 }
 
 }  // namespace relax_disc

@@ -17,6 +17,7 @@
 #include "kernels/gemm.h"
 #include "kernels/packed_matrix.h"
 #include "kernels/parallel.h"
+#include "kernels/product_choice.h"
 #include "runtime/memory.h"
 #include "kernels/vocabulary_head_chunk.h"
 
@@ -92,9 +93,16 @@ int64_t RecurrenceBytes(int64_t batch, int64_t depth, int64_t columns, int64_t e
 
 template <typename T>
 int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n, int64_t threads) {
-  if (kind == "matmul") return GemmBytes<T>(n.at(1), n.at(2), n.at(3), threads);
+  const bool has_choice = n.at(0) == 4;
+  if (kind == "grouped_matmul") return GemmBytes<T>(n.at(1), n.at(2), n.at(3), threads);
+  if (kind == "matmul") {
+    return std::max(GemmBytes<T>(n.at(1), n.at(2), n.at(3), threads),
+                    has_choice ? ChosenProductBytes({1, n.at(1), n.at(2), n.at(3)}, threads) : 0);
+  }
   if (kind == "batch_matmul") {
-    return BatchMatmulBytes<T>(n.at(1), n.at(2), n.at(3), n.at(4), threads);
+    return std::max(
+        BatchMatmulBytes<T>(n.at(1), n.at(2), n.at(3), n.at(4), threads),
+        has_choice ? ChosenProductBytes({n.at(1), n.at(2), n.at(3), n.at(4)}, threads) : 0);
   }
   if (kind == "aten_matmul") {
     return AtenProductBytes(n.at(1), n.at(2), n.at(3), n.at(0), threads);

@@ -1,0 +1,215 @@
+"""Choose once for a machine which kernels multiply float32: our own, or PyTorch's.
+
+Neither wins everywhere: MKL is slower than our products on AMD's processors and faster on Intel's,
+and on both it depends on the sizes.  Products fall into classes of layout, narrowest extent and
+work (``product_class`` of the library).  The first compile on a processor with a number of threads
+times one product of each class both ways, about a second, and keeps the result in the folder
+`products` of the cache directory; PyTorch's kernels take the classes in which they are faster by
+more than a twentieth.
+
+Results differ between both by rounding.  So that they are the same bits in every run, a table never
+changes in a process, the first file of a machine stays, and where none can be kept our own kernels
+multiply; so they do on a number of threads that nothing was compiled or loaded for.
+``RELAX_DISC_PRODUCTS=own`` or ``=pytorch`` pins the choice instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tvm_ffi
+
+from relax_disc.errors import InputMismatchError
+from relax_disc.vm_builtins import native
+
+_logger = logging.getLogger(__name__)
+
+VARIABLE = "RELAX_DISC_PRODUCTS"
+_PINNED = {"own": 0, "pytorch": 1, "measured": -1}
+_FORMAT = 1
+_LEAST_GAIN = 1.05  # PyTorch's kernels need memory of their own, and timings are noisy
+_ROUNDS = 7
+_LEAST_NS = 30_000  # of one timing, so that the clock's steps do not count
+_BATCH = 8
+_THIN, _NARROW = 3, 12  # smallest extents that are timed
+_lock = threading.Lock()
+_known: dict[int, bool] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Products of `[m, k]` by `[k, n]` that stand for their class."""
+
+    count: int
+    m: int
+    n: int
+    k: int
+    operands: int  # 0: rows contiguous, 1: columns of b, 2: columns of a
+
+    @property
+    def index(self) -> int:
+        """The class."""
+        sizes = (self.count, self.m, self.n, self.k, self.operands)
+        return int(_library("product_class")(*sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was measured on one processor with one number of threads."""
+
+    processor: str
+    torch: str
+    threads: int
+    gains: dict[int, float]  # time of our kernel / time of PyTorch's, by class
+
+    def classes(self) -> list[int]:
+        """Name the classes that PyTorch's kernels multiply."""
+        return sorted(index for index, gain in self.gains.items() if gain > _LEAST_GAIN)
+
+
+def choose() -> None:
+    """Set the choice of the present number of threads, once: from the cache, or by measuring.
+
+    Raises `InputMismatchError`: the environment variable has no such value.
+    """
+    pinned = os.environ.get(VARIABLE, "measured")
+    if pinned not in _PINNED:
+        raise InputMismatchError(f"{VARIABLE}={pinned}; allowed are {', '.join(_PINNED)}.")
+    if pinned != "measured":
+        _library("force_products")(_PINNED[pinned])
+        return
+    threads = torch.get_num_threads()
+    with _lock:
+        if threads in _known or not _library("has_other_products")():
+            return
+        path = choice_path(threads)
+        choice = read(path) or _measured(path, threads)
+        classes = [] if choice is None else choice.classes()
+        _known[threads] = bool(_library("choose_products")(threads, tvm_ffi.Shape(tuple(classes))))
+        if not _known[threads]:
+            _logger.warning("products ran before they were measured on %d threads", threads)
+
+
+def choice_path(threads: int) -> Path:
+    """Name the file of this processor with so many threads."""
+    key = "\n".join((native.processor_identity(), torch.__version__, str(_FORMAT)))
+    name = hashlib.sha256(key.encode()).hexdigest()[:16]
+    return native.cache_directory() / "products" / f"{name}-{threads}.json"
+
+
+def read(path: Path) -> Choice | None:
+    """Read what was measured; None where there is nothing that can be used."""
+    try:
+        facts = json.loads(path.read_text())
+        gains = {int(index): float(gain) for index, gain in facts["gains"].items()}
+        return Choice(facts["processor"], facts["torch"], int(facts["threads"]), gains)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        _logger.warning("%s cannot be used, products are measured again: %s", path, error)
+        path.unlink(missing_ok=True)
+        return None
+
+
+def keep(path: Path, choice: Choice) -> Choice | None:
+    """Write what was measured, unless another process was first; return what is there."""
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(asdict(choice), indent=1))
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    except OSError as error:
+        _logger.warning("own kernels multiply, the choice is not kept in %s: %s", path, error)
+        return None
+    return read(path)
+
+
+def measure(threads: int) -> Choice:
+    """Time every class both ways on the present threads."""
+    gains = {probe.index: _gain(probe, threads) for probe in probes()}
+    return Choice(platform.processor() or platform.machine(), torch.__version__, threads, gains)
+
+
+def probes() -> Iterator[Probe]:
+    """One product for each class that may be chosen.
+
+    Left out are products so small that the way to PyTorch takes longer than they do, and batches
+    with columns of b: there MKL packs, and both are equally fast.
+    """
+    for operands in range(3):
+        for octave in range(15, 30, 2):  # the work is 2 ** octave multiply-adds
+            side = round(2 ** (octave / 3))
+            yield Probe(1, side, side, side, operands)
+            if octave <= 21 and operands != 1:
+                yield Probe(_BATCH, side, side, side, operands)
+        for smallest in (_THIN, _NARROW):
+            for octave in range(13, 24, 2):
+                side = round((2**octave / smallest) ** 0.5)
+                yield Probe(1, smallest, side, side, operands)
+                yield Probe(1, side, smallest, side, operands)
+                yield Probe(1, side, side, smallest, operands)
+
+
+def _measured(path: Path, threads: int) -> Choice | None:
+    start = time.perf_counter()
+    choice = keep(path, measure(threads))
+    seconds = time.perf_counter() - start
+    _logger.info("products on %d threads were measured in %.1f s: %s", threads, seconds, path)
+    return choice
+
+
+def _gain(probe: Probe, threads: int) -> float:
+    """Least time of our kernel / least time of PyTorch's, over rounds that take turns."""
+    ours, theirs = (_call(probe, prefix) for prefix in ("own_", "aten_"))
+    clock = time.thread_time_ns if threads == 1 else time.perf_counter_ns
+    theirs()
+    repeats = max(1, _LEAST_NS // max(1, _timed(theirs, 1, clock)))
+    least = {ours: math.inf, theirs: math.inf}
+    for turn in range(_ROUNDS):
+        for function in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
+            least[function] = min(least[function], _timed(function, repeats, clock))
+    return round(least[ours] / max(1.0, least[theirs]), 3)
+
+
+def _timed(function: Callable[[], object], repeats: int, clock: Callable[[], int]) -> int:
+    start = clock()
+    for _ in range(repeats):
+        function()
+    return clock() - start
+
+
+def _call(probe: Probe, prefix: str) -> Callable[[], object]:
+    """Make a call of the kernel on operands of its own."""
+    batch = () if probe.count == 1 else (probe.count,)
+    rows_of_a = (probe.k, probe.m) if probe.operands == 2 else (probe.m, probe.k)
+    rows_of_b = (probe.n, probe.k) if probe.operands == 1 else (probe.k, probe.n)
+    shapes = ((*batch, *rows_of_a), (*batch, *rows_of_b), (*batch, probe.m, probe.n))
+    a, b, c = (tvm_ffi.from_dlpack(torch.zeros(shape)) for shape in shapes)
+    if not batch:
+        function = _library(f"{prefix}matmul")
+        flags = (1, 1, int(probe.operands == 2), int(probe.operands == 1))
+        return lambda: function(a, b, *flags, c)
+    function = _library(f"{prefix}batch_matmul")
+    axes = tuple(0x021 if probe.operands == which else 0x012 for which in (2, 1))
+    return lambda: function(a, b, *axes, 0x012, c)
+
+
+def _library(name: str) -> Any:
+    return tvm_ffi.get_global_func(f"relax_disc.cpu.{name}")
