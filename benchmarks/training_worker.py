@@ -24,6 +24,7 @@ import relax_disc
 from benchmarks.malloc_counter import MallocCounter
 from benchmarks.processes import serve
 from benchmarks.training_batches import LONGEST, VOCABULARY, make_batch
+from relax_disc.integrations import torch_compile
 from relax_disc.pipeline import PipelineOptions
 from relax_disc.training.memory_plan import MemoryPlan
 from relax_disc.training_step import TrainingStep
@@ -119,6 +120,7 @@ class Worker:
             run = torch.compile(self.model, dynamic=True)
         if kind == "backend":
             run = torch.compile(self.model, dynamic=True, backend="relax_disc")
+            self._base_bytes = self._bytes_without_arena(run)
 
         def eager_step(ids: Tensor, labels: Tensor) -> Tensor:
             loss = run(ids, labels)
@@ -128,6 +130,14 @@ class Worker:
             return loss.detach()
 
         return eager_step
+
+    def _bytes_without_arena(self, run: Any) -> int:
+        """Compile the backend's program with a small batch; what is in use but for its arena."""
+        run(*make_batch([24, 16], seed=0)).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        for program in torch_compile.programs():
+            program.session.release()
+        return self._counter.live_bytes()
 
     def step(
         self, lengths: list[int], seed: int, budget: dict[str, float] | None = None
