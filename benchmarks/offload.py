@@ -7,7 +7,8 @@ it is: by recomputation alone, by reloading alone, and by whichever is faster.  
 budgeted ones take turns; a row tells the modelled and the measured time over the unlimited step's,
 the least of each beside the median, since what else runs on a machine only adds.
 The step is calibrated first.  The recorded graphs, where they are, are only planned, at 25 and
-50 GB/s.
+50 GB/s.  ``--kinds state`` compares Llama M whose optimizer's state lies in the folder with one
+that has it in memory, in turns.
 """
 
 from __future__ import annotations
@@ -40,21 +41,23 @@ from relax_disc.vm_builtins.session import Session
 
 SHAPE: dict[str, Any] = {"batch": 4, "length": 328}
 PARTS = (0.75, 0.5)
+KINDS = ("clocked", "steps", "graphs", "state")
 LEAST_SLEEP_NS = 1_000_000  # a timer is late by some 0.1 ms
 SPEEDS = (1e8, 3e8, 1e9)
 GRAPHS = Path(__file__).parents[2] / "shared" / "graphs" / "recorded"
 GRAPH_PARTS, GRAPH_SPEEDS, LATENCY_NS = (0.5, 0.4, 0.3), (25.0, 50.0), 10_000
 
 
-def compiled() -> tuple[TrainingStep, Any]:
-    """Compile and calibrate Llama S; return it with a batch of the shape."""
+def compiled(size: str = "S", **options: Any) -> tuple[TrainingStep, Any]:
+    """Compile and calibrate a Llama; return it with a batch of the shape."""
     shape = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=512)}
-    model = peer_llama("S")
+    model = peer_llama(size)
     step = relax_disc.compile(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-4),
         make_batch([24, 16], seed=0),
         dynamic_shapes={"ids": shape, "labels": shape},
+        **options,
     )
     batch = make_batch([SHAPE["length"]] * SHAPE["batch"], seed=1)
     step.calibrate(*batch)
@@ -154,6 +157,30 @@ def _sleep(seconds: float, *_: Any) -> None:
     time.sleep(seconds)
 
 
+def state(folder: str, repeats: int) -> Iterator[dict[str, Any]]:
+    """One row: the optimizer's state in the folder, and in memory."""
+    plain, batch = compiled("M")
+    kept, _ = compiled("M", offload_to=folder, offload="optimizer")
+    figures = kept.offload_to.figures() if kept.offload_to else None
+    for step in (plain, kept):
+        step(*batch)
+    times = [(seconds(plain, batch), seconds(kept, batch)) for _ in range(repeats)]
+    ratios = sorted(there / here for here, there in times)
+    plans = plain.plan(**SHAPE), kept.plan(**SHAPE)
+    report = kept.memory_report()
+    yield {
+        "peak_bytes": [plan.peak_bytes for plan in plans],
+        "measured_peak_bytes": report.peak_bytes,
+        "offloaded_state_bytes": report.offloaded_state_bytes,
+        "state_window_bytes": report.state_window_bytes,
+        "bytes_per_s": (figures.write_bytes_per_s, figures.read_bytes_per_s) if figures else None,
+        "modelled_ratio": plans[1].time_ratio,
+        "median_ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "seconds": statistics.median(here for here, _ in times),
+    }
+
+
 def graphs() -> Iterator[dict[str, Any]]:
     """Rows of the recorded graphs."""
     for path in sorted(GRAPHS.glob("*.json.gz")):
@@ -178,18 +205,23 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--parts", type=float, nargs="+", default=PARTS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS[:3])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     console = Console()
-    found: dict[str, list[dict[str, Any]]] = {"clocked": [], "steps": [], "graphs": []}
-    rows_of_steps = steps(arguments.folder, arguments.repeats, arguments.parts)
-    rows_of_clocks = clocked(arguments.folder, arguments.parts)
-    parts = (("clocked", rows_of_clocks), ("steps", rows_of_steps), ("graphs", graphs()))
-    for kind, rows in parts:
-        for row in rows:
+    rows: dict[str, Iterator[dict[str, Any]]] = {
+        "clocked": clocked(arguments.folder, arguments.parts),
+        "steps": steps(arguments.folder, arguments.repeats, arguments.parts),
+        "graphs": graphs(),
+        "state": state(arguments.folder, arguments.repeats),
+    }
+    found: dict[str, list[dict[str, Any]]] = {}
+    for kind in arguments.kinds:
+        for row in rows[kind]:
             console.print(row)
-            found[kind].append(row)
-    write_result("offload", {**vars(arguments), **SHAPE}, found)
+            found.setdefault(kind, []).append(row)
+    name = "offload_state" if arguments.kinds == ["state"] else "offload"
+    write_result(name, {**vars(arguments), **SHAPE}, found)
 
 
 if __name__ == "__main__":

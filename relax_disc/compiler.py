@@ -38,7 +38,7 @@ from relax_disc.training.cache.saved_step import Program
 from relax_disc.training.calibration import machine_name, read
 from relax_disc.training.call.batch import device_of
 from relax_disc.training.call.hooks import watch_clipping
-from relax_disc.training_step import GradientStep, TrainingStep
+from relax_disc.training_step import GradientStep, TrainingStep, check_offload
 from relax_disc.transform.schedule_kernels import LOWERING_FAILURES
 from relax_disc.vm_builtins.tier import FileTier
 
@@ -57,6 +57,7 @@ def compile(
     memory_budget: int | str | None = None,
     max_grad_norm: float | None = None,
     offload_to: FileTier | str | os.PathLike[str] | None = None,
+    offload: str | Sequence[str] = "activations",
     options: PipelineOptions | None = None,
 ) -> TrainingStep:
     """Compile forward, gradients and optimizer update into one program for all shapes.
@@ -89,6 +90,9 @@ def compile(
     offload_to : path-like or FileTier, optional
         A folder on a fast disk: under a budget a tensor that is evicted may be written there and
         read back, where that is faster than to compute it again or the only way to fit.
+    offload : str or sequence of str
+        What goes there: "activations" (all that a step evicts), "optimizer" (the tensors of the
+        optimizer's state, always), or both.
     options : PipelineOptions, optional
         What is done to the program; by default everything.
 
@@ -113,6 +117,7 @@ def compile(
             "max_grad_norm needs the optimizer; without one call torch.nn.utils.clip_grad_norm_ "
             "between step(*batch, update=False) and your optimizer's step()."
         )
+    check_offload(offload, offload_to, optimizer)
     export = functools.partial(
         export_step,
         model,
@@ -147,6 +152,7 @@ def compile(
         summing=accumulation_programs,
     )
     step.offload_to = offload_to
+    step.offload = offload
     return step
 
 

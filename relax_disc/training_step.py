@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,32 @@ from relax_disc.training.call.snapshot import restored, without_gradients
 from relax_disc.training.call.tear import Tear
 from relax_disc.training.compiled_function import CompiledFunction
 from relax_disc.training.memory_plan import MemoryPlan, MemoryReport
+
+_OFFLOADED = ("activations", "optimizer")
+
+
+def check_offload(value: str | Sequence[str], offload_to: Any, optimizer: Any) -> tuple[str, ...]:
+    """Return what is offloaded, as names.
+
+    Raises `InputMismatchError`: a name is unknown, or the optimizer's state has no folder, or there
+    is no optimizer.
+    """
+    names = (value,) if isinstance(value, str) else tuple(value)
+    unknown = [name for name in names if name not in _OFFLOADED]
+    if unknown or not names:
+        raise InputMismatchError(
+            f"offload names what goes to the folder: {' or '.join(map(repr, _OFFLOADED))}, or "
+            f"both; got {unknown[0] if unknown else value!r}."
+        )
+    if "optimizer" in names and offload_to is None:
+        raise InputMismatchError(
+            "offload='optimizer' needs offload_to, a folder on a fast disk for the state."
+        )
+    if "optimizer" in names and not optimizer:
+        raise InputMismatchError(
+            "offload='optimizer': without an optimizer the step knows no state; leave it out."
+        )
+    return names
 
 
 class TrainingStep(CompiledFunction):
@@ -215,6 +241,25 @@ class TrainingStep(CompiledFunction):
     def optimizer(self) -> Any:
         """The optimizer, or a tuple of several; None in a `GradientStep`."""
         return self._optimizer
+
+    @property
+    def offload(self) -> tuple[str, ...]:
+        """What is kept in the folder of `offload_to`: "activations", "optimizer"; settable.
+
+        With "optimizer" the tensors of the optimizer's state lie in a file there, with or without a
+        budget: those of a parameter are in memory while its update runs, and the plan counts them
+        then.  They stay the tensors of ``optimizer.state``, for ``state_dict()`` and whatever else
+        reads them between steps.
+
+        Set one of them or several.  Raises `InputMismatchError`: something else is named, there is
+        no folder, or no optimizer; `OffloadError`: the folder cannot be used.
+        """
+        return self._offload
+
+    @offload.setter
+    def offload(self, value: str | Sequence[str]) -> None:
+        names = check_offload(value, self.offload_to, self._optimizer)
+        self._set_offload(self.offload_to, names)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class CompiledTraining:
         Bytes, or text such as ``"8GiB"``, that all memory of a training step stays inside.
     offload_to : path-like or FileTier, optional
         A folder on a fast disk, as for `relax_disc.compile`.
+    offload : str or sequence of str
+        What goes there, as for `relax_disc.compile`.
     dynamic_shapes : mapping, optional
         For each input of the model its dynamic axes, as `torch.export.export` takes them.  By
         default the first axis of all inputs is the batch, up to
@@ -61,13 +63,14 @@ class CompiledTraining:
         *args: Any,
         memory_budget: int | str | None = None,
         offload_to: relax_disc.FileTier | str | os.PathLike[str] | None = None,
+        offload: str | Sequence[str] = "activations",
         dynamic_shapes: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(*args, **settings)
         _refuse(self.args)
         self.memory_budget, self.dynamic_shapes = memory_budget, dynamic_shapes
-        self.offload_to = offload_to
+        self.offload_to, self.offload = offload_to, offload
         self.step: TrainingStep | None = None
 
     def train(self, *args: Any, **settings: Any) -> Any:
@@ -115,6 +118,7 @@ class CompiledTraining:
             loss_fn=loss,
             memory_budget=self.memory_budget,
             offload_to=self.offload_to,
+            offload=self.offload,
             max_grad_norm=self.args.max_grad_norm or float("inf"),
         )
         optimizer = self.optimizer

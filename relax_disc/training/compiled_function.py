@@ -31,6 +31,7 @@ from relax_disc.training.call.value_guards import ValueGuards
 from relax_disc.training.memory_plan import MemoryPlan, MemoryReport, bounded_dim, largest_that_fits
 from relax_disc.training.padding_report import PaddingReport
 from relax_disc.vm_builtins.session import ArenaFacts, Session
+from relax_disc.vm_builtins.state_file import StateFile
 from relax_disc.vm_builtins.tier import FileTier
 
 _STATE_KINDS = ("parameter", "buffer", "state")
@@ -83,11 +84,12 @@ class CompiledFunction:
         self._alone = OneAtATime()
         self._rng = self._bind_rng(None if sibling is None else sibling._rng)
         self._tier: FileTier | None = None
+        self._offload: tuple[str, ...] = ("activations",)
+        self._state_file: StateFile | None = None
         if sibling is not None:
             self._session.share_arena(sibling._session)
             self._session.memory_budget = sibling._session.memory_budget
-            self._tier = sibling._tier
-            self._session.set_tier(self._tier)
+            self._use_offload(sibling._tier, sibling._offload, sibling._state_file)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse ``copy.deepcopy`` and ``pickle``.
@@ -170,10 +172,29 @@ class CompiledFunction:
                 f"offload_to: tensors of {self._schema.device} cannot be offloaded yet; leave it "
                 "out, and what does not fit is computed again."
             )
+        self._set_offload(tier, self._offload)
+
+    def _set_offload(self, tier: FileTier | None, what: tuple[str, ...]) -> None:
+        """Offload to another folder, or other things."""
         with self._lock:
+            in_file = tier is not None and "optimizer" in what
+            file = self._state_file if tier is self._tier else None
+            if in_file and file is None:
+                assert tier is not None
+                file = StateFile(tier.folder)
             for function in self._functions():
-                function._tier = tier
-                function._session.set_tier(tier)
+                function._use_offload(tier, what, file if in_file else None)
+
+    def _use_offload(
+        self, tier: FileTier | None, what: tuple[str, ...], file: StateFile | None
+    ) -> None:
+        self._session.set_tier(tier if "activations" in what else None)
+        if file is not self._state_file:
+            inputs = self._binding.keep_state_in(file)
+            shapes = [k for k, spec in enumerate(self._captured.inputs) if spec.kind == "shape"]
+            given = [index - sum(shape < index for shape in shapes) for index in inputs]
+            self._session.set_state_file(file, tier, given)
+        self._tier, self._offload, self._state_file = tier, what, file
 
     def plan(self, **dims: int) -> MemoryPlan:
         """Tell the memory and modelled time of a shape under the present budget; runs nothing.
@@ -249,7 +270,7 @@ class CompiledFunction:
             planned_peak_bytes=facts.planned_peak_bytes,
             peak_bytes=facts.peak_bytes,
             resident_bytes=facts.resident_bytes,
-            state_bytes=self._state_bytes(),
+            state_bytes=self._state_bytes() + facts.state_window_bytes,
             arena_bytes=facts.arena_bytes,
             escaping_bytes=facts.escaping_bytes,
             workspace_bytes=facts.workspace_bytes,
@@ -258,6 +279,8 @@ class CompiledFunction:
             offloaded_bytes=facts.offloaded_bytes,
             reloaded_bytes=facts.reloaded_bytes,
             waited_ns=facts.waited_ns,
+            offloaded_state_bytes=facts.offloaded_state_bytes,
+            state_window_bytes=facts.state_window_bytes,
             finished=facts.finished,
         )
 
@@ -348,7 +371,7 @@ class CompiledFunction:
             fits=facts.feasible,
             peak_bytes=facts.peak_bytes,
             resident_bytes=facts.resident_bytes,
-            state_bytes=self._state_bytes(),
+            state_bytes=self._state_bytes() + facts.state_window_bytes,
             arena_bytes=facts.arena_bytes,
             live_peak_bytes=facts.live_peak_bytes,
             escaping_bytes=facts.escaping_bytes,
@@ -359,6 +382,8 @@ class CompiledFunction:
             offloaded_bytes=facts.offloaded_bytes,
             reloaded_bytes=facts.reloaded_bytes,
             offload_buffer_bytes=facts.buffer_bytes,
+            offloaded_state_bytes=facts.offloaded_state_bytes,
+            state_window_bytes=facts.state_window_bytes,
             stall_ratio=facts.stall_ns / facts.base_time_ns if facts.base_time_ns else 0.0,
             least_bytes=least.least_bytes,
             _timeline=functools.partial(

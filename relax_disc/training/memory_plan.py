@@ -26,11 +26,12 @@ class MemoryPlan:
         Whether the step runs within the budget.  If not, the other figures describe the least
         plan that was found.
     peak_bytes : int
-        All device memory of the step: resident + arena + escaping + offload buffer.
+        All device memory of the step: resident + arena + escaping + offload buffer + state window.
     resident_bytes : int
         Parameters, buffers, optimizer state, persistent gradients, batch and constants.
     state_bytes : int
-        The part of ``resident_bytes`` that parameters, buffers and optimizer state take.
+        What parameters, buffers and optimizer state take of it: a part of ``resident_bytes``, and
+        the window.
     arena_bytes : int
         Highest end offset of the planned arena.
     live_peak_bytes : int
@@ -50,6 +51,10 @@ class MemoryPlan:
         What is written there, and what is read back.
     offload_buffer_bytes : int
         Memory that these transfers take.
+    offloaded_state_bytes : int
+        Of the optimizer's state, in a file (``offload="optimizer"``).
+    state_window_bytes : int
+        The most of those that are in memory at once.
     stall_ratio : float
         Part of ``time_ratio`` in which kernels wait for transfers.
     least_bytes : int
@@ -73,6 +78,8 @@ class MemoryPlan:
     offloaded_bytes: int
     reloaded_bytes: int
     offload_buffer_bytes: int
+    offloaded_state_bytes: int
+    state_window_bytes: int
     stall_ratio: float
     least_bytes: int
     _timeline: Callable[[], Timeline] = field(repr=False, compare=False)
@@ -159,7 +166,9 @@ class MemoryReport:
     offloaded_bytes, reloaded_bytes : int
         Written to `offload_to`, and read back.
     waited_ns : int
-        Time that kernels waited for these transfers.
+        Time that kernels waited for these transfers, and those of the state.
+    offloaded_state_bytes, state_window_bytes : int
+        As in `MemoryPlan`; the window as counted.
     finished : bool
         False if the call failed half-way.
     """
@@ -178,6 +187,8 @@ class MemoryReport:
     offloaded_bytes: int
     reloaded_bytes: int
     waited_ns: int
+    offloaded_state_bytes: int
+    state_window_bytes: int
     finished: bool
 
     @property

@@ -19,6 +19,7 @@ import tvm_ffi
 from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Storage
 from relax_disc.vm_builtins.planner import PlacedVersion, PlannerGraph, Transfer, plain
 from relax_disc.vm_builtins.runtime import function, load
+from relax_disc.vm_builtins.state_file import StateFile
 from relax_disc.vm_builtins.tier import FileTier
 
 _RUN, _DRY_RUN, _PROFILE = 0, 1, 2
@@ -29,7 +30,7 @@ class ArenaFacts:
     """What a call at one shape under one budget will do."""
 
     feasible: bool  # whether the call fits; if not, the other figures are of the least plan found
-    peak_bytes: int  # resident + escaping + arena: what a budget bounds
+    peak_bytes: int  # resident + escaping + arena + state window + buffer: what a budget bounds
     # highest end offset, and most live bytes inside the arena
     arena_bytes: int
     live_peak_bytes: int
@@ -52,6 +53,9 @@ class ArenaFacts:
     transfers: tuple[Transfer, ...]  # to and from the tier, in the order of their requests
     tier_bytes: int  # highest end of a slot in the tier
     stall_ns: int  # part of the modelled time in which kernels wait for transfers
+    # of the optimizer, in a file, and the most of it that is in memory at once
+    offloaded_state_bytes: int
+    state_window_bytes: int
     buffer_bytes: int  # that the transfers take beside the arena, a part of `peak_bytes`
     # written to the tier and read back
     offloaded_bytes: int
@@ -95,6 +99,9 @@ class CallReport:
     offloaded_bytes: int
     reloaded_bytes: int
     waited_ns: int
+    # as in `ArenaFacts`
+    offloaded_state_bytes: int
+    state_window_bytes: int
     # time spent planning (0 for a known plan), in all of the entry, in the whole call
     planning_ns: int
     entry_ns: int
@@ -168,6 +175,14 @@ class Session:
     def set_tier(self, tier: FileTier | None) -> None:
         """Let calls under a budget keep tensors in a tier meanwhile; drops all plans."""
         self._ask("set_tier", None if tier is None else tier.handle)
+
+    def set_state_file(
+        self, file: StateFile | None, tier: FileTier | None, given: Sequence[int]
+    ) -> None:
+        """Say which given tensors lie in a file of the tier's folder; drops all plans."""
+        places = tvm_ffi.Shape(tuple(given))
+        handles = (None if each is None else each.handle for each in (file, tier))
+        self._ask("set_state", *handles, places)
 
     def plan(self, dims: Sequence[int], budget_bytes: int | None = None) -> ArenaFacts:
         """Make or find the plan of a shape under a budget, running nothing.

@@ -292,7 +292,11 @@ def _constant_bytes(
     for tensor, kind in zip(graph.inputs, kinds, strict=False):
         if category := _CATEGORY_OF_KIND.get(kind):
             found[category] = found.get(category, 0) + sizes[tensor]
+    state = _CATEGORY_OF_KIND["state"]
+    if facts.offloaded_state_bytes:
+        found[state] -= facts.offloaded_state_bytes
     found["constants"] = facts.resident_bytes - sum(found.values())
+    found[state] = found.get(state, 0) + facts.state_window_bytes
     found["outputs"] = facts.escaping_bytes
     found["offload buffer"] = facts.buffer_bytes
     return found

@@ -19,6 +19,7 @@ from relax_disc.errors import InputMismatchError
 from relax_disc.frontend.capture.outer_state import OuterTensor
 from relax_disc.frontend.optimizer.several import owners_of
 from relax_disc.frontend.spec import InputSpec
+from relax_disc.vm_builtins.state_file import StateFile
 
 _ALIGNMENT = 64
 
@@ -39,6 +40,10 @@ class _Slot:
 def _layout(tensor: torch.Tensor) -> dict[str, Any]:
     """What the compiled program relies on; a tensor object can change it under ``.data =``."""
     return {"dtype": tensor.dtype, "shape": tuple(tensor.shape), "device": tensor.device}
+
+
+def _bytes(layout: Mapping[str, Any]) -> int:
+    return math.prod(layout["shape"]) * layout["dtype"].itemsize
 
 
 def as_runtime(tensor: torch.Tensor, what: str) -> tvm.runtime.Tensor:
@@ -106,6 +111,8 @@ class Binding:
         self._by_input: dict[int, _Slot] = {}
         self._parents: list[tuple[dict, str, object]] = []
         self._numbers: list[Number] = []
+        self._state_file: StateFile | None = None
+        self._in_file: frozenset[int] = frozenset()
         for index, spec in enumerate(self._specs):
             if spec.kind in ("parameter", "buffer"):
                 self._bind(index, f"{spec.kind} {spec.target}", self._model_tensor(spec))
@@ -123,7 +130,7 @@ class Binding:
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of the bound tensors, by kind; tied tensors are counted once."""
+        """Bytes of the bound tensors in memory, by kind; tied tensors are counted once."""
         result: dict[str, int] = {}
         seen: set[int] = set()
         for slot in self._slots:
@@ -133,8 +140,8 @@ class Binding:
             if slot.tensor is not None and slot.address in seen and slot.tensor.numel():
                 continue
             seen.add(slot.address)
-            size = math.prod(slot.layout["shape"]) * slot.layout["dtype"].itemsize
-            result[kind] = result.get(kind, 0) + size
+            if slot.index not in self._in_file:
+                result[kind] = result.get(kind, 0) + _bytes(slot.layout)
         return result
 
     def tensor(self, index: int) -> torch.Tensor:
@@ -157,6 +164,33 @@ class Binding:
             if self._specs[slot.index].kind == "gradient":
                 self.arguments[slot.index] = slot.tensor = None
                 slot.address = 0
+
+    def keep_state_in(self, file: StateFile | None) -> tuple[int, ...]:
+        """Keep the optimizer's larger tensors in a file from the next `refresh` on; None: no more.
+
+        Returns the inputs that they are.
+        """
+        slots = [
+            slot
+            for slot in self._slots
+            if self._specs[slot.index].kind == "state"
+            and _bytes(slot.layout) >= StateFile.LEAST_BYTES
+        ]
+        if file is None and self._state_file is not None:
+            for slot in slots:
+                tensor = slot.look()
+                if tensor is not None and self._state_file.holds(tensor):
+                    tensor.data = tensor.detach().clone()
+        self._state_file = file
+        self._in_file = frozenset() if file is None else frozenset(slot.index for slot in slots)
+        for slot in slots:
+            slot.address = 0  # that it is bound anew
+        return tuple(sorted(self._in_file))
+
+    def _move_to_file(self, tensor: torch.Tensor) -> None:
+        assert self._state_file is not None
+        if not self._state_file.holds(tensor):
+            self._state_file.move(tensor)
 
     def refresh(self, *, early: bool = False) -> bool:
         """Bind anew whatever PyTorch has replaced since the last call.
@@ -191,6 +225,8 @@ class Binding:
                 )
             self._check_same(slot, tensor)
             self._check_known(slot, tensor)
+            if slot.index in self._in_file:
+                self._move_to_file(tensor)
             self.arguments[slot.index] = as_runtime(tensor, slot.what)
             slot.tensor, slot.address = tensor, tensor.data_ptr()
             changed = True

@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -42,7 +43,7 @@ void FailTransfer(int64_t count, const std::string& how) {
   countdown = count;
 }
 
-NamelessFile OpenNameless(const std::string& folder) {
+NamelessFile OpenNameless(const std::string& folder, bool direct) {
   NamelessFile file;
   if (FailsNow()) {
     errno = Number();
@@ -50,7 +51,7 @@ NamelessFile OpenNameless(const std::string& folder) {
   }
   std::string name = folder + "/" + kPrefix + "XXXXXX";
 #ifdef O_DIRECT
-  file.descriptor = mkostemp(name.data(), O_CLOEXEC | O_DIRECT);
+  if (direct) file.descriptor = mkostemp(name.data(), O_CLOEXEC | O_DIRECT);
   file.direct = file.descriptor >= 0;
 #endif
   if (file.descriptor < 0) {
@@ -124,6 +125,38 @@ int64_t ReadAt(int descriptor, char* to, int64_t bytes, int64_t offset) {
     }
   }
   return pread(descriptor, to, bytes, offset);
+}
+
+char* MapFile(int descriptor, int64_t bytes, int64_t offset) {
+  if (FailsNow()) {
+    errno = Number();
+    return nullptr;
+  }
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, offset);
+  if (memory == MAP_FAILED) return nullptr;
+#ifdef MADV_DONTFORK
+  // A child that goes on training would write into its parent's tensors.
+  madvise(memory, bytes, MADV_DONTFORK);
+#endif
+  return static_cast<char*>(memory);
+}
+
+int BringPages(char* memory, int64_t bytes) {
+  if (FailsNow()) return Number();
+#ifdef MADV_POPULATE_WRITE
+  while (madvise(memory, bytes, MADV_POPULATE_WRITE) != 0) {
+    if (errno == EINVAL) break;  // Linux before 5.14: the first touch brings each page
+    if (errno == EFAULT) return EIO;
+    if (errno != EINTR && errno != EAGAIN) return errno;
+  }
+#endif
+  return 0;
+}
+
+int PutPagesAway(char* memory, int64_t bytes) {
+  if (FailsNow()) return Number();
+  if (msync(memory, bytes, MS_SYNC) != 0) return errno;
+  return madvise(memory, bytes, MADV_DONTNEED) == 0 ? 0 : errno;
 }
 
 }  // namespace relax_disc

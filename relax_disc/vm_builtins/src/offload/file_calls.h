@@ -10,14 +10,15 @@
 
 namespace relax_disc {
 
-/*! \brief A new file without a name, past the page cache where that works. */
+/*! \brief A new file without a name. */
 struct NamelessFile {
   int descriptor = -1;  // negative: errno says why
-  bool direct = false;
+  bool direct = false;  // past the page cache
   std::string name;     // where it could not lose its name
 };
 
-NamelessFile OpenNameless(const std::string& folder);
+/*! \param direct Whether it goes past the page cache, where that works. */
+NamelessFile OpenNameless(const std::string& folder, bool direct);
 /*! \brief Remove files of processes that ended before theirs had lost their names. */
 void RemoveLeftovers(const std::string& folder);
 /*! \brief Have blocks for so many bytes; an error number, or 0. */
@@ -25,6 +26,13 @@ int ReserveFile(int descriptor, int64_t bytes);
 /*! \brief Bytes moved, which may be fewer; negative: errno says why. */
 int64_t WriteAt(int descriptor, const char* from, int64_t bytes, int64_t offset);
 int64_t ReadAt(int descriptor, char* to, int64_t bytes, int64_t offset);
+
+/*! \brief Pages of a file as memory, which a forked process does not have; null: errno says why. */
+char* MapFile(int descriptor, int64_t bytes, int64_t offset);
+/*! \brief Have the pages of a mapping in memory, so that using them cannot fail; or an error number. */
+int BringPages(char* memory, int64_t bytes);
+/*! \brief Write the pages of a mapping to the disk and let go of their memory; or an error number. */
+int PutPagesAway(char* memory, int64_t bytes);
 
 }  // namespace relax_disc
 #endif  // RELAX_DISC_OFFLOAD_FILE_CALLS_H_

@@ -10,6 +10,8 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "offload/file_calls.h"
@@ -66,8 +68,7 @@ double Rounded(double value) {
 
 }  // namespace
 
-FileTier::FileTier(TierOptions options)
-    : options_(std::move(options)), process_(static_cast<int>(getpid())) {
+FileTier::FileTier(TierOptions options) : options_(std::move(options)) {
   struct stat status;
   if (stat(options_.folder.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) {
     Fail("offload_to names " + options_.folder + ", which is no folder; make it first.");
@@ -76,30 +77,19 @@ FileTier::FileTier(TierOptions options)
 }
 
 FileTier::~FileTier() {
-  if (process_ != static_cast<int>(getpid())) {
-    if (thread_.joinable()) thread_.detach();
-    static_cast<void>(signals_.release());
-  } else if (thread_.joinable()) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      ending_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
   if (file_ >= 0) close(file_);
-  if (!name_.empty() && process_ == static_cast<int>(getpid())) unlink(name_.c_str());
+  if (!name_.empty() && !thread_.forked()) unlink(name_.c_str());
 }
 
 void FileTier::Open() {
-  if (process_ != static_cast<int>(getpid())) {
+  if (thread_.forked()) {
     Fail("a process that was forked uses the offload folder of its parent; compile there again.");
   }
   if (buffer_ == nullptr) {
     buffer_ = MemoryBlock::Allocate({kDLCPU, 0}, kBufferBytes, Backing::kReal);
   }
   if (file_ < 0) {
-    NamelessFile file = OpenNameless(options_.folder);
+    NamelessFile file = OpenNameless(options_.folder, true);
     if (file.descriptor < 0) {
       Fail("no file can be made in the offload folder " + options_.folder + ": " +
            Reason(errno) + ". Nothing was changed.");
@@ -108,7 +98,6 @@ void FileTier::Open() {
     direct_ = file.direct;
     name_ = file.name;
   }
-  if (!thread_.joinable()) thread_ = std::thread([this] { Serve(); });
 }
 
 void FileTier::Grow(int64_t bytes) {
@@ -126,7 +115,7 @@ TierModel FileTier::Figures() {
   std::lock_guard<std::mutex> once(measuring_);
   if (!known_) {
     figures_.least_bytes = kLeastBytes;
-    figures_.queue = kQueue;
+    figures_.queue = RequestThread::kQueue;
     figures_.recompute = options_.recompute;
     figures_.buffer_bytes = kBufferBytes;
     figures_.write_bytes_per_ns = figures_.read_bytes_per_ns = options_.bytes_per_s / 1e9;
@@ -179,8 +168,8 @@ std::unique_ptr<TierCall> FileTier::Begin(int64_t bytes) {
 }
 
 void FileTier::End(std::unique_ptr<TierCall> call) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] { return done_ >= call->last_request; });
+  thread_.WaitFor(call->last_request);
+  std::lock_guard<std::mutex> lock(mutex_);
   parts_.erase(call->offset);
 }
 
@@ -193,43 +182,27 @@ int64_t FileTier::Read(TierCall* call, char* to, int64_t bytes, int64_t slot) {
 }
 
 int64_t FileTier::Submit(Request request) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] { return asked_ - done_ < kQueue; });
-  queue_.push_back(request);
-  request.call->last_request = ++asked_;
-  lock.unlock();
-  changed_.notify_all();
+  request.call->last_request = thread_.Submit([this, request] { Serve(request); });
   return request.call->last_request;
 }
 
 void FileTier::Wait(const TierCall& call, int64_t request) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] { return done_ >= request; });
+  thread_.WaitFor(request);
+  std::lock_guard<std::mutex> lock(mutex_);
   if (!call.failure.empty()) Fail(call.failure);
 }
 
-// Body of the thread.
-void FileTier::Serve() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [&] { return ending_ || !queue_.empty(); });
-    if (queue_.empty()) return;
-    const Request request = queue_.front();
-    queue_.pop_front();
-    const bool failed = !request.call->failure.empty();
-    lock.unlock();
-    std::string failure;
-    try {
-      if (!failed) Move(request);
-      if (options_.paced) Pace(request);
-    } catch (const std::exception& error) {
-      failure = error.what();
-    }
-    lock.lock();
-    if (!failure.empty()) request.call->failure = failure;
-    ++done_;
-    changed_.notify_all();
+void FileTier::Serve(const Request& request) {
+  std::string failure;
+  try {
+    if (request.call->failure.empty()) Move(request);  // only this thread writes it
+    if (options_.paced) Pace(request);
+  } catch (const std::exception& error) {
+    failure = error.what();
   }
+  if (failure.empty()) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  request.call->failure = failure;
 }
 
 void FileTier::Move(const Request& request) {

@@ -12,16 +12,14 @@
 
 #include <tvm/ffi/object.h>
 
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <unordered_map>
 
+#include "offload/request_thread.h"
 #include "planner/planner.h"
 #include "runtime/memory.h"
 
@@ -49,9 +47,6 @@ class FileTier : public tvm::ffi::Object {
 
   /*! \brief Memory that it takes beside an arena once it is used. */
   static constexpr int64_t kBufferBytes = 1 << 18;
-  /*! \brief Requests that may wait. */
-  static constexpr int64_t kQueue = 64;
-
   /*!
    * \brief What plans know of it; measures, the first time.
    * \throws OffloadError if the folder cannot be used.
@@ -91,26 +86,13 @@ class FileTier : public tvm::ffi::Object {
   void Grow(int64_t bytes);    // mutex held
   void Measure();
   int64_t Submit(Request request);
-  void Serve();
+  void Serve(const Request& request);  // on the thread
   void Move(const Request& request);
   void MoveChunk(const Request& request, int64_t done, int64_t bytes);
   void Pace(const Request& request);
 
-  // Apart, since a fork must not destroy what a thread that it does not have waits for.
-  struct Signals {
-    std::mutex mutex;
-    std::condition_variable changed;
-  };
-
   const TierOptions options_;
-  const int process_;
-  std::unique_ptr<Signals> signals_ = std::make_unique<Signals>();
-  std::mutex& mutex_ = signals_->mutex;
-  std::condition_variable& changed_ = signals_->changed;
-  std::thread thread_;
-  std::deque<Request> queue_;
-  int64_t asked_ = 0, done_ = 0;  // requests
-  bool ending_ = false;
+  std::mutex mutex_;
   std::map<int64_t, int64_t> parts_;  // of the file, in use: offset, bytes
   int file_ = -1;
   bool direct_ = false;
@@ -121,6 +103,7 @@ class FileTier : public tvm::ffi::Object {
   bool known_ = false;
   std::mutex measuring_;
   int64_t paced_until_ns_ = 0;  // of the thread
+  RequestThread thread_;        // the last member: it ends before what it uses
 };
 
 using FileTierPtr = tvm::ffi::ObjectPtr<FileTier>;

@@ -87,7 +87,7 @@ Facts PlanFacts(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t bu
                {"workspace_bytes", plan->workspace_bytes},
                {"least_bytes", plan->least_bytes()},
                {"lower_bound_bytes", plan->outside_bytes() + arena.lower_bound_bytes},
-               {"time_ns", arena.time_ns},
+               {"time_ns", plan->time_ns()},
                {"base_time_ns", plan->base_time_ns},
                {"planning_ns", plan->planning_ns},
                {"cache_hit", hit},
@@ -95,7 +95,9 @@ Facts PlanFacts(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t bu
                {"versions", VersionNumbers(arena)},
                {"transfers", TransferNumbers(arena)},
                {"tier_bytes", arena.tier_bytes},
-               {"stall_ns", arena.stall_ns},
+               {"stall_ns", plan->stall_ns()},
+               {"offloaded_state_bytes", plan->state.file_bytes},
+               {"state_window_bytes", plan->state.peak_bytes},
                {"buffer_bytes", plan->buffer_bytes},
                {"offloaded_bytes", plan->TransferredBytes(session->metadata(), false)},
                {"reloaded_bytes", plan->TransferredBytes(session->metadata(), true)}};
@@ -116,6 +118,8 @@ Facts LastReport(const ffi::ObjectRef& object) {
                {"offloaded_bytes", report.offloaded_bytes},
                {"reloaded_bytes", report.reloaded_bytes},
                {"waited_ns", report.waited_ns},
+               {"offloaded_state_bytes", report.offloaded_state_bytes},
+               {"state_window_bytes", report.state_window_bytes},
                {"planning_ns", report.planning_ns},
                {"entry_ns", report.entry_ns},
                {"time_ns", report.time_ns},
@@ -202,6 +206,20 @@ FileTierPtr TierOf(const ffi::Any& value) {
   return ffi::details::ObjectUnsafe::ObjectPtrFromUnowned<FileTier>(const_cast<FileTier*>(tier));
 }
 
+StateFilePtr StateFileOf(const ffi::Any& value) {
+  if (value == nullptr) return nullptr;
+  const ffi::ObjectRef object = value.cast<ffi::ObjectRef>();
+  const StateFile* file = object.as<StateFile>();
+  if (file == nullptr) TVM_FFI_THROW(TypeError) << "expected a relax_disc.StateFile";
+  return ffi::details::ObjectUnsafe::ObjectPtrFromUnowned<StateFile>(const_cast<StateFile*>(file));
+}
+
+void PutStateAway(const ffi::Any& file, int64_t address, int64_t bytes) {
+  StateCall call;
+  StateFilePtr state = StateFileOf(file);
+  state->Wait(&call, state->PutAway(&call, reinterpret_cast<char*>(address), bytes));
+}
+
 Facts TierFacts(const ffi::Any& object) {
   const TierModel figures = TierOf(object)->Figures();
   return Facts{{"write_bytes_per_s", figures.write_bytes_per_ns * 1e9},
@@ -223,6 +241,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   refl::ObjectDef<Session>(refl::init(false));
   refl::ObjectDef<Frame>(refl::init(false));
   refl::ObjectDef<FileTier>(refl::init(false));
+  refl::ObjectDef<StateFile>(refl::init(false));
   using Object = ffi::ObjectRef;
   refl::GlobalDef()
       .def("relax_disc.open",
@@ -262,6 +281,27 @@ TVM_FFI_STATIC_INIT_BLOCK() {
            [](const Object& s, int64_t bytes) { SessionOf(s)->SetBudget(bytes); })
       .def("relax_disc.session.set_tier",
            [](const Object& s, const ffi::Any& tier) { SessionOf(s)->SetTier(TierOf(tier)); })
+      .def("relax_disc.session.set_state",
+           [](const Object& s, const ffi::Any& file, const ffi::Any& tier, const ffi::Shape& given) {
+             SessionOf(s)->SetState(StateFileOf(file), TierOf(tier), Values(given));
+           })
+      .def("relax_disc.state_file",
+           [](ffi::String folder) {
+             return Object(ffi::make_object<StateFile>(std::string(folder)));
+           })
+      .def("relax_disc.state_file_allocate",
+           [](const ffi::Any& file, int64_t bytes) {
+             return reinterpret_cast<int64_t>(StateFileOf(file)->Allocate(bytes));
+           })
+      .def("relax_disc.state_file_free",
+           [](const ffi::Any& file, int64_t address) {
+             StateFileOf(file)->Free(reinterpret_cast<char*>(address));
+           })
+      .def("relax_disc.state_file_holds",
+           [](const ffi::Any& file, int64_t address, int64_t bytes) {
+             return StateFileOf(file)->Holds(reinterpret_cast<const void*>(address), bytes);
+           })
+      .def("relax_disc.state_file_put_away", PutStateAway)
       .def("relax_disc.file_tier",
            [](ffi::String folder, double bytes_per_s, bool paced, bool recompute) {
              return Object(ffi::make_object<FileTier>(

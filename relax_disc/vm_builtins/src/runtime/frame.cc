@@ -20,6 +20,7 @@ int64_t BytesOf(const ffi::Tensor& tensor) {
 
 Frame::~Frame() {
   EndTransfers();
+  state_ = nullptr;
   if (session_ != nullptr && !finished_) session_->Return(this);
 }
 
@@ -29,8 +30,8 @@ void Frame::Bind() {
     TVM_FFI_THROW(ValueError) << metadata.function << " takes " << metadata.given_count
                               << " tensors, got " << given_.size();
   }
-  for (const ffi::Tensor& tensor : given_) {
-    if (tensor.defined()) resident_bytes_ += BytesOf(tensor);
+  for (size_t i = 0; i < given_.size(); ++i) {
+    if (given_[i].defined() && !IsInFile(i)) resident_bytes_ += BytesOf(given_[i]);
   }
   const Backing backing = mode_ == Mode::kDryRun ? Backing::kReserved : Backing::kReal;
   for (int32_t first : binding_->escaping()) {
@@ -42,7 +43,23 @@ void Frame::Bind() {
     escaping_bytes_ += bytes;
   }
   binding_->Pass(given_, escaping_);
-  if (!plan_->arena.transfers.empty() && mode_ != Mode::kDryRun) BeginTransfers();
+  if (mode_ == Mode::kDryRun) return;
+  if (!plan_->arena.transfers.empty()) BeginTransfers();
+  if (!plan_->state.windows.empty()) {
+    state_ = std::make_unique<StateMover>(state_file_, plan_->state, given_);
+  }
+}
+
+// Of a dry run the tensors have no memory at all.
+bool Frame::IsInFile(size_t given) const {
+  if (state_file_ == nullptr || given >= session_->in_file_.size() || !session_->in_file_[given]) {
+    return false;
+  }
+  if (mode_ == Mode::kDryRun) return true;
+  if (state_file_->Holds(given_[given].data_ptr(), BytesOf(given_[given]))) return true;
+  TVM_FFI_THROW(InternalError) << session_->metadata().function << ": tensor " << given
+                               << " should lie in the offload folder";
+  return false;
 }
 
 void Frame::BeginTransfers() {
@@ -103,6 +120,14 @@ void Frame::MoveBefore(int32_t position) {
                            .count();
 }
 
+void Frame::MoveState(int32_t position) {
+  auto start = std::chrono::steady_clock::now();
+  state_->Before(position);
+  report_.waited_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(
+                           std::chrono::steady_clock::now() - start)
+                           .count();
+}
+
 void Frame::EndTransfers() {
   if (transfers_ != nullptr) tier_->End(std::move(transfers_));
   transfers_ = nullptr;
@@ -134,8 +159,10 @@ void Frame::Execute(const Step& step, const Step& next) {
   const int32_t position = position_++;
   if (mode_ == Mode::kDryRun) return;
   if (transfers_ != nullptr) MoveBefore(position);
+  if (state_ != nullptr) MoveState(position);
   Call(step, next);
   if (transfers_ != nullptr) Request(position, false);
+  if (state_ != nullptr) state_->After(position);
 }
 
 void Frame::Call(const Step& step, const Step& next) {
@@ -200,6 +227,13 @@ const Binding& Frame::Bound() const {
 void Frame::Leave() {
   if (transfers_ != nullptr) MoveBefore(position_);
   EndTransfers();
+  report_.state_window_bytes = plan_->state.peak_bytes;
+  if (state_ != nullptr) {
+    state_->Finish();
+    report_.state_window_bytes = state_->peak_bytes();
+    state_ = nullptr;
+  }
+  report_.offloaded_state_bytes = plan_->state.file_bytes;
   report_.dims = dims_;
   report_.budget_bytes = plan_->budget_bytes;
   report_.planned_peak_bytes = plan_->peak_bytes();
@@ -209,7 +243,8 @@ void Frame::Leave() {
   const int64_t overflow = TakeOverflow();
   report_.workspace_bytes = plan_->workspace_bytes + overflow;
   report_.peak_bytes =
-      arena_peak_ + escaping_bytes_ + resident_bytes_ + overflow + plan_->buffer_bytes;
+      arena_peak_ + escaping_bytes_ + resident_bytes_ + overflow + plan_->buffer_bytes +
+      report_.state_window_bytes;
   report_.planning_ns = report_.cache_hit ? 0 : plan_->planning_ns;
   report_.time_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
                         std::chrono::steady_clock::now() - start_)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 
 #include "kernels/workspace.h"
 
@@ -78,7 +79,7 @@ int64_t Plan::TransferredBytes(const Metadata& metadata, bool is_read) const {
 }
 
 PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vector<int64_t>& dims,
-                 int64_t budget_bytes, int threads, const TierModel* tier) {
+                 int64_t budget_bytes, int threads, const TierModel* tier, const StateModel* state) {
   auto start = std::chrono::steady_clock::now();
   auto plan = std::make_shared<Plan>();
   plan->dims = dims;
@@ -87,14 +88,21 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vec
   for (size_t i = 0; i < metadata.tensors.size(); ++i) {
     const TensorEntry& tensor = metadata.tensors[i];
     const int64_t bytes = plan->values[tensor.bytes];
-    if (tensor.storage == Storage::kGiven) plan->resident_bytes += bytes;
+    const bool in_file = state != nullptr && tensor.given >= 0 && state->in_file[tensor.given];
+    if (tensor.storage == Storage::kGiven && !in_file) plan->resident_bytes += bytes;
     if (tensor.storage == Storage::kEscaping) {
       plan->escaping_bytes += RoundUp(bytes, metadata.machine.alignment);
     }
   }
+  PlannerGraph graph = GraphAt(metadata, cost, plan->values, threads);
+  if (state != nullptr) {
+    // The most at once is what one kernel has, in any sequence.
+    std::vector<int32_t> sequence(metadata.kernels.size());
+    std::iota(sequence.begin(), sequence.end(), 0);
+    plan->state = PlanStateWindows(metadata, plan->values, sequence, graph, *state);
+  }
   int64_t room = kUnlimited;
   if (budget_bytes >= 0) room = budget_bytes - plan->outside_bytes();
-  PlannerGraph graph = GraphAt(metadata, cost, plan->values, threads);
   for (const PlannerOp& op : graph.ops) {
     plan->base_time_ns += op.time_ns;
     plan->workspace_bytes = std::max(plan->workspace_bytes, op.workspace);
@@ -111,6 +119,9 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vec
     if (!better.feasible) break;
     plan->arena.least_bytes =
         better.arena_bytes + (better.transfers.empty() ? 0 : tier->buffer_bytes);
+  }
+  if (state != nullptr && plan->arena.feasible) {
+    plan->state = PlanStateWindows(metadata, plan->values, plan->arena.sequence, graph, *state);
   }
   if (!plan->arena.transfers.empty()) plan->buffer_bytes = tier->buffer_bytes;
   plan->feasible = plan->arena.feasible && room >= 0;

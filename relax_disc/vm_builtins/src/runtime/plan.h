@@ -12,6 +12,7 @@
 #include "planner/planner.h"
 #include "runtime/memory.h"
 #include "runtime/metadata.h"
+#include "runtime/state_windows.h"
 
 namespace relax_disc {
 
@@ -41,9 +42,15 @@ struct Plan {
   int64_t planning_ns = 0;
   int64_t base_time_ns = 0;  // modelled, without recomputations
   int64_t buffer_bytes = 0;  // of the tier, where something is transferred
+  StateWindows state;        // of the optimizer, as far as it lies in a file
 
   /*! \brief What is there beside the arena, whatever is planned. */
-  int64_t outside_bytes() const { return resident_bytes + escaping_bytes + buffer_bytes; }
+  int64_t outside_bytes() const {
+    return resident_bytes + escaping_bytes + buffer_bytes + state.peak_bytes;
+  }
+  /*! \brief Modelled, with all waiting. */
+  int64_t time_ns() const { return arena.time_ns + state.stall_ns; }
+  int64_t stall_ns() const { return arena.stall_ns + state.stall_ns; }
   /*! \brief Bytes that a call writes to the tier, or reads back from it. */
   int64_t TransferredBytes(const Metadata& metadata, bool is_read) const;
   int64_t peak_bytes() const { return outside_bytes() + arena.arena_bytes; }
@@ -66,9 +73,10 @@ PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
  * \brief Make the plan of a shape; `feasible` says whether it is inside the budget.
  * \param budget_bytes Of `peak_bytes`; negative: none.
  * \param tier Where tensors may be kept meanwhile; null: nowhere.
+ * \param state What of the optimizer's state lies in a file; null: nothing.
  */
 PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vector<int64_t>& dims,
-                 int64_t budget_bytes, int threads, const TierModel* tier);
+                 int64_t budget_bytes, int threads, const TierModel* tier, const StateModel* state);
 
 /*! \brief Shape of a view at the plan's dims. */
 std::vector<int64_t> ShapeAt(const std::vector<int32_t>& programs, const std::vector<int64_t>& values);

@@ -31,8 +31,11 @@ PlanPtr Session::Lookup(const std::vector<int64_t>& dims, int64_t budget_bytes, 
   TierModel figures;
   const bool may_offload = tier_ != nullptr && budget_bytes >= 0;
   if (may_offload) figures = tier_->Figures();
+  StateModel state{in_file_, {}};
+  if (state_file_ != nullptr) state.speeds = state_tier_->Figures();
   PlanPtr plan = MakePlan(metadata_, CostFor(threads), dims, budget_bytes, threads,
-                          may_offload ? &figures : nullptr);
+                          may_offload ? &figures : nullptr,
+                          state_file_ != nullptr ? &state : nullptr);
   recent_.push_front(key);
   plans_[key] = {plan, recent_.begin()};
   while (plans_.size() > plan_limit_) {
@@ -95,6 +98,7 @@ ffi::ObjectPtr<Frame> Session::Enter(const std::vector<int64_t>& dims,
     frame->plan_ = plan;
     frame->dims_ = plan->dims;
     frame->tier_ = tier_;
+    frame->state_file_ = state_file_;
     frame->mode_ = mode_;
     frame->report_.cache_hit = hit;
     TakeArena(frame.get());
@@ -171,6 +175,15 @@ void Session::SetBudget(int64_t bytes) {
 void Session::SetTier(FileTierPtr tier) {
   std::lock_guard<std::mutex> lock(mutex_);
   tier_ = std::move(tier);
+  DropPlans();
+}
+
+void Session::SetState(StateFilePtr file, FileTierPtr tier, const std::vector<int64_t>& given) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  state_file_ = std::move(file);
+  state_tier_ = std::move(tier);
+  in_file_.assign(metadata_.given_count, 0);
+  for (int64_t index : given) in_file_.at(index) = 1;
   DropPlans();
 }
 

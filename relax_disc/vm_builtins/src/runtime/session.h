@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "offload/file_tier.h"
+#include "offload/state_file.h"
 #include "runtime/arena.h"
 #include "runtime/binding.h"
 #include "runtime/memory.h"
@@ -42,6 +43,7 @@ struct Report {
   int64_t planned_peak_bytes = 0, peak_bytes = 0, arena_bytes = 0, resident_bytes = 0;
   int64_t escaping_bytes = 0, workspace_bytes = 0, held_bytes = 0, recomputations = 0;
   int64_t offloaded_bytes = 0, reloaded_bytes = 0, waited_ns = 0;
+  int64_t offloaded_state_bytes = 0, state_window_bytes = 0;
   int64_t planning_ns = 0, entry_ns = 0, time_ns = 0;
   bool cache_hit = false, finished = false;
 };
@@ -81,6 +83,11 @@ class Session : public tvm::ffi::Object {
   void SetBudget(int64_t bytes);
   /*! \brief Where calls may keep tensors meanwhile; null: nowhere.  Drops all plans. */
   void SetTier(FileTierPtr tier);
+  /*!
+   * \brief Say which given tensors lie in a file; null: none.  Drops all plans.
+   * \param tier Whose speeds plans go by.
+   */
+  void SetState(StateFilePtr file, FileTierPtr tier, const std::vector<int64_t>& given);
   void SetMode(Mode mode);
   /*! \brief Model times on so many threads; 0: on any number, in place of all models so far. */
   void SetCostModel(int threads, CostModel cost);
@@ -138,7 +145,9 @@ class Session : public tvm::ffi::Object {
   DLDevice device_{kDLCPU, 0};
   std::map<int, CostModel> costs_{{0, CostModel(metadata_.machine)}};  // by threads; 0: any other
   int64_t budget_bytes_ = -1;
-  FileTierPtr tier_;
+  FileTierPtr tier_, state_tier_;
+  StateFilePtr state_file_;
+  std::vector<char> in_file_;  // by index of the given tensor
   Mode mode_ = Mode::kRun;
   bool torn_ = false;
   Report last_;
@@ -173,6 +182,7 @@ class Frame : public tvm::ffi::Object {
  private:
   friend class Session;
   void Bind();
+  bool IsInFile(size_t given) const;
   const Binding& Bound() const;
   void Execute(const Step& step, const Step& next);
   void Count(int32_t dim, int64_t count);
@@ -184,6 +194,7 @@ class Frame : public tvm::ffi::Object {
   void WaitFor(int32_t position);
   void MoveBefore(int32_t position);
   void EndTransfers();
+  void MoveState(int32_t position);
 
   SessionPtr session_;
   PlanPtr plan_;
@@ -194,6 +205,8 @@ class Frame : public tvm::ffi::Object {
   std::unique_ptr<Binding> binding_;
   FileTierPtr tier_;
   std::unique_ptr<TierCall> transfers_;  // null where the plan has none
+  StateFilePtr state_file_;
+  std::unique_ptr<StateMover> state_;    // null where no state lies in a file
   std::vector<int64_t> requests_;        // numbers of those made, in the plan's order
   std::vector<int32_t> waits_;           // transfers by the position that they must be done before
   size_t next_wait_ = 0;

@@ -1,0 +1,130 @@
+#include "offload/state_file.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <tvm/ffi/error.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "offload/file_calls.h"
+#include "runtime/memory.h"
+
+namespace relax_disc {
+
+namespace {
+
+[[noreturn]] void Fail(const std::string& text) {
+  TVM_FFI_THROW(OffloadError) << text;
+  throw;  // not reached: the line above throws
+}
+
+}  // namespace
+
+StateFile::StateFile(std::string folder) : folder_(std::move(folder)) {
+  struct stat status;
+  if (stat(folder_.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) {
+    Fail("offload_to names " + folder_ + ", which is no folder; make it first.");
+  }
+  RemoveLeftovers(folder_);
+  NamelessFile file = OpenNameless(folder_, false);
+  if (file.descriptor < 0) {
+    Fail("no file can be made in the offload folder " + folder_ + ": " + std::strerror(errno) +
+         ". Nothing was changed.");
+  }
+  file_ = file.descriptor;
+  name_ = file.name;
+}
+
+StateFile::~StateFile() {
+  for (const auto& [memory, part] : parts_) {
+    if (!thread_.forked()) munmap(memory, part.bytes);
+  }
+  if (file_ >= 0) close(file_);
+  if (!name_.empty() && !thread_.forked()) unlink(name_.c_str());
+}
+
+int64_t StateFile::TakePart(int64_t bytes) {
+  auto found = free_.find(bytes);
+  if (found != free_.end()) {
+    const int64_t offset = found->second;
+    free_.erase(found);
+    return offset;
+  }
+  const int error = ReserveFile(file_, file_bytes_ + bytes);
+  if (error != 0) {
+    Fail("the offload folder " + folder_ + " has no " + std::to_string(file_bytes_ + bytes) +
+         " bytes for the optimizer's state: " + std::strerror(error) +
+         ". Nothing was changed. Free space there, or name another folder.");
+  }
+  file_bytes_ += bytes;
+  return file_bytes_ - bytes;
+}
+
+char* StateFile::Allocate(int64_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (thread_.forked()) {
+    Fail("a process that was forked uses the offload folder of its parent; compile there again.");
+  }
+  const int64_t size = RoundUp(std::max<int64_t>(bytes, 1), kPage);
+  const int64_t offset = TakePart(size);
+  char* memory = MapFile(file_, size, offset);
+  if (memory == nullptr) {
+    free_.emplace(size, offset);
+    Fail("the file of the offload folder " + folder_ + " cannot be mapped: " +
+         std::strerror(errno) + ". Nothing was changed.");
+  }
+  parts_[memory] = {offset, size};
+  return memory;
+}
+
+void StateFile::Free(char* memory) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = parts_.find(memory);
+  if (found == parts_.end() || thread_.forked()) return;
+  munmap(memory, found->second.bytes);
+  free_.emplace(found->second.bytes, found->second.offset);
+  parts_.erase(found);
+}
+
+bool StateFile::Holds(const void* memory, int64_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = parts_.find(static_cast<char*>(const_cast<void*>(memory)));
+  return found != parts_.end() && bytes <= found->second.bytes;
+}
+
+int64_t StateFile::Bring(StateCall* call, char* memory, int64_t bytes) {
+  return Submit(call, memory, bytes, true);
+}
+
+int64_t StateFile::PutAway(StateCall* call, char* memory, int64_t bytes) {
+  return Submit(call, memory, bytes, false);
+}
+
+int64_t StateFile::Submit(StateCall* call, char* memory, int64_t bytes, bool is_in) {
+  const int64_t size = RoundUp(bytes, kPage);
+  call->last_request = thread_.Submit([this, call, memory, bytes, size, is_in] {
+    const int error = is_in ? BringPages(memory, size) : PutPagesAway(memory, size);
+    std::lock_guard<std::mutex> lock(mutex_);
+    call->bytes += is_in ? size : -size;
+    call->peak_bytes = std::max(call->peak_bytes, call->bytes);
+    if (error == 0 || !call->failure.empty()) return;
+    call->failure = std::to_string(bytes) + " bytes of the optimizer's state could not be " +
+                    (is_in ? "read from" : "written to") + " the offload folder " + folder_ +
+                    ": " + std::strerror(error) + ".";
+  });
+  return call->last_request;
+}
+
+void StateFile::Wait(StateCall* call, int64_t request) {
+  thread_.WaitFor(request);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!call->failure.empty()) Fail(call->failure);
+}
+
+void StateFile::Finish(StateCall* call) { thread_.WaitFor(call->last_request); }
+
+}  // namespace relax_disc
