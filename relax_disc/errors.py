@@ -103,6 +103,10 @@ class StepTornError(RelaxDiscError, RuntimeError):
     """A step failed after it had begun to write parameters; load a saved state to go on."""
 
 
+class ModelCheckError(RelaxDiscError, ValueError, AssertionError):
+    """A check that the model makes of its own data fails; raised before anything is written."""
+
+
 class NonFiniteLossError(RelaxDiscError, FloatingPointError):
     """The loss, or a buffer's new value, is NaN or infinite; raised before anything is written."""
 

@@ -121,7 +121,13 @@ OF_TIMM = [
     _timm("beit_base_patch16_224", 32, depth=2, **_TINY),
     _timm("cait_xxs24_224", 32, depth=2, **_TINY),
     _after_a_pass(_timm("convit_tiny", 32, depth=2, **_TINY), 32),
-    _timm("xcit_nano_12_p16_224", 64, depth=2, embed_dim=32, num_heads=4, img_size=64),
+    # From two pictures on: of one, PyTorch 2.13's own gradient is wrong, as finite differences
+    # tell.  Its batch norm takes the strides of a transposed slice of a batch of 1 for
+    # channels-last.
+    replace(
+        _timm("xcit_nano_12_p16_224", 64, depth=2, embed_dim=32, num_heads=4, img_size=64),
+        sizes=[(3,), (2,), (8,)],
+    ),
     _timm(
         "swin_tiny_patch4_window7_224",
         56,

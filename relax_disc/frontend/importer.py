@@ -31,12 +31,11 @@ _logger = logging.getLogger(__name__)
 
 # Arguments of ATen operators that say where memory lies, not what is computed.
 PLACEMENT = ("layout", "device", "pin_memory", "memory_format", "non_blocking")
+_ASSERTIONS = ("aten._assert_async.default", "aten._assert_async.msg")
 _IGNORED = frozenset(
     {
         "aten._assert_tensor_metadata.default",
         "aten._assert_scalar.default",
-        "aten._assert_async.default",
-        "aten._assert_async.msg",
         "aten.sym_constrain_range.default",
         "aten.sym_constrain_range_for_size.default",
     }
@@ -69,7 +68,7 @@ def refuse_unknown(traced: Traced) -> None:
         if node.op != "call_function" or not _makes_tensors(node):
             continue
         name = str(node.target)
-        if name in TABLE or name in _IGNORED or _is_getitem(node):
+        if name in TABLE or name in (*_IGNORED, *_ASSERTIONS) or _is_getitem(node):
             continue
         if why := fallback.why_not(node):
             found[_origin(node), str(source_line(node))] = why
@@ -184,6 +183,10 @@ def _translate(
     node: fx.Node, emitter: Emitter, env: dict[fx.Node, Any], checks: IndexChecks
 ) -> Any:
     value = node.meta.get("val")
+    if str(node.target) in _ASSERTIONS:
+        emitter.at(node)
+        checks.add_assertion(node, _operand(node.args[0], env, emitter))
+        return value
     if str(node.target) in _IGNORED or not _makes_tensors(node):
         return value
     if _is_getitem(node):

@@ -83,7 +83,7 @@ class IndexChecks:
     """What one function checks of its indices.
 
     ``at_entry``: on the batch. ``sizes``: on the dims. ``flags``: for the guard: flag, least and
-    greatest value, place in the model, of each index.
+    greatest value, place in the model, of each index and of each assertion.
     """
 
     def __init__(
@@ -232,6 +232,21 @@ class IndexChecks:
         bounds = [relax.prim_value(bound) for bound in (least, extent - 1)]
         self.flags += [outside, *bounds, StringImm(_where(node))]
         return emitter.te("index_inside", inside, index, *number)
+
+    def add_assertion(self, node: fx.Node, condition: Any) -> None:
+        """Emit the flag of an assertion, and its message; that no value is allowed tells it."""
+        if _origin(node).startswith("aten.one_hot."):
+            return  # of indices, which are checked as such
+
+        def flag(condition: Any) -> Any:
+            zero, one = tirx.const(0, "int64"), tirx.const(1, "int64")
+            fails = lambda *i: tirx.Select(condition(*i).astype("int32") != 0, zero, one)  # noqa: E731
+            return te.compute(condition.shape, fails, name="fails")
+
+        text = node.args[1] if len(node.args) > 1 else ""
+        message = text or f"An assertion of the model{_at_line(node)} fails."
+        bounds = [relax.prim_value(1), relax.prim_value(0)]
+        self.flags += [self._emitter.te("fails", flag, condition), *bounds, StringImm(message)]
 
     def _table(self, node: fx.Node) -> str:
         table: Any = node.args[0]

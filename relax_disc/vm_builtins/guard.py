@@ -1,4 +1,4 @@
-"""Stop a step before it writes anything: an index is out of range, or a value is not finite.
+"""Stop a step before it writes: an index is out of range, a value not finite, a check fails.
 
 The run time orders every kernel that overwrites a tensor of the caller after this one (see
 `analysis/program/storage.py`), and what it reads is computed before.  All that it looks at is
@@ -12,7 +12,12 @@ from typing import Any
 
 import tvm_ffi
 
-from relax_disc.errors import IndexRangeError, NonFiniteLossError
+from relax_disc.errors import (
+    IndexRangeError,
+    ModelCheckError,
+    NonFiniteLossError,
+    RelaxDiscError,
+)
 
 GUARD = "relax_disc.guard"
 
@@ -23,10 +28,11 @@ def guard(hyper: Any, loss: Any, count: int, *rest: Any) -> None:
     ``hyper``: vector of hyper-parameters; with its last entry set, `loss` and the buffers must be
     finite. ``*rest``: new values of ``count`` buffers with a name each; then for each checked index
     its flag (see `frontend.index_checks`), the least and the greatest value allowed, and where it
-    stands in the model; last, where to copy `hyper`.
+    stands in the model; last, where to copy `hyper`.  Where no value is allowed, the least above
+    the greatest, the flag is that of a check of the model's own, and its message stands there.
 
-    Raises `IndexRangeError`: a flag is set. Raises `NonFiniteLossError`: the check is on, and the
-    loss or a buffer is NaN or infinite.
+    Raises `IndexRangeError` or `ModelCheckError`: a flag is set. Raises `NonFiniteLossError`: the
+    check is on, and the loss or a buffer is NaN or infinite.
     """
     import torch  # a second's work, which whoever calls this has done
 
@@ -54,8 +60,10 @@ def guard(hyper: Any, loss: Any, count: int, *rest: Any) -> None:
             )
 
 
-def _refusal(flag: int, lower: int, upper: int, where: str) -> IndexRangeError:
+def _refusal(flag: int, lower: int, upper: int, where: str) -> RelaxDiscError:
     """Make the error of a flag: twice the distance from the range, odd below it."""
+    if lower > upper:
+        return ModelCheckError(f"{where} Nothing has been written.")
     distance, below = divmod(flag, 2)
     value = lower - distance if below else upper + distance
     return IndexRangeError(
@@ -64,6 +72,6 @@ def _refusal(flag: int, lower: int, upper: int, where: str) -> IndexRangeError:
     )
 
 
-for _error in (IndexRangeError, NonFiniteLossError):
+for _error in (IndexRangeError, ModelCheckError, NonFiniteLossError):
     tvm_ffi.register_error(_error)
 tvm_ffi.register_global_func(GUARD, guard, override=True)

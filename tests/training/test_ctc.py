@@ -6,7 +6,8 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
 
-from relax_disc.errors import UnsupportedOperatorError
+import relax_disc
+from relax_disc.errors import ModelCheckError, UnsupportedOperatorError
 from relax_disc.frontend import capture_step
 from tests.training.test_operators import check
 
@@ -47,6 +48,39 @@ def test_gradients_against_float64():
     model = Listener()
     shapes = ({0: N, 1: T}, {0: N, 1: S}, {0: N}, {0: N})
     check(model, ["mean", "sum"], [batch(*size) for size in SIZES], shapes)
+
+
+def picked(model, frames, targets, input_lengths, shift):
+    """Concatenated targets, as Hugging Face's speech models pick them by a mask."""
+    scores = model.layers(frames).log_softmax(-1).transpose(0, 1)
+    mask = targets > 0
+    given = scores, targets.masked_select(mask), input_lengths, mask.sum(-1) + shift
+    return F.ctc_loss(*given, zero_infinity=True)
+
+
+def test_targets_that_a_mask_picks():
+    torch.manual_seed(0)
+    model = Listener()
+    shapes = ({0: N, 1: T}, {0: N, 1: S}, {0: N}, {0: N})
+    batches = [batch(*size) for size in SIZES]
+    for _, targets, _, _ in batches:
+        targets[0, 1::2] = 0  # left out in the midst of a row
+    batches = [(*rest, torch.zeros_like(goals)) for *rest, goals in batches]
+    step = relax_disc.compile(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        batches[0],
+        dynamic_shapes=shapes,
+        loss_fn=picked,
+    )
+    for given in batches:
+        step(*given, keep_gradients=True)
+        found = [p.grad.clone() for p in model.parameters()]
+        expected = torch.autograd.grad(picked(model, *given), list(model.parameters()))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ModelCheckError, match="target_lengths"):
+        step(*batches[0][:3], torch.tensor([-1, 0, 0]))
 
 
 def test_concatenated_targets_are_refused_by_name():

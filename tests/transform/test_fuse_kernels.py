@@ -9,6 +9,7 @@ from torch import nn
 from torch.export import Dim
 from tvm import relax
 
+import relax_disc
 from relax_disc.frontend import capture_forward
 from relax_disc.memory_analysis import step_graph
 from relax_disc.pipeline import PipelineOptions, legalize_passes, simplify_passes
@@ -55,3 +56,18 @@ def test_fuses_what_tvm_fuses(module):
         theirs = relax.transform.FuseTIR()(relax.transform.FuseOps()(before))
     tvm.ir.assert_structural_equal(ours, theirs)
     tvm.ir.assert_structural_equal(FuseKernels()(ours), ours)
+
+
+class Counted(nn.Module):
+    """Counts the entries of a row by a tensor of ones, as masks are made."""
+
+    def forward(self, x):
+        return x.sum(-1) / torch.ones_like(x, dtype=torch.int64).sum(-1)
+
+
+def test_what_fills_a_compound_extent_is_not_fused_with_its_reader():
+    shapes = {"x": {0: Dim("rows", min=1, max=8), 1: 20 * Dim("parts", min=1, max=9)}}
+    example = torch.randn(3, 40)
+    forward = relax_disc.compile_forward(Counted(), (example,), dynamic_shapes=shapes)
+    for x in (example, torch.randn(1, 20), torch.randn(8, 180)):
+        torch.testing.assert_close(forward(x), x.mean(-1), rtol=1e-4, atol=1e-6)

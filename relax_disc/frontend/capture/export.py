@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.exc import UserError, UserErrorType
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -250,6 +250,7 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
                 if not wrapped.outer.give_up_live_numbers(error):
                     raise
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    _erase_unread(program.graph_module)
     refuse_other_sizes(program)
     merge_equal_masks(program.graph_module)
     table = dim_table(program, leaves, declared)
@@ -405,6 +406,24 @@ def _translate(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
 
 def _contradiction(reason: str, lines: Sequence[SourceLine]) -> ShapeRangeError:
     return ShapeRangeError(f"The model contradicts dynamic_shapes{places(lines)}: {reason}")
+
+
+def _erase_unread(module: fx.GraphModule) -> None:
+    """Erase sizes that depend on data where only checks of them are left."""
+    graph = module.graph
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    if not any(node.meta.get("unbacked_bindings") for node in nodes):
+        return
+    checks = ("aten._assert_scalar.", "aten.sym_constrain_range")
+    of_data = {node for node in nodes if node.meta.get("unbacked_bindings")}
+    for node in nodes:
+        if of_data.intersection(node.all_input_nodes):
+            of_data.add(node)
+    for node in reversed(nodes):
+        unread = not node.users and (not node.is_impure() or str(node.target).startswith(checks))
+        if node in of_data and unread:
+            graph.erase_node(node)
+    module.recompile()
 
 
 _ADVICE_OF_TORCH = re.compile(

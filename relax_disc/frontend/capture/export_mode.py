@@ -2,6 +2,7 @@
 
 PyTorch's own tracing writes them in a form that fixes a size: a recurrent layer step by step, an
 evenly spaced range as a list, bags of equal length by offsets; or they look at data to check it.
+Where the model itself does, `model_checks` answers.
 What is put in their place gives the same values for every size.
 """
 
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture import size_numbers
+from relax_disc.frontend.capture import model_checks, size_numbers
 from relax_disc.frontend.capture.recurrent_layers import recurrent_layers, refusal, refuse_packing
 
 
@@ -186,9 +187,18 @@ def _ctc_loss(
 ) -> Tensor:
     """Connectionist temporal classification of padded targets, kept whole.
 
-    Raises `UnsupportedOperatorError`: the targets of a batch are concatenated.
+    Targets that a mask has picked from padded ones are padded again.
+
+    Raises `UnsupportedOperatorError`: the targets of a batch are concatenated otherwise.
     """
     alone = log_probs.dim() == 2
+    if (picked := getattr(targets, _PICKED, None)) is not None and not alone:
+        targets, mask = picked
+        torch.ops.aten._assert_async.msg(
+            (torch.as_tensor(target_lengths) == mask.sum(-1)).all(),
+            "ctc_loss: target_lengths are not the numbers of targets that the mask picks.",
+        )
+        targets = targets.gather(1, (~mask).to(torch.int8).argsort(dim=1, stable=True))
     if alone:
         log_probs, targets = log_probs.unsqueeze(1), targets.reshape(1, -1)
     if targets.dim() != 2:
@@ -213,6 +223,17 @@ def _ctc_loss(
     elif alone:
         loss = loss.squeeze(0)
     return loss.to(log_probs.dtype)
+
+
+_PICKED = "_relax_disc_picked"
+
+
+def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    """PyTorch's own; the result remembers where it was picked from, for ``ctc_loss``."""
+    result = torch.masked_select(x, mask)
+    if x.dim() == 2 and mask.dtype == torch.bool and mask.shape == x.shape:
+        setattr(result, _PICKED, (x, mask))
+    return result
 
 
 def _max_pool1d(
@@ -336,6 +357,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.max_pool1d: _max_pool1d,
     functional.max_pool1d: _max_pool1d,
     functional.ctc_loss: _ctc_loss,
+    torch.masked_select: _masked_select,
+    Tensor.masked_select: _masked_select,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
     torch.narrow: _narrow,
     torch.Tensor.narrow: _narrow,
@@ -347,4 +370,6 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
     **size_numbers.REPLACED,
+    Tensor.__bool__: model_checks.assumed,
+    torch._assert: model_checks.asserted,
 }

@@ -11,9 +11,12 @@ from typing import Any
 
 import tvm
 from tvm import ir, relax, tirx
+from tvm.tirx.analysis import undefined_vars
 from tvm_ffi import structural_hash
 
-from relax_disc.transform.functions import program_functions
+from relax_disc.transform.functions import copy_module, program_functions
+
+_OPAQUE = 8  # TVM's kind of a kernel that fuses with none
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +31,39 @@ def fuse_ops(
     mod: tvm.IRModule,
 ) -> tuple[tvm.IRModule, dict[ir.GlobalVar, list[FusionGroup]]]:
     """Run `FuseOps`; return its module, and for each program the groups that it made."""
-    fused = relax.transform.FuseOps()(mod)
+    fused = relax.transform.FuseOps()(_fills_alone(mod))
     groups = {
         variable: _Matcher(function).groups(fused, fused[variable.name_hint])
         for variable, function in program_functions(mod)
     }
     return fused, groups
+
+
+def _fills_alone(mod: tvm.IRModule) -> tvm.IRModule:
+    """Keep kernels out of fusion that fill a compound extent (``20*s``) from nothing of it.
+
+    They take the dim as a number; `FuseTIR` of TVM 0.27 defines it twice and fails.
+    """
+    result = copy_module(mod)
+    for variable, function in mod.functions_items():
+        if isinstance(function, tirx.PrimFunc) and _fills_compound(function):
+            result.update_func(variable, function.with_attr("op_pattern", _OPAQUE))
+    return result
+
+
+def _fills_compound(function: tirx.PrimFunc) -> bool:
+    kinds = [isinstance(parameter.ty, ir.PrimType) for parameter in function.params]
+    if True not in kinds:
+        return False
+    first = kinds.index(True)  # tensors that are read stand before the numbers, others behind
+    read, written = function.params[:first], function.params[first:]
+    known = {v for extent in _extents(read) for v in undefined_vars(extent)}
+    compound = [extent for extent in _extents(written) if not isinstance(extent, tirx.Var)]
+    return any(v not in known for extent in compound for v in undefined_vars(extent))
+
+
+def _extents(parameters: Any) -> list[Any]:
+    return [extent for each in parameters for extent in getattr(each, "shape", ())]
 
 
 class _Matcher:

@@ -1,0 +1,152 @@
+"""A model's own checks of data: ``if labels.max() >= n: raise ...`` and ``assert (x > 0).all()``.
+
+A branch on data cannot be compiled, but one that only raises need not be: the program goes the
+other way, and the condition becomes an assertion that each call looks at before it writes anything.
+Which statement asks for the truth of a tensor, and for which part of its condition, is told by the
+position of the instruction that asks.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import itertools
+import linecache
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relax_disc.frontend.capture.source_lines import calling_line
+
+_HERE = str(Path(__file__).parent)
+_LONGEST = 160  # characters of a condition in a message
+Position = tuple[int | None, int | None, int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """A statement that raises unless its condition has the value ``wanted``."""
+
+    condition: ast.expr
+    wanted: bool
+
+
+def assumed(x: Tensor) -> bool | None:
+    """The truth without which the model would raise, which becomes an assertion.
+
+    None where the truth decides anything else.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_of_a_mode(frame.f_code):
+        frame = frame.f_back
+    found = None if frame is None else _found(frame)
+    if found is None:
+        return None
+    check, truth = found
+    text = ast.unparse(check.condition)
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+    _assert(x, truth, f"`{text}` {'does not hold' if check.wanted else 'holds'}")
+    return truth
+
+
+def asserted(condition: Any, message: str) -> str | None:
+    """An assertion that each call looks at before it writes; None where it is of no tensor."""
+    if not isinstance(condition, Tensor):
+        return None
+    _assert(condition, True, message)
+    return message
+
+
+def _assert(x: Tensor, truth: bool, failure: str) -> None:
+    holds = (x != 0).reshape(())
+    torch.ops.aten._assert_async.msg(
+        holds if truth else holds.logical_not(),
+        f"{calling_line()}: a check of the model's own fails: {failure}.",
+    )
+
+
+def _is_of_a_mode(code: CodeType) -> bool:
+    """Whether a frame stands between the code that asks and the answer."""
+    return code.co_name == "__torch_function__" or code.co_filename.startswith(_HERE)
+
+
+def _found(frame: FrameType) -> tuple[_Check, bool] | None:
+    """Find the check that asks, and the truth that it needs of the part of it that asks."""
+    position = _asking(frame.f_code, frame.f_lasti // 2)
+    if position is None:
+        return None
+    for check in _checks(frame.f_code.co_filename):
+        truth = _needed(check.condition, check.wanted, position)
+        if truth is not None:
+            return check, truth
+    return None
+
+
+def _asking(code: CodeType, instruction: int) -> Position | None:
+    """Where in the source stands a call of ``bool``, or what the operand of a jump was made by.
+
+    A jump's own position is that of the whole condition, or of another part.
+    """
+    if sys.version_info < (3, 11):
+        return None
+    is_call = dis.opname[code.co_code[2 * instruction]].startswith(("CALL", "PRECALL"))
+    at = instruction if is_call else instruction - 1
+    return next(itertools.islice(code.co_positions(), at, None))
+
+
+def _needed(condition: ast.expr, wanted: bool, asking: Position) -> bool | None:
+    """Return the truth of the part at a position for which the condition is as wanted."""
+    if isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
+        return _needed(condition.operand, not wanted, asking)
+    if isinstance(condition, ast.BoolOp):
+        # All parts decide; or the last, once it is asked.
+        decisive = isinstance(condition.op, ast.And) == wanted
+        parts = condition.values if decisive else condition.values[-1:]
+        found = (_needed(part, wanted, asking) for part in parts)
+        return next((truth for truth in found if truth is not None), None)
+    start, end = condition.lineno, condition.end_lineno
+    place = (start, end, condition.col_offset, condition.end_col_offset)
+    return wanted if place == asking else None
+
+
+@functools.lru_cache(maxsize=256)
+def _checks(file: str) -> tuple[_Check, ...]:
+    """List the statements of a file that raise, or do nothing."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ()
+    return tuple(_statements(tree))
+
+
+def _statements(node: ast.AST) -> Iterator[_Check]:
+    if isinstance(node, ast.Assert):
+        yield _Check(node.test, True)
+    elif isinstance(node, ast.If):
+        if _raises(node.body):
+            yield _Check(node.test, False)
+        elif _raises(node.orelse):
+            yield _Check(node.test, True)
+    for name, value in ast.iter_fields(node):
+        if isinstance(node, ast.Try) and node.handlers and name == "body":
+            continue  # what is raised may be caught
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from _statements(child)
+
+
+def _raises(body: list[Any]) -> bool:
+    """Whether statements end in an error, whatever they do before."""
+    leaves = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.Await)
+    return (
+        bool(body)
+        and isinstance(body[-1], ast.Raise)
+        and not any(isinstance(inner, leaves) for part in body for inner in ast.walk(part))
+    )
