@@ -11,7 +11,8 @@ The function, ``main`` unless the result says otherwise, carries the attributes
 ``relax_disc.param_kinds``
     The kind of each parameter, see :class:`InputSpec`.
 ``relax_disc.counted``
-    Dims whose sizes the function finds out; a call enters them with their bounds.
+    Dims whose sizes the function finds out, by name, with the least that is allowed, 0 or 1; a call
+    enters them with their bounds.
 
 and every binding has a span with the line of the model that it stems from.
 """

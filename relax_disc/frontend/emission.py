@@ -203,13 +203,15 @@ def _add_shape_parameter(parameters: Parameters, dims: Sequence[tuple[DimSpec, t
 def _declare_counted(traced: Traced, symbols: SymbolTranslator) -> tuple[CountedDim, ...]:
     """Declare the dims that the function counts, each of which is entered with its bound."""
     for size in traced.counted:
-        symbols.variable(size.symbol)
-    return tuple(CountedDim(size.name, symbols.text(size.bound)) for size in traced.counted)
+        symbols.variable(min(size.symbols, key=str))
+    return tuple(
+        CountedDim(size.name, symbols.text(size.bound), size.least) for size in traced.counted
+    )
 
 
 def _attributes(step: CapturedStep) -> dict[str, Any]:
     pairs = [[k, out.replaces] for k, out in enumerate(step.outputs) if out.replaces is not None]
-    counted = [DimSpec(dim.name, 0, _number(dim.bound)) for dim in step.counted]
+    counted = [DimSpec(dim.name, dim.least, _number(dim.bound)) for dim in step.counted]
     dims = [*step.dims, *counted]
     attrs: dict[str, Any] = {
         "relax_disc.dims": {d.name: [d.lower, -1 if d.upper is None else d.upper, 1] for d in dims},
@@ -217,7 +219,7 @@ def _attributes(step: CapturedStep) -> dict[str, Any]:
         "relax_disc.param_kinds": [spec.kind for spec in step.inputs],
     }
     if counted:
-        attrs["relax_disc.counted"] = [dim.name for dim in counted]
+        attrs["relax_disc.counted"] = {dim.name: dim.least for dim in step.counted}
     if dims:
         attrs["tir_var_lower_bound"] = {d.name: d.lower for d in dims}
     if upper := {d.name: d.upper for d in dims if d.upper is not None}:

@@ -148,6 +148,8 @@ class IndexChecks:
         """Note what the dims must fulfil where data play no part."""
         if found.lower is None or found.upper is None:
             return False
+        if self._is_counted(found.lower, found.upper, lower, upper):
+            return False
         table = self._table(node)
         if not self._ranges.at_most(found.upper, upper):
             self.sizes.append(
@@ -173,7 +175,7 @@ class IndexChecks:
     def _by_batch(self, node: fx.Node, found: Interval, use: Use, lower: Size, upper: Size) -> bool:
         """Note what the batch must fulfil; False where that does not follow."""
         origin = found.origin
-        if origin is None:
+        if origin is None or self._is_counted(lower, upper):
             return False
         ignored = use.ignored
         if origin.ignored is not None:
@@ -193,6 +195,11 @@ class IndexChecks:
         low, high = (None if end is None else _plain(end) for end in limits)
         self.at_entry.append(IndexCheck(origin.leaf, numbers, low, high, ignored, _where(node)))
         return True
+
+    def _is_counted(self, *sizes: Size) -> bool:
+        """Whether one of several sizes is known only when a call has counted it."""
+        counted = self._emitter.symbols.counted
+        return any(dim.name in counted for size in sizes for dim in size.free_dims)
 
     def _flagged(self, node: fx.Node, use: Use, index: Any) -> relax.Var:
         """Emit a flag, and the index brought into range."""

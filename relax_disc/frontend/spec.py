@@ -43,11 +43,13 @@ class DimSpec:
 class CountedDim:
     """A dim whose size the function finds out while it runs; it is entered with its bound.
 
-    ``bound``: an expression over the dims, and over the counted dims before it.
+    ``bound``: an expression over the dims, and over the counted dims before it. ``least``: 0, or 1
+    where a call that counts nothing is refused.
     """
 
     name: str
     bound: int | str
+    least: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,11 @@ class SymbolTranslator:
         return list(self._dims.specs.values())
 
     @property
+    def counted(self) -> frozenset[str]:
+        """Names of the dims that the function counts."""
+        return self._dims.counted
+
+    @property
     def used(self) -> list[tuple[DimSpec, tirx.Var]]:
         """Dims met so far, in the order in which they were met."""
         return [(self._dims.specs[name], var) for name, var in self._variables.items()]

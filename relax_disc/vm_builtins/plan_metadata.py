@@ -102,6 +102,7 @@ class PlanMetadata:
     kernels: tuple[KernelEntry, ...]
     outputs: tuple[int, ...]  # views that the function returns, in order
     machine: Machine  # what it runs on
+    nonempty: tuple[int, ...] = ()  # dims that kernels count and that must not be 0
 
     def to_json(self) -> str:
         """Write the table as text."""
@@ -116,6 +117,7 @@ class PlanMetadata:
                 "kernels": [asdict(kernel) for kernel in self.kernels],
                 "outputs": self.outputs,
                 "machine": asdict(self.machine),
+                "nonempty": self.nonempty,
             },
             separators=(",", ":"),
         )
@@ -138,6 +140,7 @@ class PlanMetadata:
             kernels=tuple(_kernel(entry) for entry in data["kernels"]),
             outputs=tuple(data["outputs"]),
             machine=Machine(**data["machine"]),
+            nonempty=tuple(data["nonempty"]),
         )
 
 

@@ -1,6 +1,7 @@
 """Sizes that only the data tell: masks, nonzero, unique; one build, many counts, as PyTorch."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from relax_disc import TrainingStep, compile, verify
-from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.errors import IndexRangeError, ShapeRangeError, UnsupportedOperatorError
 
 _WORDS = 11
 _DIMS = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", max=128)}
@@ -237,27 +238,128 @@ def _two_masks(model, ids, labels):
     return (x[labels >= 0] * x[ids > 3]).sum()
 
 
+def _greatest(model, ids, labels):
+    return model(ids)[labels >= 0].max() + model(ids)[labels >= 0].amin(0).sum()
+
+
+def _state(step):
+    tensors = [*step.model.parameters()]
+    for values in step.optimizer.state.values():
+        tensors += values.values()
+    return [torch.as_tensor(tensor).detach().clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "wrong", "words"),
+    [
+        (_two_masks, (torch.tensor([[5, 6, 7]]), torch.tensor([[2, 3, -1]])), "is 2 and 3"),
+        (_greatest, _batch(2, 3, "none"), "selected is 0"),
+    ],
+    ids=["two masks", "greatest"],
+)
+def test_a_count_that_pytorch_refuses_is_refused_before_anything_is_written(loss_fn, wrong, words):
+    step = _compiled(loss_fn)
+    right = torch.tensor([[5, 1, 7, 0]]), torch.tensor([[-1, 2, -1, 4]])
+    _check(step, loss_fn, right)
+    before = _state(step)
+    with pytest.raises(ShapeRangeError, match=words):
+        step(*wrong)
+    with pytest.raises((RuntimeError, IndexError)):
+        loss_fn(step.model, *wrong)
+    assert all(torch.equal(a, b) for a, b in zip(_state(step), before, strict=True))
+    _check(step, loss_fn, right)
+
+
+def test_positions_of_what_is_picked_are_checked_when_they_are_counted():
+    def loss_fn(model, ids, labels):
+        picked = model(ids)[labels >= 0]
+        places = torch.arange(picked.shape[0])
+        return (picked * model.table(places)[:, :1]).sum()
+
+    step = _compiled(loss_fn)
+    _check(step, loss_fn, _batch(2, 5, "all"))  # 10 of 11 rows
+    with pytest.raises(IndexRangeError, match=r"an index is 11; indices must be in 0 \.\. 10"):
+        step(*_batch(2, 6, "all"))
+    _check(step, loss_fn, _batch(2, 6, "none"))
+
+
 def _number(model, ids, labels):
     return model(ids)[:, : ids.max().item()].sum()
-
-
-def _extreme(model, ids, labels):
-    return model(ids)[labels >= 0].max()
 
 
 def _consecutive(model, ids, labels):
     return model(torch.unique_consecutive(ids.flatten())).sum()
 
 
+def _in_eights(model, ids, labels):
+    return model(ids)[labels >= 0].reshape(-1, 8).sum()
+
+
+def _normalised(model, ids, labels):
+    return F.batch_norm(model(ids)[labels >= 0], None, None, training=True).cos().sum()
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "words"),
     [
-        (_two_masks, "selected, selected_2"),
         (_number, "aten.item.default"),
-        (_extreme, "aten.max.default"),
         (_consecutive, "aten.unique_consecutive.default"),
+        (_in_eights, "relies on|reshape"),
+        (_normalised, "decides from data"),
     ],
 )
 def test_other_sizes_are_refused_by_name(loss_fn, words):
     with pytest.raises(UnsupportedOperatorError, match=words):
         _compiled(loss_fn)
+
+
+def _random_loss(seed):
+    """Make a loss that picks several times, by masks of labels, values and what was picked."""
+
+    def loss_fn(model, ids, labels):
+        choose = random.Random(seed)
+        x, total = model.table(ids), 0.0
+        rows = x[labels >= 0] if choose.random() < 0.5 else x[(ids + seed) % 3 > 0]
+        for _ in range(choose.randint(1, 3)):
+            kind = choose.randrange(6)
+            if kind == 0:
+                rows = rows[rows.sum(1) > 0]
+            elif kind == 1:
+                rows = torch.cat([rows, torch.tanh(x.flatten(0, 1))[labels.flatten() > 4]])
+            elif kind == 2:
+                rows = rows.index_select(0, (rows[:, 0] < 0.2).nonzero().flatten())
+            elif kind == 3:
+                total = total + torch.masked_select(rows, rows.cos() > 0.5).square().sum()
+            elif kind == 4:
+                rows = model.layers[0](rows).tanh() + rows.mean(0).nan_to_num()
+            else:
+                rows = rows * torch.softmax(rows @ rows[:, :1], 0)
+        y = torch.zeros_like(x)
+        y[labels >= 2] = x[labels >= 2].sin()
+        return total + model.head(rows).square().sum() + y.sum()
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(k, marks=pytest.mark.slow) for k in range(3, 40))]
+)
+def test_random_programs_at_random_counts_and_budgets(seed):
+    loss_fn = _random_loss(seed)
+    torch.manual_seed(seed)
+    step = _compiled(loss_fn, _Model(8, 1).double())
+    for number, shape in enumerate([(3, 7), (1, 1), (8, 16), (2, 30)]):
+        for selected in ("some", "all", "none"):
+            batch = _batch(*shape, selected, 10 * seed + number)
+            step.memory_budget = None
+            plan = step.plan(batch=shape[0], length=shape[1])
+            with step.restored():
+                free = step(*batch).clone(), _state(step)
+            step.memory_budget = plan.least_bytes
+            with step.restored():
+                tight = step(*batch).clone(), _state(step)
+            assert step.memory_report().peak_bytes <= plan.least_bytes
+            for a, b in zip((free[0], *free[1]), (tight[0], *tight[1]), strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+            with step.restored():
+                _check(step, loss_fn, batch)

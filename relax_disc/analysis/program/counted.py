@@ -13,6 +13,7 @@ from relax_disc.analysis.symbolic.comparison.compare import Order, compare
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import Atom, SymbolicExpr
 from relax_disc.ops.counted import COUNTING
+from relax_disc.vm_builtins.guard import GUARD
 
 
 def counted_dims(table: FunctionTable, names: Sequence[str]) -> dict[str, int]:
@@ -21,19 +22,23 @@ def counted_dims(table: FunctionTable, names: Sequence[str]) -> dict[str, int]:
     Raises `NotPlannableError`: no kernel does.
     """
     found: dict[str, int] = {}
-    for k, kernel in enumerate(table.kernels):
-        if kernel.name in COUNTING:
-            found.setdefault(str(_first_extent(table, kernel)), k)
+    for k, name in counting_kernels(table).items():
+        found.setdefault(name, k)
     missing = [name for name in names if name not in found]
     if missing:
         raise NotPlannableError(f"{table.name}: no kernel counts {missing[0]}")
     return {name: found[name] for name in names}
 
 
-def _first_extent(table: FunctionTable, kernel: KernelCall) -> SymbolicExpr:
+def counting_kernels(table: FunctionTable) -> dict[int, str]:
+    """Return the dim that each kernel counts; those after the first must find the same."""
+    return {k: _dim_of(table, x) for k, x in enumerate(table.kernels) if x.name in COUNTING}
+
+
+def _dim_of(table: FunctionTable, kernel: KernelCall) -> str:
     output = kernel.outputs[0]
     views = (table.views[value] for kind, value in kernel.arguments if kind == "view")
-    return next(view for view in views if view.buffer == output).shape[0]
+    return str(next(view for view in views if view.buffer == output).shape[0])
 
 
 def order_behind_counts(table: FunctionTable) -> None:
@@ -49,7 +54,10 @@ def order_behind_counts(table: FunctionTable) -> None:
                 f"{table.name}: the size {buffer.bytes} of {buffer.name} is not largest where "
                 f"{', '.join(table.counted)} are"
             )
+    counting = set(counting_kernels(table))
     for k, kernel in enumerate(table.kernels):
+        if kernel.name == GUARD:  # whatever is refused, nothing has been written
+            kernel.after |= counting
         mentioned = {dim.name for expr in _sizes(table, kernel) for dim in expr.free_dims}
         kernel.after |= {table.counted[name] for name in mentioned & table.counted.keys()} - {k}
 

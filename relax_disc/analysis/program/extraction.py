@@ -14,6 +14,7 @@ import tvm
 from tvm import relax
 
 from relax_disc.analysis.kernels.facts import KernelFacts
+from relax_disc.analysis.program.counted import counting_kernels
 from relax_disc.analysis.program.reader import halves, inplace_pairs, read_function
 from relax_disc.analysis.program.storage import execution_order, order_halves, place_results
 from relax_disc.analysis.program.table import (
@@ -119,7 +120,7 @@ class Extraction:
         table = self.table
         names = [dim.name for dim in table.dims.values()]
         programs = ProgramTable()
-        counts = {k: names.index(name) for name, k in table.counted.items()}
+        counts = {k: names.index(name) for k, name in counting_kernels(table).items()}
 
         def program(expr: SymbolicExpr) -> int:
             return programs.add(expr.program(names))
@@ -162,6 +163,7 @@ class Extraction:
             kernels=kernels,
             outputs=tuple(self.result_views()),
             machine=machine,
+            nonempty=tuple(names.index(name) for name in table.nonempty),
         )
 
     def _moved(self, kernel: KernelCall) -> SymbolicExpr:

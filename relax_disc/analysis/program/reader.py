@@ -111,8 +111,9 @@ class FunctionReader:
         late_inputs, _ = halves(self.func)
         for param in self.func.params[len(self.func.params) - late_inputs :]:
             self.table.late.add(self.table.views[self._values[param]].buffer)
-        counted = (self.func.attrs or {}).get("relax_disc.counted") or ()
+        counted = dict((self.func.attrs or {}).get("relax_disc.counted") or {})
         self.table.counted = counted_dims(self.table, [str(name) for name in counted])
+        self.table.nonempty = tuple(str(name) for name, least in counted.items() if int(least))
         order_behind_counts(self.table)
         for index in (self.func.attrs or {}).get("relax_disc.recomputable") or ():
             self.table.kernels[int(index)].may_rerun = True

@@ -67,7 +67,8 @@ class FunctionTable:
     index, a tuple of structures, or a Relax expression that holds no tensor. ``candidates``:
     buffers marked by ``relax_disc.evict``. ``late``: given buffers that the caller has only once it
     has the early results. ``values``: what every variable stands for, as in `result`.
-    ``counted``: of the dims that the function counts itself, the kernel that does.
+    ``counted``: of the dims that the function counts itself, the first kernel that does.
+    ``nonempty``: those that must not be 0.
     ``parameter_given``: index of a parameter -> index in `given` of its (first) tensor.
     """
 
@@ -83,6 +84,7 @@ class FunctionTable:
         self.candidates: set[int] = set()
         self.late: set[int] = set()
         self.counted: dict[str, int] = {}
+        self.nonempty: tuple[str, ...] = ()
         self.values: dict[relax.Expr, Any] = {}
         self.parameter_given: dict[int, int] = {}
         self._view_index: dict[View, int] = {}

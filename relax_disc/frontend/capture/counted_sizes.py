@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     free_unbacked_symbols,
 )
+from torch.utils import _pytree as pytree
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.source_lines import source_line
@@ -44,6 +46,9 @@ _COUNTING = {
 _NAMES = {_ATEN.nonzero.default: "selected", _ATEN._unique2.default: "distinct"}
 """Operators of a traced graph that count, and what their dims are called."""
 
+_NEEDS_ONE = ("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "mode")
+"""Operators that PyTorch refuses over no elements at all."""
+
 _ADVICE = (
     "Instead of picking by data, weigh by them: ignore_index of a loss, torch.where, or "
     "(loss * mask).sum() / mask.sum()."
@@ -52,12 +57,13 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class CountedSize:
-    """A symbol of a traced graph that an operator counts."""
+    """A size of a traced graph that an operator counts."""
 
-    node: fx.Node  # the operator
-    symbol: sympy.Symbol
+    node: fx.Node  # the first operator that does
+    symbols: frozenset[sympy.Symbol]  # what it is called; several masks may select as much
     name: str  # of its dim
     bound: Any  # the most it can be: a `torch.SymInt` or an integer
+    least: int  # 1 where it must not be 0
 
 
 def refuse_other_sizes(program: ExportedProgram) -> None:
@@ -72,32 +78,6 @@ def refuse_other_sizes(program: ExportedProgram) -> None:
     ]
     if found:
         raise _refusal(found)
-    _refuse_extremes_of_nothing(program)
-
-
-_NEEDS_ONE = ("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "mode")
-
-
-def _refuse_extremes_of_nothing(program: ExportedProgram) -> None:
-    """Refuse the greatest of as many elements as the data say: PyTorch raises where it is none."""
-    for node in program.graph.nodes:
-        packet = getattr(node.target, "overloadpacket", None)
-        if packet is None or packet.__name__ not in _NEEDS_ONE or node.op != "call_function":
-            continue
-        x = getattr(node.args[0], "meta", {}).get("val")
-        others = [a for a in node.args[1:] if isinstance(a, fx.Node)]
-        if not isinstance(x, Tensor) or others:  # an elementwise maximum
-            continue
-        axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-        axes = [axes] if isinstance(axes, int) else axes or range(x.dim())
-        if any(depends_on_data(x.shape[axis]) for axis in axes):
-            line = str(source_line(node))
-            raise UnsupportedOperatorError(
-                f"{line}: {node.target} over what a mask selects has no value where that is "
-                "nothing, and a compiled step cannot raise in its middle. Use torch.where to put "
-                "the least value in the place of what is not selected.",
-                ((str(node.target), line),),
-            )
 
 
 @contextlib.contextmanager
@@ -173,6 +153,20 @@ class CountedSizes:
 
     def __init__(self) -> None:
         self._positions: dict[int, tuple[Tensor, Tensor]] = {}
+        self.nonempty: set[sympy.Symbol] = set()  # sizes that must not be 0
+
+    def look_at(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Note what an operator of the model needs of the sizes that are counted."""
+        packet = getattr(target, "overloadpacket", None)
+        if packet is None or packet.__name__ not in _NEEDS_ONE:
+            return
+        x = args[0] if args else kwargs.get("self")
+        if not isinstance(x, Tensor) or any(isinstance(other, Tensor) for other in args[1:]):
+            return
+        axes = args[1] if len(args) > 1 else kwargs.get("dim")
+        axes = [axes] if isinstance(axes, int) else axes or range(x.dim())
+        for axis in axes:
+            self.nonempty |= free_unbacked_symbols(x.shape[axis])
 
     def rules(self) -> dict[Any, Callable[..., Any]]:
         """Return rules as :mod:`.decompositions` has them."""
@@ -254,51 +248,84 @@ def _merged(x: Tensor, axis: int, count: int) -> Tensor:
     return x if count == 1 else x.flatten(axis, axis + count - 1)
 
 
-def find_counted(graph: fx.GraphModule, taken: Sequence[str]) -> tuple[CountedSize, ...]:
+def find_counted(
+    graph: fx.GraphModule, taken: Sequence[str], nonempty: Set[sympy.Symbol]
+) -> tuple[CountedSize, ...]:
     """Find the sizes that a traced graph counts, in the order in which it does.
 
-    ``taken``: names that the dims must not have.
+    Masks of which the graph relies on that they select as much as each other have one dim.
 
-    Raises `UnsupportedOperatorError`: an operator makes a size that has no bound here, or the
-    trace relies on more than the bound.
+    Parameters
+    ----------
+    graph : fx.GraphModule
+        The trace.
+    taken : sequence of str
+        Names that the dims must not have.
+    nonempty : set of sympy.Symbol
+        Those that must not be 0.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        An operator makes a size that has no bound here, or the trace relies on more of it.
     """
-    found = list(_find(graph, set(taken)))
-    symbols = {size.symbol for size in found}
-    env = next((_env_of(size.bound) for size in found if _env_of(size.bound)), None)
-    for symbol in symbols if env is not None else ():
-        for condition in env.deferred_runtime_asserts.get(symbol, ()):
-            names = {size.symbol: sympy.Symbol(size.name) for size in found}
-            text = condition.expr.xreplace(names)
-            raise UnsupportedOperatorError(
-                f"The model relies on {text}, where {', '.join(map(str, names.values()))} depends "
-                f"on data, so that it cannot be known when a step is called. {_ADVICE}",
-                ((str(text), "the model"),),
-            )
-    return tuple(found)
-
-
-def _env_of(size: Any) -> Any:
-    return size.node.shape_env if isinstance(size, torch.SymInt) else None
-
-
-def _find(graph: fx.GraphModule, taken: set[str]) -> Iterator[CountedSize]:
+    names, found = set(taken), []
+    needed = set(nonempty)
     for node in graph.graph.nodes:
         bindings = node.meta.get("unbacked_bindings")
         if not bindings:
             continue
-        base = _NAMES.get(node.target)
-        if base is None or len(bindings) != 1:
+        if node.target not in _NAMES or len(bindings) != 1:
             raise _refusal([(str(node.target), str(source_line(node)))])
         ((symbol, _),) = bindings.items()
-        name = next(
-            name
-            for k in range(1, len(taken) + 2)
-            if (name := base if k == 1 else f"{base}_{k}") not in taken
-        )
-        taken.add(name)
+        equal = {symbol}
+        for condition in _conditions(node, symbol):
+            if _is_equality(condition):
+                equal |= condition.free_symbols
+            elif _is_nonzero(condition):
+                needed |= condition.free_symbols
+            else:
+                raise UnsupportedOperatorError(
+                    f"{source_line(node)}: the model relies on {condition}, of which {symbol} "
+                    "depends on data, so that it cannot be known when a step is called. "
+                    f"{_ADVICE}",
+                    ((str(node.target), str(source_line(node))),),
+                )
+        same = next((size for size in found if not size.symbols.isdisjoint(equal)), None)
+        if same is not None:
+            found[found.index(same)] = replace(same, symbols=same.symbols | equal)
+            continue
+        base = _NAMES[node.target]
+        free = (base if k == 1 else f"{base}_{k}" for k in itertools.count(1))
+        name = next(each for each in free if each not in names)
+        names.add(name)
         source: Any = node.args[0]
-        bound = source.meta["val"].numel()
-        yield CountedSize(node, symbol, name, bound)
+        found.append(CountedSize(node, frozenset(equal), name, source.meta["val"].numel(), 0))
+    return tuple(replace(x, least=int(not needed.isdisjoint(x.symbols))) for x in found)
+
+
+def _conditions(node: fx.Node, symbol: sympy.Symbol) -> list[Any]:
+    """What the trace relies on of a size that a node counts."""
+    env = pytree.tree_leaves(node.meta["val"])[0].fake_mode.shape_env
+    found = [each.expr for each in env.deferred_runtime_asserts.get(symbol, ())]
+    if symbol in env.replacements:
+        found.append(sympy.Eq(symbol, env.replacements[symbol], evaluate=False))
+    return found
+
+
+def _is_equality(condition: Any) -> bool:
+    """Whether a condition says that two counted sizes are equal, which calls check."""
+    sides = condition.args if isinstance(condition, sympy.Eq) else ()
+    return len(sides) == 2 and all(x.is_Symbol and depends_on_data(x) for x in sides)
+
+
+def _is_nonzero(condition: Any) -> bool:
+    """Whether a condition says that one counted size is not 0."""
+    if len(condition.free_symbols) != 1:
+        return False
+    (symbol,) = condition.free_symbols
+    known = (symbol >= 1, symbol > 0, sympy.Ne(symbol, 0))
+    return depends_on_data(symbol) and condition.canonical in {x.canonical for x in known}
 
 
 def reaches_results(node: fx.Node) -> bool:

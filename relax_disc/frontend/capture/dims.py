@@ -22,6 +22,7 @@ class DimTable:
 
     names: Mapping[str, str]  # from the symbol's name in the trace (``"s27"``) to the dim's
     specs: Mapping[str, DimSpec]  # by the dim's name
+    counted: frozenset[str] = frozenset()  # dims that the function counts
 
     def __getitem__(self, symbol: sympy.Symbol) -> DimSpec:
         """Return the dim of a symbol; one that the example did not declare is data-dependent."""
@@ -35,12 +36,12 @@ class DimTable:
 
     def with_counted(self, counted: Sequence[CountedSize]) -> DimTable:
         """Return the table with the sizes that a trace counts."""
-        names = {str(size.symbol): size.name for size in counted}
+        names = {str(symbol): size.name for size in counted for symbol in size.symbols}
         specs = {}
         for size in counted:
             upper = None if not isinstance(size.bound, int) else size.bound
-            specs[size.name] = DimSpec(size.name, 0, upper)
-        return DimTable({**self.names, **names}, {**self.specs, **specs})
+            specs[size.name] = DimSpec(size.name, size.least, upper)
+        return DimTable({**self.names, **names}, {**self.specs, **specs}, frozenset(specs))
 
 
 def dim_table(

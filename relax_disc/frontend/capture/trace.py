@@ -154,6 +154,7 @@ class _StepInterpreter(fx.Interpreter):
             return _laid_out_like(result, n.meta.get("val"))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        self._counted.look_at(target, args, kwargs)
         if target in RULES:
             args, kwargs = under_autocast(target, args, kwargs)
         if target is torch.ops.aten._assert_tensor_metadata.default:  # held when it was exported
@@ -271,9 +272,8 @@ def _trace(
         late = values[count + 1 :]
         with torch.set_grad_enabled(with_gradients):
             randomness = Randomness(values[count])
-            interpreter = _StepInterpreter(
-                module, randomness, CountedSizes(), exported.custom_calls
-            )
+            outputs["counted"] = counted = CountedSizes()
+            interpreter = _StepInterpreter(module, randomness, counted, exported.custom_calls)
             produced = interpreter.run(*feed)
         found = [produced[index] for index in users]
         found, assigned = (
@@ -319,7 +319,7 @@ def _trace(
         with answers():
             graph = _make_graph(step, fakes, functionalize=True)
     watch.check(exported.dims)
-    counted = find_counted(graph, tuple(exported.dims.specs))
+    counted = find_counted(graph, tuple(exported.dims.specs), outputs["counted"].nonempty)
     _refuse_foreign_tensors(graph, exported.outer)
     check_where_computed(graph)
     graph.graph.eliminate_dead_code()

@@ -194,7 +194,20 @@ void Frame::Call(const Step& step, const Step& next) {
 // A dim that was entered with its bound gets its size, and with it whatever is made of it.
 void Frame::Count(int32_t dim, int64_t count) {
   const Metadata& metadata = session_->metadata();
+  if (is_counted_.empty()) is_counted_.assign(dims_.size(), 0);
+  const bool is_known = is_counted_[dim] != 0;
+  is_counted_[dim] = 1;
+  if (count == 0 && std::count(metadata.nonempty.begin(), metadata.nonempty.end(), dim) > 0) {
+    TVM_FFI_THROW(ShapeRangeError)
+        << metadata.function << ": " << metadata.dims[dim] << " is 0: nothing is selected of this "
+        << "batch, and the model takes the greatest or least of it, which PyTorch refuses, too";
+  }
   if (count == dims_[dim]) return;
+  if (is_known) {
+    TVM_FFI_THROW(ShapeRangeError)
+        << metadata.function << ": " << metadata.dims[dim] << " is " << dims_[dim] << " and "
+        << count << ": the model combines what two masks select, which must be as much";
+  }
   if (count < 0 || count > plan_->dims[dim]) {
     TVM_FFI_THROW(InternalError) << metadata.function << ": " << metadata.dims[dim] << " is "
                                  << count << ", beyond its bound of " << plan_->dims[dim];

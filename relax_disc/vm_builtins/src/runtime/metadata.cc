@@ -146,6 +146,7 @@ Metadata Metadata::Parse(const ffi::String& text) {
     }
   }
   result.outputs = Integers(Field(object, "outputs"));
+  result.nonempty = Integers(Field(object, "nonempty"));
   auto machine = Field(object, "machine").cast<json::Object>();
   result.machine = {Field(machine, "alignment").cast<int64_t>(),
                     Field(machine, "flops_per_ns").cast<double>(),

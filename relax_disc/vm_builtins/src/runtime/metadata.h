@@ -77,6 +77,7 @@ struct Metadata {
   std::vector<ViewEntry> views;
   std::vector<KernelEntry> kernels;
   std::vector<int32_t> outputs;  // views, in the order of the flat result
+  std::vector<int32_t> nonempty;  // dims that are counted and must not be 0
   int32_t given_count = 0;
   Machine machine;
 
