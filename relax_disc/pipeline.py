@@ -16,6 +16,9 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from relax_disc.tir_kernels import rules_for
+from relax_disc.tir_kernels.tuning.database import USER, load
+from relax_disc.tir_kernels.tuning.replay import Tuned
 from relax_disc.transform.fusion.fuse_kernels import FuseKernels
 from relax_disc.transform.fusion.inline_producers import InlineProducers
 from relax_disc.transform.fusion.share_kernels import ShareKernels
@@ -69,6 +72,10 @@ class PipelineOptions:
     verify_schedules : bool
         Put kernels back whose schedule makes no code: lowers each once more.  `compile` does so
         only after code generation has failed.
+    tuning_database : path-like, optional
+        A file that `relax-disc tune` wrote: schedules that were measured to be faster here than
+        the rules'.  ``"user"``: the user's own for this target, threads and version, if there is
+        one; None: the rules alone.
     dump_to : path-like, optional
         A folder, made if need be, for the module's text after each phase: `01-simplify.py`,
         `02-libraries.py`, `03-fusion.py`, `04-kernels.py`, `05-memory.py`, `06-finalize.py`; files
@@ -86,6 +93,7 @@ class PipelineOptions:
     rematerialize: bool = True
     plan_arena: bool = True
     verify_schedules: bool = True
+    tuning_database: str | os.PathLike[str] | None = USER
     dump_to: str | os.PathLike[str] | None = None
 
 
@@ -206,10 +214,24 @@ def alias_passes() -> list[Pass]:
 
 def kernel_passes(target: tvm.target.Target, options: PipelineOptions | None = None) -> list[Pass]:
     """One kernel for those that differ in sizes; parallel, vectorised loops."""
+    chosen = options or PipelineOptions()
+    database = load(target, chosen.tuning_database)
+    tuned = [Tuned(database)] if database is not None and database.decisions() else []
+    rules = [*tuned, *rules_for(target)] if tuned else None
     return [
         ShareKernels(),
-        ScheduleKernels(target, verify=options is None or options.verify_schedules),
+        ScheduleKernels(target, verify=chosen.verify_schedules, rules=rules),
     ]
+
+
+def unscheduled(
+    module: tvm.IRModule, target: tvm.target.Target, options: PipelineOptions | None = None
+) -> tvm.IRModule:
+    """Lower a module as far as its kernels are there and not yet scheduled, which tuning takes."""
+    done = phases(target, options or PipelineOptions())
+    before = [stage for name in ("simplify", "libraries", "fusion") for stage in done[name]]
+    with target:
+        return tvm.transform.Sequential([*before, ShareKernels()])(module)
 
 
 def workspace_passes() -> list[Pass]:

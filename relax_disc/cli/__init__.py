@@ -1,4 +1,4 @@
-"""The command ``relax-disc``: `report`, `train`, `bench` and `doctor`.
+"""The command ``relax-disc``: `report`, `tune`, `train`, `bench` and `doctor`.
 
 Exit codes: 0 done; 1 what was asked for does not hold (a shape does not fit the budget, something
 is missing); 2 wrong usage; 3 the model, or the function that makes it, failed.
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 import relax_disc
-from relax_disc.cli import bench, doctor, report, train
+from relax_disc.cli import bench, doctor, report, train, tune
 from relax_disc.cli.user_step import UserCodeError
 from relax_disc.errors import RelaxDiscError
 
@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 _SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("tune", epilog=tune.EXAMPLES)(tune.tune)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.command("train", context_settings=_SETTINGS, add_help_option=False)(train.train)
 app.command("doctor")(doctor.doctor)

@@ -20,6 +20,9 @@ import relax_disc
 from relax_disc import progress
 from relax_disc.cli.user_step import Json
 from relax_disc.compatibility import SUPPORTED_VERSIONS
+from relax_disc.errors import ArtefactError
+from relax_disc.tir_kernels import cpu_target
+from relax_disc.tir_kernels.tuning import database as databases
 from relax_disc.vm_builtins import native
 
 _OPTIONAL = {
@@ -83,6 +86,7 @@ def findings() -> list[Finding]:
     blas = "MKL" if torch.backends.mkl.is_available() else "PyTorch's other"
     onednn = " and oneDNN" if torch.backends.mkldnn.is_available() else ""
     found.append(Finding("BLAS of PyTorch", blas + onednn))
+    found.append(_tuning())
     if torch.cuda.is_available():
         found.append(
             Finding("GPU", torch.cuda.get_device_name(), None, "CUDA is compiled, not yet run")
@@ -99,6 +103,22 @@ def findings() -> list[Finding]:
                 Finding(package, "not installed", None, f'pip install "relax-disc[{extra}]"')
             )
     return found
+
+
+def _tuning() -> Finding:
+    """Tell which tuned kernels compiling uses here, and of databases that it leaves alone."""
+    target = cpu_target()
+    path = databases.user_path(target)
+    others = len([each for each in path.parent.glob("*.json") if each != path])
+    note = f"; {others} for other targets, threads or versions ignored" if others else ""
+    if not path.exists():
+        return Finding("tuned kernels", f"none{note}", None, "relax-disc tune FILE.py:FUNCTION")
+    try:
+        database = databases.read(path)
+    except ArtefactError as error:
+        return Finding("tuned kernels", "unreadable, ignored", False, str(error))
+    count = f"{len(database.decisions())} of {len(database.kernels)} kernels"
+    return Finding("tuned kernels", f"{count}, in {path}{note}", None)
 
 
 def doctor(as_json: Json = False) -> None:

@@ -7,6 +7,7 @@ check) that outputs and inputs do not overlap, and kernels that run in place ove
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tvm import s_tir, tirx
@@ -17,8 +18,34 @@ from relax_disc.tir_kernels.flat import INDEX, STACK, as_index, index_const, pro
 
 # One AVX-512 register of float32; narrower machines split it in two or four.
 LANES = 16
-# Two registers hide the latency of an addition; more spill when exponentials are inlined.
-REDUCTION_LANES = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Numbers of the rules that change a kernel's speed alone, or the order of its sums.
+
+    Attributes
+    ----------
+    lanes : int
+        Elements of a vector of an element-wise loop.
+    reduction_lanes : int
+        Partial totals of a sum along a row. Two registers hide the latency of an addition; more
+        spill when exponentials are inlined.
+    tile_rows : int
+        Rows of a transpose that share what was read: two cache lines of float32. Sixteen lanes of
+        them are 2 KiB.
+    tile_columns : int
+        Columns that are summed at a time. Four AVX-512 registers: 256 bytes of a row, what one
+        prefetch stream likes.
+    """
+
+    lanes: int = LANES
+    reduction_lanes: int = 32
+    tile_rows: int = 32
+    tile_columns: int = 64
+
+
+DEFAULTS = Settings()
 
 Body = Callable[[Any], Any]
 

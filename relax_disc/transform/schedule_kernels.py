@@ -83,7 +83,7 @@ def schedule_kernel(
     ``rules``: objects with ``apply(func, target, tunable) -> Schedule or None``. Returned: the
     scheduled kernel, or ``func`` without marks.
     """
-    func = _without_marks(func)
+    func = without_marks(func)
     for rule in rules:
         try:
             schedule = rule.apply(func, target, False)
@@ -103,7 +103,7 @@ def schedule_kernel(
     return func
 
 
-def _without_marks(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def without_marks(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Drop the marks that topi's scatters set around statements: LLVM warns of each on stderr."""
 
     def drop(mark: tirx.AttrStmt, mutator: Any) -> Any:

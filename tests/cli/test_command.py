@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -184,6 +185,49 @@ def test_doctor_is_content_here(command):
     found = {entry["name"]: entry for entry in json.loads(out)}
     assert found["torch"]["value"] == torch.__version__
     assert code == int(any(entry["ok"] is False for entry in found.values()))
+
+
+def test_tune_keeps_the_rules_of_tiny_kernels_and_remembers(command, tmp_path, monkeypatch):
+    """Without a search: these take less than a call costs."""
+    for package in ("cloudpickle", "psutil"):
+        pytest.importorskip(package)
+    monkeypatch.setenv("RELAX_DISC_CACHE", str(tmp_path / "cache"))
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text('{"rows": 4}\n{"rows": 2}\n{"rows": 3}\n')
+    words = ("tune", "FILE:step", "--cost-model", "random", "--kernels", "2", "--json")
+    code, out, err = command(*words, "--lengths", str(lengths))
+    facts = json.loads(out)
+    assert (code, err) == (0, "")
+    assert facts["shape"] == {"rows": 3} and facts["known_before"] == 0
+    assert [each["trace"] for each in facts["kernels"]] == [None, None]
+    assert all("it takes" in each["reason"] for each in facts["kernels"])
+    kept = json.loads(Path(facts["database"]).read_text())["kernels"]
+    assert kept.keys() == {each["key"] for each in facts["kernels"]}
+    _, out, _ = command(*words, "--dim", "rows=3")
+    assert json.loads(out)["known_before"] == 2 and json.loads(out)["kernels"] == []
+    _, out, _ = command(*words[:-1], "--dim", "rows=3")
+    assert "2 kernels were known" in out and facts["database"] in out
+    _, out, _ = command("doctor", "--json")
+    (found,) = (entry for entry in json.loads(out) if entry["name"] == "tuned kernels")
+    assert found["value"].startswith("0 of 2 kernels, in ")
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "told"),
+    [
+        ('{"rows": 4}', ("--dim", "seq=3"), "there is no dim seq"),
+        ('{"row": 4}', (), "lengths.jsonl:1: there is no dim row"),
+        ("[4]", (), "lengths.jsonl:1: "),
+    ],
+)
+def test_tune_tells_what_is_wrong_with_shapes(command, tmp_path, line, words, told):
+    for package in ("cloudpickle", "psutil"):
+        pytest.importorskip(package)
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text(f"{line}\n")
+    options = ("--cost-model", "random", "--lengths", str(lengths), *words)
+    code, _, err = command("tune", "FILE:step", *options)
+    assert code == 2 and told in err
 
 
 def test_doctor_names_what_is_missing(command, monkeypatch):

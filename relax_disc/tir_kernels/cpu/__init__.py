@@ -11,11 +11,13 @@ from relax_disc.tir_kernels.cpu.raw_loops import RawLoops
 from relax_disc.tir_kernels.cpu.rows import Rows
 from relax_disc.tir_kernels.cpu.totals import Totals
 from relax_disc.tir_kernels.cpu.transpose import Transpose
+from relax_disc.tir_kernels.loops import DEFAULTS, Settings
 
 
-def cpu_rules() -> list[Any]:
+def cpu_rules(settings: Settings = DEFAULTS) -> list[Any]:
     """List the rules in the order in which they are tried."""
-    return [Transpose(), Elementwise(), Totals(), Columns(), Rows(), RawLoops(), ParallelBlocks()]
+    tunable = [rule(settings) for rule in (Transpose, Elementwise, Totals, Columns, Rows)]
+    return [*tunable, RawLoops(), ParallelBlocks()]
 
 
 __all__ = [

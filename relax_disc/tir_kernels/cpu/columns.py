@@ -25,8 +25,10 @@ from relax_disc.tir_kernels.cpu.reductions import (
 from relax_disc.tir_kernels.cpu.rows import finished_stage, with_totals
 from relax_disc.tir_kernels.flat import FlatBuffers, as_index, index_const, product
 from relax_disc.tir_kernels.loops import (
+    DEFAULTS,
     LANES,
     Accumulator,
+    Settings,
     combine,
     decode,
     group_extent,
@@ -39,8 +41,6 @@ from relax_disc.tir_kernels.loops import (
 )
 from relax_disc.tir_kernels.vectorizable import moves_in_vectors, vectorizable
 
-# Four AVX-512 registers: 256 bytes of a row at a time, what one prefetch stream likes.
-TILE = 64
 # Chunks of rows when there are few columns; also the most threads that can help then.
 CHUNKS = 16
 # More columns than this are enough tiles for every thread without chunks (and their workspace).
@@ -50,6 +50,11 @@ _FEWEST_CHUNKED_ROWS = 64
 
 class Columns:
     """Schedule rule for one reduction down columns and what is computed from its result."""
+
+    tunes = ("lanes", "tile_columns")
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self.settings = settings
 
     def apply(
         self, func: tirx.PrimFunc, target: Target, tunable: bool = False
@@ -66,7 +71,7 @@ class Columns:
             element.stage.combiner is not None or len(_large(element)) != count for element in rest
         ):
             return None
-        emitter = _Emitter(kernel)
+        emitter = _Emitter(kernel, self.settings)
         statements = emitter.emit()
         return with_body(func, [*emitter.flat.declarations(), *statements], emitter.scratch)
 
@@ -78,8 +83,9 @@ def _large(element: Element) -> list[Axis]:
 class _Emitter:
     """Makes the loops of one column kernel."""
 
-    def __init__(self, kernel: RowKernel) -> None:
+    def __init__(self, kernel: RowKernel, settings: Settings) -> None:
         self.kernel = kernel
+        self.settings = settings
         self.flat = FlatBuffers(bits=True)
         self.scratch: list[Any] = []
         self.first = kernel.elements[0]
@@ -128,17 +134,17 @@ class _Emitter:
         if not self.vector:
             return [loop("column", extent, lambda column: tile(column, 1), kind)]
         statements: list[Any] = []
-        count = constant(extent)
+        count, tiled = constant(extent), self.settings.tile_columns
         if count is not None:
             statements = [
-                loop("tile", index_const(count // TILE), lambda at: tile(at * TILE, TILE), kind)
+                loop("tile", index_const(count // tiled), lambda at: tile(at * tiled, tiled), kind)
             ]
-            if count % TILE:
-                statements.append(tile(index_const(count - count % TILE), count % TILE))
+            if count % tiled:
+                statements.append(tile(index_const(count - count % tiled), count % tiled))
             return statements
         # Each pass over the rows takes as many columns as are left: whole tiles, vectors, single.
         done: Any = index_const(0)
-        for width in (TILE, LANES, 1):
+        for width in (tiled, LANES, 1):
             tiles = (as_index(extent) - done) // width
             statements.append(
                 loop(
@@ -176,7 +182,7 @@ class _Emitter:
                 )
                 return sequence([*total.start(), body, *keep])
 
-            width = TILE if self.vector else 1
+            width = self.settings.tile_columns if self.vector else 1
             statements = [
                 loop("tile", index_const(columns // width), lambda at: tile(at * width, width))
             ]
@@ -196,7 +202,7 @@ class _Emitter:
             return self._write(group_mapping(self.columns, column), total)
 
         finished = (
-            vector_loop("column", index_const(columns), finish)
+            vector_loop("column", index_const(columns), finish, lanes=self.settings.lanes)
             if self.vector
             else [loop("column", index_const(columns), finish)]
         )

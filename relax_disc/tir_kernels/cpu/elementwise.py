@@ -18,7 +18,9 @@ from relax_disc.tir_kernels.binding import keep
 from relax_disc.tir_kernels.flat import FlatBuffers, index_const, product
 from relax_disc.tir_kernels.hoist import hoist
 from relax_disc.tir_kernels.loops import (
+    DEFAULTS,
     LANES,
+    Settings,
     decode,
     group_extent,
     group_mapping,
@@ -38,6 +40,11 @@ FEW_ELEMENTS = "relax_disc.few_elements"
 class Elementwise:
     """Schedule rule for kernels without reductions."""
 
+    tunes = ("lanes",)
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self.settings = settings
+
     def apply(
         self, func: tirx.PrimFunc, target: Target, tunable: bool = False
     ) -> s_tir.Schedule | None:
@@ -53,7 +60,9 @@ class Elementwise:
         flat = FlatBuffers(bits=True)
         for together in same_domain(outputs):
             elements = inliner.elements(together)
-            statements += emit_elements(elements, flat, FEW_ELEMENTS in (func.attrs or {}))
+            statements += emit_elements(
+                elements, flat, FEW_ELEMENTS in (func.attrs or {}), self.settings
+            )
         return with_body(func, [*flat.declarations(), *statements])
 
 
@@ -71,7 +80,9 @@ def same_domain(stages: list[Stage]) -> list[list[Stage]]:
     return groups
 
 
-def emit_elements(elements: list[Element], flat: FlatBuffers, few: bool = False) -> list[Any]:
+def emit_elements(
+    elements: list[Element], flat: FlatBuffers, few: bool, settings: Settings
+) -> list[Any]:
     """Make the loops that compute elements over one domain; of `few` elements: on one thread."""
     stage = elements[0].stage
     axes = [axis for axis in stage.axes if constant(axis.extent) != 1]
@@ -87,7 +98,7 @@ def emit_elements(elements: list[Element], flat: FlatBuffers, few: bool = False)
     spread_inner = spread and rows is not None and rows < LANES
 
     def row(mapping: dict[Any, Any]) -> list[Any]:
-        return emit_row(elements, inner, flat, {**unit, **mapping}, spread_inner)
+        return emit_row(elements, inner, flat, {**unit, **mapping}, spread_inner, settings)
 
     return emit_outer(outer, row, spread and not spread_inner)
 
@@ -131,6 +142,7 @@ def emit_row(
     flat: FlatBuffers,
     mapping: dict[Any, Any],
     spread: bool = False,
+    settings: Settings = DEFAULTS,
 ) -> list[Any]:
     """Make the innermost loop of elements, after the values that are fixed along it."""
     fixed, elements = hoist(elements, {axis.var for axis in inner})
@@ -146,10 +158,12 @@ def emit_row(
 
     if not all(moves_in_vectors(element) for element in elements):
         return binds + emit_scalars(inner, body, spread)
-    return binds + emit_inner(inner, expressions, body, spread)
+    return binds + emit_inner(inner, expressions, body, spread, settings.lanes)
 
 
-def emit_inner(inner: list[Axis], expressions: list[Any], body: Any, spread: bool) -> list[Any]:
+def emit_inner(
+    inner: list[Axis], expressions: list[Any], body: Any, spread: bool, lanes: int
+) -> list[Any]:
     """Make the innermost loop, vectorised where the expressions allow it."""
     extent = group_extent(inner)
 
@@ -158,7 +172,7 @@ def emit_inner(inner: list[Axis], expressions: list[Any], body: Any, spread: boo
 
     var = inner[-1].var
     if vectorizable(expressions, var):
-        return vector_loop("column", extent, at, parallel=spread)
+        return vector_loop("column", extent, at, lanes=lanes, parallel=spread)
     parts = segments(expressions, inner)
     if parts is None:
         return emit_scalars(inner, body, spread)
@@ -166,7 +180,10 @@ def emit_inner(inner: list[Axis], expressions: list[Any], body: Any, spread: boo
     for start, end in parts:
         base = index_const(start)
         statements += vector_loop(
-            "column", index_const(end - start), lambda index, base=base: at(base + index)
+            "column",
+            index_const(end - start),
+            lambda index, base=base: at(base + index),
+            lanes=lanes,
         )
     return statements
 

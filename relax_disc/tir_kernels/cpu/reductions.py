@@ -24,8 +24,9 @@ from relax_disc.tir_kernels.cpu.elementwise import emit_element, emit_row, unit_
 from relax_disc.tir_kernels.flat import FlatBuffers, index_const
 from relax_disc.tir_kernels.hoist import hoist
 from relax_disc.tir_kernels.loops import (
-    REDUCTION_LANES,
+    DEFAULTS,
     Accumulator,
+    Settings,
     group_extent,
     group_mapping,
     loop,
@@ -117,7 +118,11 @@ def reads_along(element: Element) -> str:
 
 
 def emit_reduction(
-    element: Element, flat: FlatBuffers, mapping: dict[Any, Any], name: str
+    element: Element,
+    flat: FlatBuffers,
+    mapping: dict[Any, Any],
+    name: str,
+    settings: Settings = DEFAULTS,
 ) -> tuple[list[Any], Any]:
     """Reduce one row with vector lanes; return statements and the total as an expression."""
     stage = element.stage
@@ -129,7 +134,7 @@ def emit_reduction(
     groups = collapse(axes, element.expressions, []) if axes else []
     lanes = 1
     if groups and vectorizable(element.expressions, groups[-1][-1].var):
-        lanes = reduction_lanes(group_extent(groups[-1]))
+        lanes = reduction_lanes(group_extent(groups[-1]), settings)
     total = Accumulator(name, _combiner(stage), stage.init, lanes)
 
     def value_at(position: dict[Any, Any]) -> tuple[list[Any], Any]:
@@ -158,10 +163,10 @@ def emit_reduction(
     return [*binds, *total.start(), body, *total.finish()], total.total()
 
 
-def reduction_lanes(extent: Any) -> int:
+def reduction_lanes(extent: Any, settings: Settings = DEFAULTS) -> int:
     """Lanes for a sum over ``extent`` elements: a power of two, not more than there are."""
     count = constant(extent)
-    lanes = REDUCTION_LANES
+    lanes = settings.reduction_lanes
     while count is not None and lanes > max(count, 1):
         lanes //= 2
     return lanes
@@ -193,7 +198,9 @@ def emit_value(
     return statements, flat.rewrite(element.value, mapping)
 
 
-def emit_output(element: Element, flat: FlatBuffers, mapping: dict[Any, Any]) -> list[Any]:
+def emit_output(
+    element: Element, flat: FlatBuffers, mapping: dict[Any, Any], settings: Settings = DEFAULTS
+) -> list[Any]:
     """Write what one row of an element-wise stage writes; ``mapping`` maps the row's axes."""
     stage = element.stage
     mapping = {**unit_mapping(stage), **mapping}
@@ -205,7 +212,7 @@ def emit_output(element: Element, flat: FlatBuffers, mapping: dict[Any, Any]) ->
     def nest(level: int, position: dict[Any, Any]) -> list[Any]:
         group = groups[level]
         if level == len(groups) - 1:
-            return emit_row([element], group, flat, {**mapping, **position})
+            return emit_row([element], group, flat, {**mapping, **position}, settings=settings)
         return [
             loop(
                 f"part_{level}",

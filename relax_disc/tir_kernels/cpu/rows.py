@@ -25,11 +25,16 @@ from relax_disc.tir_kernels.cpu.reductions import (
     reads_along,
 )
 from relax_disc.tir_kernels.flat import FlatBuffers, product
-from relax_disc.tir_kernels.loops import with_body
+from relax_disc.tir_kernels.loops import DEFAULTS, Settings, with_body
 
 
 class Rows:
     """Schedule rule for row kernels."""
+
+    tunes = ("lanes", "reduction_lanes")
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self.settings = settings
 
     def apply(
         self, func: tirx.PrimFunc, target: Target, tunable: bool = False
@@ -43,16 +48,16 @@ class Rows:
         ):
             return None
         flat = FlatBuffers(bits=True)
-        statements = emit_rows(rows, flat)
+        statements = emit_rows(rows, flat, self.settings)
         return with_body(func, [*flat.declarations(), *statements])
 
 
-def emit_rows(rows: RowKernel, flat: FlatBuffers) -> list[Any]:
+def emit_rows(rows: RowKernel, flat: FlatBuffers, settings: Settings) -> list[Any]:
     """Make the loop over rows."""
     elements = rows.elements
 
     def row(mapping: dict[Any, Any]) -> list[Any]:
-        return emit_row_stages(rows, flat, mapping)
+        return emit_row_stages(rows, flat, mapping, settings)
 
     if not rows.rows:
         return row({})
@@ -62,7 +67,9 @@ def emit_rows(rows: RowKernel, flat: FlatBuffers) -> list[Any]:
     return emit_outer(groups, row, _is_large(elements))
 
 
-def emit_row_stages(rows: RowKernel, flat: FlatBuffers, mapping: dict[Any, Any]) -> list[Any]:
+def emit_row_stages(
+    rows: RowKernel, flat: FlatBuffers, mapping: dict[Any, Any], settings: Settings
+) -> list[Any]:
     """Compute all stages of one row; ``mapping`` gives the row."""
     statements: list[Any] = []
     mapping = dict(mapping)
@@ -72,9 +79,9 @@ def emit_row_stages(rows: RowKernel, flat: FlatBuffers, mapping: dict[Any, Any])
         element = with_totals(element, totals)
         stage = element.stage
         if stage.combiner is None:
-            statements += emit_output(element, flat, mapping)
+            statements += emit_output(element, flat, mapping, settings)
             continue
-        reduced, total = emit_reduction(element, flat, mapping, f"{stage.name}_total")
+        reduced, total = emit_reduction(element, flat, mapping, f"{stage.name}_total", settings)
         var = tirx.Var(stage.name, str(total.ty.dtype))
         kept, value = keep(stage.name, total)
         statements += [*reduced, *kept]
@@ -82,7 +89,7 @@ def emit_row_stages(rows: RowKernel, flat: FlatBuffers, mapping: dict[Any, Any])
         mapping[var] = value
         if stage.buffer in outputs:
             written = Element(finished_stage(stage), (), var)
-            statements += emit_output(written, flat, mapping)
+            statements += emit_output(written, flat, mapping, settings)
     return statements
 
 

@@ -28,7 +28,9 @@ from relax_disc.tir_kernels.cpu.rows import finished_stage, with_totals
 from relax_disc.tir_kernels.flat import FlatBuffers, as_index, index_const, product
 from relax_disc.tir_kernels.hoist import hoist
 from relax_disc.tir_kernels.loops import (
+    DEFAULTS,
     Accumulator,
+    Settings,
     decode,
     group_extent,
     group_mapping,
@@ -46,6 +48,11 @@ _MOST_ROWS = 8
 
 class Totals:
     """Schedule rule for one reduction with (almost) nothing left of its operand."""
+
+    tunes = ("reduction_lanes",)
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self.settings = settings
 
     def apply(
         self, func: tirx.PrimFunc, target: Target, tunable: bool = False
@@ -70,7 +77,9 @@ class Totals:
             return None
         flat = FlatBuffers(bits=True)
         groups = [[axis] for axis in kernel.rows]
-        statements = emit_outer(groups, lambda row: _emit_total(kernel, flat, row), False)
+        statements = emit_outer(
+            groups, lambda row: _emit_total(kernel, flat, row, self.settings), False
+        )
         return with_body(func, [*flat.declarations(), *statements])
 
 
@@ -78,7 +87,9 @@ def _is_larger(element: Element, rows: int) -> bool:
     return len([axis for axis in element.stage.axes if constant(axis.extent) != 1]) > rows
 
 
-def _emit_total(kernel: RowKernel, flat: FlatBuffers, mapping: dict[Any, Any]) -> list[Any]:
+def _emit_total(
+    kernel: RowKernel, flat: FlatBuffers, mapping: dict[Any, Any], settings: Settings
+) -> list[Any]:
     first, *rest = kernel.elements
     stage = first.stage
     mapping = {**unit_mapping(stage), **mapping}
@@ -93,7 +104,7 @@ def _emit_total(kernel: RowKernel, flat: FlatBuffers, mapping: dict[Any, Any]) -
         return emit_value(first, flat, {**mapping, **position})
 
     def chunk(index: Any) -> Any:
-        body, total = _sum_chunk(kernel, groups, first, index, value_at)
+        body, total = _sum_chunk(kernel, groups, first, index, value_at, settings)
         return sequence([*body, tirx.BufferStore(partial, total, [index])])
 
     total = Accumulator(f"{stage.name}_total", combiner, stage.init, 1)
@@ -112,21 +123,28 @@ def _emit_total(kernel: RowKernel, flat: FlatBuffers, mapping: dict[Any, Any]) -
         *kept,
     ]
     if stage.buffer in kernel.kernel.outputs:
-        statements += emit_output(Element(finished_stage(stage), (), var), flat, mapping)
+        statements += emit_output(Element(finished_stage(stage), (), var), flat, mapping, settings)
     for element in rest:
-        statements += emit_output(with_totals(element, {stage.buffer: var}), flat, mapping)
+        statements += emit_output(
+            with_totals(element, {stage.buffer: var}), flat, mapping, settings
+        )
     return statements
 
 
 def _sum_chunk(
-    kernel: RowKernel, groups: list[Any], element: Element, index: Any, value_at: Any
+    kernel: RowKernel,
+    groups: list[Any],
+    element: Element,
+    index: Any,
+    value_at: Any,
+    settings: Settings,
 ) -> tuple[list[Any], Any]:
     """Sum one chunk of the operand: a range of the only group, or of the fused outer groups."""
     stage = element.stage
     *outer, inner = groups
     lanes = 1
     if vectorizable(element.expressions, inner[-1].var):
-        lanes = reduction_lanes(group_extent(inner))
+        lanes = reduction_lanes(group_extent(inner), settings)
     total = Accumulator(f"{stage.name}_chunk", stage.combiner or "add", stage.init, lanes)
     extents = [group_extent(group) for group in outer]
     whole = as_index(product(extents) if outer else group_extent(inner))

@@ -21,7 +21,8 @@ from relax_disc.tir_kernels.cpu.elementwise import (
 )
 from relax_disc.tir_kernels.flat import FlatBuffers, as_index, index_const, product
 from relax_disc.tir_kernels.loops import (
-    LANES,
+    DEFAULTS,
+    Settings,
     group_mapping,
     loop,
     sequence,
@@ -30,14 +31,17 @@ from relax_disc.tir_kernels.loops import (
 )
 from relax_disc.tir_kernels.vectorizable import moves_in_vectors, vectorizable
 
-# Rows that share what was read: two cache lines of float32.  Sixteen lanes of them are 2 KiB.
-TILE = 32
 # Along a shorter axis a line is used up at once.
 _SHORTEST = 8
 
 
 class Transpose:
     """Schedule rule for one output, written along one axis and read along another."""
+
+    tunes = ("lanes", "tile_rows")
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self.settings = settings
 
     def apply(
         self, func: tirx.PrimFunc, target: Target, tunable: bool = False
@@ -57,7 +61,7 @@ class Transpose:
         if read is None or (size is not None and size <= SERIAL_ELEMENTS):
             return None
         flat = FlatBuffers(bits=True)
-        statements = _emit(element, axes, read, flat)
+        statements = _emit(element, axes, read, flat, self.settings)
         return with_body(func, [*flat.declarations(), *statements])
 
 
@@ -87,16 +91,23 @@ def _is_long(axis: Axis) -> bool:
     return extent is None or extent >= _SHORTEST
 
 
-def _emit(element: Element, axes: list[Axis], read: Axis, flat: FlatBuffers) -> list[Any]:
+def _emit(
+    element: Element, axes: list[Axis], read: Axis, flat: FlatBuffers, settings: Settings
+) -> list[Any]:
+    rows_of_tile, columns_of_tile = settings.tile_rows, settings.lanes
     written = axes[-1]
     others = [[axis] for axis in axes[:-1] if axis is not read]
     extent = as_index(read.extent)
-    tiles = Axis(tirx.Var("tile", str(read.var.ty.dtype)), (extent + (TILE - 1)) // TILE, False)
+    tiles = Axis(
+        tirx.Var("tile", str(read.var.ty.dtype)),
+        (extent + (rows_of_tile - 1)) // rows_of_tile,
+        False,
+    )
     unit = unit_mapping(element.stage)
 
     def tile(mapping: dict[Any, Any]) -> list[Any]:
-        first = as_index(mapping.pop(tiles.var)) * TILE
-        count = tirx.min(index_const(TILE), extent - first)
+        first = as_index(mapping.pop(tiles.var)) * rows_of_tile
+        count = tirx.min(index_const(rows_of_tile), extent - first)
 
         def rows(start: Any, lanes: int) -> Any:
             def row(index: Any) -> Any:
@@ -107,16 +118,17 @@ def _emit(element: Element, axes: list[Axis], read: Axis, flat: FlatBuffers) -> 
                     lambda column: emit_element(
                         [element], flat, {**here, **group_mapping([written], start + column)}
                     ),
+                    lanes=lanes,
                 )
                 return sequence(body)
 
             return loop("row_of_tile", count, row)
 
-        whole = as_index(written.extent) // LANES
-        rest = as_index(written.extent) % LANES
+        whole = as_index(written.extent) // columns_of_tile
+        rest = as_index(written.extent) % columns_of_tile
         return [
-            loop("columns", whole, lambda at: rows(at * LANES, LANES)),
-            loop("column", rest, lambda at: rows(whole * LANES + at, 1)),
+            loop("columns", whole, lambda at: rows(at * columns_of_tile, columns_of_tile)),
+            loop("column", rest, lambda at: rows(whole * columns_of_tile + at, 1)),
         ]
 
     return emit_outer([*others, [tiles]], tile, True)

@@ -30,6 +30,7 @@ import tvm
 
 from relax_disc.errors import ArtefactError
 from relax_disc.pipeline import PipelineOptions
+from relax_disc.tir_kernels.tuning import database as tuning_database
 from relax_disc.training.cache import artefact
 from relax_disc.training.cache.artefact_check import processor, versions
 from relax_disc.training.calibration import SUFFIX as CALIBRATION_SUFFIX
@@ -75,9 +76,13 @@ def program_key(
 
 def surroundings(target: tvm.target.Target, options: PipelineOptions | None) -> str:
     """Write down what the code depends on besides the module, as text."""
+    chosen = options or PipelineOptions()
+    tuned = tuning_database.load(target, chosen.tuning_database)
     facts: dict[str, Any] = {
         "target": str(target),
-        "options": asdict(replace(options or PipelineOptions(), dump_to=None)),
+        # What a database says counts, not where it lies.
+        "options": asdict(replace(chosen, dump_to=None, tuning_database=None)),
+        "tuned": "" if tuned is None else tuned.digest(),
         "versions": versions(),
         "processor": processor(),
         "sources": _sources(),
