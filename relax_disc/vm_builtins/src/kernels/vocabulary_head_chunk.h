@@ -20,6 +20,7 @@
 #include "kernels/gemm_pack.h"
 #include "kernels/gemm_tile.h"
 #include "kernels/parallel.h"
+#include "kernels/subnormals.h"
 #include "kernels/vector_exp.h"
 
 namespace relax_disc {
@@ -119,7 +120,10 @@ class HeadChunk {
       const double loss = Normaliser(r, wanted);
       if (r < count_) losses[r] = loss;
     });
+    // Probabilities of what a model rules out times the scale of a mean are subnormal numbers: five
+    // times the time of a step was seen, and nothing of that size reaches a float32 sum.
     ParallelFor(blocks_, [&](int64_t block) {
+      FlushSubnormals flush;
       LogitGradient(block);
       if (head_.grad_bias) BiasGradient(block, is_first);
       if (head_.grad_weight) WeightGradient(block, is_first);
@@ -364,6 +368,7 @@ class HeadChunk {
     const int64_t parts = std::min(panels, threads);
     const int64_t row_parts = std::min(std::max<int64_t>(threads / parts, 1), tiles);
     ParallelFor(parts * row_parts, NumThreads(), [&](int64_t index, int thread) {
+      FlushSubnormals flush;
       const int64_t part = index % parts, row_part = index / parts;
       InputGradientPart(panels * part / parts, panels * (part + 1) / parts,
                         tiles * row_part / row_parts, tiles * (row_part + 1) / row_parts, tiles,
