@@ -13,7 +13,7 @@ from tvm import relax
 import relax_disc
 from relax_disc import compatibility
 from relax_disc.bytes_text import format_bytes, parse_bytes
-from relax_disc.errors import InputMismatchError, UnsupportedEnvironmentError
+from relax_disc.errors import InputMismatchError, RelaxDiscWarning, UnsupportedEnvironmentError
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,17 @@ def test_any_release_of_the_right_pytorch_will_do(monkeypatch, found, fits):
     else:
         with pytest.raises(UnsupportedEnvironmentError, match=r"torch 2\.15\.0"):
             compatibility.check_environment()
+
+
+def test_another_pytorch_passes_where_the_environment_says_so(monkeypatch):
+    versions = {**compatibility.SUPPORTED_VERSIONS, "torch": "2.11.0"}
+    monkeypatch.setattr(compatibility, "_installed_version", versions.get)
+    monkeypatch.setenv(compatibility.UNTESTED_TORCH, "1")
+    with pytest.warns(RelaxDiscWarning, match=r"lets torch 2\.11\.0 pass"):
+        compatibility.check_environment()
+    versions["apache-tvm"] = "0.28"  # that would crash
+    with pytest.raises(UnsupportedEnvironmentError, match=r"apache-tvm 0\.28"):
+        compatibility.check_environment()
 
 
 def test_missing_package_is_refused(monkeypatch):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu.device import Device, host
 from benchmarks.models.catalogue import entry_named
 from benchmarks.models.entry import Batch, Entry
 from benchmarks.models.numerics import reference, relative_error
@@ -26,6 +27,7 @@ from relax_disc.frontend import capture_step
 from relax_disc.training_step import TrainingStep
 
 LEARNING_RATE = 1e-2
+HOST = host()
 
 FACTOR = 2.0
 """Gradients may be off this many times as far as PyTorch's own in float32."""
@@ -44,8 +46,8 @@ def _cpu_seconds() -> float:
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
-def judge(entry: Entry) -> dict[str, Any]:
-    """Compile, train and compare one model.
+def judge(entry: Entry, device: Device = HOST) -> dict[str, Any]:
+    """Compile, train and compare one model on a device.
 
     Returns
     -------
@@ -53,7 +55,7 @@ def judge(entry: Entry) -> dict[str, Any]:
         What the table shows; ``"verdict"`` is ``"trains"``, ``"refused"`` or ``"WRONG"``.
     """
     torch.manual_seed(0)
-    model = entry.make().train()
+    model = device.place(entry.make().train())
     found: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "symbols": list(entry.ranges),
@@ -62,7 +64,7 @@ def judge(entry: Entry) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     start = _cpu_seconds()
     try:
-        step = _compiled(entry, model, optimizer, found)
+        step = _compiled(entry, model, optimizer, found, device)
     except RelaxDiscError as error:
         operators = error.operators if isinstance(error, UnsupportedOperatorError) else ()
         message = str(error).strip()
@@ -75,7 +77,8 @@ def judge(entry: Entry) -> dict[str, Any]:
             "operators": [list(pair) for pair in operators],
         }
     found["shapes"] = [
-        _train(step, model, optimizer, entry.batch(*sizes), entry, sizes) for sizes in entry.sizes
+        _train(step, model, optimizer, _batch(entry, sizes, device), entry, sizes)
+        for sizes in entry.sizes
     ]
     right = all(shape["right"] for shape in found["shapes"])
     found["ratio"] = max(shape["ratio"] for shape in found["shapes"])
@@ -84,17 +87,28 @@ def judge(entry: Entry) -> dict[str, Any]:
     return {**found, "verdict": "trains" if right else "WRONG"}
 
 
+def _batch(entry: Entry, sizes: tuple[int, ...], device: Device) -> Batch:
+    return {name: device.place(value) for name, value in entry.batch(*sizes).items()}
+
+
 def _compiled(
-    entry: Entry, model: nn.Module, optimizer: torch.optim.Optimizer, found: dict[str, Any]
+    entry: Entry,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    found: dict[str, Any],
+    device: Device,
 ) -> TrainingStep:
     """Do what `relax_disc.compile` does, its two halves timed apart."""
     start = _cpu_seconds()
     captured = capture_step(
-        model, optimizer, entry.batch(*entry.sizes[0]), dynamic_shapes=entry.dynamic_shapes()
+        model,
+        optimizer,
+        _batch(entry, entry.sizes[0], device),
+        dynamic_shapes=entry.dynamic_shapes(),
     )
     found["capture_seconds"] = _cpu_seconds() - start
     start = _cpu_seconds()
-    built = build_or_reuse(captured.module, "llvm")
+    built = build_or_reuse(captured.module, device.target)
     step = TrainingStep(captured, built.executable, model, optimizer, built.library)
     found["compile_seconds"] = _cpu_seconds() - start
     return step

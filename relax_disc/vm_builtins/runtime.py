@@ -24,8 +24,8 @@ def load() -> None:
         errors.MemoryBudgetError,
     ):
         tvm_ffi.register_error(kind)
-    tvm_ffi.register_global_func("relax_disc.device_allocate", _device_allocate, override=True)
-    tvm_ffi.register_global_func("relax_disc.device_copy", _device_copy, override=True)
+    for each in (_device_allocate, _device_copy, _device_synchronize):
+        tvm_ffi.register_global_func(f"relax_disc.{each.__name__[1:]}", each, override=True)
     native.load()
 
 
@@ -47,3 +47,9 @@ def _device_copy(source: Any, target: Any) -> None:
     from relax_disc.vm_builtins.libraries import cuda_memory
 
     cuda_memory.copy(source, target)
+
+
+def _device_synchronize(device: Any) -> None:
+    from relax_disc.vm_builtins.libraries import cuda_memory
+
+    cuda_memory.synchronize(device)

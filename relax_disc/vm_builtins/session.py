@@ -260,7 +260,7 @@ class Session:
             for name in ("enter", "regenerate_before", "kernel", "leave", "reserve")
         )
         metadata = self.metadata
-        values = self._ask("values", tvm_ffi.Shape(tuple(dims)))
+        values = self.values(dims)
         given: dict[int, Any] = {}
         for view in metadata.views:
             entry = metadata.tensors[view.tensor]
@@ -322,6 +322,10 @@ class Session:
         """
         lists = ([float(number) for number in values] for values in (factors, fixed_ns))
         self._ask("set_kernel_times", threads, *lists)
+
+    def values(self, dims: Sequence[int]) -> tuple[int, ...]:
+        """Return the values of the metadata's programs at a shape."""
+        return tuple(int(value) for value in self._ask("values", tvm_ffi.Shape(tuple(dims))))
 
     def kernel_work(self, dims: Sequence[int]) -> tuple[tuple[float, ...], float]:
         """Return each kernel's work at a shape by the machine's figures and the overhead, in ns."""

@@ -39,6 +39,7 @@ def cuda_stand_in(emulator: Emulator) -> Iterator[None]:
     replaced = {
         "relax_disc.device_allocate": lambda device, size: _allocate(emulator, size),
         "relax_disc.device_copy": lambda source, target: _copy(emulator, source, target),
+        "relax_disc.device_synchronize": lambda device: emulator.events.append("synchronise"),
     }
     for name in _library_names():
         replaced[name] = _on_host(emulator, name, tvm_ffi.get_global_func(name))

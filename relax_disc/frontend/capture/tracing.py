@@ -146,7 +146,9 @@ def _by_expression(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _expression(node: SymNode) -> Any:
     """What `SymNode.expr` is, without asking first whether it is a number, which takes longer."""
     env = node.shape_env
-    version = 0 if env is None else env._replacements_version_counter
+    version = 0 if env is None else getattr(env, "_replacements_version_counter", None)
+    if version is None:  # PyTorch before 2.13 keeps no expression
+        return env.replace(node._expr)
     if version == 0 or isinstance(node._expr, int | sympy.Number):
         return node._expr
     if node._expr_cache is None or node._expr_ver != version:

@@ -184,6 +184,9 @@ void Frame::Call(const Step& step, const Step& next) {
   auto start = std::chrono::steady_clock::now();
   function.CallPacked(arguments, &result);
   if (kernel.counts >= 0) Count(kernel.counts, result.cast<int64_t>());
+  if (arena_->device().device_type != kDLCPU) {  // there a call only begins the kernel
+    ffi::Function::GetGlobalRequired("relax_disc.device_synchronize")(arena_->device());
+  }
   auto end = std::chrono::steady_clock::now();
   std::lock_guard<std::mutex> lock(session_->mutex_);
   session_->kernel_ns_[step.kernel] +=

@@ -1,0 +1,1 @@
+"""What is measured on a GPU; `scripts/gpu_suite.sh` runs it."""

@@ -1,0 +1,285 @@
+"""The parts of the suite, the most valuable first; each takes a device and writes rows.
+
+smoke      versions, one layer, one step of a small Llama against PyTorch
+numbers    losses and gradients against float64: a Llama at several lengths, then every model
+paper      Llama-2-1b, batches 14, 16, 18: tokens a second and peak, beside PyTorch's ways
+bandwidth  each kernel's share of the bandwidth of a copy
+budgets    predicted against measured peak and time at budgets, results bit by bit
+sanitizer  the smoke part under compute-sanitizer
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import statistics
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import relax_disc
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.llama import (
+    MIDDLE,
+    PAPER,
+    TINY,
+    WAYS,
+    batch_of,
+    compiled,
+    make_model,
+    way_of_training,
+)
+from benchmarks.gpu.rows import Rows
+from benchmarks.models.catalogue import ENTRIES
+from benchmarks.models.worker import judge
+from benchmarks.record import machine
+from benchmarks.training_batches import real_batches
+from tutorials._llama import LlamaSizes
+
+# A power of two, so large that the old parameter costs the gradient no digits.
+_RATE = 2.0**20
+_LENGTHS = (512, 16, 141, 328, 77)
+_FRACTIONS = (0.75, 0.5, 0.4)
+_COPY_BYTES = 1 << 31
+_SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
+
+
+def smoke(device: Device, rows: Rows, sizes: LlamaSizes = TINY) -> None:
+    """Tell the versions, and whether a layer and a small Llama train as PyTorch's do."""
+    if rows.wanted("versions"):
+        rows.add("versions", **machine(), cuda=torch.version.cuda)
+    if rows.wanted("layer"):
+        torch.manual_seed(0)
+        model = device.place(nn.Linear(16, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = device.place(torch.randn(4, 16))
+        loss = model(x).square().mean()
+        step = relax_disc.compile(
+            *(model, optimizer, (x,)),
+            dynamic_shapes=({0: Dim("rows", min=1, max=64)},),
+            loss_fn=lambda model, x: model(x).square().mean(),
+            target=device.target,
+        )
+        rows.add("layer", loss=loss.item(), ours=step(x).item())
+    if rows.wanted("llama"):
+        rows.add("llama", lengths=llama_errors(device, sizes, (17, 5)))
+
+
+def llama_errors(
+    device: Device, sizes: LlamaSizes, lengths: Sequence[int], *, autocast: bool = False
+) -> list[dict[str, float]]:
+    """Errors of loss and gradient against float64, ours and PyTorch's, at lengths of one build.
+
+    Gradients come from one step of plain SGD: the change of a parameter is its gradient times the
+    rate.
+    """
+    model = make_model(sizes, device)
+    initial = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    step = compiled(model, optimizer, device, autocast=autocast)
+    exact = make_model(sizes, device).double()
+    found = []
+    for length in lengths:
+        batch = batch_of([length, max(1, length // 2), 1], device, sizes)
+        model.load_state_dict(initial)
+        with torch.autocast(device.kind, torch.bfloat16, enabled=autocast):
+            theirs = model(*batch)
+        their_gradients = torch.autograd.grad(theirs, list(model.parameters()))
+        double = exact(*batch)
+        gradients = torch.autograd.grad(double, list(exact.parameters()))
+        ours = step(*batch)
+        our_gradients = [
+            (initial[name].double() - value.detach().double()) / _RATE
+            for name, value in model.named_parameters()
+        ]
+        found.append(
+            {
+                "length": length,
+                "loss_error": abs(ours.item() - double.item()),
+                "torch_loss_error": abs(theirs.item() - double.item()),
+                "gradient_error": _relative(our_gradients, gradients),
+                "torch_gradient_error": _relative(their_gradients, gradients),
+            }
+        )
+    return found
+
+
+def _relative(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    pairs = list(zip(found, exact, strict=True))
+    difference = sum(float((a.double() - b).square().sum()) for a, b in pairs)
+    return (difference / sum(float(b.square().sum()) for _, b in pairs)) ** 0.5
+
+
+def numbers(
+    device: Device, rows: Rows, sizes: LlamaSizes = MIDDLE, models: Sequence[Any] = ENTRIES
+) -> None:
+    """Compare with float64, the models of docs/models.md included."""
+    for autocast in (False, True):
+        row = "llama, bf16 autocast" if autocast else "llama"
+        if rows.wanted(row):
+            rows.add(row, lengths=llama_errors(device, sizes, _LENGTHS, autocast=autocast))
+    for entry in models:
+        if rows.wanted(entry.name):
+            rows.add(entry.name, **_guarded(lambda entry=entry: judge(entry, device)))
+            device.clear()
+
+
+def paper(
+    device: Device,
+    rows: Rows,
+    sizes: LlamaSizes = PAPER,
+    batches: Sequence[int] = (14, 16, 18),
+    ways: Sequence[str] = WAYS,
+    count: int = 8,
+) -> None:
+    """Train the paper's model each way; medians over batches of real lengths."""
+    for autocast in (True, False):
+        for batch in batches:
+            for way in ways:
+                row = f"batch {batch}, {'bf16 autocast' if autocast else 'float32'}, {way}"
+                if rows.wanted(row):
+                    lengths = real_batches(batch, count)
+                    run = _train(device, sizes, way, lengths, autocast=autocast)
+                    rows.add(row, **_guarded(run))
+                    gc.collect()
+                    device.clear()
+
+
+def _train(
+    device: Device, sizes: LlamaSizes, way: str, batches: list[list[int]], *, autocast: bool
+) -> Callable[[], dict[str, Any]]:
+    def run() -> dict[str, Any]:
+        model = make_model(sizes, device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        step = way_of_training(way, model, optimizer, device, autocast=autocast)
+        given = [batch_of(lengths, device, sizes) for lengths in batches]
+        compile_ms = sum(device.milliseconds(lambda b=b: step(*b)) for b in given[:2])
+        state = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+        peaks = [device.peak_bytes(lambda b=b: step(*b)) for b in given]
+        times = [device.milliseconds(lambda b=b: step(*b)) for b in given]
+        seconds = sum(times) / 1e3
+        found: dict[str, Any] = {
+            "loss": step(*given[0]).item(),
+            "tokens_per_second": sum(map(sum, batches)) / seconds,
+            "milliseconds": statistics.median(times),
+            "peak_bytes": max(peaks),
+            "activation_peak_bytes": max(peaks) - state,
+            "first_two_steps_ms": compile_ms,
+        }
+        if isinstance(step, relax_disc.TrainingStep):
+            shapes: list[dict[str, Any]] = [step.shape_of(*b) for b in given]
+            found["planned_peak_bytes"] = max(step.plan(**shape).peak_bytes for shape in shapes)
+        return found
+
+    return run
+
+
+def bandwidth(device: Device, rows: Rows, sizes: LlamaSizes = MIDDLE, records: int = 32) -> None:
+    """Compare the bytes that each kernel must move, and its time, with a copy."""
+    if rows.wanted("copy"):
+        size = _COPY_BYTES if device.kind == "cuda" else 1 << 24
+        source = device.place(torch.empty(size, dtype=torch.uint8))
+        target = torch.empty_like(source)
+        times = [device.milliseconds(lambda: target.copy_(source)) for _ in range(9)]
+        rows.add("copy", bytes_per_s=2e3 * size / statistics.median(times))
+        del source, target
+    if not rows.wanted("kernels"):
+        return
+    model = make_model(sizes, device)
+    step = compiled(model, torch.optim.AdamW(model.parameters(), lr=1e-4), device)
+    batch = batch_of([512] * records, device, sizes)
+    step(*batch)
+    with step.session.profile():
+        for _ in range(5):
+            step(*batch)
+    shape: dict[str, Any] = step.shape_of(*batch)
+    metadata = step.session.metadata
+    values = step.session.values([step.plan(**shape).shape[name] for name in metadata.dims])
+    kernels = []
+    for kernel, (runs, time_ns) in zip(metadata.kernels, step.session.kernel_times(), strict=True):
+        moved = values[kernel.moved_bytes]
+        each = time_ns / max(runs, 1)
+        kernels.append(
+            {"kernel": kernel.name, "bytes": moved, "ns": each, "bytes_per_s": 1e9 * moved / each}
+        )
+    kernels.sort(key=lambda kernel: -kernel["ns"])
+    rows.add("kernels", note="each waited for, launch included", kernels=kernels)
+
+
+def budgets(device: Device, rows: Rows, sizes: LlamaSizes = MIDDLE, records: int = 16) -> None:
+    """Hold the plan of each budget against a run: peak, time, and the loss to the last bit."""
+    if not any(rows.wanted(f"{fraction}") for fraction in (1.0, *_FRACTIONS)):
+        return
+    model = make_model(sizes, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    step = compiled(model, optimizer, device)
+    batch = batch_of([512] * records, device, sizes)
+    shape: dict[str, Any] = step.shape_of(*batch)
+    step.calibrate(*batch)
+    free = step.plan(**shape)
+    for fraction in (1.0, *_FRACTIONS):
+        with step.restored():
+            if fraction < 1.0:
+                step.memory_budget = free.state_bytes + int(fraction * free.activation_peak_bytes)
+            plan = step.plan(**shape)
+            if not plan.fits:
+                step.memory_budget = plan.least_bytes
+                plan = step.plan(**shape)
+            step.session.release()
+            device.clear()
+            before = device.used_bytes()
+            peak = device.peak_bytes(lambda: step(*batch))
+            times = [device.milliseconds(lambda: step(*batch)) for _ in range(7)]
+        with step.restored():
+            loss = step(*batch).item()
+        rows.add(
+            f"{fraction}",
+            budget_bytes=step.memory_budget,
+            planned_arena_bytes=plan.arena_bytes,
+            planned_peak_bytes=plan.peak_bytes,
+            measured_growth_bytes=peak - before,
+            milliseconds=statistics.median(times),
+            modelled_time_ratio=plan.time_ratio,
+            loss=loss.hex(),
+        )
+
+
+def sanitizer(device: Device, rows: Rows) -> None:
+    """Run the smoke part under compute-sanitizer's memcheck and racecheck."""
+    tool = shutil.which("compute-sanitizer") or shutil.which(_SANITIZER)
+    for check in ("memcheck", "racecheck"):
+        if not rows.wanted(check):
+            continue
+        if tool is None or device.kind != "cuda":
+            rows.add(check, skipped="no compute-sanitizer, or no GPU, here")
+            continue
+        command = [tool, "--tool", check, sys.executable, "-m", "benchmarks.gpu.suite", "--inner"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+        rows.add(check, code=done.returncode, end=(done.stdout + done.stderr)[-2000:])
+
+
+def _guarded(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what failed as a row, so that the next one comes."""
+    try:
+        return run()
+    except Exception as error:
+        return {
+            "failed": f"{type(error).__name__}: {error}"[:2000],
+            "where": traceback.format_exc(limit=-4)[-2000:],
+        }
+
+
+PARTS: dict[str, Callable[[Device, Rows], None]] = {
+    "smoke": smoke,
+    "numbers": numbers,
+    "paper": paper,
+    "bandwidth": bandwidth,
+    "budgets": budgets,
+    "sanitizer": sanitizer,
+}

@@ -1,0 +1,109 @@
+"""The suite for a GPU, rehearsed: on the host, and for CUDA on the emulator."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from benchmarks import record
+from benchmarks.gpu import parts, suite
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.rows import Rows
+from relax_disc.tir_kernels.target import cuda_target
+from tests.cuda.emulator import Emulator
+from tests.cuda.stand_in import cuda_stand_in
+
+ROWS = {
+    "smoke": {"versions", "layer", "llama"},
+    "numbers": {"llama", "llama, bf16 autocast", parts.ENTRIES[0].name},
+    "paper": {
+        f"batch 2, {kind}, {way}"
+        for kind in ("float32", "bf16 autocast")
+        for way in ("relax_disc", "eager", "checkpoint")
+    },
+    "bandwidth": {"copy", "kernels"},
+    "budgets": {"1.0", "0.75", "0.5", "0.4"},
+    "sanitizer": {"memcheck", "racecheck"},
+}
+
+
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+
+    def read(device, part):
+        found = json.loads((tmp_path / f"gpu_{device}_{part}.json").read_text())
+        return {row["row"]: row for row in found["results"]}
+
+    return read
+
+
+def check_llama(lengths):
+    for row in lengths:
+        assert row["gradient_error"] <= 2 * row["torch_gradient_error"] + 1e-6
+        assert row["loss_error"] <= 2 * row["torch_loss_error"] + 1e-5
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("smoke", "bandwidth", "budgets", "sanitizer"),
+        *(pytest.param(part, marks=pytest.mark.slow) for part in ("numbers", "paper")),
+    ],
+)
+def test_a_part_runs_and_goes_on_where_it_ended(results, monkeypatch, part):
+    suite.run_part(part, rehearse=True)
+    found = results("rehearsal", part)
+    assert set(found) == ROWS[part]
+    assert not any("failed" in row for row in found.values()), found
+    if part == "smoke":
+        check_llama(found["llama"]["lengths"])
+        assert found["layer"]["ours"] == pytest.approx(found["layer"]["loss"], rel=1e-5)
+    if part == "numbers":
+        check_llama(found["llama"]["lengths"])
+        assert found[parts.ENTRIES[0].name]["verdict"] == "trains"
+    if part == "budgets":
+        assert len({row["loss"] for row in found.values()}) == 1
+        assert found["0.5"]["planned_peak_bytes"] <= found["0.5"]["budget_bytes"]
+
+    def measured_again(*args, **kwargs):
+        raise AssertionError("it was there already")
+
+    monkeypatch.setattr(Rows, "add", measured_again)
+    suite.run_part(part, rehearse=True)
+
+
+def test_rows_of_another_commit_are_measured_again(results, monkeypatch):
+    device = Device("old", "cpu", "llvm")
+    Rows(device, "smoke").add("versions", torch="1")
+    assert not Rows(device, "smoke").wanted("versions")
+    monkeypatch.setattr(record, "commit", lambda: "another")
+    assert Rows(device, "smoke").wanted("versions")
+    assert not Rows(device, "smoke", seconds=-1).wanted("versions")
+
+
+def test_what_fails_is_a_row():
+    def out_of_memory():
+        raise torch.OutOfMemoryError("no memory")
+
+    assert parts._guarded(out_of_memory)["failed"] == "OutOfMemoryError: no memory"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_parts_run_for_cuda(results, monkeypatch):
+    monkeypatch.setenv("RELAX_DISC_COMPILE_CACHE", "0")
+    device = Device("stand-in", "cpu", cuda_target("sm_90"))
+    emulator = Emulator.load()
+    emulator.take_findings()
+    with cuda_stand_in(emulator):
+        parts.smoke(device, Rows(device, "smoke"))
+        parts.bandwidth(device, Rows(device, "bandwidth"), parts.TINY, records=1)
+        parts.budgets(device, Rows(device, "budgets"), parts.TINY, records=1)
+    findings = emulator.take_findings()
+    assert not findings, "\n".join(map(str, findings))
+    check_llama(results("stand-in", "smoke")["llama"]["lengths"])
+    assert set(results("stand-in", "budgets")) == ROWS["budgets"]
