@@ -140,7 +140,8 @@ class Accumulation:
         ------
         InputMismatchError
             The functions are needed and cannot be made: the step was saved without them, or the
-            model is not as it was when the step was compiled; or there is nothing to update.
+            model is not as it was when the step was compiled; or there is nothing to update, or
+            gradients shall be kept where others lie.
         """
         if self._optimizer is None:
             if update:
@@ -154,15 +155,26 @@ class Accumulation:
         self.started = self.started and any(
             p.grad is not None for p in self._functions()[0].parameters()
         )
-        if update and not self.started and not keep:
-            self._warn_of_others()
-            return self._step
+        if update and not self.started:
+            if not keep:
+                self._warn_of_others()
+                return self._step
+            if self._holds_others(self._functions()[0].parameters()):
+                raise InputMismatchError(
+                    "p.grad holds gradients that this step has not made, of a backward() of yours "
+                    "perhaps; with keep_gradients=True they would be added to its own. Clear them "
+                    "first (`zero_grad()`)."
+                )
         return self._functions()[int(update)]
+
+    def _holds_others(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether gradients lie in ``p.grad`` that no call has added."""
+        kept = {id(gradient) for _, gradient in self._kept}
+        return any(p.grad is not None and id(p.grad) not in kept for p in parameters)
 
     def _warn_of_others(self) -> None:
         """Say once that gradients in ``p.grad`` which no call has added are not used."""
-        kept = {id(gradient) for _, gradient in self._kept}
-        if not any(p.grad is not None and id(p.grad) not in kept for p in self._unwarned):
+        if not self._holds_others(self._unwarned):
             return
         self._unwarned = []
         warnings.warn(

@@ -170,3 +170,19 @@ def test_shapes_that_do_not_fit_are_refused():
     for shapes in ([FIELD], {"x": FIELD, "z": FIELD}):
         with pytest.raises(InputMismatchError, match="dynamic_shapes"):
             compiled((dict(zip("xy", data(4), strict=True)),), (shapes,))
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_shapes_of_a_batch_of_any_number(is_nested):
+    def loss_fn(model, first, *others):
+        return sum(model(x).square().mean() for x in (first, *others))
+
+    model = nn.Linear(4, 2)
+    rows = {0: Dim("rows", min=1, max=8)}
+    shapes = (rows, (rows, rows)) if is_nested else (rows, rows, rows)
+    batch = tuple(torch.randn(3, 4) for _ in range(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = relax_disc.compile(model, optimizer, batch, dynamic_shapes=shapes, loss_fn=loss_fn)
+    batch = tuple(torch.randn(5, 4) for _ in range(3))
+    expected = loss_fn(model, *batch).detach()
+    torch.testing.assert_close(step(*batch), expected)

@@ -224,7 +224,7 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
         raise InputMismatchError(
             f"example_inputs do not fit {wrapped.contract}, which is how they are passed: {error}."
         ) from error
-    dynamic_shapes = _shapes_like(dynamic_shapes, combined)
+    dynamic_shapes = _shapes_like(_gathered(dynamic_shapes, _signature(wrapped), args), combined)
     try:
         declared = declared_dims(combined, dynamic_shapes)
     except UserError as error:
@@ -266,6 +266,19 @@ def _positional(function: Callable[..., Any]) -> tuple[str, ...]:
     by_both = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = inspect.signature(function).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is by_both)
+
+
+def _gathered(shapes: Any, sign: inspect.Signature, args: Sequence[Any]) -> Any:
+    """Gather the shapes of ``*batch``, given one by one, into the tuple of torch.export."""
+    kinds = [parameter.kind for parameter in sign.parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds or not isinstance(shapes, tuple | list):
+        return shapes
+    first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    rest = list(shapes[first:])
+    is_gathered = len(rest) == 1 and isinstance(rest[0], tuple | list)
+    if len(shapes) != len(args) or is_gathered:
+        return shapes
+    return (*shapes[:first], tuple(rest))
 
 
 def _shapes_like(dynamic_shapes: Any, combined: Mapping[str, Any]) -> Any:

@@ -35,6 +35,15 @@ ARITHMETIC = frozenset(
 """Calls in which a tensor of no axes means what a number does."""
 
 
+_BOUNDING = frozenset(
+    getattr(home, name)
+    for home in (torch, Tensor)
+    for name in ("clamp", "clip", "clamp_min", "clamp_max", "clamp_", "clip_")
+    if hasattr(home, name)
+)
+"""Calls whose other arguments are bounds, all numbers or all tensors."""
+
+
 _EVERYWHERE = threading.local()
 
 
@@ -176,7 +185,27 @@ def with_tensors(
         others = [arg for arg in args if isinstance(arg, Tensor)]
         if len(others) == 1:
             args = [a.like(others[0]) if type(a) is LiveNumber else a for a in args]
+    elif func in _BOUNDING and isinstance(args[0], Tensor):
+        args, kwargs = _bounds(args[0], args[1:], kwargs)
     return fixed_arguments(func, args, kwargs)
+
+
+def _bounds(
+    x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Make tensors of all bounds if one is live, and may be."""
+    given = [bound for bound in (*args, *kwargs.values()) if bound is not None]
+    live = [bound.like(x) for bound in given if type(bound) is LiveNumber]
+    plain = all(type(bound) in (int, float, LiveNumber) for bound in given)
+    if not live or not plain or not all(isinstance(bound, Tensor) for bound in live):
+        return [x, *args], kwargs
+
+    def bound(value: Any) -> Any:
+        if type(value) is LiveNumber:
+            return value.like(x)
+        return value if value is None else torch.full((), value, dtype=x.dtype, device=x.device)
+
+    return [x, *map(bound, args)], {key: bound(value) for key, value in kwargs.items()}
 
 
 def fixed_arguments(

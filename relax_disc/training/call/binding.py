@@ -50,18 +50,27 @@ def as_runtime(tensor: torch.Tensor, what: str) -> tvm.runtime.Tensor:
     """View a torch tensor as TVM's, sharing memory.
 
     A tensor that some file reader placed at an address that is no multiple of 64 bytes (safetensors
-    does) is moved first: the object stays, with memory of its own.
+    does), or that has another order of axes in memory (channels-last), is moved first: the object
+    stays, with memory of its own.
 
-    Raises `InputMismatchError`: the tensor is not contiguous.
+    Raises `InputMismatchError`: the tensor is not contiguous, and others lie in its memory.
     """
     if not tensor.is_contiguous():
-        raise InputMismatchError(
-            f"{what} has strides {tuple(tensor.stride())}; the compiled step needs contiguous "
-            "tensors: assign `.contiguous()` to it."
-        )
+        if _is_shared(tensor):
+            raise InputMismatchError(
+                f"{what} has strides {tuple(tensor.stride())} and shares its memory with another "
+                "tensor; the compiled step needs contiguous tensors: assign `.contiguous()` to it."
+            )
+        tensor.data = tensor.detach().contiguous()
     if tensor.numel() and tensor.data_ptr() % _ALIGNMENT:
         tensor.data = tensor.detach().clone()
     return tvm.runtime.from_dlpack(tensor.detach())
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor lies in the same memory; the look itself counts as one."""
+    users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return users > 2
 
 
 class Number:
