@@ -14,6 +14,7 @@ from relax_disc.frontend import capture_forward
 from relax_disc.memory_analysis import step_graph
 from relax_disc.pipeline import PipelineOptions, legalize_passes, simplify_passes
 from relax_disc.transform import FuseKernels
+from relax_disc.transform.fusion.fusion_groups import fuse_ops
 
 
 class TwoLines(nn.Module):
@@ -71,3 +72,21 @@ def test_what_fills_a_compound_extent_is_not_fused_with_its_reader():
     forward = relax_disc.compile_forward(Counted(), (example,), dynamic_shapes=shapes)
     for x in (example, torch.randn(1, 20), torch.randn(8, 180)):
         torch.testing.assert_close(forward(x), x.mean(-1), rtol=1e-4, atol=1e-6)
+
+
+def test_what_was_fused_to_decide_is_not_fused_again(module, monkeypatch):
+    with tvm.target.Target("llvm") as target:
+        passes = [*simplify_passes(), *legalize_passes(target, PipelineOptions())]
+        place = next(k for k, stage in enumerate(passes) if stage.info.name == "InlineProducers")
+        before = tvm.transform.Sequential(passes[:place])(module)
+        runs, fuse = [], relax.transform.FuseOps
+        monkeypatch.setattr(relax.transform, "FuseOps", lambda: (runs.append(1), fuse())[1])
+        fuse_ops.cache_clear()
+        inlined = passes[place](before)
+        asked = len(runs)
+        fused = passes[place + 1](inlined)
+        assert 0 < asked == len(runs)
+        again = FuseKernels()(inlined)  # alone it fuses
+        assert len(runs) == asked + 1
+    assert passes[place + 1].info.name == "FuseKernels"
+    tvm.ir.assert_structural_equal(fused, again)

@@ -47,6 +47,7 @@ class FuseKernels:
         """Return the module with fused kernels."""
         del ctx
         grouped, groups = fuse_ops(mod)
+        fuse_ops.cache_clear()
         spans: dict[Any, Any] = {}
         for group in chain.from_iterable(groups.values()):
             located = [span for span in map(_span_of, group.bindings) if span is not None]

@@ -6,6 +6,7 @@ the fused function is matched with the bindings of the function before fusion th
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +28,16 @@ class FusionGroup:
     bindings: tuple[relax.Binding, ...]  # the operators, as they were before fusion, in order
 
 
+@functools.lru_cache(maxsize=1)  # by identity, as TVM's objects compare
 def fuse_ops(
     mod: tvm.IRModule,
 ) -> tuple[tvm.IRModule, dict[ir.GlobalVar, list[FusionGroup]]]:
-    """Run `FuseOps`; return its module, and for each program the groups that it made."""
+    """Run `FuseOps`; return its module, and for each program the groups that it made.
+
+    The last answer is kept: `InlineProducers` asks for the module that it returns, and
+    `FuseKernels`, which comes next, asks for it again and then clears the cache.  Neither changes
+    what is returned.
+    """
     fused = relax.transform.FuseOps()(_fills_alone(mod))
     groups = {
         variable: _Matcher(function).groups(fused, fused[variable.name_hint])
