@@ -157,6 +157,38 @@ def test_forward_passes_may_wait_for_their_backward_passes_in_any_order():
     assert_same_gradients(model, eager)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_of_a_loss_never_exist_whole(bias):
+    """Gradients are computed with the loss, and multiplied by what backward brings."""
+
+    class Head(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(16, 24), torch.nn.Linear(24, 3000, bias=bias)
+
+        def forward(self, x, labels):
+            return torch.nn.functional.cross_entropy(self.head(self.body(x).tanh()), labels)
+
+    model = Head()
+    run, eager = compiled(model)
+    for rows, factor in ((40, 1.0), (300, -2.5), (2, 0.0)):
+        x, labels = torch.randn(rows, 16), torch.randint(0, 3000, (rows,))
+        labels[0] = -100
+        loss, expected = run(x, labels), eager(x, labels)
+        torch.testing.assert_close(loss, expected, **CLOSE)
+        (loss * factor).backward()
+        (expected * factor).backward()
+        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, **CLOSE)
+            mine.grad = theirs.grad = None
+    program = the_program()
+    assert any("vocabulary_head" in name for name in program.session.kernel_names)
+    report = program.memory_report()
+    assert report.peak_bytes == report.planned_peak_bytes
+    sizes = {dim.name: 300 for dim in program.dims}
+    assert program.plan(**sizes).activation_peak_bytes < 300 * 3000 * 4
+
+
 def test_a_budget_changes_nothing_but_memory():
     model = Llama(layers=3)
     fast, _ = compiled(model)

@@ -3,7 +3,8 @@
 The logits of a language model and their gradient are its largest tensors by far.  Where the
 gradient of the loss is known when the loss is computed, one pass over chunks of rows gives the
 loss, the gradient of the head's input and that of its weight, with no further matrix products;
-rows whose label is ignored are left out.  The number of rows in a chunk depends on the shape
+rows whose label is ignored are left out.  Where it comes later, as PyTorch's autograd brings it to
+the second half of a function, gradients are computed for 1 and multiplied by it.  The number of rows in a chunk depends on the shape
 alone, so that results do not depend on the memory budget.
 
 Recognised: ``cross_entropy(x @ w.T, target)``, with or without a bias, and its gradient, float32,
@@ -51,6 +52,7 @@ class _Head:
     bias: relax.Expr | None
     target: relax.Expr
     grad_loss: relax.Expr
+    factor: relax.Expr | None  # of the gradients, known later
     ignore_index: int
     label_smoothing: float
     is_mean: bool
@@ -142,8 +144,10 @@ def _match(
     weight = matrix_view(product.args[1], 1, definition, analyzer)
     if x.transposed or not weight.transposed or weight.split != 1:
         return None
-    known = definition(grad_loss)
-    if not isinstance(known, tvm.ir.GenericConst):
+    known, factor = definition(grad_loss), None
+    if is_call_of(known, "relax_disc.await_gradient"):
+        known, factor = relax.const(1.0, "float32"), grad_loss
+    elif not isinstance(known, tvm.ir.GenericConst):
         known = grad_loss
     wholes = [forward] if term is None else [forward, term.lse]
     place = min(wholes, key=order.__getitem__)
@@ -182,6 +186,7 @@ def _match(
         bias=bias,
         target=target,
         grad_loss=known,
+        factor=factor,
         ignore_index=int(options["ignore_index"]),
         label_smoothing=float(options["label_smoothing"]),
         is_mean=options["reduction"] == "mean",
@@ -318,6 +323,7 @@ class _Rewriter(relax.PyExprMutator):
         self._emitted: set[relax.Var] = set()  # heads, by their forward
         self._moved: set[relax.Var] = set()
         self._parts: dict[relax.Var, relax.Expr] = {}
+        self._factors: dict[relax.Var, relax.Expr] = {}
 
     def run(self) -> relax.Function:
         return self.visit_expr(self._function)
@@ -339,6 +345,9 @@ class _Rewriter(relax.PyExprMutator):
         if replaced is None:
             super().visit_var_binding_(binding)
         else:
+            factor = self._factors.get(binding.var)
+            if factor is not None:
+                replaced = relax.op.multiply(self.builder_.emit(replaced), self.visit_expr(factor))
             self.set_var_remap(binding.var, self.builder_.emit(replaced, binding.var.name))
 
     def _move(self, variable: relax.Var) -> None:
@@ -387,3 +396,6 @@ class _Rewriter(relax.PyExprMutator):
             self._parts[head.term.lse] = relax.TupleGetItem(whole, 2 + (head.bias is not None))
         if head.grad_weight is not None:
             self._parts[head.grad_weight] = relax.TupleGetItem(whole, len(results) - 2)
+        if head.factor is not None:
+            gradients = (head.grad_x, head.grad_weight, *head.grad_biases)
+            self._factors.update({each: head.factor for each in gradients if each is not None})
