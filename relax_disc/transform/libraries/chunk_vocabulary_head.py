@@ -4,8 +4,8 @@ The logits of a language model and their gradient are its largest tensors by far
 gradient of the loss is known when the loss is computed, one pass over chunks of rows gives the
 loss, the gradient of the head's input and that of its weight, with no further matrix products;
 rows whose label is ignored are left out.  Where it comes later, as PyTorch's autograd brings it to
-the second half of a function, gradients are computed for 1 and multiplied by it.  The number of rows in a chunk depends on the shape
-alone, so that results do not depend on the memory budget.
+the second half of a function, gradients are computed for 1 and multiplied by it.  The number of
+rows in a chunk depends on the shape alone, so that results do not depend on the memory budget.
 
 Recognised: ``cross_entropy(x @ w.T, target)``, with or without a bias, and its gradient, float32,
 class indices, label smoothing, "mean" or "sum", tied or frozen weights; beside it a z-loss, that is
