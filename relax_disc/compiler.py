@@ -18,7 +18,7 @@ from tvm import relax
 
 from relax_disc.bytes_text import parse_bytes
 from relax_disc.devices import device_figures
-from relax_disc.errors import InputMismatchError
+from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
 from relax_disc.forward_function import ForwardFunction
 from relax_disc.frontend import (
     ExportedStep,
@@ -232,6 +232,7 @@ def build(
     ``"llvm"`` is this machine's processor.
     """
     chosen, resolved = options or PipelineOptions(), resolve_target(target)
+    _refuse_counts(module, resolved, chosen)
     with _unchecked_kernels():
         try:
             quick = replace(chosen, verify_schedules=False)
@@ -241,6 +242,21 @@ def build(
                 raise
             _logger.info("code generation failed, kernels are verified one by one: %s", error)
             return relax.build(module, resolved, relax_pipeline=pipeline(chosen))
+
+
+def _refuse_counts(
+    module: tvm.IRModule, target: tvm.target.Target, options: PipelineOptions
+) -> None:
+    """Refuse sizes that kernels count where nothing takes them from the kernels."""
+    for function in module.functions.values():
+        if "relax_disc.counted" not in (function.attrs or {}):
+            continue
+        if target.kind.name != "llvm" or not options.plan_arena:
+            where = f"on {target.kind.name}" if options.plan_arena else "without plan_arena"
+            raise UnsupportedOperatorError(
+                f"The model has sizes that depend on data, by a mask, nonzero or unique; {where} "
+                "they cannot be compiled yet. Weigh by the mask instead of picking by it."
+            )
 
 
 def _unchecked_kernels() -> tvm.transform.PassContext:

@@ -86,7 +86,12 @@ def _many(nodes: int, edges: int, count: int) -> Batch:
     return found
 
 
-def _of_nodes(kind: str, make: Any = None, **options: Any) -> Entry:
+_SIZES = [(7, 12), (1, 1), (64, 256), (30, 41)]
+
+
+def _of_nodes(
+    kind: str, make: Any = None, sizes: list[tuple[int, ...]] = _SIZES, **options: Any
+) -> Entry:
     return Entry(
         name=f"PyG {kind}",
         source="torch_geometric",
@@ -94,7 +99,7 @@ def _of_nodes(kind: str, make: Any = None, **options: Any) -> Entry:
         batch=graphs,
         ranges={"nodes": (1, 64), "edges": (1, 256)},
         axes={"x": {0: "nodes"}, "edge_index": {1: "edges"}, "labels": {0: "nodes"}},
-        sizes=[(7, 12), (1, 1), (64, 256), (30, 41)],
+        sizes=sizes,
     )
 
 
@@ -105,7 +110,8 @@ ENTRIES = [
     _of_nodes("SAGEConv"),
     _of_nodes("GraphConv"),
     _of_nodes("TransformerConv"),
-    _of_nodes("ChebConv", K=3),
+    # It takes the greatest of the edges that are no loops: there must be one.
+    _of_nodes("ChebConv", sizes=[(7, 12), (3, 5), *_SIZES[2:]], K=3),
     _of_nodes("TAGConv"),
     _of_nodes("ARMAConv"),
     _of_nodes("LEConv"),

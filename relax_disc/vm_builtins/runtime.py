@@ -22,6 +22,7 @@ def load() -> None:
         errors.ArtefactError,
         errors.OffloadError,
         errors.MemoryBudgetError,
+        errors.UnsupportedOperatorError,
     ):
         tvm_ffi.register_error(kind)
     for each in (_device_allocate, _device_copy, _device_synchronize):

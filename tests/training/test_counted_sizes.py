@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from relax_disc import TrainingStep, compile, verify
 from relax_disc.errors import IndexRangeError, ShapeRangeError, UnsupportedOperatorError
+from relax_disc.pipeline import PipelineOptions
 
 _WORDS = 11
 _DIMS = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", max=128)}
@@ -127,6 +128,13 @@ def number_alone(model, ids, labels):
     return x.square().sum() * (labels >= 0).nonzero().shape[0]
 
 
+def shifted(model, ids, labels):
+    x = model(ids)[labels >= 0]
+    return (
+        x[1:].square().sum() + x[:-1].cos().sum() + x.flip(0)[: (x.shape[0] + 1) // 2].sin().sum()
+    )
+
+
 def both_parts(model, ids, labels):
     x = model(ids)
     a, b = x[labels >= 0], x[labels < 0]
@@ -146,7 +154,16 @@ def sequences(model, ids, labels):
 
 _LOSSES = [
     *(cross_entropy, equal_masks, rows_before_the_head, positive, squared_error, positions),
-    *(distinct, written, of_what_was_picked, number_alone, both_parts, attention, sequences),
+    *(
+        distinct,
+        written,
+        of_what_was_picked,
+        number_alone,
+        shifted,
+        both_parts,
+        attention,
+        sequences,
+    ),
 ]
 
 
@@ -295,6 +312,11 @@ def _in_eights(model, ids, labels):
     return model(ids)[labels >= 0].reshape(-1, 8).sum()
 
 
+def _what_is_left(model, ids, labels):
+    x = model(ids).flatten(0, 1)
+    return x[x[labels.flatten() >= 0].shape[0] :].cos().sum()
+
+
 def _normalised(model, ids, labels):
     return F.batch_norm(model(ids)[labels >= 0], None, None, training=True).cos().sum()
 
@@ -305,12 +327,21 @@ def _normalised(model, ids, labels):
         (_number, "aten.item.default"),
         (_consecutive, "aten.unique_consecutive.default"),
         (_in_eights, "relies on|reshape"),
+        (_what_is_left, "size .* of .* is not largest where selected are"),
         (_normalised, "decides from data"),
     ],
 )
 def test_other_sizes_are_refused_by_name(loss_fn, words):
     with pytest.raises(UnsupportedOperatorError, match=words):
         _compiled(loss_fn)
+
+
+@pytest.mark.parametrize(
+    "options", [{"options": PipelineOptions(plan_arena=False)}, {"target": "relax_disc/h100"}]
+)
+def test_nothing_else_takes_counts_from_kernels(options):
+    with pytest.raises(UnsupportedOperatorError, match=r"without plan_arena|on cuda"):
+        _compiled(cross_entropy, **options)
 
 
 def _random_loss(seed):
@@ -333,7 +364,7 @@ def _random_loss(seed):
             elif kind == 4:
                 rows = model.layers[0](rows).tanh() + rows.mean(0).nan_to_num()
             else:
-                rows = rows * torch.softmax(rows @ rows[:, :1], 0)
+                rows = rows * torch.softmax(rows @ model.table.weight[:1].T, 0)
         y = torch.zeros_like(x)
         y[labels >= 2] = x[labels >= 2].sin()
         return total + model.head(rows).square().sum() + y.sum()

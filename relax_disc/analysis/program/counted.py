@@ -89,10 +89,12 @@ def _moves_up(symbol: SymbolicDim | Atom, name: str) -> bool:
         return True
     parts = symbol.args[:1] if symbol.kind == "floordiv" else symbol.args
     fixed = symbol.args[len(parts) :]
+    enough = any if symbol.kind == "max" else all
     return (
         symbol.kind != "mod"
         and not any(_mentions(part, name) for part in fixed)
-        and all(_grows_with(part, name) and _is_positive(part) for part in parts)
+        and all(_grows_with(part, name) for part in parts)
+        and enough(map(_is_positive, parts))
     )
 
 
