@@ -112,7 +112,7 @@ def tune(
         "kernels": [{"key": task.key, **verdict.entry()} for task, verdict in verdicts],
     }
     if as_json:
-        typer.echo(json.dumps(facts, indent=2, default=vars))
+        typer.echo(json.dumps(facts, indent=2))
     else:
         _show(facts, verdicts)
 

@@ -172,12 +172,13 @@ def judge(
     start: tuple[int, int] | None = None
     while True:
         try:
-            candidate = _replayed(task, trace, start, target)
-            if candidate is None:
-                return _kept(task, "the trace cannot be replayed for all sizes")
+            decision = {"trace": trace, "from": start}
+            alone = Tuned(TuningDatabase({}, {task.key: decision}))
+            alone.apply(task.kernel, target)  # or it raises
+            candidate = schedule_kernel(task.kernel, target, [alone], task.name)
             wrong = differences(task.kernel, rule, candidate, target, verified_sizes(task, plan))
         except LOWERING_FAILURES as error:
-            reason = f"the trace makes no code for all sizes: {_first_line(error)}"
+            reason = f"the trace cannot be replayed for all sizes: {_first_line(error)}"
             return _kept(task, reason)
         if wrong:
             return _kept(task, wrong)
@@ -192,15 +193,6 @@ def judge(
         start = _first_good(task, [size for _, size in shapes], slow)
         if start is None:
             return _kept(task, "slower than the rule at larger sizes", timings)
-
-
-def _replayed(
-    task: Task, trace: Any, start: tuple[int, int] | None, target: Target
-) -> tirx.PrimFunc | None:
-    decision = {"trace": trace, "from": start}
-    alone = Tuned(TuningDatabase({}, {task.key: decision}))
-    candidate = schedule_kernel(task.kernel, target, [alone], task.name)
-    return candidate if candidate.attrs.get("tirx.is_scheduled", False) else None
 
 
 def _first_good(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from relax_disc.vm_builtins import runtime
 
 
 def start() -> None:
-    """Load the library that threads and kernels' functions come from."""
+    """Load the library that threads and kernels' functions come from, without a word."""
+    logging.getLogger("relax_disc").setLevel(logging.WARNING)  # TVM's workers log all to stderr
     runtime.load()
 
 
