@@ -109,6 +109,10 @@ class Model(nn.Module):
         x = x + self.table(ids)
         for layer in self.layers:
             x = layer(x, mask)
+        if self.loss == "pooled":
+            weight = mask[..., None].expand(x.shape).to(x.dtype)
+            pooled = (x * weight).sum(1) / weight.sum(1).clamp(min=1e-9)
+            return F.cross_entropy(self.head(pooled), labels[:, 0].clamp(min=0))
         logits = self.head(x)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         if self.loss == "all activations":
@@ -122,7 +126,7 @@ class Model(nn.Module):
 def models(draw):
     names = st.sampled_from([*PLAIN] * 3 + [*ATTENTION] * 4 + [*MIXING])
     layers = draw(st.lists(names, min_size=1, max_size=5))
-    loss = draw(st.sampled_from(["plain"] * 6 + ["all activations", "z"]))
+    loss = draw(st.sampled_from(["plain"] * 6 + ["pooled"] * 3 + ["all activations", "z"]))
     return layers, loss
 
 
@@ -162,12 +166,13 @@ def check(layers, loss):
     attention = {name for name in layers if name in ATTENTION}
     good = {*PLAIN, *ATTENTION}
     same = attention in ({"causal"}, {"masked"}, {"causal and masked"})
-    if same and set(layers) <= good and loss == "plain":
+    is_masked = attention in ({"masked"}, {"causal and masked"})
+    if same and set(layers) <= good and (loss == "plain" or (loss == "pooled" and is_masked)):
         assert captured.packing is not None, captured.padding
     if captured.packing is None:
         assert captured.padding
         return
-    assert loss == "plain"
+    assert loss in ("plain", "pooled")
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         batch = a_batch(generator)
@@ -178,7 +183,7 @@ def check(layers, loss):
         needed[places[1, :count], places[2, :count]] = True
         assert torch.equal(needed.flatten().nonzero()[:, 0], places[0, :count])
         assert torch.equal(needed.sum(1).cumsum(0), starts[1:])
-        if not (batch[3] != IGNORED).any():
+        if loss == "plain" and not (batch[3] != IGNORED).any():
             continue  # the loss is not a number
         wanted = gradients(model, batch)
         x, ids, mask, labels = batch
@@ -202,6 +207,19 @@ def test_rows_that_are_left_out_change_nothing(drawn):
 @given(models())
 def test_a_thousand_times(drawn):
     check(*drawn)
+
+
+def test_a_masked_mean_needs_what_the_mask_leaves():
+    check(["linear", "masked", "masked mean", "gelu"], "pooled")
+    _, captured = capture(["masked", "masked mean", "position"], "pooled")
+    assert captured.packing is not None, captured.padding
+
+
+@pytest.mark.parametrize("attention", ["attention to all", "causal"])
+def test_a_masked_mean_without_masked_attention_keeps_all(attention):
+    _, captured = capture([attention], "pooled")
+    assert captured.packing is None
+    assert "no mask" in captured.padding[-1].reason or "no cross" in captured.padding[-1].reason
 
 
 def kernel(value, *numbers):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.export import Dim
 
 import relax_disc
@@ -92,10 +93,17 @@ BATCHES = {
 }
 
 
-def compiled(model, **options):
+def classified(given):
+    """Make a batch with one class for each sequence."""
+    return {**given, "labels": given["labels"][:, 0].clamp(min=0) % 5}
+
+
+def compiled(model, class_of_each=False, **options):
     shape = {0: Dim("batch", min=1, max=8), 1: Dim("length", min=2, max=LONGEST)}
     example = batch(right([6, 4, 5]))
     shapes = dict.fromkeys(example, shape)
+    if class_of_each:
+        example, shapes = classified(example), {**shapes, "labels": {0: shape[0]}}
     return relax_disc.compile(model, None, example, dynamic_shapes=shapes, **options)
 
 
@@ -147,3 +155,39 @@ def test_dropout_drops_what_it_drops_of_all_positions(make):
         top = max(float(g.abs().max()) for g in gradients[1])
         for packed, padded in zip(*gradients, strict=True):
             assert float((packed - padded).abs().max()) < 3e-6 * top
+
+
+class Sentences(nn.Module):
+    """Classify sentences by the mean over their positions, as sentence-transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = bert().bert, nn.Linear(32, 5)
+
+    def forward(self, input_ids, attention_mask, labels):
+        states = self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state
+        weights = attention_mask.unsqueeze(-1).expand(states.size()).to(states.dtype)
+        means = (states * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
+        return nn.functional.cross_entropy(self.head(means), labels)
+
+
+def test_masked_means_are_those_of_all_positions():
+    torch.manual_seed(0)
+    model = Sentences()
+    exact = copy.deepcopy(model).double()
+    step = compiled(model, class_of_each=True)
+    assert step.padding_report().is_left_out, str(step.padding_report())
+    for name in ("full", "right", "left", "one token each", "holes in the mask"):
+        given = classified(BATCHES[name])
+        model.zero_grad()
+        exact.zero_grad()
+        loss, wanted = step(**given, update=False), exact(**given)
+        wanted.backward()
+        torch.testing.assert_close(loss.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
+        top = max(float(p.grad.abs().max()) for p in exact.parameters() if p.grad is not None)
+        for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+            if q.grad is not None:
+                assert float((p.grad.double() - q.grad).abs().max()) < 3e-6 * top
+        real = int(given["attention_mask"].sum())
+        tokens = step.memory_report().shape["tokens"]
+        assert tokens == min(-(-real // 16) * 16, given["input_ids"].numel())

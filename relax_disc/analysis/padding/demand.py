@@ -10,6 +10,9 @@ count.  These are, for each sequence:
 - with causal attention all before the last of those, which are its keys;
 - with a mask that hides keys, those that the mask leaves; what it hides is nobody's key.
 
+Without a label for each row those that the mask leaves are all: what is multiplied by the mask, as
+a mean over the positions of a sequence is, is zero elsewhere.
+
 So a row that is left out is read by none that is kept: the softmax of a kept row is over kept rows,
 and the gradient that attention passes back is zero where it is left out.
 
@@ -37,9 +40,11 @@ from relax_disc.analysis.padding.values import (
     Elements,
     Value,
     conditions,
+    is_readable,
     mentions,
     replaced,
     simplify,
+    vanishes,
 )
 from relax_disc.analysis.program.reader import bindings_of
 from relax_disc.ops import registry
@@ -86,6 +91,8 @@ class Padding:
         Those that are computed as they were.
     sums : frozenset of Var
         Those of ``whole`` that are sums over rows, computed from those needed.
+    zeros : frozenset of Var
+        Those of ``whole`` that are zero in the rows that are left out.
     reasons : tuple of Whole
         Why rows that do not count are needed, in the order of the program.
     """
@@ -95,6 +102,7 @@ class Padding:
     packed: frozenset[Any] = frozenset()
     whole: frozenset[Any] = frozenset()
     sums: frozenset[Any] = frozenset()
+    zeros: frozenset[Any] = frozenset()
     reasons: tuple[Whole, ...] = ()
 
 
@@ -168,7 +176,7 @@ class _Analysis:
             return Padding(grid, reasons=tuple(self._reasons))
         self._needed = needed
         for param in self._function.params:
-            self._facts[param] = _Facts((grid.rows(param.ty),), (False,))
+            self._facts[param] = _Facts((grid.rows(param.ty),), (self._vanishes(param),))
         for binding in self._bindings:
             self._facts[binding.var] = self._describe(binding)
         packed, whole = self._demand()
@@ -181,17 +189,15 @@ class _Analysis:
             if not dear:
                 self._note(None, "no matrix product or attention has rows that can be left out")
             return Padding(grid, reasons=tuple(self._reasons))
-        # Rows that fill up repeat one that counts, and are zero only where that was computed so.
-        if any(any(self._facts[var].is_zero) for var in whole):
-            self._note(None, "a gradient is needed at all positions")
-            return Padding(grid, reasons=tuple(self._reasons))
         sums = {var for var in whole if self._is_sum(var)}
+        zeros = {var for var in whole if self._facts[var].is_zero == (True,)}
         return Padding(
             grid,
             needed,
             frozenset(packed),
             frozenset(whole),
             frozenset(sums),
+            frozenset(zeros),
             tuple(self._reasons),
         )
 
@@ -220,16 +226,27 @@ class _Analysis:
                 return None
             if name == LOSS[0] and not self._see_loss(binding, seen):
                 return None
-        if not seen.counted:
-            self._note(None, "there is no cross-entropy over the positions of the batch")
+        masks = sorted(seen.masks or (), key=repr)
+        if not seen.counted and not masks:
+            self._note(None, "there is no cross-entropy over the positions of the batch, no mask")
             return None
         counted = seen.counted[0] if len(seen.counted) == 1 else ("or", *seen.counted)
-        masks = sorted(seen.masks or (), key=repr)
         if not masks and not seen.is_causal:
             self._note(None, "attention is neither causal nor has one mask that hides padding")
             return None
         kept = None if not masks else masks[0] if len(masks) == 1 else ("and", *masks)
+        if not seen.counted:
+            return Needed(False, kept, is_prefix=False)
         return Needed(counted, kept, seen.is_causal)
+
+    def _vanishes(self, var: Any) -> bool:
+        """Whether a tensor made of the mask alone is zero where rows are left out."""
+        needed, rows = self._needed, self._grid.rows(var.ty)
+        if needed.kept is None or needed.is_prefix or rows.layout != "both":
+            return False
+        indices: list[Value] = [("index", f"axis {k}") for k in range(len(var.ty.shape.values))]
+        indices[rows.batch], indices[rows.length] = BATCH, LENGTH
+        return vanishes(self._elements.value(var, indices), needed.kept)
 
     def _see_attention(self, binding: Any, seen: _Seen) -> bool:
         call = binding.value
@@ -257,7 +274,7 @@ class _Analysis:
         masks = {
             replaced(each, KEY, LENGTH)
             for each in found
-            if _is_about_keys(each) and not mentions(each, "unknown")
+            if _is_about_keys(each) and is_readable(each)
         }
         seen.is_causal &= is_causal
         seen.masks = masks if seen.masks is None else seen.masks & masks
@@ -268,7 +285,7 @@ class _Analysis:
         if self._grid.rows(logits.ty).layout != "merged":
             return True  # another loss: what it needs follows from how it is computed
         label = self._elements.value(target, [ROW])
-        if mentions(label, "unknown"):
+        if not is_readable(label):
             self._note(binding, "the labels are not plain parts of the batch")
             return False
         ignored = int(binding.value.attrs["ignore_index"])
@@ -310,7 +327,8 @@ class _Analysis:
             for part, each in zip(fields, rows, strict=True)
         )
         if not reads_packable and not (is_large and operands):
-            return nothing
+            is_small = isinstance(kind, relax.TensorType) and not is_large
+            return _Facts(rows, (self._vanishes(binding.var),)) if is_small else nothing
         use = describe(value, operands, self._grid, self._module)
         if use.effect != "by_row":
             return _Facts(rows, nothing.is_zero, False, use if reads_packable else None)

@@ -57,7 +57,8 @@ def describe(
     name = call.op.name
     if any(operand.rows.layout == "odd" for operand in operands):
         return Use("any", reason="an operand has the batch or the length in more axes than one")
-    if any(operand.rows.layout == "batch" for operand in operands):
+    spreads = name in _ELEMENTWISE or name == "relax.broadcast_to"
+    if not spreads and any(operand.rows.layout == "batch" for operand in operands):
         return Use("any", reason="it reads something that there is one of for each sequence")
     if name == "relax.call_tir":
         return _kernel(call, operands, grid, module)
@@ -72,7 +73,7 @@ def describe(
         if not grad.rows.has_rows or (grad.rows != ids.rows):
             return Use("any", reason="it adds up rows of another kind")
         return Use("sum") if grad.is_zero else Use("any", reason=_NOT_ZERO)
-    if name in _ELEMENTWISE or name == "relax.broadcast_to":
+    if spreads:
         return _elementwise(name, results[0], rows[0], operands)
     zero = operands[0].is_zero if operands else False
     if name in _MOVES:
@@ -124,7 +125,9 @@ def _elementwise(name: str, result: Any, rows: Rows, operands: Sequence[Operand]
         for axis, wanted in ((own.batch, rows.batch), (own.length, rows.length)):
             if axis != -1 and axis + shift != wanted:
                 return Use("any", reason="it combines rows with others")
-        if own.layout == "merged" and rows.layout != "merged":
+        if own.layout == "batch" and (rows.layout != "both" or rows.length < shift):
+            return Use("any", reason="it combines rows with others")
+        if "merged" in (own.layout, rows.layout) and own.layout not in (rows.layout, "none"):
             return Use("any", reason="it combines rows with others")
     zeros = [operand.is_zero or operand.constant == 0.0 for operand in operands]
     if name == "relax.multiply":
@@ -148,8 +151,9 @@ def _reduction(name: str, call: relax.Call, operand: Operand) -> Use:
     if not over:
         return Use("by_row", (operand.is_zero and name in ("relax.sum", "relax.mean"),))
     if over != operand.rows.axes:
-        by_position = operand.rows == Rows("both", 0, 1) and axes == {0} and operand.is_zero
-        if name == "relax.sum" and by_position and registry.dtype_name(operand.kind) in _SUMMED:
+        # By position, or by sequence.
+        by_one = operand.rows == Rows("both", 0, 1) and axes in ({0}, {1}) and operand.is_zero
+        if name == "relax.sum" and by_one and registry.dtype_name(operand.kind) in _SUMMED:
             return Use("sum")
         return Use("any", reason="it adds up a part of the rows")
     if name != "relax.sum":

@@ -7,8 +7,8 @@ runs.
 
 An expression is plain data: a number, or a tuple ``(kind, *parts)``.  ``("index", name)`` is one of
 the indices asked about, ``("size", name)`` a dim, ``("load", parameter, *indices)`` an element of
-the batch, ``("unknown", n)`` what cannot be read, each n being another value; all others are the
-operators of `OPERATORS` over expressions.
+the batch, ``("unknown", n)`` what cannot be read, each n being another value, ``("rounded", x)`` x
+in another type; all others are the operators of `OPERATORS` over expressions.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Elements:
             return value if _is_truth(value) else simplify(("truth", value))
         # Others may be rounded or cut.
         is_exact = registry.dtype_name(operand.ty).startswith("int") and dtype == "int64"
-        return value if is_exact or _is_truth(value) else self._anything()
+        return value if is_exact or _is_truth(value) else ("rounded", value)
 
     def _reshape(self, operand: Any, shape: list[Any], indices: list[Value]) -> Value:
         """Elements through axes of one that come and go, and rows as one axis or two."""
@@ -295,6 +295,27 @@ def mentions(value: Value, kind: str) -> bool:
     if not isinstance(value, tuple):
         return False
     return value[0] == kind or any(mentions(part, kind) for part in value[1:])
+
+
+def is_readable(value: Value) -> bool:
+    """Whether a value can be computed from the batch, exactly."""
+    return not (mentions(value, "unknown") or mentions(value, "rounded"))
+
+
+def vanishes(value: Value, kept: Value) -> bool:
+    """Whether a value is 0, or false, wherever the condition ``kept`` does not hold."""
+    if not isinstance(value, tuple):
+        return value == 0
+    kind, *parts = value
+    if value == kept or kept in (("truth", value), ("ne", value, 0)):
+        return True
+    if kind in ("mul", "and"):
+        return any(vanishes(part, kept) for part in parts)
+    if kind in ("truth", "rounded"):
+        return vanishes(parts[0], kept)
+    if kind == "choose":
+        return vanishes(parts[2], kept) and any(vanishes(part, kept) for part in parts[:2])
+    return False
 
 
 def replaced(value: Value, old: Value, new: Value) -> Value:

@@ -12,7 +12,8 @@ start.  A function that is rewritten takes two more parameters, which say where 
 - ``starts [batch + 1]`` int64: the first of each sequence, then the end of the last.
 
 What lies behind ``starts[batch]`` fills up: it repeats a row and counts nowhere, because its label
-is ignored; so ``tokens`` may be rounded up, and plans are used again.
+is ignored, or what is zero in all rows that are left out is zero there; so ``tokens`` may be
+rounded up, and plans are used again.
 
 Limits: native attention on the CPU; see the analysis for what is recognised.
 """
@@ -78,6 +79,7 @@ class _Rewriter:
         self._places = relax.Var(_free(PLACES, names), relax.TensorType([3, self._tokens], "int64"))
         self._starts = relax.Var(_free(STARTS, names), relax.TensorType([end], "int64"))
         self._packed: dict[Any, Any] = {}
+        self._spread: dict[tuple[Any, int], Any] = {}
         self._targets: dict[tuple[Any, int], Any] = {}
         self._kernels: dict[Any, tvm.ir.GlobalVar] = {}
         self._builder = relax.BlockBuilder()
@@ -162,27 +164,28 @@ class _Rewriter:
             return self._loss(value, 2 if name == LOSS[1] else 1)
         if name == "relax.call_tir":
             return self._kernel(value)
-        args = [self._operand(arg) for arg in value.args]
-        if name == "relax.sum" and self._grid.rows(kind).layout == "length":
-            return self._by_position(args[0], kind)
+        args = [self._aligned(arg, kind) for arg in value.args]
+        if name == "relax.sum" and (layout := self._grid.rows(kind).layout) in ("length", "batch"):
+            return self._added_up(args[0], kind, layout)
         if name in ("relax.reshape", "relax.broadcast_to"):
             args[1] = relax.ShapeExpr(self._shape(kind))
         return self._located(relax.Call(value.op, args, value.attrs, value.ty_args))
 
-    def _by_position(self, rows: Any, kind: relax.TensorType) -> relax.Call:
-        """Add up the rows ``[1, tokens, ..]`` of all sequences by their positions."""
+    def _added_up(self, rows: Any, kind: relax.TensorType, by: str) -> relax.Call:
+        """Add up the rows ``[1, tokens, ..]`` by their positions, or by their sequences."""
+        index, extent = (2, self._grid.length) if by == "length" else (1, self._grid.batch)
         width = math.prod(rows.ty.shape.values[2:], start=tirx.IntImm("int64", 1))
         matrix = self._emit(relax.op.reshape(rows, [self._tokens, width]), "rows")
-        positions = self._call_te(
-            lambda places: te.compute((places.shape[1],), lambda row: places(2, row)),
-            *("kept_positions", self._places),
+        numbers = self._call_te(
+            lambda places: te.compute((places.shape[1],), lambda row: places(index, row)),
+            *("kept_numbers", self._places),
         )
         sums = relax.call_dps_packed(
             "relax_disc.cpu.embedding_backward",
-            [matrix, positions, relax.prim_value(-1)],
-            relax.TensorType([self._grid.length, width], kind.dtype),
+            [matrix, numbers, relax.prim_value(-1)],
+            relax.TensorType([extent, width], kind.dtype),
         )
-        return self._located(relax.op.reshape(self._emit(sums, "by_position"), kind.shape))
+        return self._located(relax.op.reshape(self._emit(sums, f"by_{by}"), kind.shape))
 
     def _kernel(self, call: relax.Call) -> relax.Call:
         kinds = call.ty_args[0]
@@ -244,28 +247,55 @@ class _Rewriter:
             self._packed[expr] = self._gather(expr, rows)
         return self._packed[expr]
 
-    def _gather(self, expr: Any, rows: Rows) -> Any:
-        """Take the rows that are kept from a whole tensor."""
-        places = {
-            "merged": {rows.length: 0},
-            "both": {rows.batch: 1, rows.length: 2},
-            "length": {rows.length: 2},
-        }[rows.layout]
+    def _aligned(self, expr: Any, kind: relax.TensorType) -> Any:
+        """Return a packed operand; what there is one of for each sequence becomes one for each row.
+
+        Such an operand has an axis of one where the result of type ``kind`` has the positions.
+        """
+        is_tensor = isinstance(expr, relax.Var) and isinstance(expr.ty, relax.TensorType)
+        if not is_tensor or self._grid.rows(expr.ty).layout != "batch":
+            return self._operand(expr)
+        shift = len(kind.shape.values) - len(expr.ty.shape.values)
+        rows = Rows("both", self._grid.rows(expr.ty).batch, self._grid.rows(kind).length - shift)
+        if (expr, rows.length) not in self._spread:
+            self._spread[expr, rows.length] = self._gather(expr, rows, {rows.batch: 1})
+        return self._spread[expr, rows.length]
+
+    def _gather(self, expr: Any, rows: Rows, found_at: dict[int, int] | None = None) -> Any:
+        """Take the rows that are kept from a whole tensor.
+
+        ``found_at``: axes of the tensor, and which row of ``places`` has the index there.
+        """
+        places = (
+            found_at
+            or {
+                "merged": {rows.length: 0},
+                "both": {rows.batch: 1, rows.length: 2},
+                "length": {rows.length: 2},
+            }[rows.layout]
+        )
         token_axis = rows.length
 
-        def rows_of(x: te.Tensor, places_of: te.Tensor) -> te.Tensor:
+        def rows_of(x: te.Tensor, places_of: te.Tensor, *starts: te.Tensor) -> te.Tensor:
             def element(*indices: Any) -> Any:
                 found = list(indices)
+                if found_at is not None:
+                    found[token_axis] = 0
                 for axis, place in places.items():
                     found[axis] = places_of(place, indices[token_axis])
-                return x(*found)
+                if not starts:
+                    return x(*found)
+                end = starts[0](starts[0].shape[0] - 1)
+                zero = tirx.const(0, x.dtype)
+                return tirx.if_then_else(indices[token_axis] < end, x(*found), zero)
 
             shape: list[Any] = list(x.shape)
             shape[rows.batch if rows.layout == "both" else token_axis] = 1
             shape[token_axis] = places_of.shape[1]
             return te.compute(shape, element, name="kept_rows")
 
-        return self._call_te(rows_of, "kept_rows", expr, self._places)
+        fills = [self._starts] if expr in self._padding.zeros else []
+        return self._call_te(rows_of, "kept_rows", expr, self._places, *fills)
 
     def _target(self, expr: Any, ignored: int) -> Any:
         """Take the labels of the rows that are kept; those that fill up are ignored."""
