@@ -144,7 +144,14 @@ def keep(path: Path, choice: Choice) -> Choice | None:
 def measure(threads: int) -> Choice:
     """Time every class both ways on the present threads."""
     gains = {probe.index: _gain(probe, threads) for probe in probes()}
-    return Choice(platform.processor() or platform.machine(), torch.__version__, threads, gains)
+    return Choice(_processor_name(), torch.__version__, threads, gains)
+
+
+def _processor_name() -> str:
+    """Name the processor for those who read the file; the file's own name holds its features."""
+    lines = native.processor_identity().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def probes() -> Iterator[Probe]:

@@ -260,7 +260,11 @@ def test_probes_have_classes_of_their_own():
     assert len({probe.index for probe in probes}) == len(probes) > 100
 
 
-def test_an_unknown_pin_is_refused(monkeypatch):
-    monkeypatch.setenv(product_choice.VARIABLE, "mkl")
-    with pytest.raises(InputMismatchError, match="own, pytorch, measured"):
-        product_choice.choose()
+def test_a_measurement_covers_its_probes_and_names_the_processor(monkeypatch):
+    probes = list(product_choice.probes())[:2]
+    monkeypatch.setattr(product_choice, "probes", lambda: iter(probes))
+    choice = product_choice.measure(torch.get_num_threads())
+    assert set(choice.gains) == {probe.index for probe in probes}
+    assert all(gain > 0 for gain in choice.gains.values())
+    assert (
+        choice.processor in product_choice.native.processor_identity()
