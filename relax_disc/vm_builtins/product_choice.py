@@ -5,7 +5,7 @@ and on both it depends on the sizes.  Products fall into classes of layout, narr
 work (``product_class`` of the library).  The first compile on a processor with a number of threads
 times one product of each class both ways, about a second, and keeps the result in the folder
 `products` of the cache directory; PyTorch's kernels take the classes in which they are faster by
-more than a twentieth.
+more than 15 percent.
 
 Results differ between both by rounding.  So that they are the same bits in every run, a table never
 changes in a process, the first file of a machine stays, and where none can be kept our own kernels
@@ -39,7 +39,9 @@ _logger = logging.getLogger(__name__)
 VARIABLE = "RELAX_DISC_PRODUCTS"
 _PINNED = {"own": 0, "pytorch": 1, "measured": -1}
 _FORMAT = 1
-_LEAST_GAIN = 1.05  # PyTorch's kernels need memory of their own, and timings are noisy
+# PyTorch's kernels need memory of their own, and small gains did not show in a step: a GPT-2 whose
+# large products were 1.05-1.09 times as fast here took 0.76 of eager's time, with ours 0.72.
+_LEAST_GAIN = 1.15
 _ROUNDS = 7
 _LEAST_NS = 30_000  # of one timing, so that the clock's steps do not count
 _BATCH = 8

@@ -266,5 +266,10 @@ def test_a_measurement_covers_its_probes_and_names_the_processor(monkeypatch):
     choice = product_choice.measure(torch.get_num_threads())
     assert set(choice.gains) == {probe.index for probe in probes}
     assert all(gain > 0 for gain in choice.gains.values())
-    assert (
-        choice.processor in product_choice.native.processor_identity()
+    assert choice.processor in product_choice.native.processor_identity()
+
+
+def test_an_unknown_pin_is_refused(monkeypatch):
+    monkeypatch.setenv(product_choice.VARIABLE, "mkl")
+    with pytest.raises(InputMismatchError, match="own, pytorch, measured"):
+        product_choice.choose()

@@ -33,6 +33,8 @@ constexpr int64_t kMklColumns = 2048;
 constexpr int64_t kMklBytes = 9 << 20;
 /*! \brief Up to so many columns of small products MKL packs nothing, unless B is transposed. */
 constexpr int64_t kMklDirect = 128;
+/*! \brief So few rows or columns are multiplied without packing on one thread. */
+constexpr int64_t kMklThin = 4;
 
 /*! \brief Gives back what MKL keeps; other types go to oneDNN, which keeps nothing. */
 struct MklScope {
@@ -173,6 +175,7 @@ bool TryBatchMatmul(TensorView a, TensorView b, int64_t a_axes, int64_t b_axes, 
 
 int64_t MklBytes(const ProductSizes& sizes, int64_t threads) {
   if (sizes.count > 1 && sizes.n <= kMklDirect) return 0;
+  if (threads == 1 && std::min(sizes.m, sizes.n) <= kMklThin) return 0;
   return threads * kMklBytes;
 }
 
