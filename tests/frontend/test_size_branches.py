@@ -1,12 +1,14 @@
 """Comparisons of sizes: the model's own must hold over the range, PyTorch's own need not."""
 
 import pytest
+import sympy
 import torch
 from torch import nn
 from torch.export import Dim
 
 from relax_disc.errors import ShapeRangeError
 from relax_disc.frontend import capture_step
+from relax_disc.frontend.capture.size_branches import SizeBranches
 from tests.frontend.running import check_gradients
 
 LONGEST = 12
@@ -144,3 +146,35 @@ def test_a_multiple_that_becomes_a_number_is_refused():
     axes = {1: 8 * Dim("wide", min=8, max=12)}
     with pytest.raises(ShapeRangeError, match=r"test_size_branches\.py:\d+.*wide=10 alone"):
         capture_step(Fixing(), None, (torch.randn(3, 80),), dynamic_shapes=(axes,))
+
+
+class Positions(nn.Module):
+    """Positions as BERT keeps them: a table of ids, cut to the length."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(20, 4), nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 20)
+        self.register_buffer("ids", torch.arange(8)[None])
+
+    def forward(self, ids):
+        at = self.ids[:, : ids.shape[1]]
+        kinds = torch.zeros(1, 8, dtype=torch.int64)[:, : ids.shape[1]].expand(ids.shape[0], -1)
+        scores = self.head(self.words(ids) + self.places(at) + self.places(kinds))
+        return nn.functional.cross_entropy(scores.view(-1, 20), ids.view(-1))
+
+
+def test_more_positions_than_a_table_has():
+    ids = torch.zeros(2, 6, dtype=torch.int64)
+    shapes = ({0: Dim("batch", min=1, max=8), 1: Dim("length", min=2, max=30)},)
+    with pytest.raises(ShapeRangeError, match=r"Dim\('length', min=2, max=8\)"):
+        capture_step(Positions(), None, (ids,), dynamic_shapes=shapes)
+
+
+def test_one_condition_or_another():
+    branches, size = SizeBranches(), sympy.Symbol("s", integer=True)
+    branches.ones_are_general = True  # PyTorch's 2 means 1 then
+    either = sympy.Or(size >= 2, sympy.Eq(sympy.Min(32, size), size))
+    expected = sympy.Or(size >= 1, sympy.Eq(sympy.Min(32, size), size))
+    assert branches.required(either) == expected
+    assert branches.required(sympy.true) == sympy.true

@@ -407,7 +407,9 @@ def _translate(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
             dims = " and ".join(f"{name} becomes the number {size}" for name, size in fixed)
             reason = (
                 f"{dims}, by a Python loop over it or another use of its value; write that with "
-                "operators over the whole axis, or declare the dim static"
+                "operators over the whole axis, declare the dim static and give one size always, "
+                'or use torch.compile(model, backend="relax_disc"), which makes a program for each '
+                "size"
             )
         else:
             reason = _first_part(error)

@@ -181,6 +181,10 @@ def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
             upper = "" if spec.upper is None else f", max={spec.upper}"
             advice = f"give Dim({spec.name!r}, min={sizes[beyond]}{upper})"
             allowed = spec.name, int(sizes[beyond]), spec.upper
+        least = int(failing[:, k].min())  # all sizes from here on fail
+        if least and len(failing) == (len(sizes) - least) * (grids[0].size // len(sizes)):
+            advice = f"give Dim({spec.name!r}, min={sizes[0]}, max={sizes[least - 1]})"
+            allowed = spec.name, int(sizes[0]), int(sizes[least - 1])
     error = ShapeRangeError(
         f"The traced program needs {text}, which fails at {at} "
         f"(and {len(failing) - 1} more sizes in range): {advice}."

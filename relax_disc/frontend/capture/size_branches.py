@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import sympy
 import torch
+from sympy.core.relational import Relational
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
@@ -67,6 +68,10 @@ class SizeBranches:
 
     def required(self, condition: Any) -> Any:
         """What must hold of a condition; the code of the model is taken by its word."""
+        if isinstance(condition, sympy.And | sympy.Or):
+            return condition.func(*map(self.required, condition.args))
+        if not isinstance(condition, Relational):
+            return condition
         taken_by_word = not self.ones_are_general or condition.canonical in self._inequalities
         return condition if taken_by_word else general(condition)
 
