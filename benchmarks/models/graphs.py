@@ -86,20 +86,17 @@ def _many(nodes: int, edges: int, count: int) -> Batch:
     return found
 
 
-_SIZES = [(7, 12), (1, 1), (64, 256), (30, 41)]
-
-
 def _of_nodes(
-    kind: str, make: Any = None, sizes: list[tuple[int, ...]] = _SIZES, **options: Any
+    kind: str, make: Any = None, least: tuple[int, int] = (1, 1), **options: Any
 ) -> Entry:
     return Entry(
         name=f"PyG {kind}",
         source="torch_geometric",
         make=make or (lambda: Nodes(kind, **options)),
         batch=graphs,
-        ranges={"nodes": (1, 64), "edges": (1, 256)},
+        ranges={"nodes": (least[0], 64), "edges": (least[1], 256)},
         axes={"x": {0: "nodes"}, "edge_index": {1: "edges"}, "labels": {0: "nodes"}},
-        sizes=sizes,
+        sizes=[(7, 12), least, (64, 256), (30, 41)],
     )
 
 
@@ -111,7 +108,7 @@ ENTRIES = [
     _of_nodes("GraphConv"),
     _of_nodes("TransformerConv"),
     # It takes the greatest of the edges that are no loops: there must be one.
-    _of_nodes("ChebConv", sizes=[(7, 12), (3, 5), *_SIZES[2:]], K=3),
+    _of_nodes("ChebConv", least=(3, 5), K=3),
     _of_nodes("TAGConv"),
     _of_nodes("ARMAConv"),
     _of_nodes("LEConv"),

@@ -373,7 +373,7 @@ def _random_loss(seed):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(k, marks=pytest.mark.slow) for k in range(3, 40))]
+    "seed", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 40))]
 )
 def test_random_programs_at_random_counts_and_budgets(seed):
     loss_fn = _random_loss(seed)
