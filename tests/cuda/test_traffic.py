@@ -45,7 +45,7 @@ def step_calls(name):
         torch.manual_seed(0)
         model = entry.make().train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        step = worker._compiled(entry, model, optimizer, {})
+        step = worker._compiled(entry, model, optimizer, {}, worker.HOST)
         emulator.forget()
         step(**dict(entry.batch(*entry.sizes[-1])))
     assert not emulator.take_findings()

@@ -21,6 +21,7 @@ SEEN: set[str] = set()
 
 # Run by test_networks.py, test_random.py and test_capture.py.
 IN_NETWORKS = {
+    "aten._unique2.default",
     "aten.as_strided.default",
     "aten.avg_pool2d.default",
     "aten.avg_pool2d_backward.default",
@@ -28,6 +29,7 @@ IN_NETWORKS = {
     "aten.convolution_backward.default",
     "aten.max_pool2d_with_indices.default",
     "aten.max_pool2d_with_indices_backward.default",
+    "aten.nonzero.default",
     "relax_disc.attention.default",
     "relax_disc.attention_backward.default",
     "relax_disc.batch_norm.default",
