@@ -6,7 +6,7 @@
 #   scripts/gpu_suite.sh [--parts smoke,numbers] [--seconds 500]
 #
 # Needs no network: TVM is taken from the folder of wheels that WHEELS names (apache-tvm and
-# apache-tvm-ffi as pyproject.toml pins them; with .xz behind a wheel's name it is unpacked first).
+# apache-tvm-ffi as pyproject.toml pins them, or what scripts/pack_wheels.py makes of them).
 # PyTorch is the machine's own; another than 2.13 passes with a warning.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,9 +14,7 @@ python=${PYTHON:-python3}
 if [ -n "${WHEELS:-}" ]; then
   site=${SITE:-/tmp/relax_disc_site}
   if [ ! -d "$site/tvm" ]; then
-    for packed in "$WHEELS"/*.whl.xz; do
-      [ -e "$packed" ] && xz --decompress --keep --force "$packed"
-    done
+    "$python" scripts/pack_wheels.py --unpack "$WHEELS"
     "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl
   fi
   export PYTHONPATH=$site:${PYTHONPATH:-}

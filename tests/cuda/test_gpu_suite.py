@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import zipfile
 
 import pytest
 import torch
@@ -90,6 +93,23 @@ def test_what_fails_is_a_row():
         raise torch.OutOfMemoryError("no memory")
 
     assert parts._guarded(out_of_memory)["failed"] == "OutOfMemoryError: no memory"
+
+
+def test_wheels_are_packed_and_whole_again(repository, tmp_path):
+    wheel = tmp_path / "thing-1-py3-none-any.whl"
+    contents = {"thing/__init__.py": b"x = 1\n" * 4000, "thing/more.py": b"x = 1\n" * 3999}
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in contents.items():
+            archive.writestr(name, text)
+    for options in ([], ["--unpack"]):
+        script = str(repository / "scripts" / "pack_wheels.py")
+        subprocess.run([sys.executable, script, *options, str(tmp_path)], check=True)
+        assert (wheel.exists(), wheel.with_name(wheel.name + ".xz").exists()) == (
+            bool(options),
+            True,
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name: archive.read(name) for name in archive.namelist()} == contents
 
 
 @pytest.mark.slow
