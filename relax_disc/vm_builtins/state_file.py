@@ -36,19 +36,19 @@ class StateFile:
         self.handle: Any = function("relax_disc.state_file")(folder)
 
     def move(self, tensor: torch.Tensor) -> None:
-        """Move a tensor into the file; it stays the same object, with the same values.
+        """Move a tensor into the file, its axes in order; it stays the same object and values.
 
-        Raises `OffloadError`: the disk is full or fails; the tensor is where it was.
+        One that is there already stays where it is.  Raises `OffloadError`: the disk is full or
+        fails; the tensor is where it was.
         """
-        axes = zip(tensor.shape, tensor.stride(), strict=True)
-        count = 1 + sum((extent - 1) * stride for extent, stride in axes)
-        size = count * tensor.element_size()
+        if self.holds(tensor):
+            return
+        size = tensor.nbytes
         address = int(function("relax_disc.state_file_allocate")(self.handle, size))
         memory = (ctypes.c_char * size).from_address(address)
         # With the last tensor that has the memory, however that got it.
         weakref.finalize(memory, _free, self.handle, address).atexit = False
-        flat = torch.frombuffer(memory, dtype=tensor.dtype)
-        moved = flat.as_strided(tensor.shape, tensor.stride())
+        moved = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
         with torch.no_grad():
             moved.copy_(tensor)
         function("relax_disc.state_file_put_away")(self.handle, address, size)
@@ -56,8 +56,8 @@ class StateFile:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Say whether a tensor lies in the file."""
-        size = tensor.numel() * tensor.element_size()
-        return bool(function("relax_disc.state_file_holds")(self.handle, tensor.data_ptr(), size))
+        place = tensor.data_ptr(), tensor.nbytes
+        return bool(function("relax_disc.state_file_holds")(self.handle, *place))
 
 
 def _free(handle: Any, address: int) -> None:

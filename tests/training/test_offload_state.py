@@ -168,6 +168,31 @@ def test_state_can_be_saved_loaded_and_read(tmp_path):
     assert same(plain, again)
 
 
+def test_state_of_channels_last_parameters(tmp_path):
+    """Its axes are put in order, as without a file."""
+    found = []
+    for options in ({}, {"offload_to": tmp_path, "offload": "optimizer"}):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(32, 64, 3, padding=1).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        x = torch.randn(2, 32, 6, 6)
+        step = relax_disc.compile(
+            *(model, optimizer, (x,)),
+            dynamic_shapes=({0: Dim("b", min=1, max=8)},),
+            loss_fn=lambda model, x: model(x).square().mean(),
+            **options,
+        )
+        step(x)
+        state = optimizer.state[model.weight]  # as a checkpoint of eager PyTorch has it
+        state["exp_avg"] = state["exp_avg"].to(memory_format=torch.channels_last)
+        assert not state["exp_avg"].is_contiguous()
+        step(x)
+        loss = step(x)
+        found.append([loss, *(p.detach().clone() for p in model.parameters())])
+        assert bool(options) == (step.memory_report().offloaded_state_bytes > 0)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_sums_of_gradients_and_clipping(tmp_path):
     plain = Trained(max_grad_norm=0.5)
     kept = Trained(max_grad_norm=0.5, offload_to=tmp_path, offload="optimizer")

@@ -196,11 +196,6 @@ class Binding:
             slot.address = 0  # that it is bound anew
         return tuple(sorted(self._in_file))
 
-    def _move_to_file(self, tensor: torch.Tensor) -> None:
-        assert self._state_file is not None
-        if not self._state_file.holds(tensor):
-            self._state_file.move(tensor)
-
     def refresh(self, *, early: bool = False) -> bool:
         """Bind anew whatever PyTorch has replaced since the last call.
 
@@ -234,8 +229,8 @@ class Binding:
                 )
             self._check_same(slot, tensor)
             self._check_known(slot, tensor)
-            if slot.index in self._in_file:
-                self._move_to_file(tensor)
+            if slot.index in self._in_file and self._state_file is not None:
+                self._state_file.move(tensor)
             self.arguments[slot.index] = as_runtime(tensor, slot.what)
             slot.tensor, slot.address = tensor, tensor.data_ptr()
             changed = True
