@@ -4,6 +4,8 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <tvm/ffi/error.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -28,6 +30,21 @@ std::atomic<Fault> fault{Fault::kError};
 bool FailsNow() {
   if (countdown.load() < 0) return false;
   return countdown.fetch_sub(1) == 0;
+}
+
+/*! \brief Remove files of processes that ended before theirs had lost their names. */
+void RemoveLeftovers(const std::string& folder) {
+  DIR* entries = opendir(folder.c_str());
+  if (entries == nullptr) return;
+  while (const dirent* entry = readdir(entries)) {
+    if (std::strncmp(entry->d_name, kPrefix, sizeof(kPrefix) - 1) != 0) continue;
+    const std::string path = folder + "/" + entry->d_name;
+    const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (descriptor < 0) continue;
+    if (flock(descriptor, LOCK_EX | LOCK_NB) == 0) unlink(path.c_str());
+    close(descriptor);
+  }
+  closedir(entries);
 }
 
 /*! \brief The error number that a fault gives a call that moves no bytes. */
@@ -64,18 +81,17 @@ NamelessFile OpenNameless(const std::string& folder, bool direct) {
   return file;
 }
 
-void RemoveLeftovers(const std::string& folder) {
-  DIR* entries = opendir(folder.c_str());
-  if (entries == nullptr) return;
-  while (const dirent* entry = readdir(entries)) {
-    if (std::strncmp(entry->d_name, kPrefix, sizeof(kPrefix) - 1) != 0) continue;
-    const std::string path = folder + "/" + entry->d_name;
-    const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-    if (descriptor < 0) continue;
-    if (flock(descriptor, LOCK_EX | LOCK_NB) == 0) unlink(path.c_str());
-    close(descriptor);
+void FailOffload(const std::string& text) {
+  TVM_FFI_THROW(OffloadError) << text;
+  throw;  // not reached: the line above throws
+}
+
+void CheckFolder(const std::string& folder) {
+  struct stat status;
+  if (stat(folder.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) {
+    FailOffload("offload_to names " + folder + ", which is no folder; make it first.");
   }
-  closedir(entries);
+  RemoveLeftovers(folder);
 }
 
 int ReserveFile(int descriptor, int64_t bytes) {

@@ -10,6 +10,14 @@
 
 namespace relax_disc {
 
+/*! \brief Throw an OffloadError. */
+[[noreturn]] void FailOffload(const std::string& text);
+/*!
+ * \brief See that a folder is there, and remove what processes left in it that have ended.
+ * \throws OffloadError if it is not.
+ */
+void CheckFolder(const std::string& folder);
+
 /*! \brief A new file without a name. */
 struct NamelessFile {
   int descriptor = -1;  // negative: errno says why
@@ -19,8 +27,6 @@ struct NamelessFile {
 
 /*! \param direct Whether it goes past the page cache, where that works. */
 NamelessFile OpenNameless(const std::string& folder, bool direct);
-/*! \brief Remove files of processes that ended before theirs had lost their names. */
-void RemoveLeftovers(const std::string& folder);
 /*! \brief Have blocks for so many bytes; an error number, or 0. */
 int ReserveFile(int descriptor, int64_t bytes);
 /*! \brief Bytes moved, which may be fewer; negative: errno says why. */

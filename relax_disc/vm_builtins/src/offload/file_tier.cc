@@ -1,8 +1,6 @@
 #include "offload/file_tier.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
-#include <tvm/ffi/error.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -32,11 +30,6 @@ int64_t Now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
-}
-
-[[noreturn]] void Fail(const std::string& text) {
-  TVM_FFI_THROW(OffloadError) << text;
-  throw;  // not reached: the line above throws
 }
 
 std::string Reason(int number) { return std::strerror(number); }
@@ -69,11 +62,7 @@ double Rounded(double value) {
 }  // namespace
 
 FileTier::FileTier(TierOptions options) : options_(std::move(options)) {
-  struct stat status;
-  if (stat(options_.folder.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) {
-    Fail("offload_to names " + options_.folder + ", which is no folder; make it first.");
-  }
-  RemoveLeftovers(options_.folder);
+  CheckFolder(options_.folder);
 }
 
 FileTier::~FileTier() {
@@ -83,7 +72,7 @@ FileTier::~FileTier() {
 
 void FileTier::Open() {
   if (thread_.forked()) {
-    Fail("a process that was forked uses the offload folder of its parent; compile there again.");
+    FailOffload("a process that was forked uses the offload folder of its parent; compile there again.");
   }
   if (buffer_ == nullptr) {
     buffer_ = MemoryBlock::Allocate({kDLCPU, 0}, kBufferBytes, Backing::kReal);
@@ -91,7 +80,7 @@ void FileTier::Open() {
   if (file_ < 0) {
     NamelessFile file = OpenNameless(options_.folder, true);
     if (file.descriptor < 0) {
-      Fail("no file can be made in the offload folder " + options_.folder + ": " +
+      FailOffload("no file can be made in the offload folder " + options_.folder + ": " +
            Reason(errno) + ". Nothing was changed.");
     }
     file_ = file.descriptor;
@@ -104,7 +93,7 @@ void FileTier::Grow(int64_t bytes) {
   if (bytes <= file_bytes_) return;
   const int error = ReserveFile(file_, bytes);
   if (error != 0) {
-    Fail("the offload folder " + options_.folder + " has no " + std::to_string(bytes) +
+    FailOffload("the offload folder " + options_.folder + " has no " + std::to_string(bytes) +
          " bytes for this call: " + Reason(error) +
          ". Nothing was changed. Free space there, name another folder, or raise the budget.");
   }
@@ -189,7 +178,7 @@ int64_t FileTier::Submit(Request request) {
 void FileTier::Wait(const TierCall& call, int64_t request) {
   thread_.WaitFor(request);
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!call.failure.empty()) Fail(call.failure);
+  if (!call.failure.empty()) FailOffload(call.failure);
 }
 
 void FileTier::Serve(const Request& request) {

@@ -1,8 +1,6 @@
 #include "offload/state_file.h"
 
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <tvm/ffi/error.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,24 +13,11 @@
 
 namespace relax_disc {
 
-namespace {
-
-[[noreturn]] void Fail(const std::string& text) {
-  TVM_FFI_THROW(OffloadError) << text;
-  throw;  // not reached: the line above throws
-}
-
-}  // namespace
-
 StateFile::StateFile(std::string folder) : folder_(std::move(folder)) {
-  struct stat status;
-  if (stat(folder_.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) {
-    Fail("offload_to names " + folder_ + ", which is no folder; make it first.");
-  }
-  RemoveLeftovers(folder_);
+  CheckFolder(folder_);
   NamelessFile file = OpenNameless(folder_, false);
   if (file.descriptor < 0) {
-    Fail("no file can be made in the offload folder " + folder_ + ": " + std::strerror(errno) +
+    FailOffload("no file can be made in the offload folder " + folder_ + ": " + std::strerror(errno) +
          ". Nothing was changed.");
   }
   file_ = file.descriptor;
@@ -56,7 +41,7 @@ int64_t StateFile::TakePart(int64_t bytes) {
   }
   const int error = ReserveFile(file_, file_bytes_ + bytes);
   if (error != 0) {
-    Fail("the offload folder " + folder_ + " has no " + std::to_string(file_bytes_ + bytes) +
+    FailOffload("the offload folder " + folder_ + " has no " + std::to_string(file_bytes_ + bytes) +
          " bytes for the optimizer's state: " + std::strerror(error) +
          ". Nothing was changed. Free space there, or name another folder.");
   }
@@ -67,14 +52,14 @@ int64_t StateFile::TakePart(int64_t bytes) {
 char* StateFile::Allocate(int64_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (thread_.forked()) {
-    Fail("a process that was forked uses the offload folder of its parent; compile there again.");
+    FailOffload("a process that was forked uses the offload folder of its parent; compile there again.");
   }
   const int64_t size = RoundUp(std::max<int64_t>(bytes, 1), kPage);
   const int64_t offset = TakePart(size);
   char* memory = MapFile(file_, size, offset);
   if (memory == nullptr) {
     free_.emplace(size, offset);
-    Fail("the file of the offload folder " + folder_ + " cannot be mapped: " +
+    FailOffload("the file of the offload folder " + folder_ + " cannot be mapped: " +
          std::strerror(errno) + ". Nothing was changed.");
   }
   parts_[memory] = {offset, size};
@@ -122,7 +107,7 @@ int64_t StateFile::Submit(StateCall* call, char* memory, int64_t bytes, bool is_
 void StateFile::Wait(StateCall* call, int64_t request) {
   thread_.WaitFor(request);
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!call->failure.empty()) Fail(call->failure);
+  if (!call->failure.empty()) FailOffload(call->failure);
 }
 
 void StateFile::Finish(StateCall* call) { thread_.WaitFor(call->last_request); }

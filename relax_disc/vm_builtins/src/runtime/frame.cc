@@ -10,14 +10,6 @@ namespace relax_disc {
 
 namespace ffi = tvm::ffi;
 
-namespace {
-
-int64_t BytesOf(const ffi::Tensor& tensor) {
-  return static_cast<int64_t>(ffi::GetDataSize(tensor.numel(), tensor.dtype()));
-}
-
-}  // namespace
-
 Frame::~Frame() {
   EndTransfers();
   state_ = nullptr;

@@ -24,6 +24,10 @@ inline int64_t RoundUp(int64_t bytes, int64_t alignment) {
   return (bytes + alignment - 1) / alignment * alignment;
 }
 
+inline int64_t BytesOf(const tvm::ffi::Tensor& tensor) {
+  return static_cast<int64_t>(tvm::ffi::GetDataSize(tensor.numel(), tensor.dtype()));
+}
+
 /*! \brief One contiguous piece of memory that its owner frees with it. */
 class MemoryBlock : public tvm::ffi::Object {
  public:

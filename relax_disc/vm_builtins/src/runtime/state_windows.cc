@@ -22,10 +22,6 @@ std::vector<int32_t> Without(const Givens& all, const Givens& some) {
   return rest;
 }
 
-int64_t BytesOf(const ffi::Tensor& tensor) {
-  return static_cast<int64_t>(ffi::GetDataSize(tensor.numel(), tensor.dtype()));
-}
-
 }  // namespace
 
 StateWindows PlanStateWindows(const Metadata& metadata, const std::vector<int64_t>& values,
