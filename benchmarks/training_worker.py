@@ -2,7 +2,8 @@
 
 Started by `benchmarks.training`, one process per variant, so that no variant's threads, caches or
 memory touch another's.  `compile:0.5` is torch.compile with that activation_memory_budget,
-`backend` torch.compile with ours, `checkpoint` eager PyTorch that computes every layer twice.
+`backend` torch.compile with ours, `checkpoint` eager PyTorch that computes every layer twice,
+`packed` and `packed-compile` a model packed by hand (`:padded`: but for attention).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import relax_disc
 from benchmarks.malloc_counter import MallocCounter
+from benchmarks.packed_llama import Kind, PackedLlama, places
 from benchmarks.processes import serve
 from benchmarks.training_batches import LONGEST, VOCABULARY, make_batch
 from relax_disc.integrations import torch_compile
@@ -38,6 +40,8 @@ VARIANTS = (
     "compile",
     "compile-fused",
     "backend",
+    "packed",
+    "packed-compile",
     "relax_disc",
 )
 SIZES = {
@@ -110,7 +114,9 @@ class Worker:
 
             self._planned = planned
             return step
-        run = self.model
+        run: Any = self.model
+        if kind.startswith("packed"):
+            run = self._packed(kind, "padded" if knob == "padded" else "split")
         if kind == "checkpoint":
             for block in self.model.blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -130,6 +136,13 @@ class Worker:
             return loss.detach()
 
         return eager_step
+
+    def _packed(self, kind: str, attention: Kind) -> Step:
+        """Make the model packed by hand; the rows are found anew for each batch, as a user must."""
+        packed: Any = PackedLlama(self.model, attention)
+        if kind == "packed-compile":
+            packed = torch.compile(packed, dynamic=True)
+        return lambda ids, labels: packed(ids, labels, *places(labels))
 
     def _bytes_without_arena(self, run: Any) -> int:
         """Compile the backend's program with a small batch; what is in use but for its arena."""

@@ -38,6 +38,7 @@ from relax_disc.training.cache.saved_step import Program
 from relax_disc.training.calibration import machine_name, read
 from relax_disc.training.call.batch import device_of
 from relax_disc.training.call.hooks import watch_clipping
+from relax_disc.training.call.loss_scale import check_scaler
 from relax_disc.training_step import GradientStep, TrainingStep, check_offload
 from relax_disc.transform.schedule_kernels import LOWERING_FAILURES
 from relax_disc.vm_builtins.tier import FileTier
@@ -58,6 +59,7 @@ def compile(
     max_grad_norm: float | None = None,
     offload_to: FileTier | str | os.PathLike[str] | None = None,
     offload: str | Sequence[str] = "activations",
+    scaler: torch.amp.GradScaler | None = None,
     options: PipelineOptions | None = None,
 ) -> TrainingStep:
     """Compile forward, gradients and optimizer update into one program for all shapes.
@@ -93,6 +95,11 @@ def compile(
     offload : str or sequence of str
         What goes there: "activations" (all that a step evicts), "optimizer" (the tensors of the
         optimizer's state, always), or both.
+    scaler : torch.amp.GradScaler, optional
+        For ``torch.autocast`` with float16: the step scales the loss, unscales the gradients before
+        they are clipped, leaves out an update whose gradients are not all finite
+        (`TrainingStep.skipped_updates`), and updates the scaler.  One that is not enabled counts as
+        none.
     options : PipelineOptions, optional
         What is done to the program; by default everything.
 
@@ -118,6 +125,7 @@ def compile(
             "between step(*batch, update=False) and your optimizer's step()."
         )
     check_offload(offload, offload_to, optimizer)
+    scaler = check_scaler(scaler)
     export = functools.partial(
         export_step,
         model,
@@ -126,6 +134,7 @@ def compile(
         dynamic_shapes=dynamic_shapes,
         loss_fn=loss_fn,
         max_grad_norm=max_grad_norm,
+        scaled=scaler is not None,
     )
     with phase("export the model"):
         exported = export()
@@ -150,6 +159,7 @@ def compile(
         calibration=None if path is None else read(path, machine),
         calibration_path=path,
         summing=accumulation_programs,
+        scaler=scaler,
     )
     step.offload_to = offload_to
     step.offload = offload

@@ -21,6 +21,7 @@ from relax_disc.tir_kernels.tuning.database import USER, load
 from relax_disc.tir_kernels.tuning.replay import Tuned
 from relax_disc.transform.fusion.fuse_kernels import FuseKernels
 from relax_disc.transform.fusion.inline_producers import InlineProducers
+from relax_disc.transform.fusion.repeat_for_late_readers import RepeatForLateReaders
 from relax_disc.transform.fusion.share_kernels import ShareKernels
 from relax_disc.transform.libraries.chunk_vocabulary_head import ChunkVocabularyHead
 from relax_disc.transform.libraries.dispatch_library import DispatchLibrary
@@ -57,7 +58,8 @@ class PipelineOptions:
     fuse : bool
         Fuse element-wise operators into one kernel.
     inline_producers : bool
-        With fusion: compute cheap values again in each kernel that reads them.
+        With fusion: compute cheap values again in each kernel that reads them, and what little work
+        makes of parameters again before late readers.
     join_kernels : bool
         With fusion: one kernel for several that read the same values, which may also make again
         what an earlier one made of those.
@@ -196,7 +198,7 @@ def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list
             stock = [stage for stage in stock if stage.info.name != "ApplyDefaultSchedule"]
         fusion = next(k for k, stage in enumerate(stock) if stage.info.name == "FuseOps")
         assert stock[fusion + 1].info.name == "FuseTIR"
-        inlined = [InlineProducers()] if options.inline_producers else []
+        inlined = [InlineProducers(), RepeatForLateReaders()] if options.inline_producers else []
         ours = [CanonicalizeExtents(), *inlined, FuseKernels(options.join_kernels)]
         return [*stock[:fusion], *ours, *stock[fusion + 2 :]]
     return [relax.transform.LegalizeOps(), relax.transform.FoldConstant()]

@@ -19,7 +19,7 @@ import torch
 import tvm
 from tvm import relax
 
-from relax_disc.errors import InputMismatchError, RelaxDiscWarning, StepTornError
+from relax_disc.errors import ArtefactError, InputMismatchError, RelaxDiscWarning, StepTornError
 from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep
 from relax_disc.progress import phase
@@ -37,6 +37,12 @@ from relax_disc.training.call.batch import device_of
 from relax_disc.training.call.counters import GroupWatch, StepCounters, fill
 from relax_disc.training.call.hooks import watch_step
 from relax_disc.training.call.interrupt import deferred_interrupt
+from relax_disc.training.call.loss_scale import (
+    LossScale,
+    check_scaler,
+    mark_loss,
+    watch_scalers,
+)
 from relax_disc.training.call.snapshot import restored, without_gradients
 from relax_disc.training.call.tear import Tear
 from relax_disc.training.compiled_function import CompiledFunction
@@ -99,6 +105,8 @@ class TrainingStep(CompiledFunction):
         Where `calibrate` keeps what it measured, besides in the step.
     summing : pair of Program, or callable, optional
         The functions that sum gradients, or what makes them when they are first needed.
+    scaler : torch.amp.GradScaler, optional
+        As given to `relax_disc.compile`, where the program scales the loss.
 
     Attributes
     ----------
@@ -121,15 +129,20 @@ class TrainingStep(CompiledFunction):
         calibration: Calibration | None = None,
         calibration_path: Path | None = None,
         summing: Programs | Callable[[], Programs] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         members = optimizers_of(optimizer)
+        watch_scalers()
         self._watches = [GroupWatch(model, member) for member in members]
         self._counters = [
             StepCounters(group, model, optimizer)
             for group in captured.update_groups
             if optimizer is not None
         ]
-        super().__init__(captured, executable, model, optimizer)
+        loss_scale = None
+        if scaler is not None:
+            loss_scale = LossScale(scaler, device_of(model), drives=bool(members))
+        super().__init__(captured, executable, model, optimizer, loss_scale=loss_scale)
         hyper = [captured.inputs[group.hyper_input] for group in captured.update_groups]
         self._vectors = [
             torch.zeros(int(spec.shape[0]), dtype=getattr(torch, spec.dtype)) for spec in hyper
@@ -167,11 +180,12 @@ class TrainingStep(CompiledFunction):
             with True adds its own, clips and updates once from the sum and sets ``p.grad`` to None,
             like ``optimizer.step(); optimizer.zero_grad()``.  Gradients are summed: for a mean over
             N batches divide the loss by N in ``loss_fn``.  The first use compiles two more
-            functions; they share the step's arena and budget.
+            functions; they share the step's arena and budget.  With a scaler the sums are those of
+            scaled gradients, as in eager PyTorch.
         keep_gradients : bool
-            True leaves this update's gradients in ``p.grad``, as they were before clipping, until
-            the next call; all then live at once, as with ``update=False``, and the first use
-            compiles the same functions.
+            True leaves this update's gradients in ``p.grad``, unscaled, as they were before
+            clipping, until the next call; all then live at once, as with ``update=False``, and the
+            first use compiles the same functions.
 
         Returns
         -------
@@ -233,6 +247,16 @@ class TrainingStep(CompiledFunction):
         return self._norm
 
     @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The `torch.amp.GradScaler` that the step drives; its ``state_dict`` holds the scale."""
+        return None if self._loss_scale is None else self._loss_scale.scaler
+
+    @property
+    def skipped_updates(self) -> int:
+        """How many updates were left out because a scaled gradient was not finite."""
+        return 0 if self._loss_scale is None else self._loss_scale.skipped
+
+    @property
     def model(self) -> torch.nn.Module:
         """The model whose parameters the step updates."""
         return self._model
@@ -263,7 +287,7 @@ class TrainingStep(CompiledFunction):
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Put parameters, buffers, optimizer state and counts back when the block ends.
+        """Put parameters, buffers, optimizer state, counts and scale back when the block ends.
 
         Sums of gradients are put aside meanwhile: inside there are none.
         """
@@ -274,12 +298,15 @@ class TrainingStep(CompiledFunction):
             rng = None if self._rng is None else self._rng.mark()
             started = self.accumulation.started
             self.accumulation.started = False
+            scale = None if self._loss_scale is None else self._loss_scale.mark()
             try:
                 with restored(tensors, self._counters):
                     yield
             finally:
                 self.accumulation.started = started
                 self.accumulation.forget_gradients()
+                if self._loss_scale is not None and scale is not None:
+                    self._loss_scale.restore(scale)
                 if self._rng is not None and rng is not None:
                     self._rng.restore(rng)
 
@@ -355,6 +382,7 @@ class TrainingStep(CompiledFunction):
         model: torch.nn.Module,
         optimizer: Any,
         loss_fn: Callable[..., Any] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> TrainingStep:
         """Load a saved step for a model and an optimizer like those that it was compiled for.
 
@@ -370,6 +398,8 @@ class TrainingStep(CompiledFunction):
         loss_fn : callable, optional
             The loss function with which the step was compiled, if that reads tensors or values
             besides its arguments, which are then read from this one.
+        scaler : torch.amp.GradScaler, optional
+            If the step was compiled with one; load its ``state_dict`` to go on with that scale.
 
         Raises
         ------
@@ -379,6 +409,12 @@ class TrainingStep(CompiledFunction):
         """
         programs, settings = saved_step.load(path, model, optimizer, loss_fn)
         main = programs["step"]
+        scaler = check_scaler(scaler)
+        if (scaler is not None) != any(spec.kind == "scale" for spec in main.captured.inputs):
+            was, now = ("without", "with") if scaler is not None else ("with", "without")
+            raise ArtefactError(
+                f"{path} was compiled {was} an enabled scaler and is loaded {now} one."
+            )
         measured = settings.pop("calibration")
         if measured is not None:
             machine = machine_name(device_of(model))
@@ -387,6 +423,7 @@ class TrainingStep(CompiledFunction):
         return kind(
             *(main.captured, main.executable, model, optimizer, main.library),
             calibration=measured,
+            scaler=scaler,
             summing=(programs["adding"], programs["updating"]) if "adding" in programs else None,
             **settings,
         )
@@ -452,15 +489,42 @@ class TrainingStep(CompiledFunction):
         if "norm" in kinds:
             self._norm = flat[kinds.index("norm")]
         if self.accumulation.note(function, keep_gradients):
-            for counter in self._counters:
-                counter.advance()
-            self._has_updated = True
-            # What the wrapper that a learning-rate scheduler puts round optimizer.step would set.
-            for member in self._members:
-                setattr(member, "_opt_called", True)  # noqa: B010 - it declares no such name
+            self._finish_update(self._skipped(function, flat, keep_gradients))
         else:
             self._withdraw_state(function)
+        mark_loss(flat[0])
         return (flat[0], function._extras(flat)) if function._has_extras else flat[0]
+
+    def _skipped(
+        self, function: CompiledFunction, flat: Sequence[torch.Tensor], keep_gradients: bool
+    ) -> list[torch.optim.Optimizer]:
+        """List the optimizers that have updated nothing; tell the scaler."""
+        if self._loss_scale is None:
+            return []
+        flags = {
+            int(out.name): bool(value)  # waits for the step, as GradScaler.step() does
+            for out, value in zip(function._returned, flat, strict=True)
+            if out.kind == "overflow"
+        }
+        if keep_gradients and isinstance(function, Summing):
+            found = [p.grad for p in function.parameters() if p.grad is not None]
+            self._loss_scale.unscale(found)
+        self._loss_scale.settle(list(flags.values()))
+        return [member for k, member in enumerate(self._members) if flags.get(k)]
+
+    def _finish_update(self, skipped: Sequence[torch.optim.Optimizer]) -> None:
+        """Count the update of all optimizers but those."""
+        left_out = set(map(id, skipped))
+        for counter in self._counters:
+            if id(counter.optimizer) in left_out:
+                counter.withdraw()
+            else:
+                counter.advance()
+        self._has_updated = True
+        # What the wrapper that a learning-rate scheduler puts round optimizer.step would set.
+        for member in self._members:
+            if id(member) not in left_out:
+                setattr(member, "_opt_called", True)  # noqa: B010 - it declares no such name
 
     def _before_eager_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Tell a user who calls ``optimizer.step()`` that a call of the step has updated already.

@@ -184,11 +184,19 @@ def _step(
     """Take PyTorch's step; return the loss and the extra outputs."""
     model.zero_grad()
     loss, extras = wrap_step(model, loss_fn).eager(*batch)
-    loss.backward()
+    scale = 1.0 if step.scaler is None else step.scaler.get_scale()
+    (loss * scale).backward()
+    found = {p: p.grad for p in model.parameters() if p.grad is not None}
+    skipped = {
+        id(p) for p, gradient in found.items() if step.scaler and not gradient.isfinite().all()
+    }
+    for gradient in found.values():
+        gradient.div_(scale)
     if step.max_grad_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), step.max_grad_norm)
     for member in optimizers_of(optimizer):
-        type(member).step(member)
+        if not any(id(p) in skipped for group in member.param_groups for p in group["params"]):
+            type(member).step(member)
     others = (x for x in pytree.tree_leaves(extras) if isinstance(x, torch.Tensor))
     return [x.detach() for x in (loss, *others)]
 

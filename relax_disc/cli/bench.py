@@ -15,7 +15,18 @@ from rich.table import Table
 
 from relax_disc.bytes_text import format_bytes
 from relax_disc.cli.report import check_budget
-from relax_disc.cli.user_step import Json, Sizes, Source, compiled, load, parse_sizes, resized
+from relax_disc.cli.user_step import (
+    Json,
+    Offload,
+    OffloadTo,
+    Sizes,
+    Source,
+    compiled,
+    load,
+    parse_sizes,
+    resized,
+    with_options,
+)
 from relax_disc.frontend.capture.export import wrap_step
 from relax_disc.frontend.optimizer.several import optimizers_of
 
@@ -32,14 +43,16 @@ def bench(
     budget: Annotated[
         str | None, typer.Option(help='All memory of a compiled step, such as "8GiB".')
     ] = None,
+    offload_to: OffloadTo = None,
+    offload: Offload = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 10,
     as_json: Json = False,
 ) -> None:
     """Time a compiled step and the same step in eager PyTorch, in turns."""
     check_budget(budget)
     make = load(source)
-    arguments = make()
-    step = compiled(source, budget, arguments)
+    arguments = with_options(make(), budget, offload_to, offload)
+    step = compiled(source, arguments)
     sizes = parse_sizes(dim, step.dims)
     batch = resized(arguments["example_inputs"], arguments["dynamic_shapes"], sizes)
     eager = _eager(make(), batch)

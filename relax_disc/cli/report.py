@@ -13,7 +13,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from relax_disc.bytes_text import format_bytes, parse_bytes
-from relax_disc.cli.user_step import Json, Sizes, Source, compiled, load, parse_sizes
+from relax_disc.cli.user_step import (
+    Json,
+    Offload,
+    OffloadTo,
+    Sizes,
+    Source,
+    compiled,
+    load,
+    parse_sizes,
+    with_options,
+)
 from relax_disc.errors import InputMismatchError
 
 EXAMPLES = (
@@ -28,10 +38,15 @@ def report(
     budget: Annotated[
         str | None, typer.Option(help='All memory of a step, such as "8GiB".')
     ] = None,
+    offload_to: OffloadTo = None,
+    offload: Offload = None,
     lines: Annotated[int, typer.Option(help="Lines of the model to name.")] = 10,
     plot: Annotated[Path | None, typer.Option(help="Write a picture: .png, .svg, .pdf.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to look into, offline.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
+    snapshot: Annotated[
+        Path | None, typer.Option(help="Write a snapshot for pytorch.org/memory_viz.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Peak memory of a step at a shape, what is alive there, by which line of the model.
@@ -39,8 +54,7 @@ def report(
     Compiles the step, without running it.
     """
     check_budget(budget)
-    arguments = load(source)()
-    step = compiled(source, budget, arguments)
+    step = compiled(source, with_options(load(source)(), budget, offload_to, offload))
     sizes = parse_sizes(dim, step.dims)
     plan = step.plan(**sizes)
     limit, step.memory_budget = step.memory_budget, None
@@ -58,6 +72,8 @@ def report(
         "least_bytes": plan.least_bytes,
         "time_ratio": plan.time_ratio if plan.fits else None,
         "kernels_run_again": len(plan.evicted) if plan.fits else None,
+        "offloaded_bytes": plan.offloaded_bytes if plan.fits else None,
+        "offloaded_state_bytes": plan.offloaded_state_bytes if plan.fits else None,
         "at_peak_bytes": {
             name: row[timeline.peak_step] for name, row in timeline.live_bytes.items()
         },
@@ -83,6 +99,8 @@ def report(
         shown.write_html(html, before=before)
     if trace:
         shown.write_trace(trace)
+    if snapshot:
+        shown.write_snapshot(snapshot)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
@@ -123,6 +141,9 @@ def _show(facts: dict[str, Any]) -> None:
         table.add_row("peak without a budget", format_bytes(facts["peak_without_budget_bytes"]))
         table.add_row("kernels that run again", str(facts["kernels_run_again"]))
         table.add_row("time, modelled", f"x {facts['time_ratio']:.3f}")
+    for name, key in (("activations", "offloaded_bytes"), ("state", "offloaded_state_bytes")):
+        if facts[key]:
+            table.add_row(f"offloaded {name}", format_bytes(facts[key]))
     table.add_row("least budget for this shape", format_bytes(facts["least_bytes"]))
     for name, size in facts["largest"].items():
         table.add_row(f"largest {name} in the budget", str(size) if size else "none fits")

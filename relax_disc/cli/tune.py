@@ -29,7 +29,7 @@ from relax_disc.tir_kernels.tuning.tasks import Task, tasks
 from relax_disc.tir_kernels.tuning.tune import Plan, Verdict, tune_kernels
 
 EXAMPLES = (
-    "Example: relax-disc tune my.py:step --dim batch=4 --dim seq=128 --seconds 600. An "
+    "Example: relax-disc tune my.py:step --dim batch=4 --dim seq=128 --trials 64. An "
     "interrupted run goes on where it stopped. Other programs on the machine disturb it."
 )
 _UNBOUNDED = 1024

@@ -45,6 +45,14 @@ Sizes = Annotated[
     list[str] | None,
     typer.Option("--dim", metavar="NAME=SIZE", help="Size of a dim; one option for each."),
 ]
+OffloadTo = Annotated[
+    Path | None,
+    typer.Option(help="A folder on a fast disk that tensors may be offloaded to."),
+]
+Offload = Annotated[
+    list[str] | None,
+    typer.Option(help='What goes there: "activations" (default) or "optimizer"; or both, twice.'),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else.")]
 
 
@@ -110,10 +118,19 @@ def _told(file: Path) -> Iterator[None]:
         raise UserCodeError(f"{type(error).__name__}: {error}\n  at {where}") from error
 
 
-def compiled(source: str, budget: str | None, arguments: dict[str, Any]) -> Any:
+def with_options(
+    arguments: dict[str, Any],
+    budget: str | None,
+    offload_to: Path | None = None,
+    offload: list[str] | None = None,
+) -> dict[str, Any]:
+    """Put what the command line says over the arguments that the user's function returned."""
+    options = {"memory_budget": budget, "offload_to": offload_to, "offload": offload or None}
+    return {**arguments, **{name: value for name, value in options.items() if value is not None}}
+
+
+def compiled(source: str, arguments: dict[str, Any]) -> Any:
     """Compile the user's step, showing the phases on a terminal."""
-    if budget is not None:
-        arguments["memory_budget"] = budget
     with progress.shown():
         try:
             return relax_disc.compile(**arguments)

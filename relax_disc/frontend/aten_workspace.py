@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -38,22 +38,31 @@ def scratch_bytes(
     recipe: str,
     operands: Sequence[Any],
     results: Sequence[Tensor],
+    *,
+    function: str = aten.CALL,
+    growing: Sequence[Tensor] | None = None,
+    held: Collection[Any] = (),
 ) -> Any:
     """Bound the memory of a call.
 
     ``symbols``: of the function that the call is in. ``recipe``: of the call. ``operands``: fake
-    values; complex tensors as such. ``results``: fake values. Returned: bytes, in the dims.
+    values; complex tensors as such. ``results``: fake values. ``function``: that is called.
+    ``growing``: what the memory grows with, if not with operands and results. ``held``: symbols
+    that it does not grow with. Returned: bytes, in the dims.
     """
     install.install("llvm")
     tensors = [x for x in (*operands, *results) if isinstance(x, Tensor)]
     numbers = [x for x in operands if not isinstance(x, Tensor)]
     sizes = [*numbers, *(n for x in tensors for n in x.shape)]
     free = sorted({s for n in sizes for s in _free(n)}, key=str)
-    points = _points(symbols, tensors, free)
+    points = _points(symbols, tensors, free, held)
+    if growing is not None:
+        tensors = growing
+        points.insert(0, {s: symbols.size_in_range(s, 2 if s in held else 1) for s in free})
     seen = [
         (sum(_bytes(x, sizes) for x in tensors), found)
         for sizes in points
-        if (found := _measured(recipe, operands, results, sizes)) is not None
+        if (found := _measured(function, recipe, operands, results, sizes)) is not None
     ]
     growth, base = _bound(seen)
     total: Any = tirx.IntImm("int64", base)
@@ -86,14 +95,17 @@ def _bound(seen: Sequence[tuple[int, int]]) -> tuple[float, int]:
 
 
 def _points(
-    symbols: SymbolTranslator, tensors: Sequence[Tensor], free: Sequence[Any]
+    symbols: SymbolTranslator, tensors: Sequence[Tensor], free: Sequence[Any], held: Collection[Any]
 ) -> list[dict[Any, int]]:
-    """Sizes to try: all dims small, then larger and larger; a single point without dims."""
+    """Sizes to try: all dims small, then those that are not held larger and larger.
+
+    A single point without dims.
+    """
     if not free:
         return [{}]
     points: list[dict[Any, int]] = []
     for factor in (1, 2, 3, 5, 8, 16, 32, 64, 128, 256, 512, 1024):
-        sizes = {s: symbols.size_in_range(s, 2 * factor) for s in free}
+        sizes = {s: symbols.size_in_range(s, 2 if s in held else 2 * factor) for s in free}
         total = sum(_bytes(x, sizes) for x in tensors)
         if points and (sizes == points[-1] or total > _MOST_BYTES):
             break
@@ -116,11 +128,15 @@ def _bytes(x: Tensor, sizes: dict[Any, int]) -> int:
 
 
 def _measured(
-    recipe: str, operands: Sequence[Any], results: Sequence[Tensor], sizes: dict[Any, int]
+    name: str,
+    recipe: str,
+    operands: Sequence[Any],
+    results: Sequence[Tensor],
+    sizes: dict[Any, int],
 ) -> int | None:
     """Bytes that a call takes at some sizes; None where it raises."""
     call = tvm_ffi.get_global_func("relax_disc.cpu.call_with_workspace")
-    function = tvm_ffi.get_global_func(aten.CALL)
+    function = tvm_ffi.get_global_func(name)
     given = [
         _example(x, sizes) if isinstance(x, Tensor) else _value(x, sizes)
         for x in (*operands, *results)

@@ -14,8 +14,8 @@ from tvm import relax, tirx
 
 from relax_disc.errors import InputMismatchError
 from relax_disc.frontend.capture.arguments import outer_of
-from relax_disc.frontend.capture.counted_sizes import reaches_results
 from relax_disc.frontend.capture.export import Exported
+from relax_disc.frontend.capture.sizes.counted import reaches_results
 from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.emitter import Emitter
 from relax_disc.frontend.importer import Parameters, declare, translate

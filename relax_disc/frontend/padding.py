@@ -37,27 +37,19 @@ def _described(captured: CapturedStep, padding: Padding) -> CapturedStep:
         return captured
     assert padding.grid is not None
     parameters = captured.module[captured.function].params[len(captured.inputs) :]
-    tokens = parameters[0].ty.shape.values[1].name
-    batch, length = padding.grid.batch.name, padding.grid.length.name
-    shapes: tuple[tuple[int | str, ...], ...] = ((3, tokens), (f"{batch} + 1",))
-    inputs = [
-        InputSpec(parameter.name, "packing", role, "", -1, shape, "int64")
-        for parameter, role, shape in zip(parameters, ("places", "starts"), shapes, strict=True)
-    ]
     leaves = {spec.name: int(spec.target) for spec in captured.inputs if spec.kind == "batch"}
-    needed = padding.needed
-    return replace(
-        captured,
-        inputs=(*captured.inputs, *inputs),
-        packing=Packing(
-            tokens,
-            batch,
-            length,
-            _by_leaf(needed.counted, leaves),
-            _by_leaf(needed.kept, leaves),
-            needed.is_prefix,
-        ),
-    )
+    batch, inputs, packings = padding.grid.batch.name, list(captured.inputs), []
+    for k, (length, needed) in enumerate(zip(padding.grid.lengths, padding.needed, strict=True)):
+        places, starts = parameters[2 * k : 2 * k + 2]
+        tokens = places.ty.shape.values[1].name
+        for parameter, role, shape in (
+            (places, "places", (3, tokens)),
+            (starts, "starts", (f"{batch} + 1",)),
+        ):
+            inputs.append(InputSpec(parameter.name, "packing", role, "", -1, tuple(shape), "int64"))
+        counted, kept = _by_leaf(needed.counted, leaves), _by_leaf(needed.kept, leaves)
+        packings.append(Packing(tokens, batch, length.name, counted, kept, needed.is_prefix))
+    return replace(captured, inputs=tuple(inputs), packings=tuple(packings))
 
 
 def _by_leaf(value: Any, leaves: Mapping[str, int]) -> Any:

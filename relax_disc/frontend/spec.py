@@ -10,7 +10,7 @@ import tvm
 from torch.utils import _pytree as pytree
 
 from relax_disc.frontend.capture.batch_spec import BatchSpec
-from relax_disc.frontend.capture.outer_state import Outer
+from relax_disc.frontend.capture.state.outer_state import Outer
 
 InputKind = Literal[
     "shape",
@@ -20,6 +20,7 @@ InputKind = Literal[
     "constant",
     "number",
     "rng",
+    "scale",
     "gradient",
     "output_gradient",
     "adding",
@@ -27,7 +28,9 @@ InputKind = Literal[
     "hyper",
     "packing",
 ]
-OutputKind = Literal["loss", "extra", "norm", "gradient", "buffer", "parameter", "state", "guard"]
+OutputKind = Literal[
+    "loss", "extra", "norm", "overflow", "gradient", "buffer", "parameter", "state", "guard"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,9 @@ class InputSpec:
         model or the loss function reaches and that is neither), ``"number"`` (a Python number that
         they read, float64 without axes), ``"rng"`` (``[seed, offset]``, int64,
         there only when the model draws random numbers; the caller raises the offset by one after
-        each step), ``"gradient"`` (the sum so far), ``"output_gradient"`` (in a function of two
-        halves), ``"adding"`` (what the addition of gradients reads: `SUM_HYPER` of
+        each step), ``"scale"`` (what the loss is multiplied with before its gradients are taken,
+        float32 without axes), ``"gradient"`` (the sum so far), ``"output_gradient"`` (in a function
+        of two halves), ``"adding"`` (what the addition of gradients reads: `SUM_HYPER` of
         :mod:`.optimizer.kernels`), ``"state"`` (of the optimizer), ``"hyper"``
         (:mod:`.optimizer.program`) or ``"packing"`` (which rows of the batch are kept:
         :mod:`relax_disc.transform.padding.remove_padding`).
@@ -161,7 +165,7 @@ class SizeCheck:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Which rows of a padded batch a function computes; a row is one position of one sequence.
+    """Which rows of one length a function computes; a row is one position of one sequence.
 
     Expressions are those of :mod:`relax_disc.analysis.padding.values` over ``batch`` and
     ``length``; the parameter of a ``"load"`` is the index among the leaves of the flattened batch.
@@ -211,8 +215,8 @@ class CapturedStep:
         What a batch must fulfil beyond the declared dims.
     outer : Outer
         Where the inputs of kinds ``"constant"`` and ``"number"`` lie, and what else was read.
-    packing : Packing or None
-        The rows that are computed; None: all.
+    packings : tuple of Packing
+        The rows that are computed, for each length of the sequences of a batch; empty: all.
     padding : tuple of PaddingReason
         Why rows that do not count are computed after all.
     counted : tuple of CountedDim
@@ -231,6 +235,6 @@ class CapturedStep:
     index_checks: tuple[IndexCheck, ...] = ()
     size_checks: tuple[SizeCheck, ...] = ()
     outer: Outer = field(default_factory=Outer)
-    packing: Packing | None = None
+    packings: tuple[Packing, ...] = ()
     padding: tuple[PaddingReason, ...] = ()
     counted: tuple[CountedDim, ...] = ()

@@ -14,7 +14,7 @@ from tvm import tirx
 from tvm.sym.analyzer import Analyzer
 
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture.dims import DimTable
+from relax_disc.frontend.capture.sizes.dims import DimTable
 from relax_disc.frontend.spec import DimSpec
 
 # Where a class exists in several versions of sympy and torch, all of them are listed.

@@ -41,6 +41,7 @@ class GraphLayout:
     """What the arguments and the results of a graph are, by place."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
+        _inline_checkpoints(graph)
         self.graph = graph
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
         self._fakes = [node.meta["example_value"] for node in nodes]
@@ -260,6 +261,23 @@ class GraphLayout:
         raise UnsupportedOperatorError(
             f"A tensor that the graph takes has the size {expr}, which is no multiple of one dim."
         )
+
+
+def _inline_checkpoints(graph: fx.GraphModule) -> None:
+    """Call the regions of ``torch.utils.checkpoint`` like any other module, nested ones too.
+
+    What is computed again is decided by the budget.
+    """
+    for node in list(graph.graph.nodes):
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            region, *arguments = node.args
+            with graph.graph.inserting_before(node):
+                call = graph.graph.call_module(region.target, tuple(arguments))
+            call.meta.update(node.meta)
+            node.replace_all_uses_with(call)
+            graph.graph.erase_node(node)
+            _inline_checkpoints(getattr(graph, region.target))
+    graph.recompile()
 
 
 def _is_fixed(extent: torch.SymInt) -> bool:

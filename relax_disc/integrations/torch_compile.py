@@ -21,7 +21,6 @@ import torch
 import tvm
 from torch import _guards as guards
 from torch import fx, nn
-from torch.autograd.function import once_differentiable
 from tvm import relax
 
 from relax_disc.bytes_text import parse_bytes
@@ -49,6 +48,11 @@ _OPTIONS = ("memory_budget",)
 
 _MOST_NUMBERS = 8
 """A graph is compiled for so many sets of the plain numbers that it is called with."""
+
+_ONCE = (
+    "A gradient of a gradient through a program of torch.compile(backend='relax_disc'): it has "
+    "none. Leave the call that is differentiated twice to eager PyTorch."
+)
 
 _made: list[weakref.ref[GraphFunction]] = []
 
@@ -326,8 +330,8 @@ class _Autograd(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradients; under ``create_graph=True`` ones that have none of their own."""
         _ = ctx.saved_tensors  # PyTorch raises where one was written in the meantime
         frame, ctx.frame = ctx.frame, None
         if frame is None:
@@ -336,5 +340,19 @@ class _Autograd(torch.autograd.Function):
                 "calls then. Call the model again instead of backward(retain_graph=True)."
             )
         wanted = [gradients[place] for place in sorted(ctx.function.differentiable)]
-        found = ctx.function.backward(frame, wanted)
+        with torch.no_grad():
+            found = ctx.function.backward(frame, wanted)
+        if torch.is_grad_enabled():
+            found = _differentiated_once(found)
         return (None, *(found.get(place) for place in range(ctx.count)))
+
+
+def _differentiated_once(found: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the gradients so that a gradient of them raises, whatever they are multiplied with.
+
+    PyTorch's ``once_differentiable`` lets them pass for constants where what comes in is one, as
+    in the backward pass of a sum.
+    """
+    refuse = torch._C._functions.DelayedError(_ONCE.encode(), len(found))
+    made = refuse(*(tensor.requires_grad_() for tensor in found.values()))
+    return dict(zip(found, made if len(found) > 1 else [made], strict=True))

@@ -8,9 +8,10 @@ its ``FLegalize`` rule; the torch operator of the same name keeps it whole while
 
 from relax_disc.ops import batch_norm as _batch_norm  # noqa: F401
 from relax_disc.ops import cumprod as _cumprod  # noqa: F401
+from relax_disc.ops import loop as _loop  # noqa: F401
 from relax_disc.ops import matmul as _matmul  # noqa: F401
 from relax_disc.ops import vocabulary_head as _vocabulary_head  # noqa: F401
-from relax_disc.ops.attention import attention, attention_backward
+from relax_disc.ops.attention import attention, attention_backward, attention_backward_trained
 from relax_disc.ops.convolution import convolution, convolution_input, convolution_weight
 from relax_disc.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from relax_disc.ops.ctc import ctc_loss, ctc_loss_backward
@@ -23,6 +24,7 @@ from relax_disc.ops.recurrence import recurrence, recurrence_backward
 __all__ = [
     "attention",
     "attention_backward",
+    "attention_backward_trained",
     "await_gradient",
     "convolution",
     "convolution_input",

@@ -15,6 +15,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as script
 
 from relax_disc.ops import registry
+from relax_disc.ops.operand_views import permuted_view
 
 if TYPE_CHECKING:
     from relax_disc.transform.libraries.dispatch_library import Site
@@ -165,17 +166,24 @@ registry.register_legalization("relax_disc.grouped_outer", _legalize_outer)
 
 @registry.dispatches("relax_disc.grouped_matmul", "relax_disc.grouped_outer")
 def dispatch(call: relax.Call, site: Site) -> relax.Expr | None:
-    """Dispatch both to the CPU's library; halves are multiplied in float32."""
+    """Dispatch both to the CPU's library; halves are multiplied in float32.
+
+    Matrices that the model transposes are read as they are stored.
+    """
     if not site.family.endswith(".cpu"):
         return None
     kind = site.original.ty
     dtype, wide = registry.dtype_name(kind), registry.statistics_dtype(kind)
     operands = list(call.args)
+    name = call.op.name.removeprefix("relax_disc.")
+    flags = [int(call.attrs["transposed"])] if name == "grouped_matmul" else []
+    if flags:
+        view = permuted_view(operands[1], site.definition)
+        if view.axes == (0, 2, 1):
+            operands[1], flags = view.tensor, [1 - flags[0]]
     if dtype != wide:
         floats = (relax.op.astype(operand, wide) for operand in operands[:2])
         operands[:2] = [site.builder.emit(operand) for operand in floats]
-    name = call.op.name.removeprefix("relax_disc.")
-    flags = [int(call.attrs["transposed"])] if name == "grouped_matmul" else []
     result = site.call(name, [*operands, *flags], relax.TensorType(kind.shape, wide))
     return result if dtype == wide else relax.op.astype(site.builder.emit(result), dtype)
 

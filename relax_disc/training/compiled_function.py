@@ -25,6 +25,7 @@ from relax_disc.training.call.batch import describe_batch
 from relax_disc.training.call.binding import Binding, as_runtime
 from relax_disc.training.call.hooks import HookWatch
 from relax_disc.training.call.interrupt import OneAtATime, deferred_interrupt
+from relax_disc.training.call.loss_scale import LossScale
 from relax_disc.training.call.packing import rounded
 from relax_disc.training.call.random_state import RandomState
 from relax_disc.training.call.value_guards import ValueGuards
@@ -41,7 +42,7 @@ class CompiledFunction:
     """A compiled program bound to a model; see `TrainingStep` and `ForwardFunction`.
 
     A ``sibling`` is a function of the same model that takes turns with this one: they share one
-    arena, one budget at the start, and the state of the random operators.
+    arena, one budget at the start, the scale of the loss and the state of the random operators.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class CompiledFunction:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         sibling: CompiledFunction | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self._captured, self._executable = captured, executable
         self._schema = schema = describe_batch(captured, model)
@@ -83,6 +85,11 @@ class CompiledFunction:
         self._sizes: Mapping[str, int] = {}
         self._alone = OneAtATime()
         self._rng = self._bind_rng(None if sibling is None else sibling._rng)
+        self._loss_scale = loss_scale if sibling is None else sibling._loss_scale
+        for index, spec in enumerate(captured.inputs):
+            if spec.kind == "scale":
+                assert self._loss_scale is not None
+                self._arguments[index] = as_runtime(self._loss_scale.tensor, "the loss's scale")
         self._tier: FileTier | None = None
         self._offload: tuple[str, ...] = ("activations",)
         self._state_file: StateFile | None = None
@@ -245,15 +252,15 @@ class CompiledFunction:
         """
         budget = self.memory_budget if memory_budget is None else parse_bytes(memory_budget)
         found = bounded_dim(self.dims, dim)
-        packing = self._captured.packing
 
         def sizes(size: int) -> dict[str, int]:
             """Complete a shape; a number of rows that was given holds as far as there are any."""
             dims = {**other_dims, dim: size}
-            if packing is None or packing.tokens not in dims:
-                return dims
-            most = math.prod(dims.get(name, 1) for name in (packing.batch, packing.length))
-            return {**dims, packing.tokens: min(dims[packing.tokens], most)}
+            for packing in self._captured.packings:
+                if packing.tokens in dims:
+                    most = math.prod(dims.get(name, 1) for name in (packing.batch, packing.length))
+                    dims[packing.tokens] = min(dims[packing.tokens], most)
+            return dims
 
         self.complete_sizes(sizes(found.last or 0))
         if budget is None:
@@ -286,8 +293,7 @@ class CompiledFunction:
 
     def padding_report(self) -> PaddingReport:
         """Tell whether the padding of batches is left out, and what needs it, by line."""
-        packing = self._captured.packing
-        tokens = None if packing is None else packing.tokens
+        tokens = tuple(packing.tokens for packing in self._captured.packings)
         return PaddingReport(tokens, self._captured.padding)
 
     def first_use(self, target: str) -> str:
@@ -400,36 +406,36 @@ class CompiledFunction:
     @property
     def program_dims(self) -> tuple[SymbolicDim, ...]:
         """The dims that plans are made for: `dims`, then those of sizes that follow from data."""
-        packing = self._captured.packing
         counted = [SymbolicDim(dim.name, 0) for dim in self._captured.counted]
-        if packing is None:
-            return (*self.dims, *counted)
         by_name = {dim.name: dim for dim in self.dims}
-        bounds = [by_name[name].last for name in (packing.batch, packing.length)]
-        most = None if None in bounds else math.prod(bound or 0 for bound in bounds)
-        return (*self.dims, SymbolicDim(packing.tokens, 1, most), *counted)
+        tokens = []
+        for packing in self._captured.packings:
+            bounds = [by_name[name].last for name in (packing.batch, packing.length)]
+            most = None if None in bounds else math.prod(bound or 0 for bound in bounds)
+            tokens.append(SymbolicDim(packing.tokens, 1, most))
+        return (*self.dims, *tokens, *counted)
 
     def complete_sizes(self, dims: Mapping[str, int]) -> dict[str, int]:
         """Check sizes; add those that follow from data, by what they can be at most.
 
-        The number of rows that are computed may be told.
+        The numbers of rows that are computed may be told.
 
         Raises `ShapeRangeError`: a size is missing, unknown or outside its range.
         """
-        packing = self._captured.packing
-        if packing is None:
-            self._check_dims(dims)
-            return self._with_bounds(dims)
-        sizes = {name: value for name, value in dims.items() if name != packing.tokens}
+        packings = self._captured.packings
+        told = {packing.tokens for packing in packings}
+        sizes = {name: value for name, value in dims.items() if name not in told}
         self._check_dims(sizes)
-        most = sizes[packing.batch] * sizes[packing.length]
-        count = dims.get(packing.tokens, most)
-        if not 0 <= count <= most:
-            raise ShapeRangeError(
-                f"{packing.tokens}={count}; allowed is 0 .. {most} = {packing.batch} * "
-                f"{packing.length}: the positions of the batch that are computed."
-            )
-        return self._with_bounds({**sizes, packing.tokens: rounded(count, most)})
+        for packing in packings:
+            most = sizes[packing.batch] * sizes[packing.length]
+            count = dims.get(packing.tokens, most)
+            if not 0 <= count <= most:
+                raise ShapeRangeError(
+                    f"{packing.tokens}={count}; allowed is 0 .. {most} = {packing.batch} * "
+                    f"{packing.length}: the positions of the batch that are computed."
+                )
+            sizes[packing.tokens] = rounded(count, most)
+        return self._with_bounds(sizes)
 
     def _with_bounds(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Add the dims that the function counts, as large as they can be."""
@@ -461,6 +467,8 @@ class CompiledFunction:
             arguments[0] = tvm.runtime.ShapeTuple([values[name] for name in self._shape_names])
         if self._rng is not None:
             self._rng.begin()
+        if self._loss_scale is not None:
+            self._loss_scale.read()
         try:
             outputs = self._function(*arguments)
         finally:

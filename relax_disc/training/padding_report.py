@@ -13,25 +13,27 @@ class PaddingReport:
 
     Attributes
     ----------
-    tokens : str or None
-        Name of the dim that counts the positions which are computed, for `TrainingStep.plan`; None:
-        all positions are.
+    tokens : tuple of str
+        Names of the dims that count the positions which are computed, for `TrainingStep.plan`, one
+        for each length that sequences have; empty: all positions are.
     reasons : tuple of PaddingReason
         What needs positions that count nowhere, by line of the model.  Where padding is left out,
         these are small tensors that are computed for all positions beside.
     """
 
-    tokens: str | None
+    tokens: tuple[str, ...]
     reasons: tuple[PaddingReason, ...]
 
     @property
     def is_left_out(self) -> bool:
         """Whether padding is left out."""
-        return self.tokens is not None
+        return bool(self.tokens)
 
     def __str__(self) -> str:
+        count = "counts" if len(self.tokens) == 1 else "count"
         head = (
-            f"Padding is left out: {self.tokens} counts the positions that are computed."
+            f"Padding is left out: {' and '.join(self.tokens)} {count} the positions that are "
+            "computed."
             if self.is_left_out
             else "All positions are computed."
         )

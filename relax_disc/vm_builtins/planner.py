@@ -7,7 +7,7 @@ made by `Session`, from their table of kernels.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from relax_disc.vm_builtins.runtime import function
@@ -164,6 +164,28 @@ def plan_arena(
         graph.lists(), _limit(budget), alignment, effort, figures
     )
     return ArenaPlan(**plain(facts))
+
+
+def plan_remainder(graph: PlannerGraph, plan: ArenaPlan, position: int) -> ArenaPlan:
+    """Leave out what a plan computes again behind a position, as far as it fits now.
+
+    Parameters
+    ----------
+    graph : PlannerGraph
+        Sizes as they are known at the position, in whole units of the alignment and none larger
+        than the plan's.
+    plan : ArenaPlan
+        Without transfers.
+    position : int
+        The last kernel that has run.
+    """
+    versions = [astuple(version) for version in plan.versions]
+    facts = plain(
+        function("relax_disc.plan_remainder")(
+            graph.lists(), plan.sequence, versions, plan.arena_bytes, position
+        )
+    )
+    return replace(plan, **facts)
 
 
 def plain(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,14 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import record
 from benchmarks.malloc_counter import MallocCounter, preload_environment
+from benchmarks.packed_llama import PackedLlama, places
 from benchmarks.training_batches import IGNORED, make_batch, real_batches, unseen_lengths
 from benchmarks.training_report import markdown, median_with_interval, summarize, summary_table
+from tutorials._llama import Llama, LlamaSizes
 
 _COUNTING = """
 import ctypes, json, mmap
@@ -67,6 +70,24 @@ def test_batches_repeat_and_stay_in_range():
     # Where both are real, a label is the next id.
     row = max(range(4), key=lambda i: batches[0][i])
     assert labels[row, :-1].tolist() == ids[row, 1:].tolist()
+
+
+@pytest.mark.parametrize("kind", ["split", "padded"])
+def test_a_model_packed_by_hand_has_the_gradients_of_the_padded_batch(kind):
+    torch.manual_seed(0)
+    sizes = LlamaSizes(vocabulary=50, hidden=16, layers=2, heads=2, feed_forward=24, longest=32)
+    model = Llama(sizes).double()
+    packed = PackedLlama(model, kind)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(50, (3, 12), generator=generator)
+    labels = ids.masked_fill(torch.arange(12) >= torch.tensor([[5], [12], [1]]), IGNORED)
+    found = []
+    for loss in (model(ids, labels), packed(ids, labels, *places(labels))):
+        model.zero_grad()
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 def test_unseen_lengths_are_unseen():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import relax_disc
@@ -22,22 +23,25 @@ from torch import nn
 from torch.export import Dim
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, width=32):
         super().__init__()
-        layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)]
+        layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(6)]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x, kinds):
         return self.layers(x).gather(1, kinds[:, None]).pow(2).mean()
 
-def step():
+def wide():
+    return step(128)
+
+def step(width=32):
     torch.manual_seed(0)
-    model = Net()
+    model = Net(width)
     rows = {0: Dim("rows", min=1, max=512)}
     return {
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters()),
-        "example_inputs": (torch.randn(8, 32), torch.arange(8)),
+        "example_inputs": (torch.randn(8, width), torch.arange(8)),
         "dynamic_shapes": (rows, rows),
     }
 
@@ -103,15 +107,42 @@ def test_report_tells_the_plan(command, user_file):
     assert facts["largest"] == {"rows": step.largest("rows", memory_budget=free.least_bytes)}
 
 
+def test_report_offloads_what_it_is_told_to(command, user_file, tmp_path):
+    free = relax_disc.compile(**user_step.load(f"{user_file}:wide")()).plan(rows=512)
+    words = ("report", "FILE:wide", "--dim", "rows=512", "--offload-to", str(tmp_path))
+    both = ("--offload", "activations", "--offload", "optimizer")
+    code, out, _ = command(*words, *both, "--json")
+    facts = json.loads(out)
+    moments = 6 * 2 * 4 * 128 * 128  # of six layers; those of biases are too small to gain
+    assert code == 0 and facts["offloaded_state_bytes"] == moments
+    assert facts["offloaded_bytes"] == 0 and facts["peak_bytes"] < free.peak_bytes
+    least = ("--budget", str(facts["least_bytes"]))
+    code, out, _ = command(*words, *both, *least)
+    assert code == 0 and "offloaded state" in out
+    code, _, err = command("report", "FILE:step", "--dim", "rows=512", "--offload", "optimizer")
+    assert code == 3 and "offload_to" in err
+    code, _, err = command(*words, "--offload", "weights")
+    assert code == 3 and "'weights'" in err
+
+
+def test_bench_runs_with_the_state_offloaded(command, tmp_path):
+    words = ("bench", "FILE:wide", "--dim", "rows=8", "--steps", "1", "--json")
+    code, out, _ = command(*words)
+    resident = json.loads(out)["peak_bytes"]
+    code, out, _ = command(*words, "--offload-to", str(tmp_path), "--offload", "optimizer")
+    assert code == 0 and json.loads(out)["peak_bytes"] < resident
+
+
 def test_report_of_a_shape_that_does_not_fit(command, tmp_path):
-    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
-    files = ("--html", str(page), "--trace", str(trace))
+    page, trace, snapshot = (tmp_path / name for name in ("page.html", "trace.json", "seen.pickle"))
+    files = ("--html", str(page), "--trace", str(trace), "--snapshot", str(snapshot))
     code, out, _ = command("report", "FILE:step", "--dim", "rows=512", "--budget", "300KB", *files)
     assert code == 1
     assert "fits" in out and "NO" in out and "largest rows in the budget" in out
     assert "Alive at the peak without a budget" in out and "self.layers(x)" in out
     assert "time, modelled" not in out
     assert page.stat().st_size > 1000 and json.loads(trace.read_text())["traceEvents"]
+    assert snapshot.stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
@@ -135,7 +166,7 @@ def test_wrong_usage(command, words, told):
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        ("raises", ("KeyError: 'no such key'", 'my_step.py:27: return step()["no such key"]')),
+        ("raises", ("KeyError: 'no such key'", 'my_step.py:30: return step()["no such key"]')),
         ("lacks", ("lacks optimizer, example_inputs, dynamic_shapes and holds lerning_rate",)),
         ("number", ("returned a int", "dict of the arguments of relax_disc.compile")),
         ("wrong_batch", ("must be Tensor, not dict", "my_step.py:13", "example_inputs is a tuple")),
@@ -191,6 +222,8 @@ def test_tune_keeps_the_rules_of_tiny_kernels_and_remembers(command, tmp_path, m
     """Without a search: these take less than a call costs."""
     for package in ("cloudpickle", "psutil"):
         pytest.importorskip(package)
+    tune = pytest.importorskip("relax_disc.tir_kernels.tuning.tune")
+    monkeypatch.setattr(tune, "_QUICK_US", 1e9)  # however busy the machine is
     monkeypatch.setenv("RELAX_DISC_CACHE", str(tmp_path / "cache"))
     lengths = tmp_path / "lengths.jsonl"
     lengths.write_text('{"rows": 4}\n{"rows": 2}\n{"rows": 3}\n')
@@ -261,11 +294,18 @@ def test_module_is_the_command():
     assert (done.returncode, done.stdout) == (0, f"{relax_disc.__version__}\n"), done.stderr
 
 
-@pytest.mark.parametrize("name", ["report", "bench", "doctor"])
-def test_help_has_an_example_or_needs_none(name):
-    done = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "200"})
+@pytest.mark.parametrize("name", ["report", "bench", "tune", "doctor"])
+def test_help_has_an_example_that_works_or_needs_none(name):
+    done = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "400"})
     assert done.exit_code == 0
-    assert name == "doctor" or f"relax-disc {name} my.py:step --dim" in done.output
+    found = re.search(
+        rf"Example: relax-disc {name} (my\.py:step --dim [^.]*(?:\.\w[^.]*)*)", done.output
+    )
+    assert (found is None) == (name == "doctor")
+    if found:
+        command = get_command(cli.app).commands[name]
+        context = command.make_context(name, found[1].split())
+        assert context.params["source"] == "my.py:step" and len(context.params["dim"]) == 2
 
 
 def test_phases_are_told_to_who_watches_and_to_nobody_else(user_file, monkeypatch, capfd):

@@ -39,7 +39,7 @@ _SIGNATURE = re.compile(
 )
 _POINTER = re.compile(r"(?:const )?((?:un)?signed )?(\w+)\*(?: __restrict__)? (\w+)")
 _CAST = re.compile(r"\((?:const )?(?:volatile )?((?:(?:un)?signed )?\w+)\*\)")
-_SHARED = re.compile(r"__shared__ (?:alignas\(\d+\) )?(\w+) (\w+)\[(\d+)\];")
+_SHARED = re.compile(r"__shared__ (?:alignas\(\d+\) )?((?:(?:un)?signed )?\w+) (\w+)\[(\d+)\];")
 _DYNAMIC = re.compile(r"extern __shared__ (?:alignas\(\d+\) |__align__\(\d+\) )?(\w+) (\w+)\[\];")
 
 
@@ -350,7 +350,9 @@ def _smallest(code: str) -> int:
     """Bytes of the smallest element that a kernel may touch."""
     types = {match.group(2) for match in _POINTER.finditer(code)}
     types |= {match.group(1).split()[-1] for match in _CAST.finditer(code)}
-    types |= {match.group(1) for match in [*_SHARED.finditer(code), *_DYNAMIC.finditer(code)]}
+    types |= {
+        match.group(1).split()[-1] for match in [*_SHARED.finditer(code), *_DYNAMIC.finditer(code)]
+    }
     if types & {"bool", "char", "uchar", "int8_t", "uint8_t"}:
         return 1
     short = {"half", "__half", "nv_bfloat16", "__nv_bfloat16", "short", "ushort"}

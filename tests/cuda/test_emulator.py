@@ -145,6 +145,15 @@ extern "C" __global__ void count(float* out, float* x, int64_t n) {
     assert {f.what for f in found} == {"race"}
 
 
+def test_shared_memory_of_a_type_of_two_words(emulator):
+    source = REVERSE.replace("float row[64]", "signed char row[64]").replace(
+        "= x[first", "= (signed char)x[first"
+    )
+    out, found = run(emulator, source)
+    assert not found
+    assert out[:64].tolist() == list(range(63, -1, -1))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_short_floats_round_as_torch_does(emulator, dtype):
     name = {torch.bfloat16: "nv_bfloat16", torch.float16: "half"}[dtype]

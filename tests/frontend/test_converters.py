@@ -32,6 +32,7 @@ IN_NETWORKS = {
     "aten.nonzero.default",
     "relax_disc.attention.default",
     "relax_disc.attention_backward.default",
+    "relax_disc.attention_backward_trained.default",
     "relax_disc.batch_norm.default",
     "relax_disc.batch_norm_backward.default",
     "relax_disc.cross_entropy.default",
@@ -43,14 +44,16 @@ IN_NETWORKS = {
     "transformers.grouped_mm_fallback_backward.default",
     # Run by tests/integrations/test_torch_compile.py.
     "relax_disc.await_gradient.default",
-    # Run by tests/training/test_recurrence.py, which has the library.
+    # Run by tests/training/kernels/test_recurrence.py, which has the library.
     "relax_disc.recurrence.default",
     "relax_disc.recurrence_backward.default",
-    # Run by test_upsampling.py and tests/training/test_operators.py.
+    # Run by test_upsampling.py and tests/training/kernels/test_operators.py.
     "aten.upsample_bilinear2d.default",
     "aten.upsample_bilinear2d_backward.default",
     "relax_disc.cumprod_backward.default",
-    # Run by tests/training/test_ctc.py.
+    # Run by tests/training/test_dynamic_loops.py.
+    "relax_disc.loop_call.default",
+    # Run by tests/training/kernels/test_ctc.py.
     "relax_disc.ctc_loss.default",
     "relax_disc.ctc_loss_backward.default",
 }

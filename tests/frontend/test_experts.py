@@ -63,6 +63,35 @@ def test_grouped_products_of_the_library(dtype):
         torch.testing.assert_close(model.weight, eager.weight, **tolerance)
 
 
+class Transposed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 16, 8) / 3)
+
+    def forward(self, x, offsets):
+        weight = self.weight.transpose(1, 2)
+        x = torch.ops.transformers.grouped_mm_fallback(torch.tanh(x), weight, offsets)
+        return x.square().mean()
+
+
+def test_transposed_matrices_are_read_as_they_are_stored():
+    pytest.importorskip("transformers.integrations.moe")
+    torch.manual_seed(0)
+    model = Transposed()
+    eager, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.5)
+    shapes = ({0: Dim("rows", min=1, max=40)}, None)
+    step = compile(model, optimizer, batch(8), dynamic_shapes=shapes)
+    names = [kernel.name for kernel in step.session.metadata.kernels]
+    first = names.index("relax_disc.cpu.grouped_matmul")
+    assert not any("transpose" in name for name in names[:first])
+    for rows in (1, 40, 13):
+        eager.load_state_dict(model.state_dict())
+        loss = eager(*batch(rows))
+        (grad,) = torch.autograd.grad(loss, [eager.weight])
+        torch.testing.assert_close(step(*batch(rows)), loss.detach())
+        torch.testing.assert_close(model.weight, eager.weight - 0.5 * grad)
+
+
 class Counts(nn.Module):
     def __init__(self, *limits):
         super().__init__()

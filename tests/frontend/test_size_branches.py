@@ -8,7 +8,7 @@ from torch.export import Dim
 
 from relax_disc.errors import ShapeRangeError
 from relax_disc.frontend import capture_step
-from relax_disc.frontend.capture.size_branches import SizeBranches
+from relax_disc.frontend.capture.sizes.branches import SizeBranches
 from tests.frontend.running import check_gradients
 
 LONGEST = 12

@@ -220,6 +220,22 @@ def test_budgets_change_no_bit_whatever_is_selected():
     assert recomputed > 0
 
 
+def test_what_the_bound_asks_to_compute_again_is_kept_where_less_was_selected():
+    step = _compiled(_deep, _Model(64, 6))
+    step.memory_budget = step.plan(batch=16, length=64).least_bytes
+    plan = step.plan(batch=16, length=64)
+    recomputed = {}
+    for selected in ("all", "some", "one", "none", "all"):
+        with step.restored():
+            step(*_batch(16, 64, selected))
+        report = step.memory_report()
+        recomputed[selected] = report.recomputations
+        assert report.planned_peak_bytes == plan.peak_bytes
+        assert report.peak_bytes <= plan.peak_bytes
+    assert recomputed["all"] == len(plan.evicted) > recomputed["some"]
+    assert recomputed["one"] == recomputed["none"] == 0
+
+
 def test_sums_of_gradients_a_saved_step_and_verify(tmp_path):
     step = _compiled(_deep, _Model(32, 1))
     assert verify(step, [_batch(3, 5), _batch(4, 4, "none"), _batch(2, 3, "one")]).ok

@@ -99,17 +99,6 @@ module.compiled(module.Net(), (module.X, module.Y), torch.nn.CrossEntropyLoss())
     assert done.stderr == ""
 
 
-def test_gradients_of_gradients_are_refused_with_their_line():
-    def penalty(model, x):
-        x = x.requires_grad_(True)
-        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return (gradient.norm(dim=1) - 1).square().mean()
-
-    with pytest.raises(UnsupportedOperatorError, match="gradients of gradients") as caught:
-        compiled(Net(), (X,), penalty)
-    assert __file__ in str(caught.value)
-
-
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_gradients_are_refused_by_name(kind):
     model = kind(10, 4, sparse=True)

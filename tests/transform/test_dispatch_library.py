@@ -205,35 +205,47 @@ def test_integers_are_not_ours():
     assert calls == [] and others == ["permute_dims", "matmul"]
 
 
-def attention_module(*, masked=False, dtype="float32", dim=16):
+def attention_module(*, masked=False, dtype="float32", dim=16, by_length=False):
+    """Make attention and its gradients; `masked` is False, True or "trained".
+
+    Operands are stored ``[b, t, heads, dim]``; `by_length`: ``[t, b, heads, dim]``.
+    """
+    trained = masked == "trained"
     b, t = tvm.tirx.Var("b", "int64"), tvm.tirx.Var("t", "int64")
-    q = relax.Var("q", relax.TensorType([b, t, 4, dim], dtype))
-    k, v = (relax.Var(name, relax.TensorType([b, t, 2, dim], dtype)) for name in "kv")
-    grad = relax.Var("grad", relax.TensorType([b, t, 4 * dim], dtype))
-    mask = [relax.Var("mask", relax.TensorType([b, 1, t, t], "float32"))] if masked else []
+    rows = [t, b] if by_length else [b, t]
+    split_axes, merged_axes = ([1, 2, 0, 3], [2, 0, 1, 3]) if by_length else ([0, 2, 1, 3],) * 2
+    q = relax.Var("q", relax.TensorType([*rows, 4, dim], dtype))
+    k, v = (relax.Var(name, relax.TensorType([*rows, 2, dim], dtype)) for name in "kv")
+    grad = relax.Var("grad", relax.TensorType([*rows, 4 * dim], dtype))
+    heads_of_mask, kind = (4, dtype) if trained else (1, "float32")
+    shape = [b, heads_of_mask, t, t]
+    mask = [relax.Var("mask", relax.TensorType(shape, kind))] if masked else []
+    backward = ops.attention_backward_trained if trained else ops.attention_backward
     options = {"scale": 0.3, "is_causal": not masked}
     builder = relax.BlockBuilder()
     with builder.function("main", [q, k, v, grad, *mask]):
         with builder.dataflow():
-            heads = [builder.emit(relax.op.permute_dims(x, [0, 2, 1, 3])) for x in (q, k, v)]
+            heads = [builder.emit(relax.op.permute_dims(x, split_axes)) for x in (q, k, v)]
             pair = builder.emit(ops.attention(*heads, *mask, **options))
             out = builder.emit(relax.TupleGetItem(pair, 0))
             lse = builder.emit(relax.TupleGetItem(pair, 1))
             merged = builder.emit(
                 relax.op.reshape(
-                    relax.op.permute_dims(out, [0, 2, 1, 3]), relax.ShapeExpr([b, t, 4 * dim])
+                    relax.op.permute_dims(out, merged_axes), relax.ShapeExpr([*rows, 4 * dim])
                 )
             )
             split = builder.emit(
                 relax.op.permute_dims(
-                    relax.op.reshape(grad, relax.ShapeExpr([b, t, 4, dim])), [0, 2, 1, 3]
+                    relax.op.reshape(grad, relax.ShapeExpr([*rows, 4, dim])), split_axes
                 )
             )
-            grads = builder.emit(ops.attention_backward(split, *heads, out, lse, *mask, **options))
+            grads = builder.emit(backward(split, *heads, out, lse, *mask, **options))
             gradients = [
-                builder.emit(relax.op.permute_dims(relax.TupleGetItem(grads, i), [0, 2, 1, 3]))
+                builder.emit(relax.op.permute_dims(relax.TupleGetItem(grads, i), merged_axes))
                 for i in range(3)
             ]
+            if trained:
+                gradients.append(builder.emit(relax.TupleGetItem(grads, 3)))
             results = builder.emit_output(relax.Tuple([merged, lse, *gradients]))
         builder.emit_func_output(results)
     return builder.get()
@@ -252,52 +264,72 @@ def reference_attention(q, k, v, grad, *mask):
     lse = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
     p = np.exp(scores - lse)
     out = p @ values
-    ds = p * (grad @ values.swapaxes(2, 3) - (grad * out).sum(-1, keepdims=True)) * 0.3
+    dmask = p * (grad @ values.swapaxes(2, 3) - (grad * out).sum(-1, keepdims=True))
+    ds = dmask * 0.3
     dk, dv = (
         x.reshape(batch, heads // group, group, length, dim).sum(2)
         for x in (ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ grad)
     )
     merged = out.transpose(0, 2, 1, 3).reshape(batch, length, heads * dim)
-    return [merged, lse[..., 0], *(x.transpose(0, 2, 1, 3) for x in (ds @ keys, dk, dv))]
+    gradients = [x.transpose(0, 2, 1, 3) for x in (ds @ keys, dk, dv)]
+    return [merged, lse[..., 0], *gradients, dmask]
 
 
-@pytest.mark.parametrize("masked", [False, True])
+def attention_arrays(masked, dtype):
+    """Make what a module of `attention_module` reads."""
+    shapes = [(2, 7, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16), (2, 7, 64)]
+    generator = np.random.default_rng(0)
+    arrays = [generator.standard_normal(shape).astype(dtype) for shape in shapes]
+    if masked:
+        shape, kind = ((2, 4, 7, 7), dtype) if masked == "trained" else ((2, 1, 7, 7), "float32")
+        arrays.append(generator.standard_normal(shape).astype(kind))
+    return arrays
+
+
+def assert_attention(results, arrays, masked, dtype):
+    """Compare results with the reference, whose last is the gradient of a trained mask."""
+    tolerance = 5e-3 if dtype == "float16" else 1e-5
+    exact = reference_attention(*arrays)[: 6 if masked == "trained" else 5]
+    for ours, wanted in zip(results, exact, strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=tolerance, atol=tolerance * 4)
+
+
+@pytest.mark.parametrize("masked", [False, True, "trained"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_attention_reads_and_writes_permuted_tensors(masked, dtype):
     mod = attention_module(masked=masked, dtype=dtype)
     dispatched = DispatchLibrary(LLVM)(mod)
     calls, others = library_calls(dispatched)
-    suffix = "_masked" if masked else ""
-    assert [name for name, _ in calls] == [f"attention{suffix}", f"attention_backward{suffix}"]
+    forward = "_masked" if masked else ""
+    backward = "_trained" if masked == "trained" else forward
+    assert [name for name, _ in calls] == [f"attention{forward}", f"attention_backward{backward}"]
     if dtype == "float32":
         assert set(others) == {"reshape"}
         assert calls[0][1][-1] == 0b1111 and calls[1][1][-1] == 0b11111111
-    generator = np.random.default_rng(0)
-    arrays = [
-        generator.standard_normal(shape).astype(dtype)
-        for shape in ((2, 7, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16), (2, 7, 64))
-    ]
-    if masked:
-        arrays.append(generator.standard_normal((2, 1, 7, 7)).astype("float32"))
-    tolerance = 5e-3 if dtype == "float16" else 1e-5
-    for ours, exact in zip(run(dispatched, *arrays), reference_attention(*arrays), strict=True):
-        np.testing.assert_allclose(ours, exact, rtol=tolerance, atol=tolerance * 4)
+    arrays = attention_arrays(masked, dtype)
+    assert_attention(run(dispatched, *arrays), arrays, masked, dtype)
 
 
 @pytest.mark.parametrize("masked", [False, True])
+def test_attention_with_the_length_before_the_batch_needs_no_copies(masked):
+    """As in `torch.nn.MultiheadAttention`: its result would be kept in both orders."""
+    dispatched = DispatchLibrary(LLVM)(attention_module(masked=masked, by_length=True))
+    calls, others = library_calls(dispatched)
+    assert set(others) == {"reshape"}
+    assert [call[-1] for _, call in calls] == [0b1111 << 8, 0b11111111 << 8]
+    arrays = attention_arrays(masked, "float32")
+    moved = [np.ascontiguousarray(x.swapaxes(0, 1)) for x in arrays[:4]]
+    found = run(dispatched, *moved, *arrays[4:])
+    results = [x if place == 1 else x.swapaxes(0, 1) for place, x in enumerate(found)]
+    assert_attention(results, arrays, masked, "float32")
+
+
+@pytest.mark.parametrize("masked", [False, True, "trained"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_attention_without_a_library_is_plain_operators(masked, dtype):
     mod = attention_module(masked=masked, dtype=dtype)
-    generator = np.random.default_rng(0)
-    arrays = [
-        generator.standard_normal(shape).astype(dtype)
-        for shape in ((2, 7, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16), (2, 7, 64))
-    ]
-    if masked:
-        arrays.append(generator.standard_normal((2, 1, 7, 7)).astype("float32"))
-    tolerance = 5e-3 if dtype == "float16" else 1e-5
-    for ours, exact in zip(run(mod, *arrays), reference_attention(*arrays), strict=True):
-        np.testing.assert_allclose(ours, exact, rtol=tolerance, atol=tolerance * 4)
+    arrays = attention_arrays(masked, dtype)
+    assert_attention(run(mod, *arrays), arrays, masked, dtype)
 
 
 def test_heads_wider_than_the_kernels_are_plain_operators():

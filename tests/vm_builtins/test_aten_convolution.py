@@ -111,6 +111,9 @@ def check(batch, inner, outer, groups, space, kernel, stride, padding, dilation,
         (192, 48, 1, (300,), (2,), (4,), (1,), (1,)),
         (3, 32, 1, (48, 32), (16, 16), (16, 16), (0, 0), (1, 1)),
         (8, 100, 1, (3, 4, 2), (3, 3, 2), (2, 1, 1), (1, 1, 0), (1, 1, 1)),
+        (96, 64, 2, (150,), (20,), (1,), (10,), (1,)),
+        (64, 72, 1, (1100,), (3,), (1,), (3,), (4,)),
+        (32, 40, 1, (90,), (9,), (3,), (4,), (2,)),  # weight and a batch are as large
     ],
 )
 def test_kernels(inner, outer, groups, space, kernel, stride, padding, dilation, dtype):
@@ -145,6 +148,20 @@ def test_few_positions_take_no_more_than_their_windows(threads):
     for overflow, size in taken:
         assert overflow == 0
         assert windows < size < windows + (3 << 20) + threads * (1 << 19)
+
+
+@pytest.mark.parametrize(("batch", "groups"), [(1, 4), (3, 4), (40, 1)])
+def test_wide_windows_along_a_line_take_one_group_of_a_few_samples(batch, groups):
+    """As in Wav2Vec2; by oneDNN the gradient of this weight alone takes 12 times the weight."""
+    channels, length, taps = 64 * groups, 60, 32
+    taken = check(
+        batch, channels, channels, groups, (length,), (taps,), (1,), (16,), (1,), torch.float32
+    )
+    windows = 4 * (length + 1) * 64 * taps
+    weight = 4 * 64 * 64 * taps  # of a group
+    for overflow, size in taken:
+        assert overflow == 0
+        assert size < 3 * windows + weight + (1 << 19) * torch.get_num_threads()
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ def drop_factors(p, *shape):
     return kept.reshape(shape).numpy() / (1 - p)
 
 
-def exact_attention(q, k, v, grad, mask, scale, is_causal, p=0.0):
-    """Out, lse, dq, dk, dv of arrays [B, H, T, D] in float64."""
+def exact_attention(q, k, v, grad, mask, scale, is_causal, p=0.0, trained=False):
+    """Out, lse, dq, dk, dv of arrays [B, H, T, D] in float64; the mask's gradient, if trained."""
     q, k, v, grad = (x.astype("float64") for x in (q, k, v, grad))
     group = q.shape[1] // k.shape[1]
     keys, values = (x.repeat(group, 1) for x in (k, v))
@@ -43,20 +43,26 @@ def exact_attention(q, k, v, grad, mask, scale, is_causal, p=0.0):
         shares = np.where(total > 0, weights / total, 0)
     out = (shares * factors) @ values
     dp = grad @ values.swapaxes(2, 3) * factors
-    ds = shares * (dp - (grad * out).sum(-1, keepdims=True)) * scale
+    dmask = shares * (dp - (grad * out).sum(-1, keepdims=True))
+    ds = dmask * scale
     dk, dv = (
         x.reshape(*k.shape[:2], group, k.shape[2], -1).sum(2)
         for x in (ds.swapaxes(2, 3) @ q, (shares * factors).swapaxes(2, 3) @ grad)
     )
-    return out, lse[..., 0], ds @ keys, dk, dv
+    return [out, lse[..., 0], ds @ keys, dk, dv, *([dmask] if trained else [])]
+
+
+LENGTH_FIRST = 1 << 8  # what a layout says of the first tensor
 
 
 def stored(array, bit):
-    return np.ascontiguousarray(array.transpose(0, 2, 1, 3) if bit else array)
+    axes = {0: (0, 1, 2, 3), 1: (0, 2, 1, 3), LENGTH_FIRST: (2, 0, 1, 3)}[bit]
+    return np.ascontiguousarray(array.transpose(axes))
 
 
 def restored(array, bit):
-    return array.transpose(0, 2, 1, 3) if bit else array
+    axes = {0: (0, 1, 2, 3), 1: (0, 2, 1, 3), LENGTH_FIRST: (1, 2, 0, 3)}[bit]
+    return array.transpose(axes)
 
 
 def dropped(p, *length):
@@ -64,8 +70,8 @@ def dropped(p, *length):
     return ("_dropout", [np.array(RNG)], [p, STREAM, *length]) if p else ("", [], [])
 
 
-def attend(kind, q, k, v, grad, mask, scale, is_causal, bits, p=0.0):
-    """Run both kernels; `bits` say which tensors are stored with length before heads."""
+def attend(kind, q, k, v, grad, mask, scale, is_causal, bits, p=0.0, trained=False):
+    """Run both kernels; `bits` say in which order tensors are stored."""
     drop, states, numbers = dropped(p)
     masks = [*([] if mask is None else [mask]), *states]
     suffix = ("" if mask is None else "_masked") + drop
@@ -80,6 +86,9 @@ def attend(kind, q, k, v, grad, mask, scale, is_causal, bits, p=0.0):
         stored(np.full(x.shape, np.nan, dtype), bit)
         for x, bit in zip((q, k, v), bits[5:8], strict=True)
     ]
+    if trained:
+        suffix = suffix.replace("_masked", "_trained")
+        grads.append(np.full_like(mask, np.nan))
     order = [bits[4], *bits[:4], *bits[5:8]]
     layout = sum(bit << i for i, bit in enumerate(order))
     call(
@@ -90,7 +99,7 @@ def attend(kind, q, k, v, grad, mask, scale, is_causal, bits, p=0.0):
     return [
         restored(out, bits[3]),
         lse,
-        *(restored(x, bit) for x, bit in zip(grads, bits[5:8], strict=True)),
+        *(restored(x, bit) for x, bit in zip(grads, [*bits[5:8], 0], strict=False)),
     ]
 
 
@@ -141,9 +150,14 @@ def test_attention_and_gradients(kind, data):
         1 / np.sqrt(dim),
         draw(st.booleans()),
     )
-    bits = draw(st.lists(st.integers(0, 1), min_size=8, max_size=8))
+    bits = draw(st.lists(st.sampled_from([0, 1, LENGTH_FIRST]), min_size=8, max_size=8))
     p = draw(st.sampled_from([0.0, 0.0, 0.1, 0.75])) if kind == "native" else 0.0
-    assert_attention(attend(kind, *arguments, bits, p), exact_attention(*arguments, p), dtype)
+    trained = (
+        kind == "native" and mask_kind == "added" and mask.size == batch * heads * rows * columns
+    )
+    rest = (p, trained)
+    exact = exact_attention(*arguments, *rest)
+    assert_attention(attend(kind, *arguments, bits, *rest), exact, dtype)
 
 
 @pytest.mark.parametrize("kind", LIBRARIES)
@@ -213,17 +227,23 @@ def test_scratch_is_bounded_whatever_the_length():
     assert sizes[0] == sizes[1] <= 32 << 20
 
 
-def attend_packed(kept, filling, q, k, v, grad, mask, scale, is_causal, bits, p):
-    """Run both kernels on the rows kept `[B, T]`, which `filling` rows follow."""
+def packed_rows(kept, filling):
+    """Sequence and position of the rows kept `[B, T]` and of `filling` more; their tables."""
     sequence, position = (np.append(x, np.zeros(filling, "int64")) for x in kept.nonzero())
     places = np.stack([sequence * kept.shape[1] + position, sequence, position])
-    starts = np.append(0, kept.sum(1).cumsum())
-    q, k, v, grad = (
-        np.ascontiguousarray(x[sequence, :, position].transpose(1, 0, 2)[None])
-        for x in (q, k, v, grad)
+    return sequence, position, [np.append(0, kept.sum(1).cumsum()), places]
+
+
+def attend_packed(kept, seen, filling, q, k, v, grad, mask, scale, is_causal, bits, p, trained):
+    """Run both kernels on the queries kept `[B, Tq]` and the keys seen `[B, Tk]`."""
+    *queries, where = packed_rows(kept, filling)
+    *keys, where_keys = packed_rows(seen, filling)
+    q, grad, k, v = (
+        np.ascontiguousarray(x[rows[0], :, rows[1]].transpose(1, 0, 2)[None])
+        for x, rows in ((q, queries), (grad, queries), (k, keys), (v, keys))
     )
-    drop, states, numbers = dropped(p, kept.shape[1])
-    rest = [starts, places, *([] if mask is None else [mask]), *states]
+    drop, states, numbers = dropped(p, kept.shape[1], seen.shape[1])
+    rest = [*where, *where_keys, *([] if mask is None else [mask]), *states]
     suffix = ("" if mask is None else "_masked") + drop
     out = stored(np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype), bits[3])
     lse = np.full(q.shape[:3], np.nan, q.dtype)
@@ -236,6 +256,9 @@ def attend_packed(kept, filling, q, k, v, grad, mask, scale, is_causal, bits, p)
         stored(np.full(x.shape, np.nan, q.dtype), bit)
         for x, bit in zip((q, k, v), bits[5:8], strict=True)
     ]
+    if trained:
+        suffix = suffix.replace("_masked", "_trained")
+        grads.append(np.full_like(mask, np.nan))
     numbers[0] = sum(bit << i for i, bit in enumerate([bits[4], *bits[:4], *bits[5:8]]))
     call(
         "native",
@@ -243,11 +266,11 @@ def attend_packed(kept, filling, q, k, v, grad, mask, scale, is_causal, bits, p)
         *(stored(grad, bits[4]), *operands, out, lse, *rest, *options, *numbers, *grads),
     )
     found = [restored(out, bits[3]), lse]
-    return found + [restored(x, bit) for x, bit in zip(grads, bits[5:8], strict=True)]
+    return found + [restored(x, bit) for x, bit in zip(grads, [*bits[5:8], 0], strict=False)]
 
 
 @given(data=st.data())
-@settings(max_examples=80)
+@settings(max_examples=120)
 def test_packed_rows_see_each_other_as_padded_ones_do(data):
     draw = data.draw
     batch, key_heads, group, length = (
@@ -256,6 +279,8 @@ def test_packed_rows_see_each_other_as_padded_ones_do(data):
         draw(st.sampled_from([1, 1, 3])),
         draw(lengths),
     )
+    is_cross = draw(st.booleans())  # keys are of other sequences than queries
+    columns = draw(lengths) if is_cross else length
     dim, value_dim = (draw(st.sampled_from([1, 8, 20, 64])) for _ in range(2))
     heads, dtype = key_heads * group, draw(st.sampled_from(["float32", "float64"]))
     generator = np.random.default_rng(draw(st.integers(0, 99)))
@@ -263,29 +288,46 @@ def test_packed_rows_see_each_other_as_padded_ones_do(data):
     def normal(*shape):
         return generator.standard_normal(shape).astype(dtype)
 
-    kept = generator.random((batch, length)) < draw(st.sampled_from([0.0, 0.3, 0.8, 1.0]))
-    kept[generator.integers(batch)] = draw(st.booleans())
-    mask_kind = draw(st.sampled_from(["none", "bool", "added"]))
-    mask = None
+    def some(width):
+        chosen = generator.random((batch, width)) < draw(st.sampled_from([0.0, 0.3, 0.8, 1.0]))
+        chosen[generator.integers(batch)] = draw(st.booleans())
+        return chosen
+
+    kept = some(length)
+    shown = some(columns) if is_cross else kept
+    mask_kind = draw(st.sampled_from(["none", "bool", "added", "trained"]))
+    mask, trained = None, mask_kind == "trained"
     if mask_kind != "none":
-        mask = normal(*(draw(st.sampled_from([1, n])) for n in (batch, heads, length, length)))
+        full = batch, heads, length, columns
+        mask = normal(*(full if trained else (draw(st.sampled_from([1, n])) for n in full)))
         mask = mask > -0.5 if mask_kind == "bool" else mask
     q, grad = normal(batch, heads, length, dim), normal(batch, heads, length, value_dim)
-    k, v = normal(batch, key_heads, length, dim), normal(batch, key_heads, length, value_dim)
-    options = (1 / np.sqrt(dim), draw(st.booleans()))
-    seen = kept[:, None, None, :]
+    k, v = normal(batch, key_heads, columns, dim), normal(batch, key_heads, columns, value_dim)
+    options = (1 / np.sqrt(dim), not is_cross and draw(st.booleans()))
+    seen = shown[:, None, None, :]
     if mask is not None:
         seen = seen & mask if mask.dtype == bool else np.where(seen, mask, -np.inf)
-    p = draw(st.sampled_from([0.0, 0.1, 0.75]))
-    exact = exact_attention(q, k, v, grad * kept[:, None, :, None], seen, *options, p)
+    rest = (draw(st.sampled_from([0.0, 0.1, 0.75])), trained)
+    exact = exact_attention(q, k, v, grad * kept[:, None, :, None], seen, *options, *rest)
     filling = draw(st.integers(0, 3))
-    bits = draw(st.lists(st.integers(0, 1), min_size=8, max_size=8))
-    results = attend_packed(kept, filling, q, k, v, grad, mask, *options, bits, p)
-    count = int(kept.sum())
-    packed = [x[kept.nonzero()[0], :, kept.nonzero()[1]].swapaxes(0, 1)[None] for x in exact]
-    assert_attention([x[:, :, :count] for x in results], packed, dtype)
-    for k, x in enumerate(results):
-        assert (x[:, :, count:] == (-np.inf if k == 1 else 0)).all()
+    bits = draw(st.lists(st.sampled_from([0, 1, LENGTH_FIRST]), min_size=8, max_size=8))
+    results = attend_packed(kept, shown, filling, q, k, v, grad, mask, *options, bits, *rest)
+    rows = [kept, kept, kept, shown, shown]
+    packed = [
+        x[each.nonzero()[0], :, each.nonzero()[1]].swapaxes(0, 1)[None]
+        for x, each in zip(exact, rows, strict=False)
+    ]
+    computed = [x[:, :, : int(each.sum())] for x, each in zip(results, rows, strict=False)]
+    assert_attention([*computed, *results[5:]], [*packed, *exact[5:]], dtype)
+    for k, (x, each) in enumerate(zip(results, rows, strict=False)):
+        assert (x[:, :, int(each.sum()) :] == (-np.inf if k == 1 else 0)).all()
+
+
+def test_a_trained_mask_has_all_axes_of_the_scores():
+    ones, mask = np.ones((2, 1, 4, 8), "float32"), np.ones((1, 1, 4, 4), "float32")
+    arguments = ones, ones, ones, ones, mask, 1.0, False, [0] * 8
+    with pytest.raises(ValueError, match="have a batch of 2 and 1 heads"):
+        attend("native", *arguments, trained=True)
 
 
 def test_packed_rows_must_be_inside():
@@ -293,4 +335,5 @@ def test_packed_rows_must_be_inside():
     out, lse = np.ones_like(ones), np.ones((1, 1, 4), "float32")
     with pytest.raises(ValueError, match="sequence 0 is rows 0 to 5 of 4"):
         places = np.zeros((3, 4), "int64")
-        call("native", "packed_attention", ones, ones, ones, starts, places, 1.0, 0, 0, out, lse)
+        where = (starts, places, starts, places)
+        call("native", "packed_attention", ones, ones, ones, *where, 1.0, 0, 0, out, lse)

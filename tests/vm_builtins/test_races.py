@@ -11,15 +11,17 @@ from tvm_ffi import libinfo
 from relax_disc.vm_builtins import native
 
 SOURCES = (
-    "kernels/attention_backward",
-    "kernels/attention_forward",
+    "kernels/attention/attention_backward",
+    "kernels/attention/attention_forward",
     "kernels/embedding",
-    "kernels/gemm",
-    "kernels/gemm_tile",
+    "kernels/product/gemm",
+    "kernels/product/gemm_tile",
+    "kernels/product/product_choice",
     "kernels/recurrence_backward",
     "kernels/recurrence_forward",
     "offload/file_calls",
     "offload/file_tier",
+    "offload/request_thread",
     "runtime/memory",
     "kernels/vocabulary_head",
     "kernels/workspace",

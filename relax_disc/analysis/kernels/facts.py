@@ -17,7 +17,7 @@ from relax_disc import ops  # noqa: F401  fills the table
 from relax_disc.analysis.kernels.inplace import inplace_pairs
 from relax_disc.analysis.program.table import FunctionTable, KernelCall, View, dtype_bytes
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
-from relax_disc.ops import aten
+from relax_disc.ops import aten, loop
 from relax_disc.ops.registry import LIBRARY, LibraryFunction
 
 Workspace = tuple[str, tuple[SymbolicExpr, ...]]
@@ -83,7 +83,7 @@ def _library_flops(table: FunctionTable, kernel: KernelCall) -> SymbolicExpr:
 
 def _library_workspace(table: FunctionTable, kernel: KernelCall) -> Workspace:
     """Formula and parameters of a library call on the CPU; ``("", ())`` for any other kernel."""
-    if kernel.name == aten.CALL:  # the bytes are its first number
+    if kernel.name in (aten.CALL, loop.CALL):  # the bytes are its first number
         size = next(value for kind, value in kernel.arguments if kind == "integer")
         return "aten", (SymbolicExpr(1), size)
     read = _known(kernel).workspace

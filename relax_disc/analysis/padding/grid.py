@@ -2,8 +2,9 @@
 
 A *row* is one position of one sequence.  A tensor has rows as two axes, ``[batch, .., length,
 ..]``, or as one, ``[batch * length, ..]`` in this order.  Axes are known by their extents: those of
-both dims are symbolic and differ, so an axis of just that extent counts them; two axes of one
-extent are nobody's rows.
+the dims are symbolic and differ, so an axis of just that extent counts them; two axes of one
+extent are nobody's rows.  A batch may have sequences of several kinds, as those that a translator
+reads and writes, each with a length of its own; axes of two lengths are nobody's rows, too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Rows:
     layout: Layout
     batch: int = -1  # axis of the sequences, or of the rows; -1: none
     length: int = -1  # axis of the positions, or of the rows; -1: none
+    of: int = 0  # which of the lengths of the grid it is
 
     @property
     def has_rows(self) -> bool:
@@ -42,21 +44,22 @@ class Rows:
         return frozenset({self.batch, self.length} - {-1})
 
 
+_Role = tuple[str, int | None]  # what an axis counts, and of which of the lengths
 NO_ROWS = Rows("none")
 ODD = Rows("odd")
 
 
 class Grid:
-    """The two dims of a padded batch.
+    """The dims of a padded batch.
 
-    ``batch``, ``length``: the variables of the function.
+    ``batch``, ``lengths``: the variables of the function.
     """
 
-    def __init__(self, batch: tirx.Var, length: tirx.Var) -> None:
-        self.batch, self.length = batch, length
-        self._dims = frozenset({batch.name, length.name})
-        self.rows_expr = from_tirx(batch) * from_tirx(length)
-        self._known: dict[Any, str] = {}
+    def __init__(self, batch: tirx.Var, lengths: Sequence[tirx.Var]) -> None:
+        self.batch, self.lengths = batch, tuple(lengths)
+        self._dims = frozenset({batch.name, *(length.name for length in lengths)})
+        self._products = [from_tirx(batch) * from_tirx(length) for length in lengths]
+        self._known: dict[Any, _Role | None] = {}
 
     def rows(self, kind: Any) -> Rows:
         """Find the rows of a tensor type; of other types there are none."""
@@ -68,53 +71,60 @@ class Grid:
 
     def rows_of_shape(self, shape: Sequence[Any]) -> Rows:
         """Find the rows of a shape."""
-        found: dict[str, list[int]] = {}
+        found: dict[str, int] = {}
+        lengths: set[int] = set()
         for axis, extent in enumerate(shape):
-            found.setdefault(self._role(extent), []).append(axis)
-        found.pop("", None)
+            role = self._role(extent)
+            if role is None:
+                continue
+            name, of = role
+            if name in found:
+                return ODD
+            found[name] = axis
+            lengths |= set() if of is None else {of}
         if not found:
             return NO_ROWS
-        if any(len(axes) > 1 for axes in found.values()):
-            return ODD
+        of = min(lengths, default=0)
         match sorted(found):
             case ["merged"]:
-                return Rows("merged", found["merged"][0], found["merged"][0])
+                return Rows("merged", found["merged"], found["merged"], of)
             case ["batch", "length"]:
-                return Rows("both", found["batch"][0], found["length"][0])
+                return Rows("both", found["batch"], found["length"], of)
             case ["batch"]:
-                return Rows("batch", batch=found["batch"][0])
+                return Rows("batch", batch=found["batch"])
             case ["length"]:
-                return Rows("length", length=found["length"][0])
+                return Rows("length", length=found["length"], of=of)
         return ODD
 
     def mentions_sizes(self, expr: Any) -> bool:
         """Whether an argument that is no tensor is made of one of the dims."""
         if isinstance(expr, relax.ShapeExpr):
-            return any(map(self._role, expr.values))
+            return any(self._role(extent) is not None for extent in expr.values)
         if isinstance(expr, relax.Tuple):
             return any(map(self.mentions_sizes, expr.fields))
-        return isinstance(expr.ty, tvm.ir.PrimType) and self._role(expr) != ""
+        return isinstance(expr.ty, tvm.ir.PrimType) and self._role(expr) is not None
 
-    def _role(self, extent: Any) -> str:
+    def _role(self, extent: Any) -> _Role | None:
         if isinstance(extent, int | tirx.IntImm | tirx.FloatImm):
-            return ""
-        if extent.same_as(self.batch):
-            return "batch"
-        if extent.same_as(self.length):
-            return "length"
+            return None
         if extent not in self._known:
-            self._known[extent] = self._compound_role(extent)
+            self._known[extent] = self._find_role(extent)
         return self._known[extent]
 
-    def _compound_role(self, extent: Any) -> str:
+    def _find_role(self, extent: Any) -> _Role | None:
+        if extent.same_as(self.batch):
+            return "batch", None
+        for of, length in enumerate(self.lengths):
+            if extent.same_as(length):
+                return "length", of
         try:
             size = from_tirx(extent)
         except GraphError:
-            return "odd"
-        if size == self.rows_expr:
-            return "merged"
+            return "odd", None
+        if size in self._products:
+            return "merged", self._products.index(size)
         names = {dim if isinstance(dim, str) else dim.name for dim in size.free_dims}
-        return "odd" if names & self._dims else ""
+        return ("odd", None) if names & self._dims else None
 
     def strides(self, shape: Sequence[Any], rows: Rows) -> tuple[Any, Any] | None:
         """Elements between two sequences and between two positions; None where unknown."""
@@ -124,7 +134,7 @@ class Grid:
             return None
         if rows.layout == "merged":
             step = inner[rows.batch]
-            return step * from_tirx(self.length), step
+            return step * from_tirx(self.lengths[rows.of]), step
         return inner.get(rows.batch), inner.get(rows.length)
 
 

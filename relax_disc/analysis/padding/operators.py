@@ -152,7 +152,8 @@ def _reduction(name: str, call: relax.Call, operand: Operand) -> Use:
         return Use("by_row", (operand.is_zero and name in ("relax.sum", "relax.mean"),))
     if over != operand.rows.axes:
         # By position, or by sequence.
-        by_one = operand.rows == Rows("both", 0, 1) and axes in ({0}, {1}) and operand.is_zero
+        is_first = operand.rows == Rows("both", 0, 1, operand.rows.of)
+        by_one = is_first and axes in ({0}, {1}) and operand.is_zero
         if name == "relax.sum" and by_one and registry.dtype_name(operand.kind) in _SUMMED:
             return Use("sum")
         return Use("any", reason="it adds up a part of the rows")

@@ -23,7 +23,7 @@ from tvm.ir import prim
 
 from relax_disc.analysis.kernels.element import is_guard
 from relax_disc.analysis.kernels.stages import Stage, constant, is_buffer, read_stages
-from relax_disc.analysis.padding.grid import Grid, constant_of
+from relax_disc.analysis.padding.grid import Grid, Rows, constant_of
 from relax_disc.ops import registry
 
 Value = Any
@@ -165,10 +165,10 @@ class Elements:
         ):
             found = [i for _, i in target]
         else:
-            grid, outer = self._grid, self._grid.rows_of_shape
-            merged = len(target) == 1 and outer([target[0][0]]).layout == "merged"
-            pair = len(extents) == 2 and extents[0].same_as(grid.batch)
-            if not (merged and pair and extents[1].same_as(grid.length) and target[0][1] == ROW):
+            rows = self._grid.rows_of_shape([n for n, _ in target])
+            pair = self._grid.rows_of_shape(extents)
+            is_merged = rows.layout == "merged" and len(target) == 1 and target[0][1] == ROW
+            if not (is_merged and len(extents) == 2 and pair == Rows("both", 0, 1, rows.of)):
                 return self._anything()
             found = [BATCH, LENGTH]
         full: list[Value] = [0] * len(source)

@@ -11,7 +11,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.export import MODEL
-from relax_disc.frontend.capture.outer_state import Outer, OuterState, OuterTensor
+from relax_disc.frontend.capture.state.outer_state import Outer, OuterState, OuterTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class Argument:
     """One input of a traced graph."""
 
     name: str  # name in the exported program
-    # ``"batch"``, ``"parameter"``, ``"buffer"``, ``"constant"``, ``"number"`` or ``"rng"``
+    # ``"batch"``, ``"parameter"``, ``"buffer"``, ``"constant"``, ``"number"``, ``"rng"`` or
+    # ``"scale"``
     kind: str
     target: str | int  # full name in the model, or the index of the leaf of the batch
     tensor: Tensor | None  # the model's own tensor

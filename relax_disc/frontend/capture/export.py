@@ -35,12 +35,11 @@ from relax_disc.errors import (
     UnsupportedOperatorError,
 )
 from relax_disc.frontend.capture.batch_spec import BatchSpec, register_containers, shapes_as_lists
-from relax_disc.frontend.capture.counted_sizes import merge_equal_masks, refuse_other_sizes
 from relax_disc.frontend.capture.custom_functions import CustomCalls, custom_functions
-from relax_disc.frontend.capture.dims import DimTable, declared_dims, dim_table, enlarge
 from relax_disc.frontend.capture.export_mode import ExportMode, no_foreign_randomness
-from relax_disc.frontend.capture.guards import check_assertions, check_derived_dims
-from relax_disc.frontend.capture.live_number import LiveNumber
+from relax_disc.frontend.capture.loops.cut import LoopBody, cut_loops
+from relax_disc.frontend.capture.loops.source import loops_as_steps
+from relax_disc.frontend.capture.loops.steps import LoopRefusal, RecordedLoops, recorded_loops
 from relax_disc.frontend.capture.model_patches import (
     cumulative_averages,
     hooks_as_before,
@@ -49,14 +48,18 @@ from relax_disc.frontend.capture.model_patches import (
     own_attributes,
     symbolic_len,
 )
-from relax_disc.frontend.capture.outer_state import OuterState
-from relax_disc.frontend.capture.size_branches import (
+from relax_disc.frontend.capture.sizes.branches import (
     SizeBranches,
     lines_that_fix_sizes,
     places,
     size_branches,
 )
+from relax_disc.frontend.capture.sizes.counted import merge_equal_masks, refuse_other_sizes
+from relax_disc.frontend.capture.sizes.dims import DimTable, declared_dims, dim_table, enlarge
+from relax_disc.frontend.capture.sizes.guards import check_assertions, check_derived_dims
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
+from relax_disc.frontend.capture.state.live_number import LiveNumber
+from relax_disc.frontend.capture.state.outer_state import OuterState
 
 MODEL = "model"
 """Name of the user's model inside the exported module; stripped from every full name."""
@@ -72,6 +75,7 @@ class Exported:
     leaves: tuple[Any, ...]
     custom_calls: CustomCalls
     outer: OuterState
+    loops: tuple[LoopBody, ...] = ()
 
 
 class _Wrapped(nn.Module):
@@ -93,7 +97,11 @@ class _Wrapped(nn.Module):
         self.add_module(MODEL, model)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with symbolic_len(model, loss_fn), outer.tracing((args, kwargs)) as call:
+            with (
+                symbolic_len(model, loss_fn),
+                loops_as_steps(model, loss_fn),
+                outer.tracing((args, kwargs)) as call,
+            ):
                 result = call.result = function(*args, **kwargs)
             if not call.reassigned:
                 return result
@@ -237,18 +245,23 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
         ) from error
     leaves, structure = pytree.tree_flatten((args, kwargs))
     args, kwargs = _enlarged(args, kwargs, declared)
+    loops = RecordedLoops()
     while True:
         with (
             size_branches() as branches,
             lines_that_fix_sizes() as lines,
             custom_functions() as calls,
+            recorded_loops(loops),
         ):
             try:
                 program = _export(wrapped, args, kwargs, dynamic_shapes, lines, branches)
+                bodies = cut_loops(program.graph_module, loops.lines)
                 break
             except Exception as error:
+                if loops.give_up(error):
+                    continue
                 if not wrapped.outer.give_up_live_numbers(error):
-                    raise
+                    raise loops.explained(error) from error.__cause__
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     _erase_unread(program.graph_module)
     refuse_other_sizes(program)
@@ -258,7 +271,7 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
     check_derived_dims(program, table, branches, lines)
     batch = BatchSpec(structure, fixed, _positional(wrapped.forward))
     wrapped.outer.warn()
-    return Exported(program, table, batch, tuple(leaves), calls, wrapped.outer)
+    return Exported(program, table, batch, tuple(leaves), calls, wrapped.outer, tuple(bodies))
 
 
 def _positional(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -364,7 +377,7 @@ def _export(
         raise _untraceable(error) from error
     except UserError as error:
         raise _translate(error, lines) from error
-    except RelaxDiscError:
+    except (RelaxDiscError, LoopRefusal):
         raise
     except RuntimeError as error:
         line = parse_stack(_traceback(error))

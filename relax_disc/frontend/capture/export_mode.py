@@ -22,8 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture import model_checks, size_numbers
+from relax_disc.frontend.capture import inner_gradients, model_checks
+from relax_disc.frontend.capture.loops.steps import set_item
 from relax_disc.frontend.capture.recurrent_layers import recurrent_layers, refusal, refuse_packing
+from relax_disc.frontend.capture.sizes import numbers as size_numbers
 
 
 class ExportMode(TorchFunctionMode):
@@ -106,13 +108,13 @@ def _hook(*_: Any) -> Any:
     raise refusal("Tensor.register_hook", why + "torch.autograd.Function")
 
 
-def _gradient(*_: Any, **__: Any) -> Any:
-    """Refused by name: gradients inside the loss would have to be differentiated again."""
+def _backward(*_: Any, **__: Any) -> Any:
+    """Refused by name: it would write gradients into tensors in the middle of the step."""
     why = (
-        "gradients of gradients (gradient penalties, physics-informed losses, steps inside the "
-        "loss) cannot be compiled; run these batches in eager PyTorch"
+        "a backward pass inside the loss cannot be compiled; torch.autograd.grad returns gradients "
+        "instead, and with create_graph=True ones that the loss may contain"
     )
-    raise refusal("torch.autograd.grad", why)
+    raise refusal("backward", why)
 
 
 def _embedding(
@@ -348,9 +350,9 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.register_hook: _hook,
     torch.Tensor.data.__get__: _data,  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.data.__set__: _set_data,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.autograd.grad: _gradient,
-    torch.autograd.backward: _gradient,
-    torch.Tensor.backward: _gradient,
+    torch.autograd.grad: inner_gradients.record,
+    torch.autograd.backward: _backward,
+    torch.Tensor.backward: _backward,
     torch.linspace: _linspace,
     functional.embedding: _embedding,
     functional.embedding_bag: _embedding_bag,
@@ -370,6 +372,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
     **size_numbers.REPLACED,
+    torch.Tensor.__setitem__: set_item,
     Tensor.__bool__: model_checks.assumed,
     torch._assert: model_checks.asserted,
 }

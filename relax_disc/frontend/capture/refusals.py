@@ -22,12 +22,12 @@ _ADVICE = "remove them; a torch.autograd.Function in the model can change or not
 _TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
-def refuse_model(model: nn.Module, trained: bool) -> None:
-    """Look at a model before anything is traced.
+def refuse_model(model: nn.Module, trained: bool, scaled: bool = False) -> None:
+    """Look at a model before anything is traced; ``scaled``: with loss scaling.
 
     Raises `UnsupportedOperatorError`: the model is wrapped for several processes or devices, lies
-    on several devices or on none, is quantised, trains in float16, which needs loss scaling, or has
-    hooks on its gradients.
+    on several devices or on none, is quantised, has parameters in float16 or computes in it without
+    loss scaling, or has hooks on its gradients.
     """
     for name, module in model.named_modules():
         where = name or "the model"
@@ -53,7 +53,7 @@ def refuse_model(model: nn.Module, trained: bool) -> None:
                 f"{name} is on the meta device and has no values; load the model first.",
                 (("meta device", name),),
             )
-    if trained:
+    if trained and not scaled:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 refuse_autocast(torch.get_autocast_dtype(kind), "the caller of compile")
@@ -66,8 +66,9 @@ def refuse_autocast(dtype: torch.dtype, where: str) -> None:
     """
     if dtype == torch.float16:
         raise UnsupportedOperatorError(
-            f"{where}: autocast to float16 needs loss scaling, which a compiled step does not do: "
-            "small gradients would become 0. Use torch.autocast with bfloat16.",
+            f"{where}: autocast to float16 needs loss scaling, or small gradients become 0: give "
+            "relax_disc.compile an enabled scaler=torch.amp.GradScaler(device), or use "
+            "torch.autocast with bfloat16.",
             (("autocast float16", where),),
         )
 
@@ -106,8 +107,10 @@ def _refuse_tensor(name: str, tensor: torch.Tensor, trained: bool) -> None:
         )
     if trained and tensor.requires_grad and tensor.dtype == torch.float16:
         raise UnsupportedOperatorError(
-            f"{name} is trained in float16, which needs loss scaling: small gradients would become "
-            "0. Use .to(torch.bfloat16), or float32 parameters under torch.autocast with bfloat16.",
+            f"{name} is trained in float16: small gradients and updates become 0, and eager "
+            "PyTorch's GradScaler says 'Attempting to unscale FP16 gradients.' Keep the parameters "
+            "in float32 under torch.autocast with float16 and scaler=torch.amp.GradScaler(device), "
+            "or use .to(torch.bfloat16).",
             (("float16", name),),
         )
 

@@ -16,8 +16,8 @@ from relax_disc.frontend.capture.arguments import (
 )
 from relax_disc.frontend.capture.export import Exported, export, wrap_forward, wrap_step
 from relax_disc.frontend.capture.fingerprint import fingerprint
-from relax_disc.frontend.capture.outer_state import Outer
 from relax_disc.frontend.capture.refusals import refuse_model
+from relax_disc.frontend.capture.state.outer_state import Outer
 from relax_disc.frontend.capture.trace import Halves, trace_forward, trace_halves, trace_step
 from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.emission import Wanted, emit_functions
@@ -43,12 +43,15 @@ class ExportedStep:
         As given.
     max_grad_norm : float or None
         As given.
+    scaled : bool
+        Whether the gradients are those of the loss times a scale, an input of the function.
     """
 
     exported: Exported
     model: nn.Module
     optimizer: Any
     max_grad_norm: float | None
+    scaled: bool = False
 
     def fingerprint(
         self, *, accumulate: bool = False, groups: Sequence[UpdateGroup] | None = None
@@ -66,6 +69,7 @@ class ExportedStep:
             sorted(position.items()),
             describe_updates(self.optimizer, arguments),
             repr(self.max_grad_norm),
+            self.scaled,
             accumulate,
             None if groups is None else [astuple(group) for group in groups],
         ]
@@ -78,8 +82,8 @@ class ExportedStep:
     def capture(self) -> CapturedStep:
         """Trace the gradients and make the Relax function ``main``.
 
-        It returns ``(loss, *extras[, norm], *buffers, *parameters, *states)``, with gradients in
-        the place of parameters and states when there is no optimizer.
+        It returns ``(loss, *extras[, norm][, overflow], *buffers, *parameters, *states)``, with
+        gradients in the place of parameters and states when there is no optimizer.
         """
         wanted = Wanted(optimizer=self.optimizer, max_grad_norm=self.max_grad_norm)
         return self._functions(wanted)[0]
@@ -106,8 +110,8 @@ class ExportedStep:
         adding : CapturedStep
             ``(loss, *extras, *buffers, *sums)``; updates nothing else.
         updating : CapturedStep
-            ``(loss, *extras[, norm], *buffers, *sums, *parameters, *states)``: the sums include
-            this batch's gradients; they are clipped, and the update is made from them.
+            ``(loss, *extras[, norm][, overflow], *buffers, *sums, *parameters, *states)``: the sums
+            include this batch's gradients; they are clipped, and the update is made from them.
         """
         common: Any = {"optimizer": self.optimizer, "groups": groups, "accumulate": True}
         adding = Wanted(function=ADDING, update=False, **common)
@@ -120,7 +124,7 @@ class ExportedStep:
 
     def _functions(self, *wanted: Wanted) -> Sequence[CapturedStep]:
         with tracing():
-            traced = trace_step(self.exported, self.model)
+            traced = trace_step(self.exported, self.model, self.scaled)
         refuse_unknown(traced)
         if not traced.gradients:
             raise InputMismatchError(
@@ -138,6 +142,7 @@ def export_step(
     dynamic_shapes: Any,
     loss_fn: Callable[..., Any] | None = None,
     max_grad_norm: float | None = None,
+    scaled: bool = False,
 ) -> ExportedStep:
     """Export forward and loss, from which forward, gradients and update are captured.
 
@@ -162,6 +167,9 @@ def export_step(
     max_grad_norm : float, optional
         Clip the gradients of all trained parameters by their global norm; the norm becomes an
         output.
+    scaled : bool
+        Take the gradients of the loss times a scale, an input, as `torch.amp.GradScaler` does. An
+        optimizer whose gradients are not all finite updates nothing; an output tells.
 
     Raises
     ------
@@ -172,10 +180,10 @@ def export_step(
     InputMismatchError
         The arguments do not fit the model, or there is no loss.
     """
-    refuse_model(model, trained=True)
+    refuse_model(model, trained=True, scaled=scaled)
     with tracing():
         exported = export(wrap_step(model, loss_fn), example_inputs, dynamic_shapes)
-    return ExportedStep(exported, model, optimizer, max_grad_norm)
+    return ExportedStep(exported, model, optimizer, max_grad_norm, scaled)
 
 
 def capture_step(

@@ -35,13 +35,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
+from relax_disc.frontend.capture import inner_gradients
 from relax_disc.frontend.capture.arguments import Argument, list_arguments
-from relax_disc.frontend.capture.counted_sizes import (
-    CountedSize,
-    CountedSizes,
-    find_counted,
-    general_ways,
-)
 from relax_disc.frontend.capture.custom_functions import CustomCalls
 from relax_disc.frontend.capture.decompositions import (
     RULES,
@@ -52,11 +47,18 @@ from relax_disc.frontend.capture.decompositions import (
     under_autocast,
 )
 from relax_disc.frontend.capture.export import Exported
-from relax_disc.frontend.capture.guards import GuardWatch
-from relax_disc.frontend.capture.outer_state import OuterState
+from relax_disc.frontend.capture.loops.programs import Loops
 from relax_disc.frontend.capture.refusals import refuse_autocast
-from relax_disc.frontend.capture.rewrites import alike_complex, whole_complex
+from relax_disc.frontend.capture.rewrites import REWRITES, alike_complex, whole_complex
+from relax_disc.frontend.capture.sizes.counted import (
+    CountedSize,
+    CountedSizes,
+    find_counted,
+    general_ways,
+)
+from relax_disc.frontend.capture.sizes.guards import GuardWatch
 from relax_disc.frontend.capture.source_lines import source_line
+from relax_disc.frontend.capture.state.outer_state import OuterState
 from relax_disc.frontend.capture.writes import without_writes
 from relax_disc.frontend.random_ops import Randomness
 
@@ -119,15 +121,23 @@ class _StepInterpreter(fx.Interpreter):
         randomness: Randomness,
         counted: CountedSizes,
         custom_calls: CustomCalls,
+        allows_half: bool,
+        loops: Loops,
+        twice: bool,
     ) -> None:
         super().__init__(graph, garbage_collect_values=False)
+        self._twice = twice  # whether gradients are differentiated again
+        self._allows_half = allows_half
         self._custom_calls = custom_calls
+        self._loops = loops
         self._randomness = randomness
         self._counted = counted
         self._own_rules = {**randomness.rules(), **counted.rules()}
+        self._differentiated = inner_gradients.differentiated(graph)
 
     def run_node(self, n: fx.Node) -> Any:
-        if getattr(n.target, "__name__", "") == "wrap_with_autocast" and torch.is_grad_enabled():
+        nested = getattr(n.target, "__name__", "") == "wrap_with_autocast"
+        if nested and torch.is_grad_enabled() and not self._allows_half:
             self._check_autocast(n)
         try:
             result = super().run_node(n)
@@ -135,6 +145,12 @@ class _StepInterpreter(fx.Interpreter):
             if isinstance(error, RelaxDiscError):
                 raise
             line = source_line(n)
+            if inner_gradients.is_inner(n.target):
+                raise UnsupportedOperatorError(
+                    f"{line}: torch.autograd.grad inside the loss cannot be traced: "
+                    f"{str(error).splitlines()[0]}",
+                    (("torch.autograd.grad", str(line)),),
+                ) from error
             if isinstance(error, TypeError):  # of complex tensors
                 if "Multiple dispatch failed" not in str(error):
                     raise
@@ -148,6 +164,8 @@ class _StepInterpreter(fx.Interpreter):
                 f"{str(error).splitlines()[0]}",
                 ((str(n.target), str(line)),),
             ) from error
+        if n in self._differentiated and not result.requires_grad:
+            result.requires_grad_()
         if n.target not in RULES:
             return result
         with fx_traceback.set_current_meta(n):
@@ -159,7 +177,7 @@ class _StepInterpreter(fx.Interpreter):
             args, kwargs = under_autocast(target, args, kwargs)
         if target is torch.ops.aten._assert_tensor_metadata.default:  # held when it was exported
             return None
-        rule = RULES.get(target) or self._own_rules.get(target)
+        rule = self._rule(target)
         if rule is not None and (result := rule(*args, **kwargs)) is not None:
             return result
         if target is torch.ops.aten.scaled_dot_product_attention.default:
@@ -171,6 +189,8 @@ class _StepInterpreter(fx.Interpreter):
             call, tensors, sizes = args
             results = pytree.tree_leaves(self._custom_calls[call].run(tensors, sizes))
             return [result for result in results if isinstance(result, Tensor)]
+        if target is torch.ops.relax_disc.dynamic_loop.default:
+            return self._loops.run(args[0], args[2])
         name = getattr(target, "__name__", "")
         if name == "wrap_with_set_grad_enabled":
             with torch.set_grad_enabled(args[0]):
@@ -187,6 +207,11 @@ class _StepInterpreter(fx.Interpreter):
                 raise
             return super().call_function(target, *whole_complex((args, kwargs)))
 
+    def _rule(self, target: Any) -> Any:
+        """Return the rule of an operator; those that are kept whole have one gradient."""
+        rules = {**REWRITES, **inner_gradients.RULES} if self._twice else RULES
+        return rules.get(target) or self._own_rules.get(target)
+
     def _check_autocast(self, node: fx.Node) -> None:
         """Refuse a region in float16; the region's first operator says where it is."""
         _, dtype, enabled, _, inner = node.args[:5]
@@ -198,13 +223,16 @@ class _StepInterpreter(fx.Interpreter):
         refuse_autocast(dtype, str(next((line for line in lines if line.file), source_line(node))))
 
     def _enter(self, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
-        parts = self._randomness, self._counted, self._custom_calls
-        return _StepInterpreter(graph, *parts).run(*args)
+        parts = self._randomness, self._counted, self._custom_calls, self._allows_half
+        return _StepInterpreter(graph, *parts, self._loops, self._twice).run(*args)
 
 
-def trace_step(exported: Exported, model: nn.Module) -> Traced:
-    """Trace the loss, its gradients by every parameter that requires them, and mutated buffers."""
-    return _trace(exported, model, with_gradients=True)
+def trace_step(exported: Exported, model: nn.Module, scaled: bool = False) -> Traced:
+    """Trace the loss, its gradients by every parameter that requires them, and mutated buffers.
+
+    ``scaled``: the gradients are those of the loss times a number, an argument of kind "scale".
+    """
+    return _trace(exported, model, with_gradients=True, scaled=scaled)
 
 
 def trace_forward(exported: Exported, model: nn.Module) -> Traced:
@@ -218,7 +246,11 @@ def trace_halves(exported: Exported, model: nn.Module, halves: Halves) -> Traced
 
 
 def _trace(
-    exported: Exported, model: nn.Module, with_gradients: bool, halves: Halves | None = None
+    exported: Exported,
+    model: nn.Module,
+    with_gradients: bool,
+    halves: Halves | None = None,
+    scaled: bool = False,
 ) -> Traced:
     program = exported.program
     arguments, position = list_arguments(program, model, exported.outer)
@@ -228,6 +260,7 @@ def _trace(
         if with_gradients and _is_trained(argument, halves)
     )
     mutates = _mutates(program.graph_module)
+    twice = inner_gradients.has_inner_gradients(program.graph_module)
     place = {id(argument.tensor): index for index, argument in enumerate(arguments)}
     reassigned = [place[id(outer.tensor)] for outer in exported.outer.reassigned]
     writable = tuple(
@@ -238,7 +271,7 @@ def _trace(
         or (a.kind == "batch" and halves is not None)
     )
     module, written = program.graph_module, []
-    if mutates and not exported.custom_calls:
+    if mutates and not exported.custom_calls and not twice:
         indices = list(position.values())
         fit = {i for i in writable if indices.count(i) == 1} - {*trained, *reassigned}
         names = {name for name, index in position.items() if index in fit}
@@ -269,11 +302,15 @@ def _trace(
 
     def results(values: list[Any]) -> list[Any]:
         feed = [values[position[node.name]] for node in placeholders]
-        late = values[count + 1 :]
-        with torch.set_grad_enabled(with_gradients):
+        late = values[first_late:]
+        with torch.set_grad_enabled(with_gradients or twice):
             randomness = Randomness(values[count])
             outputs["counted"] = counted = CountedSizes()
-            interpreter = _StepInterpreter(module, randomness, counted, exported.custom_calls)
+            parts = randomness, counted, exported.custom_calls
+            # What makes the loss of two halves scales it, too.
+            allows_half = scaled or halves is not None
+            loops = Loops(exported.loops)
+            interpreter = _StepInterpreter(module, *parts, allows_half, loops, twice)
             produced = interpreter.run(*feed)
         found = [produced[index] for index in users]
         found, assigned = (
@@ -286,10 +323,12 @@ def _trace(
         grads: Sequence[Tensor | None] = ()
         if with_gradients:
             made = [found[0]] if halves is None else [found[k] for k in halves.outputs]
+            if scaled and made[0].requires_grad:
+                made = [made[0] * values[count + 1]]
             if late:
                 early = [x.detach() for x in found if isinstance(x, Tensor)]
                 late = [torch.ops.relax_disc.await_gradient(x, early) for x in late]
-            if made[0].requires_grad:
+            if made[0].requires_grad and trained:
                 _keep_lines(made)
                 grads = _gradients(made, [values[index] for index in trained], late or None)
             else:
@@ -305,6 +344,10 @@ def _trace(
     arguments = (*arguments, Argument("rng", "rng", "rng", None))
     with next(f.fake_mode for f in fakes if hasattr(f, "fake_mode")):
         fakes.append(torch.empty(2, dtype=torch.int64))
+        if scaled:
+            fakes.append(torch.empty((), dtype=torch.float32))
+            arguments = (*arguments, Argument("scale", "scale", "scale", None))
+        first_late = len(arguments)
         for k in halves.outputs if halves is not None else ():
             made = program.graph.output_node().args[0][users[k]]  # pyright: ignore
             fakes.append(torch.empty_like(made.meta["val"], memory_format=torch.contiguous_format))
@@ -312,11 +355,11 @@ def _trace(
     watch = GuardWatch(fakes)
     # Functions of the user's own would be told what they ask, too.
     answers = contextlib.nullcontext if exported.custom_calls else general_ways
-    with answers():
+    with answers(), inner_gradients.differentiated_again(module):
         graph = _make_graph(step, fakes, mutates)
     if not mutates and _mutates(graph):  # a decomposition wrote in place
         buffers = writable
-        with answers():
+        with answers(), inner_gradients.differentiated_again(module):
             graph = _make_graph(step, fakes, functionalize=True)
     watch.check(exported.dims)
     counted = find_counted(graph, tuple(exported.dims.specs), outputs["counted"].nonempty)
@@ -326,7 +369,7 @@ def _trace(
     kept = [i for i, there in zip(trained, outputs["grads"], strict=True) if there]
     extra_count = len(users) - 1 - len(reassigned)
     traced = _drop_unchanged(graph, arguments, extra_count, buffers, tuple(kept), program)
-    late = len(arguments) - count - 1
+    late = len(arguments) - first_late
     return replace(traced, nested=bool(reassigned), late=late, counted=counted)
 
 

@@ -55,7 +55,7 @@ def without_writes(
             return False
         if node.op == "placeholder":
             return node.name in writable
-        return node in latest.values() or _is_new(node)
+        return node in latest.values() or is_new(node)
 
     node: Any
     for node in list(graph.nodes):
@@ -68,7 +68,7 @@ def without_writes(
         elif isinstance(target, OpOverload) and target._schema.is_mutable:
             written, new = [node.args[0]], _functional(graph, node)
         else:
-            if not _is_new(node):
+            if not is_new(node):
                 viewed.update(node.all_input_nodes)
             continue
         if new is None or not all(map(is_plain, written)):
@@ -128,7 +128,7 @@ def _functional(graph: fx.Graph, node: Any) -> list[fx.Node] | None:
     return [new]
 
 
-def _is_new(node: fx.Node) -> bool:
+def is_new(node: fx.Node) -> bool:
     """Whether a call returns memory of its own and takes no view of an operand."""
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload):

@@ -8,6 +8,7 @@ from relax_disc.frontend.converters import (  # noqa: F401
     elementwise,
     experts,
     indexing,
+    loop,
     normalization,
     random,
     reductions,

@@ -1,4 +1,4 @@
-"""Gradients before the update: added to those of earlier batches, and clipped by their norm.
+"""Gradients before the update: added to those of earlier batches, unscaled, clipped by their norm.
 
 Each gradient becomes an input of kind ``"gradient"``, the caller's own tensor (``p.grad``), and an
 output paired with it: the sum, written in place.  What the adding kernels read beside them passes a
@@ -14,7 +14,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tvm import relax
+import torch
+from tvm import relax, te, tirx
 
 from relax_disc.frontend.capture.source_lines import SourceLine
 from relax_disc.frontend.capture.trace import Traced
@@ -80,10 +81,69 @@ _EPS = 1e-6
 """Of ``torch.nn.utils.clip_grad_norm_``."""
 
 
+def emit_inverse(emitter: Emitter, scale: relax.Var) -> relax.Expr:
+    """Emit what scaled gradients are multiplied with, float32: as `torch.amp.GradScaler` has it."""
+    emitter.locate("inverse_scale", SourceLine("", 0))
+    wide = emitter.cast(scale, "float64")
+    return emitter.cast(emitter.emit(op.divide(relax.const(1.0, "float64"), wide)), "float32")
+
+
+def emit_overflow(emitter: Emitter, grads: Sequence[relax.Expr]) -> relax.Expr:
+    """Emit 1 if some element of the gradients is infinite or NaN, else 0; float32."""
+    emitter.locate("overflow", SourceLine("", 0))
+    parts = []
+    for grad in grads:
+        count = emitter.te("not_finite", _rows_not_finite, grad)
+        if emitter.shape(count):
+            count = emitter.emit(op.sum(count))
+        parts.append(count)
+    stacked = emitter.emit(op.stack(parts, axis=0))
+    return emitter.emit(op.minimum(emitter.emit(op.sum(stacked)), relax.const(1.0, "float32")))
+
+
+def _rows_not_finite(x: Any) -> Any:
+    """Count the elements along the last axis that are infinite or NaN."""
+    largest = tirx.const(torch.finfo(getattr(torch, str(x.dtype))).max, "float64")
+    one, zero = tirx.const(1, "float32"), tirx.const(0, "float32")
+
+    def counts(*i: Any) -> Any:
+        value = x(*i)
+        if str(x.dtype) != "float64":
+            value, limit = value.astype("float32"), largest.astype("float32")
+        else:
+            limit = largest
+        return tirx.Select(tirx.abs(value) <= limit, zero, one)  # NaN is not
+
+    if not x.shape:
+        return te.compute((), lambda: counts(), name="not_finite")
+    axis = te.reduce_axis((0, x.shape[-1]), "k")
+    return te.compute(
+        x.shape[:-1], lambda *i: te.sum(counts(*i, axis), axis=axis), name="not_finite"
+    )
+
+
+def emit_coefficient(
+    emitter: Emitter,
+    clip: relax.Expr | None,
+    inverse: relax.Expr,
+    overflow: relax.Expr,
+) -> relax.Expr:
+    """Emit what an update multiplies its gradient with: NaN tells it to leave all as it was."""
+    emitter.locate("coefficient", SourceLine("", 0))
+    if clip is not None:
+        inverse = emitter.emit(op.multiply(emitter.cast(inverse, emitter.dtype(clip)), clip))
+    dtype = emitter.dtype(inverse)
+    is_finite = emitter.emit(op.equal(overflow, relax.const(0.0, "float32")))
+    return emitter.emit(op.where(is_finite, inverse, relax.const(math.nan, dtype)))
+
+
 def emit_clip(
-    emitter: Emitter, grads: Sequence[relax.Expr], max_norm: float
+    emitter: Emitter,
+    grads: Sequence[relax.Expr],
+    max_norm: float,
+    inverse: relax.Expr | None = None,
 ) -> tuple[relax.Expr | None, relax.Expr]:
-    """Emit the clip coefficient and the total norm.
+    """Emit the clip coefficient and the total norm; of gradients times ``inverse`` if there is one.
 
     Each gradient is squared and summed when it is there, so that without a coefficient none has to
     wait for the others.
@@ -95,6 +155,9 @@ def emit_clip(
     parts = []
     for grad in grads:
         wide = emitter.cast(grad, hyper_dtype(emitter.dtype(grad)))
+        if inverse is not None:
+            factor = emitter.cast(inverse, emitter.dtype(wide))
+            wide = emitter.emit(op.multiply(wide, factor))
         squares = emitter.emit(op.multiply(wide, wide))
         if emitter.shape(squares):
             rows = emitter.emit(op.sum(squares, [-1]))

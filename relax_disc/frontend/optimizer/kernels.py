@@ -53,23 +53,32 @@ def _computable(value: Value) -> bool:
 
 
 def update_kernel(
-    program: UpdateProgram, shape: tuple[int, ...], dtype: str, clipped: bool
+    program: UpdateProgram,
+    shape: tuple[int, ...],
+    dtype: str,
+    clipped: bool,
+    may_skip: bool = False,
 ) -> tirx.PrimFunc:
     """Build the update of a parameter.
 
     Arguments ``(parameter, gradient, *states read, hyper[, coefficient], *results)``: the results
-    are the new parameter and the new states; the coefficient scales the gradient.
+    are the new parameter and the new states; the coefficient scales the gradient.  With
+    ``may_skip`` one that is NaN leaves all as it was.
     """
-    key = (shape, dtype, clipped)
+    key = (shape, dtype, clipped, may_skip)
     if key not in program.kernels:
         results = {"parameter": dtype, **{s.key: dtype_name(s.dtype) for s in program.written}}
         sources = {"parameter": dtype, "gradient": dtype}
-        sources |= {s.key: dtype_name(s.dtype) for s in states_read(program)}
+        sources |= {s.key: dtype_name(s.dtype) for s in states_read(program, may_skip)}
 
         def formula(read: Any, hyper: Any, coefficient: Any) -> list[Any]:
-            return _Lowering(program, hyper_dtype(dtype), read, hyper, coefficient).results(
-                list(results)
-            )
+            names = list(results)
+            new = _Lowering(program, hyper_dtype(dtype), read, hyper, coefficient).results(names)
+            if not may_skip:
+                return new
+            skipped = tirx.isnan(coefficient)
+            pairs = zip(names, new, strict=True)
+            return [tirx.Select(skipped, read(name), value) for name, value in pairs]
 
         program.kernels[key] = _kernel(
             "update", formula, shape, sources, results, program.width, hyper_dtype(dtype), clipped
@@ -91,7 +100,7 @@ def sum_kernel(shape: tuple[int, ...], dtype: str) -> tirx.PrimFunc:
     return _kernel("update_sum", formula, shape, sources, {"total": dtype}, width, wide, False)
 
 
-def states_read(program: UpdateProgram) -> list[Any]:
+def states_read(program: UpdateProgram, may_skip: bool = False) -> list[Any]:
     """List the states that the kernel reads, in the program's order."""
     used = {
         value.args[0]
@@ -101,7 +110,7 @@ def states_read(program: UpdateProgram) -> list[Any]:
     }
     written = {state.key for state in program.written}
     partly = {  # where a way leaves a state as it is
-        key for key in written if any(key not in way.outputs for way in program.ways)
+        key for key in written if may_skip or any(key not in way.outputs for way in program.ways)
     }
     return [state for state in program.tensors if state.key in used | partly]
 
@@ -293,12 +302,20 @@ def _sign(x: Any, lowering: _Lowering) -> Any:
     return tirx.Select(x > zero, lowering.const(1), below)
 
 
+def _equal(x: Any, y: Any) -> Any:
+    return tirx.Not(tirx.isnan(x)) if x.same_as(y) else x == y  # TVM takes x == x as true
+
+
+def _unequal(x: Any, y: Any) -> Any:
+    return tirx.isnan(x) if x.same_as(y) else x != y
+
+
 def _maximum(x: Any, y: Any) -> Any:
-    return tirx.Select(tirx.any(x >= y, x != x), x, y)  # NaN wins
+    return tirx.Select(tirx.any(x >= y, tirx.isnan(x)), x, y)  # NaN wins
 
 
 def _minimum(x: Any, y: Any) -> Any:
-    return tirx.Select(tirx.any(x <= y, x != x), x, y)
+    return tirx.Select(tirx.any(x <= y, tirx.isnan(x)), x, y)
 
 
 def _clamp(x: Any, low: Any = None, high: Any = None, **named: Any) -> Any:
@@ -311,8 +328,6 @@ def _where(condition: Any, x: Any, y: Any, lowering: _Lowering) -> Any:
     return tirx.Select(_truth(condition), _number(x, lowering), _number(y, lowering))
 
 
-_COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
-
 _RULES: dict[str, Callable[..., Any]] = {
     **{
         f"aten.{name}.{kind}": rule
@@ -322,7 +337,9 @@ _RULES: dict[str, Callable[..., Any]] = {
             ("sub", _scaled(operator.sub)),
             ("div", _numeric(operator.truediv)),
             ("lerp", _numeric(lambda x, y, weight: x + (y - x) * weight)),
-            *((n, _numeric(getattr(operator, n))) for n in (*_COMPARISONS, "mul")),
+            ("eq", _numeric(_equal)),
+            ("ne", _numeric(_unequal)),
+            *((n, _numeric(getattr(operator, n))) for n in ("gt", "ge", "lt", "le", "mul")),
         )
     },
     **{f"aten.pow.{kind}": _pow for kind in ("Tensor_Scalar", "Tensor_Tensor")},
@@ -335,7 +352,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "aten.tanh.default": _numeric(tirx.tanh),
     "aten.maximum.default": _numeric(_maximum),
     "aten.minimum.default": _numeric(_minimum),
-    "aten.isnan.default": _numeric(lambda x: x != x),
+    "aten.isnan.default": _numeric(tirx.isnan),
     "aten._to_copy.default": lambda x, lowering: _number(x, lowering),
     "aten.copy.default": lambda x, y, lowering: _number(y, lowering),
     "aten.sign.default": _sign,

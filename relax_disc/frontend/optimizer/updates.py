@@ -19,7 +19,12 @@ from relax_disc.frontend.converters import TABLE
 from relax_disc.frontend.emitter import Emitter, dtype_name
 from relax_disc.frontend.importer import PLACEMENT, Parameters, convert, variable_name
 from relax_disc.frontend.index_checks import Guards
-from relax_disc.frontend.optimizer.gradients import emit_clip
+from relax_disc.frontend.optimizer.gradients import (
+    emit_clip,
+    emit_coefficient,
+    emit_inverse,
+    emit_overflow,
+)
 from relax_disc.frontend.optimizer.kernels import (
     hyper_dtype,
     is_elementwise,
@@ -29,7 +34,7 @@ from relax_disc.frontend.optimizer.kernels import (
 from relax_disc.frontend.optimizer.numbers import constant
 from relax_disc.frontend.optimizer.program import UpdateProgram, Value, reachable
 from relax_disc.frontend.optimizer.programs import programs_of, refuse_operators
-from relax_disc.frontend.optimizer.several import groups_of
+from relax_disc.frontend.optimizer.several import groups_of, optimizers_of
 from relax_disc.frontend.spec import InputSpec, OutputSpec, UpdateGroup
 
 _INPUTS = ("parameter", "gradient", "state", "entry", "filled")
@@ -37,7 +42,7 @@ _INPUTS = ("parameter", "gradient", "state", "entry", "filled")
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One parameter to update: indices of inputs, and which gradient."""
+    """One parameter to update: indices of inputs, which gradient, and which optimizer's."""
 
     target: str
     program: UpdateProgram
@@ -45,6 +50,7 @@ class Update:
     gradient: int
     states: Mapping[str, int]
     hyper: int
+    owner: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,7 @@ def plan_updates(
     items: list[Update] = []
     groups: list[UpdateGroup] = []
     owned = groups_of(optimizer)
+    number_of = {owner: k for k, owner in enumerate(optimizers_of(optimizer))}
     for index, grads in _members(owned, gradient_of, targets, like):
         owner, group = owned[index]
         number = len(groups)
@@ -98,7 +105,8 @@ def plan_updates(
         hyper = _declare_hyper(parameters, programs[0], number, names[0], members[0][1])
         for (name, tensor, grad), program in zip(members, programs, strict=True):
             states = _declare_states(parameters, name, number, tensor, program)
-            items.append(Update(name, program, position[name], grad, states, hyper))
+            update = Update(name, program, position[name], grad, states, hyper, number_of[owner])
+            items.append(update)
         groups.append(UpdateGroup(index, names, hyper))
     if optimizer is not None and not items:
         raise InputMismatchError(
@@ -224,15 +232,28 @@ def emit_updates(
     replaced = {item.parameter for item in updates.items}
     kept = [k for k, output in enumerate(outputs) if output.replaces not in replaced]
     outputs[:], values[:] = [outputs[k] for k in kept], [values[k] for k in kept]
-    coefficient = None
+    clip, inverse = None, None
+    scales = [k for k, spec in enumerate(updates.specs) if spec.kind == "scale"]
+    if scales and updates.items:
+        inverse = emit_inverse(emitter, updates.variables[scales[0]])
     if updates.max_grad_norm is not None and grads:
-        coefficient, norm = emit_clip(emitter, grads, updates.max_grad_norm)
+        clip, norm = emit_clip(emitter, grads, updates.max_grad_norm, inverse)
         outputs.insert(_extra_end(outputs), OutputSpec("grad_norm", "norm"))
         values.insert(_extra_end(outputs) - 1, norm)
     if not updates.items:
         outputs += [OutputSpec(target, "gradient") for target in updates.targets]
         values += grads
         return
+    coefficients = dict.fromkeys((item.owner for item in updates.items), clip)
+    if inverse is not None:
+        overflows = {}
+        for owner in coefficients:
+            own = [grads[item.gradient] for item in updates.items if item.owner == owner]
+            overflows[owner] = emit_overflow(emitter, own)
+            coefficients[owner] = emit_coefficient(emitter, clip, inverse, overflows[owner])
+        for owner, value in overflows.items():
+            outputs.insert(_extra_end(outputs), OutputSpec(str(owner), "overflow"))
+            values.insert(_extra_end(outputs) - 1, value)
     states: list[tuple[OutputSpec, Any]] = []
     hyper = {
         group.hyper_input: guards.behind(updates.variables[group.hyper_input])
@@ -241,7 +262,10 @@ def emit_updates(
     for item in updates.items:
         grad = grads[item.gradient]
         old = written.get(item.parameter, updates.variables[item.parameter])
-        results = _emit_update(emitter, updates, item, old, grad, hyper[item.hyper], coefficient)
+        coefficient = coefficients[item.owner]
+        results = _emit_update(
+            *(emitter, updates, item, old, grad, hyper[item.hyper], coefficient, bool(scales))
+        )
         outputs.append(OutputSpec(item.target, "parameter", item.parameter))
         values.append(results[0])
         changed = [item.states[state.key] for state in item.program.written]
@@ -252,7 +276,7 @@ def emit_updates(
 
 
 def _extra_end(outputs: Sequence[OutputSpec]) -> int:
-    kinds = ("loss", "extra", "norm")
+    kinds = ("loss", "extra", "norm", "overflow")
     return sum(1 for output in outputs if output.kind in kinds)
 
 
@@ -264,20 +288,23 @@ def _emit_update(
     grad: Any,
     hyper: relax.Var,
     coefficient: Any,
+    may_skip: bool,
 ) -> list[relax.Var]:
+    """Emit one update; ``may_skip``: a coefficient that is NaN leaves everything as it was."""
     name = variable_name(item.target)
     emitter.locate(f"{name}_update", SourceLine("", 0))
     program, dtype = item.program, emitter.dtype(parameter)
     if not is_elementwise(program):
         if coefficient is not None:
             grad = emitter.emit(relax.op.multiply(grad, emitter.cast(coefficient, dtype)))
-        return _Translation(emitter, updates, item, parameter, grad, hyper).results()
+        skipped = emitter.emit(relax.op.isnan(coefficient)) if may_skip else None
+        return _Translation(emitter, updates, item, parameter, grad, hyper).results(skipped)
     shape = tuple(int(n) for n in emitter.shape(parameter))
-    reads = [updates.variables[item.states[state.key]] for state in states_read(program)]
+    reads = [updates.variables[item.states[s.key]] for s in states_read(program, may_skip)]
     args = [parameter, grad, *reads, hyper]
     if coefficient is not None:
         args.append(emitter.cast(coefficient, hyper_dtype(dtype)))
-    kernel = update_kernel(program, shape, dtype, coefficient is not None)
+    kernel = update_kernel(program, shape, dtype, coefficient is not None, may_skip)
     extents: Any = list(shape)
     types = [dtype, *(dtype_name(state.dtype) for state in program.written)]
     kinds = [relax.TensorType(extents, each) for each in types]
@@ -307,8 +334,11 @@ class _Translation:
         self._entries = {expr: k for k, expr in enumerate(item.program.entries)}
         self._made: dict[Any, Any] = {}
 
-    def results(self) -> list[relax.Var]:
-        """Emit the new parameter and the new states, as the way that is taken makes them."""
+    def results(self, skipped: relax.Expr | None) -> list[relax.Var]:
+        """Emit the new parameter and the new states, as the way that is taken makes them.
+
+        With ``skipped``, where that is true, the old ones.
+        """
         emitter, ways = self._emitter, self._program.ways
         found = []
         for name in ("parameter", *(state.key for state in self._program.written)):
@@ -319,6 +349,8 @@ class _Translation:
                     flag = emitter.emit(relax.op.greater(self._entry(k), relax.const(0, "float64")))
                     other = self._output(way.outputs.get(name), old)
                     chosen = emitter.emit(relax.op.where(flag, other, chosen))
+            if skipped is not None:
+                chosen = emitter.emit(relax.op.where(skipped, old, chosen))
             found.append(chosen)
         return found
 

@@ -45,7 +45,8 @@ def attention(
     v : relax.Expr
         ``[B, Hk, Tk, Dv]``.
     mask : relax.Expr, optional
-        Broadcastable to ``[B, H, Tq, Tk]``, rank 4; bool (True takes part) or added to the scores.
+        Broadcastable to ``[B, H, Tq, Tk]``, rank 4; bool (True takes part) or added to the scores,
+        where the least number of float32 hides a key as ``-inf`` does.
     rng : relax.Expr, optional
         Seed and offset of the random operators, int64 ``[2]``; present if there is dropout.
     scale : float
@@ -114,11 +115,36 @@ def attention_backward(
     Returns
     -------
     relax.Call
-        Of type ``Tuple(dq, dk, dv)``; the mask gets no gradient.
+        Of type ``Tuple(dq, dk, dv)``; the mask gets no gradient here.
     """
     args = [grad_out, q, k, v, out, lse, *_there(mask, rng)]
     attrs = attributes(scale, is_causal, dropout, stream)
     return registry.call("relax_disc.attention_backward", args, attrs)
+
+
+def attention_backward_trained(
+    grad_out: relax.Expr,
+    q: relax.Expr,
+    k: relax.Expr,
+    v: relax.Expr,
+    out: relax.Expr,
+    lse: relax.Expr,
+    mask: relax.Expr,
+    rng: relax.Expr | None = None,
+    *,
+    scale: float,
+    is_causal: bool,
+    dropout: float = 0.0,
+    stream: int = 0,
+) -> relax.Call:
+    """Build ``relax_disc.attention_backward_trained``: the gradients of q, k, v and of the mask.
+
+    The mask, as a trained bias by position, is ``[B, H, Tq, Tk]`` of the type of q; all else is as
+    given to :func:`attention_backward`.  Of type ``Tuple(dq, dk, dv, dmask)``.
+    """
+    args = [grad_out, q, k, v, out, lse, *_there(mask, rng)]
+    attrs = attributes(scale, is_causal, dropout, stream)
+    return registry.call("relax_disc.attention_backward_trained", args, attrs)
 
 
 def _infer_attention(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
@@ -151,11 +177,25 @@ def _infer_attention_backward(call: relax.Call, builder: relax.BlockBuilder) -> 
     )
 
 
+def _infer_attention_backward_trained(
+    call: relax.Call, builder: relax.BlockBuilder
+) -> relax.TupleType:
+    gradients = list(_infer_attention_backward(call, builder).fields)
+    (mask,), _ = optional_operands(call, 6)
+    name = "relax_disc.attention_backward_trained: mask"
+    return relax.TupleType([*gradients, registry.tensor_type(mask, name, 4)])
+
+
 registry.register("relax_disc.attention", _infer_attention, "Scaled dot-product attention.")
 registry.register(
     "relax_disc.attention_backward",
     _infer_attention_backward,
     "Gradients of scaled dot-product attention.",
+)
+registry.register(
+    "relax_disc.attention_backward_trained",
+    _infer_attention_backward_trained,
+    "Gradients of scaled dot-product attention, that of its mask among them.",
 )
 
 
@@ -170,6 +210,16 @@ registry.traced(
     " -> (Tensor, Tensor, Tensor)",
     lambda grad_out, *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]),
     attention_backward,
+    ("scale", "is_causal", "dropout", "stream"),
+)
+registry.traced(
+    "attention_backward_trained(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out,"
+    " Tensor lse, Tensor mask, Tensor? rng, float scale, bool is_causal, float dropout, int stream)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda grad_out, q, k, v, out, lse, mask, *_: tuple(
+        x.new_empty(x.shape) for x in (q, k, v, mask)
+    ),
+    attention_backward_trained,
     ("scale", "is_causal", "dropout", "stream"),
 )
 
@@ -202,17 +252,18 @@ def whole_attention(
     enable_gqa: bool,
     draws: tuple[Tensor | None, float, int] = (None, 0.0, 0),
 ) -> Tensor | None:
-    """Trace attention over rank 4 whole; None: of another rank, or the mask is trained.
+    """Trace attention over rank 4 whole; None: of another rank.
 
     ``draws``: state, probability and stream of dropout.
     """
-    is_trained = attn_mask is not None and attn_mask.requires_grad
-    if is_trained or not query.dim() == key.dim() == value.dim() == 4:
+    if not query.dim() == key.dim() == value.dim() == 4:
         return None
     if query.shape[0] != key.shape[0] or (query.shape[1] != key.shape[1] and not enable_gqa):
         return None
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+        if attn_mask.requires_grad:  # its gradient is that of all scores, each by itself
+            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     rng, dropout, stream = draws
     return torch.ops.relax_disc.attention(
@@ -228,11 +279,17 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
 
 def _attention_gradient(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> Any:
     q, k, v, mask, rng, out, lse = ctx.saved_tensors
-    grads = torch.ops.relax_disc.attention_backward(
+    is_trained = ctx.needs_input_grad[3]
+    backward = (
+        torch.ops.relax_disc.attention_backward_trained
+        if is_trained
+        else torch.ops.relax_disc.attention_backward
+    )
+    grads = backward(
         *(grad_out, q, k, v, out, lse, mask, rng),
         *(ctx.scale, ctx.is_causal, ctx.dropout, ctx.stream),
     )
-    return (*grads, *(None,) * 6)
+    return (*grads, *(None,) * (9 - len(grads)))
 
 
 registry.traced(

@@ -18,10 +18,18 @@ from relax_disc.ops.operand_views import (
 if TYPE_CHECKING:
     from relax_disc.transform.libraries.dispatch_library import Site
 
-_SWAPPED = (0, 2, 1, 3)  # [batch, heads, length, dim] and [batch, length, heads, dim]
+# Orders in which the axes of [batch, heads, length, dim] may be stored, and what each adds to a
+# layout for the first operand: as they are, [batch, length, heads, dim], [length, batch, ...].
+_PLAIN = (0, 1, 2, 3)
+_BITS = {_PLAIN: 0, (0, 2, 1, 3): 1, (2, 0, 1, 3): 1 << 8}
 _MOST_DIM = 384  # of the native kernels: one panel of `gemm_tile.h`
 # As long as one number takes to draw: 1.5 ns where products run at 100 flops/ns (AVX-512).
 _FLOPS_OF_A_DRAW = 150
+_BACKWARD = tuple(
+    f"relax_disc.{packed}attention_backward{trained}"
+    for packed in ("", "packed_")
+    for trained in ("", "_trained")
+)
 _NATIVE = ("float32", "float64", "float16", "bfloat16")  # the last two are computed in float32
 
 
@@ -35,47 +43,47 @@ def attention(call: relax.Call, site: Site) -> relax.Expr | None:
     kinds = list(site.original.ty.fields)
     dtype = registry.dtype_name(kinds[0])
     operands, layout = _operands((q, k, v), wide, site)
-    swapped = _is_used_swapped(site, 0)
-    out_type = _stored_type(kinds[0], swapped, wide)
+    order = _wanted_order(site, 0)
+    out_type = _stored_type(kinds[0], order, wide)
     results = site.builder.emit(
         site.call(
             _function_of(call, 3),
             [
                 *operands,
                 *_in_type(rest, wide, site),
-                *_parameters(call, layout | swapped << 3),
+                *_parameters(call, layout | _BITS[order] << 3),
             ],
             [out_type, kinds[1]],
         )
     )
-    out = _restored(site.builder.emit(relax.TupleGetItem(results, 0)), swapped, dtype, site)
+    out = _restored(site.builder.emit(relax.TupleGetItem(results, 0)), order, dtype, site)
     return relax.Tuple([out, site.builder.emit(relax.TupleGetItem(results, 1))])
 
 
-@registry.dispatches("relax_disc.attention_backward", "relax_disc.packed_attention_backward")
+@registry.dispatches(*_BACKWARD)
 def attention_backward(call: relax.Call, site: Site) -> relax.Expr | None:
-    """Dispatch `relax_disc.attention_backward`."""
+    """Dispatch `relax_disc.attention_backward`, with and without a gradient of the mask."""
     grad, q, k, v, out, lse, *rest = call.args
     wide = _working_dtype(call, (q, k, v), site)
     if wide is None:
         return None
     kinds = list(site.original.ty.fields)
     (grad, q, k, v, out), layout = _operands((grad, q, k, v, out), wide, site)
-    swapped = [_is_used_swapped(site, index) for index in range(3)]
-    for index, bit in enumerate(swapped):
-        layout |= bit << 5 + index
+    orders = [_wanted_order(site, index) for index in range(3)] + [_PLAIN] * (len(kinds) - 3)
+    for index, order in enumerate(orders):
+        layout |= _BITS[order] << 5 + index
     results = site.builder.emit(
         site.call(
             _function_of(call, 6),
             [grad, q, k, v, out, lse, *_in_type(rest, wide, site), *_parameters(call, layout)],
-            [_stored_type(kind, bit, wide) for kind, bit in zip(kinds, swapped, strict=True)],
+            [_stored_type(kind, order, wide) for kind, order in zip(kinds, orders, strict=True)],
         )
     )
-    fields = [site.builder.emit(relax.TupleGetItem(results, index)) for index in range(3)]
+    fields = [site.builder.emit(relax.TupleGetItem(results, index)) for index in range(len(kinds))]
     return relax.Tuple(
         [
-            _restored(field, bit, registry.dtype_name(kind), site)
-            for field, bit, kind in zip(fields, swapped, kinds, strict=True)
+            _restored(field, order, registry.dtype_name(kind), site)
+            for field, order, kind in zip(fields, orders, kinds, strict=True)
         ]
     )
 
@@ -90,18 +98,19 @@ def is_computed_by_library(q: relax.Expr, k: relax.Expr, v: relax.Expr) -> bool:
 def _function_of(call: relax.Call, operands: int) -> str:
     """Name of the library function for an operator's call with so many operands before a mask."""
     if _is_packed(call):
-        operands += 2  # starts and places
+        operands += 4  # starts and places of queries and keys
     rest = len(call.args) - operands
     if _drops(call):
-        rest -= 1 + _is_packed(call)  # the state, and the length of the padded batch
+        rest -= 1 + 2 * _is_packed(call)  # the state, and the lengths of the padded batch
     name = call.op.name.removeprefix("relax_disc.")
-    return name + "_masked" * (rest > 0) + "_dropout" * _drops(call)
+    is_masked = rest > 0 and not _is_trained(call)
+    return name + "_masked" * is_masked + "_dropout" * _drops(call)
 
 
 def _working_dtype(call: relax.Call, operands: tuple[relax.Expr, ...], site: Site) -> str | None:
     """Type that the library computes in; None if it cannot."""
     is_cuda = site.family.endswith(".cuda")
-    if not is_computed_by_library(*operands) or (is_cuda and _drops(call)):
+    if not is_computed_by_library(*operands) or (is_cuda and (_drops(call) or _is_trained(call))):
         return None
     dtype = registry.dtype_name(operands[0].ty)
     if is_cuda or dtype in ("float32", "float64"):
@@ -112,13 +121,13 @@ def _working_dtype(call: relax.Call, operands: tuple[relax.Expr, ...], site: Sit
 def _operands(
     exprs: tuple[relax.Expr, ...], dtype: str, site: Site
 ) -> tuple[list[relax.Expr], int]:
-    """Tensors as stored, and the bits of those stored with length before heads."""
+    """Tensors as stored, and the bits that say how."""
     tensors, layout = [], 0
     for index, expr in enumerate(exprs):
         view = permuted_view(expr, site.definition)
-        stored = view.tensor if view.axes in (_SWAPPED, (0, 1, 2, 3)) else expr
-        if view.axes == _SWAPPED:
-            layout |= 1 << index
+        order = _inverse(view.axes)
+        stored = view.tensor if order in _BITS else expr
+        layout |= _BITS.get(order, 0) << index
         if registry.dtype_name(stored.ty) != dtype:
             stored = site.builder.emit(relax.op.astype(stored, dtype))
         tensors.append(stored)
@@ -137,13 +146,13 @@ def _in_type(exprs: list[relax.Expr], dtype: str, site: Site) -> list[relax.Expr
 
 
 def _parameters(call: relax.Call, layout: int) -> list[Any]:
-    """What follows the tensors; the length of a padded batch is an operand of packed attention."""
+    """What follows the tensors; lengths of a padded batch are operands of packed attention."""
     attrs: Any = call.attrs
     known = [_double(attrs["scale"]), int(bool(attrs["is_causal"])), layout]
     if not _drops(call):
         return known
-    length = [call.args[-1]] if _is_packed(call) else []
-    return [*known, _double(attrs["dropout"]), int(attrs["stream"]), *length]
+    lengths = list(call.args[-2:]) if _is_packed(call) else []
+    return [*known, _double(attrs["dropout"]), int(attrs["stream"]), *lengths]
 
 
 def _double(value: Any) -> relax.Expr:
@@ -158,36 +167,43 @@ def _is_packed(call: relax.Call) -> bool:
     return call.op.name.startswith("relax_disc.packed_")
 
 
-def _is_used_swapped(site: Site, index: int) -> int:
-    """Whether a result is used with axes swapped only; the gradient's use of it fits either way."""
-    swapped = 0
+def _is_trained(call: relax.Call) -> bool:
+    return call.op.name.endswith("_trained")
+
+
+def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(axes.index(axis) for axis in range(len(axes)))
+
+
+def _wanted_order(site: Site, index: int) -> tuple[int, ...]:
+    """In which order all users of a result want its axes; the gradient's use fits any."""
+    order = _PLAIN
     for variable, user in site.uses.users_of(site.variable):
         if not isinstance(user, relax.TupleGetItem):
-            return 0
+            return _PLAIN
         for _, consumer in site.uses.users_of(variable) if user.index == index else ():
-            if is_call_of(consumer, "relax_disc.attention_backward"):
-                continue
-            if is_call_of(consumer, "relax_disc.packed_attention_backward"):
+            if any(is_call_of(consumer, name) for name in _BACKWARD):
                 continue
             if not is_call_of(consumer, "relax.permute_dims"):
-                return 0
-            if permutation_of(consumer) != _SWAPPED:
-                return 0
-            swapped = 1
-    return swapped
+                return _PLAIN
+            wanted = permutation_of(consumer)
+            if wanted not in _BITS or order not in (_PLAIN, wanted):
+                return _PLAIN
+            order = wanted
+    return order
 
 
-def _stored_type(kind: relax.TensorType, swapped: int, dtype: str) -> relax.TensorType:
+def _stored_type(kind: relax.TensorType, order: tuple[int, ...], dtype: str) -> relax.TensorType:
     extents = registry.extents(kind)
-    return relax.TensorType([extents[axis] for axis in _SWAPPED] if swapped else extents, dtype)
+    return relax.TensorType([extents[axis] for axis in order], dtype)
 
 
-def _restored(field: relax.Expr, swapped: int, dtype: str, site: Site) -> relax.Expr:
+def _restored(field: relax.Expr, order: tuple[int, ...], dtype: str, site: Site) -> relax.Expr:
     """Bring a result into the operator's own layout and type; unused copies are dead code."""
     if registry.dtype_name(field.ty) != dtype:  # first: whoever permutes it back reads it as it is
         field = site.builder.emit(relax.op.astype(field, dtype))
-    if swapped:
-        field = site.builder.emit(relax.op.permute_dims(field, _SWAPPED))
+    if order != _PLAIN:
+        field = site.builder.emit(relax.op.permute_dims(field, _inverse(order)))
     return field
 
 
@@ -196,13 +212,14 @@ def _facts(
 ) -> registry.LibraryFunction:
     """Count so many products of length x length x depth; scratch by the widths of the heads.
 
-    ``starts``: operand that says where packed sequences start, which count as equally long.
+    ``starts``: operand that says where packed keys start; all sequences count as equally long.
     """
     drawn = _FLOPS_OF_A_DRAW // 2 if drops else 0
 
     def flops(views: list[Any], numbers: list[int]) -> Any:
         is_causal, layout = numbers[:2]
-        length = views[key].shape[1 if layout >> key & 1 else 2]
+        by_length, by_batch = layout >> 8 + key & 1, layout >> key & 1
+        length = views[key].shape[0 if by_length else 1 if by_batch else 2]
         if starts is not None:
             length = length // (views[starts].shape[0] - 1)
         rows, width = registry.elements(views[0].shape[:3]), views[0].shape[3]
@@ -216,10 +233,11 @@ def _facts(
     return registry.LibraryFunction(flops=flops, workspace=workspace)
 
 
-for _form in product(("", "packed_"), ("", "_masked"), ("", "_dropout")):
+for _form in product(("", "packed_"), ("", "_masked", "_trained"), ("", "_dropout")):
     _prefix, _suffix, _drop = _form[0], "".join(_form[1:]), bool(_form[2])
-    _starts = 3 if _prefix else None
-    registry.LIBRARY[f"{_prefix}attention{_suffix}"] = _facts("attention", 2, 1, _starts, _drop)
+    _starts = 5 if _prefix else None
+    if _form[1] != "_trained":
+        registry.LIBRARY[f"{_prefix}attention{_suffix}"] = _facts("attention", 2, 1, _starts, _drop)
     registry.LIBRARY[f"{_prefix}attention_backward{_suffix}"] = _facts(
-        "attention_backward", 5, 2, _starts and 6, _drop
+        "attention_backward", 5, 2, _starts and 8, _drop
     )

@@ -3,7 +3,9 @@
 The operators are those of :mod:`relax_disc.ops.attention` on a batch of one whose length axis holds
 the rows of all sequences: sequence ``b`` is rows ``starts[b]`` to ``starts[b + 1]``, rows see rows
 of their own sequence, and what lies behind ``starts[-1]`` belongs to none: its results are 0, its
-``lse`` is ``-inf``.  Rows of a sequence are in the order of their positions.
+``lse`` is ``-inf``.  Rows of a sequence are in the order of their positions.  Keys have starts and
+places of their own: they may be those of other sequences than the queries are, as where a decoder
+reads what an encoder has made of its source; there are as many of both.
 
 A mask is that of the padded batch, ``[B|1, H|1, T|1, T|1]``: it is read at the positions of the
 rows, so nothing of the size of packed rows by packed rows exists.  Dropout, too, draws the numbers
@@ -30,11 +32,12 @@ def packed_attention(
     Parameters
     ----------
     operands : sequence of relax.Expr
-        ``q [1, H, N, D]``, ``k [1, Hk, N, D]``, ``v [1, Hk, N, Dv]``, ``starts [B + 1]`` int64,
-        ``places [3, N]`` int64, whose last row is the position of each row in its sequence.
+        ``q [1, H, N, D]``, ``k [1, Hk, M, D]``, ``v [1, Hk, M, Dv]``; of the queries ``starts
+        [B + 1]`` int64 and ``places [3, N]`` int64, whose last row is the position of each row in
+        its sequence; the same of the keys, ``[B + 1]`` and ``[3, M]``.
     rest : sequence of relax.Expr
-        The mask, if there is one; with dropout the state of the random operators, and the length
-        of the padded batch, an integer.
+        The mask, if there is one; with dropout the state of the random operators, and the lengths
+        of queries and keys of the padded batch, integers.
     attrs : mapping
         Of `attention`.
 
@@ -54,11 +57,22 @@ def packed_attention_backward(
     Parameters
     ----------
     operands : sequence of relax.Expr
-        ``grad_out``, ``q``, ``k``, ``v``, ``out``, ``lse``, ``starts``, ``places``.
+        ``grad_out``, ``q``, ``k``, ``v``, ``out``, ``lse``, and starts and places of queries and
+        keys.
     rest, attrs
         As given to `packed_attention`.
     """
     return registry.call("relax_disc.packed_attention_backward", [*operands, *rest], attrs)
+
+
+def packed_attention_backward_trained(
+    operands: Sequence[relax.Expr], rest: Sequence[relax.Expr], attrs: Mapping[str, Any]
+) -> relax.Call:
+    """Build ``relax_disc.packed_attention_backward_trained``, with the gradient of the mask.
+
+    That is one of the padded batch, ``[B, H, T, T]``, and zero where rows are left out.
+    """
+    return registry.call("relax_disc.packed_attention_backward_trained", [*operands, *rest], attrs)
 
 
 def _infer(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
@@ -85,9 +99,19 @@ def _infer_backward(call: relax.Call, builder: relax.BlockBuilder) -> relax.Tupl
     )
 
 
+def _infer_backward_trained(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
+    mask = registry.tensor_type(call.args[10], "relax_disc.packed_attention_backward: mask", 4)
+    return relax.TupleType([*_infer_backward(call, builder).fields, mask])
+
+
 registry.register("relax_disc.packed_attention", _infer, "Attention over packed sequences.")
 registry.register(
     "relax_disc.packed_attention_backward",
     _infer_backward,
     "Gradients of attention over packed sequences.",
+)
+registry.register(
+    "relax_disc.packed_attention_backward_trained",
+    _infer_backward_trained,
+    "Gradients of attention over packed sequences, that of its mask among them.",
 )

@@ -141,14 +141,18 @@ def _attention_backward(builder: relax.BlockBuilder, call: relax.Call) -> relax.
     delta = heads.emit(_OP.sum(product, -1, keepdims=True))
     by_weight = heads.dropped(heads.product(grads, heads.swapped(heads.keys(v))), rng)
     difference = heads.emit(_OP.subtract(by_weight, delta))
-    by_score = heads.emit(_OP.multiply(heads.emit(_OP.multiply(weights, difference)), heads.scale))
+    by_sum = heads.emit(_OP.multiply(weights, difference))
+    by_score = heads.emit(_OP.multiply(by_sum, heads.scale))
     dq = heads.merged(heads.product(by_score, keys), heads.rows, registry.extents(q.ty)[3])
     used = heads.dropped(weights, rng)
     dk, dv = (
         heads.emit(_OP.sum(heads.product(heads.swapped(left), right), 2))
         for left, right in ((by_score, queries), (used, grads))
     )
-    return relax.Tuple([heads.narrow(x, like) for x, like in ((dq, q), (dk, k), (dv, v))])
+    results = [(dq, q), (dk, k), (dv, v)]
+    if call.op.name.endswith("_trained"):
+        results.append((heads.merged(by_sum, heads.rows, heads.columns), mask[0]))
+    return relax.Tuple([heads.narrow(x, like) for x, like in results])
 
 
 def _hide_later_columns(scores: te.Tensor) -> te.Tensor:
@@ -167,3 +171,4 @@ def _quotient(heads: Any, key_heads: Any) -> Any:
 
 registry.register_legalization("relax_disc.attention", _attention)
 registry.register_legalization("relax_disc.attention_backward", _attention_backward)
+registry.register_legalization("relax_disc.attention_backward_trained", _attention_backward)

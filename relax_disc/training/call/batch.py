@@ -46,7 +46,7 @@ class BatchSchema:
     device: torch.device  # where the tensors must be
     index_checks: tuple[IndexCheck, ...] = ()  # on the values of tensors that are used as indices
     size_checks: tuple[SizeCheck, ...] = ()  # on the dims, beyond their ranges
-    packing: Packing | None = None  # which rows are computed; None: all
+    packings: tuple[Packing, ...] = ()  # which rows are computed; empty: all
     # Values of the dims by the shapes of the leaves: lengths come back, and to solve them again
     # takes longer than all else that is done before a step.
     _solved: dict[tuple[torch.Size, ...], dict[str, int]] = field(
@@ -58,8 +58,8 @@ class BatchSchema:
     ) -> tuple[list[torch.Tensor], dict[str, int]]:
         """Return the tensors in leaf order and the value of each dim.
 
-        With `packing` two more tensors follow, which say where the rows come from, and their number
-        is a dim, too.
+        For each of `packings` two more tensors follow, which say where its rows come from; how many
+        there are is a dim, too.
 
         Raises `InputMismatchError`: the structure, a rank, dtype, device or a leaf that is no
         tensor differs from the example's. Raises `ShapeRangeError`: an extent is outside its range,
@@ -77,12 +77,11 @@ class BatchSchema:
         if self.index_checks:
             self._check_indices(flat, values)
         values = dict(values)
-        if self.packing is not None:
-            positions = (leaf.position for leaf in self.leaves)
-            leaves = dict(zip(positions, tensors, strict=True))
-            places, starts = place_rows(self.packing, leaves, values)
+        leaves = {leaf.position: x for leaf, x in zip(self.leaves, tensors, strict=True)}
+        for packing in self.packings:
+            places, starts = place_rows(packing, leaves, values)
             tensors += [places, starts]
-            values[self.packing.tokens] = places.shape[1]
+            values[packing.tokens] = places.shape[1]
         return tensors, values
 
     def _check_type(self, leaf: BatchLeaf, value: object) -> torch.Tensor:
@@ -199,7 +198,7 @@ def describe_batch(captured: CapturedStep, model: torch.nn.Module) -> BatchSchem
         device_of(model),
         captured.index_checks,
         captured.size_checks,
-        captured.packing,
+        captured.packings,
     )
 
 

@@ -86,6 +86,11 @@ class StepCounters:
             self._found = []
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that the group belongs to."""
+        return self._optimizer
+
+    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The counts that PyTorch keeps as tensors."""
         states = [self._optimizer.state.get(p, {}) for p in self._parameters]

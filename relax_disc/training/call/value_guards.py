@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.capture.outer_state import Guard
-from relax_disc.frontend.capture.sources import is_plain
+from relax_disc.frontend.capture.state.outer_state import Guard
+from relax_disc.frontend.capture.state.sources import is_plain
 
 _ABSENT = object()
 _CONTAINERS = (list, set, dict, np.ndarray)

@@ -5,7 +5,8 @@ says which rows are needed, and which tensors can do without the others.  Those 
 batch of one sequence, all rows that are needed one after the other: ``[batch, .., length, ..]``
 becomes ``[1, .., tokens, ..]`` and ``[batch * length, ..]`` becomes ``[tokens, ..]``.  So whatever
 goes row by row stays the operator, or the kernel, that it is; attention is told where sequences
-start.  A function that is rewritten takes two more parameters, which say where rows come from:
+start.  A function that is rewritten takes two more parameters for each length that its sequences
+have, which say where rows come from:
 
 - ``places [3, tokens]`` int64: for each row that is kept its row in ``[batch * length]``, its
   sequence and its position, in this order;
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
@@ -30,11 +32,16 @@ from tvm import relax, te, tirx
 from tvm.relax.utils import gen_call_tir_inputs
 
 from relax_disc.analysis.kernels.stages import is_buffer
-from relax_disc.analysis.padding.demand import ATTENTION, LOSS, Padding, find_padding
+from relax_disc.analysis.padding.demand import Padding, find_padding
 from relax_disc.analysis.padding.grid import Grid, Rows
+from relax_disc.analysis.padding.needed import ATTENTION, LOSS
 from relax_disc.analysis.program.reader import bindings_of
 from relax_disc.ops.attention import optional_operands
-from relax_disc.ops.attention.packed import packed_attention, packed_attention_backward
+from relax_disc.ops.attention.packed import (
+    packed_attention,
+    packed_attention_backward,
+    packed_attention_backward_trained,
+)
 from relax_disc.transform.functions import (
     at_span,
     copy_module,
@@ -66,6 +73,15 @@ def remove_padding(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, Padding]]
     return relax.transform.Normalize()(result), found
 
 
+@dataclass(frozen=True)
+class _Packing:
+    """Where the packed rows of one length come from."""
+
+    tokens: tirx.Var  # how many there are
+    places: relax.Var
+    starts: relax.Var
+
+
 class _Rewriter:
     """Writes one function anew."""
 
@@ -73,13 +89,9 @@ class _Rewriter:
         assert padding.grid is not None
         self._module, self._function, self._padding = mod, function, padding
         self._grid: Grid = padding.grid
-        names = {param.name for param in function.params} | {self._grid.batch.name}
-        self._tokens = tirx.Var(_free(TOKENS, names | {self._grid.length.name}), "int64")
-        end = self._grid.batch + 1
-        self._places = relax.Var(_free(PLACES, names), relax.TensorType([3, self._tokens], "int64"))
-        self._starts = relax.Var(_free(STARTS, names), relax.TensorType([end], "int64"))
+        self._packings = self._parameters()
         self._packed: dict[Any, Any] = {}
-        self._spread: dict[tuple[Any, int], Any] = {}
+        self._spread: dict[tuple[Any, Rows], Any] = {}
         self._targets: dict[tuple[Any, int], Any] = {}
         self._kernels: dict[Any, tvm.ir.GlobalVar] = {}
         self._builder = relax.BlockBuilder()
@@ -97,7 +109,7 @@ class _Rewriter:
         self._module.update_func(
             variable,
             relax.Function(
-                [*function.params, self._places, self._starts],
+                [*function.params, *(x for p in self._packings for x in (p.places, p.starts))],
                 body,
                 function.ret_ty,
                 function.is_pure,
@@ -106,21 +118,42 @@ class _Rewriter:
             ),
         )
 
+    def _parameters(self) -> list[_Packing]:
+        """Make the parameters to come, for each length of the sequences."""
+        batch, lengths = self._grid.batch, self._grid.lengths
+        names = {param.name for param in self._function.params}
+        names |= {batch.name, *(length.name for length in lengths)}
+        packings = []
+        for length in lengths:
+            prefix = f"{length.name}_" if len(lengths) > 1 else ""
+            tokens = tirx.Var(_free(prefix + TOKENS, names), "int64")
+            places, starts = relax.TensorType([3, tokens], "int64"), [batch + 1]
+            packings.append(
+                _Packing(
+                    tokens,
+                    relax.Var(_free(prefix + PLACES, names), places),
+                    relax.Var(_free(prefix + STARTS, names), relax.TensorType(starts, "int64")),
+                )
+            )
+        return packings
+
     def _attributes(self) -> dict[str, Any]:
         attrs = dict(self._function.attrs or {})
         dims = {str(k): [int(x) for x in v] for k, v in attrs.get("relax_disc.dims", {}).items()}
-        upper = most_tokens(dims, self._grid)
-        name = self._tokens.name
-        if dims:
-            attrs["relax_disc.dims"] = {**dims, name: [1, -1 if upper is None else upper, 1]}
         kinds = attrs.get("relax_disc.param_kinds")
         if kinds is not None:
-            attrs["relax_disc.param_kinds"] = [*map(str, kinds), "packing", "packing"]
-        for bound, value in (("lower", 1), ("upper", upper)):
-            known = attrs.get(f"tir_var_{bound}_bound")
-            if known is not None and value is not None:
-                bounds = {str(k): int(v) for k, v in known.items()}
-                attrs[f"tir_var_{bound}_bound"] = {**bounds, name: value}
+            more = ["packing"] * 2 * len(self._packings)
+            attrs["relax_disc.param_kinds"] = [*map(str, kinds), *more]
+        for packing, length in zip(self._packings, self._grid.lengths, strict=True):
+            upper, name = most_tokens(dims, self._grid.batch, length), packing.tokens.name
+            if dims:
+                dims[name] = [1, -1 if upper is None else upper, 1]
+                attrs["relax_disc.dims"] = dims
+            for bound, value in (("lower", 1), ("upper", upper)):
+                known = attrs.get(f"tir_var_{bound}_bound")
+                if known is not None and value is not None:
+                    bounds = {str(k): int(v) for k, v in known.items()}
+                    attrs[f"tir_var_{bound}_bound"] = {**bounds, name: value}
         return attrs
 
     # -- bindings -----------------------------------------------------------------------------
@@ -159,26 +192,27 @@ class _Rewriter:
             return self._operand(value)
         name = value.op.name
         if name in ATTENTION:
-            return self._attention(value, name == ATTENTION[1])
+            return self._attention(value)
         if name in LOSS:
             return self._loss(value, 2 if name == LOSS[1] else 1)
         if name == "relax.call_tir":
             return self._kernel(value)
         args = [self._aligned(arg, kind) for arg in value.args]
         if name == "relax.sum" and (layout := self._grid.rows(kind).layout) in ("length", "batch"):
-            return self._added_up(args[0], kind, layout)
+            return self._added_up(args[0], kind, self._grid.rows(value.args[0].ty).of, layout)
         if name in ("relax.reshape", "relax.broadcast_to"):
             args[1] = relax.ShapeExpr(self._shape(kind))
         return self._located(relax.Call(value.op, args, value.attrs, value.ty_args))
 
-    def _added_up(self, rows: Any, kind: relax.TensorType, by: str) -> relax.Call:
+    def _added_up(self, rows: Any, kind: relax.TensorType, of: int, by: str) -> relax.Call:
         """Add up the rows ``[1, tokens, ..]`` by their positions, or by their sequences."""
-        index, extent = (2, self._grid.length) if by == "length" else (1, self._grid.batch)
+        packing, grid = self._packings[of], self._grid
+        index, extent = (2, grid.lengths[of]) if by == "length" else (1, grid.batch)
         width = math.prod(rows.ty.shape.values[2:], start=tirx.IntImm("int64", 1))
-        matrix = self._emit(relax.op.reshape(rows, [self._tokens, width]), "rows")
+        matrix = self._emit(relax.op.reshape(rows, [packing.tokens, width]), "rows")
         numbers = self._call_te(
             lambda places: te.compute((places.shape[1],), lambda row: places(index, row)),
-            *("kept_numbers", self._places),
+            *("kept_numbers", packing.places),
         )
         sums = relax.call_dps_packed(
             "relax_disc.cpu.embedding_backward",
@@ -212,22 +246,28 @@ class _Rewriter:
             return call.args[0]
         return self._add_kernel(substitute_sizes(kernel, ones), call.args[0].name_hint)
 
-    def _attention(self, call: relax.Call, is_backward: bool) -> relax.Call:
-        count = 6 if is_backward else 3
+    def _attention(self, call: relax.Call) -> relax.Call:
+        build, count = {
+            ATTENTION[0]: (packed_attention, 3),
+            ATTENTION[1]: (packed_attention_backward, 6),
+            ATTENTION[2]: (packed_attention_backward_trained, 6),
+        }[call.op.name]
         operands = [self._operand(arg) for arg in call.args[:count]]
         # A mask stays that of the padded batch, and is read at the places of rows.
         mask, rng = optional_operands(call, count)
-        length = [relax.prim_value(self._grid.length)] if rng else []
-        build = packed_attention_backward if is_backward else packed_attention
-        packing = (self._starts, self._places)
+        first = 0 if count == 3 else 1
+        kinds = [self._grid.rows(arg.ty).of for arg in call.args[first : first + 2]]
+        packings = [self._packings[of] for of in kinds]
+        lengths = [relax.prim_value(self._grid.lengths[of]) for of in kinds] if rng else []
+        where = [x for packing in packings for x in (packing.starts, packing.places)]
         return self._located(
-            build([*operands, *packing], [*mask, *rng, *length], dict(call.attrs.items()))
+            build([*operands, *where], [*mask, *rng, *lengths], dict(call.attrs.items()))
         )
 
     def _loss(self, call: relax.Call, target: int) -> relax.Call:
-        ignored = int(call.attrs["ignore_index"])
+        ignored, of = int(call.attrs["ignore_index"]), self._grid.rows(call.args[target].ty).of
         args = [
-            self._target(arg, ignored) if k == target else self._operand(arg)
+            self._target(arg, ignored, of) if k == target else self._operand(arg)
             for k, arg in enumerate(call.args)
         ]
         return self._located(relax.Call(call.op, args, call.attrs, call.ty_args))
@@ -256,10 +296,11 @@ class _Rewriter:
         if not is_tensor or self._grid.rows(expr.ty).layout != "batch":
             return self._operand(expr)
         shift = len(kind.shape.values) - len(expr.ty.shape.values)
-        rows = Rows("both", self._grid.rows(expr.ty).batch, self._grid.rows(kind).length - shift)
-        if (expr, rows.length) not in self._spread:
-            self._spread[expr, rows.length] = self._gather(expr, rows, {rows.batch: 1})
-        return self._spread[expr, rows.length]
+        wanted = self._grid.rows(kind)
+        rows = Rows("both", self._grid.rows(expr.ty).batch, wanted.length - shift, wanted.of)
+        if (expr, rows) not in self._spread:
+            self._spread[expr, rows] = self._gather(expr, rows, {rows.batch: 1})
+        return self._spread[expr, rows]
 
     def _gather(self, expr: Any, rows: Rows, found_at: dict[int, int] | None = None) -> Any:
         """Take the rows that are kept from a whole tensor.
@@ -274,7 +315,7 @@ class _Rewriter:
                 "length": {rows.length: 2},
             }[rows.layout]
         )
-        token_axis = rows.length
+        token_axis, packing = rows.length, self._packings[rows.of]
 
         def rows_of(x: te.Tensor, places_of: te.Tensor, *starts: te.Tensor) -> te.Tensor:
             def element(*indices: Any) -> Any:
@@ -294,10 +335,10 @@ class _Rewriter:
             shape[token_axis] = places_of.shape[1]
             return te.compute(shape, element, name="kept_rows")
 
-        fills = [self._starts] if expr in self._padding.zeros else []
-        return self._call_te(rows_of, "kept_rows", expr, self._places, *fills)
+        fills = [packing.starts] if expr in self._padding.zeros else []
+        return self._call_te(rows_of, "kept_rows", expr, packing.places, *fills)
 
-    def _target(self, expr: Any, ignored: int) -> Any:
+    def _target(self, expr: Any, ignored: int, of: int) -> Any:
         """Take the labels of the rows that are kept; those that fill up are ignored."""
         key = expr, ignored
         if key not in self._targets:
@@ -312,7 +353,7 @@ class _Rewriter:
                     name="kept_labels",
                 )
 
-            arguments = (expr, self._places, self._starts)
+            arguments = (expr, self._packings[of].places, self._packings[of].starts)
             self._targets[key] = self._call_te(labels_of, "kept_labels", *arguments)
         return self._targets[key]
 
@@ -342,18 +383,20 @@ class _Rewriter:
             return shape
         if rows.layout == "both":
             shape[rows.batch] = tirx.IntImm("int64", 1)
-        shape[rows.length] = self._tokens
+        shape[rows.length] = self._packings[rows.of].tokens
         return shape
 
     def _size(self, size: Any) -> Any:
         """A size that a kernel is given: with one sequence of all rows that are kept."""
-        changes = {self._grid.batch: tirx.IntImm("int64", 1), self._grid.length: self._tokens}
+        changes: dict[tirx.Var, Any] = {self._grid.batch: tirx.IntImm("int64", 1)}
+        for length, packing in zip(self._grid.lengths, self._packings, strict=True):
+            changes[length] = packing.tokens
         return tirx.stmt_functor.substitute(size, changes)
 
 
-def most_tokens(dims: dict[str, list[int]], grid: Grid) -> int | None:
+def most_tokens(dims: dict[str, list[int]], batch: tirx.Var, length: tirx.Var) -> int | None:
     """Return the most rows there can be in declared ranges; None: there is no bound."""
-    bounds = [dims.get(dim.name, [1, -1])[1] for dim in (grid.batch, grid.length)]
+    bounds = [dims.get(dim.name, [1, -1])[1] for dim in (batch, length)]
     return None if -1 in bounds else bounds[0] * bounds[1]
 
 

@@ -306,7 +306,12 @@ def _tensor(value: Any) -> torch.Tensor:
 def _views(values: tuple[Any, ...], layout: int) -> list[torch.Tensor]:
     """View every tensor as [batch, heads, length, dim]."""
     tensors = [_tensor(value) for value in values]
-    return [x.transpose(1, 2) if layout >> i & 1 else x for i, x in enumerate(tensors)]
+    for i, x in enumerate(tensors):
+        if layout >> 8 + i & 1:
+            tensors[i] = x.permute(1, 2, 0, 3)
+        elif layout >> i & 1:
+            tensors[i] = x.transpose(1, 2)
+    return tensors
 
 
 def _on_stream(function: Callable[..., None]) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 ============================================ ====================================================
 `relax_disc.aten.call`                       see `ops/aten.py`; every device
+`relax_disc.aten.loop`                       see `ops/loop.py`; every device
 `relax_disc.cpu.matmul`                      a, b, a_split, b_split, transpose_a, transpose_b, c
 `relax_disc.cpu.matmul_add`                  a, b, addend, (as above), c
 `relax_disc.cpu.batch_matmul`                a, b, a_axes, b_axes, c_axes, c
@@ -13,8 +14,10 @@
                                              options: scale, is_causal, layout
 `.._masked`, `.._dropout`, `.._masked_dropout` of both: mask, rng before scale, where they are;
                                              p, stream after layout where there is rng (CPU only)
-`relax_disc.cpu.packed_attention..`          as these; starts, places before mask and rng, the
-                                             length of the padded batch after stream; CPU only
+`.._backward_trained`, with dropout, too     as masked, dmask after dv; CPU only
+`relax_disc.cpu.packed_attention..`          as these; starts, places of queries and of keys
+                                             before mask and rng, the lengths of both in
+                                             the padded batch after stream; CPU only
 `relax_disc.cpu.ctc_loss`                    log_probs [T, N, C], targets [N, S], input_lengths [N],
                                              target_lengths [N], blank, loss [N],
                                              alpha [N, T, 2 S + 1]
@@ -42,7 +45,8 @@ last. On the CPU they are float32 or float64 alike within a call.
   operand is axis `axes[i]` of the tensor as stored; the columns of c must be stored contiguously.
 * Attention's `layout` has one bit per tensor of rank 4, in the order of the arguments without mask
   and lse, the first at the lowest bit: 0 if the tensor is stored [batch, heads, length, dim], 1 if
-  it is stored [batch, length, heads, dim]. `lse` is always [batch, heads, length]. The mask is bool
+  it is stored [batch, length, heads, dim]; the same bit of the second byte is 1 if it is stored
+  [length, batch, heads, dim]. `lse` is always [batch, heads, length]. The mask is bool
   (True takes part) or added to the scores, [B|1, H|1, Tq|1, Tk|1]. A row that sees nothing has
   out = 0 and lse = -inf. Dropout draws the numbers of a tensor [B, H, Tq, Tk] of
   `frontend/random_ops.py` with the seed and offset `rng` [2], int64.

@@ -21,7 +21,7 @@
 
 #include "aten/memory.h"
 #include "kernels/parallel.h"
-#include "kernels/window_product.h"
+#include "kernels/product/window_product.h"
 
 namespace relax_disc {
 namespace {
@@ -142,11 +142,12 @@ void Convolution(PackedArgs args, bool with_bias) {
   if (with_bias) addend = AtenView(args[2].cast<TensorView>());
   const void* numbers = with_bias ? addend.const_data_ptr() : nullptr;
   if (AsWindowProduct(0, x, out, weight, g, static_cast<const float*>(numbers))) return;
-  AtenScope scope(BytesOf(x, out, weight, g, 0), out);
+  const bool whole = x.scalar_type() != c10::kDouble;
+  AtenScope scope(BytesOf(x, out, weight, g, 0), out, whole);
   const at::Tensor kernel = Computable(weight);
   std::optional<at::Tensor> bias;
   if (with_bias) bias = Computable(addend);
-  InSamples(x.scalar_type() != c10::kDouble, x.size(0), [&](int64_t first, int64_t count) {
+  InSamples(whole, x.size(0), [&](int64_t first, int64_t count) {
     Deliver(Forward(Computable(x.narrow(0, first, count)), kernel, bias, g),
             out.narrow(0, first, count));
   });
@@ -159,9 +160,10 @@ void ConvolutionInput(PackedArgs args, Any*) {
   const at::Tensor out = ChannelsFirst(out_view);
   const Geometry g = ReadGeometry(args, 2, out_view.ndim() - 2);
   if (AsWindowProduct(1, out, grad, weight, g)) return;
-  AtenScope scope(BytesOf(out, grad, weight, g, 1), out);
+  const bool whole = grad.scalar_type() != c10::kDouble;
+  AtenScope scope(BytesOf(out, grad, weight, g, 1), out, whole);
   const at::Tensor kernel = Computable(weight);
-  InSamples(grad.scalar_type() != c10::kDouble, grad.size(0), [&](int64_t first, int64_t count) {
+  InSamples(whole, grad.size(0), [&](int64_t first, int64_t count) {
     const at::Tensor target = out.narrow(0, first, count);
     const at::Tensor outer = Computable(grad.narrow(0, first, count));
     // Of the input the kernels read sizes, strides and type only.

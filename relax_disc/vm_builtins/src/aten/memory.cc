@@ -63,11 +63,12 @@ c10::ScalarType ElementOf(DLDataType dtype) {
 
 }  // namespace
 
-AtenScope::AtenScope(int64_t bytes, const at::Tensor& result)
+AtenScope::AtenScope(int64_t bytes, const at::Tensor& result, bool at_once)
     : base_(bytes > 0 ? workspace_.Take<char>(bytes) : nullptr),
       bytes_(PieceBytes(bytes)),
       result_(result.data_ptr()),
       result_bytes_(static_cast<int64_t>(result.nbytes())),
+      result_taken_(!at_once),
       outer_(scope) {
   Install();
   scope = this;

@@ -29,8 +29,11 @@ namespace relax_disc {
  */
 class AtenScope {
  public:
-  /*! \brief Workspace of `bytes`; `result` is written by the call, its memory is free until then. */
-  AtenScope(int64_t bytes, const at::Tensor& result);
+  /*!
+   * \brief Workspace of `bytes`; `result` is written by the call.
+   * \param at_once Whether the result's memory is free until then: it is not written in parts.
+   */
+  AtenScope(int64_t bytes, const at::Tensor& result, bool at_once = true);
   ~AtenScope();
   AtenScope(const AtenScope&) = delete;
   AtenScope& operator=(const AtenScope&) = delete;

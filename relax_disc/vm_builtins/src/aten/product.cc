@@ -20,7 +20,7 @@
 
 #include "aten/memory.h"
 #include "kernels/parallel.h"
-#include "kernels/product_choice.h"
+#include "kernels/product/product_choice.h"
 
 extern "C" void mkl_serv_free_buffers() __attribute__((weak));  // as mkl_free_buffers
 

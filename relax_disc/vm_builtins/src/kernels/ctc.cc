@@ -67,14 +67,19 @@ struct Batch {
         << "ctc_loss: blank " << blank << " is not one of " << classes << " classes";
     for (int64_t n = 0; n < count; ++n) {
       int64_t length = input_lengths.data[n], labels = target_lengths.data[n];
-      TVM_FFI_CHECK(length >= 0 && length <= steps && labels >= 0 && labels <= room, ValueError)
-          << "ctc_loss: sequence " << n << " has " << length << " of " << steps << " steps and "
-          << labels << " of " << room << " labels";
+      if (length < 0 || length > steps || labels < 0 || labels > room) {
+        TVM_FFI_THROW(IndexRangeError)
+            << "ctc_loss: sequence " << n << " of the batch has input_lengths = " << length
+            << ", allowed is 0 .. " << steps << ", and target_lengths = " << labels
+            << ", allowed is 0 .. " << room << ". Nothing has been written.";
+      }
       for (int64_t k = 0; k < labels; ++k) {
         int64_t label = targets.data[n * room + k];
-        TVM_FFI_CHECK(label >= 0 && label < classes, ValueError)
-            << "ctc_loss: label " << label << " at " << k << " of sequence " << n
-            << " is not one of " << classes << " classes";
+        if (label < 0 || label >= classes) {
+          TVM_FFI_THROW(IndexRangeError)
+              << "ctc_loss: label " << label << " at " << k << " of sequence " << n
+              << " is not one of " << classes << " classes. Nothing has been written.";
+        }
       }
     }
   }

@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "kernels/gemm_tile.h"
+#include "kernels/product/gemm_tile.h"
 #include "kernels/parallel.h"
 #include "kernels/tensor_view.h"
 

@@ -8,7 +8,7 @@
 
 #include <cstring>
 
-#include "kernels/gemm.h"
+#include "kernels/product/gemm.h"
 #include "kernels/parallel.h"
 #include "kernels/tensor_view.h"
 

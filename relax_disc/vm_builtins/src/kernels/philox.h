@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernels/gemm_tile.h"
+#include "kernels/product/gemm_tile.h"
 
 namespace relax_disc {
 
@@ -72,7 +72,8 @@ struct Dropout {
   double p = 0;
   int64_t heads = 0, queries = 0, keys = 0;  // of the tensor of weights
   int64_t batch = 0;                         // that the first of the tensors at hand is
-  const int64_t* positions = nullptr;        // of packed rows
+  const int64_t* query_places = nullptr;     // positions of packed queries in their sequences
+  const int64_t* key_places = nullptr;       // and of packed keys
 
   bool Drops() const { return p > 0; }
 
@@ -81,7 +82,7 @@ struct Dropout {
     const uint32_t least =
         static_cast<uint32_t>(std::ceil(std::ldexp(static_cast<float>(p), kMantissaBits)));
     const T kept = static_cast<T>(1.0 / (1.0 - p));
-    const int64_t query = positions ? positions[i] : i;
+    const int64_t query = query_places ? query_places[i] : i;
     const int64_t row = (((batch + b) * heads + h) * queries + query) * keys;
     uint32_t words[kMostKeys];
     for (int64_t j = 0; j < count; j += kWordLanes) {
@@ -97,23 +98,24 @@ struct Dropout {
   /*! \brief Places of some keys, from `first` on, in a row of weights. */
   Words Index(int64_t first, int64_t count) const {
     Words index{};
-    if (positions == nullptr) {
+    if (key_places == nullptr) {
       for (int l = 0; l < kWordLanes; ++l) index[l] = l;
       return index + first;
     }
     if (count < kWordLanes) {
-      for (int l = 0; l < count; ++l) index[l] = positions[first + l];
+      for (int l = 0; l < count; ++l) index[l] = key_places[first + l];
       return index;
     }
-    std::memcpy(&index, positions + first, sizeof(index));
+    std::memcpy(&index, key_places + first, sizeof(index));
     return index;
   }
 
-  /*! \brief The same for one sequence of a packed batch, whose rows begin at `start`. */
-  Dropout Sequence(int64_t sequence, int64_t start) const {
+  /*! \brief The same for one sequence of a packed batch: from which query and key on it is. */
+  Dropout Sequence(int64_t sequence, int64_t query, int64_t key) const {
     Dropout part = *this;
     part.batch = sequence;
-    if (positions != nullptr) part.positions += start;
+    if (query_places != nullptr) part.query_places += query;
+    if (key_places != nullptr) part.key_places += key;
     return part;
   }
 };

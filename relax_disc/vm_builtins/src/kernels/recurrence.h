@@ -8,8 +8,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "kernels/gemm.h"
-#include "kernels/packed_matrix.h"
+#include "kernels/product/gemm.h"
+#include "kernels/product/packed_matrix.h"
 #include "kernels/tensor_view.h"
 #include "kernels/vector_exp.h"
 

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "kernels/gemm_tile.h"
+#include "kernels/product/gemm_tile.h"
 
 namespace relax_disc {
 

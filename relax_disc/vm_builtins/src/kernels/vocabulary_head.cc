@@ -12,7 +12,7 @@
 #include <string>
 
 #include "kernels/argument_reader.h"
-#include "kernels/gemm.h"
+#include "kernels/product/gemm.h"
 #include "kernels/tensor_view.h"
 #include "kernels/vocabulary_head_chunk.h"
 #include "kernels/workspace.h"

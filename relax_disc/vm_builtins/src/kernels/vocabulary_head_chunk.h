@@ -17,8 +17,8 @@
 #include <limits>
 #include <utility>
 
-#include "kernels/gemm_pack.h"
-#include "kernels/gemm_tile.h"
+#include "kernels/product/gemm_pack.h"
+#include "kernels/product/gemm_tile.h"
 #include "kernels/parallel.h"
 #include "kernels/subnormals.h"
 #include "kernels/vector_exp.h"

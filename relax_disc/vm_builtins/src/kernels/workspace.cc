@@ -13,11 +13,11 @@
 
 #include "aten/convolution.h"
 #include "aten/product.h"
-#include "kernels/attention_workspace.h"
-#include "kernels/gemm.h"
-#include "kernels/packed_matrix.h"
+#include "kernels/attention/attention_workspace.h"
+#include "kernels/product/gemm.h"
+#include "kernels/product/packed_matrix.h"
 #include "kernels/parallel.h"
-#include "kernels/product_choice.h"
+#include "kernels/product/product_choice.h"
 #include "runtime/memory.h"
 #include "kernels/vocabulary_head_chunk.h"
 

@@ -8,6 +8,7 @@
 #include "planner/front_search.h"
 #include "planner/offsets.h"
 #include "planner/planner.h"
+#include "planner/remainder.h"
 #include "runtime/lists.h"
 #include "runtime/plan_numbers.h"
 
@@ -87,6 +88,27 @@ Facts PlanArenaFacts(const List& graph, int64_t budget, int64_t alignment, int64
           {"lower_bound_bytes", plan.lower_bound_bytes}};
 }
 
+// Of a plan without transfers: sequence, versions, arena bytes.
+Facts PlanRemainderFacts(const List& graph, const List& sequence, const List& versions,
+                         int64_t arena_bytes, int64_t position) {
+  ArenaPlan plan;
+  plan.feasible = true;
+  plan.sequence = Integers(sequence);
+  for (const ffi::Any& item : versions) {
+    const std::vector<int64_t> numbers = Integers<int64_t>(item);
+    plan.versions.push_back({static_cast<int32_t>(numbers.at(0)),
+                             static_cast<int32_t>(numbers.at(1)),
+                             static_cast<int32_t>(numbers.at(2)), numbers.at(3)});
+  }
+  plan.arena_bytes = arena_bytes;
+  const ArenaPlan rest = PlanRemainder(ReadGraph(graph), plan, static_cast<int32_t>(position));
+  return {{"sequence", Numbers(rest.sequence)},
+          {"versions", VersionNumbers(rest)},
+          {"transfers", TransferNumbers(rest)},
+          {"arena_bytes", rest.arena_bytes},
+          {"time_ns", rest.time_ns}};
+}
+
 ffi::Shape PlanOffsetsList(const List& lower, const List& upper, const List& size,
                            int64_t capacity) {
   std::vector<int64_t> offsets;
@@ -118,6 +140,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   ffi::reflection::GlobalDef()
       .def("relax_disc.plan_rematerialization", PlanRematerializationFacts)
       .def("relax_disc.plan_arena", PlanArenaFacts)
+      .def("relax_disc.plan_remainder", PlanRemainderFacts)
       .def("relax_disc.plan_offsets", PlanOffsetsList)
       .def("relax_disc.search_offsets", SearchOffsetsList)
       .def("relax_disc.least_time_ns", LeastTime);

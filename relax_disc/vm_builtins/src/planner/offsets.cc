@@ -125,7 +125,7 @@ std::vector<std::vector<int>> FindOverlaps(const OffsetProblem& problem) {
 }
 
 int64_t PlaceInOrder(const OffsetProblem& problem, const std::vector<int>& order, bool smallest,
-                     std::vector<int64_t>* offsets) {
+                     std::vector<int64_t>* offsets, const std::vector<int64_t>& pinned) {
   struct Placed {
     int first, last;
     int64_t begin, end;
@@ -148,7 +148,8 @@ int64_t PlaceInOrder(const OffsetProblem& problem, const std::vector<int>& order
       }
       end = std::max(end, other.end);
     }
-    const int64_t at = best >= 0 ? best : end;
+    int64_t at = best >= 0 ? best : end;
+    if (!pinned.empty() && pinned[i] >= 0) at = pinned[i];
     (*offsets)[i] = at;
     height = std::max(height, at + size);
     const auto above = std::upper_bound(stack.begin(), stack.end(), at,

@@ -34,9 +34,10 @@ struct OffsetMeasures {
 std::vector<std::vector<int>> FindOverlaps(const OffsetProblem& problem);
 
 // Height of the placement that puts each buffer, in the given order, into the lowest gap that
-// holds it, or into the smallest one.
+// holds it, or into the smallest one.  Buffers that `pinned` has an offset for lie there; they come
+// first in the order.
 int64_t PlaceInOrder(const OffsetProblem& problem, const std::vector<int>& order, bool smallest,
-                     std::vector<int64_t>* offsets);
+                     std::vector<int64_t>* offsets, const std::vector<int64_t>& pinned = {});
 
 // The orders that PlaceInOrder is tried with, most promising first.
 std::vector<std::vector<int>> PlacementOrders(const OffsetProblem& problem);

@@ -5,6 +5,7 @@
 
 #include "runtime/session.h"
 #include "kernels/workspace.h"
+#include "planner/remainder.h"
 
 namespace relax_disc {
 
@@ -209,8 +210,37 @@ void Frame::Count(int32_t dim, int64_t count) {
   }
   dims_[dim] = count;
   counted_ = metadata.Evaluate(dims_);
-  binding_->Resize(counted_);
+  if (!PlanRest()) binding_->Resize(counted_);
   binding_->Pass(given_, escaping_);
+}
+
+// The plan was made for the bound.  What it computes again for want of memory is left out from here
+// on as far as it fits now.  Transfers are under way by position and stay as they were planned.
+bool Frame::PlanRest() {
+  const Metadata& metadata = session_->metadata();
+  const size_t count = plan_->arena.sequence.size();
+  if (count == metadata.kernels.size()) return false;
+  if (!plan_->arena.transfers.empty() || !plan_->state.windows.empty()) return false;
+  auto start = std::chrono::steady_clock::now();
+  const PlannerGraph graph = session_->GraphFor(dims_);
+  auto rest = std::make_shared<Plan>(*plan_);
+  rest->arena = PlanRemainder(graph, plan_->arena, position_ - 1);
+  const bool is_shorter = rest->arena.sequence.size() < count;
+  if (is_shorter) {
+    rest->dims = dims_;
+    rest->values = counted_;
+    for (size_t k = 0; k < graph.ops.size(); ++k) {
+      rest->workspaces[k] = std::min(rest->workspaces[k], graph.ops[k].workspace);
+    }
+    plan_ = rest;
+    std::lock_guard<std::mutex> lock(session_->mutex_);
+    earlier_.push_back(std::move(binding_));  // its step is still running
+    binding_ = session_->TakeBinding(plan_, arena_);
+  }
+  replanning_ns_ += std::chrono::duration_cast<std::chrono::nanoseconds>(
+                        std::chrono::steady_clock::now() - start)
+                        .count();
+  return is_shorter;
 }
 
 void Frame::Supply(int64_t i, const ffi::Tensor& tensor) {
@@ -253,7 +283,7 @@ void Frame::Leave() {
   report_.peak_bytes =
       arena_peak_ + escaping_bytes_ + resident_bytes_ + overflow + plan_->buffer_bytes +
       report_.state_window_bytes;
-  report_.planning_ns = report_.cache_hit ? 0 : plan_->planning_ns;
+  report_.planning_ns = replanning_ns_ + (report_.cache_hit ? 0 : plan_->planning_ns);
   report_.time_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
                         std::chrono::steady_clock::now() - start_)
                         .count();

@@ -64,11 +64,11 @@ void Session::RefuseBudget(const Plan& plan) const {
   const int64_t outside = plan.outside_bytes();
   std::string shape;
   for (size_t i = 0; i < plan.dims.size(); ++i) {
-    shape += (i > 0 ? ", " : "") + metadata_.dims[i] + "=" + std::to_string(plan.dims[i]);
+    shape += (i > 0 ? ", " : " at ") + metadata_.dims[i] + "=" + std::to_string(plan.dims[i]);
   }
   const int64_t least = plan.least_bytes(), bound = outside + plan.arena.lower_bound_bytes;
   std::ostringstream text;
-  text << metadata_.function << " at " << shape << " does not fit into the memory budget of "
+  text << metadata_.function << shape << " does not fit into the memory budget of "
        << plan.budget_bytes << " bytes: the least found feasible is " << least << " bytes, of which "
        << outside << " are parameters, inputs and results; no plan can do with less than "
        << bound << " bytes. Raise the budget or lower the shape";
@@ -150,8 +150,10 @@ void Session::Return(Frame* frame) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (frame->taken_from_ != nullptr) frame->taken_from_->Return();
   frame->arena_ = nullptr;
-  if (frame->binding_ != nullptr) {
-    bindings_.push_front(std::move(frame->binding_));
+  std::vector<std::unique_ptr<Binding>> returned = std::move(frame->earlier_);
+  if (frame->binding_ != nullptr) returned.push_back(std::move(frame->binding_));
+  for (std::unique_ptr<Binding>& binding : returned) {
+    bindings_.push_front(std::move(binding));
     if (bindings_.size() > kBindingLimit) bindings_.pop_back();
   }
   const bool abandoned = frame->paused_ && !frame->finished_;  // its second half is not wanted

@@ -186,6 +186,7 @@ class Frame : public tvm::ffi::Object {
   const Binding& Bound() const;
   void Execute(const Step& step, const Step& next);
   void Count(int32_t dim, int64_t count);
+  bool PlanRest();
   /*! \brief Of the metadata's programs, for the sizes as far as they are known. */
   const std::vector<int64_t>& Values() const { return counted_.empty() ? plan_->values : counted_; }
   void Call(const Step& step, const Step& next);
@@ -203,6 +204,7 @@ class Frame : public tvm::ffi::Object {
   std::shared_ptr<SharedArena> taken_from_;  // null: memory of the call's own
   bool finished_ = false, paused_ = false, wrote_given_ = false;
   std::unique_ptr<Binding> binding_;
+  std::vector<std::unique_ptr<Binding>> earlier_;  // in use before the rest was planned anew
   FileTierPtr tier_;
   std::unique_ptr<TierCall> transfers_;  // null where the plan has none
   StateFilePtr state_file_;
@@ -214,7 +216,7 @@ class Frame : public tvm::ffi::Object {
   std::vector<int64_t> dims_, counted_;  // counted_: values, once a dim has been counted
   std::vector<char> is_counted_;         // of each dim, once one has been
   int32_t position_ = 0;
-  int64_t arena_peak_ = 0, escaping_bytes_ = 0, resident_bytes_ = 0;
+  int64_t arena_peak_ = 0, escaping_bytes_ = 0, resident_bytes_ = 0, replanning_ns_ = 0;
   Report report_;
   std::chrono::steady_clock::time_point start_;
 };

@@ -1,0 +1,236 @@
+"""Which rows of a padded batch losses and attention ask for.
+
+For each length that the sequences of a batch have, these are the rows
+
+- that a label counts;
+- with causal attention all before the last of those, which are its keys;
+- with a mask that hides keys, those that the mask leaves; what it hides is nobody's key.
+
+Attention of one kind of sequences to another, as of a decoder to what an encoder has made, needs of
+its keys what the mask leaves, and leaves the choice of queries to the loss.  Where nothing says
+which rows of a length count, while it is known of another, all of its rows do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+from tvm import relax, tirx
+from tvm.ir import Op
+
+from relax_disc.analysis.padding.grid import Grid
+from relax_disc.analysis.padding.values import (
+    BATCH,
+    KEY,
+    LENGTH,
+    QUERY,
+    ROW,
+    Elements,
+    Value,
+    conditions,
+    is_readable,
+    mentions,
+    replaced,
+    simplify,
+)
+from relax_disc.ops import registry
+from relax_disc.ops.attention import optional_operands
+from relax_disc.ops.attention.library import is_computed_by_library
+
+ATTENTION = (
+    "relax_disc.attention",
+    "relax_disc.attention_backward",
+    "relax_disc.attention_backward_trained",
+)
+LOSS = ("relax_disc.cross_entropy", "relax_disc.cross_entropy_backward")
+# The kernels of attention take scores in powers of two: a number beyond this is an infinity there.
+_HIDES = float(numpy.finfo("float32").min) / math.log2(math.e)
+
+Note = Callable[[Any, str], None]
+"""Takes a binding, or None, and why all rows are needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """The rows of one length that a step needs.
+
+    Expressions are those of `values` over ``batch`` and ``length``.
+    """
+
+    counted: Value  # true where a label counts
+    kept: Value | None  # true where a mask leaves the row, a key; None: there is no mask
+    is_prefix: bool  # whether all before the last counted row are needed
+
+    @property
+    def is_all(self) -> bool:
+        """Whether no row can be left out."""
+        return self.counted is True
+
+
+ALL = Needed(True, None, is_prefix=False)
+
+
+def find_grid(bindings: Sequence[Any], note: Note) -> Grid | None:
+    """Take the dims of the batch from attention; None: there are none, and `note` is told why."""
+    batch, lengths = None, []
+    for binding in bindings:
+        if operator_of(binding.value) != ATTENTION[0]:
+            continue
+        for operand in binding.value.args[:2]:
+            outer, _, length, _ = registry.extents(operand.ty)
+            batch = outer if batch is None else batch
+            known = isinstance(outer, tirx.Var) and isinstance(length, tirx.Var)
+            if not known or not outer.same_as(batch) or length.same_as(batch):
+                note(binding, "batch and length are not two dims of their own")
+                return None
+            if not any(length.same_as(each) for each in lengths):
+                lengths.append(length)
+    if batch is None:
+        note(None, "there is no attention that is one operator")
+        return None
+    return Grid(batch, lengths)
+
+
+def find_needed(
+    bindings: Sequence[Any], grid: Grid, elements: Elements, note: Note
+) -> tuple[Needed, ...] | None:
+    """Find the rows that are needed of each length; None: all, and `note` is told why."""
+    seen = [_Seen() for _ in grid.lengths]
+    reader = _Reader(grid, elements, note, seen)
+    for binding in bindings:
+        name = operator_of(binding.value)
+        if name == ATTENTION[0] and not reader.see_attention(binding):
+            return None
+        if name == LOSS[0] and not reader.see_loss(binding):
+            return None
+    found = [each.needed() for each in seen]
+    for length, each in zip(grid.lengths, found, strict=True):
+        if isinstance(each, str):
+            note(None, (f"{length.name}: " if len(found) > 1 else "") + each)
+    if all(isinstance(each, str) for each in found):
+        return None
+    return tuple(ALL if isinstance(each, str) else each for each in found)
+
+
+def operator_of(value: Any) -> str | None:
+    """Name the operator that a value is a call of; None: it is no call of one."""
+    is_call = isinstance(value, relax.Call) and isinstance(value.op, Op)
+    return value.op.name if is_call else None
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What attention and losses ask for of the rows of one length."""
+
+    is_causal: bool = True
+    masks: set[Value] | None = None  # that every attention to these rows has
+    counted: list[Value] = field(default_factory=list)
+
+    def needed(self) -> Needed | str:
+        """Return the rows that are needed, or why that is not known."""
+        masks = sorted(self.masks or (), key=repr)
+        if not self.counted and not masks:
+            return "there is no cross-entropy over the positions of the batch, no mask"
+        if not masks and not self.is_causal:
+            return "attention is neither causal nor has one mask that hides padding"
+        kept = None if not masks else masks[0] if len(masks) == 1 else ("and", *masks)
+        if not self.counted:
+            return Needed(False, kept, is_prefix=False)
+        counted = self.counted[0] if len(self.counted) == 1 else ("or", *self.counted)
+        return Needed(counted, kept, self.is_causal)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads attention and losses; each method says whether it could."""
+
+    grid: Grid
+    elements: Elements
+    note: Note
+    seen: list[_Seen]  # by length
+
+    def see_attention(self, binding: Any) -> bool:
+        call = binding.value
+        q, k, v = call.args[:3]
+        rows = [self.grid.rows(operand.ty) for operand in (q, k, v)]
+        if any((each.layout, each.batch, each.length) != ("both", 0, 2) for each in rows):
+            self.note(binding, "attention is not of sequences of the batch")
+            return False
+        if not is_computed_by_library(q, k, v):
+            self.note(binding, "no library kernel takes heads of this width or type")
+            return False
+        is_causal, is_cross = bool(call.attrs["is_causal"]), rows[0].of != rows[1].of
+        if is_causal and is_cross:
+            self.note(binding, "attention between two sequences is causal")
+            return False
+        found = self._conditions(call)
+        masks = {
+            replaced(each, KEY, LENGTH)
+            for each in found
+            if _is_about_keys(each) and is_readable(each)
+        }
+        keys = self.seen[rows[1].of]
+        keys.is_causal &= not is_cross and (is_causal or any(map(_hides_later, found)))
+        keys.masks = masks if keys.masks is None else keys.masks & masks
+        return True
+
+    def _conditions(self, call: Any) -> list[Value]:
+        """List what must hold for a query to see a key, as far as a mask can be read."""
+        mask, _ = optional_operands(call, 3)
+        if not mask:
+            return []
+        places = [BATCH, ("index", "head"), QUERY, KEY]
+        indices = [
+            0 if isinstance(n, tirx.IntImm) and int(n) == 1 else place
+            for n, place in zip(registry.extents(mask[0].ty), places, strict=True)
+        ]
+        value = self.elements.value(mask[0], indices)
+        if registry.dtype_name(mask[0].ty) == "bool":
+            return conditions(value)
+        if isinstance(value, tuple) and value[0] == "choose":
+            hidden = value[3]
+            if isinstance(hidden, int | float) and hidden <= _HIDES:
+                return conditions(value[1])
+        return []
+
+    def see_loss(self, binding: Any) -> bool:
+        logits, target = binding.value.args[:2]
+        rows = self.grid.rows(logits.ty)
+        if rows.layout != "merged":
+            return True  # another loss: what it needs follows from how it is computed
+        label = self.elements.value(target, [ROW])
+        if not is_readable(label):
+            self.note(binding, "the labels are not plain parts of the batch")
+            return False
+        ignored = int(binding.value.attrs["ignore_index"])
+        self.seen[rows.of].counted.append(simplify(("ne", label, ignored)))
+        return True
+
+
+def _hides_later(condition: Value) -> bool:
+    """Whether a condition of a mask holds only for keys that are not behind the query."""
+    return condition in (
+        ("le", KEY, QUERY),
+        ("ge", QUERY, KEY),
+        ("lt", KEY, QUERY),
+        ("gt", QUERY, KEY),
+    )
+
+
+def _is_about_keys(condition: Value) -> bool:
+    """Whether a condition asks a mask of the batch about the key alone."""
+    indices: set[Any] = set()
+
+    def collect(value: Value) -> None:
+        if isinstance(value, tuple):
+            if value[0] == "index":
+                indices.add(value)
+            for part in value[1:]:
+                collect(part)
+
+    collect(condition)
+    return mentions(condition, "load") and KEY in indices and indices <= {BATCH, KEY}

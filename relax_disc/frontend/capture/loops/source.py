@@ -1,0 +1,342 @@
+"""Prepare a model's own ``for`` statements so that one over a dynamic length is run as one step.
+
+``for t in range(x.shape[1]): BODY`` becomes, in the function's code and while it is exported ::
+
+    loop = steps(range(x.shape[1]), ...)
+    for t in loop:
+        if loop.is_dynamic:
+            h, outs = loop.enter(locals())
+        BODY
+        if loop.is_dynamic:
+            h, outs, t = loop.leave(locals())
+
+A length that is a number runs as ever.  For another the body runs once, on values that stand for
+those of any step (:mod:`.steps`).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from relax_disc.frontend.capture.loops.steps import dynamic_range, set_modules, steps
+
+_RANGE, _STEPS = "__relax_disc_range__", "__relax_disc_steps__"
+_FOREIGN = frozenset({"torch", "numpy", "relax_disc", "builtins", "sympy", "typing"})
+_MUTATORS = frozenset({"append", "extend", "insert", "pop", "update", "clear", "remove", "add"})
+_known: dict[CodeType, CodeType | None] = {}
+
+
+@contextlib.contextmanager
+def loops_as_steps(model: nn.Module, *functions: Callable[..., Any] | None) -> Iterator[None]:
+    """Give the functions of a model, and those that they name, their prepared code for a while."""
+    changed: list[tuple[FunctionType, CodeType]] = []
+    spaces: dict[int, dict[str, Any]] = {}
+    for function in _functions(model, functions):
+        code = _prepared(function)
+        if code is not None:
+            changed.append((function, function.__code__))
+            function.__code__ = code
+            spaces[id(function.__globals__)] = function.__globals__
+    set_modules(list(model.modules()))
+    for space in spaces.values():
+        space.update({_RANGE: dynamic_range, _STEPS: steps})
+    try:
+        yield
+    finally:
+        for function, code in changed:
+            function.__code__ = code
+        for space in spaces.values():
+            del space[_RANGE], space[_STEPS]
+
+
+def _functions(model: nn.Module, functions: Any) -> list[FunctionType]:
+    """List the functions of the model's classes, those given, and all that they name."""
+    found: dict[int, FunctionType] = {}
+    todo: list[Any] = [function for function in functions if function is not None]
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    for module in model.modules():
+        todo += [v for k, v in vars(module).items() if k == "forward"]
+    for kind in kinds:
+        if not _is_foreign(kind.__module__):
+            todo += vars(kind).values()
+    while todo:
+        each = todo.pop()
+        if isinstance(each, nn.Module):
+            todo.append(type(each).forward)
+        each = getattr(each, "__func__", each)
+        if wrapped := getattr(each, "__dict__", {}).get("__wrapped__"):
+            todo.append(wrapped)
+        if not isinstance(each, FunctionType) or id(each) in found:
+            continue
+        if _is_foreign(str(each.__globals__.get("__name__", ""))):
+            continue
+        found[id(each)] = each
+        todo += _named_by(each)
+    return list(found.values())
+
+
+def _is_foreign(name: str) -> bool:
+    return name.partition(".")[0] in _FOREIGN
+
+
+def _named_by(function: FunctionType) -> list[Any]:
+    names = _names(function.__code__)
+    values = [function.__globals__[name] for name in names if name in function.__globals__]
+    for value in list(values):
+        if isinstance(value, ModuleType) and not _is_foreign(value.__name__):
+            values += [vars(value)[name] for name in names if name in vars(value)]
+        if isinstance(value, type) and not _is_foreign(value.__module__):
+            values += [member for member in vars(value).values() if callable(member)]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not bound yet
+            values.append(cell.cell_contents)
+    return [v for v in values if callable(v) or isinstance(v, staticmethod | classmethod)]
+
+
+def _names(code: CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names(constant)
+    return names
+
+
+def _locals(code: CodeType) -> set[str]:
+    names = {*code.co_varnames, *code.co_cellvars}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _locals(constant)
+    return names
+
+
+def _prepared(function: FunctionType) -> CodeType | None:
+    code = function.__code__
+    if "range" not in _names(code) or "range" in function.__globals__:
+        return None
+    if code not in _known:
+        _known[code] = _compiled(function)
+    return _known[code]
+
+
+def _compiled(function: FunctionType) -> CodeType | None:
+    """Compile a function's source with its loops prepared; None where there are none."""
+    code = function.__code__
+    try:
+        lines, first = inspect.getsourcelines(code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError, TypeError):
+        return None
+    node = tree.body[0]
+    if not isinstance(node, ast.FunctionDef):
+        return None
+    node.decorator_list = []
+    prepare = _Prepare(node, first - 1, _locals(code))
+    prepare.generic_visit(node)
+    if not prepare.count:
+        return None
+    outer = ast.parse("def outer():\n    pass")
+    body: list[ast.stmt] = [
+        ast.Assign([ast.Name(name, ast.Store())], ast.Constant(None)) for name in code.co_freevars
+    ]
+    outer.body[0].body = [*body, node]  # pyright: ignore[reportAttributeAccessIssue]
+    ast.increment_lineno(node, first - 1)
+    ast.fix_missing_locations(outer)
+    made: Any = compile(outer, code.co_filename, "exec", dont_inherit=True)
+    for name in ("outer", code.co_name):
+        made = next(c for c in made.co_consts if isinstance(c, CodeType) and c.co_name == name)
+    if (
+        made.co_freevars != code.co_freevars
+        or made.co_varnames[: code.co_argcount] != (code.co_varnames[: code.co_argcount])
+    ):
+        return None
+    return made.replace(co_qualname=code.co_qualname)
+
+
+class _Prepare(ast.NodeTransformer):
+    """Rewrites the loops of one function and of those written in it."""
+
+    def __init__(self, function: ast.AST, shift: int, local_names: set[str]) -> None:
+        self.count = 0
+        self._shift = shift
+        self._local_names = local_names
+        self._outer_names = {
+            name
+            for node in ast.walk(function)
+            if isinstance(node, ast.Global | ast.Nonlocal)
+            for name in node.names
+        }
+
+    def visit_For(self, node: ast.For) -> Any:
+        """Prepare a loop over ``range(...)``."""
+        self.generic_visit(node)
+        call = node.iter
+        if isinstance(call, ast.Call) and _called(call) == "reversed" and len(call.args) == 1:
+            call = call.args[0]
+        if not isinstance(call, ast.Call) or _called(call) != "range" or call.keywords:
+            return node
+        call.func = ast.Name(_RANGE, ast.Load())
+        found = _Body(node, self._outer_names)
+        name = f"__relax_disc_loop_{self.count}__"
+        self.count += 1
+        foreign = {*found.stored} - self._local_names
+        if foreign and not found.why_not:
+            found.why_not = f"it stores into {sorted(foreign)[0]}, which is no local name"
+        target = node.target.id if isinstance(node.target, ast.Name) else ""
+        bound = [n for n in found.bound if n != target]
+        stored = [n for n in found.stored if n not in bound and n != target]
+        arguments: list[ast.expr] = [
+            node.iter,
+            ast.Constant(found.why_not),
+            ast.Constant(target),
+            _text(bound),
+            _text(stored),
+            ast.Constant(node.lineno + self._shift),
+        ]
+        make = ast.Assign(
+            [ast.Name(name, ast.Store())],
+            ast.Call(ast.Name(_STEPS, ast.Load()), arguments, []),
+        )
+        node.iter = ast.Name(name, ast.Load())
+        if not found.why_not:
+            names = [*bound, *stored]
+            node.body = [
+                *_exchange(name, "enter", names),
+                *node.body,
+                *_exchange(name, "leave", [*names, target]),
+            ]
+        return [ast.copy_location(make, node), node]
+
+
+def _text(names: list[str]) -> ast.expr:
+    return ast.Tuple([ast.Constant(name) for name in names], ast.Load())
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _exchange(loop: str, method: str, names: list[str]) -> list[ast.stmt]:
+    """Write ``if loop.is_dynamic: a, b = loop.method(locals())``."""
+    places = ", ".join(names) + "," if names else "_"
+    return ast.parse(f"if {loop}.is_dynamic:\n    {places} = {loop}.{method}(locals())").body
+
+
+class _Body(ast.NodeVisitor):
+    """What the body of a loop binds and stores, and why it cannot be run as one step."""
+
+    def __init__(self, loop: ast.For, outer_names: set[str]) -> None:
+        self.bound: dict[str, None] = {}
+        self.stored: dict[str, None] = {}
+        self.why_not = ""
+        self._depth = 0
+        if not isinstance(loop.target, ast.Name):
+            self.why_not = "its target is not one name"
+        if loop.orelse:
+            self.why_not = "it has an `else`"
+        self._read: set[str] = set()
+        self._appended: set[str] = set()
+        for statement in loop.body:
+            self.visit(statement)
+        for name in sorted(self._appended & self._read):
+            self._refuse(f"it reads {name}, which it appends to; keep the value in a variable")
+        if outer := outer_names & {*self.bound}:
+            self.why_not = f"it binds {sorted(outer)[0]}, which is global or of an outer function"
+
+    def _refuse(self, why: str) -> None:
+        self.why_not = self.why_not or why
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """Note a name that is bound."""
+        if isinstance(node.ctx, ast.Store):
+            self.bound[node.id] = None
+        if isinstance(node.ctx, ast.Load):
+            self._read.add(node.id)
+        if isinstance(node.ctx, ast.Del):
+            self._refuse(f"it deletes {node.id}")
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """Refuse to write attributes."""
+        if isinstance(node.ctx, ast.Store):
+            self._refuse(f"it sets the attribute {node.attr}")
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        """Note a name that an element is stored into."""
+        if isinstance(node.ctx, ast.Store):
+            base = node.value
+            while isinstance(base, ast.Subscript):
+                base = base.value
+            if isinstance(base, ast.Name):
+                self.stored[base.id] = None
+            else:
+                self._refuse("it stores into something that is no local name")
+        self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        """Note a name that is appended to."""
+        call = node.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            base, method = call.func.value, call.func.attr
+            if method in _MUTATORS:
+                if isinstance(base, ast.Name) and method == "append":
+                    self.stored[base.id] = None
+                    self._appended.add(base.id)
+                    for argument in call.args:
+                        self.visit(argument)
+                    return
+                self._refuse(f"it calls {ast.unparse(call.func)}()")
+        self.generic_visit(node)
+
+    def visit_For(self, node: ast.For) -> None:
+        """Look into a loop inside: its ``break`` is its own."""
+        self._depth += 1
+        self.generic_visit(node)
+        self._depth -= 1
+
+    visit_While = visit_For  # pyright: ignore[reportAssignmentType]
+
+    def visit_Break(self, node: ast.Break) -> None:
+        """Refuse to leave early."""
+        if not self._depth:
+            self._refuse("it ends early by `break`")
+
+    def visit_Continue(self, node: ast.Continue) -> None:
+        """Refuse to leave early."""
+        if not self._depth:
+            self._refuse("it goes on early by `continue`")
+
+    def visit_Return(self, node: ast.Return) -> None:
+        """Refuse to leave early."""
+        self._refuse("it returns from inside")
+
+    def visit_Yield(self, node: ast.AST) -> None:
+        """Refuse generators."""
+        self._refuse("it yields from inside")
+
+    visit_YieldFrom = visit_Await = visit_Yield
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        """Note the name; what is inside is the function's own."""
+        self.bound[node.name] = None
+        self._read |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        """Note what is read inside."""
+        self._read |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+    def visit_ListComp(self, node: Any) -> None:
+        """Leave alone the names that a comprehension binds."""
+        self._read |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.NamedExpr):
+                self.visit(inner.target)
+
+    visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp

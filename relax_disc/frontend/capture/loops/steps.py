@@ -1,0 +1,548 @@
+"""One step of a loop over a dynamic length, recorded while the model is exported.
+
+The body runs once, on stand-ins: the number of the step is a size that nothing is known of but its
+range, and each variable that the loop carries is a value that came from the step before.  What the
+step makes of them ends in one operator, from which :mod:`.cut` finds the step in the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from relax_disc.errors import ShapeRangeError
+from relax_disc.frontend.capture.source_lines import SourceLine
+
+_LIBRARY = (
+    "loop_index(int loop, SymInt count) -> Tensor",
+    "loop_carry(Tensor index, Tensor first) -> Tensor",
+    "loop_end(Tensor index, Tensor[] olds, Tensor[] news, Tensor[] fresh, Tensor[] stacked, "
+    "SymInt count) -> Tensor[]",
+    "dynamic_loop(int loop, str body, Tensor[] operands) -> Tensor[]",
+)
+
+
+class LoopRefusal(Exception):
+    """Why a loop cannot be run as one step; the message names its line."""
+
+
+class RecordedLoops:
+    """The loops that an export has met: their lines, and why others were left alone."""
+
+    def __init__(self) -> None:
+        self.lines: list[SourceLine] = []
+        self.reasons: list[str] = []
+        self.is_off = False
+        self.modules: list[nn.Module] = []
+
+    def give_up(self, error: Exception) -> bool:
+        """Whether to export once more with each loop as it is written."""
+        if self.is_off or not self.lines:
+            return False
+        line = self.lines[-1]
+        why = str(error).strip().partition("\n")[0].rstrip(".")
+        if not isinstance(error, LoopRefusal):
+            why = f"the loop at {line} cannot be run as one step: {why}"
+        self.reasons.append(why)
+        self.is_off = True
+        return True
+
+    def explained(self, error: Exception) -> Exception:
+        """Add to an error why a loop over a length was left alone."""
+        if self.reasons and isinstance(error, ShapeRangeError):
+            return ShapeRangeError(f"{error}; {'; '.join(dict.fromkeys(self.reasons))}")
+        return error
+
+
+_ACTIVE: list[RecordedLoops] = []
+
+
+@contextlib.contextmanager
+def recorded_loops(loops: RecordedLoops) -> Iterator[None]:
+    """Record loops over dynamic lengths while this is active."""
+    loops.lines.clear()
+    _ACTIVE.append(loops)
+    try:
+        yield
+    finally:
+        _ACTIVE.pop()
+
+
+def set_modules(modules: list[nn.Module]) -> None:
+    """Say which modules a loop's body must leave as they are."""
+    if _ACTIVE:
+        _ACTIVE[-1].modules = modules
+
+
+class DynamicRange:
+    """``range`` with a symbolic length."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        padded = (0, *arguments) if len(arguments) == 1 else arguments
+        self.start, self.stop, self.step = (*padded, 1)[:3]
+        self.backwards = False
+
+    def __iter__(self) -> Iterator[int]:
+        """Fix the length: what is not prepared goes on as it always did."""
+        plain = range(*map(int, self.arguments))
+        return iter(reversed(plain) if self.backwards else plain)
+
+    def __reversed__(self) -> DynamicRange:
+        other = DynamicRange(*self.arguments)
+        other.backwards = not self.backwards
+        return other
+
+    def count(self) -> Any:
+        """Return the number of steps."""
+        distance: Any = self.stop - self.start
+        if self.step == 1:
+            count = distance
+        elif self.step == -1:
+            count = -distance
+        else:
+            count = (distance + self.step - (1 if self.step > 0 else -1)) // self.step
+        return count if _least(count) >= 0 else torch.sym_max(count, 0)
+
+    def at(self, index: Any) -> Any:
+        """Return the value in a step."""
+        if self.backwards:
+            index = self.count() - 1 - index
+        return self.start + self.step * index
+
+
+def dynamic_range(*arguments: Any) -> Any:
+    """``range``, or a :class:`DynamicRange` where its length is symbolic."""
+    symbolic = any(isinstance(argument, torch.SymInt) for argument in arguments)
+    fixed_step = len(arguments) < 3 or type(arguments[2]) is int
+    if symbolic and fixed_step and _ACTIVE and not _ACTIVE[-1].is_off:
+        return DynamicRange(*arguments)
+    return range(*arguments)
+
+
+def _least(size: Any) -> int:
+    if not isinstance(size, torch.SymInt):
+        return size
+    bounds: Any = size.node.shape_env.bound_sympy(size.node.expr)
+    return int(bounds.lower) if bounds.lower.is_Integer else -sys.maxsize
+
+
+def _fewest(count: torch.SymInt) -> int:
+    """Return the steps at the least sizes; PyTorch notes 2 for a declared 1."""
+    ranges: Any = count.node.shape_env.var_to_range
+    expression: Any = count.node.expr
+    least = {s: int(ranges[s].lower) for s in expression.free_symbols}
+    return int(expression.xreplace({s: 1 if low <= 2 else low for s, low in least.items()}))
+
+
+class _Plain:
+    """A loop that runs as it is written."""
+
+    is_dynamic = False
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+
+def steps(
+    values: Any,
+    why_not: str,
+    target: str,
+    bound: tuple[str, ...],
+    stored: tuple[str, ...],
+    line: int,
+) -> Any:
+    """Make what a prepared ``for`` runs over.
+
+    ``why_not``: why it cannot be one step; empty if it can. ``target``: its variable.
+    ``bound``, ``stored``: the local names that its body binds, and those that it only stores into.
+    ``line``: of the loop.
+    """
+    if not isinstance(values, DynamicRange) or isinstance(values.count(), int):
+        return _Plain(values)
+    where = SourceLine(sys._getframe(1).f_code.co_filename, line)
+    loops = _ACTIVE[-1]
+    if _fewest(values.count()) < 1:
+        why_not = why_not or "at some length it has no step; give the dim min=3 or more"
+    if why_not:
+        loops.reasons.append(f"the loop at {where} cannot be run as one step: {why_not}")
+        return _Plain(values)
+    return _Loop(target, values, bound, stored, where, loops)
+
+
+class _Unbound:
+    """Stands in a name that the loop's body has yet to bind."""
+
+
+_UNBOUND = _Unbound()
+
+
+class Steps:
+    """Stands in a list for what all steps appended: a tensor ``[count, *shape]``."""
+
+    def __init__(self, stacked: Tensor, where: SourceLine) -> None:
+        self.stacked = stacked
+        self.where = where
+
+    def refuse(self, what: str) -> LoopRefusal:
+        """Make the error for a use that needs each of them."""
+        return LoopRefusal(
+            f"the loop at {self.where} cannot be run as one step: the list that it appends to goes "
+            f"into {what}; torch.stack, torch.cat and [-1] can read it"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.refuse(f"`.{name}`")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Join what the steps appended."""
+        parts = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Steps)]
+        name = getattr(func, "__name__", str(func))
+        joiner = {"stack": _stack, "cat": _cat, "concat": _cat, "concatenate": _cat}.get(name)
+        if joiner is None:
+            raise parts[0].refuse(name)
+        return joiner(*args, **(kwargs or {}))
+
+
+def _stack(tensors: Sequence[Any], dim: int = 0) -> Tensor:
+    parts = [
+        x.stacked.movedim(0, dim) if isinstance(x, Steps) else x.unsqueeze(dim) for x in tensors
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _cat(tensors: Sequence[Any], dim: int = 0) -> Tensor:
+    parts = []
+    for x in tensors:
+        if isinstance(x, Steps):
+            axis = dim % (x.stacked.dim() - 1)
+            x = x.stacked.movedim(0, axis).flatten(axis, axis + 1)
+        parts.append(x)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class _LoopList(list):
+    """A list that a loop has appended to: its last element can be read."""
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        if not isinstance(found, Steps):
+            return found
+        if place != -1:
+            raise found.refuse(f"[{place}]")
+        return found.stacked[-1]
+
+
+class _Loop:
+    """A loop over a dynamic length: it runs its body once, or again on better stand-ins."""
+
+    is_dynamic = True
+
+    def __init__(
+        self,
+        target: str,
+        values: DynamicRange,
+        bound: tuple[str, ...],
+        stored: tuple[str, ...],
+        where: SourceLine,
+        loops: RecordedLoops,
+    ) -> None:
+        self._values, self._bound, self._stored, self._where = values, bound, stored, where
+        self._target = target
+        self._state: dict[tuple[str, int], Any] = {}
+        self._count = values.count()
+        self._loops = loops
+        self._number = -1
+        self._index: Any = None
+        self._before: dict[str, Any] | None = None
+        self._entered: dict[str, Any] = {}
+        self._better: dict[tuple[str, int], Tensor] = {}  # first values, by name and place
+        # the value that stands for the step before, and its version, by the name's stand-in
+        self._carried: dict[int, tuple[Any, int]] = {}
+        self._again = True
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._again:
+            self._again = False
+            self._number = len(self._loops.lines)
+            self._loops.lines.append(self._where)
+            self._index = torch.ops.relax_disc.loop_index(self._number, self._count)
+            step: Any = torch.ops.aten.item.default(self._index)
+            torch._check(step >= 0)
+            torch._check(step < self._count)
+            yield self._values.at(step)
+
+    def refuse(self, why: str) -> LoopRefusal:
+        """Make the error for a body that is no step."""
+        return LoopRefusal(f"the loop at {self._where} cannot be run as one step: {why}")
+
+    def enter(self, found: dict[str, Any]) -> tuple[Any, ...]:
+        """Put stand-ins into the names that the body binds or stores into."""
+        if self._before is None:
+            names = (*self._bound, *self._stored)
+            self._before = {name: found.get(name, _UNBOUND) for name in names}
+        self._state = self._kept(found)
+        self._entered = {name: self._enter(name, v) for name, v in self._before.items()}
+        # A list is copied, so that what is appended can be told.
+        return tuple(
+            type(v)(v) if type(v) in (list, _LoopList) else v for v in self._entered.values()
+        )
+
+    def _kept(self, found: dict[str, Any]) -> dict[tuple[str, int], Any]:
+        """What the body may read and must not change: other names, members of objects."""
+        own = {*self._bound, *self._stored}
+        own.add(self._target)
+        seen = {k: v for k, v in found.items() if not k.startswith("__relax_disc")}
+        state = {(name, 0): value for name, value in seen.items() if name not in own}
+        for holder in (*self._loops.modules, *seen.values()):
+            if isinstance(holder, Tensor | type) or not hasattr(holder, "__dict__"):
+                continue
+            for name, value in vars(holder).items():
+                state[f"{type(holder).__name__}.{name}", id(holder)] = value
+        return {name: _copied(value) for name, value in state.items()}
+
+    def _enter(self, name: str, value: Any) -> Any:
+        if name in self._stored and isinstance(value, Tensor):
+            return value
+        if name in self._stored and value is _UNBOUND:
+            raise self.refuse(f"it stores into {name}, which is no local name")
+        leaves, structure = pytree.tree_flatten(value)
+        for place, leaf in enumerate(leaves):
+            leaf = self._better.get((name, place), leaf)
+            if isinstance(leaf, Tensor):
+                carried = torch.ops.relax_disc.loop_carry(self._index, leaf)
+                # Another name for it: `h += y` leaves the variable the same tensor.
+                leaves[place] = torch.ops.aten.alias.default(carried)
+                self._carried[id(leaves[place])] = carried, leaves[place]._version
+        return pytree.tree_unflatten(leaves, structure)
+
+    def leave(self, found: dict[str, Any]) -> tuple[Any, ...]:
+        """Take what the step has made, and return what the names hold after the last one."""
+        assert self._before is not None
+        for what, now in self._kept(found).items():
+            if what not in self._state or not _unchanged(self._state[what], now):
+                raise self.refuse(
+                    f"it changes {what[0]}; let the loop itself carry it in a variable"
+                )
+        ends = _Ends()
+        names = (*self._bound, *self._stored)
+        fill = [self._leave(name, found[name], ends) for name in names]
+        last = self._values.at(self._count - 1)
+        if self._again:
+            return (*(found[name] for name in names), last)
+        ends.made = torch.ops.relax_disc.loop_end(
+            self._index, ends.olds, ends.news, ends.fresh, ends.stacked, self._count
+        )
+        return (*(each() for each in fill), last)
+
+    def _leave(self, name: str, new: Any, ends: _Ends) -> Callable[[], Any]:
+        """Note a name's new value; returned: what gives its value after the last step."""
+        assert self._before is not None
+        before, entered = self._before[name], self._entered[name]
+        if name in self._stored and isinstance(new, Tensor):
+            return lambda: new
+        if before is _UNBOUND:
+            return self._fresh(new, ends)
+        appended = None
+        if isinstance(new, list) and isinstance(entered, list):
+            more = len(new) - len(entered)
+            if more == 1 and isinstance(new[-1], Tensor) and name in self._stored:
+                appended, new = new[-1], new[:-1]
+            elif more:
+                raise self.refuse(
+                    f"{name} grows; let each step call {name}.append() once, on a tensor"
+                )
+        news, structure = pytree.tree_flatten(new)
+        olds = pytree.tree_leaves(entered)
+        if len(news) != len(olds):
+            raise self.refuse(f"{name} is another kind of value after a step than before")
+        firsts = pytree.tree_leaves(before)
+        leaves = [
+            self._carry(name, k, first, old, new, ends)
+            for k, (first, old, new) in enumerate(zip(firsts, olds, news, strict=True))
+        ]
+        if appended is None:
+            return lambda: pytree.tree_unflatten([leaf() for leaf in leaves], structure)
+        ends.stacked.append(appended)
+        row = len(ends.stacked) - 1
+
+        def joined() -> Any:
+            value = pytree.tree_unflatten([leaf() for leaf in leaves], structure)
+            stacked = ends.made[len(ends.news) + len(ends.fresh) + row]
+            return _LoopList([*value, Steps(stacked, self._where)])
+
+        return joined
+
+    def _carry(
+        self, name: str, place: int, first: Any, old: Any, new: Any, ends: _Ends
+    ) -> Callable[[], Any]:
+        """Note one state's new value; returned: what gives it after the last step."""
+        first = self._better.get((name, place), first)
+        carried, version = self._carried.get(id(old), (old, 0))
+        if new is old and (not isinstance(old, Tensor) or old._version == version):
+            return lambda: first
+        if not isinstance(new, Tensor):
+            if isinstance(old, Tensor) or not _same(new, old):
+                raise self.refuse(
+                    f"{name} changes from step to step and is no tensor; make it a tensor"
+                )
+            return lambda: new
+        if not isinstance(first, Tensor):
+            if isinstance(first, bool) or not isinstance(first, int | float):
+                raise self.refuse(f"{name} is {first!r} before the first step; make it a tensor")
+            self._better[name, place] = torch.full(
+                new.shape, first, dtype=new.dtype, device=new.device
+            )
+            self._again = True
+        elif _shape(first) != _shape(new) or first.dtype != new.dtype:
+            self._better[name, place] = self._widened(name, first, new, (name, place))
+            self._again = True
+        else:
+            ends.olds.append(carried)
+            ends.news.append(new)
+        row = len(ends.news) - 1
+        return lambda: ends.made[row]
+
+    def _widened(self, name: str, first: Tensor, new: Tensor, key: Any) -> Tensor:
+        """Broadcast and convert a first state as the first step does."""
+        try:
+            if key not in self._better:
+                return first.expand(new.shape).to(torch.promote_types(first.dtype, new.dtype))
+        except RuntimeError:
+            pass
+        raise self.refuse(f"the shape or type of {name} changes from step to step")
+
+    def _fresh(self, new: Any, ends: _Ends) -> Callable[[], Any]:
+        """Return what a name that only the body binds holds after the last step."""
+        leaves, structure = pytree.tree_flatten(new)
+        rows: list[int | None] = []
+        for leaf in leaves:
+            known = isinstance(leaf, Tensor) and _least(self._count) >= 1
+            rows.append(len(ends.fresh) if known else None)
+            if known:
+                ends.fresh.append(leaf)
+
+        def last() -> Any:
+            first = len(ends.news)
+            values = [
+                leaf if row is None else ends.made[first + row]
+                for leaf, row in zip(leaves, rows, strict=True)
+            ]
+            return pytree.tree_unflatten(values, structure)
+
+        return last
+
+
+@dataclass(slots=True)
+class _Ends:
+    """What a step makes; ``made``: the values after the last one, then what was stacked."""
+
+    olds: list[Tensor] = field(default_factory=list)
+    news: list[Tensor] = field(default_factory=list)
+    fresh: list[Tensor] = field(default_factory=list)
+    stacked: list[Tensor] = field(default_factory=list)
+    made: Sequence[Tensor] = ()
+
+
+def _shape(tensor: Tensor) -> str:
+    """Write a shape down: to ask PyTorch whether two are equal would be a guard."""
+    return str([str(n.node.expr if isinstance(n, torch.SymInt) else n) for n in tensor.shape])
+
+
+def _copied(value: Any) -> Any:
+    return (
+        type(value),
+        list(value) if type(value) in (list, dict, set) else None,
+        (list(value.values()) if isinstance(value, dict) else value),
+    )
+
+
+def _unchanged(one: Any, other: Any) -> bool:
+    """Whether two states of a value are the same object with the same members."""
+    (kind, names, held), (kind_now, names_now, held_now) = one, other
+    if kind is not kind_now:
+        return False
+    for left, right in ((names, names_now), (held, held_now)):
+        if isinstance(left, list) and isinstance(right, list) and left is not right:
+            if len(left) != len(right) or any(a is not b for a, b in zip(left, right, strict=True)):
+                return False
+        elif left is not right and not _equal_numbers(left, right):
+            return False
+    return True
+
+
+def _equal_numbers(left: Any, right: Any) -> bool:
+    plain = (bool, int, float, str, type(None))
+    return type(left) in plain and type(left) is type(right) and left == right
+
+
+def _same(new: Any, old: Any) -> bool:
+    if isinstance(new, torch.SymInt) or isinstance(old, torch.SymInt):
+        texts = [str(x.node.expr if isinstance(x, torch.SymInt) else x) for x in (new, old)]
+        return texts[0] == texts[1]
+    return new is old or (type(new) is type(old) and new == old)
+
+
+def set_item(x: Tensor, place: Any, value: Any) -> Any:
+    """``x[place] = value`` where the place holds the number of a step; None: PyTorch's own."""
+    items = place if isinstance(place, tuple) else (place,)
+    if not any(isinstance(item, torch.SymInt) and _of_data(item) for item in items):
+        return None
+    wanted = sum(item is not None and item is not Ellipsis for item in items)
+    view, axis = x, 0
+    for item in items:
+        if item is Ellipsis:
+            axis += x.dim() - wanted
+        elif isinstance(item, int | torch.SymInt):
+            view = view.select(axis, item)
+        elif isinstance(item, slice) and item == slice(None):
+            axis += 1
+        else:
+            raise LoopRefusal("a loop writes to positions other than `[:, t]`")
+    return view.copy_(value if isinstance(value, Tensor) else view.new_full((), value))
+
+
+def _of_data(size: torch.SymInt) -> bool:
+    return bool(size.node.shape_env.is_unbacked_symint(next(iter(_free(size)), None)))
+
+
+def _free(size: torch.SymInt) -> list[Any]:
+    symbols = sorted(size.node.expr.free_symbols, key=str)
+    return [s for s in symbols if str(s).startswith("u")]
+
+
+def _define() -> None:
+    if hasattr(torch.ops.relax_disc, "loop_index"):
+        return
+    for schema in _LIBRARY:
+        name, rest = schema.split("(", 1)
+        torch.library.define(f"relax_disc::{name}", f"({rest}")
+
+    def index(loop: int, count: Any) -> Tensor:
+        return torch.empty((), dtype=torch.int64)
+
+    def carry(index: Tensor, first: Tensor) -> Tensor:
+        return torch.empty(first.shape, dtype=first.dtype, device=first.device)
+
+    def end(
+        index: Tensor, olds: Any, news: Any, fresh: Any, stacked: Any, count: Any
+    ) -> list[Tensor]:
+        made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (*news, *fresh)]
+        return made + [x.new_empty((count, *x.shape)) for x in stacked]
+
+    for name, fake in (("loop_index", index), ("loop_carry", carry), ("loop_end", end)):
+        torch.library.register_fake(f"relax_disc::{name}", fake)
+
+
+_define()

@@ -1,0 +1,145 @@
+"""Tell the sizes that a model's own code compares from those that PyTorch compares inside.
+
+Exported at one size, ``if x.shape[1] == 12`` takes one branch for good: the program is wrong at 12,
+and the condition ``m != 12`` must hold. PyTorch compares sizes as well, to see whether the slice
+``mask[:m, :m]`` of a table of 12 columns is contiguous; there "not equal" is the general way, which
+is right for equal sizes too.
+
+Lines such as ``for i in range(x.shape[1])`` fix a dim to the size of the example: they run as often
+as the example is long.  Later torch.export says which dim is fixed; the line is seen here only, in
+the moment when it happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import sympy
+import torch
+from sympy.core.relational import Relational
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
+
+_UNKNOWN = SourceLine("", 0)
+_INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+
+
+class SizeBranches:
+    """The equalities of sizes on which a model's own code branched.
+
+    ``ones_are_general``: traced so that sizes of 1 take the way of all others, as declared dims do:
+    what PyTorch alone compared with 1 need not hold.
+    """
+
+    def __init__(self) -> None:
+        self._differences: dict[Any, SourceLine] = {}
+        self._inequalities: set[Any] = set()
+        self.ones_are_general = False
+
+    def add(self, condition: Any, line: SourceLine) -> None:
+        """Note a condition, whether it held or not, and the line that asked."""
+        for equality in condition.atoms(sympy.Eq, sympy.Ne):
+            self._differences.setdefault(_difference(equality), line)
+        for inequality in condition.atoms(sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt):
+            self._inequalities |= {inequality.canonical, inequality.negated.canonical}
+
+    def line(self, condition: Any) -> SourceLine:
+        """Return the line that asked for a condition; one without a file where none is known."""
+        found = (_difference(e) for e in condition.atoms(sympy.Eq, sympy.Ne))
+        return next((self._differences[d] for d in found if d in self._differences), _UNKNOWN)
+
+    def decides(self, condition: Any) -> bool:
+        """Whether a condition must hold: all but inequalities that PyTorch alone looked at.
+
+        Sizes of 1 must not be mistaken, since they broadcast, unless the trace was told so.
+        """
+        if not isinstance(condition, sympy.Ne):
+            return True
+        if 1 in condition.args and not self.ones_are_general:
+            return True
+        return _difference(condition) in self._differences
+
+    def required(self, condition: Any) -> Any:
+        """What must hold of a condition; the code of the model is taken by its word."""
+        if isinstance(condition, sympy.And | sympy.Or):
+            return condition.func(*map(self.required, condition.args))
+        if not isinstance(condition, Relational):
+            return condition
+        taken_by_word = not self.ones_are_general or condition.canonical in self._inequalities
+        return condition if taken_by_word else general(condition)
+
+
+def general(condition: Any) -> Any:
+    """What must hold where PyTorch alone took a size to be 2 or more: the way holds for 1 as well.
+
+    The size 0 stays apart.
+    """
+    if isinstance(condition, sympy.Ge | sympy.Gt) and condition.rhs.is_Integer:
+        size, least = condition.lhs, int(condition.rhs)
+    elif isinstance(condition, sympy.Le | sympy.Lt) and condition.lhs.is_Integer:
+        size, least = condition.rhs, int(condition.lhs)
+    else:
+        return condition
+    least += isinstance(condition, sympy.Gt | sympy.Lt)
+    return size >= 1 if least == 2 else condition
+
+
+def _difference(equality: Any) -> Any:
+    """Bring an equality into a form that does not depend on how it was written."""
+    left, right = equality.args
+    _, difference = sympy.expand(left - right).primitive()
+    return -difference if difference.could_extract_minus_sign() else difference
+
+
+@contextlib.contextmanager
+def size_branches() -> Iterator[SizeBranches]:
+    """Collect the equalities that code outside PyTorch asks for while this is active."""
+    found = SizeBranches()
+    before = torch.SymBool.__bool__
+
+    def noting(self: Any) -> bool:
+        frame = sys._getframe(1)
+        caller = frame.f_code.co_filename
+        if not caller.startswith(_INSIDE) and isinstance(self.node.expr, sympy.Basic):
+            found.add(self.node.expr, SourceLine(caller, frame.f_lineno))
+        return before(self)
+
+    with patch.object(torch.SymBool, "__bool__", noting):
+        yield found
+
+
+_WRAPPER = "frontend/capture/export.py"
+
+
+@contextlib.contextmanager
+def lines_that_fix_sizes() -> Iterator[list[SourceLine]]:
+    """Collect, in the list that is yielded, the lines at which a symbol became a number."""
+    found: dict[SourceLine, None] = {}
+    lines: list[SourceLine] = []
+    before: Any = ShapeEnv._set_replacement
+
+    def noting(self: Any, symbol: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(value, "is_number", False):
+            # What called the capture lies above the wrapped model's frame and is no line of it.
+            _, _, inside = "".join(traceback.format_stack()).rpartition(_WRAPPER)
+            line = parse_stack(inside)
+            if line.file and line not in found:
+                found[line] = None
+                lines.append(line)
+        return before(self, symbol, value, *args, **kwargs)
+
+    with patch.object(ShapeEnv, "_set_replacement", noting):
+        yield lines
+
+
+def places(lines: Sequence[SourceLine]) -> str:
+    """Word such lines as a remark in an error's message; empty where there are none."""
+    listed = ", ".join(str(line) for line in lines[:4])
+    return f" (sizes become fixed numbers at {listed})" if lines else ""

@@ -1,0 +1,138 @@
+"""Names and ranges of the free dims: from PyTorch's symbols back to the user's ``Dim`` objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+from torch.export.dynamic_shapes import _DerivedDim, _tree_map_with_path
+
+from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
+from relax_disc.frontend.capture.sizes.counted import CountedSize
+from relax_disc.frontend.spec import DimSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DimTable:
+    """Maps each free symbol of a traced graph to a dim."""
+
+    names: Mapping[str, str]  # from the symbol's name in the trace (``"s27"``) to the dim's
+    specs: Mapping[str, DimSpec]  # by the dim's name
+    counted: frozenset[str] = frozenset()  # dims that the function counts
+
+    def __getitem__(self, symbol: sympy.Symbol) -> DimSpec:
+        """Return the dim of a symbol; one that the example did not declare is data-dependent."""
+        name = self.names.get(str(symbol))
+        if name is None:
+            raise UnsupportedOperatorError(
+                f"The model computes a size from data ({symbol}); only sizes that follow from the "
+                "shapes of the batch can be compiled."
+            )
+        return self.specs[name]
+
+    def with_counted(self, counted: Sequence[CountedSize]) -> DimTable:
+        """Return the table with the sizes that a trace counts."""
+        names = {str(symbol): size.name for size in counted for symbol in size.symbols}
+        specs = {}
+        for size in counted:
+            upper = None if not isinstance(size.bound, int) else size.bound
+            specs[size.name] = DimSpec(size.name, size.least, upper)
+        return DimTable({**self.names, **names}, {**self.specs, **specs}, frozenset(specs))
+
+
+def dim_table(
+    program: ExportedProgram, leaves: Sequence[Any], declared: Mapping[int, Mapping[int, Any]]
+) -> DimTable:
+    """Match the symbols of an exported program with the user's dims.
+
+    ``declared`` is what `declared_dims` found. Dims that the user did not name (``Dim.AUTO``) keep
+    the name of their symbol. A lower bound of 0 becomes 1: a step over an empty batch means
+    nothing.
+    """
+    names: dict[str, str] = {}
+    specs: dict[str, DimSpec] = {}
+    for fake, leaf in zip(_user_fakes(program), leaves, strict=True):
+        dims = declared.get(id(leaf), {})
+        for axis, extent in enumerate(getattr(fake, "shape", ())):
+            if isinstance(extent, torch.SymInt):
+                _note(extent.node.expr, dims.get(axis), program, names, specs)
+    return DimTable(names, specs)
+
+
+def declared_dims(combined: Mapping[str, Any], dynamic_shapes: Any) -> dict[int, Mapping[int, Any]]:
+    """Find what ``dynamic_shapes`` says about each tensor, axis by axis.
+
+    By ``id`` of the tensor, and axis; static axes are left out. No tensor is there twice.
+    """
+    if dynamic_shapes is None:
+        return {}
+    if isinstance(dynamic_shapes, tuple | list):
+        dynamic_shapes = dict(zip(combined, dynamic_shapes, strict=False))
+    found: dict[int, Mapping[int, Any]] = {}
+
+    def note(_path: Any, leaf: Any, dims: Any = None) -> None:
+        if isinstance(leaf, torch.Tensor):
+            by_axis = dict(enumerate(dims)) if isinstance(dims, Sequence) else dims or {}
+            found[id(leaf)] = {axis: dim for axis, dim in by_axis.items() if _is_dynamic(dim)}
+            if any(axis < leaf.dim() and leaf.shape[axis] == 0 for axis in found[id(leaf)]):
+                raise InputMismatchError(
+                    f"example_inputs hold an empty tensor of shape {tuple(leaf.shape)}; give a "
+                    "batch with something in it."
+                )
+
+    _tree_map_with_path(note, dict(combined), dict(dynamic_shapes), tree_name="inputs")
+    return found
+
+
+def _is_dynamic(dim: Any) -> bool:
+    return dim is not None and not isinstance(dim, int) and dim is not torch.export.Dim.STATIC
+
+
+def enlarge(tensor: torch.Tensor, dims: Mapping[int, Any]) -> torch.Tensor:
+    """Repeat an example along its dynamic axes of size 1, which torch.export would make static."""
+    for axis in dims:
+        if axis < tensor.dim() and tensor.shape[axis] == 1:
+            tensor = torch.cat([tensor, tensor], axis)
+    return tensor
+
+
+def _note(
+    expr: sympy.Expr,
+    dim: Any,
+    program: ExportedProgram,
+    names: dict[str, str],
+    specs: dict[str, DimSpec],
+) -> None:
+    root = dim.root if isinstance(dim, _DerivedDim) else dim
+    for symbol in sorted(expr.free_symbols, key=str):
+        key = str(symbol)
+        named = isinstance(root, torch.export.Dim) and len(expr.free_symbols) == 1
+        if key in names and (not named or names[key] != key):
+            continue
+        interval = program.range_constraints.get(symbol)  # pyright: ignore[reportArgumentType]
+        bounds = [] if interval is None else [(interval.lower, interval.upper)]
+        if named:
+            bounds = [(root.min, root.max)]
+            specs.pop(names.get(key, ""), None)
+        name = root.__name__ if named else key
+        names[key] = name
+        lower, upper = bounds[0] if bounds else (1, None)
+        specs[name] = DimSpec(name, max(int(lower), 1), _finite(upper))
+
+
+def _finite(bound: Any) -> int | None:
+    number = sympy.sympify(bound)
+    return int(number) if bound is not None and number.is_Integer and number < 2**62 else None
+
+
+def _user_fakes(program: ExportedProgram) -> list[Any]:
+    by_name = {n.name: n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"}
+    return [
+        by_name.get(spec.arg.name)
+        for spec in program.graph_signature.input_specs
+        if spec.kind.name == "USER_INPUT"
+    ]

@@ -1,0 +1,221 @@
+"""Check the conditions on sizes that a model relies on, over the whole range of its dims.
+
+torch.export proves little about sizes: it refuses ``x[:, : m // 2]`` because it cannot show
+``m // 2 <= m``.  Exported with deferred assertions, the program lists what it relies on, and each
+condition is evaluated here at every size that the ranges admit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+from torch.export import ExportedProgram
+from torch.utils._sympy import functions as torch_sympy
+
+from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError, narrower
+from relax_disc.frontend.capture.sizes.branches import SizeBranches, general, places
+from relax_disc.frontend.capture.sizes.counted import depends_on_data
+from relax_disc.frontend.capture.sizes.dims import DimTable
+from relax_disc.frontend.capture.source_lines import SourceLine, source_line
+from relax_disc.frontend.spec import DimSpec
+
+_OPEN_END = 1 << 16
+"""A dim without an upper bound is checked up to this size."""
+
+_MOST_POINTS = 1 << 22
+"""Conditions over more combinations of sizes than this are not evaluated but refused."""
+
+_FOLDS: tuple[tuple[Any, Callable[[Any, Any], Any]], ...] = (
+    (sympy.Add, operator.add),
+    (sympy.Mul, operator.mul),
+    ((sympy.Max, torch_sympy.Max), np.maximum),
+    ((sympy.Min, torch_sympy.Min), np.minimum),
+    (sympy.And, np.logical_and),
+    (sympy.Or, np.logical_or),
+    (sympy.Eq, np.equal),
+    (sympy.Ne, np.not_equal),
+    (sympy.Le, np.less_equal),
+    (sympy.Lt, np.less),
+    (sympy.Ge, np.greater_equal),
+    (sympy.Gt, np.greater),
+    ((torch_sympy.FloorDiv, torch_sympy.CleanDiv), np.floor_divide),
+    ((torch_sympy.Mod, torch_sympy.PythonMod, sympy.Mod), np.mod),
+    (torch_sympy.PowByNatural, np.power),
+    ((sympy.Pow, torch_sympy.FloatPow), np.float_power),
+    ((torch_sympy.IntTrueDiv, torch_sympy.FloatTrueDiv), np.true_divide),
+    (torch_sympy.ToFloat, operator.add),
+)
+
+
+def check_assertions(program: ExportedProgram, dims: DimTable, branches: SizeBranches) -> None:
+    """Check every deferred assertion of an exported program that has to hold.
+
+    Raises `ShapeRangeError`: a condition fails at some size in range; names the sizes and the line.
+    """
+    for node in program.graph.nodes:
+        if str(node.target) != "aten._assert_scalar.default":
+            continue
+        value = getattr(node.args[0], "meta", {}).get("val")
+        expr = getattr(getattr(value, "node", None), "expr", None)
+        if not isinstance(expr, sympy.Basic) or not expr.free_symbols:
+            continue
+        # What is relied on of sizes that depend on data is known in the trace, where masks are one.
+        if not depends_on_data(value) and branches.decides(expr):
+            _check(branches.required(expr), dims, source_line(node))
+
+
+def check_derived_dims(
+    program: ExportedProgram, dims: DimTable, branches: SizeBranches, fixing: Sequence[SourceLine]
+) -> None:
+    """Check what torch.export takes for granted where a dim is a multiple such as ``8 * h``.
+
+    Its own proof leaves out conditions over such sizes, and lets them be fixed to one number.
+
+    Raises `ShapeRangeError`: a condition fails at some size in range, or a dim was fixed to one
+    size.
+    """
+    for symbol, interval in program.range_constraints.items():
+        spec = dims.specs.get(dims.names.get(str(symbol), ""))
+        if spec is not None and interval.lower == interval.upper and spec.lower != _upper(spec):
+            size = int(interval.lower)
+            raise narrower(
+                f"The model contradicts dynamic_shapes{places(fixing)}: it works for "
+                f"{spec.name}={size} alone; declare the dim static.",
+                *(spec.name, size, size),
+            )
+    fakes = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
+    env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
+    if env is None:
+        return
+    for guard in env.guards:
+        if not guard.expr.free_symbols & set(env.replacements):
+            continue
+        condition = guard.expr.xreplace(env.replacements)
+        line = branches.line(guard.expr)
+        line = line if line.file else branches.line(condition)
+        known = {str(symbol) for symbol in condition.free_symbols} <= set(dims.names)
+        if not condition.free_symbols or not known:
+            continue
+        # As in a trace of operators, PyTorch's own "not equal" is the general way.
+        if line.file or not isinstance(condition, sympy.Ne):
+            _check(condition, dims, line)
+
+
+class GuardWatch:
+    """Finds what a trace has come to rely on since the watch began."""
+
+    def __init__(self, fakes: Sequence[Any]) -> None:
+        modes = (getattr(fake, "fake_mode", None) for fake in fakes)
+        self._env = next((m.shape_env for m in modes if m is not None), None)
+        self._count = 0 if self._env is None else len(self._env.guards)
+        self._symbols = {
+            symbol
+            for fake in fakes
+            for extent in getattr(fake, "shape", ())
+            if isinstance(extent, torch.SymInt)
+            for symbol in extent.node.expr.free_symbols
+        }
+
+    def check(self, dims: DimTable) -> None:
+        """Check the new conditions over the ranges of the dims.
+
+        Raises `ShapeRangeError`: a condition fails at some size in range, or a dim was fixed to one
+        size.
+        """
+        if self._env is None:
+            return
+        for symbol in sorted(self._symbols, key=str):
+            fixed = self._env.replacements.get(symbol)
+            if fixed is not None:
+                raise narrower(
+                    f"Tracing fixed the dim {dims[symbol].name!r} to {fixed}: an operator of the "
+                    "model works for one size only; declare the dim static.",
+                    *(dims[symbol].name, int(fixed), int(fixed)),
+                )
+        for guard in self._env.guards[self._count :]:
+            # No code of the user runs in a trace of operators: PyTorch's own "not equal" says
+            # that it took the general way, which holds for equal sizes as well.
+            if guard.expr.free_symbols and not isinstance(guard.expr, sympy.Ne):
+                _check(general(guard.expr), dims, SourceLine("", 0))
+
+
+def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
+    # Two inputs may have symbols of their own for one dim.
+    names: dict[str, sympy.Symbol] = {}
+    symbols = sorted(condition.free_symbols, key=str)
+    condition = condition.xreplace({s: names.setdefault(dims[s].name, s) for s in symbols})
+    if condition == sympy.true:
+        return
+    symbols = sorted(condition.free_symbols, key=str)
+    specs = [dims[symbol] for symbol in symbols]
+    ranges = [np.arange(spec.lower, _upper(spec) + 1) for spec in specs]
+    text = condition.xreplace(
+        {s: sympy.Symbol(d.name) for s, d in zip(symbols, specs, strict=True)}
+    )
+    if functools.reduce(operator.mul, map(len, ranges)) > _MOST_POINTS:
+        widest = max(specs, key=lambda spec: _upper(spec) - spec.lower)
+        most = int(_MOST_POINTS ** (1 / len(specs)))
+        raise narrower(
+            f"The model relies on {text}, which cannot be checked over so many sizes; give the "
+            f"dims {', '.join(d.name for d in specs)} smaller ranges.",
+            *(widest.name, widest.lower, widest.lower + most - 1),
+        )
+    grids = np.meshgrid(*ranges, indexing="ij")
+    holds = evaluate(condition, dict(zip(symbols, grids, strict=True)))
+    failing = np.argwhere(~np.broadcast_to(holds, grids[0].shape))
+    if len(failing) == 0:
+        return
+    first = failing[0]
+    at = ", ".join(f"{d.name}={r[k]}" for d, r, k in zip(specs, ranges, first, strict=True))
+    advice, allowed = "change the model or the ranges", None
+    for k, (spec, sizes) in enumerate(zip(specs, ranges, strict=True)):
+        beyond = int(failing[:, k].max()) + 1  # all sizes below fail, whatever the other dims are
+        if len(failing) == beyond * (grids[0].size // len(sizes)) and beyond < len(sizes):
+            upper = "" if spec.upper is None else f", max={spec.upper}"
+            advice = f"give Dim({spec.name!r}, min={sizes[beyond]}{upper})"
+            allowed = spec.name, int(sizes[beyond]), spec.upper
+        least = int(failing[:, k].min())  # all sizes from here on fail
+        if least and len(failing) == (len(sizes) - least) * (grids[0].size // len(sizes)):
+            advice = f"give Dim({spec.name!r}, min={sizes[0]}, max={sizes[least - 1]})"
+            allowed = spec.name, int(sizes[0]), int(sizes[least - 1])
+    error = ShapeRangeError(
+        f"The traced program needs {text}, which fails at {at} "
+        f"(and {len(failing) - 1} more sizes in range): {advice}."
+        + (f" It stems from {line}." if line.file else "")
+    )
+    error.allowed, error.dims = allowed, tuple(spec.name for spec in specs)
+    raise error
+
+
+def _upper(spec: DimSpec) -> int:
+    return _OPEN_END if spec.upper is None else spec.upper
+
+
+def evaluate(expr: Any, values: Mapping[sympy.Symbol, np.ndarray]) -> Any:
+    """Evaluate an integer or logical expression for arrays of sizes."""
+    if expr in values:
+        return values[expr]
+    if expr.is_Integer:
+        return np.int64(int(expr))
+    if expr.is_number and expr.is_real:
+        return np.float64(float(expr))
+    if expr in (sympy.true, sympy.false):
+        return np.bool_(expr == sympy.true)
+    args = [evaluate(arg, values) for arg in expr.args]
+    if isinstance(expr, sympy.Not):
+        return np.logical_not(args[0])
+    if isinstance(expr, sympy.Pow) and expr.args[1].is_Integer and expr.args[1] >= 0:
+        return functools.reduce(operator.mul, itertools.repeat(args[0], int(expr.args[1])))
+    for classes, combine in _FOLDS:
+        if isinstance(expr, classes):
+            return functools.reduce(combine, args)
+    raise UnsupportedOperatorError(
+        f"The model relies on a condition over {type(expr).__name__}, which cannot be checked."
+    )

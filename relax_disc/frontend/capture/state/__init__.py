@@ -1,0 +1,1 @@
+"""What a step reads and writes besides its arguments: tensors, Python values, live numbers."""

@@ -1,0 +1,625 @@
+"""What a step reads and writes besides its arguments: recorded while the model is exported.
+
+Tensors that the model or ``loss_fn`` reaches by an attribute, a closure or a global become inputs
+of the program; Python numbers become inputs too where they only meet tensors in arithmetic, and
+are otherwise remembered with their values, to be compared at each call.  What the user's code
+assigns meanwhile is put back, and is an output of the program where it is state.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._dynamo.exc import UserError
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    get_proxy_slot,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from relax_disc.errors import RelaxDiscError, RelaxDiscWarning, UnsupportedOperatorError
+from relax_disc.frontend.capture.source_lines import callers_depth, calling_line
+from relax_disc.frontend.capture.state.live_number import LiveNumber, live_everywhere, with_tensors
+from relax_disc.frontend.capture.state.sources import (
+    CONTAINERS,
+    Place,
+    Reachable,
+    Source,
+    is_foreign,
+    is_layer,
+    is_plain,
+    reachable,
+    resolve,
+)
+
+_OF_THE_MODEL = (
+    UserError,
+    RelaxDiscError,
+    UnsupportedOperatorException,
+    DynamicOutputShapeException,
+)
+"""Errors of an export that a stand-in for a number cannot cause."""
+
+_INTERNAL = frozenset(nn.Module().__dict__) | {"forward", "__dict__", "__class__"}
+_HIDDEN = _INTERNAL | {"_flat_weights", "_flat_weight_refs"}  # of PyTorch's recurrent layers
+_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_LOOKS = {
+    Tensor.item: ".item()",
+    Tensor.tolist: ".tolist()",
+    Tensor.__repr__: "printing a tensor",
+    Tensor.__format__: "formatting a tensor",
+    Tensor.__float__: "float()",
+    Tensor.__int__: "int()",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OuterTensor:
+    """A tensor, or a number in a tensor of its own, that is an input of the program."""
+
+    tensor: Tensor  # the user's own; for a number a tensor of no axes, float64
+    # how the model or the loss function reaches it; None: no path is known, or the code itself
+    # holds it
+    source: Source | None
+    place: Place | None  # where that is
+    is_number: bool = False  # what lies there is a Python number
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A Python value that the trace read."""
+
+    what: str  # what messages call it
+    source: Source | None  # the path to it
+    place: Place  # where it lies
+    value: Any  # as it was; a list, dict or set is copied
+    # for an attribute of a class the instance's own, which must not get one of that name
+    shadow: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """What a compiled function reads besides the model, the optimizer and the batch.
+
+    Attributes
+    ----------
+    inputs : mapping of str to OuterTensor
+        By the targets of the inputs of kinds ``"constant"`` and ``"number"``.
+    guards : tuple of Guard
+        Values that the program relies on.
+    """
+
+    inputs: Mapping[str, OuterTensor] = field(default_factory=dict)
+    guards: tuple[Guard, ...] = ()
+
+
+class _StandIns(TorchFunctionMode):
+    """Gives the trace stand-ins for tensors and numbers that are none of its own."""
+
+    def __init__(self, state: OuterState) -> None:
+        super().__init__()
+        self._state = state
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Make a call with stand-ins."""
+        return self._state.call(func, args, kwargs or {})
+
+
+class OuterState:
+    """What one export finds; `tracing` surrounds the call of the user's code.
+
+    ``guards``: values that the program relies on. ``reassigned``: what the user's code assigned
+    anew; the trace returns the new values in this order. ``warnings``: what does nothing in a
+    compiled step, in words.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self._known: Reachable = reachable(model, loss_fn)
+        self._own: dict[int, tuple[dict[str, Any], str]] = {}
+        self._registered: dict[tuple[int, str], Tensor] = {}  # the trace has others there
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        self._own[id(tensor)] = (table, name)
+                        self._registered[id(table), name] = tensor
+        self._inputs: dict[int, tuple[OuterTensor, Tensor]] = {}
+        self._pinned: set[int] = set()
+        self._numbers = self._stand_ins()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.guards: list[Guard] = []
+        self.reassigned: list[OuterTensor] = []
+        self.warnings: dict[str, None] = {}
+        self._pinned.clear()
+        self._fakes: dict[tuple[int, int], Tensor] = {}
+        self._proxies: dict[tuple[int, int], Any] = {}
+        self._changed: set[tuple[int, Any]] = set()
+        self._reads: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._touched: set[int] = set()
+        self._fake_mode: FakeTensorMode | None = None
+
+    def give_up_live_numbers(self, error: BaseException) -> bool:
+        """Trace with plain numbers from now on; False where they cannot have caused an error."""
+        cause = error.__cause__ or error
+        tensors = {key for key, _ in self._fakes}
+        if isinstance(cause, _OF_THE_MODEL):
+            blamed = False
+        elif isinstance(cause, GuardOnDataDependentSymNode | DataDependentOutputException):
+            numbers = (outer.tensor for outer, _ in self._inputs.values() if outer.is_number)
+            blamed = any(id(tensor) in tensors for tensor in numbers)
+        else:
+            blamed = any(map(self._is_read, self._numbers))
+        self._numbers = {}
+        return blamed
+
+    def _is_read(self, index: int) -> bool:
+        source, place, holder = self._known.plain[index]
+        return (id(holder), place.key) in self._reads or self._may_read(source, holder)
+
+    def warn(self) -> None:
+        """Tell what does nothing in a compiled step."""
+        for text in self.warnings:
+            warnings.warn(text, RelaxDiscWarning, stacklevel=callers_depth())
+
+    def outer_tensor(self, lifted: Tensor) -> OuterTensor | None:
+        """Return what a constant of the exported program is, None for one that it made itself."""
+        found = self._inputs.get(id(lifted))
+        return None if found is None else found[0]
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Return how the user's code reaches a tensor or another with its memory, if it does."""
+        memory = tensor.untyped_storage()._cdata
+        for source, place in self._known.tensors.values():
+            known = place.get()
+            if known.layout is torch.strided and known.untyped_storage()._cdata == memory:
+                return str(source)
+        return None
+
+    @contextlib.contextmanager
+    def tracing(self, args: Any) -> Iterator[_Call]:
+        """Surround one call of the user's code in a trace."""
+        self._begin()
+        self._fake_mode = detect_fake_mode(pytree.tree_leaves(args))
+        if self._fake_mode is None:
+            parameters = [*self._model.parameters(), *self._model.buffers()]
+            self._fake_mode = detect_fake_mode(parameters)
+        call = _Call(self, args)
+        for place, number in self._numbers.values():
+            place.put(number)
+        saved = self._snapshot()
+        try:
+            with self._recorded(), _StandIns(self):
+                yield call
+            call.reassigned = self._new_values(saved)
+            self._drop_unused(call)
+        finally:
+            self._restore(saved)
+            for place, number in self._numbers.values():
+                place.put(number.value)
+        call.look_at_arguments()
+        self._collect()
+
+    @contextlib.contextmanager
+    def tracing_gradients(self) -> Iterator[None]:
+        """Surround a trace in which functions with a gradient of their own run, backward too.
+
+        What they read by themselves, not as an argument, is fixed.
+        """
+        places = [place for place, _ in self._numbers.values()]
+        before = [place.get() for place in places]
+        for place, number in self._numbers.values():
+            place.put(LiveNumber(number.value, number.leaves, number.pin, None))
+        try:
+            with self._recorded(), live_everywhere():
+                yield
+        finally:
+            for place, value in zip(places, before, strict=True):
+                place.put(value)
+        self.guards = []
+        self._collect()
+
+    # -- stand-ins -----------------------------------------------------------------------------
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Make one call of torch in the trace."""
+        if func in _LOOKS:
+            self._warn_of_look(_LOOKS[func])
+        args = [self._stand_in(arg) for arg in args]
+        if kwargs:
+            kwargs = {key: self._stand_in(value) for key, value in kwargs.items()}
+        if self._numbers:
+            args, kwargs = with_tensors(func, args, kwargs)
+        if func == _SET_DATA and type(args[1]) not in _TENSORS:
+            return self._set_data(*args)
+        return func(*args, **kwargs)
+
+    def _stand_in(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _TENSORS:
+            return self.input(value)
+        if kind in (tuple, list) and value:
+            parts = [self._stand_in(part) for part in value]
+            if any(new is not old for new, old in zip(parts, value, strict=True)):
+                return kind(parts)
+        return value
+
+    def input(self, tensor: Tensor) -> Tensor:
+        """Return the stand-in of a tensor that is none of the trace's own."""
+        own = self._own.get(id(tensor))
+        if own is not None:
+            return own[0][own[1]]
+        mode = get_proxy_mode()
+        if mode is None or self._fake_mode is None or tensor.layout is not torch.strided:
+            return tensor
+        if is_functorch_wrapped_tensor(tensor):  # the trace's own, inside vmap
+            return tensor
+        tracer: Any = mode.tracer  # pyright: ignore[reportAttributeAccessIssue]
+        self._touched.add(id(tensor))
+        key = (id(tensor), id(tracer))
+        if key not in self._fakes:
+            lifted = self._lifted(tensor)
+            with _disable_current_modes():
+                fake = self._fake_mode.from_tensor(lifted, static_shapes=True)
+            name = tracer.get_fresh_qualname("_tensor_constant")
+            setattr(tracer.root, name, lifted)
+            proxy = tracer.create_proxy("get_attr", name, (), {})
+            track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
+            self._fakes[key], self._proxies[key] = fake, proxy
+        return self._fakes[key]
+
+    def _drop_unused(self, call: _Call) -> None:
+        """Remove stand-ins that only gave a shape or a type; torch.export stumbles over them."""
+        returned = {id(leaf) for leaf in pytree.tree_leaves((call.result, call.reassigned))}
+        for key, proxy in self._proxies.items():
+            if not proxy.node.users and id(self._fakes[key]) not in returned:
+                proxy.node.graph.erase_node(proxy.node)
+
+    def _lifted(self, tensor: Tensor) -> Tensor:
+        """Return the object by which the exported program will know a tensor."""
+        for outer, lifted in self._inputs.values():
+            if outer.tensor is tensor:
+                return lifted
+        source, place = self._known.tensors.get(id(tensor), (None, None))
+        with _disable_current_modes():
+            lifted = tensor.detach()
+        self._inputs[id(lifted)] = OuterTensor(tensor, source, place), lifted
+        return lifted
+
+    def _stand_ins(self) -> dict[int, tuple[Place, LiveNumber]]:
+        """Make one for each number that a module of the user holds, or that loss_fn reaches."""
+        found: dict[int, tuple[Place, LiveNumber]] = {}
+        for index, (source, place, holder) in enumerate(self._known.plain):
+            value = place.get()
+            if type(value) not in (int, float) or isinstance(holder, tuple | type):
+                continue
+            if source.root == "model" and not isinstance(holder, nn.Module):
+                continue
+            if type(value) is int and is_layer(holder):
+                continue
+            tensor = torch.tensor(value, dtype=torch.float64)
+            lifted = tensor.detach()
+            self._inputs[id(lifted)] = OuterTensor(tensor, source, place, True), lifted
+            found[index] = (
+                place,
+                LiveNumber(value, [index], self._pinned.add, _maker(self, tensor)),
+            )
+        return found
+
+    def _set_data(self, tensor: Tensor, value: Tensor) -> None:
+        with torch.no_grad():
+            tensor.detach().copy_(value)
+
+    # -- reads ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Note the attributes that are read of modules, and of other objects that were found."""
+        found = [type(value) for _, value in self._known.containers if _is_recorded(value)]
+        with contextlib.ExitStack() as stack:
+            for kind in dict.fromkeys([nn.Module, *found]):
+                recorder = _recorder(kind.__getattribute__, self._reads)
+                stack.enter_context(patch.object(kind, "__getattribute__", recorder))
+            yield
+
+    def _collect(self) -> None:
+        """Make guards of what was read."""
+        inside = {id(module) for module in self._model.modules()}
+        sources = {id(value): source for source, value in self._known.containers}
+        sources |= {key: source for key, (source, _) in self._known.modules.items()}
+        for (key, name), (module, value) in self._reads.items():
+            if isinstance(module, fx.GraphModule):  # the trace's own
+                continue
+            source = sources.get(key)
+            if name == "training":
+                if key not in inside:
+                    path = None if source is None else source.to("attribute", name)
+                    what = str(source or type(module).__name__)
+                    self.guards.append(Guard(what, path, Place(module.__dict__, name), value))
+                continue
+            place = _attribute(module, name)
+            if place is not None and (id(place.container), name) in self._changed:
+                continue
+            if place is None or place.get() is not value:  # a property
+                continue
+            if not (_comparable(value) or type(value) in _FUNCTIONS):
+                continue
+            what = f"{source or type(module).__name__}.{name}"
+            path = None if source is None else source.to("attribute", name)
+            shadow = None if name in module.__dict__ else module.__dict__
+            self.guards.append(Guard(what, path, place, _copied(value), shadow))
+        for index, (source, place, holder) in enumerate(self._known.plain):
+            if index in self._numbers:
+                read = index in self._pinned
+            else:
+                read = self._may_read(source, holder)
+            if read and (id(place.container), place.key) not in self._changed:
+                inherits = isinstance(holder, type) and place.key not in vars(holder)
+                shadow: Any = vars(holder) if inherits else None
+                self.guards.append(Guard(str(source), source, place, _copied(place.get()), shadow))
+        for source, place in self._known.cells:
+            if source.root == "loss_fn" and callable(value := place.get()):
+                self.guards.append(Guard(str(source), source, place, value))
+        paths = [guard.source for guard in self.guards]
+        paths += [outer.source for outer, _ in self._inputs.values()]
+        self.guards += self._links(path for path in paths if path is not None)
+
+    def _links(self, paths: Iterable[Source]) -> Iterator[Guard]:
+        """Guard the objects on the way to what was read: closures and attributes that hold them."""
+        wanted = {
+            Source(path.root, path.steps[:n])
+            for path in paths
+            for n in range(1, len(path.steps))
+            if path.steps[n - 1][0] not in ("method", "member", "default")
+        }
+        for source in sorted(wanted, key=str):
+            place = resolve(source, self._model, self._loss_fn)
+            if (id(place.container), place.key) not in self._changed:
+                yield Guard(str(source), source, place, place.get())
+
+    def _may_read(self, source: Source, holder: Any) -> bool:
+        """Say whether the functions may read a value that is no attribute of a module."""
+        kind, key = source.steps[-1]
+        if kind == "attribute" and _is_recorded(holder):
+            return False
+        if kind == "item" and isinstance(holder, dict):
+            names = self._known.names
+            return key in names or not any(other in names for other in holder)
+        return kind != "attribute" or key in self._known.names
+
+    # -- writes --------------------------------------------------------------------------------
+
+    def _snapshot(self) -> list[tuple[str, Source, Any, Any]]:
+        saved: list[tuple[str, Source, Any, Any]] = []
+        for source, module in self._known.modules.values():
+            saved.append(("buffers", source, module._buffers, dict(module._buffers)))
+            kind = "internal" if is_foreign(type(module).__module__) else "attributes"
+            saved.append((kind, source, module.__dict__, dict(module.__dict__)))
+        for source, value in self._known.containers:
+            if type(value) in CONTAINERS:
+                saved.append(("container", source, value, value.copy()))
+            else:
+                saved.append(("attributes", source, value.__dict__, dict(value.__dict__)))
+        for source, place in self._known.cells:
+            with contextlib.suppress(LookupError, ValueError):
+                saved.append(("variable", source, place, place.get()))
+        return saved
+
+    def _new_values(self, saved: list[tuple[str, Source, Any, Any]]) -> list[Tensor]:
+        """List the state that was assigned anew; warn of all else that was changed."""
+        values: list[Tensor] = []
+        for kind, source, where, before in saved:
+            if kind == "variable":
+                pairs = [(source, where, before, where.get())]
+            elif kind == "internal":
+                continue
+            elif isinstance(where, dict):
+                pairs = [
+                    (_further(source, kind, key), Place(where, key), before.get(key), value)
+                    for key, value in where.items()
+                    if before.get(key) is not value
+                    and not (kind == "attributes" and key in _HIDDEN)
+                ]
+                if len(where) < len(before):
+                    self._warn_of_write(str(source))
+            else:
+                if not _same(where, before):
+                    self._refuse_lost(str(source), before)
+                    self._warn_of_write(str(source))
+                continue
+            for target, place, old, new in pairs:
+                if old is new:
+                    continue
+                self._changed.add((id(place.container), place.key))
+                state = self._as_state(target, place, old, new)
+                if state is not None:
+                    self.reassigned.append(state)
+                    values.append(new)
+                elif not _computed_before(old):
+                    self._refuse_lost(str(target), [old])
+                    self._warn_of_write(str(target))
+        return values
+
+    def _refuse_lost(self, what: str, before: Iterable[Any]) -> None:
+        """Refuse a change of tensors that the trace reads, and that no input can take.
+
+        Raises `UnsupportedOperatorError`: the next call would read the old ones again.
+        """
+        read = [x for x in before if isinstance(x, Tensor) and self._is_computed_with(x)]
+        if not read:
+            return
+        raise UnsupportedOperatorError(
+            f"{what} holds a tensor of shape {tuple(read[0].shape)} that the model or loss_fn "
+            "reads, and is given others, of another shape or number, while it runs: a compiled "
+            "step keeps the shape of its state. Use a buffer of fixed size that is written in "
+            "place (a ring with a position), or pass the tensor as an argument and return the new "
+            "one beside the loss, as (loss, extras).",
+            (("state of another shape", what),),
+        )
+
+    def _is_computed_with(self, tensor: Tensor) -> bool:
+        """Say whether an operator of the trace takes a tensor, more than its shape."""
+        proxies = [proxy for (key, _), proxy in self._proxies.items() if key == id(tensor)]
+        mode = get_proxy_mode()
+        if mode is not None:
+            tracer: Any = mode.tracer  # pyright: ignore[reportAttributeAccessIssue]
+            slot: Any = get_proxy_slot(tensor, tracer, None)
+            proxies += [] if slot is None else [slot.proxy]
+        return any(proxy.node.users for proxy in proxies)
+
+    def _as_state(self, source: Source, place: Place, old: Any, new: Any) -> OuterTensor | None:
+        """Return the input whose new value this is, None if it is none."""
+        if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+            return None
+        original = self._registered.get((id(place.container), place.key), old)
+        if type(original) not in _TENSORS or (old.shape, old.dtype) != (new.shape, new.dtype):
+            return None
+        if (
+            id(original) not in self._touched
+            and id(original) not in self._own
+            and new.requires_grad
+        ):
+            return None
+        return OuterTensor(original, source, place)
+
+    def _restore(self, saved: list[tuple[str, Source, Any, Any]]) -> None:
+        for kind, _, where, before in saved:
+            if kind == "variable":
+                if where.get() is not before:
+                    where.put(before)
+            elif not _same(where, before):
+                where.clear()
+                (where.extend if isinstance(where, list | collections.deque) else where.update)(
+                    before
+                )
+
+    def _warn_of_write(self, what: str) -> None:
+        self.warnings[
+            f"{what} is changed by the model or by loss_fn while it runs. A compiled step runs no "
+            "Python: what it was is put back, and stays. Return values that you want to see "
+            "beside the loss, as (loss, extras); keep state in a buffer."
+        ] = None
+
+    def _warn_of_look(self, what: str) -> None:
+        self.warnings[
+            f"{calling_line()}: {what} in the model or loss_fn runs once, while the step is "
+            "compiled, where tensors have no values. Return the tensor beside the loss, as "
+            "(loss, extras)."
+        ] = None
+
+
+class _Call:
+    """One call of the user's code in a trace, with the arguments as the trace has them."""
+
+    def __init__(self, state: OuterState, args: Any) -> None:
+        self._state = state
+        self._tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self.reassigned: list[Tensor] = []
+        self.result: Any = None
+
+    def look_at_arguments(self) -> None:
+        """Note arguments that were written in place."""
+        versions = [tensor._version for tensor in self._tensors]
+        if versions != self._versions:
+            self._state.warnings[
+                "The model or loss_fn writes into a tensor of the batch. A compiled step computes "
+                "with the new values, and leaves the caller's tensor as it is."
+            ] = None
+
+
+_SET_DATA = Tensor.data.__set__  # pyright: ignore
+
+
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
+
+
+def _is_recorded(holder: Any) -> bool:
+    """Say whether reads of an object's attributes can be noted."""
+    if isinstance(holder, type | types.ModuleType) or type(holder) in CONTAINERS:
+        return False
+    return not type(holder).__flags__ & _IMMUTABLE
+
+
+def _recorder(original: Any, reads: dict[tuple[int, str], tuple[Any, Any]]) -> Any:
+    def read(holder: Any, name: str) -> Any:
+        value = original(holder, name)
+        if name == "training" or (name not in _INTERNAL and name[:2] != "__"):
+            reads.setdefault((id(holder), name), (holder, value))
+        return value
+
+    return read
+
+
+def _maker(state: OuterState, tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: state.input(tensor)
+
+
+def _attribute(module: Any, name: str) -> Place | None:
+    if name in module.__dict__:
+        return Place(module.__dict__, name)
+    for kind in type(module).__mro__:
+        if name in kind.__dict__:
+            return None if is_foreign(kind.__module__) else Place(vars(kind), name)
+    return None
+
+
+def _comparable(value: Any) -> bool:
+    if is_plain(value) or type(value) is np.ndarray:
+        return True
+    if type(value) in (tuple, list, set, frozenset):
+        return len(value) <= 1000 and all(map(_comparable, value))
+    if type(value) is dict:
+        return len(value) <= 1000 and all(map(_comparable, value.values()))
+    return False
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, list | set | dict | np.ndarray) else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Say whether two containers hold the same objects in the same order."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(a is b and one[a] is other[b] for a, b in zip(one, other, strict=True))
+    return isinstance(one, set) or all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _further(source: Source, kind: str, key: Any) -> Source:
+    if kind == "buffers":
+        return source.to("child", ("_buffers", key))
+    return source.to("attribute" if kind == "attributes" else "item", key)
+
+
+def _computed_before(old: Any) -> bool:
+    """Say whether an attribute held a computed tensor, as weight normalisation keeps one."""
+    return isinstance(old, Tensor) and old.grad_fn is not None

@@ -1,0 +1,94 @@
+/*!
+ * \file argument.h
+ * \brief Arguments of PyTorch's operators as recipes write them (ops/aten.py).
+ */
+#ifndef RELAX_DISC_ATEN_ARGUMENT_H_
+#define RELAX_DISC_ATEN_ARGUMENT_H_
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/extra/json.h>
+#include <tvm/ffi/tvm_ffi.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace relax_disc {
+
+/*! \brief An operand as ATen sees it; channels last: see `ChannelsFirst`. */
+at::Tensor TensorOf(const tvm::ffi::AnyView& value, bool channels_last);
+
+/*! \brief Lets PyTorch's kernels use the stream of the virtual machine; the CPU has none. */
+class OnStream {
+ public:
+  explicit OnStream(const c10::Device& device) {
+    if (device.is_cpu()) return;
+    void* raw = TVMFFIEnvGetStream(kDLCUDA, device.index());
+    guard_.emplace(device.type());
+    // PyTorch's id of a stream that it did not make is its address; 0 is the default stream.
+    const c10::StreamId id = reinterpret_cast<c10::StreamId>(raw);
+    before_ = guard_->exchangeStream(c10::Stream(c10::Stream::UNSAFE, device, id));
+  }
+  ~OnStream() {
+    if (guard_) guard_->exchangeStream(*before_);
+  }
+  OnStream(const OnStream&) = delete;
+  OnStream& operator=(const OnStream&) = delete;
+
+ private:
+  std::optional<c10::impl::VirtualGuardImpl> guard_;
+  std::optional<c10::Stream> before_;
+};
+
+/*! \brief What a call is made with. */
+struct Given {
+  explicit Given(const std::vector<at::Tensor>& results) : results(results) {}
+  virtual ~Given() = default;
+  /*! \brief The k-th operand, a tensor or an integer. */
+  virtual c10::IValue Operand(int64_t k) const = 0;
+
+  const std::vector<at::Tensor>& results;
+};
+
+/*! \brief What an argument of the operator is made of. */
+struct Argument {
+  enum Kind { kConstant, kTensor, kComplex, kScalar, kResult, kDevice, kList };
+  Kind kind = kConstant;
+  int64_t operand = 0;
+  c10::IValue constant;
+  std::vector<Argument> items;
+  c10::TypePtr type;  // of the parameter, or of a list's elements
+
+  c10::IValue Value(const Given& given) const;
+};
+
+/*! \brief Read an argument for a parameter of a type. */
+Argument ParseArgument(const tvm::ffi::json::Array& encoded, c10::TypePtr type);
+
+/*! \brief Call `run`; what PyTorch raises becomes the exception that eager PyTorch's user sees. */
+template <typename Run>
+void AsEager(const std::string& name, Run run) {
+  auto raise = [&](const char* kind, const c10::Error& error) {
+    throw tvm::ffi::Error(kind, name + ": " + error.what_without_backtrace(), "");
+  };
+  try {
+    run();
+  } catch (const c10::LinAlgError& error) {
+    raise("LinAlgError", error);
+  } catch (const c10::IndexError& error) {
+    raise("IndexError", error);
+  } catch (const c10::ValueError& error) {
+    raise("ValueError", error);
+  } catch (const c10::Error& error) {
+    raise("RuntimeError", error);
+  }
+}
+
+}  // namespace relax_disc
+
+#endif  // RELAX_DISC_ATEN_ARGUMENT_H_

@@ -1,0 +1,140 @@
+"""Train every model of docs/models.md for CUDA on the emulator, in one run that can be resumed.
+
+`python -m tests.cuda.emulated_models` judges each model in a process of its own and writes
+`benchmarks/results/cuda_emulated_models.json` after each; models that stand there are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import typer
+
+from benchmarks.models import worker
+from benchmarks.models.__main__ import without_folders
+from benchmarks.models.catalogue import ENTRIES, entry_named
+from benchmarks.models.entry import Entry
+from benchmarks.record import RESULTS, commit, write_result
+from relax_disc.compiler import build_or_reuse
+from relax_disc.tir_kernels.target import cuda_target
+from tests.cuda.emulator import Emulator
+from tests.cuda.stand_in import cuda_stand_in
+
+MOST_PARAMETERS = 1_000_000
+"""An element of an emulated kernel takes a thousand times a CPU's: larger models run one shape."""
+
+NAME = "cuda_emulated_models"
+_ROOT = Path(__file__).parents[2]
+
+
+def judge(entry: Entry) -> dict[str, Any]:
+    """Judge a model as `benchmarks.models.worker.judge` does, its kernels emulated.
+
+    Findings of the emulator make the verdict ``"WRONG"`` and are listed; ``"kernels"`` counts the
+    different kernels that ran, ``"launches"`` all launches.
+    """
+    emulator = Emulator.load()
+    emulator.take_findings()
+    emulator.forget()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with cuda_stand_in(emulator), mock.patch.object(worker, "build_or_reuse", _for_cuda):
+            found = worker.judge(entry)
+    finally:
+        torch.set_num_threads(threads)
+    findings = emulator.take_findings()
+    launched = [event for event in emulator.events if event.startswith("launch ")]
+    return {
+        **found,
+        "verdict": "WRONG" if findings else found["verdict"],
+        "kernels": len(set(launched)),
+        "launches": len(launched),
+        "findings": [str(finding) for finding in findings],
+    }
+
+
+def _for_cuda(module: Any, target: Any) -> Any:
+    del target
+    return build_or_reuse(module, cuda_target("sm_90"))
+
+
+def _at_small_shapes(entry: Entry) -> Entry:
+    size = sum(p.numel() for p in entry.make().parameters())
+    if size <= MOST_PARAMETERS:
+        return entry
+    return replace(entry, sizes=(min(entry.sizes, key=lambda sizes: torch.tensor(sizes).prod()),))
+
+
+def _work(name: str) -> None:
+    """Judge one model; the answer is a line of JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print goes to stderr
+    warnings.simplefilter("ignore")
+    found = judge(_at_small_shapes(entry_named(name)))
+    found["seconds"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_utime, 1)
+    print(json.dumps(found), file=answers, flush=True)
+
+
+def _judged(entry: Entry, limit_seconds: float) -> dict[str, Any]:
+    facts = {"model": entry.name, "source": entry.source, "commit": commit()}
+    environment = {**os.environ, "RELAX_DISC_COMPILE_CACHE": "0", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "tests.cuda.emulated_models", "--work", entry.name]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=limit_seconds,
+            cwd=_ROOT,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        return {**facts, "verdict": "failed", "message": f"not done in {limit_seconds:.0f} s"}
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+        message = f"the process ended with {done.returncode}: {without_folders(last)}"
+        return {**facts, "verdict": "failed", "message": message}
+    found = json.loads(without_folders(done.stdout))
+    wanted = ("parameters", "verdict", "kernels", "launches", "findings", "ratio", "seconds")
+    told = ("error", "message", "shapes") if found["verdict"] != "trains" else ()
+    return {**facts, **{key: found[key] for key in (*wanted, *told) if key in found}}
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Words in the names of models, by commas.")] = "",
+    again: Annotated[bool, typer.Option("--again", help="Judge recorded models, too.")] = False,
+    limit_seconds: Annotated[float, typer.Option(help="Of one model's process.")] = 900.0,
+    work: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Judge the models that have no result yet; write as it goes."""
+    if work:
+        _work(work)
+        return
+    path = RESULTS / f"{NAME}.json"
+    rows = json.loads(path.read_text())["results"] if path.exists() else []
+    found = {row["model"]: row for row in rows}
+    words = [word.strip().lower() for word in only.split(",") if word.strip()]
+    for entry in ENTRIES:
+        wanted = not words or any(word in entry.name.lower() for word in words)
+        if not wanted or (entry.name in found and not again):
+            continue
+        found[entry.name] = row = _judged(entry, limit_seconds)
+        print(f"{entry.name}: {row['verdict']} {row.get('message', '')}", flush=True)
+        settings = {"arch": "sm_90", "limit_seconds": limit_seconds}
+        results = [found[known.name] for known in ENTRIES if known.name in found]
+        write_result(NAME, settings, results)
+
+
+if __name__ == "__main__":
+    typer.run(main)

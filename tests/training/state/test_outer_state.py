@@ -1,0 +1,688 @@
+"""What a step reads and writes besides its arguments, as far as the page does not show it."""
+
+import contextvars
+import copy
+import dataclasses
+import functools
+import queue
+import random
+import threading
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+import relax_disc
+from relax_disc.errors import InputMismatchError, RelaxDiscWarning, UnsupportedOperatorError
+from relax_disc.frontend.capture.state.outer_state import OuterState
+from relax_disc.frontend.capture.state.sources import resolve
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def compiled(model, *batch, lr=0.0, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    shapes = tuple({0: Dim("batch", min=1, max=64)} for _ in batch)
+    return relax_disc.compile(model, optimizer, batch, dynamic_shapes=shapes, **options)
+
+
+def agree(step, loss_fn, model, x=X):
+    torch.testing.assert_close(step(x), loss_fn(model, x).detach(), rtol=1e-4, atol=1e-5)
+
+
+class Trainer:
+    """A loss as a method of an object with settings, a counter and a network."""
+
+    def __init__(self):
+        self.weight, self.power, self.done = 0.5, 2, 0
+        self.teacher = nn.Linear(4, 4)
+        self.schedule = types.SimpleNamespace(scale=1.0)
+
+    def loss(self, model, x):
+        distance = (model(x) - self.teacher(x).detach()).pow(self.power).mean()
+        return self.schedule.scale * distance * self.weight
+
+
+def test_a_method_reads_its_object():
+    trainer, model = Trainer(), nn.Linear(4, 4)
+    step = compiled(model, X, loss_fn=trainer.loss)
+    trainer.weight, trainer.done, trainer.schedule.scale = 0.25, 1, 3.0
+    with torch.no_grad():
+        trainer.teacher.weight.mul_(2)
+    agree(step, trainer.loss, model)
+    trainer.power = 4
+    with pytest.raises(InputMismatchError, match=r"power was 2 .* is 4 now"):
+        step(X)
+    trainer.power, trainer.teacher = 2, nn.Linear(4, 4)
+    with pytest.raises(InputMismatchError, match="teacher was replaced"):
+        step(X)
+
+
+inner = 1.0  # has the name of an attribute, and nothing else in common with it
+
+
+class HasInner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x).pow(2).mean()
+
+
+def test_a_global_variable_that_has_the_name_of_an_attribute_is_not_read(monkeypatch):
+    model = HasInner()
+    step = compiled(model, X)
+    monkeypatch.setitem(globals(), "inner", 2.0)
+    torch.testing.assert_close(step(X), model(X).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_partial_function_holds_tensors():
+    scale, model = torch.tensor(2.0), nn.Linear(4, 4)
+    loss_fn = functools.partial(lambda model, x, scale: (model(x) * scale).mean(), scale=scale)
+    step = compiled(model, X, loss_fn=loss_fn)
+    scale.fill_(5)
+    agree(step, loss_fn, model)
+
+
+class Uses(nn.Module):
+    """A number in each kind of place where it may be read."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.number, self.function = nn.Linear(4, 4), 0.5, function
+
+    def forward(self, x):
+        return self.function(self.linear(x), self.number).sum()
+
+
+LIVE = {
+    "product": lambda h, n: h * n,
+    "product from the left": lambda h, n: n * h,
+    "difference from the left": lambda h, n: n - h,
+    "quotient": lambda h, n: h / n,
+    "reciprocal": lambda h, n: n / h.exp(),
+    "in place": lambda h, n: (h * 2).mul_(n),
+    "of numbers": lambda h, n: h * (1 - n) * (2 * n + 1) / -n,
+    "comparison": lambda h, n: torch.where(h > n, h, 0.0),
+    "integers": lambda h, n: h * (torch.arange(4) * n),
+    "no axes": lambda h, n: h.mean() * n,
+    "bounds": lambda h, n: torch.clamp(h, -n / 2, 1) + h.clamp(max=n) + h.clamp_min(n / 4),
+}
+FIXED = {
+    "an argument": lambda h, n: F.dropout(h, n, training=False) * 1.0,
+    "math": lambda h, n: h * __import__("math").exp(n),
+    "a branch": lambda h, n: h * 2 if n < 0.6 else h * 3,
+    "a factor": lambda h, n: torch.add(h, h, alpha=n),
+    "a whole number": lambda h, n: h * int(n * 4),
+    "a new tensor": lambda h, n: h * torch.full((4,), n),
+}
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_arithmetic_stays_live(name):
+    model = Uses(LIVE[name])
+    step = compiled(model, X)
+    for number in (0.5, 0.75, 0.2):
+        model.number = number
+        agree(step, lambda model, x: model(x), model)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_other_uses_fix_a_number(name):
+    model = Uses(FIXED[name])
+    step = compiled(model, X)
+    agree(step, lambda model, x: model(x), model)
+    model.number = 0.75
+    with pytest.raises(InputMismatchError, match=r"model\.number was 0\.5"):
+        step(X)
+    model.number = 0.5
+    agree(step, lambda model, x: model(x), model)
+
+
+class Inner(nn.Module):
+    """A submodule with settings, read by a function of ``(h, n)``."""
+
+    def __init__(self, function, number):
+        super().__init__()
+        self.inner, self.linear = Uses(function), nn.Linear(4, 4)
+        self.inner.number, self.sizes = number, {"heads": 2}
+
+    def forward(self, x):
+        return self.inner(self.linear(x).unflatten(-1, (self.sizes["heads"], -1)).flatten(-2))
+
+
+@pytest.mark.parametrize("numbers", [(2, 3, -1), (0.5, 0.75, 0.2)], ids=["integer", "float"])
+def test_numbers_of_submodules_stay_live(numbers):
+    for name in ("product", "of numbers", "quotient", "comparison", "no axes"):
+        model = Inner(LIVE[name], numbers[0])
+        step = compiled(model, X)
+        for number in numbers:
+            model.inner.number = number
+            agree(step, lambda model, x: model(x), model)
+
+
+WHOLE = {
+    "a power": lambda h, n: h * n**-0.5,
+    "a range": lambda h, n: sum(h * k for k in range(n)),
+    "a slice": lambda h, n: h[:, :n],
+    "a size": lambda h, n: h.expand(n, *h.shape),
+    "a size made of it": lambda h, n: h.unflatten(-1, (n * 1, -1)),
+    "an index": lambda h, n: (h, h * 2, h * 3)[n],
+    "a division of sizes": lambda h, n: h * (h.shape[0] // n),
+    "integers": lambda h, n: h * (torch.arange(4) + n),
+    "a name": lambda h, n: h * {"2": 5.0, "3": 6.0}[f"{n}"],
+    "a comparison": lambda h, n: h * min(3, n),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_other_uses_fix_an_integer(name):
+    model = Inner(WHOLE[name], 2)
+    step = compiled(model, X)
+    agree(step, lambda model, x: model(x), model)
+    model.inner.number = 3
+    with pytest.raises(InputMismatchError, match=r"inner\.number was 2 .* is 3 now: compile again"):
+        step(X)
+
+
+def test_an_integer_that_a_loss_function_reads():
+    epoch, model = 0, nn.Linear(4, 4)
+
+    def loss_fn(model, x):
+        return model(x).pow(2).mean() * (1 + epoch) / 2
+
+    step = compiled(model, X, loss_fn=loss_fn)
+    for epoch in (0, 1, 5):  # noqa: B007 - the function reads it
+        agree(step, loss_fn, model)
+
+
+def test_refusals_take_one_export(monkeypatch):
+    exports = []
+    export = torch.export.export
+    monkeypatch.setattr(
+        torch.export, "export", lambda *a, **k: exports.append(1) or export(*a, **k)
+    )
+    for count, function in (
+        (1, lambda h, n: h * n if h.sum() > 0 else h),
+        (1, lambda h, n: (h * n).unique_consecutive()),
+        (2, lambda h, n: h if (h * n).sum() > 0 else h * 2),  # may be the number's fault
+    ):
+        with pytest.raises(UnsupportedOperatorError, match="data"):
+            compiled(Uses(function), X)
+        assert len(exports) == count
+        exports.clear()
+
+
+def test_what_refuses_a_stand_in_is_traced_with_the_number():
+    def only_floats(h, n):
+        if type(n) is not float:
+            raise TypeError(type(n))
+        return h * n
+
+    model = Uses(only_floats)
+    step = compiled(model, X)
+    model.number = 0.75
+    with pytest.raises(InputMismatchError, match="number"):
+        step(X)
+
+
+def test_a_number_becomes_no_tensor():
+    model = Uses(LIVE["product"])
+    step = compiled(model, X)
+    model.number = None
+    with pytest.raises(InputMismatchError, match=r"model\.number was a number"):
+        step(X)
+
+
+def test_compile_changes_nothing():
+    log, settings = [1], {"beta": 0.5, "names": ["a"]}
+    model = Uses(LIVE["product"])
+    before = {name: value for name, value in vars(model).items()}
+
+    def loss_fn(model, x):
+        settings["seen"] = x
+        settings["names"].append("b")
+        log.append(x)
+        model.last = x
+        return model(x) * settings["beta"]
+
+    with pytest.warns(relax_disc.errors.RelaxDiscWarning):
+        compiled(model, X, loss_fn=loss_fn)
+    assert log == [1] and settings == {"beta": 0.5, "names": ["a"]}
+    assert type(settings["beta"]) is float and type(model.number) is float
+    assert vars(model) == before
+    assert "__getattribute__" not in vars(nn.Module)
+
+
+def test_another_thread_sees_numbers_meanwhile():
+    settings, seen = {"beta": 0.5}, queue.SimpleQueue()
+
+    def loss_fn(model, x):
+        thread = threading.Thread(target=lambda: seen.put(torch.ones(2) * settings["beta"]))
+        thread.start()
+        thread.join()
+        return model(x).mean() * settings["beta"]
+
+    compiled(nn.Linear(4, 4), X, loss_fn=loss_fn)
+    product = seen.get()
+    assert type(product) is torch.Tensor and product.tolist() == [0.5, 0.5]
+
+
+def test_a_statistic_that_a_function_writes():
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.mean, self.var = nn.Linear(4, 4), torch.zeros(4), torch.ones(4)
+
+        def forward(self, x):
+            return F.batch_norm(self.linear(x), self.mean, self.var, training=True).pow(3).mean()
+
+    model = Norm()
+    step = compiled(model, X)
+    step(X)
+    assert model.mean.any()
+    torch.testing.assert_close(model.mean, 0.1 * model.linear(X).mean(0).detach())
+
+
+def test_a_tensor_that_is_written_and_never_read():
+    last = torch.zeros(())
+
+    def loss_fn(model, x):
+        nonlocal last
+        loss = model(x).pow(2).mean()
+        last = loss.detach()
+        return loss
+
+    step = compiled(nn.Linear(4, 4), X, loss_fn=loss_fn)
+    assert last == 0
+    assert step(X) == last
+
+
+def test_a_reassigned_buffer_that_gradients_need():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x):
+            h = self.linear(x) * self.scale
+            self.scale = self.scale * 0.5
+            return h.mean()
+
+    model = Model()
+    step = compiled(model, X)
+    losses = [step(X).item() for _ in range(3)]
+    assert losses[1] == pytest.approx(losses[0] / 2, rel=1e-5)
+    assert model.scale.tolist() == [0.125] * 4
+    assert losses[2] == pytest.approx(losses[0] / 4, rel=1e-5)
+
+
+def test_accumulation_shares_what_is_outside():
+    teacher, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.weight_of_it = 1.0
+
+    def loss_fn(model, x):
+        return F.mse_loss(model(x), teacher(x).detach()) * model.weight_of_it
+
+    step = compiled(model, X, loss_fn=loss_fn)
+    step(X, update=False)
+    model.weight_of_it = 0.25
+    with torch.no_grad():
+        teacher.weight.mul_(3)
+    expected = loss_fn(model, X).detach()
+    torch.testing.assert_close(step(X, update=False), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(step(X), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_kept_gradients_of_others_are_left_alone_and_told_of_once():
+    model = nn.Linear(4, 4)
+    step = compiled(model, X, loss_fn=lambda model, x: model(x).mean())
+    step(X, keep_gradients=True)
+    own = model.weight.grad = torch.ones(4, 4)
+    with pytest.warns(RelaxDiscWarning, match=r"update=False") as caught:
+        step(X)
+    assert {warning.filename for warning in caught} == {__file__}
+    step(X)
+    assert model.weight.grad is own and model.bias.grad is None
+
+
+def test_sources_lead_back():
+    trainer, model = Trainer(), Uses(LIVE["product"])
+    known = OuterState(model, trainer.loss)._known
+    for source, place in known.tensors.values():
+        assert resolve(source, model, trainer.loss).get() is place.get(), source
+    for source, place, _ in known.plain:
+        assert resolve(source, model, trainer.loss).get() is place.get(), source
+    names = {str(source) for source, _ in known.tensors.values()}
+    assert any(name.endswith("teacher.weight") for name in names)
+
+
+class Settings:
+    gain = 2.0
+
+    class Optimizer:
+        decay = 0.5
+
+
+class Configured(nn.Module):
+    def __init__(self, settings):
+        super().__init__()
+        self.layer, self.settings = nn.Linear(4, 4), settings
+
+    def forward(self, x):
+        settings = self.settings["all"] if isinstance(self.settings, dict) else self.settings
+        return (self.layer(x) * settings.gain).pow(2).mean() * settings.Optimizer.decay
+
+
+@pytest.mark.parametrize("holder", ["attribute", "item"])
+@pytest.mark.parametrize(("owner", "name"), [(Settings, "gain"), (Settings.Optimizer, "decay")])
+def test_numbers_of_a_class_that_the_model_holds(holder, owner, name, monkeypatch):
+    model = Configured(Settings if holder == "attribute" else {"all": Settings})
+    step = compiled(model, X)
+    before = step(X)
+    monkeypatch.setattr(owner, name, 7.0)
+    with pytest.raises(InputMismatchError, match=rf"{name} was .* and is 7\.0 now"):
+        step(X)
+    monkeypatch.undo()
+    assert torch.equal(step(X), before)
+
+
+class Growing(nn.Module):
+    """Keeps what it has seen: in a buffer, an attribute or a list."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.layer, self.where = nn.Linear(4, 4), where
+        if where == "buffer":
+            self.register_buffer("seen", torch.ones(1, 4))
+        else:
+            self.seen = [torch.ones(1, 4)] if where == "list" else torch.ones(1, 4)
+
+    def forward(self, x):
+        h = self.layer(x)
+        seen = torch.cat(self.seen) if self.where == "list" else self.seen
+        loss = (h @ seen.T).logsumexp(-1).mean()
+        if self.where == "list":
+            self.seen.append(h.detach())
+        else:
+            self.seen = torch.cat([self.seen, h.detach()])
+        return loss
+
+
+@pytest.mark.parametrize("where", ["buffer", "attribute", "list"])
+def test_state_that_grows_is_refused_by_name(where):
+    with pytest.raises(UnsupportedOperatorError, match=r"model\.seen .*shape \(1, 4\)"):
+        compiled(Growing(where), X)
+
+
+class Cached(nn.Module):
+    """Makes a table anew where the one that it holds is of another size, and reads no old one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.table = nn.Linear(4, 4), torch.zeros(1)
+
+    def forward(self, x):
+        if self.table.shape[0] != 4:
+            self.table = torch.arange(4.0)
+        return (self.layer(x) * self.table).pow(2).mean()
+
+
+def test_a_table_that_is_made_anew_is_right_each_time():
+    model = Cached()
+    with pytest.warns(RelaxDiscWarning, match=r"model\.table"):
+        step = compiled(model, X)
+    agree(step, lambda model, x: copy.deepcopy(model)(x), model)
+    agree(step, lambda model, x: copy.deepcopy(model)(x), model, X[:3])
+
+
+def test_few_comparisons_a_call():
+    """Some 40 ns each: 20 us are 500."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    from relax_disc.frontend import export_step
+
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.arange(12).reshape(2, 6)
+    shapes = {key: {0: Dim("batch", min=1, max=8)} for key in ("input_ids", "labels")}
+    batch = {"input_ids": ids, "labels": ids}
+    exported = export_step(model, None, batch, dynamic_shapes=shapes)
+    guards = exported.outer().guards
+    assert 20 < len(guards) < 300
+    assert any(guard.what.endswith("variance_epsilon") for guard in guards)
+
+
+class Scaled(nn.Module):
+    """Writes into its scale before it reads it; `data` says by which of two names."""
+
+    def __init__(self, trained, data):
+        super().__init__()
+        self.layer, self.data = nn.Linear(4, 3), data
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=trained)
+
+    def forward(self, x):
+        if self.data:
+            self.scale.data.mul_(0.5)
+        else:
+            with torch.no_grad():
+                self.scale.mul_(0.5)
+        return self.layer(x * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_a_frozen_parameter_that_forward_writes_is_written(data):
+    model = Scaled(trained=False, data=data)
+    eager = copy.deepcopy(model)
+    step = compiled(model, X)
+    for rows in (8, 1, 3):
+        torch.testing.assert_close(step(X[:rows]), eager(X[:rows]).detach())
+    torch.testing.assert_close(model.scale, eager.scale)
+    torch.testing.assert_close(model.scale.detach(), torch.full((4,), 0.125))
+
+
+class Replaced(Scaled):
+    def forward(self, x):
+        self.scale.data = self.scale.data.clamp(0, 0.9)
+        return self.layer(x * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("make", [Scaled, Replaced])
+@pytest.mark.parametrize("data", [False, True])
+def test_a_trained_parameter_that_forward_writes_is_updated_as_written(make, data):
+    model = make(trained=True, data=data)
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(eager.parameters(), lr=0.1)
+    mine = torch.optim.Adam(model.parameters(), lr=0.1)
+    step = relax_disc.compile(model, mine, (X,), dynamic_shapes=({0: Dim("batch", max=64)},))
+    for rows in (8, 1, 3):
+        optimizer.zero_grad()
+        expected = eager(X[:rows])
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(X[:rows]), expected.detach())
+        torch.testing.assert_close(model.state_dict(), eager.state_dict())
+    step(X, update=False)
+    eager.zero_grad()
+    eager(X).backward()
+    torch.testing.assert_close(model.scale, eager.scale)
+    torch.testing.assert_close(model.scale.grad, eager.scale.grad)
+
+
+class Collecting(nn.Module):
+    """Registers a hook at its first call, as Hugging Face's models do to collect hidden states."""
+
+    found = contextvars.ContextVar("found")
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if not getattr(self, "hooked", False):
+            self.layer.register_forward_hook(lambda *call: self.found.get().append(call[2]))
+            self.hooked = True
+        token = self.found.set([])
+        loss = self.layer(x).mean() + sum(value.square().mean() for value in self.found.get())
+        self.found.reset(token)
+        return loss
+
+
+def test_a_hook_that_forward_registers_is_registered_once():
+    model = Collecting()
+    eager = copy.deepcopy(model)
+    with pytest.warns(RelaxDiscWarning, match=r"model\.hooked is changed"):
+        step = compiled(model, X)
+    expected = eager(X).detach()
+    torch.testing.assert_close(step(X), expected)
+    torch.testing.assert_close(model(X).detach(), expected)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "numpy.random"])
+def test_random_numbers_of_others_are_refused(draw):
+    def loss(model, x):
+        return model(x).sum() * float(draw())
+
+    with pytest.raises(UnsupportedOperatorError, match=r"`(numpy\.)?random`"):
+        compiled(nn.Linear(4, 3), X, loss_fn=loss)
+
+
+def test_a_warning_names_the_line_that_called_compile():
+    model = nn.Linear(4, 1)
+    calls = types.SimpleNamespace(count=0)
+
+    def loss(model, x):
+        calls.count += 1
+        return model(x).mean()
+
+    with pytest.warns(RelaxDiscWarning, match="count") as caught:
+        compiled(model, X, loss_fn=loss)
+    assert {str(warning.filename) for warning in caught} == {__file__}
+
+
+class Reads(nn.Module):
+    """A model that reads settings of many kinds."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        vars(self).update(settings)
+        self.function = None
+
+    def forward(self, x):
+        return self.function(self, self.layer(x)).mean()
+
+
+Setting = dataclasses.make_dataclass("Setting", [("power", int)])
+
+READ = {
+    "scalar": (
+        {"power": np.int64(2)},
+        lambda self, x: x.pow(int(self.power)),
+        lambda self: setattr(self, "power", np.int64(3)),
+    ),
+    "array": (
+        {"weights": np.array([1.0, 2.0, 3.0, 4.0], np.float32)},
+        lambda self, x: x * torch.from_numpy(self.weights),
+        lambda self: self.weights.__imul__(2),
+    ),
+    "array in a list": (
+        {"parts": [np.array([2.0])]},
+        lambda self, x: x * float(self.parts[0][0]),
+        lambda self: self.parts[0].__imul__(2),
+    ),
+    "dataclass": (
+        {"setting": Setting(2)},
+        lambda self, x: x.pow(self.setting.power),
+        lambda self: setattr(self.setting, "power", 3),
+    ),
+    "dict": (
+        {"setting": {"power": 2}},
+        lambda self, x: x.pow(self.setting["power"]),
+        lambda self: self.setting.update(power=3),
+    ),
+    "list": (
+        {"powers": [2, 3]},
+        lambda self, x: x.pow(self.powers[0]) + x.pow(self.powers[1]),
+        lambda self: self.powers.append(1),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_a_setting_that_changes_is_used_or_refused(kind):
+    settings, function, change = READ[kind]
+    model = Reads(**copy.deepcopy(settings))
+    model.function = function
+    step = compiled(model, X)
+    for key, value in settings.items():
+        assert type(getattr(model, key)) is type(value)
+    torch.testing.assert_close(step(X), model(X).detach())
+    change(model)
+    try:
+        loss = step(X)
+    except InputMismatchError as error:
+        assert next(iter(settings)) in str(error)
+    else:
+        torch.testing.assert_close(loss, model(X).detach())
+
+
+def test_a_list_stays_the_users_own():
+    powers = [2, 3]
+    model = Reads(powers=powers)
+    model.function = lambda self, x: x.pow(self.powers[0])
+    step = compiled(model, X)
+    assert model.powers is powers
+    powers[0] = 4
+    with pytest.raises(InputMismatchError, match=r"powers\[0\] was 2 .* is 4 now|powers was"):
+        step(X)
+
+
+def test_a_tensor_in_a_dict_may_be_replaced():
+    model = Reads(state={"scale": torch.tensor([2.0])})
+    model.function = lambda self, x: x * self.state["scale"]
+    step = compiled(model, X)
+    torch.testing.assert_close(step(X), model(X).detach())
+    model.state["scale"] = torch.tensor([5.0])
+    torch.testing.assert_close(step(X), model(X).detach())
+
+
+class Renormalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4, max_norm=0.5), nn.Linear(4, 1)
+
+    def forward(self, ids):
+        return self.head(self.table(ids)).square().mean()
+
+
+def test_an_embedding_that_renormalises_its_rows_is_trained_as_renormalised():
+    torch.manual_seed(0)
+    model = Renormalised()
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=0.1)
+    step = relax_disc.compile(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.1),
+        (torch.tensor([0, 1, 2]),),
+        dynamic_shapes=({0: Dim("count", min=1, max=16)},),
+    )
+    for ids in ([0, 1, 2], [3], [3, 3, 5, 6, 0], [1, 1]):
+        loss = eager(torch.tensor(ids))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(torch.tensor(ids)), loss.detach())
+        torch.testing.assert_close(model.table.weight, eager.table.weight)

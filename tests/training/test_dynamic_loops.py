@@ -1,0 +1,268 @@
+"""Python loops over a dynamic length: one build trains as eager PyTorch at every length."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn import functional
+
+import relax_disc
+from relax_disc.errors import ShapeRangeError
+
+_LONGEST = 32
+
+
+class _Recurrent(nn.Module):
+    """``[B, T, 6]`` to ``[B, T, 3]`` by a loop that a subclass writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(6, 8)
+        self.second = nn.RNNCell(8, 8)
+        self.out = nn.Linear(8, 3)
+        self.state: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.run(x))
+
+    def run(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Appended(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], 8)
+        outs = []
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h)
+            outs.append(h)
+        return torch.stack(outs, dim=1) + outs[-1][:, None]
+
+
+class Pair(_Recurrent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(6, 8)
+
+    def run(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        state = (x.new_zeros(batch, 8), x.new_zeros(batch, 8))
+        outs = []
+        for t in range(length):
+            state = self.cell(x[:, t, :], state)
+            outs.append(state[0].unsqueeze(1))
+        return torch.cat(outs, dim=1) + state[1].mean()
+
+
+class SelectiveScan(_Recurrent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_a = nn.Parameter(torch.randn(6, 4))
+        self.project = nn.Linear(6, 14)
+        self.out = nn.Linear(6, 3)
+
+    def run(self, x: Tensor) -> Tensor:
+        b, c, dt = self.project(x).split([4, 4, 6], -1)
+        dt = functional.softplus(dt)[..., None]
+        decay, added = torch.exp(-torch.exp(self.log_a) * dt), dt * b[:, :, None] * x[..., None]
+        h = torch.zeros(x.shape[0], 6, 4)
+        outs = []
+        for t in range(x.shape[1]):
+            h = decay[:, t] * h + added[:, t]
+            outs.append(torch.matmul(h, c[:, t, :].unsqueeze(-1))[:, :, 0])
+        return torch.stack(outs, dim=-1).transpose(1, 2)
+
+
+class WritesInPlace(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.size(0), 8)
+        out = torch.zeros(x.size(0), x.size(1), 8)
+        for t in range(x.size(1)):
+            h = torch.tanh(h + self.cell(x[:, t], h))
+            out[:, t] = h
+        return out
+
+
+class Backwards(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], 8)
+        out = torch.zeros(x.shape[0], x.shape[1], 8)
+        for t in reversed(range(x.shape[1])):
+            h = self.cell(x[:, t], h)
+            out[:, t] = h
+        return out
+
+
+class TwoLayers(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        hs = [torch.zeros(x.shape[0], 8) for _ in range(2)]
+        outs = []
+        for t in range(x.shape[1]):
+            hs[0] = self.cell(x[:, t], hs[0])
+            hs[1] = self.second(hs[0], hs[1])
+            outs.append(hs[-1])
+        return torch.stack(outs, 1) + hs[0][:, None]
+
+
+class NumberFirst(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        total = 0.0
+        outs = []
+        for t in range(x.shape[1]):
+            total = total + self.cell(x[:, t])
+            outs.append(total)
+        return torch.stack(outs, 1)
+
+
+class UpdatesInPlace(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        total, before = torch.zeros(x.shape[0], 8), torch.zeros(x.shape[0], 8)
+        outs = []
+        for t in range(x.shape[1]):
+            now = self.cell(x[:, t], before)
+            total += now
+            before = now
+            outs.append(now.tanh())
+        return torch.stack(outs, 1) + total[:, None]
+
+
+_TRAIN = (
+    UpdatesInPlace,
+    Appended,
+    Pair,
+    SelectiveScan,
+    WritesInPlace,
+    Backwards,
+    TwoLayers,
+    NumberFirst,
+)
+
+
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return functional.mse_loss(model(x), y)
+
+
+def _compiled(model: nn.Module) -> Any:
+    batch, length = Dim("batch", min=1, max=8), Dim("length", min=1, max=_LONGEST)
+    shapes = ({0: batch, 1: length}, {0: batch, 1: length})
+    example = (torch.randn(4, 12, 6), torch.randn(4, 12, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return relax_disc.compile(model, optimizer, example, dynamic_shapes=shapes, loss_fn=_loss)
+
+
+@pytest.mark.parametrize("kind", _TRAIN)
+def test_a_loop_trains_at_every_length(kind: type[_Recurrent]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
+    step = _compiled(model)
+    for batch, length in ((3, 7), (1, 1), (2, 2), (8, _LONGEST), (1, _LONGEST), (8, 1)):
+        x, y = torch.randn(batch, length, 6), torch.randn(batch, length, 3)
+        loss = step(x, y)
+        optimizer.zero_grad()
+        expected = _loss(eager, x, y)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        planned = step.plan(batch=batch, length=length).peak_bytes
+        assert step.memory_report().peak_bytes == planned
+
+
+def test_a_loop_computed_again_under_a_budget_is_the_same_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    model = SelectiveScan()
+    other = copy.deepcopy(model)
+    x, y = torch.randn(8, _LONGEST, 6), torch.randn(8, _LONGEST, 3)
+    free, tight = _compiled(model), _compiled(other)
+    tight.memory_budget = int(free.plan(batch=8, length=_LONGEST).least_bytes)
+    assert tight.memory_budget < free.plan(batch=8, length=_LONGEST).peak_bytes
+    for _ in range(2):
+        assert torch.equal(free(x, y), tight(x, y))
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+class KeepsOutside(_Recurrent):
+    def one(self, x: Tensor) -> Tensor:
+        self.state = self.cell(x, self.state)
+        return self.state
+
+    def run(self, x: Tensor) -> Tensor:
+        self.state = torch.zeros(x.shape[0], 8)
+        outs = []
+        for t in range(x.shape[1]):
+            outs.append(self.one(x[:, t]))
+        return torch.stack(outs, 1)
+
+
+class ReadsItsList(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        outs = [torch.zeros(x.shape[0], 8)]
+        for t in range(x.shape[1]):
+            outs.append(self.cell(x[:, t], outs[-1]))
+        return torch.stack(outs[1:], 1)
+
+
+class Draws(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], 8)
+        outs = []
+        for t in range(x.shape[1]):
+            h = functional.dropout(self.cell(x[:, t], h))
+            outs.append(h)
+        return torch.stack(outs, 1)
+
+
+class Counts(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        h, k = torch.zeros(x.shape[0], 8), 0
+        outs = []
+        for t in range(x.shape[1]):
+            k = k + 1
+            h = self.cell(x[:, t], h) * k
+            outs.append(h)
+        return torch.stack(outs, 1)
+
+
+class MayHaveNoStep(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], 8)
+        outs = [h]
+        for t in range(1, x.shape[1]):
+            h = self.cell(x[:, t] - x[:, t - 1], h)
+            outs.append(h)
+        return torch.stack(outs, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (KeepsOutside, "it changes KeepsOutside.state"),
+        (ReadsItsList, "it reads outs, which it appends to"),
+        (Draws, "it draws random numbers"),
+        (MayHaveNoStep, "at some length it has no step"),
+        (Counts, "k changes from step to step"),
+    ],
+)
+def test_a_loop_that_is_no_step_is_refused_with_the_reason(
+    kind: type[_Recurrent], why: str
+) -> None:
+    with pytest.raises(ShapeRangeError, match="length becomes the number 12") as caught:
+        _compiled(kind())
+    assert why in str(caught.value)
+    assert "test_dynamic_loops.py:" in str(caught.value)
+
+
+def test_the_functions_of_a_model_are_its_own_again() -> None:
+    before = Appended.run.__code__
+    _compiled(Appended())
+    assert Appended.run.__code__ is before
+    assert not any(name.startswith("__relax_disc") for name in globals())
