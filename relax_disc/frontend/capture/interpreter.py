@@ -1,0 +1,174 @@
+"""Interpret an exported graph for tracing, by rules for the operators that are kept whole."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
+from relax_disc.frontend.capture import inner_gradients
+from relax_disc.frontend.capture.custom_functions import CustomCalls
+from relax_disc.frontend.capture.decompositions import RULES, under_autocast
+from relax_disc.frontend.capture.loops.programs import Loops
+from relax_disc.frontend.capture.refusals import refuse_autocast
+from relax_disc.frontend.capture.rewrites import REWRITES, alike_complex, whole_complex
+from relax_disc.frontend.capture.sizes.counted import CountedSizes
+from relax_disc.frontend.capture.source_lines import source_line
+from relax_disc.frontend.random_ops import Randomness
+
+
+class StepInterpreter(fx.Interpreter):
+    """Runs an exported graph, keeps some operators whole and enters nested graphs."""
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        randomness: Randomness,
+        counted: CountedSizes,
+        custom_calls: CustomCalls,
+        allows_half: bool,
+        loops: Loops,
+        twice: bool,
+    ) -> None:
+        super().__init__(graph, garbage_collect_values=False)
+        self._twice = twice  # whether gradients are differentiated again
+        self._allows_half = allows_half
+        self._custom_calls = custom_calls
+        self._loops = loops
+        self._randomness = randomness
+        self._counted = counted
+        whole = {**REWRITES, **inner_gradients.RULES} if twice else RULES
+        self._rules = {**randomness.rules(), **counted.rules(), **whole}
+        self._differentiated = inner_gradients.differentiated(graph)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; what PyTorch cannot trace is told with the line of the model."""
+        nested = getattr(n.target, "__name__", "") == "wrap_with_autocast"
+        if nested and torch.is_grad_enabled() and not self._allows_half:
+            self._check_autocast(n)
+        try:
+            result = super().run_node(n)
+        except (RuntimeError, ValueError, TypeError) as error:
+            if isinstance(error, RelaxDiscError):
+                raise
+            line = source_line(n)
+            if inner_gradients.is_inner(n.target):
+                raise UnsupportedOperatorError(
+                    f"{line}: torch.autograd.grad inside the loss cannot be traced: "
+                    f"{str(error).splitlines()[0]}",
+                    (("torch.autograd.grad", str(line)),),
+                ) from error
+            if isinstance(error, TypeError):  # of complex tensors
+                if "Multiple dispatch failed" not in str(error):
+                    raise
+                raise UnsupportedOperatorError(
+                    f"{line}: {n.target} of complex tensors cannot be compiled; write it with "
+                    "their real and imaginary parts.",
+                    ((str(n.target), str(line)),),
+                ) from error
+            raise UnsupportedOperatorError(
+                f"{line}: PyTorch cannot trace {n.target} with symbolic sizes: "
+                f"{str(error).splitlines()[0]}",
+                ((str(n.target), str(line)),),
+            ) from error
+        if n in self._differentiated and not result.requires_grad:
+            result.requires_grad_()
+        if n.target not in RULES:
+            return result
+        with fx_traceback.set_current_meta(n):
+            return _laid_out_like(result, n.meta.get("val"))
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Apply an operator's rule, else the operator itself."""
+        self._counted.look_at(target, args, kwargs)
+        if target in RULES:
+            args, kwargs = under_autocast(target, args, kwargs)
+        if target is torch.ops.aten._assert_tensor_metadata.default:  # held when it was exported
+            return None
+        rule = self._rules.get(target)
+        if rule is not None and (result := rule(*args, **kwargs)) is not None:
+            return result
+        if target is torch.ops.aten.scaled_dot_product_attention.default:
+            call = inspect.signature(RULES[target]).bind(*args, **kwargs)
+            call.apply_defaults()
+            if call.arguments["dropout_p"] > 0:
+                return self._randomness.attention(*call.args, **call.kwargs)
+        if target is torch.ops.relax_disc.custom_function.default:
+            call, tensors, sizes = args
+            results = pytree.tree_leaves(self._custom_calls[call].run(tensors, sizes))
+            return [result for result in results if isinstance(result, Tensor)]
+        if target is torch.ops.relax_disc.dynamic_loop.default:
+            return self._loops.run(args[0], args[2])
+        name = getattr(target, "__name__", "")
+        if name == "wrap_with_set_grad_enabled":
+            with torch.set_grad_enabled(args[0]):
+                return self._enter(args[1], args[2:])
+        if name == "wrap_with_autocast":
+            device, dtype, enabled, cache = args[:4]
+            with torch.autocast(device, dtype, enabled, cache):
+                return self._enter(args[4], args[5:])
+        args, kwargs = alike_complex((args, kwargs))
+        try:
+            return super().call_function(target, args, kwargs)
+        except TypeError as error:
+            if "Multiple dispatch failed" not in str(error):
+                raise
+            return super().call_function(target, *whole_complex((args, kwargs)))
+
+    def _check_autocast(self, node: fx.Node) -> None:
+        """Refuse a region in float16; the region's first operator says where it is."""
+        _, dtype, enabled, _, inner = node.args[:5]
+        if not enabled:
+            return
+        assert isinstance(inner, fx.Node) and isinstance(dtype, torch.dtype)
+        region = self.fetch_attr(str(inner.target))
+        lines = [source_line(n) for n in region.graph.nodes if n.op == "call_function"]
+        refuse_autocast(dtype, str(next((line for line in lines if line.file), source_line(node))))
+
+    def _enter(self, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
+        parts = self._randomness, self._counted, self._custom_calls, self._allows_half
+        return StepInterpreter(graph, *parts, self._loops, self._twice).run(*args)
+
+
+def _laid_out_like(result: Any, recorded: Any) -> Any:
+    """Copy a tensor into the layout that was recorded, where that differs and has no gaps.
+
+    An exported graph has no ``contiguous()`` where the operator's own result was contiguous in that
+    order of axes, and goes on with a view (``attention(...).transpose(1, 2).contiguous().view()``).
+    Layouts are of the trace alone; in Relax the copy made here is a view or nothing.
+    """
+    if not isinstance(result, Tensor) or not isinstance(recorded, Tensor):
+        return result
+    shapes = [[_text(size) for size in tensor.shape] for tensor in (result, recorded)]
+    if shapes[0] != shapes[1] or _same_strides(result, recorded):
+        return result
+    hints = [_hint(stride) for stride in recorded.stride()]
+    if any(hint is None for hint in hints):
+        return result
+    order = sorted(range(recorded.dim()), key=lambda axis: (-(hints[axis] or 0), axis))
+    back = [order.index(axis) for axis in range(recorded.dim())]
+    copy = result.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    return copy if _same_strides(copy, recorded) else result
+
+
+def _same_strides(left: Tensor, right: Tensor) -> bool:
+    each = zip(left.shape, left.stride(), right.stride(), strict=True)
+    return all(_text(size) == "1" or _text(a) == _text(b) for size, a, b in each)
+
+
+def _text(size: int | torch.SymInt) -> str:
+    """Compare symbols as they are written: asking PyTorch would be one more guard."""
+    return str(size.node.expr if isinstance(size, torch.SymInt) else size)
+
+
+def _hint(size: int | torch.SymInt) -> int | None:
+    if not isinstance(size, torch.SymInt):
+        return size
+    hint = size.node.hint
+    return None if hint is None else int(hint)
