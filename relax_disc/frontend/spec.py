@@ -10,7 +10,7 @@ import tvm
 from torch.utils import _pytree as pytree
 
 from relax_disc.frontend.capture.batch_spec import BatchSpec
-from relax_disc.frontend.capture.state.outer_state import Outer
+from relax_disc.frontend.capture.state.outer import Outer
 
 InputKind = Literal[
     "shape",

@@ -11,7 +11,8 @@ from torch.export.graph_signature import InputKind, InputSpec
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.export import MODEL
-from relax_disc.frontend.capture.state.outer_state import Outer, OuterState, OuterTensor
+from relax_disc.frontend.capture.state.outer import Outer, OuterTensor
+from relax_disc.frontend.capture.state.outer_state import OuterState
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from relax_disc.frontend.capture.arguments import (
 from relax_disc.frontend.capture.export import Exported, export, wrap_forward, wrap_step
 from relax_disc.frontend.capture.fingerprint import fingerprint
 from relax_disc.frontend.capture.refusals import refuse_model
-from relax_disc.frontend.capture.state.outer_state import Outer
+from relax_disc.frontend.capture.state.outer import Outer
 from relax_disc.frontend.capture.trace import Halves, trace_forward, trace_halves, trace_step
 from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.emission import Wanted, emit_functions

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from relax_disc.errors import ArtefactError
 from relax_disc.frontend import spec
 from relax_disc.frontend.capture.batch_spec import BatchSpec
-from relax_disc.frontend.capture.state.outer_state import Guard, Outer, OuterTensor
+from relax_disc.frontend.capture.state.outer import Guard, Outer, OuterTensor
 from relax_disc.frontend.capture.state.sources import Place, Source, resolve
 from relax_disc.frontend.spec import CapturedStep
 from relax_disc.training.call.batch import device_of

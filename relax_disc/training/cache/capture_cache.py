@@ -17,7 +17,7 @@ from pathlib import Path
 import tvm
 
 from relax_disc.errors import ArtefactError
-from relax_disc.frontend.capture.state.outer_state import Outer
+from relax_disc.frontend.capture.state.outer import Outer
 from relax_disc.frontend.spec import CapturedStep
 from relax_disc.pipeline import PipelineOptions
 from relax_disc.training.cache import artefact

@@ -16,7 +16,7 @@ import torch
 import tvm
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.capture.state.outer_state import OuterTensor
+from relax_disc.frontend.capture.state.outer import OuterTensor
 from relax_disc.frontend.optimizer.several import owners_of
 from relax_disc.frontend.spec import InputSpec
 from relax_disc.vm_builtins.state_file import StateFile

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.capture.state.outer_state import Guard
+from relax_disc.frontend.capture.state.outer import Guard
 from relax_disc.frontend.capture.state.sources import is_plain
 
 _ABSENT = object()

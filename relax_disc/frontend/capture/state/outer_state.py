@@ -12,8 +12,7 @@ import collections
 import contextlib
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -42,6 +41,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from relax_disc.errors import RelaxDiscError, RelaxDiscWarning, UnsupportedOperatorError
 from relax_disc.frontend.capture.source_lines import callers_depth, calling_line
 from relax_disc.frontend.capture.state.live_number import LiveNumber, live_everywhere, with_tensors
+from relax_disc.frontend.capture.state.outer import Guard, OuterTensor
 from relax_disc.frontend.capture.state.sources import (
     CONTAINERS,
     Place,
@@ -66,6 +66,8 @@ _INTERNAL = frozenset(nn.Module().__dict__) | {"forward", "__dict__", "__class__
 _HIDDEN = _INTERNAL | {"_flat_weights", "_flat_weight_refs"}  # of PyTorch's recurrent layers
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_SET_DATA = Tensor.data.__set__  # pyright: ignore
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _LOOKS = {
     Tensor.item: ".item()",
     Tensor.tolist: ".tolist()",
@@ -74,46 +76,6 @@ _LOOKS = {
     Tensor.__float__: "float()",
     Tensor.__int__: "int()",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class OuterTensor:
-    """A tensor, or a number in a tensor of its own, that is an input of the program."""
-
-    tensor: Tensor  # the user's own; for a number a tensor of no axes, float64
-    # how the model or the loss function reaches it; None: no path is known, or the code itself
-    # holds it
-    source: Source | None
-    place: Place | None  # where that is
-    is_number: bool = False  # what lies there is a Python number
-
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """A Python value that the trace read."""
-
-    what: str  # what messages call it
-    source: Source | None  # the path to it
-    place: Place  # where it lies
-    value: Any  # as it was; a list, dict or set is copied
-    # for an attribute of a class the instance's own, which must not get one of that name
-    shadow: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Outer:
-    """What a compiled function reads besides the model, the optimizer and the batch.
-
-    Attributes
-    ----------
-    inputs : mapping of str to OuterTensor
-        By the targets of the inputs of kinds ``"constant"`` and ``"number"``.
-    guards : tuple of Guard
-        Values that the program relies on.
-    """
-
-    inputs: Mapping[str, OuterTensor] = field(default_factory=dict)
-    guards: tuple[Guard, ...] = ()
 
 
 class _StandIns(TorchFunctionMode):
@@ -553,12 +515,6 @@ class _Call:
                 "The model or loss_fn writes into a tensor of the batch. A compiled step computes "
                 "with the new values, and leaves the caller's tensor as it is."
             ] = None
-
-
-_SET_DATA = Tensor.data.__set__  # pyright: ignore
-
-
-_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 
 
 def _is_recorded(holder: Any) -> bool:

@@ -1,0 +1,51 @@
+"""What a compiled function reads besides its arguments: inputs, and values that it relies on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from relax_disc.frontend.capture.state.sources import Place, Source
+
+
+@dataclass(frozen=True, slots=True)
+class OuterTensor:
+    """A tensor, or a number in a tensor of its own, that is an input of the program."""
+
+    tensor: Tensor  # the user's own; for a number a tensor of no axes, float64
+    # how the model or the loss function reaches it; None: no path is known, or the code itself
+    # holds it
+    source: Source | None
+    place: Place | None  # where that is
+    is_number: bool = False  # what lies there is a Python number
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A Python value that the trace read."""
+
+    what: str  # what messages call it
+    source: Source | None  # the path to it
+    place: Place  # where it lies
+    value: Any  # as it was; a list, dict or set is copied
+    # for an attribute of a class the instance's own, which must not get one of that name
+    shadow: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """What a compiled function reads besides the model, the optimizer and the batch.
+
+    Attributes
+    ----------
+    inputs : mapping of str to OuterTensor
+        By the targets of the inputs of kinds ``"constant"`` and ``"number"``.
+    guards : tuple of Guard
+        Values that the program relies on.
+    """
+
+    inputs: Mapping[str, OuterTensor] = field(default_factory=dict)
+    guards: tuple[Guard, ...] = ()
