@@ -255,8 +255,22 @@ def _perception(entry: Entry) -> Entry:
     return _of_pixels(entry, **_OWN_WIDTHS.get(entry.name, {}))
 
 
+def _of_experts(name: str, **own: Any) -> Entry:
+    """Make an entry of 256 wide words, each seen by two of eight experts."""
+    entry = _small(f"{name}, 4 experts")
+    width = {"hidden_size": 256, "num_attention_heads": 4, "vocab_size": language.VOCABULARY}
+    return replace(
+        _of_language(entry),
+        name=f"{name}, 8 experts",
+        make=_widened(entry.name, **width, intermediate_size=512, **own),
+        sizes=[(8, 128), (2, 48)],
+    )
+
+
 WIDE: tuple[Entry, ...] = (
     *(_of_language(entry) for entry in language.ENTRIES),
+    _of_experts("Mixtral", num_local_experts=8),
+    _of_experts("Qwen3-MoE", num_experts=8, moe_intermediate_size=512),
     *(_perception(entry) for entry in perception.ENTRIES),
     _scaled("MLP", 16, [(256,), (171,)], [512], scale=16),
     _scaled("CNN, batch norm and pooling", 4, [(8, 96, 80), (6, 64, 112)], [16, 128, 128]),

@@ -18,6 +18,7 @@ from tvm.ir import SourceName, Span
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.symbols import SymbolTranslator
+from relax_disc.ops.operand_views import definition
 
 _DTYPES = {
     torch.float64: "float64",
@@ -117,6 +118,10 @@ class Emitter:
         var = relax.DataflowVar(name, expr.ty, self._span)
         self._builder.emit_normalized(relax.VarBinding(var, expr, self._span))
         return var
+
+    def definition(self, expr: relax.Expr) -> relax.Expr:
+        """Follow variables to what computes them."""
+        return definition(expr, self._builder)
 
     def fields(self, call: relax.Call) -> tuple[relax.Var, ...]:
         """Emit a call that returns a tuple, and take the tuple apart."""

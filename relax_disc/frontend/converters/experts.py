@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from tvm import relax
+
 from relax_disc.frontend.converters.registry import converts
 from relax_disc.frontend.emitter import Emitter
 from relax_disc.ops.grouped_matmul import grouped_matmul, grouped_outer
+from relax_disc.ops.operand_views import permuted_view
+
+_TRANSPOSED = (0, 2, 1)
 
 
 @converts("transformers.grouped_mm_fallback.default")
@@ -19,6 +24,9 @@ def grouped_mm(emitter: Emitter, rows: Any, weights: Any, ends: Any) -> Any:
 def grouped_mm_backward(
     emitter: Emitter, rows: Any, weights: Any, ends: Any, grad: Any
 ) -> tuple[Any, Any]:
-    """Gradients of `grouped_mm` by the rows and the matrices."""
-    of_rows = grouped_matmul(grad, weights, ends, transposed=True)
-    return emitter.emit(of_rows), emitter.emit(grouped_outer(rows, grad, ends))
+    """Gradients of `grouped_mm` by the rows and the matrices, these as the matrices are stored."""
+    of_rows = emitter.emit(grouped_matmul(grad, weights, ends, transposed=True))
+    if permuted_view(weights, emitter.definition).axes == _TRANSPOSED:
+        stored = emitter.emit(grouped_outer(grad, rows, ends))
+        return of_rows, emitter.emit(relax.op.permute_dims(stored, list(_TRANSPOSED)))
+    return of_rows, emitter.emit(grouped_outer(rows, grad, ends))
