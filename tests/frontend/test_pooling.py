@@ -24,6 +24,12 @@ LAYERS = {
     "adaptive max": nn.AdaptiveMaxPool2d((2, 3)),
     "max of volumes": nn.Sequential(nn.Unflatten(1, (2, 2)), nn.MaxPool3d((1, 2, 2))),
     "average of volumes": VOLUMES,
+    "adaptive max of volumes": nn.Sequential(
+        nn.Unflatten(1, (2, 2)), nn.AdaptiveMaxPool3d((2, 3, 4))
+    ),
+    "adaptive average of volumes": nn.Sequential(
+        nn.Unflatten(1, (2, 2)), nn.AdaptiveAvgPool3d((2, 3, 4))
+    ),
     "max of one axis": nn.Sequential(nn.Flatten(2), nn.MaxPool1d(3, 2, 1)),
 }
 
@@ -41,7 +47,9 @@ class Pools(nn.Module):
         _, _, high, wide = x.shape
         found = []
         for kind, weight in zip(self.kinds, self.weights, strict=True):
-            found.append(kind(x * weight[:, :high, :wide]).mean())
+            pooled = kind(x * weight[:, :high, :wide])
+            places = torch.arange(pooled[0].numel(), device=x.device).cos()  # each counts otherwise
+            found.append((pooled * places.to(x.dtype).reshape(pooled.shape[1:])).mean())
         single = self.kinds[0]((x * self.weights[0][:, :high, :wide])[0]).mean()
         return torch.stack([*found, single]).mean() + y.mean()
 

@@ -138,8 +138,9 @@ def upsample(emitter: Emitter, *args: Any) -> Any:
 def _call(emitter: Emitter, args: Any, sizes_only: tuple[str, ...] = ()) -> Any:
     name = str(emitter.node.target)
     batched = len(emitter.shape(args[0])) == (5 if "3d" in name else 4)
-    # PyTorch's mean over volumes takes its results for contiguous, whatever their strides.
-    channels_last = batched and "avg_pool3d" not in name.replace("adaptive_avg", "")
+    # These of PyTorch take their results for contiguous, whatever their strides.
+    contiguous = name.startswith(("aten.avg_pool3d", "aten.adaptive_max_pool3d"))
+    channels_last = batched and not contiguous
     return fallback.call(
         emitter, list(args), {}, channels_last=channels_last, sizes_only=sizes_only
     )
