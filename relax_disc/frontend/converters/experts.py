@@ -24,7 +24,7 @@ def grouped_mm(emitter: Emitter, rows: Any, weights: Any, ends: Any) -> Any:
 def grouped_mm_backward(
     emitter: Emitter, rows: Any, weights: Any, ends: Any, grad: Any
 ) -> tuple[Any, Any]:
-    """Gradients of `grouped_mm` by the rows and the matrices, these as the matrices are stored."""
+    """Gradients of `grouped_mm` by the rows, and by the matrices in the layout of these."""
     of_rows = emitter.emit(grouped_matmul(grad, weights, ends, transposed=True))
     if permuted_view(weights, emitter.definition).axes == _TRANSPOSED:
         stored = emitter.emit(grouped_outer(grad, rows, ends))
