@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeGuard
 
 import tvm
@@ -51,26 +52,58 @@ class Uses:
         uses = Uses({}, {})
 
         def note(variable: relax.Var | None, value: relax.Expr) -> None:
-            def visit(node: relax.Expr) -> None:
-                if isinstance(node, relax.Var):
-                    uses.users.setdefault(node, []).append((variable, value))
+            for operand in operands_of(value):
+                uses.users.setdefault(operand, []).append((variable, value))
 
-            relax.analysis.post_order_visit(value, visit)
+        def read(body: relax.Expr) -> None:
+            if not isinstance(body, relax.SeqExpr):
+                return
+            for binding in chain.from_iterable(block.bindings for block in body.blocks):
+                value = binding.value
+                for inner in _bodies_in(value):
+                    read(inner)
+                uses.definitions[binding.var] = value
+                note(binding.var, value)
+            note(None, body.body)
 
-        def visit(node: relax.Expr) -> None:
-            if isinstance(node, relax.SeqExpr):
-                for block in node.blocks:
-                    for binding in block.bindings:
-                        uses.definitions[binding.var] = binding.value
-                        note(binding.var, binding.value)
-                note(None, node.body)
-
-        relax.analysis.post_order_visit(function, visit)
+        read(function.body)
         return uses
 
     def users_of(self, variable: relax.Var | None) -> list[tuple[relax.Var | None, relax.Expr]]:
         """Users of a variable; of None, which stands for the result, there are none."""
         return [] if variable is None else self.users.get(variable, [])
+
+
+def operands_of(value: relax.Expr) -> list[relax.Var]:
+    """Variables that a value is computed from, dims apart, each once, in order."""
+    found: dict[relax.Var, None] = {}
+
+    def visit(node: Any) -> None:  # TVM's own visitor looks into types, too: twenty times the nodes
+        if isinstance(node, relax.Var):
+            if type(node.ty) is not tvm.ir.PrimType:
+                found[node] = None
+        elif isinstance(node, relax.Call):
+            for part in (node.op, *node.args):
+                visit(part)
+        elif isinstance(node, relax.Tuple):
+            for part in node.fields:
+                visit(part)
+        elif isinstance(node, relax.TupleGetItem):
+            visit(node.tuple_value)
+        elif _bodies_in(node):
+            relax.analysis.post_order_visit(
+                node, lambda x: visit(x) if isinstance(x, relax.Var) else None
+            )
+
+    visit(value)
+    return list(found)
+
+
+def _bodies_in(value: Any) -> tuple[relax.Expr, ...]:
+    """Bodies inside a value: of a function, or both branches of a choice."""
+    if isinstance(value, relax.If):
+        return value.true_branch, value.false_branch
+    return (value.body,) if isinstance(value, relax.Function) else ()
 
 
 def definition(expr: relax.Expr, builder: relax.BlockBuilder) -> relax.Expr:

@@ -50,6 +50,7 @@ def place_results(
     producers = {b: k for k, kernel in enumerate(table.kernels) for b in kernel.outputs}
     guards = [k for k, kernel in enumerate(table.kernels) if kernel.name == GUARD]
     guarded_by = _ancestors(table, guards)
+    readers = table.readers()  # a kernel that is added below needs none that writes a result
     replacement: dict[int, int] = {}
     deferred: list[tuple[int, int]] = []
     for position, leaf in enumerate(results):
@@ -67,7 +68,7 @@ def place_results(
             movable
             and not only_copies
             and maker not in guarded_by
-            and _can_write(table, maker, buffer, target, may_overwrite)
+            and _can_write(table, maker, buffer, target, may_overwrite, readers.get(target, ()))
         ):
             entry = table.buffers[buffer]
             entry.storage, entry.given = Storage.OVERWRITE, table.buffers[target].given
@@ -93,17 +94,21 @@ def place_results(
 
 
 def _can_write(
-    table: FunctionTable, maker: int, buffer: int, target: int, may_overwrite: MayOverwrite
+    table: FunctionTable,
+    maker: int,
+    buffer: int,
+    target: int,
+    may_overwrite: MayOverwrite,
+    readers: Sequence[int],
 ) -> bool:
     kernel = table.kernels[maker]
     if table.buffers[buffer].bytes != table.buffers[target].bytes:
         return False
     if target in kernel.inputs and not may_overwrite(kernel, target, buffer):
         return False
-    readers = [k for k in table.readers(target) if k != maker]
     if any(k > maker for k in readers):
         later = _descendants(table, maker)
-        if any(k in later for k in readers):
+        if any(k != maker and k in later for k in readers):
             return False
     return True
 
@@ -137,11 +142,12 @@ def _store(table: FunctionTable, source: int, target: int) -> int:
 
 def _order_writers(table: FunctionTable, given: Mapping[int, int], guards: Sequence[int]) -> None:
     """Put what overwrites a given tensor after the guards and all readers of the old value."""
+    all_readers = table.readers()
     for writer, kernel in enumerate(table.kernels):
         for buffer in kernel.outputs:
             entry = table.buffers[buffer]
             if entry.storage is Storage.OVERWRITE:
-                readers = table.readers(given[entry.given])
+                readers = all_readers.get(given[entry.given], ())
                 kernel.after.update(k for k in (*readers, *guards) if k != writer)
 
 

@@ -126,9 +126,13 @@ class FunctionTable:
             self.views.append(view)
         return self._view_index[view]
 
-    def readers(self, buffer: int) -> list[int]:
-        """Kernels that read a buffer."""
-        return [k for k, kernel in enumerate(self.kernels) if buffer in kernel.inputs]
+    def readers(self) -> dict[int, list[int]]:
+        """Kernels that read each buffer, in program order."""
+        found: dict[int, list[int]] = {}
+        for k, kernel in enumerate(self.kernels):
+            for buffer in dict.fromkeys(kernel.inputs):
+                found.setdefault(buffer, []).append(k)
+        return found
 
     def flat_result(self) -> list[Any]:
         """Return the leaves of the returned structure, in order."""

@@ -18,6 +18,7 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
+from relax_disc.ops.operand_views import operands_of
 from relax_disc.transform.functions import (
     at_span,
     block_like,
@@ -26,7 +27,7 @@ from relax_disc.transform.functions import (
     with_blocks,
 )
 from relax_disc.transform.fusion.fusion_groups import blocks_of, fuse_ops
-from relax_disc.transform.fusion.producers import operands_of
+from relax_disc.transform.fusion.fusion_plan import plan_fusion
 from relax_disc.transform.fusion.sibling_kernels import Copy, Join, find_joins
 
 
@@ -46,8 +47,8 @@ class FuseKernels:
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with fused kernels."""
         del ctx
+        plan_fusion.cache_clear()  # earlier passes have asked; nothing keeps their module
         grouped, groups = fuse_ops(mod)
-        fuse_ops.cache_clear()
         spans: dict[Any, Any] = {}
         for group in chain.from_iterable(groups.values()):
             located = [span for span in map(_span_of, group.bindings) if span is not None]

@@ -6,7 +6,6 @@ the fused function is matched with the bindings of the function before fusion th
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from tvm_ffi import structural_hash
 
 from relax_disc.transform.functions import copy_module, program_functions
 
-_OPAQUE = 8  # TVM's kind of a kernel that fuses with none
+OPAQUE = 8  # TVM's kind of a kernel that fuses with none
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +27,10 @@ class FusionGroup:
     bindings: tuple[relax.Binding, ...]  # the operators, as they were before fusion, in order
 
 
-@functools.lru_cache(maxsize=1)  # by identity, as TVM's objects compare
 def fuse_ops(
     mod: tvm.IRModule,
 ) -> tuple[tvm.IRModule, dict[ir.GlobalVar, list[FusionGroup]]]:
-    """Run `FuseOps`; return its module, and for each program the groups that it made.
-
-    The last answer is kept: `InlineProducers` asks for the module that it returns, and
-    `FuseKernels`, which comes next, asks for it again and then clears the cache.  Neither changes
-    what is returned.
-    """
+    """Run `FuseOps`; return its module, and for each program the groups that it made."""
     fused = relax.transform.FuseOps()(_fills_alone(mod))
     groups = {
         variable: _Matcher(function).groups(fused, fused[variable.name_hint])
@@ -53,12 +46,13 @@ def _fills_alone(mod: tvm.IRModule) -> tvm.IRModule:
     """
     result = copy_module(mod)
     for variable, function in mod.functions_items():
-        if isinstance(function, tirx.PrimFunc) and _fills_compound(function):
-            result.update_func(variable, function.with_attr("op_pattern", _OPAQUE))
+        if isinstance(function, tirx.PrimFunc) and fills_compound(function):
+            result.update_func(variable, function.with_attr("op_pattern", OPAQUE))
     return result
 
 
-def _fills_compound(function: tirx.PrimFunc) -> bool:
+def fills_compound(function: tirx.PrimFunc) -> bool:
+    """Whether a kernel fills a compound extent from nothing of it; such a one is not fused."""
     kinds = [isinstance(parameter.ty, ir.PrimType) for parameter in function.params]
     if True not in kinds:
         return False

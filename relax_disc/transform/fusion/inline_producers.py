@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import ir, relax
 
-from relax_disc.ops.operand_views import Uses
+from relax_disc.ops.operand_views import Uses, operands_of
 from relax_disc.transform.functions import (
     block_like,
     copy_module,
@@ -31,7 +31,8 @@ from relax_disc.transform.functions import (
     program_functions,
     with_blocks,
 )
-from relax_disc.transform.fusion.fusion_groups import FusionGroup, blocks_of, fuse_ops
+from relax_disc.transform.fusion.fusion_groups import FusionGroup, blocks_of
+from relax_disc.transform.fusion.fusion_plan import plan_fusion
 from relax_disc.transform.fusion.producers import (
     INJECTIVE,
     MOST_WORK,
@@ -41,7 +42,6 @@ from relax_disc.transform.fusion.producers import (
     elements_of,
     is_small_beside,
     kernel_of,
-    operands_of,
     pattern_of,
     work_of,
 )
@@ -61,12 +61,12 @@ class InlineProducers:
         """Return the module with bindings repeated, such that `FuseOps` fuses each copy."""
         del ctx
         refused: set[relax.Var] = set()
-        rounds, found = 0, _candidates(mod, fuse_ops(mod)[1])
+        rounds, found = 0, _candidates(mod, plan_fusion(mod))
         while rounds < _ROUNDS:
             changed, given = _given_to_readers(mod, found, refused)
             if not given:
                 break
-            changed_groups = fuse_ops(changed)[1]
+            changed_groups = plan_fusion(changed)
             # Fusion has limits of its own (operands of a kernel, its length).
             if unfused := _unfused(changed_groups, given):
                 refused |= unfused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import tvm
@@ -42,8 +43,12 @@ def pattern_of(mod: tvm.IRModule, value: relax.Expr | None) -> int:
 
 def work_of(mod: tvm.IRModule, value: relax.Expr) -> int:
     """Count a kernel's operations for one element."""
+    return _work_in(kernel_of(mod, value).body)
+
+
+@functools.lru_cache(maxsize=1024)  # several passes ask about the same kernels
+def _work_in(body: tirx.Stmt) -> int:
     found: list[Any] = []
-    body = kernel_of(mod, value).body
     tvm_ffi.structural_walk(body, (_ARITHMETIC, found.append))
     work = sum(str(node.ty) != "int64" for node in found)
     found.clear()
@@ -52,18 +57,7 @@ def work_of(mod: tvm.IRModule, value: relax.Expr) -> int:
     return work + _CALL_WORK * sum(not name.endswith("if_then_else") for name in names)
 
 
-def operands_of(value: relax.Expr) -> list[relax.Var]:
-    """Variables that a value is computed from, dims apart, each once, in order."""
-    found: dict[relax.Var, None] = {}
-
-    def visit(node: relax.Expr) -> None:
-        if isinstance(node, relax.Var) and not isinstance(node.ty, tvm.ir.PrimType):
-            found[node] = None
-
-    relax.analysis.post_order_visit(value, visit)
-    return list(found)
-
-
+@functools.lru_cache(maxsize=16384)  # a variable is asked about again and again
 def elements_of(variable: relax.Var) -> SymbolicExpr | None:
     """Number of elements of a tensor; None where it is not known as a polynomial."""
     shape: Any = getattr(variable.ty, "shape", None)

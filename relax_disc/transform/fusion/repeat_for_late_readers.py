@@ -17,7 +17,7 @@ from itertools import pairwise
 import tvm
 from tvm import relax
 
-from relax_disc.ops.operand_views import Uses, is_call_of
+from relax_disc.ops.operand_views import Uses, is_call_of, operands_of
 from relax_disc.ops.registry import dtype_name
 from relax_disc.transform.functions import (
     block_like,
@@ -26,14 +26,14 @@ from relax_disc.transform.functions import (
     program_functions,
     with_blocks,
 )
-from relax_disc.transform.fusion.fusion_groups import FusionGroup, blocks_of, fuse_ops
+from relax_disc.transform.fusion.fusion_groups import FusionGroup, blocks_of
+from relax_disc.transform.fusion.fusion_plan import plan_fusion
 from relax_disc.transform.fusion.producers import (
     INJECTIVE,
     MOST_WORK,
     at_most,
     bytes_of,
     kernel_of,
-    operands_of,
     pattern_of,
     work_of,
 )
@@ -53,7 +53,7 @@ class RepeatForLateReaders:
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with repeated bindings; the same module if there are none."""
         del ctx
-        groups, result = fuse_ops(mod)[1], copy_module(mod)
+        groups, result = plan_fusion(mod), copy_module(mod)
         is_changed = False
         for variable, function in program_functions(mod):
             repeats = list(_repeats(mod, function, groups[variable]))

@@ -24,7 +24,7 @@ from tvm import relax
 from tvm.relax.analysis import tir_vars_in_type
 
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
-from relax_disc.ops.operand_views import Uses
+from relax_disc.ops.operand_views import Uses, operands_of
 from relax_disc.transform.functions import is_reshape
 from relax_disc.transform.fusion.producers import (
     INJECTIVE,
@@ -33,7 +33,6 @@ from relax_disc.transform.fusion.producers import (
     bytes_of,
     is_small_beside,
     kernel_of,
-    operands_of,
     pattern_of,
     work_of,
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
-from relax_disc.ops.operand_views import Uses, extents_of, is_call_of
+from relax_disc.ops.operand_views import Uses, extents_of, is_call_of, operands_of
 from relax_disc.transform.simplify.rules import scalar
 
 _MOVES = ("relax.reshape", "relax.expand_dims", "relax.squeeze")
@@ -86,7 +86,7 @@ def late_definitions(
     computes, or is not known to be pure.
     """
     late: set[relax.Var] = set()
-    pending = [variable for expr in wanted for variable in _variables(expr)]
+    pending = [variable for expr in wanted for variable in operands_of(expr)]
     while pending:
         variable = pending.pop()
         if order.get(variable, -1) < order[place] or variable in late:
@@ -95,7 +95,7 @@ def late_definitions(
         if variable.same_as(place) or not _is_movable(variable, value):
             return None
         late.add(variable)
-        pending += _variables(value)
+        pending += operands_of(value)
     return tuple(sorted(late, key=order.__getitem__))
 
 
@@ -104,14 +104,3 @@ def _is_movable(variable: relax.Var, value: relax.Expr) -> bool:
         return False
     plain = (relax.TupleGetItem, relax.Var, tvm.ir.GenericConst, relax.ShapeExpr)
     return isinstance(value, (relax.Call, *plain))
-
-
-def _variables(expr: relax.Expr) -> list[relax.Var]:
-    found: list[relax.Var] = []
-
-    def visit(node: relax.Expr) -> None:
-        if isinstance(node, relax.Var):
-            found.append(node)
-
-    relax.analysis.post_order_visit(expr, visit)
-    return found
