@@ -107,6 +107,10 @@ class ModelCheckError(RelaxDiscError, ValueError, AssertionError):
     """A check that the model makes of its own data fails; raised before anything is written."""
 
 
+class BranchError(InputMismatchError):
+    """A branch on data goes another way than for the example; raised before anything is written."""
+
+
 class NonFiniteLossError(RelaxDiscError, FloatingPointError):
     """The loss, or a buffer's new value, is NaN or infinite; raised before anything is written."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import tvm_ffi
 
 from relax_disc.errors import (
+    BranchError,
     IndexRangeError,
     ModelCheckError,
     NonFiniteLossError,
@@ -20,6 +21,9 @@ from relax_disc.errors import (
 )
 
 GUARD = "relax_disc.guard"
+
+BRANCH = "The branch on data at "
+"""How the message of a check begins that a branch goes the way that was compiled."""
 
 
 def guard(hyper: Any, loss: Any, count: int, *rest: Any) -> None:
@@ -31,8 +35,8 @@ def guard(hyper: Any, loss: Any, count: int, *rest: Any) -> None:
     stands in the model; last, where to copy `hyper`.  Where no value is allowed, the least above
     the greatest, the flag is that of a check of the model's own, and its message stands there.
 
-    Raises `IndexRangeError` or `ModelCheckError`: a flag is set. Raises `NonFiniteLossError`: the
-    check is on, and the loss or a buffer is NaN or infinite.
+    Raises `IndexRangeError`, `ModelCheckError` or `BranchError`: a flag is set. Raises
+    `NonFiniteLossError`: the check is on, and the loss or a buffer is NaN or infinite.
     """
     import torch  # a second's work, which whoever calls this has done
 
@@ -63,7 +67,8 @@ def guard(hyper: Any, loss: Any, count: int, *rest: Any) -> None:
 def _refusal(flag: int, lower: int, upper: int, where: str) -> RelaxDiscError:
     """Make the error of a flag: twice the distance from the range, odd below it."""
     if lower > upper:
-        return ModelCheckError(f"{where} Nothing has been written.")
+        kind = BranchError if where.startswith(BRANCH) else ModelCheckError
+        return kind(f"{where} Nothing has been written.")
     distance, below = divmod(flag, 2)
     value = lower - distance if below else upper + distance
     return IndexRangeError(
@@ -72,6 +77,6 @@ def _refusal(flag: int, lower: int, upper: int, where: str) -> RelaxDiscError:
     )
 
 
-for _error in (IndexRangeError, ModelCheckError, NonFiniteLossError):
+for _error in (BranchError, IndexRangeError, ModelCheckError, NonFiniteLossError):
     tvm_ffi.register_error(_error)
 tvm_ffi.register_global_func(GUARD, guard, override=True)

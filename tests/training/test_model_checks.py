@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import Dim
 
 import relax_disc
-from relax_disc.errors import ModelCheckError, UnsupportedOperatorError
+from relax_disc.errors import ModelCheckError, ShapeRangeError
 
 pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="Python 3.10 does not tell which part of a condition asks"
@@ -75,28 +75,20 @@ def test_checks_hold_or_nothing_is_written():
     torch.testing.assert_close(step(X, Y), model(X, Y).detach(), atol=0.1, rtol=0)
 
 
-def branching(model, x):
-    if (x > 0).any():
-        x = x * 2
-    return model.layer(x).mean()
+def repeated(model, x, n):
+    h = x[:, 0]
+    for t in range(x.shape[1]):
+        h = torch.tanh(h + x[:, t])
+        assert (h < 0.9).all()
+    return model.layer(h).mean()
 
 
-def caught(model, x):
-    try:
-        if (x > 0).any():
-            raise ValueError
-    except ValueError:
-        x = x * 2
-    return model.layer(x).mean()
-
-
-def undecided(model, x):
-    if (x > 0).any() and (x < 0).any():
-        raise ValueError
-    return model.layer(x).mean()
-
-
-@pytest.mark.parametrize("loss_fn", [branching, caught, undecided])
-def test_other_branches_on_data_are_refused(loss_fn):
-    with pytest.raises(UnsupportedOperatorError, match="decides from data"):
-        compiled(Checked(), (X,), loss_fn)
+def test_a_check_inside_a_loop_over_a_length_is_refused():
+    shape = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=2, max=64)}
+    optimizer = torch.optim.SGD((model := Checked()).parameters(), 0.1)
+    with pytest.raises(ShapeRangeError, match="check of data would be lost"):
+        relax_disc.compile(
+            *(model, optimizer, (X[:, :3, None].expand(4, 3, 4), None)),
+            dynamic_shapes=(shape, None),
+            loss_fn=repeated,
+        )

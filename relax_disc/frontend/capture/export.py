@@ -36,6 +36,7 @@ from relax_disc.errors import (
 )
 from relax_disc.frontend.capture.batch_spec import BatchSpec, register_containers, shapes_as_lists
 from relax_disc.frontend.capture.custom_functions import CustomCalls, custom_functions
+from relax_disc.frontend.capture.example_values import example_values
 from relax_disc.frontend.capture.export_mode import ExportMode, no_foreign_randomness
 from relax_disc.frontend.capture.loops.cut import LoopBody, cut_loops
 from relax_disc.frontend.capture.loops.source import loops_as_steps
@@ -252,6 +253,7 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
             lines_that_fix_sizes() as lines,
             custom_functions() as calls,
             recorded_loops(loops),
+            example_values(wrapped, leaves) as example,
         ):
             try:
                 program = _export(wrapped, args, kwargs, dynamic_shapes, lines, branches)
@@ -270,7 +272,7 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
     check_assertions(program, table, branches)
     check_derived_dims(program, table, branches, lines)
     batch = BatchSpec(structure, fixed, _positional(wrapped.forward))
-    wrapped.outer.warn()
+    wrapped.outer.warn(example.deciding)
     return Exported(program, table, batch, tuple(leaves), calls, wrapped.outer, tuple(bodies))
 
 

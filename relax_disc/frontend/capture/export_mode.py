@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture import inner_gradients, model_checks
+from relax_disc.frontend.capture import example_values, inner_gradients, model_checks
 from relax_disc.frontend.capture.loops.steps import set_item
 from relax_disc.frontend.capture.recurrent_layers import recurrent_layers, refusal, refuse_packing
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
@@ -46,6 +46,9 @@ class ExportMode(TorchFunctionMode):
         result = None if replacement is None else replacement(*args, **kwargs)
         if result is None:
             result = size_numbers.remember_size(func, args, kwargs, func(*args, **kwargs))
+            example = example_values.active()
+            if func is Tensor.item and example is not None:
+                example.take(args[0], result)
         return result
 
 

@@ -1,9 +1,10 @@
-"""A model's own checks of data: ``if labels.max() >= n: raise ...`` and ``assert (x > 0).all()``.
+"""Truths of data that the model's code asks for: they become assertions that each call looks at.
 
-A branch on data cannot be compiled, but one that only raises need not be: the program goes the
-other way, and the condition becomes an assertion that each call looks at before it writes anything.
-Which statement asks for the truth of a tensor, and for which part of its condition, is told by the
-position of the instruction that asks.
+A branch that only raises, ``if labels.max() >= n: raise ...`` or ``assert (x > 0).all()``, need not
+be compiled: the program goes the other way.  Any other goes the way of the example batch, and a
+call with a batch that goes another way raises before it writes anything.  Which statement asks for
+the truth of a tensor, and for which part of its condition, is told by the position of the
+instruction that asks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relax_disc.frontend.capture import example_values
 from relax_disc.frontend.capture.source_lines import calling_line
+from relax_disc.vm_builtins.guard import BRANCH
 
 _HERE = str(Path(__file__).parent)
 _LONGEST = 160  # characters of a condition in a message
@@ -39,42 +42,75 @@ class _Check:
 
 
 def assumed(x: Tensor) -> bool | None:
-    """The truth without which the model would raise, which becomes an assertion.
+    """The truth without which the model would raise, else that of the example; it is asserted.
 
-    None where the truth decides anything else.
+    None where neither is known.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_of_a_mode(frame.f_code):
         frame = frame.f_back
     found = None if frame is None else _found(frame)
     if found is None:
-        return None
+        return _as_the_example(x, frame)
     check, truth = found
-    text = ast.unparse(check.condition)
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
-    _assert(x, truth, f"`{text}` {'does not hold' if check.wanted else 'holds'}")
+    failure = f"`{_shown(check.condition)}` {'does not hold' if check.wanted else 'holds'}"
+    _assert(x, truth, _own_check(failure))
     return truth
+
+
+def assumed_of_number(condition: torch.SymBool) -> bool | None:
+    """`assumed`, for a condition on numbers that were taken out of tensors."""
+    example = example_values.active()
+    x = None if example is None else example.condition(condition)
+    return None if x is None else assumed(x)
+
+
+def _as_the_example(x: Tensor, frame: FrameType | None) -> bool | None:
+    """Go the way of the example batch, and assert that a call goes it too."""
+    example = example_values.active()
+    truth = None if example is None else example.truth(x)
+    if truth is None:
+        return None
+    line = calling_line()
+    asked = None if frame is None or frame.f_code.co_filename != line.file else _part(frame)
+    text = "" if asked is None else f", `{_shown(asked)}`,"
+    _assert(
+        x,
+        truth,
+        f"{BRANCH}{line}{text} is {truth} for the example batch, which decided what was compiled, "
+        f"and {not truth} for this one. Compile a second step with a batch like this one as the "
+        "example and call the one that fits, or choose with torch.where.",
+    )
+    return truth
+
+
+def _own_check(failure: str) -> str:
+    return f"{calling_line()}: a check of the model's own fails: {failure}."
+
+
+def _shown(condition: ast.expr) -> str:
+    text = ast.unparse(condition)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
 def asserted(condition: Any, message: str) -> str | None:
     """An assertion that each call looks at before it writes; None where it is of no tensor."""
     if not isinstance(condition, Tensor):
         return None
-    _assert(condition, True, message)
+    _assert(condition, True, _own_check(message))
     return message
 
 
-def _assert(x: Tensor, truth: bool, failure: str) -> None:
+def _assert(x: Tensor, truth: bool, message: str) -> None:
     holds = (x != 0).reshape(())
-    torch.ops.aten._assert_async.msg(
-        holds if truth else holds.logical_not(),
-        f"{calling_line()}: a check of the model's own fails: {failure}.",
-    )
+    torch.ops.aten._assert_async.msg(holds if truth else holds.logical_not(), message)
 
 
 def _is_of_a_mode(code: CodeType) -> bool:
     """Whether a frame stands between the code that asks and the answer."""
-    return code.co_name == "__torch_function__" or code.co_filename.startswith(_HERE)
+    of_a_number = code.co_name == "__bool__" and code.co_filename == torch.__file__
+    is_mode = code.co_name == "__torch_function__" or code.co_filename.startswith(_HERE)
+    return is_mode or of_a_number
 
 
 def _found(frame: FrameType) -> tuple[_Check, bool] | None:
@@ -87,6 +123,16 @@ def _found(frame: FrameType) -> tuple[_Check, bool] | None:
         if truth is not None:
             return check, truth
     return None
+
+
+def _part(frame: FrameType) -> ast.expr | None:
+    """Find the expression whose truth is asked for."""
+    position = _asking(frame.f_code, frame.f_lasti // 2)
+    if position is None:
+        return None
+    tree = _tree(frame.f_code.co_filename)
+    parts = () if tree is None else (n for n in ast.walk(tree) if isinstance(n, ast.expr))
+    return next((part for part in parts if _place(part) == position), None)
 
 
 def _asking(code: CodeType, instruction: int) -> Position | None:
@@ -111,19 +157,25 @@ def _needed(condition: ast.expr, wanted: bool, asking: Position) -> bool | None:
         parts = condition.values if decisive else condition.values[-1:]
         found = (_needed(part, wanted, asking) for part in parts)
         return next((truth for truth in found if truth is not None), None)
-    start, end = condition.lineno, condition.end_lineno
-    place = (start, end, condition.col_offset, condition.end_col_offset)
-    return wanted if place == asking else None
+    return wanted if _place(condition) == asking else None
+
+
+def _place(node: ast.expr) -> Position:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
 @functools.lru_cache(maxsize=256)
 def _checks(file: str) -> tuple[_Check, ...]:
     """List the statements of a file that raise, or do nothing."""
+    tree = _tree(file)
+    return () if tree is None else tuple(_statements(tree))
+
+
+def _tree(file: str) -> ast.Module | None:
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
-        return ()
-    return tuple(_statements(tree))
+        return None
 
 
 def _statements(node: ast.AST) -> Iterator[_Check]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch._decomp.decompositions import upsample_compute_output_size
@@ -117,20 +118,62 @@ def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor | No
 def as_strided(
     x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Tensor | None:
-    """Read a contiguous tensor at positions, of which the gradient is a sum at positions."""
-    if not x.is_contiguous() or x.storage_offset() != 0:
+    """Read a tensor without gaps at positions, of which the gradient is a sum at positions.
+
+    Its innermost axes that the view has, too, are read whole.
+    """
+    order = _order_of_dense(x)
+    if order is None or x.storage_offset() != 0:
         return None
     first = storage_offset or 0
     last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if last >= x.numel():  # what lies behind it in memory
         return None
-    places: Any = first
-    for axis, (n, step) in enumerate(zip(size, stride, strict=True)):
-        along = torch.arange(n, device=x.device) * step
-        places = places + along.reshape([-1 if k == axis else 1 for k in range(len(size))])
-    if not len(size):
-        return x.flatten()[first]
-    return x.flatten().index_select(0, places.flatten()).reshape(size)
+    laid_out = x.permute(order)  # as memory has it
+    whole: list[int] = []  # axes of the view, outermost first
+    rest, unit = list(range(len(size))), 1
+    for n in reversed(laid_out.shape):
+        same = (k for k in rest if _same(size[k], n) and _same(stride[k], unit))
+        axis = next(same, None)
+        if axis is None or not all(
+            _same(step // (unit * n) * (unit * n), step)
+            for step in (first, *(stride[k] for k in rest if k != axis))
+        ):
+            break
+        whole.insert(0, axis)
+        rest.remove(axis)
+        unit = unit * n
+    places: Any = torch.full((), first // unit, dtype=torch.int64, device=x.device)
+    for k, axis in enumerate(rest):
+        along = torch.arange(size[axis], device=x.device) * (stride[axis] // unit)
+        places = places + along.reshape([-1 if k == j else 1 for j in range(len(rest))])
+    rows = laid_out.flatten(0, x.dim() - 1 - len(whole)) if len(whole) < x.dim() else laid_out[None]
+    found = rows.index_select(0, places.flatten())
+    axes = [*rest, *whole]
+    found = found.reshape([size[axis] for axis in axes])
+    return found.permute([axes.index(k) for k in range(len(size))])
+
+
+def _order_of_dense(x: Tensor) -> list[int] | None:
+    """Order the axes as memory has them; None where it has gaps or overlaps."""
+    hints = [s if isinstance(s, int) else s.node.hint for s in x.stride()]
+    if None in hints:
+        return None
+    order = sorted(range(x.dim()), key=lambda axis: (-hints[axis], axis))
+    unit: Any = 1
+    for axis in reversed(order):
+        if _same(x.shape[axis], 1):
+            continue
+        if not _same(x.stride(axis), unit):
+            return None
+        unit = unit * x.shape[axis]
+    return order
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two sizes are the same expression: to ask PyTorch would be a guard."""
+    each = [n.node.expr if isinstance(n, torch.SymInt) else n for n in (one, other)]
+    return sympy.expand(each[0] - each[1]) == 0
 
 
 def bilinear_upsampling(

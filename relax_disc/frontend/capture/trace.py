@@ -54,12 +54,9 @@ from relax_disc.frontend.capture.sizes.counted import (
 from relax_disc.frontend.capture.sizes.guards import GuardWatch
 from relax_disc.frontend.capture.source_lines import source_line
 from relax_disc.frontend.capture.state.outer_state import OuterState
-from relax_disc.frontend.capture.writes import without_writes
+from relax_disc.frontend.capture.writes import without_writes, writes
 from relax_disc.frontend.random_ops import Randomness
 
-# Their schemas do not tell that they write running statistics where they normalise by the batch's.
-_WRITES_STATISTICS = ("aten::batch_norm", "aten::native_batch_norm", "aten::instance_norm")
-_BY_BATCH = 5  # the position of that argument
 _WITHOUT_GRADIENT = re.compile(r"derivative for (\S+) is not implemented")
 
 
@@ -402,20 +399,8 @@ def _fakes(
 
 
 def _mutates(graph: fx.GraphModule) -> bool:
-    return next(_writers(graph), None) is not None
-
-
-def _writers(graph: fx.GraphModule) -> Iterator[fx.Node]:
-    """Yield the operators that write into their operands."""
-    for module in graph.modules():
-        nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
-        for node in nodes:
-            schema = getattr(node.target, "_schema", None)
-            if node.op != "call_function" or schema is None:
-                continue
-            writes = schema.name in _WRITES_STATISTICS and node.args[_BY_BATCH]
-            if schema.is_mutable or writes:
-                yield node
+    modules = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
+    return any(writes(node) for module in modules for node in module.graph.nodes)
 
 
 def _origin(node: Any) -> Any:

@@ -29,6 +29,18 @@ _NEW_TENSORS = frozenset(
 )
 """Operators in terms of others that never return an operand."""
 
+# Their schemas do not tell that they write running statistics where they normalise by the batch's.
+_WRITES_STATISTICS = ("aten::batch_norm", "aten::native_batch_norm", "aten::instance_norm")
+_BY_BATCH = 5  # the position of that argument
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node is an operator that writes into its operands."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return False
+    return schema.is_mutable or (schema.name in _WRITES_STATISTICS and bool(node.args[_BY_BATCH]))
+
 
 def without_writes(
     module: fx.GraphModule, writable: Collection[str]

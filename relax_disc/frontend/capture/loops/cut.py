@@ -133,6 +133,8 @@ class _Cut:
         target: Any = node.target
         if target is operator.getitem or _is_check(node):
             return
+        if node in self._inside and str(target).startswith("aten._assert_async."):
+            raise self._refuse("its check of data would be lost; check behind the loop", node)
         if node in self._inside and not _is_size(node) and target is not _ATEN.item.default:
             known = isinstance(target, OpOverload) and target.namespace == "aten"
             if not known and target is not _OURS.loop_carry.default:

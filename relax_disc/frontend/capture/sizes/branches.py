@@ -23,8 +23,9 @@ from unittest.mock import patch
 import sympy
 import torch
 from sympy.core.relational import Relational
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
+from relax_disc.frontend.capture import model_checks
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
 
 _UNKNOWN = SourceLine("", 0)
@@ -107,9 +108,18 @@ def size_branches() -> Iterator[SizeBranches]:
     def noting(self: Any) -> bool:
         frame = sys._getframe(1)
         caller = frame.f_code.co_filename
+        outer = frame.f_back if frame.f_code.co_name == "__bool__" else frame  # of a SymInt
+        calls = "" if outer is None else outer.f_code.co_filename
         if not caller.startswith(_INSIDE) and isinstance(self.node.expr, sympy.Basic):
             found.add(self.node.expr, SourceLine(caller, frame.f_lineno))
-        return before(self)
+        try:
+            return before(self)
+        except GuardOnDataDependentSymNode:
+            by_user = not calls.startswith(_INSIDE)
+            truth = model_checks.assumed_of_number(self) if by_user else None
+            if truth is None:
+                raise
+            return truth
 
     with patch.object(torch.SymBool, "__bool__", noting):
         yield found

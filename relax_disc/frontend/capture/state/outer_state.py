@@ -12,7 +12,7 @@ import collections
 import contextlib
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -39,7 +39,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from relax_disc.errors import RelaxDiscError, RelaxDiscWarning, UnsupportedOperatorError
-from relax_disc.frontend.capture.source_lines import callers_depth, calling_line
+from relax_disc.frontend.capture.source_lines import SourceLine, callers_depth, calling_line
 from relax_disc.frontend.capture.state.live_number import LiveNumber, live_everywhere, with_tensors
 from relax_disc.frontend.capture.state.outer import Guard, OuterTensor
 from relax_disc.frontend.capture.state.sources import (
@@ -119,7 +119,7 @@ class OuterState:
     def _begin(self) -> None:
         self.guards: list[Guard] = []
         self.reassigned: list[OuterTensor] = []
-        self.warnings: dict[str, None] = {}
+        self.warnings: dict[str, SourceLine | None] = {}  # with lines that take out a number
         self._pinned.clear()
         self._fakes: dict[tuple[int, int], Tensor] = {}
         self._proxies: dict[tuple[int, int], Any] = {}
@@ -146,10 +146,11 @@ class OuterState:
         source, place, holder = self._known.plain[index]
         return (id(holder), place.key) in self._reads or self._may_read(source, holder)
 
-    def warn(self) -> None:
-        """Tell what does nothing in a compiled step."""
-        for text in self.warnings:
-            warnings.warn(text, RelaxDiscWarning, stacklevel=callers_depth())
+    def warn(self, deciding: Container[SourceLine | None]) -> None:
+        """Tell what does nothing in a compiled step; numbers of ``deciding`` lines do something."""
+        for text, line in self.warnings.items():
+            if line not in deciding:
+                warnings.warn(text, RelaxDiscWarning, stacklevel=callers_depth())
 
     def outer_tensor(self, lifted: Tensor) -> OuterTensor | None:
         """Return what a constant of the exported program is, None for one that it made itself."""
@@ -490,11 +491,12 @@ class OuterState:
         ] = None
 
     def _warn_of_look(self, what: str) -> None:
+        line = calling_line()
         self.warnings[
-            f"{calling_line()}: {what} in the model or loss_fn runs once, while the step is "
+            f"{line}: {what} in the model or loss_fn runs once, while the step is "
             "compiled, where tensors have no values. Return the tensor beside the loss, as "
             "(loss, extras)."
-        ] = None
+        ] = line
 
 
 class _Call:

@@ -1,0 +1,31 @@
+"""Operators written in smaller ones give what PyTorch's own give."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_disc.frontend.capture.rewrites import as_strided
+
+SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(SIZES, st.randoms(use_true_random=False), st.integers(0, 2))
+def test_views_by_strides_are_read_at_positions(shape, random, first):
+    order = random.sample(range(len(shape)), len(shape))
+    x = torch.arange(torch.Size(shape).numel()).reshape(shape).permute(order)
+    size, stride = list(x.shape), list(x.stride())
+    axis = random.randrange(len(size))
+    if stride[axis] % 2 == 0 and size[axis] > 1:  # chunks that overlap by half
+        size[axis], stride[axis] = 2 * size[axis] - 1, stride[axis] // 2
+    elif random.random() < 0.5:
+        size, stride = [*size, 2], [*stride, random.choice(stride)]
+    result = as_strided(x, size, stride, first)
+    reach = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    assert (result is None) == (reach >= x.numel())
+    if result is not None:
+        assert torch.equal(result, x.as_strided(size, stride, first))
+
+
+def test_gaps_are_not_read():
+    assert as_strided(torch.arange(12.0).reshape(3, 4)[:, :2], (2, 2), (4, 1)) is None

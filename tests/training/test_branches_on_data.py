@@ -1,0 +1,177 @@
+"""Branches on data go the way of the example batch; a batch that goes another way is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import relax_disc
+from relax_disc.errors import BranchError, UnsupportedOperatorError
+
+X, Y = torch.linspace(-1, 1, 20).reshape(5, 4), torch.tensor([0, 2, 1, -100, 2])
+EMPTY = torch.full((5,), -100)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm, self.head = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.head(self.dropout(self.layer(x)).tanh())
+
+
+def any_label(model, x, y):
+    if (y >= 0).any():
+        return F.cross_entropy(model(x), y)
+    return model(x).pow(2).mean()
+
+
+def pixels(model, x, y):
+    return model(x / 255 if x.max() > 1 else x).pow(2).mean()
+
+
+def activations(model, x, y):
+    h = model.norm(model.layer(x)) * x.abs().amax()  # writes its statistics
+    h += 1
+    with torch.no_grad():
+        if h.abs().max().item() > 9.5 and h.mean() == h.mean():
+            h = h / 10
+    return model.head(h).pow(2).mean()
+
+
+def counted(model, x, y):
+    chosen = (y >= 0).nonzero().squeeze(1)
+    if len(chosen) == 0:
+        return model(x).pow(2).mean()
+    return F.cross_entropy(model(x)[chosen], y[chosen])
+
+
+def number(model, x, y):
+    count = (y >= 0).sum().item()
+    logits = model(x)
+    if not count:
+        logits = logits * 2
+    return logits.pow(2).mean() if 2 * count + x.shape[0] > 1 else logits.mean()
+
+
+def early_exit(model, x, y):
+    for _ in range(4):
+        x = x * 0.5
+        if (x.abs() < 0.3).all():
+            break
+    return checkpoint(model, x, use_reentrant=False).pow(2).mean()
+
+
+def autocast(model, x, y):
+    with torch.autocast("cpu", torch.bfloat16):
+        h = model.layer(x)
+        h = h * 2 if (x > 1).any() else h
+    return h.float().pow(2).mean()
+
+
+def parameters(model, x, y):
+    return model(x).mean() * (2 if model.head.bias.sum() * x.max() > 3 else 3)
+
+
+def compiled(model, batch, loss_fn):
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    shapes = ({0: Dim("batch", min=2, max=64)},) * len(batch)
+    return relax_disc.compile(model, optimizer, batch, dynamic_shapes=shapes, loss_fn=loss_fn)
+
+
+def trained(model, batch, loss_fn):
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    loss = loss_fn(model, *batch)
+    loss.backward()
+    optimizer.step()
+    return model.state_dict(), loss.detach()
+
+
+PROGRAMS = [
+    (any_label, (X, EMPTY), r"`\(y >= 0\).any\(\)`"),
+    (pixels, (X * 200, Y), "`x.max\\(\\) > 1`"),
+    (activations, (X * 100, Y), r"`h.abs\(\).max\(\).item\(\) > 9.5`"),
+    (counted, (X, EMPTY), r"`len\(chosen\) == 0`"),
+    (number, (X, EMPTY), "`count`"),
+    (early_exit, (X / 4, Y), r"`\(x.abs\(\) < 0.3\).all\(\)`"),
+    (autocast, (X * 2, Y), r"`\(x > 1\).any\(\)`"),
+    (parameters, (X + 1, Y), "> 3`"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss_fn", "other", "condition"), PROGRAMS)
+def test_a_step_is_eagers_or_says_why_not(loss_fn, other, condition):
+    first = (X - 0.02, Y)
+    with torch.no_grad():
+        (net := Net()).head.bias.fill_(1.0)
+    for example, odd in ((first, other), (other, first)):
+        model = copy.deepcopy(net)
+        step = compiled(model, example, loss_fn)
+        assert str(model.state_dict()) == str(net.state_dict())  # and nothing was run on it
+        for rows in (5, 2, 4):
+            batch = tuple(x[-rows:] for x in example)
+            expected, loss = trained(model, batch, loss_fn)
+            torch.testing.assert_close(step(*batch), loss)
+            torch.testing.assert_close(dict(model.state_dict()), dict(expected))
+            before = copy.deepcopy(model.state_dict())
+            with pytest.raises(BranchError, match=f"{__file__}.*{condition}.*been written"):
+                step(*odd)
+            assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def several(model, x, y):
+    return sum(loss_fn(model, x, y) for loss_fn, _, _ in PROGRAMS[3:6])
+
+
+def test_each_of_several_branches_is_checked():
+    model = Net()
+    step = compiled(model, (X - 0.02, Y), several)
+    for rows in (5, 2):
+        batch = X[-rows:] - 0.02, Y[-rows:]
+        expected, loss = trained(model, batch, several)
+        torch.testing.assert_close(step(*batch), loss)
+        torch.testing.assert_close(dict(model.state_dict()), dict(expected))
+    for batch in ((X, EMPTY), (X / 4, Y)):
+        before = copy.deepcopy(model.state_dict())
+        for update in (True, False):
+            with pytest.raises(BranchError, match=f"{__file__}.*been written"):
+                step(*batch, update=update)
+        assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_no_random_number_is_drawn_for_the_example():
+    model = Net()
+    model.dropout.p = 0.5
+
+    def loss_fn(model, x):
+        h = model(x)
+        return h.mean() if (h == h).all() else h.sum()
+
+    torch.manual_seed(5)
+    step = compiled(model, (X,), loss_fn)
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+    step(X)
+
+
+@pytest.mark.filterwarnings("ignore:.*item:relax_disc.errors.RelaxDiscWarning")
+def test_what_no_batch_tells_is_refused():
+    def drawn(model, x):
+        return model(x).mean() if torch.rand(()) < 0.5 else model(x).sum()
+
+    def repeated(model, x):
+        return sum(model(x).mean() for _ in range(int((x > 0).sum())))
+
+    for loss_fn in (drawn, repeated):
+        with pytest.raises(UnsupportedOperatorError, match="decides from data"):
+            compiled(Net(), (X,), loss_fn)
