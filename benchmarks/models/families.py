@@ -24,6 +24,7 @@ from benchmarks.models.language import (
     configured,
     of_pairs,
     of_tokens,
+    pairs,
 )
 
 _RECURRENT = {
@@ -269,16 +270,26 @@ OF_TRANSFORMERS = [
         ),
     ),
     _of_length("Longformer", 8, built("Longformer", "ForMaskedLM", **BASE, attention_window=8)),
-    of_pairs(
-        "LED",
-        built(
+    replace(
+        of_pairs(
             "LED",
-            "ForConditionalGeneration",
-            **{k: v for k, v in BART.items() if k != "max_position_embeddings"},
-            max_encoder_position_embeddings=64,
-            max_decoder_position_embeddings=64,
-            attention_window=8,
+            built(
+                "LED",
+                "ForConditionalGeneration",
+                **{k: v for k, v in BART.items() if k != "max_position_embeddings"},
+                max_encoder_position_embeddings=64,
+                max_decoder_position_embeddings=64,
+                attention_window=8,
+            ),
         ),
+        batch=lambda rows, parts, target: pairs(rows, 8 * parts, target),
+        ranges={"batch": (1, 8), "parts": (2, LONGEST // 8), "target": (3, LONGEST)},
+        axes={
+            "input_ids": {0: "batch", 1: "8*parts"},
+            "attention_mask": {0: "batch", 1: "8*parts"},
+            "labels": {0: "batch", 1: "target"},
+        },
+        sizes=[(3, 3, 9), (1, 2, 3), (8, LONGEST // 8, LONGEST), (4, 4, 31)],
     ),
     replace(
         of_tokens(

@@ -418,6 +418,13 @@ def _translate(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
                 for name, low, high in least
             )
             reason = f"shorter batches than that do not go through it: give {dims}"
+        elif multiples := _MULTIPLE.findall(str(error).partition("Suggested fixes:")[2]):
+            dims = " and ".join(f"{name} for multiples of {n} alone" for name, n in multiples)
+            reason = (
+                f"it works, for this example, by the remainder of a size; to compile {dims}, give "
+                f"an example of such a size, declare it as {multiples[0][1]} * Dim(...), and pad "
+                "batches to multiples"
+            )
         elif fixed := _FIXED.findall(str(error).partition("Suggested fixes:")[2]):
             dims = " and ".join(f"{name} becomes the number {size}" for name, size in fixed)
             reason = (
@@ -463,6 +470,7 @@ _ADVICE_OF_TORCH = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _FIXED = re.compile(r"^\s*(\w+) = (\d+)\s*$", re.MULTILINE)
+_MULTIPLE = re.compile(r"^\s*(\w+) = (\d+)\*_\w+(?: [+-] \d+)?\s*$", re.MULTILINE)
 _LEAST = re.compile(r"(\w+) = Dim\('\w+', min=(\d+)(?:, max=(\d+))?\)")
 
 

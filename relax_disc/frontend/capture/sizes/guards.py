@@ -185,6 +185,12 @@ def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
         if least and len(failing) == (len(sizes) - least) * (grids[0].size // len(sizes)):
             advice = f"give Dim({spec.name!r}, min={sizes[0]}, max={sizes[least - 1]})"
             allowed = spec.name, int(sizes[0]), int(sizes[least - 1])
+    for spec, parts in ((d, _modulus(condition, s)) for s, d in zip(symbols, specs, strict=True)):
+        if parts is not None:
+            advice = (
+                f"give an example whose {spec.name} is a multiple of {parts}, declare it as "
+                f"{parts} * Dim(...), and pad batches to multiples"
+            )
     error = ShapeRangeError(
         f"The traced program needs {text}, which fails at {at} "
         f"(and {len(failing) - 1} more sizes in range): {advice}."
@@ -192,6 +198,13 @@ def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
     )
     error.allowed, error.dims = allowed, tuple(spec.name for spec in specs)
     raise error
+
+
+def _modulus(condition: Any, symbol: sympy.Symbol) -> int | None:
+    """Return the number by which a condition asks a size to be divided; None where it does not."""
+    remainders = condition.atoms(torch_sympy.Mod, torch_sympy.PythonMod, sympy.Mod)
+    found = {n for size, n in (r.args for r in remainders) if size == symbol and n.is_Integer}
+    return int(max(found)) if found else None
 
 
 def _upper(spec: DimSpec) -> int:
