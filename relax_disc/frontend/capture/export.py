@@ -419,11 +419,11 @@ def _translate(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
             )
             reason = f"shorter batches than that do not go through it: give {dims}"
         elif multiples := _MULTIPLE.findall(str(error).partition("Suggested fixes:")[2]):
-            dims = " and ".join(f"{name} for multiples of {n} alone" for name, n in multiples)
+            name, divisor = multiples[0]
             reason = (
-                f"it works, for this example, by the remainder of a size; to compile {dims}, give "
-                f"an example of such a size, declare it as {multiples[0][1]} * Dim(...), and pad "
-                "batches to multiples"
+                f"the remainder of {name} by {divisor} decides which way it goes: give an example "
+                f"whose {name} is a multiple of {divisor}, declare it as {divisor} * Dim(...), and "
+                "pad batches to multiples"
             )
         elif fixed := _FIXED.findall(str(error).partition("Suggested fixes:")[2]):
             dims = " and ".join(f"{name} becomes the number {size}" for name, size in fixed)
