@@ -200,7 +200,7 @@ class Deciding(nn.Module):
 
     def forward(self, x):
         y = self.linear(x)
-        if self.how == "branch" and y.sum() > 0:
+        if self.how == "branch" and int(y.sum()) > 0:
             y = -y
         if self.how == "consecutive":
             y = torch.unique_consecutive(y)
