@@ -4,7 +4,12 @@
 
 Each model is compiled in a process of its own, on one core and with one thread, without the caches
 of captures and of programs; imports and the native library's build are left out.  `llama` is size S
-of `benchmarks.training`, the others are timm's, with dynamic batch, height and width; AdamW.
+of `benchmarks.training`; names of `benchmarks.models --speed` are its models; the others are
+timm's, with dynamic batch, height and width; AdamW.  Results of other models stay in the file.
+
+`--compare` also takes the first step (forward, backward, fused AdamW) of
+`torch.compile(dynamic=True)` with an empty cache and one compiling process: its processor time,
+less a second step's.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,7 +31,7 @@ PHASES += ("finalize", "code", "link")
 _Result = TypeVar("_Result")
 
 
-def _model(name: str) -> tuple[Any, tuple[Any, ...], Any]:
+def _model(name: str) -> tuple[Any, Any, Any]:
     """Return a model, a batch, and its dynamic shapes."""
     import torch
     from torch import nn
@@ -38,6 +44,11 @@ def _model(name: str) -> tuple[Any, tuple[Any, ...], Any]:
 
         shape = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=LONGEST)}
         return peer_llama("S"), make_batch([24, 16], seed=0), {"ids": shape, "labels": shape}
+    from benchmarks.models.wide import WIDE
+
+    for entry in WIDE:
+        if entry.name == name and entry.source != "timm":
+            return entry.make().train(), entry.batch(*entry.sizes[0]), entry.dynamic_shapes()
     import timm  # pyright: ignore[reportMissingImports]  an extra: bench
 
     class Classified(nn.Module):
@@ -135,32 +146,73 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
+def measure_torch_compile(name: str) -> dict[str, Any]:
+    """Take the first step of `torch.compile` in this process; return its seconds."""
+    import torch
+
+    torch.set_num_threads(1)
+    model, example, _ = _model(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    compiled = torch.compile(model, dynamic=True)
+
+    def step() -> None:
+        output = compiled(**example) if isinstance(example, dict) else compiled(*example)
+        (output if isinstance(output, torch.Tensor) else output.loss).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    clock, wall = _Clock(), time.perf_counter()
+    clock.run("code", step)
+    wall = time.perf_counter() - wall
+    start = clock.now()
+    step()
+    seconds = clock.seconds["code"] - (clock.now() - start)
+    return {"total": round(seconds, 2), "wall": round(wall, 2)}
+
+
 def main() -> None:
     """Measure models, each in a process of its own, and write them down."""
-    from benchmarks.record import write_result
+    from benchmarks.record import RESULTS, commit, write_result
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--compare", action="store_true", help="torch.compile, too")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
-        print(json.dumps(measure(chosen.worker)))
+        way, name = chosen.worker
+        print(json.dumps((measure if way == "relax_disc" else measure_torch_compile)(name)))
         return
-    core = min(os.sched_getaffinity(0))
-    settings = {"OMP_NUM_THREADS": "1", "RELAX_DISC_COMPILE_CACHE": "0"}
-    results = {}
+    path = RESULTS / "compile_time.json"
+    results = json.loads(path.read_text())["results"] if path.exists() else {}
     for name in chosen.models:
+        results[name] = {"commit": commit(), **_in_process("relax_disc", name)}
+        if chosen.compare:
+            results[name]["torch_compile"] = theirs = _in_process("torch_compile", name)
+            results[name]["ratio"] = round(results[name]["total"] / theirs["total"], 2)
+        print(f"{name:24}", results[name], flush=True)
+        write_result("compile_time", {"cores": 1}, results)
+
+
+def _in_process(way: str, name: str) -> dict[str, Any]:
+    """Measure one way of compiling one model, on one core and with empty caches."""
+    core = min(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as cache:
+        settings = {
+            "OMP_NUM_THREADS": "1",
+            "RELAX_DISC_COMPILE_CACHE": "0",
+            "TORCHINDUCTOR_CACHE_DIR": cache,
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.compile_time", "--worker", name],
+            [sys.executable, "-m", "benchmarks.compile_time", "--worker", way, name],
             env={**os.environ, **settings},
             stdout=subprocess.PIPE,
             text=True,
             check=True,
             preexec_fn=lambda: os.sched_setaffinity(0, {core}),
         )
-        results[name] = json.loads(done.stdout.splitlines()[-1])
-        print(f"{name:24}", results[name])
-    write_result("compile_time", {"models": chosen.models, "cores": 1}, results)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
