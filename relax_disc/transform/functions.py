@@ -15,6 +15,7 @@ from relax_disc.analysis.kernels.stages import is_buffer
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.analysis.symbolic.from_tirx import from_tirx
 from relax_disc.errors import GraphError
+from relax_disc.ops.operand_views import operands_of
 
 
 def copy_module(mod: tvm.IRModule) -> tvm.IRModule:
@@ -71,6 +72,36 @@ def block_like(block: relax.BindingBlock, bindings: Sequence[relax.Binding]) -> 
     if isinstance(block, relax.DataflowBlock):
         return relax.DataflowBlock(list(bindings))
     return relax.BindingBlock(list(bindings))
+
+
+def without_unused(function: relax.Function) -> relax.Function:
+    """Drop bindings of dataflow blocks that nothing uses; numbers and checks of shapes stay.
+
+    TVM's `DeadCodeElimination` does more, and takes time with the square of a block's length.
+    """
+    if not isinstance(function.body, relax.SeqExpr):
+        return function
+    used = set(operands_of(function.body.body))
+    blocks = []
+    for block in reversed(list(function.body.blocks)):
+        kept = []
+        for binding in reversed(list(block.bindings)):
+            if _is_needed(binding, used):
+                kept.append(binding)
+                used.update(operands_of(binding.value))
+        blocks.append(type(block)(kept[::-1], block.span))
+    body = relax.SeqExpr(blocks[::-1], function.body.body, function.body.span)
+    return relax.Function(
+        *(function.params, body, function.ret_ty, function.is_pure),
+        attrs=function.attrs,
+        span=function.span,
+    )
+
+
+def _is_needed(binding: relax.Binding, used: set[relax.Var]) -> bool:
+    if isinstance(binding, relax.MatchCast) or not isinstance(binding.var, relax.DataflowVar):
+        return True
+    return binding.var in used or isinstance(binding.var.ty, tvm.ir.PrimType)
 
 
 def result_types(call: Any) -> list[relax.Type]:

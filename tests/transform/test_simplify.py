@@ -196,3 +196,14 @@ def test_attributes_and_input_module_stay():
     after = Simplify()(before)
     assert before.script() == text
     assert after["main"].attrs["relax_disc.inplace_pairs"] == [[0, 0]]
+
+
+def test_a_long_chain_that_nothing_uses_goes_at_once(monkeypatch):
+    def unused(emit, x):
+        value = x
+        for _ in range(50):
+            value = emit(op.exp(value))
+        return emit(op.sin(x))
+
+    monkeypatch.delattr(relax.transform, "DeadCodeElimination")  # its time grows with the square
+    assert operators(Simplify()(function([X], unused))) == ["sin"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import relax
 
 from relax_disc.analysis.symbolic.dim import SymbolicDim
@@ -88,12 +89,19 @@ class FunctionTable:
         self.values: dict[relax.Expr, Any] = {}
         self.parameter_given: dict[int, int] = {}
         self._view_index: dict[View, int] = {}
+        self._sizes: dict[Any, SymbolicExpr] = {}
 
     def expr(self, value: Any) -> SymbolicExpr:
         """Turn a TVM integer into an expression over the dims.
 
         Raises `NotPlannableError`: it is no arithmetic of the parameters' shapes.
         """
+        key = tvm_ffi.StructuralKey(value)  # of the same few sizes every buffer is made
+        if key not in self._sizes:
+            self._sizes[key] = self._expr(value)
+        return self._sizes[key]
+
+    def _expr(self, value: Any) -> SymbolicExpr:
         try:
             result = from_tirx(value, self.meanings)
         except GraphError as error:

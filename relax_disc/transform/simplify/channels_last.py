@@ -16,6 +16,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from relax_disc.transform.functions import without_unused
 from relax_disc.transform.simplify.rules import is_call, shape_of
 
 op: Any = relax.op
@@ -47,7 +48,7 @@ class ChannelsLast:
             if isinstance(function, relax.Function) and isinstance(function.body, relax.SeqExpr):
                 functions[variable] = _rewritten(function)
         result = tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
-        return relax.transform.DeadCodeElimination()(result)
+        return relax.transform.Normalize()(result)
 
 
 def _to_last(rank: int) -> list[int]:
@@ -64,13 +65,15 @@ def _rewritten(function: relax.Function) -> relax.Function:
         _Block(block).run() if isinstance(block, relax.DataflowBlock) else block
         for block in body.blocks
     ]
-    return relax.Function(
-        function.params,
-        relax.SeqExpr(blocks, body.body, body.span),
-        function.ret_ty,
-        function.is_pure,
-        attrs=function.attrs,
-        span=function.span,
+    return without_unused(
+        relax.Function(
+            function.params,
+            relax.SeqExpr(blocks, body.body, body.span),
+            function.ret_ty,
+            function.is_pure,
+            attrs=function.attrs,
+            span=function.span,
+        )
     )
 
 

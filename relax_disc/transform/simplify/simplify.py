@@ -16,7 +16,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from relax_disc.transform.functions import at_span
+from relax_disc.transform.functions import at_span, without_unused
 from relax_disc.transform.simplify.rules import RULES, SHARED
 
 # Each rule may make room for another; chains longer than this do not occur.
@@ -34,8 +34,8 @@ class Simplify:
             if isinstance(func, relax.Function):
                 func = _simplify_function(func)
             functions[var] = func
-        simplified = tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
-        return relax.transform.DeadCodeElimination()(simplified)
+        result = tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+        return relax.transform.Normalize()(result)
 
 
 def _simplify_function(func: relax.Function) -> relax.Function:
@@ -44,8 +44,10 @@ def _simplify_function(func: relax.Function) -> relax.Function:
     graph = Graph()
     blocks = [graph.block(block) for block in func.body.blocks]
     body = relax.SeqExpr(blocks, graph.replaced(func.body.body), func.body.span)
-    return relax.Function(
-        func.params, body, func.ret_ty, func.is_pure, attrs=func.attrs, span=func.span
+    return without_unused(
+        relax.Function(
+            func.params, body, func.ret_ty, func.is_pure, attrs=func.attrs, span=func.span
+        )
     )
 
 
