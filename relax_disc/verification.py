@@ -4,8 +4,10 @@ For each batch both start from the same state; then loss, extra outputs, buffers
 and parameters are compared.  A difference counts beyond ``tolerance`` times the largest change of
 the tensor in PyTorch's own step, with a floor relative to the largest gradient of the model, below
 which gradients are rounding noise, and beyond PyTorch's own rounding, which a step in float64
-shows: the gradient of a bias before a batch norm is nothing else.  Model and optimizer are left as
-they were.
+shows: the gradient of a bias before a batch norm is nothing else.  Before a difference is reported,
+more such steps start from parameters a rounding away: one activation that is so taken across
+a ReLU's kink changes the gradients of all layers before it.  Model and optimizer are left as they
+were.
 
 Limits: tensors inside the program are not seen, so a wrong operator shows in the first parameter or
 output behind it; what Adam does to elements whose gradient is noise is not judged.
@@ -14,8 +16,8 @@ output behind it; what Adam does to elements whose gradient is noise is not judg
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +34,9 @@ _FLOOR = 1e-2
 """Times the tolerance: gradients this far below the model's largest are noise."""
 _OWN = 8.0
 """Other orders of a sum round otherwise: differences up to so many times PyTorch's own error."""
+_SAMPLES, _NUDGE = 4, 4.0
+"""Steps from other parameters, and how far those are, in units of their last place: sums of many
+products err by some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,8 @@ class VerificationReport:
 class _Pair:
     """One tensor after both steps, and before them; ``judged`` marks elements that count.
 
-    ``exact`` is what PyTorch's step makes of it in float64, None where it runs in float32 only.
+    ``exact`` is what PyTorch's step makes of it in float64, None where it runs in float32 only;
+    ``nudged`` the same from parameters that are a rounding away.
     """
 
     name: str
@@ -107,6 +113,7 @@ class _Pair:
     before: torch.Tensor | None
     judged: torch.Tensor | None = None
     exact: torch.Tensor | None = None
+    nudged: Sequence[torch.Tensor] = ()
 
 
 def verify(
@@ -141,8 +148,11 @@ def verify(
     found: list[Difference] = []
     count = compared = 0
     for number, batch in enumerate(batches):
-        pairs = _run_both(step, batch, loss_fn or step.loss_fn)
+        function = loss_fn or step.loss_fn
+        pairs = _run_both(step, batch, function)
         count, compared = number + 1, compared + len(pairs)
+        if _judge(step, number, pairs):
+            pairs = _with_nudged(pairs, step, batch, function)
         found += _judge(step, number, pairs)
     return VerificationReport(count, compared, tuple(found))
 
@@ -155,7 +165,7 @@ def _run_both(
         before = {name: tensor.clone() for name, _, tensor in _state(step.model, step.optimizer)}
         output = step(*batch)
         mine = {name: tensor.clone() for name, _, tensor in _state(step.model, step.optimizer)}
-    wide = _in_float64(step, model, optimizer, batch, loss_fn)
+    wide = _in_float64(step, batch, loss_fn)
     expected = _step(step, model, optimizer, batch, loss_fn)
     flat = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     pairs = []
@@ -201,16 +211,31 @@ def _step(
     return [x.detach() for x in (loss, *others)]
 
 
-def _in_float64(
+def _with_nudged(
+    pairs: list[_Pair],
     step: TrainingStep,
-    model: torch.nn.Module,
-    optimizer: Any,
     batch: tuple[Any, ...],
     loss_fn: Callable[..., Any] | None,
+) -> list[_Pair]:
+    others = [_in_float64(step, batch, loss_fn, _nudged(seed)) for seed in range(_SAMPLES)]
+    return [
+        replace(pair, nudged=[each[pair.name] for each in others if pair.name in each])
+        for pair in pairs
+    ]
+
+
+def _in_float64(
+    step: TrainingStep,
+    batch: tuple[Any, ...],
+    loss_fn: Callable[..., Any] | None,
+    change: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> dict[str, torch.Tensor]:
-    """Take PyTorch's step on copies in float64; nothing where the model does not run in it."""
-    model, optimizer = copy.deepcopy((model, optimizer))
+    """Take PyTorch's step on copies in float64, of changed parameters; nothing where it cannot."""
+    model, optimizer = copy.deepcopy((step.model, step.optimizer))
+    changed = [change(parameter.detach()) for parameter in model.parameters()]
     model.double()
+    for parameter, value in zip(model.parameters(), changed, strict=True):
+        parameter.data.copy_(value)
     for state in (s for member in optimizers_of(optimizer) for s in member.state.values()):
         state.update({key: _wide(value) for key, value in state.items()})
     try:
@@ -221,6 +246,17 @@ def _in_float64(
     exact = dict(zip(names, outputs, strict=True))
     exact.update({name: tensor for name, _, tensor in _state(model, optimizer)})
     return exact
+
+
+def _nudged(seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what moves each number by a few units of its last place."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def nudge(tensor: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        return tensor.cpu() * (1 + _NUDGE * torch.finfo(tensor.dtype).eps * noise)
+
+    return nudge
 
 
 def _wide(value: Any) -> Any:
@@ -300,7 +336,9 @@ def _excess(pair: _Pair, scale: float) -> tuple[float, float] | None:
     rounding = 8 * torch.finfo(pair.theirs.dtype).eps * _greatest(theirs)
     allowed = tolerance * (_change(pair) + _FLOOR * scale) + rounding
     if pair.exact is not None and pair.exact.shape == theirs.shape:
-        allowed += _OWN * _greatest(theirs - _values(pair, pair.exact))
+        exact = _values(pair, pair.exact)
+        others = (theirs, *(_values(pair, each) for each in pair.nudged))
+        allowed += _OWN * max(_greatest(each - exact) for each in others)
     wrong = torch.where(mine.isnan() & theirs.isnan(), 0.0, (mine - theirs).abs())
     if pair.judged is not None:
         wrong = wrong[pair.judged]

@@ -57,7 +57,9 @@ class CompiledFunction:
         self._captured, self._executable = captured, executable
         self._schema = schema = describe_batch(captured, model)
         self._model = model
-        self._hooks = HookWatch(model, optimizers_of(optimizer))
+        used = {guard.what: guard.value for guard in captured.outer.guards}
+        held = {name: value for name, value in used.items() if isinstance(value, torch.nn.Module)}
+        self._hooks = HookWatch(model, optimizers_of(optimizer), held)
         self._modes = tuple((module, module.training) for module in model.modules())
         device = tvm.runtime.device(schema.device.type, schema.device.index or 0)
         if sibling is not None and sibling._executable is executable:

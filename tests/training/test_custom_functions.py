@@ -332,6 +332,38 @@ def test_what_writes_into_its_arguments_is_refused():
     assert "apply" not in _SingleLevelFunction.__dict__  # functions work again as before
 
 
+class Cache:
+    def __init__(self):
+        self.seen, self.calls = [], 0
+
+
+class Filling(torch.autograd.Function):
+    """Leaves something in its second argument, which another call finds there."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        if isinstance(kept, Cache):
+            kept.calls += 1
+            return x * kept.calls
+        kept.append(x * 2)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@pytest.mark.parametrize("make", [Cache, lambda: Cache().seen], ids=["object", "list"])
+def test_what_changes_the_objects_that_it_is_given_is_refused(make):
+    def function(x):
+        kept = make()
+        y = Filling.apply(x, kept)
+        return y + kept[0] if isinstance(kept, list) and kept else y
+
+    with pytest.raises(UnsupportedOperatorError, match=r"Filling.*(Cache|list).*use_cache"):
+        compiled(Model(function))
+
+
 def test_is_traced_at_each_start():
     """The gradient is code that the exported graph does not show."""
     model = Model(CASES["nested"])

@@ -16,6 +16,7 @@ import relax_disc
 from relax_disc.errors import (
     InputMismatchError,
     ModelCheckError,
+    RelaxDiscWarning,
     ShapeRangeError,
     UnsupportedOperatorError,
 )
@@ -97,6 +98,40 @@ module.compiled(module.Net(), (module.X, module.Y), torch.nn.CrossEntropyLoss())
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.stdout == "refused\n", done.stderr
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "text", [lambda loss: f"{loss:.3f}", lambda loss: f"{loss.item():8.2e}"], ids=["tensor", "item"]
+)
+def test_a_formatted_loss_warns(text):
+    def loss(model, x, y):
+        found = F.cross_entropy(model(x), y)
+        text(found)
+        return found
+
+    model = Net()
+    with pytest.warns(RelaxDiscWarning, match=r"test_messages.*\(loss, extras\)"):
+        step = compiled(model, (X, Y), loss)
+    torch.testing.assert_close(step(X, Y), F.cross_entropy(Net()(X), Y).detach())
+
+
+@pytest.mark.parametrize("look", [torch.Tensor.numpy, float], ids=["numpy", "float"])
+def test_a_value_that_cannot_be_had_is_refused_with_what_to_do(look):
+    def loss(model, x, y):
+        found = F.cross_entropy(model(x), y)
+        look(found.detach())
+        return found
+
+    with pytest.raises(UnsupportedOperatorError, match=r"test_messages.*\(loss, extras\)"):
+        compiled(Net(), (X, Y), loss)
+
+
+def test_clipping_by_value_after_the_step_is_told_of():
+    model = Net()
+    compiled(model, (X,), lambda model, x: model(x).mean())(X)
+    # PyTorch's own error comes after it; here the warning is one.
+    with pytest.raises(RelaxDiscWarning, match="clip_grad_value_ found no gradients"):
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])

@@ -40,6 +40,10 @@ class CustomCall:
 
     def run(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> Any:
         """Make the call with other tensors and sizes; whatever the function returns."""
+        return self.function.apply(*self.arguments(tensors, sizes))
+
+    def arguments(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the function's arguments, with other tensors and sizes."""
         given = {"tensor": iter(tensors), "size": iter(sizes)}
         leaves: list[Any] = []
         for leaf, kind in zip(self.leaves, self.kinds, strict=True):
@@ -47,7 +51,7 @@ class CustomCall:
                 leaves.append(_live(leaf, next(given["tensor"])))
             else:
                 leaves.append(leaf if kind == "plain" else next(given[kind]))
-        return self.function.apply(*pytree.tree_unflatten(leaves, self.structure))
+        return pytree.tree_unflatten(leaves, self.structure)
 
 
 class CustomCalls:
@@ -85,13 +89,25 @@ class CustomCalls:
         """Try a call on tensors without values, as it is without gradients; its tensors."""
         call = self._calls[index]
         versions = [tensor._version for tensor in tensors]
+        arguments = call.arguments(tensors, sizes)
+        before = _held_by(arguments)
         with _replaced(_original), torch.no_grad(), live_everywhere():
-            self._returned = call.run(tensors, sizes)
+            self._returned = call.function.apply(*arguments)
+        name, after = call.function.__qualname__, _held_by(arguments)
         if versions != [tensor._version for tensor in tensors]:
             why = (
                 "this torch.autograd.Function writes into its arguments; let it return new tensors"
             )
-            raise refusal(call.function.__qualname__, why)
+            raise refusal(name, why)
+        changed = before.keys() ^ after.keys()
+        changed |= {key for key in before.keys() & after.keys() if before[key] is not after[key]}
+        if changed:
+            kinds = " and ".join(sorted({type(arguments[key[0]]).__name__ for key in changed}))
+            why = (
+                f"this torch.autograd.Function changes what it is given ({kinds}); let it return "
+                "what it computes, and switch caches off (use_cache=False)"
+            )
+            raise refusal(name, why)
         leaves = pytree.tree_leaves(self._returned)
         return [torch.empty_like(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -109,6 +125,30 @@ def _kind(leaf: Any) -> str:
     if type(leaf) is LiveNumber:
         return "number" if leaf.make is not None else "plain"
     return "size" if isinstance(leaf, torch.SymInt) else "plain"
+
+
+_OPAQUE = (torch.nn.Module, Tensor, LiveNumber, torch.SymInt, torch.SymFloat, torch.SymBool, type)
+
+
+def _held_by(value: Any) -> dict[tuple[Any, ...], Any]:
+    """Return what arguments hold, by where: in containers and in attributes of plain objects."""
+    found: dict[tuple[Any, ...], Any] = {}
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), value)]
+    seen = set()
+    while waiting:
+        path, value = waiting.pop()
+        found[path] = value
+        if id(value) in seen or isinstance(value, _OPAQUE):
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            parts = value
+        elif isinstance(value, list | tuple):
+            parts = dict(enumerate(value))
+        else:
+            parts = {} if callable(value) else getattr(value, "__dict__", {})
+        waiting += [((*path, key), part) for key, part in parts.items()]
+    return found
 
 
 def _live(number: LiveNumber, tensor: Tensor) -> LiveNumber:

@@ -37,6 +37,7 @@ class StepInterpreter(fx.Interpreter):
         twice: bool,
     ) -> None:
         super().__init__(graph, garbage_collect_values=False)
+        self.extra_traceback = False  # an error names the line itself
         self._twice = twice  # whether gradients are differentiated again
         self._allows_half = allows_half
         self._custom_calls = custom_calls

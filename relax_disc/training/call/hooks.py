@@ -1,10 +1,13 @@
-"""Notice what eager PyTorch would call, or use, and a compiled step does not: hooks, updates."""
+"""Notice what eager PyTorch would call, or use, and a compiled step does not.
+
+Hooks, another ``forward``, the optimizer's own updates.
+"""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ _FOR_MODELS = (
     "register a forward hook before compiling, so that what it computes is compiled, return "
     "tensors as (loss, extras), and take gradients from step(..., keep_gradients=True)"
 )
+_REPLACED = "was replaced after the step was compiled: put it back or compile again."
 _FOR_OPTIMIZERS = "do what it does before or after the call of the step"
 
 
@@ -37,12 +41,24 @@ class HookWatch:
 
     PyTorch counts the hooks that it registers, wherever that is; only a new count is looked into.
 
-    Hooks of the model's modules and parameters, of the optimizers, and those for all modules and
-    optimizers.
+    Hooks of the model's modules and parameters, of modules outside it that the program contains, of
+    the optimizers, and those for all modules and optimizers.  The ``forward`` of these modules and
+    of their classes is compared, too.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        outside: Mapping[str, nn.Module] | None = None,
+    ) -> None:
         self._model, self._optimizers = model, optimizers
+        self._modules = [(path or "the model", module) for path, module in model.named_modules()]
+        seen = {module for _, module in self._modules}
+        for path, outer in (outside or {}).items():
+            self._modules += outer.named_modules(seen, path)
+        self._held = [(vars(m), vars(m).get("forward"), path) for path, m in self._modules]
+        self._kinds = [(kind, kind.forward) for kind in {type(m): None for _, m in self._modules}]
         self._known = {(id(table), key) for _, table in self._tables() for key in table}
         self._compiled = [(what, table, set(table)) for what, table in self._tables() if table]
         self._count = RemovableHandle.next_id
@@ -50,8 +66,15 @@ class HookWatch:
     def check(self) -> None:
         """Compare.
 
-        Raises `InputMismatchError`: names a hook that was added or removed.
+        Raises `InputMismatchError`: names a hook that was added or removed, or the module whose
+        ``forward`` is another one.
         """
+        for own, forward, path in self._held:
+            if own.get("forward") is not forward:
+                raise InputMismatchError(f"The forward of {path} {_REPLACED}")
+        for kind, forward in self._kinds:
+            if kind.forward is not forward:
+                raise InputMismatchError(f"{kind.__name__}.forward {_REPLACED}")
         for what, table, keys in self._compiled:
             if not keys.issubset(table):
                 raise InputMismatchError(
@@ -71,9 +94,9 @@ class HookWatch:
     def _tables(self) -> Iterator[tuple[str, dict[int, Any]]]:
         for name, what in _OF_MODULES.items():
             yield f"{what} of all modules", getattr(modules, f"_global{name}", {})
-        for path, module in self._model.named_modules():
+        for path, module in self._modules:
             for name, what in _OF_MODULES.items():
-                yield f"{what} of {path or 'the model'}", getattr(module, name)
+                yield f"{what} of {path}", getattr(module, name)
         for path, parameter in self._model.named_parameters():
             for name, what in _OF_TENSORS.items():
                 yield f"{what} of {path}", getattr(parameter, name) or {}
@@ -103,28 +126,44 @@ register_optimizer_step_pre_hook(_before_step)
 
 
 def watch_clipping() -> None:
-    """Let ``torch.nn.utils.clip_grad_norm_`` warn, once, when it finds no gradients at all.
+    """Let PyTorch's clipping of gradients warn, once, when it finds no gradients at all.
 
-    After a compiled step there are none: it has used them.
+    After a compiled step there are none: it has used them.  Clipping by value then ends in an
+    error of PyTorch that does not say so.
     """
-    original = clip_grad._get_total_norm  # pyright: ignore[reportAttributeAccessIssue]
-    if getattr(original, "_relax_disc", False):
+    functions: Any = clip_grad
+    if getattr(functions._get_total_norm, "_relax_disc", False):
         return
+    functions._get_total_norm = _warning_of_none(
+        functions._get_total_norm, len, "clip_grad_norm_", "max_grad_norm=..."
+    )
+    functions._group_tensors_by_device_and_dtype = _warning_of_none(
+        functions._group_tensors_by_device_and_dtype,
+        lambda lists: len(lists[0]),
+        "clip_grad_value_",
+        "max_grad_norm=..., which clips by the norm",
+    )
+
+
+def _warning_of_none(
+    original: Callable[..., Any], count: Callable[[Any], int], name: str, option: str
+) -> Callable[..., Any]:
+    """Return the function with a warning for the first time that it gets no gradients."""
     warned = False
 
-    def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal warned
         tensors = list(tensors) if not isinstance(tensors, torch.Tensor) else tensors
-        if not warned and len(tensors) == 0:
+        if not warned and count(tensors) == 0:
             warned = True
             warnings.warn(
-                "clip_grad_norm_ found no gradients. If a compiled step trains these parameters it "
-                "has used and dropped them: clip with relax_disc.compile(..., max_grad_norm=...), "
-                "or get them with step(..., keep_gradients=True).",
+                f"{name} found no gradients. If a compiled step trains these parameters it has "
+                f"used and dropped them: clip with relax_disc.compile(..., {option}), or get them "
+                "with step(..., keep_gradients=True).",
                 RelaxDiscWarning,
                 stacklevel=4,
             )
         return original(tensors, *args, **kwargs)
 
-    total_norm._relax_disc = True  # pyright: ignore[reportFunctionMemberAccess]
-    clip_grad._get_total_norm = total_norm  # pyright: ignore[reportAttributeAccessIssue]
+    watched._relax_disc = True  # pyright: ignore[reportFunctionMemberAccess]
+    return watched

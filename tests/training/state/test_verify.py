@@ -91,6 +91,41 @@ def test_names_the_first_difference_and_its_line(kind):
     assert "second.weight" in str(report)
 
 
+class AtAKink(nn.Module):
+    """Rounding decides on which side of zero the first activation is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 1, bias=False), nn.Linear(1, 1)
+        with torch.no_grad():
+            self.first.weight.copy_(torch.tensor([[1.0, -1.0]]))
+
+    def forward(self, x):
+        return (self.second(self.first(x).relu()) - 1).square().mean()
+
+
+@pytest.mark.parametrize("change", [2.0**-22, 2.0**-8])
+def test_an_activation_at_a_kink_may_fall_on_either_side(change):
+    torch.manual_seed(0)
+    model, x = AtAKink(), torch.tensor([[1.0, 1.0], [1.0, -2.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = relax_disc.compile(model, optimizer, (x,), dynamic_shapes=({0: Dim("rows", max=8)},))
+    original = step._call
+
+    def other_rounding(tensors, values):
+        with torch.no_grad():
+            weight = model.first.weight.clone()
+            model.first.weight[0, 0] += change
+            flat = original(tensors, values)
+            model.first.weight -= torch.tensor([[change, 0.0]])
+        assert not torch.equal(weight, model.first.weight)
+        return flat
+
+    step._call = other_rounding
+    report = relax_disc.verify(step, [(x,)])
+    assert report.ok == (change < 1e-5), str(report)
+
+
 def test_compares_with_a_loss_function():
     def loss_fn(model, x):
         return model(x) * 2

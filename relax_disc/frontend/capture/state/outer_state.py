@@ -76,6 +76,12 @@ _LOOKS = {
     Tensor.__float__: "float()",
     Tensor.__int__: "int()",
 }
+_NEED_VALUES = {
+    Tensor.numpy: ".numpy()",
+    Tensor.__array__: "numpy.array",
+    Tensor.__float__: "float()",
+}
+_VALUELESS = (GuardOnDataDependentSymNode, DataDependentOutputException, RuntimeError, TypeError)
 
 
 class _StandIns(TorchFunctionMode):
@@ -222,7 +228,18 @@ class OuterState:
             args, kwargs = with_tensors(func, args, kwargs)
         if func == _SET_DATA and type(args[1]) not in _TENSORS:
             return self._set_data(*args)
-        return func(*args, **kwargs)
+        if func is Tensor.__format__:
+            return str(args[0])  # whatever the number of digits
+        try:
+            return func(*args, **kwargs)
+        except _VALUELESS as error:
+            if func not in _NEED_VALUES:
+                raise
+            raise UnsupportedOperatorError(
+                f"{calling_line()}: {_NEED_VALUES[func]} in the model or loss_fn needs a tensor's "
+                "value, and there is none while the step is compiled: return the tensor beside the "
+                "loss, as (loss, extras)."
+            ) from error
 
     def _stand_in(self, value: Any) -> Any:
         kind = type(value)
@@ -307,6 +324,8 @@ class OuterState:
         """Note the attributes that are read of modules, and of other objects that were found."""
         found = [type(value) for _, value in self._known.containers if _is_recorded(value)]
         with contextlib.ExitStack() as stack:
+            for kind in (torch.SymFloat, torch.SymInt):
+                stack.enter_context(patch.object(kind, "__format__", lambda of, digits: str(of)))
             for kind in dict.fromkeys([nn.Module, *found]):
                 recorder = _recorder(kind.__getattribute__, self._reads)
                 stack.enter_context(patch.object(kind, "__getattribute__", recorder))

@@ -187,7 +187,13 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
     """List how the walk goes on from an object, and note the object."""
     if isinstance(value, nn.Module):
         found.modules.setdefault(id(value), (source, value))
-        for table in ("_parameters", "_buffers", "_modules"):
+        for table in (
+            "_parameters",
+            "_buffers",
+            "_modules",
+            "_forward_pre_hooks",
+            "_forward_hooks",
+        ):
             yield from (("child", (table, key)) for key in getattr(value, table))
         yield from (("attribute", key) for key in value.__dict__ if key not in _INTERNAL)
         yield from _methods(value)
