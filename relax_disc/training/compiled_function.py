@@ -60,7 +60,7 @@ class CompiledFunction:
         used = {guard.what: guard.value for guard in captured.outer.guards}
         held = {name: value for name, value in used.items() if isinstance(value, torch.nn.Module)}
         self._hooks = HookWatch(model, optimizers_of(optimizer), held)
-        self._modes = tuple((module, module.training) for module in model.modules())
+        self._modes = [(vars(module), module.training, module) for module in model.modules()]
         device = tvm.runtime.device(schema.device.type, schema.device.index or 0)
         if sibling is not None and sibling._executable is executable:
             self._machine = sibling._machine
@@ -522,8 +522,8 @@ class CompiledFunction:
             )
 
     def _check_mode(self) -> None:
-        for module, training in self._modes:
-            if module.training != training:
+        for attributes, training, module in self._modes:
+            if attributes["training"] is not training:
                 mode = "train" if training else "eval"
                 raise InputMismatchError(
                     f"{type(module).__name__} was compiled in {mode}() mode and is in the other "

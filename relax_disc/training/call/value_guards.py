@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -27,17 +28,19 @@ class ValueGuards:
     def __init__(self, guards: Sequence[Guard]) -> None:
         self._entries: list[tuple[Any, Any, Any, Guard]] = []
         self._cells: list[tuple[types.CellType, Any, Guard]] = []
-        self._copies = [guard for guard in guards if type(guard.value) in _CONTAINERS]
-        self._shadowed = [guard for guard in guards if guard.shadow is not None]
-        copies = set(map(id, self._copies))
+        self._copies: list[tuple[Any, Any, Any, Guard]] = []
+        self._shadowed = [
+            (guard.shadow, guard.place.key, guard) for guard in guards if guard.shadow is not None
+        ]
         for guard in guards:
-            holder = guard.place.container
-            if id(guard) in copies:
-                continue
-            if isinstance(holder, types.CellType):
-                self._cells.append((holder, guard.value, guard))
+            holder, value = guard.place.container, guard.value
+            is_cell = isinstance(holder, types.CellType)
+            if type(value) in _CONTAINERS:
+                self._copies.append((guard.place.get if is_cell else None, holder, value, guard))
+            elif is_cell:
+                self._cells.append((holder, value, guard))
             else:
-                self._entries.append((holder, guard.place.key, guard.value, guard))
+                self._entries.append((holder, guard.place.key, value, guard))
         self._autocast, self._default = _autocast(), torch.get_default_dtype()
 
     def __len__(self) -> int:
@@ -55,14 +58,15 @@ class ValueGuards:
             for cell, value, guard in self._cells:
                 if cell.cell_contents is not value:
                     _compare(guard, cell.cell_contents)
+            for get, holder, value, guard in self._copies:
+                now = holder[guard.place.key] if get is None else get()
+                if not _holds_the_same(now, value):
+                    _compare(guard, now)
         except (LookupError, ValueError):
             _compare(guard, _ABSENT)  # pyright: ignore[reportPossiblyUnboundVariable]
-        for guard in self._copies:
-            _compare(guard, _value(guard.place.get))
-        for guard in self._shadowed:
-            assert guard.shadow is not None
-            if guard.place.key in guard.shadow:
-                _compare(guard, guard.shadow[guard.place.key])
+        for shadow, key, guard in self._shadowed:
+            if key in shadow:
+                _compare(guard, shadow[key])
         if self._autocast != (now := _autocast()):
             was = "inside" if any(enabled for enabled, _ in self._autocast) else "outside of"
             raise InputMismatchError(
@@ -78,18 +82,22 @@ class ValueGuards:
 
 
 def _autocast() -> tuple[tuple[bool, torch.dtype | None], ...]:
-    return tuple(
-        (enabled, torch.get_autocast_dtype(kind) if enabled else None)
-        for kind in ("cpu", "cuda")
-        for enabled in (torch.is_autocast_enabled(kind),)
-    )
+    return _autocast_of("cpu"), _autocast_of("cuda")
 
 
-def _value(get: Callable[[], Any]) -> Any:
-    try:
-        return get()
-    except (LookupError, ValueError):
-        return _ABSENT
+def _autocast_of(kind: str) -> tuple[bool, torch.dtype | None]:
+    enabled = torch.is_autocast_enabled(kind)
+    return enabled, torch.get_autocast_dtype(kind) if enabled else None
+
+
+def _holds_the_same(now: Any, was: Any) -> bool:
+    """Say whether two lists or dicts hold the very same objects; quick, and False if unsure."""
+    kind = type(was)
+    if type(now) is not kind or kind not in (list, dict) or len(now) != len(was):
+        return False
+    if kind is list:
+        return all(map(is_, now, was))
+    return all(map(is_, now, was)) and all(map(is_, now.values(), was.values()))
 
 
 def _equal(now: Any, was: Any) -> bool:
