@@ -1,9 +1,10 @@
 """Time that the checks of a call take: `python -m benchmarks.checks`.
 
-On size S of `benchmarks.training` (a Llama of four layers) with AdamW, in processor time of one
-thread: the comparison of the Python values that were read at compile, for each call; and a step
-whose ids and labels come from a table, so that the program itself checks them, next to the same
-step without these checks, in turn.
+In processor time of one thread, with AdamW: the comparison of the Python values that were read at
+compile, and of modes and hooks, for each call, of Hugging Face's Llama of four layers and of size S
+of `benchmarks.training`, another one of four layers; and a step of S whose ids and labels come from
+a table, so that the program itself checks them, next to the same step without these checks, in
+turn, and the share that the kernels that check have in the time of all kernels.
 """
 
 from __future__ import annotations
@@ -51,12 +52,50 @@ def quartiles(values: Sequence[float], digits: int) -> list[float]:
     return [round(value, digits) for value in statistics.quantiles(values, n=4)]
 
 
-def guards(step: relax_disc.TrainingStep) -> dict[str, Any]:
-    """Time the comparison of Python values."""
-    check = step._guards.check
-    rounds = [timed(lambda: [check() for _ in range(GUARD_CALLS)]) for _ in range(ROUNDS)]
-    micros = [nanos / GUARD_CALLS / 1e3 for nanos in rounds]
-    return {"check": "values", "count": len(step._guards), "us": quartiles(micros, 2)}
+def guards(name: str, step: relax_disc.TrainingStep) -> dict[str, Any]:
+    """Time the comparison of Python values, and of these with modes and hooks."""
+
+    def micros(check: Callable[[], None]) -> list[float]:
+        rounds = [timed(lambda: [check() for _ in range(GUARD_CALLS)]) for _ in range(ROUNDS)]
+        return quartiles([nanos / GUARD_CALLS / 1e3 for nanos in rounds], 2)
+
+    return {
+        "check": "values",
+        "model": name,
+        "count": len(step._guards),
+        "us": micros(step._guards.check),
+        "us_with_modes_and_hooks": micros(step._check_mode),
+    }
+
+
+def hugging_face_llama() -> relax_disc.TrainingStep:
+    """Compile `LlamaForCausalLM` of four layers, small: how wide it is makes no difference."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4))
+    ids = torch.arange(12).reshape(2, 6)
+    shape = {0: Dim("batch", min=1, max=8), 1: Dim("length", min=2, max=64)}
+    return relax_disc.compile(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        {"input_ids": ids, "labels": ids},
+        dynamic_shapes={"input_ids": shape, "labels": shape},
+    )
+
+
+def share(step: relax_disc.TrainingStep, batch: Sequence[torch.Tensor]) -> float:
+    """Percent of the kernels' time that goes into the kernels that check."""
+    shares = []
+    for _ in range(ROUNDS):
+        with step.session.profile():
+            step(*batch)
+        times = [nanos for _, nanos in step.session.kernel_times()]
+        checks = ["index_outside" in name for name in step.session.kernel_names]
+        assert any(checks)
+        of_checks = sum(nanos for nanos, checked in zip(times, checks, strict=True) if checked)
+        shares.append(100 * of_checks / sum(times))
+    return round(statistics.median(shares), 4)
 
 
 def flags(checked: relax_disc.TrainingStep, plain: relax_disc.TrainingStep) -> list[dict[str, Any]]:
@@ -77,6 +116,7 @@ def flags(checked: relax_disc.TrainingStep, plain: relax_disc.TrainingStep) -> l
                 "ms": quartiles([a / 1e6 for a, _ in pairs], 3),
                 "ms_without": quartiles([b / 1e6 for _, b in pairs], 3),
                 "percent_more": quartiles([100 * (a / b - 1) for a, b in pairs], 2),
+                "percent_in_kernels_that_check": share(checked, batch),
             }
         )
     return results
@@ -85,8 +125,7 @@ def flags(checked: relax_disc.TrainingStep, plain: relax_disc.TrainingStep) -> l
 def main() -> None:
     """Measure, print and write benchmarks/results/checks.json."""
     torch.set_num_threads(1)
-    step = compiled(None)
-    results = [guards(step)]
+    results = [guards("Hugging Face", hugging_face_llama()), guards("S", compiled(None))]
     table = torch.arange(VOCABULARY)
 
     def loss_fn(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def finetune(repository):
             _arguments(repository, *arguments),
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
             env={**os.environ, "COLUMNS": "100"},
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -159,7 +159,7 @@ def test_records_of_the_library(corpus):
 def test_memory_budget_tutorial(repository):
     script = repository / "tutorials" / "memory_budget.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--smoke"], capture_output=True, text=True, timeout=300
+        [sys.executable, str(script), "--smoke"], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "losses identical to the last bit: True" in done.stdout
@@ -196,7 +196,7 @@ def test_tutorial_runs(repository, tmp_path, name):
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         cwd=tmp_path,
         env={**os.environ, "MPLBACKEND": "agg"},
     )

@@ -174,7 +174,7 @@ def test_page_in_a_browser(plans, tmp_path):
     options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile")
     done = subprocess.run(
         [browser, *options, "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     assert 'data-ready="yes"' in done.stdout
     assert done.stdout.count("<svg") == 2

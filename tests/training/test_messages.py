@@ -310,3 +310,13 @@ def test_vmap_over_the_batch():
             for parameter, grad in zip(eager.parameters(), grads, strict=True):
                 parameter.sub_(grad, alpha=0.1)
     torch.testing.assert_close(dict(model.named_parameters()), dict(eager.named_parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch shows it to nobody
+def test_transforms_that_pytorch_cannot_trace_are_refused_with_the_line():
+    def loss(model, x, y):
+        of_row = torch.func.jacrev(lambda row: model(row)[0])
+        return torch.vmap(of_row)(x).square().mean()
+
+    with pytest.raises(UnsupportedOperatorError, match=r"test_messages\.py:\d+"):
+        compiled(Net(), (X, Y), loss)

@@ -248,6 +248,8 @@ def test_budget_holds_or_is_refused(compiled):
     with pytest.raises(MemoryBudgetError) as caught:
         step(*batch(64))
     assert 1000 < caught.value.lower_bound_bytes <= caught.value.least_bytes <= plan.peak_bytes
+    assert caught.value.least_bytes == plan.least_bytes
+    assert f"the least found feasible is {plan.least_bytes} bytes" in str(caught.value)
     assert torch.equal(before, model.first.weight)
     step.memory_budget = caught.value.least_bytes
     assert step.plan(rows=64).fits

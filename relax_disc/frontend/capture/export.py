@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -381,7 +382,9 @@ def _export(
         raise _translate(error, lines) from error
     except (RelaxDiscError, LoopRefusal):
         raise
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:
+        if isinstance(error, AttributeError) and not _is_of_torch(error):
+            raise  # the model's own
         line = parse_stack(_traceback(error))
         raise UnsupportedOperatorError(
             f"{line}: PyTorch cannot trace the model: {_first_part(error)}",
@@ -502,6 +505,12 @@ def _untraceable(error: UnsupportedOperatorException) -> UnsupportedOperatorErro
     return UnsupportedOperatorError(
         f"{line}: PyTorch cannot trace {name} with symbolic sizes.", ((name, str(line)),)
     )
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Say whether PyTorch's own code raised an error."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return last.filename.startswith(torch.__path__[0])
 
 
 def _traceback(error: BaseException) -> str:

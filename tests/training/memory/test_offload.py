@@ -357,7 +357,7 @@ def test_a_fork_may_drop_a_tier_whose_thread_it_does_not_have(repository, tmp_pa
     environment = {**os.environ, "PYTHONPATH": str(repository)}
     command = [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path)]
     done = subprocess.run(
-        command, cwd=repository, env=environment, capture_output=True, text=True, timeout=100
+        command, cwd=repository, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.stdout.split() == ["7", "True"], done.stderr
 
