@@ -76,11 +76,7 @@ _LOOKS = {
     Tensor.__float__: "float()",
     Tensor.__int__: "int()",
 }
-_NEED_VALUES = {
-    Tensor.numpy: ".numpy()",
-    Tensor.__array__: "numpy.array",
-    Tensor.__float__: "float()",
-}
+_NEED_VALUES = {Tensor.numpy: ".numpy()", Tensor.__float__: "float()"}
 _VALUELESS = (GuardOnDataDependentSymNode, DataDependentOutputException, RuntimeError, TypeError)
 
 
