@@ -175,6 +175,21 @@ def _of_length(name: str, multiple: int, make: Callable[[], nn.Module]) -> Entry
     )
 
 
+def _seen_by_all(rows: int, parts: int) -> Batch:
+    """Sequences of which the first words, one to four, are seen by all others."""
+    generator = seeded(rows, parts)
+    ids = torch.randint(3, VOCABULARY, (rows, 8 * parts), generator=generator)
+    count = torch.randint(1, 5, (rows, 1), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "global_attention_mask": (torch.arange(8 * parts) < count).long(),
+        "labels": torch.randint(0, 5, (rows,), generator=generator),
+    }
+
+
 _BIG = {"block_size": 4, "num_random_blocks": 1}
 _REFORMER = {
     "vocab_size": VOCABULARY,
@@ -270,6 +285,27 @@ OF_TRANSFORMERS = [
         ),
     ),
     _of_length("Longformer", 8, built("Longformer", "ForMaskedLM", **BASE, attention_window=8)),
+    _other(
+        "Longformer, global attention",
+        built(
+            "Longformer",
+            "ForSequenceClassification",
+            **BASE,
+            attention_window=8,
+            num_labels=5,
+            problem_type="single_label_classification",
+        ),
+        batch=_seen_by_all,
+        ranges={"batch": (1, 8), "parts": (2, LONGEST // 8)},
+        axes={
+            **{
+                key: {0: "batch", 1: "8*parts"}
+                for key in ("input_ids", "attention_mask", "global_attention_mask")
+            },
+            "labels": {0: "batch"},
+        },
+        sizes=[(3, 3), (1, 2), (8, LONGEST // 8), (5, 5)],
+    ),
     replace(
         of_pairs(
             "LED",

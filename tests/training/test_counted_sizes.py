@@ -1,6 +1,7 @@
 """Sizes that only the data tell: masks, nonzero, unique; one build, many counts, as PyTorch."""
 
 import copy
+import itertools
 import random
 
 import pytest
@@ -9,7 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from relax_disc import TrainingStep, compile, verify
-from relax_disc.errors import IndexRangeError, ShapeRangeError, UnsupportedOperatorError
+from relax_disc.errors import (
+    IndexRangeError,
+    ModelCheckError,
+    ShapeRangeError,
+    UnsupportedOperatorError,
+)
 from relax_disc.pipeline import PipelineOptions
 
 _WORDS = 11
@@ -324,6 +330,35 @@ def _consecutive(model, ids, labels):
     return model(torch.unique_consecutive(ids.flatten())).sum()
 
 
+def _packed(model, ids, labels):
+    """What Longformer does with the words that all others see."""
+    mask = labels >= 0
+    count = mask.long().sum(1)
+    there = torch.arange(count.max()) < count[:, None]
+    h = model(ids)
+    packed = h.new_zeros(len(ids), count.max(), _WORDS)
+    packed[there.nonzero(as_tuple=True)] = h[mask.nonzero(as_tuple=True)]
+    return packed.softmax(1).pow(2).sum() / len(ids)
+
+
+def test_a_size_that_is_a_sum_over_a_mask_is_counted():
+    step = _compiled(_packed)
+    for selected, shape in itertools.product(("some", "none", "all"), _SHAPES[:3]):
+        _check(step, _packed, _batch(*shape, selected=selected))
+
+
+def test_such_a_size_is_no_more_than_the_mask_holds():
+    def added_to(model, ids, labels):
+        count = (labels >= 0).long()
+        count[:, 0] += 3
+        return model(ids).mean() * torch.arange(count.sum(1).max()).sum()
+
+    step = _compiled(added_to)
+    _check(step, added_to, _batch(2, 9, selected="none"))
+    with pytest.raises(ModelCheckError, match="more than its mask holds"):
+        step(*_batch(2, 2, selected="all"))
+
+
 def _in_eights(model, ids, labels):
     return model(ids)[labels >= 0].reshape(-1, 8).sum()
 
@@ -331,6 +366,12 @@ def _in_eights(model, ids, labels):
 def _what_is_left(model, ids, labels):
     x = model(ids).flatten(0, 1)
     return x[x[labels.flatten() >= 0].shape[0] :].cos().sum()
+
+
+def _written_into(model, ids, labels):
+    number = torch.tensor(ids.shape[0])
+    number += 1
+    return model(ids).mean() * torch.ones(number).sum()
 
 
 def _normalised(model, ids, labels):
@@ -344,6 +385,7 @@ def _normalised(model, ids, labels):
         (_consecutive, "aten.unique_consecutive.default"),
         (_in_eights, "relies on|reshape"),
         (_what_is_left, "size .* of .* is not largest where selected are"),
+        (_written_into, "aten.item.default"),
         (_normalised, "decides from data"),
     ],
 )

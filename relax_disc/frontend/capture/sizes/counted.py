@@ -38,6 +38,7 @@ _COUNTING = {
     _ATEN.index.Tensor,
     _ATEN.masked_select.default,
     _ATEN.nonzero.default,
+    _ATEN.nonzero_numpy.default,
     _ATEN.where.default,
     _ATEN._unique2.default,
 }
@@ -176,6 +177,7 @@ class CountedSizes:
             _ATEN.index_put_.default: functools.partial(self._put, _ATEN.index_put_.default),
             _ATEN.masked_select.default: self._masked_select,
             _ATEN.nonzero.default: self._nonzero,
+            _ATEN.nonzero_numpy.default: self._where,
             _ATEN.where.default: self._where,
         }
 

@@ -2,18 +2,26 @@
 
 ``torch.tensor(x.shape[1])`` and ``torch.div(x.shape[1], 8, rounding_mode="trunc")`` make a tensor
 of a size; as the bound of a slice or as an extent it would be data, which no shape can follow.
-While a model is exported such a tensor remembers its number.
+While a model is exported such a tensor remembers its number, until somebody writes into it.
+
+``torch.arange(mask.sum(1).max())`` is as long as data tell, and at most as the mask: such a number
+is a size that is counted (:mod:`.counted`), of positions below it.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
+
+from relax_disc.frontend.capture.source_lines import calling_line
 
 _MAKE = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 _DIVIDE = (torch.div, Tensor.div, torch.divide, Tensor.divide)
@@ -47,7 +55,12 @@ _OF_SIZES = frozenset(
     for name in names
 )
 _MADE_BY_SIZES = frozenset((torch.arange, torch.zeros, torch.ones, torch.full, torch.empty))
+_WITH_VALUES = frozenset((torch.full, Tensor.new_full, Tensor.clamp, torch.clamp))
 _ATTRIBUTE = "_relax_disc_size"
+_ATEN = torch.ops.aten
+_SUMS = (_ATEN.sum.default, _ATEN.sum.dim_IntList)
+_CASTS = (_ATEN.to.dtype, _ATEN._to_copy.default)
+_GREATEST = (_ATEN.max.default, _ATEN.amax.default, *_CASTS)
 
 
 def sizes_for_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -55,13 +68,63 @@ def sizes_for_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     if func not in _OF_SIZES and func not in _MADE_BY_SIZES:
         return args, kwargs
     first = 1 if func in _OF_SIZES else 0
-    return (*args[:first], *_replaced(tuple(args[first:]))), _replaced(dict(kwargs))
+    replaced = functools.partial(_replaced, counts=func not in _WITH_VALUES)
+    return (*args[:first], *replaced(tuple(args[first:]))), replaced(dict(kwargs))
 
 
-def _replaced(value: Any) -> Any:
+def _replaced(value: Any, counts: bool) -> Any:
     if isinstance(value, tuple | list | dict) and not isinstance(value, torch.Size):
-        return pytree.tree_map(_replaced, value, is_leaf=lambda x: x is not value)
-    return getattr(value, _ATTRIBUTE, value) if isinstance(value, Tensor) else value
+        again = functools.partial(_replaced, counts=counts)
+        return pytree.tree_map(again, value, is_leaf=lambda x: x is not value)
+    if not isinstance(value, Tensor):
+        return value
+    if counts and _remembered(value) is None:
+        _count(value)
+    number = _remembered(value)
+    return value if number is None else number
+
+
+def _remember(x: Tensor, number: Any) -> None:
+    setattr(x, _ATTRIBUTE, (number, x._version))
+
+
+def _remembered(x: Tensor) -> Any:
+    """Return the number of a tensor that nobody has written into since."""
+    number, version = getattr(x, _ATTRIBUTE, (None, None))
+    return number if version == x._version else None
+
+
+def _count(x: Tensor) -> None:
+    """Let a tensor that says how much a mask holds remember that as a size that is counted.
+
+    That it is no more than can be is asserted: the mask may have been written into.
+    """
+    tracer: Any = getattr(get_proxy_mode(), "tracer", None)
+    slot = None if tracer is None or not _is_whole(x) else get_proxy_slot(x, tracer, None)
+    most = None if slot is None else _most(slot.proxy.node)
+    if most is not None:
+        places = torch.arange(most, device=x.device)
+        torch.ops.aten._assert_async.msg(
+            (x >= 0).logical_and(x <= most),
+            f"{calling_line()}: a size that data tell is less than 0, or more than its mask holds; "
+            "take it from a sum over the mask alone.",
+        )
+        _remember(x, torch.nonzero(places < x).shape[0])
+
+
+def _most(node: fx.Node) -> Any:
+    """Return the most that a sum over a mask can be; None for other values."""
+    source: Any = node.args[0] if node.args else None
+    if node.target in _GREATEST:
+        return _most(source)
+    if node.target not in _SUMS:
+        return None
+    shape = source.meta["val"].shape
+    axes: Any = node.args[1] if len(node.args) > 1 else None
+    while source.target in _CASTS:
+        source = source.args[0]
+    is_mask = source.meta["val"].dtype == torch.bool
+    return math.prod(shape[axis] for axis in axes or range(len(shape))) if is_mask else None
 
 
 def remember_size(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
@@ -75,7 +138,7 @@ def remember_size(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
     else:
         return result
     if number is not None and isinstance(result, Tensor) and _is_whole(result):
-        setattr(result, _ATTRIBUTE, number)
+        _remember(result, number)
     return result
 
 
@@ -93,12 +156,12 @@ def divided(x: Any, y: Any, *, rounding_mode: str | None = None) -> Tensor | Non
 
 def item(x: Tensor) -> Any:
     """Return the number that a tensor remembers; torch.export asks for the bounds of slices so."""
-    return getattr(x, _ATTRIBUTE, None)
+    return _remembered(x)
 
 
 def _number(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return getattr(x, _ATTRIBUTE, None)
+        return _remembered(x)
     return x if isinstance(x, int | torch.SymInt) and not isinstance(x, bool) else None
 
 
