@@ -72,16 +72,14 @@ def hugging_face_llama() -> relax_disc.TrainingStep:
     """Compile `LlamaForCausalLM` of four layers, small: how wide it is makes no difference."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4))
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_hidden_layers=4)
+    model = LlamaForCausalLM(config)
     ids = torch.arange(12).reshape(2, 6)
+    batch: Any = {"input_ids": ids, "labels": ids}
     shape = {0: Dim("batch", min=1, max=8), 1: Dim("length", min=2, max=64)}
-    return relax_disc.compile(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        {"input_ids": ids, "labels": ids},
-        dynamic_shapes={"input_ids": shape, "labels": shape},
-    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    return relax_disc.compile(model, optimizer, batch, dynamic_shapes=dict.fromkeys(batch, shape))
 
 
 def share(step: relax_disc.TrainingStep, batch: Sequence[torch.Tensor]) -> float:
