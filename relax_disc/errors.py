@@ -5,6 +5,8 @@ Each message says what went wrong, where, with which number, and what to do next
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 
@@ -43,10 +45,13 @@ class ShapeRangeError(RelaxDiscError, ValueError):
         Where one narrower range would do: the dim's name, its least and greatest size; else None.
     dims : tuple of str
         The dims that the condition is about, where one is known to be broken in their ranges.
+    fails_at : dict of str to int
+        Sizes of those dims, each at least 2, that break it; empty where none are known.
     """
 
     allowed: tuple[str, int, int | None] | None = None
     dims: tuple[str, ...] = ()
+    fails_at: Mapping[str, int] = MappingProxyType({})
 
 
 def narrower(message: str, dim: str, lower: int, upper: int | None) -> ShapeRangeError:

@@ -153,6 +153,13 @@ def _other(name: str, make: Callable[[], nn.Module], **facts: Any) -> Entry:
     return Entry(name=name, source="transformers", make=make, **facts)
 
 
+def _of_chunks(name: str, make: Callable[[], nn.Module]) -> Entry:
+    """Make an entry of a model that loops over chunks of 64: one chunk, some, and a part of one."""
+    entry = of_tokens(name, make)
+    sizes = [(3, 12), (1, 2), (2, 64), (1, 65), (8, 150)]
+    return replace(entry, ranges={"batch": (1, 8), "length": (2, 150)}, sizes=sizes)
+
+
 def _of_length(name: str, multiple: int, make: Callable[[], nn.Module]) -> Entry:
     """Lengths that a number divides, as the model's collator pads them."""
 
@@ -234,7 +241,7 @@ OF_TRANSFORMERS = [
         ),
     ),
     of_tokens("Gemma 3", built("Gemma3Text", "ForCausalLM", **LLAMA)),
-    of_tokens(
+    _of_chunks(
         "Qwen3-Next, gated delta rule",
         built(
             "Qwen3Next",

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,14 +42,14 @@ def scratch_bytes(
     *,
     function: str = aten.CALL,
     growing: Sequence[Tensor] | None = None,
-    held: Collection[Any] = (),
+    held: Mapping[Any, int] = MappingProxyType({}),
 ) -> Any:
     """Bound the memory of a call.
 
     ``symbols``: of the function that the call is in. ``recipe``: of the call. ``operands``: fake
     values; complex tensors as such. ``results``: fake values. ``function``: that is called.
     ``growing``: what the memory grows with, if not with operands and results. ``held``: symbols
-    that it does not grow with. Returned: bytes, in the dims.
+    that it does not grow with, and the sizes at which it is measured. Returned: bytes, in the dims.
     """
     install.install("llvm")
     tensors = [x for x in (*operands, *results) if isinstance(x, Tensor)]
@@ -58,7 +59,7 @@ def scratch_bytes(
     points = _points(symbols, tensors, free, held)
     if growing is not None:
         tensors = growing
-        points.insert(0, {s: symbols.size_in_range(s, 2 if s in held else 1) for s in free})
+        points.insert(0, {s: symbols.size_in_range(s, held.get(s, 1)) for s in free})
     seen = [
         (sum(_bytes(x, sizes) for x in tensors), found)
         for sizes in points
@@ -95,7 +96,10 @@ def _bound(seen: Sequence[tuple[int, int]]) -> tuple[float, int]:
 
 
 def _points(
-    symbols: SymbolTranslator, tensors: Sequence[Tensor], free: Sequence[Any], held: Collection[Any]
+    symbols: SymbolTranslator,
+    tensors: Sequence[Tensor],
+    free: Sequence[Any],
+    held: Mapping[Any, int],
 ) -> list[dict[Any, int]]:
     """Sizes to try: all dims small, then those that are not held larger and larger.
 
@@ -105,7 +109,7 @@ def _points(
         return [{}]
     points: list[dict[Any, int]] = []
     for factor in (1, 2, 3, 5, 8, 16, 32, 64, 128, 256, 512, 1024):
-        sizes = {s: symbols.size_in_range(s, 2 if s in held else 2 * factor) for s in free}
+        sizes = {s: symbols.size_in_range(s, held.get(s, 2 * factor)) for s in free}
         total = sum(_bytes(x, sizes) for x in tensors)
         if points and (sizes == points[-1] or total > _MOST_BYTES):
             break

@@ -131,6 +131,8 @@ class SymbolTranslator:
     def _integer(self, expr: Any) -> Any:
         if isinstance(expr, torch_sympy.TruncToInt):
             return self._truncated(expr.args[0])
+        if isinstance(expr, _MODULI) and (missing := _missing(*expr.args)) is not None:
+            return self._translate(missing, "int64")
         args = [self._translate(arg, "int64") for arg in expr.args]
         return (tirx.floordiv if isinstance(expr, _FLOOR_DIVISIONS) else tirx.floormod)(*args)
 
@@ -164,6 +166,24 @@ class SymbolTranslator:
             if isinstance(expr, classes):
                 return functools.reduce(combine, [self._translate(a, kind) for a in expr.args])
         raise _unknown(expr)
+
+
+def _missing(value: Any, divisor: Any) -> Any:
+    """Write ``(-x) % n``, what padding adds to x, as ``n * ((x + n - 1) // n) - x``; else None.
+
+    The sum of both is then a multiple of n to TVM.
+    """
+    if not divisor.is_Integer or divisor < 2:
+        return None
+    total = sympy.Integer(0)
+    for term in sympy.Add.make_args(value):
+        factor, rest = term.as_coeff_Mul()
+        if isinstance(rest, _MODULI) and rest.args[1] == divisor and factor.is_Integer:
+            rest = rest.args[0]  # ((n - x % n) % n) is (-x) % n
+        total += factor % divisor if term.is_Integer else factor * rest
+    if total.is_Integer or not total.could_extract_minus_sign():
+        return None
+    return divisor * torch_sympy.FloorDiv(divisor - 1 - total, divisor) + total
 
 
 def _interval(lower: int, upper: int) -> Any:

@@ -18,6 +18,7 @@ M = tirx.Var("m", "int64")
         (N * 12 + M * N - 4, "m*n + 12*n - 4"),
         (tirx.floordiv(N + 63, 64) * 64, "64*((n + 63) // 64)"),
         (tirx.floormod(N, 3), "(n % 3)"),
+        (tirx.FloorMod(N, tirx.IntImm("int64", -4)), "-((3*n) % 4)"),
         (tirx.max(N, M) - tirx.min(N, M), "max(m, n) - min(m, n)"),
         (tirx.truncdiv(N + 1, 2), "((n + 1) // 2)"),
         (tirx.Cast("int64", tirx.Var("k", "int32")), "k"),

@@ -133,6 +133,58 @@ def test_two_inputs_share_a_dim_of_two_sizes():
     check_gradients(captured, model, batches)
 
 
+class Padded(nn.Module):
+    """Sums over the chunks of a length that is padded to a multiple of four."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        batch, length, size = x.shape
+        x = F.pad(self.linear(x), (0, 0, 0, (4 - length % 4) % 4)).transpose(1, 2)
+        x = x.reshape(batch, size, -1, 4)
+        x = x + x.mean(-1, keepdim=True).cumsum(2)
+        return x.reshape(batch, size, -1)[..., :length].square().mean()
+
+
+@pytest.mark.parametrize("length", [6, 8])
+def test_an_example_that_needs_no_padding_stands_for_all_lengths(length):
+    model = Padded()
+    shapes = ({0: Dim("b", min=1, max=8), 1: Dim("s", min=1, max=48)},)
+    captured = capture_step(model, None, (torch.randn(3, length, 6),), dynamic_shapes=shapes)
+    batches = [(torch.randn(*shape, 6),) for shape in SHAPES]
+    check_gradients(captured, model, batches)
+
+
+class AsksWhetherExported(nn.Module):
+    """Has a way of its own for exports; ``eager``: what the other one does."""
+
+    def __init__(self, eager):
+        super().__init__()
+        self.linear, self.eager = nn.Linear(6, 6), eager
+
+    def forward(self, x):
+        x = self.linear(x)
+        if not torch.compiler.is_exporting():
+            x = self.eager(x)
+        else:
+            x = x * 3
+        return x.square().mean()
+
+
+def _picks(x):
+    return x * 3 if x.detach().numpy().max() > -1e9 else x
+
+
+@pytest.mark.parametrize("eager", [lambda x: x * 2, _picks], ids=["plain", "of-data"])
+def test_a_model_that_asks_whether_it_is_exported_goes_the_eager_way_where_it_can(eager):
+    model = AsksWhetherExported(eager)
+    shapes = ({0: Dim("b", min=1, max=8)},)
+    captured = capture_step(model, None, (torch.randn(3, 6),), dynamic_shapes=shapes)
+    check_gradients(captured, model, [(torch.randn(rows, 6),) for rows in (1, 5)])
+
+
 def test_derived_dims():
     torch.manual_seed(0)
     model = nn.Linear(8, 4)

@@ -48,10 +48,10 @@ def floordiv(left: SymbolicExpr, right: SymbolicExpr) -> SymbolicExpr:
 def mod(left: SymbolicExpr, right: SymbolicExpr) -> SymbolicExpr:
     """Return ``left % right``, with the sign of the divisor.
 
-    Raises `GraphError`: the divisor is 0 or a negative number.
+    Raises `GraphError`: the divisor is 0.
     """
     if right.is_constant and right.as_int() < 0:
-        raise GraphError(f"({left}) % ({right}): the divisor of a remainder must be positive.")
+        return -mod(-left, -right)
     left, right = _positive_divisor(left, right, "%")
     _, rest = _take_multiples(left, right)
     if right.is_constant and rest:

@@ -42,6 +42,7 @@ from relax_disc.frontend.capture.export_mode import ExportMode, no_foreign_rando
 from relax_disc.frontend.capture.loops.cut import LoopBody, cut_loops
 from relax_disc.frontend.capture.loops.source import loops_as_steps
 from relax_disc.frontend.capture.loops.steps import LoopRefusal, RecordedLoops, recorded_loops
+from relax_disc.frontend.capture.model_checks import EagerBranches
 from relax_disc.frontend.capture.model_patches import (
     cumulative_averages,
     hooks_as_before,
@@ -53,15 +54,23 @@ from relax_disc.frontend.capture.model_patches import (
 from relax_disc.frontend.capture.sizes.branches import (
     SizeBranches,
     lines_that_fix_sizes,
+    overlaps_by_stride,
     places,
     size_branches,
 )
 from relax_disc.frontend.capture.sizes.counted import merge_equal_masks, refuse_other_sizes
 from relax_disc.frontend.capture.sizes.dims import DimTable, declared_dims, dim_table, enlarge
-from relax_disc.frontend.capture.sizes.guards import check_assertions, check_derived_dims
+from relax_disc.frontend.capture.sizes.guards import (
+    check_asked,
+    check_assertions,
+    check_derived_dims,
+)
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
 from relax_disc.frontend.capture.state.live_number import LiveNumber
 from relax_disc.frontend.capture.state.outer_state import OuterState
+
+_MOST_EXAMPLES = 3
+"""A program of one size may rely on what fails at others, and be right for all when made there."""
 
 MODEL = "model"
 """Name of the user's model inside the exported module; stripped from every full name."""
@@ -78,6 +87,7 @@ class Exported:
     custom_calls: CustomCalls
     outer: OuterState
     loops: tuple[LoopBody, ...] = ()
+    ones_are_general: bool = False
 
 
 class _Wrapped(nn.Module):
@@ -246,35 +256,84 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
             f"dynamic_shapes do not fit the example inputs: {error}"
         ) from error
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    args, kwargs = _enlarged(args, kwargs, declared)
-    loops = RecordedLoops()
+    sizes: dict[str, int] = {}
+    first: ShapeRangeError | None = None
+    for left in reversed(range(_MOST_EXAMPLES)):
+        example = _enlarged((args, kwargs), declared, sizes)
+        try:
+            run = _recorded(wrapped, example, dynamic_shapes, leaves, first is not None)
+            _erase_unread(run.program.graph_module)
+            refuse_other_sizes(run.program)
+            merge_equal_masks(run.program.graph_module)
+            table = dim_table(run.program, leaves, declared)
+            check_assertions(run.program, table, run.branches)
+            check_derived_dims(run.program, table, run.branches, run.lines)
+            if first is not None:
+                check_asked(run.program, table, run.branches)
+            break
+        except Exception as error:
+            if not isinstance(error, ShapeRangeError) or not error.dims or not left:
+                if first is None:
+                    raise
+                raise first from None
+            first = first or error
+            sizes |= error.fails_at
+    fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    batch = BatchSpec(structure, fixed, _positional(wrapped.forward))
+    wrapped.outer.warn(run.example.deciding)
+    return Exported(
+        run.program,
+        table,
+        batch,
+        tuple(leaves),
+        run.calls,
+        wrapped.outer,
+        tuple(run.bodies),
+        run.branches.ones_are_general,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """What one export has recorded, with its loops cut out."""
+
+    program: ExportedProgram
+    bodies: list[LoopBody]
+    branches: SizeBranches
+    lines: list[SourceLine]
+    calls: CustomCalls
+    example: Any  # what data decided
+
+
+def _recorded(
+    wrapped: _Wrapped,
+    enlarged: Any,
+    dynamic_shapes: Any,
+    leaves: Sequence[Any],
+    ones_are_general: bool,
+) -> _Recording:
+    """Export; where a loop cannot be one step, once more as it is written."""
+    args, kwargs = enlarged
+    loops, eager_branches = RecordedLoops(), EagerBranches()
     while True:
         with (
+            eager_branches.answered(),
             size_branches() as branches,
             lines_that_fix_sizes() as lines,
             custom_functions() as calls,
             recorded_loops(loops),
             example_values(wrapped, leaves) as example,
         ):
+            branches.ones_are_general = ones_are_general
             try:
                 program = _export(wrapped, args, kwargs, dynamic_shapes, lines, branches)
                 bodies = cut_loops(program.graph_module, loops.lines)
-                break
+                return _Recording(program, bodies, branches, lines, calls, example)
             except Exception as error:
-                if loops.give_up(error):
+                if eager_branches.give_up() or loops.give_up(error):
                     continue
                 if not wrapped.outer.give_up_live_numbers(error):
                     raise loops.explained(error) from error.__cause__
-    fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
-    _erase_unread(program.graph_module)
-    refuse_other_sizes(program)
-    merge_equal_masks(program.graph_module)
-    table = dim_table(program, leaves, declared)
-    check_assertions(program, table, branches)
-    check_derived_dims(program, table, branches, lines)
-    batch = BatchSpec(structure, fixed, _positional(wrapped.forward))
-    wrapped.outer.warn(example.deciding)
-    return Exported(program, table, batch, tuple(leaves), calls, wrapped.outer, tuple(bodies))
 
 
 def _positional(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -322,10 +381,12 @@ def _name_keywords(wrapped: nn.Module, kwargs: Mapping[str, Any]) -> None:
     )
 
 
-def _enlarged(args: Any, kwargs: Any, declared: Mapping[int, Mapping[int, Any]]) -> Any:
-    """Make every dynamic axis of the example at least 2 long."""
+def _enlarged(
+    example: Any, declared: Mapping[int, Mapping[int, Any]], sizes: Mapping[str, int]
+) -> Any:
+    """Make every dynamic axis of the example at least 2 long, and some of the sizes of dims."""
     return pytree.tree_map_only(
-        torch.Tensor, lambda tensor: enlarge(tensor, declared.get(id(tensor), {})), (args, kwargs)
+        torch.Tensor, lambda tensor: enlarge(tensor, declared.get(id(tensor), {}), sizes), example
     )
 
 
@@ -359,8 +420,9 @@ def _export(
             inlined_checkpoints(),
             masks_unread(),
             cumulative_averages(),
+            overlaps_by_stride(),
         ):
-            for deferred in (False, True):
+            for deferred in () if branches.ones_are_general else (False, True):
                 try:
                     return attempt(deferred)
                 except UserError as error:

@@ -5,11 +5,15 @@ be compiled: the program goes the other way.  Any other goes the way of the exam
 call with a batch that goes another way raises before it writes anything.  Which statement asks for
 the truth of a tensor, and for which part of its condition, is told by the position of the
 instruction that asks.
+
+So is what a branch on ``torch.compiler.is_exporting()`` decides.  Where it asks for nothing else,
+the model has another way for targets that lack an operator; we go eager PyTorch's.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dis
 import functools
 import itertools
@@ -20,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -29,6 +34,7 @@ from relax_disc.frontend.capture.source_lines import calling_line
 from relax_disc.vm_builtins.guard import BRANCH
 
 _HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
 _LONGEST = 160  # characters of a condition in a message
 Position = tuple[int | None, int | None, int | None, int | None]
 
@@ -99,6 +105,62 @@ def asserted(condition: Any, message: str) -> str | None:
         return None
     _assert(condition, True, _own_check(message))
     return message
+
+
+class EagerBranches:
+    """Answers a model that asks whether it is exported, and nothing else: no."""
+
+    def __init__(self) -> None:
+        self._has_answered = self._is_off = False
+
+    def give_up(self) -> bool:
+        """Whether to export once more, by the way that the model has for exports."""
+        again, self._is_off = self._has_answered and not self._is_off, True
+        return again
+
+    @contextlib.contextmanager
+    def answered(self) -> Iterator[None]:
+        """Answer while this is active."""
+        before = torch.compiler.is_exporting
+
+        def is_exporting() -> bool:
+            if self._is_off or not _decides_alone(sys._getframe(1)):
+                return before()
+            self._has_answered = True
+            return False
+
+        with patch.object(torch.compiler, "is_exporting", is_exporting):
+            yield
+
+
+def _decides_alone(frame: FrameType | None) -> bool:
+    """Whether the answer to a call is the whole condition of a branch, here or where it returns."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_TORCH):
+        position = _asking(frame.f_code, frame.f_lasti // 2)
+        use = _uses(frame.f_code.co_filename).get(position)
+        if use is not ast.Return:
+            return use is ast.If
+        frame = frame.f_back
+    return False
+
+
+@functools.lru_cache(maxsize=256)
+def _uses(file: str) -> dict[Position | None, type[ast.stmt]]:
+    """List the calls of a file that are a branch's condition, or all that is returned."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return {}
+    found: dict[Position | None, type[ast.stmt]] = {}
+    for node in ast.walk(tree):
+        value = {ast.If: "test", ast.Return: "value"}.get(type(node))
+        call = value and getattr(node, value)
+        if isinstance(call, ast.UnaryOp) and isinstance(node, ast.If):
+            call = call.operand
+        if isinstance(call, ast.Call):
+            place = (call.lineno, call.end_lineno, call.col_offset, call.end_col_offset)
+            found[place] = type(node)  # pyright: ignore[reportArgumentType]
+    return found
 
 
 def _assert(x: Tensor, truth: bool, message: str) -> None:

@@ -27,6 +27,7 @@ from torch._subclasses.functional_tensor import (
 )
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
+from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils import stateless
@@ -232,11 +233,12 @@ def _trace(
     watch = GuardWatch(fakes)
     # Functions of the user's own would be told what they ask, too.
     answers = contextlib.nullcontext if exported.custom_calls else general_ways
-    with answers(), inner_gradients.differentiated_again(module):
+    ones = symbolic_config.patch(backed_size_oblivious=exported.ones_are_general)
+    with ones, answers(), inner_gradients.differentiated_again(module):
         graph = _make_graph(step, fakes, mutates)
     if not mutates and _mutates(graph):  # a decomposition wrote in place
         buffers = writable
-        with answers(), inner_gradients.differentiated_again(module):
+        with ones, answers(), inner_gradients.differentiated_again(module):
             graph = _make_graph(step, fakes, functionalize=True)
     watch.check(exported.dims)
     counted = find_counted(graph, tuple(exported.dims.specs), outputs["counted"].nonempty)

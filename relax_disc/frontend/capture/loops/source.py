@@ -19,7 +19,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -131,10 +130,13 @@ def _compiled(function: FunctionType) -> CodeType | None:
     code = function.__code__
     try:
         lines, first = inspect.getsourcelines(code)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
+        # Columns stay as they are in the file, where others look for what a position asks.
+        tree: Any = ast.parse("".join(["if True:\n", *lines] if lines[0][0].isspace() else lines))
     except (OSError, SyntaxError, TypeError):
         return None
     node = tree.body[0]
+    if isinstance(node, ast.If):
+        node, first = node.body[0], first - 1
     if not isinstance(node, ast.FunctionDef):
         return None
     node.decorator_list = []

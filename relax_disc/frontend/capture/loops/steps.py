@@ -294,9 +294,10 @@ class _Loop:
             self._before = {name: found.get(name, _UNBOUND) for name in names}
         self._state = self._kept(found)
         self._entered = {name: self._enter(name, v) for name, v in self._before.items()}
-        # A list is copied, so that what is appended can be told.
+        # Containers are copied, so that what is appended or stored can be told.
         return tuple(
-            type(v)(v) if type(v) in (list, _LoopList) else v for v in self._entered.values()
+            _LoopList(v) if type(v) is _LoopList else pytree.tree_map(lambda x: x, v)
+            for v in self._entered.values()
         )
 
     def _kept(self, found: dict[str, Any]) -> dict[tuple[str, int], Any]:
@@ -464,7 +465,7 @@ def _copied(value: Any) -> Any:
     return (
         type(value),
         list(value) if type(value) in (list, dict, set) else None,
-        (list(value.values()) if isinstance(value, dict) else value),
+        pytree.tree_leaves(value) if isinstance(value, list | dict | tuple) else value,
     )
 
 

@@ -24,6 +24,7 @@ import sympy
 import torch
 from sympy.core.relational import Relational
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.frontend.capture import model_checks
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
@@ -42,10 +43,12 @@ class SizeBranches:
     def __init__(self) -> None:
         self._differences: dict[Any, SourceLine] = {}
         self._inequalities: set[Any] = set()
+        self.asked: dict[Any, SourceLine] = {}
         self.ones_are_general = False
 
     def add(self, condition: Any, line: SourceLine) -> None:
         """Note a condition, whether it held or not, and the line that asked."""
+        self.asked.setdefault(condition, line)
         for equality in condition.atoms(sympy.Eq, sympy.Ne):
             self._differences.setdefault(_difference(equality), line)
         for inequality in condition.atoms(sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt):
@@ -89,6 +92,11 @@ def general(condition: Any) -> Any:
     else:
         return condition
     least += isinstance(condition, sympy.Gt | sympy.Lt)
+    factor, rest = size.as_coeff_Mul()
+    if factor.is_Integer and factor > 1 and least > 0:  # a stride is a multiple of a size
+        size, least = rest, -(-least // int(factor))
+    if isinstance(size, sympy.Max | torch_sympy.Max) and sympy.S.One in size.args:
+        size = size.func(*(x for x in size.args if x != 1))
     return size >= 1 if least == 2 else condition
 
 
@@ -123,6 +131,30 @@ def size_branches() -> Iterator[SizeBranches]:
 
     with patch.object(torch.SymBool, "__bool__", noting):
         yield found
+
+
+@contextlib.contextmanager
+def overlaps_by_stride() -> Iterator[None]:
+    """Tell by strides whether a tensor that is written overlaps itself, which fixes no size.
+
+    PyTorch asks whether each size is 1; here a size that is a symbol counts as more than that.
+    """
+    before: Any = vars(torch)["_debug_has_internal_overlap"]
+
+    def overlap(x: torch.Tensor) -> int:
+        if all(isinstance(size, int) for size in x.shape):
+            return before(x)
+        pairs = zip(x.shape, x.stride(), strict=True)
+        repeated = any(_is(stride, 0) and not _is(size, 1) for size, stride in pairs)
+        return 1 if repeated else 2  # MemOverlap: Yes, TooHard
+
+    with patch.object(torch, "_debug_has_internal_overlap", overlap):
+        yield
+
+
+def _is(size: Any, number: int) -> bool:
+    expression = size.node.expr if isinstance(size, torch.SymInt) else size
+    return bool(expression == number)
 
 
 _WRAPPER = "frontend/capture/export.py"

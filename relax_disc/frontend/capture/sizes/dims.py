@@ -92,11 +92,23 @@ def _is_dynamic(dim: Any) -> bool:
     return dim is not None and not isinstance(dim, int) and dim is not torch.export.Dim.STATIC
 
 
-def enlarge(tensor: torch.Tensor, dims: Mapping[int, Any]) -> torch.Tensor:
-    """Repeat an example along its dynamic axes of size 1, which torch.export would make static."""
-    for axis in dims:
-        if axis < tensor.dim() and tensor.shape[axis] == 1:
-            tensor = torch.cat([tensor, tensor], axis)
+def enlarge(
+    tensor: torch.Tensor, dims: Mapping[int, Any], sizes: Mapping[str, int]
+) -> torch.Tensor:
+    """Repeat an example along its dynamic axes of size 1, which torch.export would make static.
+
+    ``sizes``: what some dims are to be, by name.
+    """
+    for axis, dim in dims.items():
+        if axis >= tensor.dim():
+            continue
+        root = dim.root if isinstance(dim, _DerivedDim) else dim
+        size = sizes.get(getattr(root, "__name__", ""), max(tensor.shape[axis], 2))
+        if root is not dim and root.__name__ in sizes:
+            size = dim.fn(size)
+        if size != tensor.shape[axis]:
+            place = torch.arange(size, device=tensor.device) % tensor.shape[axis]
+            tensor = tensor.index_select(axis, place)
     return tensor
 
 

@@ -108,6 +108,22 @@ def check_derived_dims(
             _check(condition, dims, line)
 
 
+def check_asked(program: ExportedProgram, dims: DimTable, branches: SizeBranches) -> None:
+    """Check that all that the model's own code asked has one answer over the ranges of the dims.
+
+    Raises `ShapeRangeError`: some sizes would take the other branch.
+    """
+    fakes = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
+    env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
+    for condition, line in branches.asked.items():
+        condition = condition if env is None else condition.xreplace(env.replacements)
+        if {str(symbol) for symbol in condition.free_symbols} <= set(dims.names):
+            try:
+                _check(condition, dims, line)
+            except ShapeRangeError:
+                _check(sympy.Not(condition), dims, line)
+
+
 class GuardWatch:
     """Finds what a trace has come to rely on since the watch began."""
 
@@ -197,6 +213,12 @@ def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
         + (f" It stems from {line}." if line.file else "")
     )
     error.allowed, error.dims = allowed, tuple(spec.name for spec in specs)
+    points = np.stack([sizes[failing[:, k]] for k, sizes in enumerate(ranges)], axis=-1)
+    points = points[(points >= 2).all(axis=1)]
+    if len(points) and isinstance(condition, sympy.Eq):
+        near = points[(points <= 4 * points[0]).all(axis=1)]
+        point = near[len(near) * 3 // 4]  # the smallest ones are equal to others by chance
+        error.fails_at = {spec.name: int(n) for spec, n in zip(specs, point, strict=True)}
     raise error
 
 
