@@ -230,14 +230,18 @@ def test_a_loop_computed_again_under_a_budget_is_the_same_bit_for_bit() -> None:
     torch.manual_seed(0)
     model = SelectiveScan()
     other = copy.deepcopy(model)
-    x, y = torch.randn(8, _LONGEST, 6), torch.randn(8, _LONGEST, 3)
     free, tight = _compiled(model), _compiled(other)
-    tight.memory_budget = int(free.plan(batch=8, length=_LONGEST).least_bytes)
-    assert tight.memory_budget < free.plan(batch=8, length=_LONGEST).peak_bytes
-    for _ in range(2):
-        assert torch.equal(free(x, y), tight(x, y))
-    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    for batch, length in ((8, _LONGEST), (5, 9), (1, 30)):
+        x, y = torch.randn(batch, length, 6), torch.randn(batch, length, 3)
+        plan = free.plan(batch=batch, length=length)
+        tight.memory_budget = int(plan.least_bytes)
+        assert tight.memory_budget < plan.peak_bytes
+        for _ in range(2):
+            assert torch.equal(free(x, y), tight(x, y))
+        report, planned = tight.memory_report(), tight.plan(batch=batch, length=length)
+        assert report.peak_bytes == planned.peak_bytes <= tight.memory_budget
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 class KeepsOutside(_Recurrent):
