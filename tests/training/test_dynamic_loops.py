@@ -286,6 +286,17 @@ class Counts(_Recurrent):
         return torch.stack(outs, 1)
 
 
+class Nested(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        outs = []
+        for t in range(x.shape[1]):
+            h = torch.zeros(x.shape[0], 8)
+            for other in range(x.shape[1]):
+                h = self.cell(x[:, t] * x[:, other], h)
+            outs.append(h)
+        return torch.stack(outs, 1)
+
+
 class MayHaveNoStep(_Recurrent):
     def run(self, x: Tensor) -> Tensor:
         h = torch.zeros(x.shape[0], 8)
@@ -304,6 +315,7 @@ class MayHaveNoStep(_Recurrent):
         (Draws, "it draws random numbers"),
         (MayHaveNoStep, "at some length it has no step"),
         (Counts, "k changes from step to step"),
+        (Nested, "it holds another loop over a dynamic length"),
     ],
 )
 def test_a_loop_that_is_no_step_is_refused_with_the_reason(

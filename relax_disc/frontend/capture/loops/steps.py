@@ -39,6 +39,7 @@ class RecordedLoops:
     def __init__(self) -> None:
         self.lines: list[SourceLine] = []
         self.reasons: list[str] = []
+        self.inside: SourceLine | None = None  # of the loop whose step is being recorded
         self.is_off = False
         self.modules: list[nn.Module] = []
 
@@ -68,6 +69,7 @@ _ACTIVE: list[RecordedLoops] = []
 def recorded_loops(loops: RecordedLoops) -> Iterator[None]:
     """Record loops over dynamic lengths while this is active."""
     loops.lines.clear()
+    loops.inside = None
     _ACTIVE.append(loops)
     try:
         yield
@@ -172,6 +174,11 @@ def steps(
         return _Plain(values)
     where = SourceLine(sys._getframe(1).f_code.co_filename, line)
     loops = _ACTIVE[-1]
+    if loops.inside is not None:
+        raise LoopRefusal(
+            f"the loop at {loops.inside} cannot be run as one step: it holds another loop over a "
+            f"dynamic length ({where}); write one of them with operators over the whole axis"
+        )
     if _fewest(values.count()) < 1:
         why_not = why_not or "at some length it has no step; give the dim min=3 or more"
     if why_not:
@@ -281,7 +288,9 @@ class _Loop:
             step: Any = torch.ops.aten.item.default(self._index)
             torch._check(step >= 0)
             torch._check(step < self._count)
+            self._loops.inside = self._where
             yield self._values.at(step)
+            self._loops.inside = None
 
     def refuse(self, why: str) -> LoopRefusal:
         """Make the error for a body that is no step."""
