@@ -117,7 +117,8 @@ def check_asked(program: ExportedProgram, dims: DimTable, branches: SizeBranches
     env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
     for condition, line in branches.asked.items():
         condition = condition if env is None else condition.xreplace(env.replacements)
-        if {str(symbol) for symbol in condition.free_symbols} <= set(dims.names):
+        symbols = {str(symbol) for symbol in condition.free_symbols}
+        if symbols and symbols <= set(dims.names):
             try:
                 _check(condition, dims, line)
             except ShapeRangeError:
