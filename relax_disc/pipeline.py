@@ -22,6 +22,7 @@ from relax_disc.tir_kernels.tuning.replay import Tuned
 from relax_disc.transform.fusion.fuse_kernels import FuseKernels
 from relax_disc.transform.fusion.inline_producers import InlineProducers
 from relax_disc.transform.fusion.repeat_for_late_readers import RepeatForLateReaders
+from relax_disc.transform.fusion.rewrite_reshapes import RewriteReshapes
 from relax_disc.transform.fusion.share_kernels import ShareKernels
 from relax_disc.transform.libraries.chunk_vocabulary_head import ChunkVocabularyHead
 from relax_disc.transform.libraries.dispatch_library import DispatchLibrary
@@ -207,7 +208,7 @@ def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list
 def alias_passes() -> list[Pass]:
     """Reshapes that cost nothing; one name for each value."""
     return [
-        relax.transform.RewriteDataflowReshape(),
+        RewriteReshapes(),
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),
         relax.transform.CanonicalizeBindings(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from relax_disc.transform.fusion.fuse_kernels import FuseKernels
 from relax_disc.transform.fusion.inline_producers import InlineProducers
 from relax_disc.transform.fusion.repeat_for_late_readers import RepeatForLateReaders
+from relax_disc.transform.fusion.rewrite_reshapes import RewriteReshapes
 from relax_disc.transform.libraries.chunk_vocabulary_head import ChunkVocabularyHead
 from relax_disc.transform.libraries.dispatch_library import DispatchLibrary
 from relax_disc.transform.memory.hoist_workspace import HoistWorkspace
@@ -32,6 +33,7 @@ __all__ = [
     "LowerRematerialization",
     "PlanArena",
     "RepeatForLateReaders",
+    "RewriteReshapes",
     "ScheduleKernels",
     "ScheduleOps",
     "Simplify",

@@ -37,7 +37,7 @@ LOWERING_FAILURES = (
 class ScheduleKernels:
     """Schedule the kernels of a module for a target.
 
-    Reshapes are left alone, so that `RewriteDataflowReshape` still recognises them.
+    Reshapes are left alone, so that `RewriteReshapes` still recognises them.
 
     Parameters
     ----------

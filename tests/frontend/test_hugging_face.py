@@ -48,6 +48,31 @@ CASES = {
         },
         2,
     ),
+    **{
+        f"funnel-{kind}": (
+            "Funnel",
+            "MaskedLM",
+            dict(
+                vocab_size=64,
+                d_model=32,
+                n_head=4,
+                d_head=8,
+                d_inner=48,
+                block_sizes=[1, 1, 1],
+                num_decoder_layers=1,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                activation_dropout=0.0,
+                initializer_std=0.02,
+                **options,
+            ),
+            13,
+        )
+        for kind, options in {
+            "factorized": {"attention_type": "factorized"},
+            "whole": {"separate_cls": False, "pool_q_only": False, "truncate_seq": False},
+        }.items()
+    },
     "t5": (
         "T5",
         "ConditionalGeneration",
@@ -66,10 +91,13 @@ CASES = {
 }
 
 
+_EAGER = ("llama-eager", "t5", "funnel")
+
+
 def make(name):
     family, head, options, least = CASES[name]
     config = getattr(transformers, f"{family}Config")(**options, use_cache=False)
-    config._attn_implementation = "eager" if name in ("llama-eager", "t5") else "sdpa"
+    config._attn_implementation = "eager" if name.startswith(_EAGER) else "sdpa"
     for key in ("loss_type",):
         setattr(config, key, "ForMaskedLM" if head == "MaskedLM" else "ForCausalLM")
     prefix = "For" if head != "LMHeadModel" else ""
@@ -87,11 +115,14 @@ def batch(b, s):
 
 
 @pytest.mark.slow  # in the fast tier tests/training/test_numerics.py trains a Llama
+@pytest.mark.filterwarnings("ignore:.*attention_structure")  # Funnel keeps sizes there
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name):
     model, least = make(name)
     b, s = Dim("b", min=1, max=8), Dim("s", min=least, max=40)
     shapes = {key: {0: b, 1: s} for key in batch(2, 3)}
-    captured = capture_step(model, None, batch(3, 12), dynamic_shapes=shapes)
+    captured = capture_step(model, None, batch(3, max(12, least)), dynamic_shapes=shapes)
     assert [out.kind for out in captured.outputs].count("extra") == 0
-    check_gradients(captured, model, [batch(3, 12), batch(1, least), batch(5, 33), batch(8, 40)])
+    check_gradients(
+        captured, model, [batch(3, max(12, least)), batch(1, least), batch(5, 33), batch(8, 40)]
+    )

@@ -65,6 +65,7 @@ from relax_disc.frontend.capture.sizes.guards import (
     check_assertions,
     check_derived_dims,
 )
+from relax_disc.frontend.capture.sizes.stand_ins import stand_ins
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
 from relax_disc.frontend.capture.state.live_number import LiveNumber
 from relax_disc.frontend.capture.state.outer_state import OuterState
@@ -403,7 +404,7 @@ def _export(
     def attempt(deferred: bool) -> ExportedProgram:
         # nn.LSTM and its like keep their weights in a list beside the parameters.
         warnings.filterwarnings("ignore", message="The tensor attributes .* were assigned")
-        with ExportMode(), no_foreign_randomness(), hooks_as_before(wrapped):
+        with ExportMode(), stand_ins(), no_foreign_randomness(), hooks_as_before(wrapped):
             return torch.export.export(
                 wrapped,
                 args,

@@ -23,9 +23,11 @@ from torch.overrides import TorchFunctionMode
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture import example_values, inner_gradients, model_checks
+from relax_disc.frontend.capture.loops.sequences import as_tensor
 from relax_disc.frontend.capture.loops.steps import set_item
 from relax_disc.frontend.capture.recurrent_layers import recurrent_layers, refusal, refuse_packing
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
+from relax_disc.frontend.capture.sizes import stand_ins
 
 
 class ExportMode(TorchFunctionMode):
@@ -41,6 +43,7 @@ class ExportMode(TorchFunctionMode):
                 "a torch.Generator cannot be drawn from; leave it out, step.rng_state is the state"
             )
             raise refusal(getattr(func, "__name__", str(func)), why)
+        args, kwargs = stand_ins.sizes_again(args, kwargs)
         args, kwargs = size_numbers.sizes_for_tensors(func, args, kwargs)
         replacement = REPLACED.get(func)
         result = None if replacement is None else replacement(*args, **kwargs)
@@ -357,6 +360,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.autograd.backward: _backward,
     torch.Tensor.backward: _backward,
     torch.linspace: _linspace,
+    torch.tensor: as_tensor,
+    torch.as_tensor: as_tensor,
     functional.embedding: _embedding,
     functional.embedding_bag: _embedding_bag,
     torch.max_pool1d: _max_pool1d,

@@ -31,6 +31,8 @@ from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import checkpoint
 
+from relax_disc.frontend.capture.loops.sequences import DynamicList
+
 _ABSENT = object()
 
 
@@ -100,10 +102,10 @@ def hooks_as_before(model: nn.Module) -> Iterator[None]:
 
 
 def _length(value: Any) -> Any:
-    """``len``, but the symbolic extent of a tensor."""
+    """``len``, but the symbolic extent of a tensor or of a list that a range made."""
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         return value.shape[0]
-    return len(value)
+    return value.length() if isinstance(value, DynamicList) else len(value)
 
 
 @contextlib.contextmanager

@@ -19,15 +19,19 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
+from relax_disc.frontend.capture.loops.sequences import made_list
 from relax_disc.frontend.capture.loops.steps import dynamic_range, set_modules, steps
 
 _RANGE, _STEPS = "__relax_disc_range__", "__relax_disc_steps__"
+_LIST = "__relax_disc_list__"
+_HELPERS = {_RANGE: dynamic_range, _LIST: made_list, _STEPS: steps}
+_CALLS = {"range": _RANGE, "list": _LIST}
 _FOREIGN = frozenset({"torch", "numpy", "relax_disc", "builtins", "sympy", "typing"})
 _MUTATORS = frozenset({"append", "extend", "insert", "pop", "update", "clear", "remove", "add"})
 _known: dict[CodeType, CodeType | None] = {}
@@ -46,14 +50,15 @@ def loops_as_steps(model: nn.Module, *functions: Callable[..., Any] | None) -> I
             spaces[id(function.__globals__)] = function.__globals__
     set_modules(list(model.modules()))
     for space in spaces.values():
-        space.update({_RANGE: dynamic_range, _STEPS: steps})
+        space.update(_HELPERS)
     try:
         yield
     finally:
         for function, code in changed:
             function.__code__ = code
         for space in spaces.values():
-            del space[_RANGE], space[_STEPS]
+            for name in _HELPERS:
+                del space[name]
 
 
 def _functions(model: nn.Module, functions: Any) -> list[FunctionType]:
@@ -140,9 +145,11 @@ def _compiled(function: FunctionType) -> CodeType | None:
     if not isinstance(node, ast.FunctionDef):
         return None
     node.decorator_list = []
-    prepare = _Prepare(node, first - 1, _locals(code))
+    taken = {*_locals(code), *function.__globals__}
+    calls = {name: ours for name, ours in _CALLS.items() if name not in taken}
+    prepare = _Prepare(node, first - 1, _locals(code), calls)
     prepare.generic_visit(node)
-    if not prepare.count:
+    if not prepare.is_changed:
         return None
     outer = ast.parse("def outer():\n    pass")
     body: list[ast.stmt] = [
@@ -156,6 +163,7 @@ def _compiled(function: FunctionType) -> CodeType | None:
         made = next(c for c in made.co_consts if isinstance(c, CodeType) and c.co_name == name)
     if (
         made.co_freevars != code.co_freevars
+        or not _names(code) - _names(made) <= {*_CALLS}  # names such as `__own` of a class
         or made.co_varnames[: code.co_argcount] != (code.co_varnames[: code.co_argcount])
     ):
         return None
@@ -165,10 +173,14 @@ def _compiled(function: FunctionType) -> CodeType | None:
 class _Prepare(ast.NodeTransformer):
     """Rewrites the loops of one function and of those written in it."""
 
-    def __init__(self, function: ast.AST, shift: int, local_names: set[str]) -> None:
+    def __init__(
+        self, function: ast.AST, shift: int, local_names: set[str], calls: Mapping[str, str]
+    ) -> None:
+        self.is_changed = False
         self.count = 0
         self._shift = shift
         self._local_names = local_names
+        self._calls = calls
         self._outer_names = {
             name
             for node in ast.walk(function)
@@ -176,15 +188,23 @@ class _Prepare(ast.NodeTransformer):
             for name in node.names
         }
 
+    def visit_Call(self, node: ast.Call) -> Any:
+        """Let ``range`` and ``list`` keep a length symbolic."""
+        self.generic_visit(node)
+        name = _called(node)
+        if name in self._calls and not node.keywords:
+            node.func = ast.copy_location(ast.Name(self._calls[name], ast.Load()), node.func)
+            self.is_changed = True
+        return node
+
     def visit_For(self, node: ast.For) -> Any:
         """Prepare a loop over ``range(...)``."""
         self.generic_visit(node)
         call = node.iter
         if isinstance(call, ast.Call) and _called(call) == "reversed" and len(call.args) == 1:
             call = call.args[0]
-        if not isinstance(call, ast.Call) or _called(call) != "range" or call.keywords:
+        if not isinstance(call, ast.Call) or _called(call) != _RANGE:
             return node
-        call.func = ast.Name(_RANGE, ast.Load())
         found = _Body(node, self._outer_names)
         name = f"__relax_disc_loop_{self.count}__"
         self.count += 1

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import ShapeRangeError
+from relax_disc.frontend.capture.loops.sequences import DynamicList, DynamicRange, least
 from relax_disc.frontend.capture.source_lines import SourceLine
 
 _LIBRARY = (
@@ -27,6 +28,10 @@ _LIBRARY = (
     "SymInt count) -> Tensor[]",
     "dynamic_loop(int loop, str body, Tensor[] operands) -> Tensor[]",
 )
+
+
+_PLAIN = (Tensor, type, torch.SymInt, torch.SymBool, torch.SymFloat)
+"""Values whose attributes are no state of the model's."""
 
 
 class LoopRefusal(Exception):
@@ -83,43 +88,6 @@ def set_modules(modules: list[nn.Module]) -> None:
         _ACTIVE[-1].modules = modules
 
 
-class DynamicRange:
-    """``range`` with a symbolic length."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-        padded = (0, *arguments) if len(arguments) == 1 else arguments
-        self.start, self.stop, self.step = (*padded, 1)[:3]
-        self.backwards = False
-
-    def __iter__(self) -> Iterator[int]:
-        """Fix the length: what is not prepared goes on as it always did."""
-        plain = range(*map(int, self.arguments))
-        return iter(reversed(plain) if self.backwards else plain)
-
-    def __reversed__(self) -> DynamicRange:
-        other = DynamicRange(*self.arguments)
-        other.backwards = not self.backwards
-        return other
-
-    def count(self) -> Any:
-        """Return the number of steps."""
-        distance: Any = self.stop - self.start
-        if self.step == 1:
-            count = distance
-        elif self.step == -1:
-            count = -distance
-        else:
-            count = (distance + self.step - (1 if self.step > 0 else -1)) // self.step
-        return count if _least(count) >= 0 else torch.sym_max(count, 0)
-
-    def at(self, index: Any) -> Any:
-        """Return the value in a step."""
-        if self.backwards:
-            index = self.count() - 1 - index
-        return self.start + self.step * index
-
-
 def dynamic_range(*arguments: Any) -> Any:
     """``range``, or a :class:`DynamicRange` where its length is symbolic."""
     symbolic = any(isinstance(argument, torch.SymInt) for argument in arguments)
@@ -127,13 +95,6 @@ def dynamic_range(*arguments: Any) -> Any:
     if symbolic and fixed_step and _ACTIVE and not _ACTIVE[-1].is_off:
         return DynamicRange(*arguments)
     return range(*arguments)
-
-
-def _least(size: Any) -> int:
-    if not isinstance(size, torch.SymInt):
-        return size
-    bounds: Any = size.node.shape_env.bound_sympy(size.node.expr)
-    return int(bounds.lower) if bounds.lower.is_Integer else -sys.maxsize
 
 
 def _fewest(count: torch.SymInt) -> int:
@@ -170,7 +131,7 @@ def steps(
     ``bound``, ``stored``: the local names that its body binds, and those that it only stores into.
     ``line``: of the loop.
     """
-    if not isinstance(values, DynamicRange) or isinstance(values.count(), int):
+    if not isinstance(values, DynamicList) or isinstance(values.length(), int):
         return _Plain(values)
     where = SourceLine(sys._getframe(1).f_code.co_filename, line)
     loops = _ACTIVE[-1]
@@ -179,7 +140,7 @@ def steps(
             f"the loop at {loops.inside} cannot be run as one step: it holds another loop over a "
             f"dynamic length ({where}); write one of them with operators over the whole axis"
         )
-    if _fewest(values.count()) < 1:
+    if _fewest(values.length()) < 1:
         why_not = why_not or "at some length it has no step; give the dim min=3 or more"
     if why_not:
         loops.reasons.append(f"the loop at {where} cannot be run as one step: {why_not}")
@@ -259,7 +220,7 @@ class _Loop:
     def __init__(
         self,
         target: str,
-        values: DynamicRange,
+        values: DynamicList,
         bound: tuple[str, ...],
         stored: tuple[str, ...],
         where: SourceLine,
@@ -268,7 +229,7 @@ class _Loop:
         self._values, self._bound, self._stored, self._where = values, bound, stored, where
         self._target = target
         self._state: dict[tuple[str, int], Any] = {}
-        self._count = values.count()
+        self._count = values.length()
         self._loops = loops
         self._number = -1
         self._index: Any = None
@@ -316,7 +277,7 @@ class _Loop:
         seen = {k: v for k, v in found.items() if not k.startswith("__relax_disc")}
         state = {(name, 0): value for name, value in seen.items() if name not in own}
         for holder in (*self._loops.modules, *seen.values()):
-            if isinstance(holder, Tensor | type) or not hasattr(holder, "__dict__"):
+            if isinstance(holder, _PLAIN) or not hasattr(holder, "__dict__"):
                 continue
             for name, value in vars(holder).items():
                 state[f"{type(holder).__name__}.{name}", id(holder)] = value
@@ -371,7 +332,9 @@ class _Loop:
                 appended, new = new[-1], new[:-1]
             elif more:
                 raise self.refuse(
-                    f"{name} grows; let each step call {name}.append() once, on a tensor"
+                    f"{name} grows by {more} of type {type(new[-1]).__name__}; let each step call "
+                    f"{name}.append() once, on a tensor that is as large in every step, and "
+                    "compute positions with torch.arange"
                 )
         news, structure = pytree.tree_flatten(new)
         olds = pytree.tree_leaves(entered)
@@ -438,7 +401,7 @@ class _Loop:
         leaves, structure = pytree.tree_flatten(new)
         rows: list[int | None] = []
         for leaf in leaves:
-            known = isinstance(leaf, Tensor) and _least(self._count) >= 1
+            known = isinstance(leaf, Tensor) and least(self._count) >= 1
             rows.append(len(ends.fresh) if known else None)
             if known:
                 ends.fresh.append(leaf)

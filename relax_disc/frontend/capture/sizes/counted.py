@@ -20,12 +20,13 @@ from unittest.mock import patch
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor, _refs, fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     ShapeEnv,
     free_unbacked_symbols,
+    statically_known_true,
 )
 from torch.utils import _pytree as pytree
 
@@ -97,8 +98,45 @@ def general_ways() -> Iterator[None]:
                 return isinstance(node.expr, sympy.Ne)
             raise
 
-    with patch.object(ShapeEnv, "evaluate_sym_node", answered):
+    with (
+        patch.object(ShapeEnv, "evaluate_sym_node", answered),
+        patch.object(_refs, "_reshape_view_helper_core_alg", _reshaped),
+    ):
         yield
+
+
+_reshape = _refs._reshape_view_helper_core_alg
+
+
+def _reshaped(x: Tensor, shape: Any, allow_copy: bool) -> Tensor:
+    """Reshape by strides where they follow for all sizes, without asking what divides what."""
+    strides = None
+    if any(isinstance(size, torch.SymInt) for size in (*x.shape, *shape)):
+        strides = _strides_of_view(x, shape)
+    return _reshape(x, shape, allow_copy) if strides is None else x.as_strided(shape, strides)
+
+
+def _strides_of_view(x: Tensor, shape: Sequence[Any]) -> list[Any] | None:
+    """Return the strides of a view, as ATen's ``computeStride``; None where sizes decide."""
+    known = statically_known_true
+    strides: list[Any] = [0] * len(shape)
+    axis = len(shape) - 1
+    base: Any = x.stride(-1)
+    count: Any = 1  # elements of a part that lies in one piece, and of the view's axes over it
+    covered: Any = 1
+    for d in range(x.dim() - 1, -1, -1):
+        count = count * x.shape[d]
+        if d and (known(x.shape[d - 1] == 1) or known(x.stride(d - 1) == count * base)):
+            continue
+        while axis >= 0 and (not known(covered == count) or known(shape[axis] == 1)):
+            strides[axis] = covered * base
+            covered = covered * shape[axis]
+            axis -= 1
+        if not known(covered == count):
+            return None
+        if d:
+            base, count, covered = x.stride(d - 1), 1, 1
+    return strides if axis < 0 else None
 
 
 def _refusal(found: Sequence[tuple[str, str]]) -> UnsupportedOperatorError:

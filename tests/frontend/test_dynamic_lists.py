@@ -1,0 +1,102 @@
+"""Lists that a range over a dynamic length makes: one build trains as eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn import functional
+
+import relax_disc
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.capture.loops.sequences import DynamicList
+
+_SHAPES = ((3, 12), (1, 4), (2, 5), (1, 31), (4, 16))
+
+
+class Pooled(nn.Module):
+    """Attention of each second position to all, with embeddings of distances from lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.distances = nn.Embedding(128, 1)
+
+    def pooled(self, positions: list[int]) -> list[int]:
+        return [-1] + positions[1:-1][::2]  # noqa: RUF005
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        positions = list(range(length))
+        pooled = self.pooled(positions)
+        first = pooled[0] - positions[0] + 2 * len(pooled)
+        last = pooled[0] - positions[-1]
+        table = self.distances(torch.arange(first, last - 1, -1) + 64)[:, 0]
+        scores = table.expand(len(pooled), table.shape[0])
+        scores = scores.reshape(table.shape[0], len(pooled))[2:].reshape(len(pooled), -1)
+        weights = scores[:, :length] + torch.tensor(pooled)[:, None] / 64
+        return weights.softmax(1) @ x
+
+
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def _compiled(model: nn.Module) -> Any:
+    shape = {0: Dim("batch", min=1, max=4), 1: Dim("length", min=4, max=31)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    example = (torch.randn(3, 12, 5),)
+    return relax_disc.compile(model, optimizer, example, dynamic_shapes=(shape,), loss_fn=_loss)
+
+
+def test_positions_from_lists_train_at_every_length() -> None:
+    torch.manual_seed(0)
+    model = Pooled()
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
+    step = _compiled(model)
+    for batch, length in _SHAPES:
+        x = torch.randn(batch, length, 5)
+        loss = step(x)
+        optimizer.zero_grad()
+        expected = _loss(eager, x)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(model.distances.weight, eager.distances.weight)
+
+
+class Everywhere(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(x * self.scale * list(range(x.shape[1]))[9])
+
+
+def test_an_element_that_is_not_always_there_is_refused() -> None:
+    with pytest.raises(UnsupportedOperatorError, match=r"test_dynamic_lists.py:\d+: .*\[9\]"):
+        _compiled(Everywhere())
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_a_list_is_sliced_as_pythons(count: int) -> None:
+    plain = [7, *range(3, 3 + count), 8]
+    runs: list[Any] = [(1, lambda _: 7), (count, lambda k: 3 + k), (1, lambda _: 8)]
+    bounds = (None, 0, 1, 2, 3, -1, -2, -3)
+    for start, stop, step in itertools.product(bounds, bounds, (None, 1, 2, 3)):
+        if start is not None and start < 0 and stop is not None and stop >= 0:
+            continue  # refused: whether such a slice is empty depends on the length
+        found = DynamicList(runs)[start:stop:step]
+        assert list(found) == plain[start:stop:step]
+        assert list([1] + found) == [1, *plain[start:stop:step]]  # noqa: RUF005
+    for place in (0, 1, -1, -2):
+        assert DynamicList(runs)[place] == plain[place]
+    grown = DynamicList(runs)
+    grown.append(9)
+    assert grown == [*plain, 9]
