@@ -479,6 +479,10 @@ OF_X_TRANSFORMERS = [
     _of_x("relative positions", rel_pos_bias=True),
     _of_x("normalised queries, flash", attn_qk_norm=True, attn_flash=True),
     _of_x("talking heads, value residuals", attn_pre_talking_heads=True, add_value_residual=True),
+    _of_x("scaled norms, sandwiched", use_scalenorm=True, sandwich_norm=True),
+    _of_x("residuals that are gated", gate_residual=True),
+    _of_x("macaron", macaron=True),
+    _of_x("shifted tokens", shift_tokens=1),
 ]
 
 ENTRIES = [*OF_TRANSFORMERS, *OF_X_TRANSFORMERS]

@@ -113,6 +113,10 @@ ENTRIES = [
     _of_nodes("ARMAConv"),
     _of_nodes("LEConv"),
     _of_nodes("ResGatedGraphConv"),
+    _of_nodes("SGConv", K=2),
+    _of_nodes("GeneralConv"),
+    _of_nodes("ClusterGCNConv"),
+    _of_nodes("FeaStConv", heads=2),
     _of_nodes("GINConv", lambda: OfPerceptrons("GINConv", doubled=False)),
     _of_nodes("EdgeConv", lambda: OfPerceptrons("EdgeConv", doubled=True)),
     Entry(

@@ -116,6 +116,14 @@ OF_TIMM = [
     _any_size("poolformer_s12"),
     _any_size("pvt_v2_b0", depths=_FOUR),
     _any_size("lcnet_035"),
+    _any_size("regnetx_002"),
+    # From two pictures on: of one of 64 by 64, the last batch norms see four values, and PyTorch's
+    # own gradient in float32 is off by 6e-5.
+    replace(
+        _any_size("mobilenetv3_small_050"),
+        ranges={"rows": (2, 4), "high": (2, 4), "wide": (2, 4)},
+        sizes=[(3, 2, 3), (2, 2, 2), (4, 4, 4), (2, 4, 2)],
+    ),
     _timm("vit_tiny_patch16_224", 32, depth=2, **_TINY),
     _timm("deit_tiny_distilled_patch16_224", 32, depth=2, **_TINY),
     _timm("beit_base_patch16_224", 32, depth=2, **_TINY),

@@ -63,7 +63,10 @@ def batch(dtype, rows, high, wide, strange):
     return x.to(dtype), torch.zeros(rows, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)],
+)
 def test_a_step_with_pooling_is_eagers(dtype):
     model = Pools(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -72,7 +72,7 @@ def _result(step, batch):
     return found, step.memory_report()
 
 
-@pytest.mark.parametrize("family", _OWN)
+@pytest.mark.parametrize("family", ["Mixtral", pytest.param("Qwen3Moe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("routings", [16, pytest.param(1000, marks=pytest.mark.slow)])
 def test_no_routing_breaks_a_budget_or_changes_a_bit(family, routings):
     step = _compiled(family)
