@@ -164,6 +164,23 @@ def _other(name: str, make: Callable[[], nn.Module], **facts: Any) -> Entry:
     return Entry(name=name, source="transformers", make=make, **facts)
 
 
+def _canine(name: str, ranges: dict[str, tuple[int, int]], **options: Any) -> Entry:
+    """Make an entry of characters, each with a class."""
+    own = {key: value for key, value in BASE.items() if key != "vocab_size"}
+    options = {**own, "num_labels": 5, "num_hash_buckets": 64, **options}
+    return _other(
+        name,
+        built("Canine", "ForTokenClassification", **options),
+        batch=lambda rows, length: {
+            **_ids(rows, length),
+            "labels": torch.randint(0, 5, (rows, length), generator=seeded(rows, length)),
+        },
+        ranges=ranges,
+        axes={key: {0: "batch", 1: "length"} for key in ("input_ids", "labels")},
+        sizes=[(3, 12), (1, ranges["length"][0]), (8, LONGEST), (5, 33)],
+    )
+
+
 def _of_chunks(name: str, make: Callable[[], nn.Module]) -> Entry:
     """Make an entry of a model that loops over chunks of 64: one chunk, some, and a part of one."""
     entry = of_tokens(name, make)
@@ -364,24 +381,13 @@ OF_TRANSFORMERS = [
         ranges={"batch": (1, 8), "length": (8, LONGEST)},
         sizes=[(3, 12), (1, 8), (8, LONGEST), (5, 33)],
     ),
-    _other(
-        "CANINE",
-        built(
-            "Canine",
-            "ForTokenClassification",
-            **{k: v for k, v in BASE.items() if k != "vocab_size"},
-            num_labels=5,
-            downsampling_rate=2,
-            local_transformer_stride=8,
-            num_hash_buckets=64,
-        ),
-        batch=lambda rows, length: {
-            **_ids(rows, length),
-            "labels": torch.randint(0, 5, (rows, length), generator=seeded(rows, length)),
-        },
-        ranges={"batch": (1, 8), "length": (8, LONGEST)},
-        axes={key: {0: "batch", 1: "length"} for key in ("input_ids", "labels")},
-        sizes=[(3, 12), (1, 8), (8, LONGEST), (5, 33)],
+    # Up to 128 characters, the default, are one window of local attention.
+    _canine("CANINE", {"batch": (1, 8), "length": (12, LONGEST)}, downsampling_rate=2),
+    _canine(
+        "CANINE, windows",
+        {"batch": (1, 8), "length": (8, LONGEST)},
+        downsampling_rate=2,
+        local_transformer_stride=8,
     ),
     _other(
         "LLaVA, 3 pictures",  # it makes a list of them

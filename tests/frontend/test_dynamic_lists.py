@@ -100,3 +100,34 @@ def test_a_list_is_sliced_as_pythons(count: int) -> None:
     grown = DynamicList(runs)
     grown.append(9)
     assert grown == [*plain, 9]
+
+
+class Windows(nn.Module):
+    """A layer of each window of 16 positions, in a list; all lengths in range have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length, windows = x.shape[1], []
+        for start in range(0, length, 16):
+            windows.append((start, min(length, start + 16)))
+        found = [self.layer(x[:, start:end]).cumsum(1) for start, end in windows]
+        return torch.cat(found, 1).square().mean()
+
+
+def test_a_range_of_as_many_steps_at_every_length_is_a_plain_one() -> None:
+    torch.manual_seed(0)
+    model = Windows()
+    eager, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    shape = ({0: Dim("batch", min=1, max=8), 1: Dim("length", min=1, max=16)},)
+    step = relax_disc.compile(model, optimizer, (torch.randn(3, 12, 4),), dynamic_shapes=shape)
+    for rows, length in ((3, 12), (1, 1), (8, 16)):
+        x = torch.randn(rows, length, 4)
+        loss = eager(x)
+        expected = torch.autograd.grad(loss, list(eager.parameters()))
+        torch.testing.assert_close(step(x, update=False), loss.detach())
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        model.zero_grad()

@@ -199,6 +199,14 @@ def least(size: Any) -> int:
     return int(bounds.lower) if bounds.lower.is_Integer else -sys.maxsize
 
 
+def fixed(size: Any) -> int | None:
+    """Return the number that a size is over the whole of its range; None where it varies."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    bounds: Any = size.node.shape_env.bound_sympy(size.node.expr)
+    return int(bounds.lower) if bounds.is_singleton() else None
+
+
 def _refusal(what: str) -> UnsupportedOperatorError:
     line = str(calling_line())
     return UnsupportedOperatorError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import ShapeRangeError
-from relax_disc.frontend.capture.loops.sequences import DynamicList, DynamicRange, least
+from relax_disc.frontend.capture.loops.sequences import DynamicList, DynamicRange, fixed, least
 from relax_disc.frontend.capture.source_lines import SourceLine
 
 _LIBRARY = (
@@ -89,11 +89,13 @@ def set_modules(modules: list[nn.Module]) -> None:
 
 
 def dynamic_range(*arguments: Any) -> Any:
-    """``range``, or a :class:`DynamicRange` where its length is symbolic."""
+    """``range``, or a :class:`DynamicRange` where sizes tell its length."""
     symbolic = any(isinstance(argument, torch.SymInt) for argument in arguments)
     fixed_step = len(arguments) < 3 or type(arguments[2]) is int
     if symbolic and fixed_step and _ACTIVE and not _ACTIVE[-1].is_off:
-        return DynamicRange(*arguments)
+        made = DynamicRange(*arguments)
+        count = fixed(made.length())
+        return made if count is None else [made.at(place) for place in range(count)]
     return range(*arguments)
 
 
