@@ -10,7 +10,6 @@ import relax_disc
 from relax_disc import compiler
 from relax_disc.errors import MemoryBudgetError, ShapeRangeError
 from relax_disc.frontend.capture import step as capture
-from relax_disc.vm_builtins import native
 
 
 class Net(nn.Module):
@@ -52,15 +51,6 @@ def compile_net(**options):
         max_grad_norm=1.0,
         **options,
     )
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """An empty cache of programs that keeps the native library of the real one."""
-    native.load()
-    monkeypatch.setenv("RELAX_DISC_CACHE", str(tmp_path))
-    monkeypatch.delenv("RELAX_DISC_COMPILE_CACHE", raising=False)
-    return tmp_path / "programs"
 
 
 @pytest.fixture
