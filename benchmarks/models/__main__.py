@@ -40,36 +40,44 @@ def without_folders(text: str) -> str:
     return _FOLDERS.sub("", text)
 
 
+def told_by(
+    module: str, *arguments: str, limit_seconds: float, **environment: str
+) -> dict[str, Any]:
+    """Return what a module tells as JSON in a process of its own; its failure is a verdict."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=limit_seconds,
+            cwd=_ROOT,
+            env={
+                **os.environ,
+                "RELAX_DISC_COMPILE_CACHE": "0",
+                "HF_HUB_OFFLINE": "1",
+                **environment,
+            },
+        )
+    except subprocess.TimeoutExpired:
+        return {"verdict": "failed", "message": f"not done in {limit_seconds:.0f} s"}
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+        message = f"the process ended with {done.returncode}: {without_folders(last)}"
+        return {"verdict": "failed", "message": message}
+    return json.loads(without_folders(done.stdout))
+
+
 def judged(entry: Entry, limit_seconds: float) -> dict[str, Any]:
     """Judge one model in a process of its own; what goes wrong there becomes the verdict."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "RELAX_DISC_COMPILE_CACHE": "0",
-        "HF_HUB_OFFLINE": "1",
-    }
     facts = {
         "model": entry.name,
         "source": entry.source,
         "symbols": list(entry.ranges),
         "commit": commit(),
     }
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.models.worker", entry.name],
-            capture_output=True,
-            text=True,
-            timeout=limit_seconds,
-            cwd=_ROOT,
-            env=environment,
-        )
-    except subprocess.TimeoutExpired:
-        return {**facts, "verdict": "failed", "message": f"not done in {limit_seconds:.0f} s"}
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
-        message = f"the process ended with {done.returncode}: {without_folders(last)}"
-        return {**facts, "verdict": "failed", "message": message}
-    return {**facts, **json.loads(without_folders(done.stdout))}
+    worker = "benchmarks.models.worker"
+    found = told_by(worker, entry.name, limit_seconds=limit_seconds, OMP_NUM_THREADS="1")
+    return {**facts, **found}
 
 
 def chosen(only: str) -> Sequence[Entry]:

@@ -9,11 +9,8 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
@@ -21,7 +18,7 @@ import torch
 import typer
 
 from benchmarks.models import worker
-from benchmarks.models.__main__ import without_folders
+from benchmarks.models.__main__ import told_by
 from benchmarks.models.catalogue import ENTRIES, entry_named
 from benchmarks.models.entry import Entry
 from benchmarks.record import RESULTS, commit, write_result
@@ -34,7 +31,6 @@ MOST_PARAMETERS = 1_000_000
 """An element of an emulated kernel takes a thousand times a CPU's: larger models run one shape."""
 
 NAME = "cuda_emulated_models"
-_ROOT = Path(__file__).parents[2]
 
 
 def judge(entry: Entry) -> dict[str, Any]:
@@ -88,24 +84,8 @@ def _work(name: str) -> None:
 
 def _judged(entry: Entry, limit_seconds: float) -> dict[str, Any]:
     facts = {"model": entry.name, "source": entry.source, "commit": commit()}
-    environment = {**os.environ, "RELAX_DISC_COMPILE_CACHE": "0", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "tests.cuda.emulated_models", "--work", entry.name]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=limit_seconds,
-            cwd=_ROOT,
-            env=environment,
-        )
-    except subprocess.TimeoutExpired:
-        return {**facts, "verdict": "failed", "message": f"not done in {limit_seconds:.0f} s"}
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
-        message = f"the process ended with {done.returncode}: {without_folders(last)}"
-        return {**facts, "verdict": "failed", "message": message}
-    found = json.loads(without_folders(done.stdout))
+    module = "tests.cuda.emulated_models"
+    found = told_by(module, "--work", entry.name, limit_seconds=limit_seconds)
     wanted = ("parameters", "verdict", "kernels", "launches", "findings", "ratio", "seconds")
     told = ("error", "message", "shapes") if found["verdict"] != "trains" else ()
     return {**facts, **{key: found[key] for key in (*wanted, *told) if key in found}}
