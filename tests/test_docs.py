@@ -1,5 +1,6 @@
 """The pages name files, links and make targets that exist; the code in them runs."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from typer.main import get_command
 
 import relax_disc
+from relax_disc import cli, errors
 from relax_disc.frontend.converters.registry import TABLE
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
@@ -59,6 +62,30 @@ def test_the_readme_names_targets_that_exist(repository):
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (repository / "README.md").read_text(), re.M))
     targets = re.findall(r"^([a-z-]+):", (repository / "Makefile").read_text(), re.M)
     assert {"demo", "test"} <= named <= set(targets)
+
+
+def test_every_error_is_on_its_page(repository):
+    page = (repository / "docs" / "errors.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`.*\| (.*) \|$", page, re.M)
+    names = {n for n, k in vars(errors).items() if isinstance(k, type) and issubclass(k, Exception)}
+    met = names - {"RelaxDiscError"} | {"NativeBuildError"}
+    assert sorted(name for name, _ in rows) == sorted(met)
+    assert all(advice.strip() for _, advice in rows)
+
+
+@pytest.mark.parametrize("page", _PAGES)
+def test_every_command_of_a_page_takes_what_the_page_gives_it(repository, page):
+    """Benchmarks and parts of `relax-disc`; no command runs."""
+    text = " ".join((repository / page).read_text().split())
+    for module, given in re.findall(r"python -m ((?:benchmarks|tests)\.[\w.]+)([^`]*)", text):
+        path = repository / module.replace(".", "/")
+        source = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+        for option in re.findall(r"--([a-z-]+)", given):
+            assert f"--{option}" in source or f"{option.replace('-', '_')}:" in source, option
+    parts = get_command(cli.app).commands
+    for name, given in re.findall(r"`relax-disc (\w+)([^`]*)", text):
+        known = {word for parameter in parts[name].params for word in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", given)) <= known | {"--help"}
 
 
 class Words(nn.Module):
@@ -122,7 +149,13 @@ def test_the_site_is_built_and_its_links_lead_somewhere(repository, tmp_path):
     subprocess.run(command, cwd=repository, check=True)
     pages = sorted(tmp_path.glob("*.html"))
     assert {"index.html", "reference.html", "tutorials.html"} <= {page.name for page in pages}
-    assert "memory_budget" in (tmp_path / "reference.html").read_text()
+    parts = [getattr(relax_disc, name) for name in relax_disc.__all__]
+    packages = [part for part in parts if hasattr(part, "__all__")]
+    names = {name for part in (relax_disc, *packages) for name in part.__all__}
+    names -= {part.__name__.rpartition(".")[2] for part in parts if inspect.ismodule(part)}
+    page = (tmp_path / "reference.html").read_text()
+    entries = re.findall(r'id="relax_disc\.([\w.]+)"', page)
+    assert names - {entry.rpartition(".")[2] for entry in entries} == set()
     broken = [
         (page.name, link)
         for page in pages

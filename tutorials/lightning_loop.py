@@ -52,6 +52,7 @@ class Compiled(Eager):
 
     def training_step(self, batch: Any, number: int) -> Tensor:
         """Return the loss; the gradients are in ``p.grad``."""
+        summed = self.trainer.accumulate_grad_batches  # of whose batches the gradients are a mean
         if self.step is None:
             rows = {0: Dim("rows", min=1, max=64)}
             self.step = relax_disc.compile(
@@ -59,9 +60,9 @@ class Compiled(Eager):
                 None,
                 tuple(batch),
                 dynamic_shapes=(rows, rows),
-                loss_fn=nn.MSELoss(),
+                loss_fn=lambda net, x, y: nn.functional.mse_loss(net(x), y) / summed,
             )
-        loss = self.step(*batch, update=False)
+        loss = summed * self.step(*batch, update=False)
         self.losses.append(loss.item())
         return loss
 
@@ -71,19 +72,21 @@ class Compiled(Eager):
     def optimizer_zero_grad(self, *_: Any) -> None:
         """Nothing here: Lightning calls it between loss and gradients."""
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Drop the gradients that the update has used."""
+    def optimizer_step(self, *args: Any, **settings: Any) -> None:
+        """Update, and drop the gradients that the update has used."""
+        super().optimizer_step(*args, **settings)
         self.zero_grad()
 
 
-def train(kind: type[Eager]) -> Eager:
-    """Fit for three epochs; the last batch of each is shorter."""
+def train(kind: type[Eager], summed: int = 1) -> Eager:
+    """Fit for three epochs, ``summed`` batches an update; the last batch of each is shorter."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(1)
     x = torch.randn(70, 8)
     module = kind()
     trainer = lightning.Trainer(
         max_epochs=3,
+        accumulate_grad_batches=summed,
         gradient_clip_val=1.0,
         accelerator="cpu",
         logger=False,
@@ -93,14 +96,16 @@ def train(kind: type[Eager]) -> Eager:
     )
     data = TensorDataset(x, x.sum(1, keepdim=True))
     trainer.fit(module, DataLoader(data, batch_size=16))
-    assert trainer.global_step == 15
+    assert trainer.global_step == 3 * -(-5 // summed)
     return module
 
 
-theirs, ours = train(Eager), train(Compiled)
-print("eager   ", *(f"{loss:.4f}" for loss in theirs.losses[::5]))
-print("compiled", *(f"{loss:.4f}" for loss in ours.losses[::5]))
-torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(theirs.losses))
-for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+for summed in (1, 2):
+    theirs, ours = train(Eager, summed), train(Compiled, summed)
+    print("batches of an update:", summed)
+    print("eager   ", *(f"{loss:.4f}" for loss in theirs.losses[::5]))
+    print("compiled", *(f"{loss:.4f}" for loss in ours.losses[::5]))
+    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(theirs.losses))
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 print("losses and weights are the same within rounding")

@@ -17,7 +17,7 @@ from rich.console import Console
 import relax_disc
 from relax_disc.cli import bench, doctor, report, train, tune
 from relax_disc.cli.user_step import UserCodeError
-from relax_disc.errors import RelaxDiscError
+from relax_disc.errors import MemoryBudgetError, RelaxDiscError
 
 app = typer.Typer(
     name="relax-disc",
@@ -54,9 +54,14 @@ def main() -> None:
             app()
     except UserCodeError as error:
         console.print(f"error: {error}", markup=False)
+    except MemoryBudgetError as error:
+        console.print(f"{type(error).__name__}: {error}", markup=False)
+        sys.exit(1)
     except RelaxDiscError as error:
         console.print(f"{type(error).__name__}: {error}", markup=False)
-        console.print("See docs/errors.md for what each error means.", markup=False)
+        console.print(
+            "`python -m pydoc relax_disc.errors` tells what each error means.", markup=False
+        )
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         log = Path("relax-disc-error.txt").resolve()

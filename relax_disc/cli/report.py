@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import linecache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from relax_disc.cli.user_step import (
     load,
     parse_sizes,
     with_options,
+    writable,
 )
 from relax_disc.errors import InputMismatchError
 
@@ -30,6 +32,15 @@ EXAMPLES = (
     "Example: relax-disc report my.py:step --dim batch=14 --dim seq=512 --budget 8GiB --html "
     "report.html. Exit code 1: the shape does not fit the budget."
 )
+
+
+def _picture(path: Path | None) -> Path | None:
+    """Check that a picture can be drawn before anything long begins."""
+    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
+        raise typer.BadParameter(f"{path} does not end in .png, .svg or .pdf")
+    if path is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter('there is no matplotlib; run: pip install "relax-disc[plot]"')
+    return writable(path)
 
 
 def report(
@@ -40,12 +51,20 @@ def report(
     ] = None,
     offload_to: OffloadTo = None,
     offload: Offload = None,
-    lines: Annotated[int, typer.Option(help="Lines of the model to name.")] = 10,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture: .png, .svg, .pdf.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page to look into, offline.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
+    lines: Annotated[int, typer.Option(min=0, help="Lines of the model to name.")] = 10,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Write a picture: .png, .svg, .pdf.", callback=_picture),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page to look into, offline.", callback=writable)
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.", callback=writable)
+    ] = None,
     snapshot: Annotated[
-        Path | None, typer.Option(help="Write a snapshot for pytorch.org/memory_viz.")
+        Path | None,
+        typer.Option(help="Write a snapshot for pytorch.org/memory_viz.", callback=writable),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -90,11 +109,8 @@ def report(
         },
     }
     shown, before = (plan, free) if plan.fits and limit is not None else (free, None)
-    try:
-        if plot:
-            shown.plot(plot, before=before)
-    except ImportError as error:
-        raise typer.BadParameter(str(error), param_hint="--plot") from error
+    if plot:
+        shown.plot(plot, before=before)
     if html:
         shown.write_html(html, before=before)
     if trace:

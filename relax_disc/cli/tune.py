@@ -17,7 +17,7 @@ from tvm.target import Target
 
 from relax_disc import progress
 from relax_disc.analysis.symbolic.dim import SymbolicDim
-from relax_disc.cli.user_step import Json, Sizes, Source, load, parse_sizes
+from relax_disc.cli.user_step import Json, Sizes, Source, load, parse_sizes, writable
 from relax_disc.errors import InputMismatchError
 from relax_disc.frontend import export_step
 from relax_disc.frontend.padding import without_padding
@@ -58,7 +58,11 @@ def tune(
     dim: Sizes = None,
     lengths: Annotated[
         Path | None,
-        typer.Option(help='Recorded shapes, a line each: {"batch": 4, "seq": 128}.'),
+        typer.Option(
+            help='Recorded shapes, a line each: {"batch": 4, "seq": 128}.',
+            exists=True,
+            dir_okay=False,
+        ),
     ] = None,
     trials: Annotated[int, typer.Option(min=1, help="Candidates timed for a kernel.")] = 32,
     kernels: Annotated[
@@ -87,6 +91,11 @@ def tune(
     if target.kind.name != "llvm":
         raise InputMismatchError(f"kernels are tuned on a CPU, not for {target.kind.name}.")
     path = database or databases.user_path(target)
+    try:  # before anything long begins
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writable(path)
+    except OSError as error:
+        raise typer.BadParameter(str(error), param_hint="--database") from error
     known = databases.TuningDatabase(databases.environment(target))
     if path.exists():
         known = databases.read(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,26 @@ CONTRACT = """FUNCTION takes no arguments and returns a dict of the arguments of
         }"""
 _PARAMETERS = inspect.signature(relax_disc.compile).parameters
 
+
+def _well_formed(given: list[str] | None) -> list[str] | None:
+    """Check ``NAME=SIZE`` options before anything long begins."""
+    names = [text.partition("=")[0].strip() for text in given or ()]
+    for text in given or ():
+        if not text.partition("=")[2].strip().isdecimal():
+            raise typer.BadParameter(f"{text!r} is not NAME=SIZE, such as batch=14")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise typer.BadParameter(f"{twice[0]} is given twice")
+    return given
+
+
+def writable(path: Path | None) -> Path | None:
+    """Check that a file can be written before anything long begins."""
+    folder = Path() if path is None else path.resolve().parent
+    if path is not None and (path.is_dir() or not os.access(folder, os.W_OK)):
+        raise typer.BadParameter(f"{path} cannot be written")
+    return path
+
+
 Source = Annotated[
     str,
     typer.Argument(
@@ -43,7 +64,12 @@ Source = Annotated[
 ]
 Sizes = Annotated[
     list[str] | None,
-    typer.Option("--dim", metavar="NAME=SIZE", help="Size of a dim; one option for each."),
+    typer.Option(
+        "--dim",
+        metavar="NAME=SIZE",
+        help="Size of a dim; one option for each.",
+        callback=_well_formed,
+    ),
 ]
 OffloadTo = Annotated[
     Path | None,
@@ -153,13 +179,9 @@ def compiled(source: str, arguments: dict[str, Any]) -> Any:
 
 
 def parse_sizes(given: list[str] | None, dims: tuple[SymbolicDim, ...]) -> dict[str, int]:
-    """Read ``NAME=SIZE`` options; every dim of the step must have one."""
-    sizes: dict[str, int] = {}
-    for text in given or ():
-        name, _, value = text.partition("=")
-        if not value.strip().isdigit():
-            raise typer.BadParameter(f"{text!r} is not NAME=SIZE, such as batch=14")
-        sizes[name.strip()] = int(value)
+    """Read ``NAME=SIZE`` options; every dim of the step must have one, inside its range."""
+    pairs = (text.partition("=") for text in _well_formed(given) or ())
+    sizes = {name.strip(): int(size) for name, _, size in pairs}
     known = {dim.name: dim for dim in dims}
     missing = " ".join(f"--dim {name}=..." for name in known if name not in sizes)
     unknown = ", ".join(sorted(set(sizes) - set(known)))
@@ -167,6 +189,10 @@ def parse_sizes(given: list[str] | None, dims: tuple[SymbolicDim, ...]) -> dict[
         has = "; ".join(map(str, dims)) or "no dims"
         said = [f"there is no dim {unknown}"] * bool(unknown) + [f"add {missing}"] * bool(missing)
         raise typer.BadParameter(f"{' and '.join(said)} (the step has: {has})")
+    for name, size in sizes.items():
+        dim = known[name]
+        if size < dim.first or (dim.last is not None and size > dim.last):
+            raise typer.BadParameter(f"{name}={size}; allowed is {dim}")
     return sizes
 
 

@@ -71,6 +71,7 @@ def backend(
     example_inputs: Sequence[Any],
     *,
     options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph of TorchDynamo; what ``torch.compile(backend="relax_disc")`` calls.
 
@@ -83,6 +84,8 @@ def backend(
     options : mapping, optional
         ``{"memory_budget": bytes or "4GiB"}``: what the memory of each graph's passes stays inside:
         its parameters and inputs, the arena, outputs and gradients.
+    mode : str, optional
+        Refused: modes are those of PyTorch's own backend.
 
     Returns
     -------
@@ -94,8 +97,12 @@ def backend(
     UnsupportedOperatorError
         Something in the graph cannot be translated; names it and its line.
     InputMismatchError
-        An option is unknown.
+        An option is unknown, or a mode is named.
     """
+    if mode is not None:
+        raise InputMismatchError(
+            f"The backend relax_disc has no mode {mode!r}: leave out mode, or the backend."
+        )
     chosen = dict(options or {})
     if unknown := sorted(set(chosen) - set(_OPTIONS)):
         raise InputMismatchError(

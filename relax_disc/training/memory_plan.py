@@ -135,7 +135,8 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         dims = ", ".join(f"{name}={value}" for name, value in self.shape.items())
-        budget = "no budget" if self.budget_bytes is None else format_bytes(self.budget_bytes)
+        limit = self.budget_bytes
+        budget = "no budget" if limit is None else f"budget {format_bytes(limit)}"
         reloads = f"{format_bytes(self.reloaded_bytes)} reloaded, " if self.reloaded_bytes else ""
         verdict = "" if self.fits else f"; DOES NOT FIT, needs {format_bytes(self.least_bytes)}"
         return (

@@ -151,7 +151,15 @@ def test_report_of_a_shape_that_does_not_fit(command, tmp_path):
         (("FILE:step",), "add --dim rows=... (the step has: rows in 1 .. 512)"),
         (("FILE:step", "--dim", "rows=8", "--dim", "seq=3"), "there is no dim seq"),
         (("FILE:step", "--dim", "rows"), "'rows' is not NAME=SIZE"),
+        (("FILE:step", "--dim", "rows=-8"), "'rows=-8' is not NAME=SIZE"),
+        (("FILE:step", "--dim", "rows=8", "--dim", "rows=9"), "rows is given twice"),
+        (("FILE:step", "--dim", "rows=513"), "rows=513; allowed is rows in 1 .. 512"),
+        (("FILE:step", "--dim", "rows=0"), "rows=0; allowed is rows in 1 .. 512"),
         (("FILE:step", "--budget", "much"), "'much'"),
+        (("FILE:step", "--html", "no_folder/page.html"), "no_folder/page.html cannot be written"),
+        (("FILE:step", "--trace", "."), ". cannot be written"),
+        (("FILE:step", "--plot", "memory.jpg"), "memory.jpg does not end in .png, .svg or .pdf"),
+        (("FILE:step", "--lines", "-1"), "greater than or equal to 0"),
         (("FILE:stp",), "has no function 'stp'; the nearest is step"),
         (("nowhere.py:step",), "there is no file nowhere.py"),
         (("FILE",), "is not FILE.py:FUNCTION"),
@@ -179,10 +187,19 @@ def test_what_the_users_code_does_wrong_names_its_line(command, function, told):
     assert "Traceback" not in err
 
 
-def test_a_size_out_of_its_range_is_told_with_the_range(command):
-    code, _, err = command("report", "FILE:step", "--dim", "rows=513")
-    assert code == 3
-    assert "ShapeRangeError: rows=513; allowed is rows in 1 .. 512" in err
+def test_what_can_be_told_at_once_is_told_before_the_users_code_runs(command, monkeypatch):
+    monkeypatch.setattr("relax_disc.cli.report.find_spec", lambda package: None)
+    code, _, err = command("report", "FILE:raises", "--dim", "rows=8", "--plot", "memory.png")
+    assert code == 2 and 'pip install "relax-disc[plot]"' in err
+    for wrong in (("--html", "no_folder/page.html"), ("--dim", "rows=x"), ("--budget", "much")):
+        code, _, err = command("report", "FILE:raises", *wrong)
+        assert code == 2 and "KeyError" not in err
+
+
+def test_a_benchmark_that_does_not_fit_has_the_exit_code_of_that(command):
+    words = ("bench", "FILE:step", "--dim", "rows=300", "--budget", "1KB")
+    code, out, err = command(*words)
+    assert code == 1 and out == "" and "MemoryBudgetError: main at rows=300" in err
 
 
 def test_bench_times_both(command):
@@ -251,6 +268,8 @@ def test_tune_keeps_the_rules_of_tiny_kernels_and_remembers(command, tmp_path, m
         ('{"rows": 4}', ("--dim", "seq=3"), "there is no dim seq"),
         ('{"row": 4}', (), "lengths.jsonl:1: there is no dim row"),
         ("[4]", (), "lengths.jsonl:1: "),
+        ('{"rows": 4}', ("--lengths", "nowhere.jsonl"), "'nowhere.jsonl' does not exist"),
+        ('{"rows": 4}', ("--database", "/proc/no/tuned.json"), "/proc/no"),
     ],
 )
 def test_tune_tells_what_is_wrong_with_shapes(command, tmp_path, line, words, told):

@@ -422,6 +422,13 @@ def test_unknown_options_are_refused():
     assert isinstance(caught.value.inner_exception, InputMismatchError)
 
 
+def test_a_mode_of_pytorchs_own_backend_is_refused():
+    fast = torch.compile(Frozen(), backend="relax_disc", mode="max-autotune")
+    with pytest.raises(Exception, match="no mode 'max-autotune': leave out mode") as caught:
+        fast(torch.randn(3, 4))
+    assert isinstance(caught.value.inner_exception, InputMismatchError)
+
+
 def test_torch_finds_the_backend_by_its_name():
     assert "relax_disc" in torch._dynamo.list_backends(exclude_tags=())
     model = Frozen()

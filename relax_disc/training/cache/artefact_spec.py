@@ -116,7 +116,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 def _literal(value: Any) -> str | None:
     try:
         return text if ast.literal_eval(text := repr(value)) == value else None
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):  # the last of "{{}}", as of some object's repr
         return None
 
 

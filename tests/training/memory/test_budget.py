@@ -13,6 +13,7 @@ from torch.export import Dim
 
 import relax_disc
 from relax_disc.analysis import SymbolicDim
+from relax_disc.bytes_text import format_bytes
 from relax_disc.errors import MemoryBudgetError
 from relax_disc.training.memory_plan import largest_that_fits
 from tests.frontend.models import Llama, dims, token_batch
@@ -133,6 +134,8 @@ def test_what_cannot_fit_is_refused_with_a_way_out(trained):
     best = step.largest("s", b=2)
     assert best >= 20
     assert not step.plan(b=2, s=best + 1).fits
+    told = f"budget {format_bytes(step.memory_budget)}; DOES NOT FIT, needs "
+    assert told in str(step.plan(b=2, s=best + 1))
     step(*token_batch(2, best))
     step.memory_budget = caught.value.least_bytes
     step(*token_batch(8, 48))

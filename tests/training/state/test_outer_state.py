@@ -8,6 +8,7 @@ import queue
 import random
 import threading
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -45,6 +46,51 @@ class Trainer:
     def loss(self, model, x):
         distance = (model(x) - self.teacher(x).detach()).pow(self.power).mean()
         return self.schedule.scale * distance * self.weight
+
+
+def test_the_text_of_an_object_may_look_like_anything():
+    """As Lightning's results, whose text begins with two braces."""
+
+    class Part:
+        scale = 0.5
+
+        def __repr__(self):
+            return "{{}}"
+
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Part()
+
+        def forward(self, x):
+            return self.part.scale * x.pow(2).mean()
+
+    model, holder = nn.Linear(4, 4), Holder()
+
+    def loss_fn(model, x):
+        return holder(model(x))
+
+    step = compiled(model, X, loss_fn=loss_fn)
+    agree(step, loss_fn, model)
+
+
+def test_a_module_behind_a_weak_reference_is_read():
+    """As Lightning's Trainer keeps the module that it trains."""
+
+    class Scaled(nn.Linear):
+        scale = 0.5
+
+    model = Scaled(4, 4)
+    holder = weakref.proxy(model)
+
+    def loss_fn(model, x):
+        return holder.scale * model(x).pow(2).mean()
+
+    step = compiled(model, X, loss_fn=loss_fn)
+    agree(step, loss_fn, model)
+    model.scale = 2.0
+    with pytest.raises(InputMismatchError, match=r"scale was 0\.5 .* is 2\.0 now"):
+        step(X)
 
 
 def test_a_method_reads_its_object():

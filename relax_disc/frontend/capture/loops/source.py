@@ -74,7 +74,7 @@ def _functions(model: nn.Module, functions: Any) -> list[FunctionType]:
     while todo:
         each = todo.pop()
         if isinstance(each, nn.Module):
-            todo.append(type(each).forward)
+            todo.append(each.__class__.forward)  # also behind a weakref.proxy
         each = getattr(each, "__func__", each)
         if wrapped := getattr(each, "__dict__", {}).get("__wrapped__"):
             todo.append(wrapped)

@@ -297,7 +297,7 @@ def is_layer(holder: Any) -> bool:
     """Say whether an object is a library's module: its numbers are sizes, which nobody anneals."""
     if not isinstance(holder, nn.Module):
         return False
-    kinds = type(holder).__mro__
+    kinds = holder.__class__.__mro__  # of a weakref.proxy, as Lightning keeps: what it stands for
     return any(map(_is_library, kinds[: kinds.index(nn.Module)]))
 
 
