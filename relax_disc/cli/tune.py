@@ -26,7 +26,7 @@ from relax_disc.tir_kernels.target import resolve_target
 from relax_disc.tir_kernels.tuning import database as databases
 from relax_disc.tir_kernels.tuning.search import Search, Space, require
 from relax_disc.tir_kernels.tuning.tasks import Task, tasks
-from relax_disc.tir_kernels.tuning.tune import Plan, Verdict, tune_kernels
+from relax_disc.tir_kernels.tuning.tune import BENCHES, Plan, Verdict, tune_kernels
 
 EXAMPLES = (
     "Example: relax-disc tune my.py:step --dim batch=4 --dim seq=128 --trials 64. An "
@@ -69,8 +69,15 @@ def tune(
         int, typer.Option(min=1, help="How many kernels: those that move most bytes.")
     ] = 20,
     space: Annotated[
-        Spaces, typer.Option(help="Numbers of our rules, TVM's own design space, or both.")
-    ] = Spaces.rules,
+        Spaces | None,
+        typer.Option(
+            help="Numbers of our rules (the default on a CPU), TVM's own design space, or both."
+        ),
+    ] = None,
+    for_target: Annotated[
+        str | None,
+        typer.Option("--target", help="Such as relax_disc/h100; by default the step's."),
+    ] = None,
     cost_model: Annotated[
         CostModels, typer.Option(help="What chooses candidates.")
     ] = CostModels.xgb,
@@ -87,9 +94,12 @@ def tune(
     """
     require(cost_model.value)
     arguments = load(source)()
-    target = resolve_target(arguments.get("target", "llvm"))
-    if target.kind.name != "llvm":
-        raise InputMismatchError(f"kernels are tuned on a CPU, not for {target.kind.name}.")
+    target = resolve_target(for_target or arguments.get("target", "llvm"))
+    if target.kind.name not in BENCHES:
+        raise InputMismatchError(
+            f"no times of {target.kind.name} are measured yet: in a checkout, `python -m "
+            "tests.cuda.tuning` takes the same arguments and ranks by a model."
+        )
     path = database or databases.user_path(target)
     try:  # before anything long begins
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +112,8 @@ def tune(
         databases.check(path, known, target)
     with progress.shown():
         found, dims = _tasks(arguments, target)
-        plan = _plan(dims, dim, lengths, space, Search(trials, cost_model.value))
+        own = Spaces.rules if target.kind.name == "llvm" else Spaces.tvm
+        plan = _plan(dims, dim, lengths, space or own, Search(trials, cost_model.value))
         chosen = _largest(found, plan, kernels)
         verdicts: list[tuple[Task, Verdict]] = []
         tune_kernels(

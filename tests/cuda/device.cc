@@ -102,10 +102,11 @@ const Touch* Update(Cell* cell, emu::Kind kind) {
 // ---- traffic ----------------------------------------------------------------------------------------
 
 struct Traffic {  // by reads and writes
-  int64_t requested[2] = {0, 0};
+  double requested[2] = {0, 0};
   std::unordered_set<uint64_t> touched[2];
 };
 std::map<const Region*, Traffic> traffic;  // of the present call
+double blocks_told_for = 1;  // by each block that runs
 std::unordered_set<uint64_t> block_sectors;  // that this block has touched: they are in its cache
 
 void Count(const Region* region, uint64_t address, int bytes, emu::Kind kind) {
@@ -113,7 +114,31 @@ void Count(const Region* region, uint64_t address, int bytes, emu::Kind kind) {
   Traffic& of = traffic[region];
   for (uint64_t s = address / kSector; s <= (address + bytes - 1) / kSector; ++s) {
     of.touched[write].insert(s);
-    if (block_sectors.insert(s * 2 + write).second) ++of.requested[write];
+    if (block_sectors.insert(s * 2 + write).second) of.requested[write] += blocks_told_for;
+  }
+}
+
+// ---- a sample of the blocks, counted for a model of times -------------------------------------------
+
+int64_t most_blocks = 0;  // of a launch that run; 0: all, and races are looked for
+struct {
+  double instructions, sectors;  // of the warps: loads and stores of global memory, and the sectors that each asks for
+  int64_t longest;               // loads and stores of the thread that has most of them
+} counted;
+std::unordered_map<uint64_t, int64_t> executed;                  // by thread and line, of this block
+std::unordered_map<uint64_t, std::vector<uint64_t>> of_a_warp;  // sectors, by warp, line and how often executed
+std::vector<int64_t> of_a_thread;
+
+/*! Note an access.  Lanes of a warp that are at a line for the same time execute one instruction together. */
+void CountInstruction(uint64_t address, int bytes, int line) {
+  counted.longest = std::max(counted.longest, ++of_a_thread[thread_number]);
+  const int64_t turn = executed[uint64_t(thread_number) << 32 | line]++;
+  auto& sectors = of_a_warp[uint64_t(turn) << 32 | uint64_t(thread_number / kWarp) << 24 | line];
+  if (sectors.empty()) counted.instructions += blocks_told_for;
+  for (uint64_t s = address / kSector; s <= (address + bytes - 1) / kSector; ++s) {
+    if (std::find(sectors.begin(), sectors.end(), s) != sectors.end()) continue;
+    sectors.push_back(s);
+    counted.sectors += blocks_told_for;
   }
 }
 
@@ -276,6 +301,9 @@ bool RunBlock(bool has_fibres, std::mt19937* random) {
   shared_arrays.clear();
   shared_cells.clear();
   block_sectors.clear();
+  executed.clear();
+  of_a_warp.clear();
+  of_a_thread.assign(threads.size(), 0);
   shared_bytes = 0;
   epoch = 0;
   int number = 0;
@@ -328,6 +356,11 @@ void emu_access(const Region* region, const void* where, int bytes, emu::Kind ki
     return;
   }
   if (address % bytes != 0) Report(line, "misaligned", std::to_string(bytes) + " bytes of " + std::string(region->name));
+  if (most_blocks > 0) {
+    if (region->shared) return;
+    CountInstruction(address, bytes, line);
+    return Count(region, address, bytes, kind);
+  }
   for (uint64_t byte = address; byte < address + bytes; byte += granule) {
     Cell& cell = CellOf(region->shared, byte);
     if (region->shared && kind != emu::kWrite && cell.writer.block < 0) {
@@ -434,6 +467,9 @@ void emu_launch(const char* name, void* function, void** values, const int* exte
   std::vector<int> order(blocks);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
+  if (most_blocks > 0 && blocks > most_blocks) order.resize(most_blocks);
+  blocks_told_for = double(blocks) / order.size();
+  counted = {};
   for (int number : order) {
     block_number = number;
     blockIdx = {block_number % gridDim.x, block_number / gridDim.x % gridDim.y,
@@ -461,13 +497,24 @@ const char* emu_take_findings(void) {
   return text.c_str();
 }
 
+/*! Run no more than so many blocks of a launch, drawn at random, and count for all; 0: all blocks. */
+void emu_sample(int64_t most) { most_blocks = most; }
+
+/*! Of the last launch: instructions and sectors of warps, accesses of the longest thread, bytes of shared memory. */
+void emu_counted(double* values) {
+  values[0] = counted.instructions;
+  values[1] = counted.sectors;
+  values[2] = counted.longest;
+  values[3] = shared_bytes;
+}
+
 /*! Lines of argument, sectors read, written, and the least of both, since the call began. */
 const char* emu_traffic(void) {
   static std::string text;
   text.clear();
   for (const auto& [region, of] : traffic) {
     text += region->name;
-    for (int64_t n : of.requested) text += "\t" + std::to_string(n);
+    for (double n : of.requested) text += "\t" + std::to_string(std::llround(n));
     for (const auto& set : of.touched) text += "\t" + std::to_string(set.size());
     text += "\n";
   }

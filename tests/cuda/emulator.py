@@ -69,12 +69,27 @@ class Traffic:
     least_written: int
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What a launch did, told from a sample of its blocks (`Emulator.sampling`).
+
+    ``instructions``, ``sectors``: of the warps, loads and stores of global memory and the sectors
+    that they ask for; ``longest``: of those, the thread's that has most; ``shared_bytes``: a block.
+    """
+
+    instructions: float
+    sectors: float
+    longest: float
+    shared_bytes: float
+
+
 @dataclass
 class Call:
     """One call of a kernel's host function: its launches, and the traffic of each argument."""
 
     function: str
     launches: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    counts: list[Counts] = field(default_factory=list)
     traffic: dict[str, Traffic] = field(default_factory=dict)
 
     def traffic_ratio(self) -> float:
@@ -106,7 +121,6 @@ class Emulator:
         self._library = library
         self._sources: dict[str, list[str]] = {}
         self._names: dict[str, bytes] = {}
-        self._counts_traffic = False
         self.events: list[str] = []
         self.calls: list[Call] = []
         self.seed = 0
@@ -153,6 +167,19 @@ class Emulator:
             yield
         finally:
             tvm_ffi.register_global_func(name, build, override=True)
+
+    @contextmanager
+    def sampling(self, most_blocks: int) -> Iterator[None]:
+        """Inside, at most so many blocks of a launch run: results are not all there.
+
+        What is counted is told for all blocks, and is in `Call.counts`, too; races are not looked
+        for.
+        """
+        self._library.emu_sample(ctypes.c_int64(most_blocks))
+        try:
+            yield
+        finally:
+            self._library.emu_sample(ctypes.c_int64(0))
 
     def add_source(self, source: str) -> dict[str, Callable[..., None]]:
         """Compile CUDA C; kernels by name, called as ``kernel(grid, block, *arguments)``."""
@@ -253,6 +280,9 @@ class Emulator:
         self.events.append(f"launch {name}")
         if self.calls:
             self.calls[-1].launches.append((name, extents))
+            counted = (ctypes.c_double * 4)()
+            self._library.emu_counted(counted)
+            self.calls[-1].counts.append(Counts(*counted))
             self._read_traffic()
 
     def _read_traffic(self) -> None:

@@ -87,12 +87,13 @@ def kernel_key(kernel: tirx.PrimFunc) -> str:
 
 
 def environment(target: Target) -> dict[str, Any]:
-    """Tell what decisions hold for: target, threads, versions."""
+    """Tell what decisions hold for: target (not its host), threads of a processor, versions."""
     from relax_disc import __version__  # the package above imports this module
 
+    facts = {key: value for key, value in dict(target.export()).items() if key != "host"}
     return {
-        "target": {key: str(value) for key, value in sorted(dict(target.export()).items())},
-        "threads": torch.get_num_threads(),
+        "target": {key: str(value) for key, value in sorted(facts.items())},
+        "threads": torch.get_num_threads() if target.kind.name == "llvm" else None,
         "versions": {"relax_disc": __version__, "tvm": str(tvm.__version__)},
     }
 
@@ -142,7 +143,8 @@ def load(target: Target, chosen: str | os.PathLike[str] | None) -> TuningDatabas
     target : tvm.target.Target
         What is compiled for.
     chosen : path-like or None
-        ``"user"``: the user's own, if there is one that can be read. None: none.
+        ``"user"``: the user's own, if there is one that can be read; for processors alone, because
+        no times of other devices are measured yet. None: none.
 
     Raises
     ------

@@ -20,6 +20,7 @@ from tvm.target import Target
 
 from relax_disc.analysis.kernels.inplace import inplace_pairs
 from relax_disc.analysis.kernels.stages import is_buffer
+from relax_disc.tir_kernels.target import cpu_target
 from relax_disc.tir_kernels.tuning import workers
 from relax_disc.tir_kernels.tuning.tasks import Sizes, operand_shapes
 
@@ -47,6 +48,8 @@ class Timing:
         Median of tuned / rule of the pairs, and the 95 % interval of that median.
     noise : float
         How far the median of the rule against itself is from 1.
+    modelled : bool
+        Nothing was measured: a model told the times.
     """
 
     shape: Mapping[str, int]
@@ -56,6 +59,7 @@ class Timing:
     low: float
     high: float
     noise: float
+    modelled: bool = False
 
     @property
     def faster(self) -> bool:
@@ -77,19 +81,22 @@ def differences(
     candidate: tirx.PrimFunc,
     target: Target,
     shapes: Sequence[Sizes],
+    compiled: Callable[[dict[str, tirx.PrimFunc], Target], Any] = workers.compiled,
 ) -> str | None:
     """Compare a candidate's values with the kernel's own; say what differs, None: nothing.
 
     ``rule``, ``candidate``: with the same parameters, scheduled. ``shapes``: sizes to try.
+    ``compiled``: makes functions of them that take buffers of the host.
     """
-    plain = kernel.with_attr("tirx.is_scheduled", True)
-    code = workers.compiled({"plain": plain, "rule": rule, "candidate": candidate}, target)
-    shared = workers.compiled({"candidate": candidate.without_attr("tirx.noalias")}, target)
+    plain = {"plain": kernel.with_attr("tirx.is_scheduled", True)}
+    reference = workers.compiled(plain, target if target.kind.name == "llvm" else cpu_target())
+    code = compiled({"rule": rule, "candidate": candidate}, target)
+    shared = compiled({"candidate": candidate.without_attr("tirx.noalias")}, target)
     pairs = inplace_pairs(kernel)
     for number, sizes in enumerate(shapes):
         generator = np.random.default_rng(number)
         arrays = workers.arrays(operand_shapes(kernel, sizes), generator)
-        plain_values = _run(code["plain"], kernel, sizes, arrays)
+        plain_values = _run(reference["plain"], kernel, sizes, arrays)
         expected = _run(code["rule"], kernel, sizes, arrays)
         runs = {"": _run(code["candidate"], kernel, sizes, arrays)}
         for pair in pairs:
@@ -204,5 +211,8 @@ def _timing(shape: Mapping[str, int], samples: Mapping[str, list[float]]) -> Tim
         dict(shape),
         round(float(np.median(rule)) * 1e6, 3),
         round(float(np.median(samples["tuned"])) * 1e6, 3),
-        *(round(float(each), 4) for each in (np.median(ratios), low, high, noise)),
+        round(float(np.median(ratios)), 4),
+        round(float(low), 4),
+        round(float(high), 4),
+        round(noise, 4),
     )

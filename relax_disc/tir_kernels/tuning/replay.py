@@ -12,6 +12,7 @@ A trace that is better from some size on only is one branch of the kernel; the r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -21,9 +22,10 @@ from tvm import s_tir, tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.stages import constant
+from relax_disc.tir_kernels import rules_for
 from relax_disc.tir_kernels.cpu import cpu_rules
 from relax_disc.tir_kernels.flat import index_const, product
-from relax_disc.tir_kernels.loops import DEFAULTS, Settings, with_body
+from relax_disc.tir_kernels.loops import Settings, with_body
 from relax_disc.tir_kernels.tuning.database import TuningDatabase, kernel_key
 
 ANNOTATION = "relax_disc.settings."
@@ -81,7 +83,7 @@ def _from_size_on(
     schedule: s_tir.Schedule, func: tirx.PrimFunc, target: Target, parameter: int, elements: int
 ) -> s_tir.Schedule:
     """Take a schedule where a parameter has so many elements, the rule's where it has fewer."""
-    plain = by_rule_with(func, target, DEFAULTS)
+    plain = _first(rules_for(target), func, target)
     large, small = (each.mod["main"].body.block for each in (schedule, plain))
     count = product(func.params[parameter].shape)
     choice = tirx.IfThenElse(count >= index_const(elements), large.body, small.body)
@@ -90,7 +92,11 @@ def _from_size_on(
 
 def by_rule_with(func: tirx.PrimFunc, target: Target, settings: Settings) -> s_tir.Schedule:
     """Schedule a kernel by the first rule that takes it, with settings."""
-    schedules = (rule.apply(func, target, False) for rule in cpu_rules(settings))
+    return _first(cpu_rules(settings), func, target)
+
+
+def _first(rules: Sequence[Any], func: tirx.PrimFunc, target: Target) -> s_tir.Schedule:
+    schedules = (rule.apply(func, target, False) for rule in rules)
     return next(schedule for schedule in schedules if schedule is not None)
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from tvm import s_tir, tirx
 from tvm.target import Target
 
 from relax_disc.errors import UnsupportedEnvironmentError
-from relax_disc.tir_kernels.tuning import workers
+from relax_disc.tir_kernels.tuning import judgement, workers
 from relax_disc.tir_kernels.tuning.replay import ANNOTATION, plain
 
 Space = Literal["rules", "tvm"]
@@ -65,7 +65,15 @@ class Processes:
     """A process that makes candidates' code and one that times them, started when first needed.
 
     They end with this object, or when a candidate takes longer than a minute; then others start.
+    A stand-in for another device than this machine's processor replaces all members.
     """
+
+    most_verified_bytes = 16 * 2**20
+    """Of a kernel's operands where values are compared, unless all its sizes are fixed."""
+    most_ratio = inf
+    """Of the rule's time that a search may tell of a candidate that is worth judging."""
+    differences = staticmethod(judgement.differences)
+    time_kernels = staticmethod(judgement.time_kernels)
 
     @functools.cached_property
     def builder(self) -> Any:
@@ -127,7 +135,7 @@ def search(
     kernel : tvm.tirx.PrimFunc
         Of fixed sizes, with a root block.
     target : tvm.target.Target
-        A CPU.
+        What `processes` stands for.
     space : str
         Which design space.
     tunes : tuple of str
@@ -153,10 +161,10 @@ def search(
     database = ms.Database.create("json", work_dir=str(folder))
     left = trials - len(database.get_all_tuning_records())
     if left > 0:
-        context = _without_intrinsics(space, ms.TuneContext)(
+        context = _without_intrinsics(space, target, ms.TuneContext)(
             mod=kernel.with_attr("global_symbol", "main"),
             target=target,
-            space_generator=_generator(ms, space, tunes),
+            space_generator=_generator(ms, space, tunes, target),
             search_strategy=ms.search_strategy.EvolutionarySearch(
                 population_size=min(64, points),
                 init_min_unmeasured=min(_PER_ROUND, points),
@@ -187,14 +195,16 @@ def search(
     return sorted(found, key=lambda pair: pair[0])
 
 
-def _without_intrinsics(space: Space, make: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep TVM's instructions for tensor cores out, which no schedule by rules uses.
+def _without_intrinsics(
+    space: Space, target: Target, make: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Keep TVM's instructions for tensor cores out, which only its space for CPUs uses here.
 
     A context imports them, which takes half a minute where torch is imported: TVM looks at every
     module for the source of each of 248 functions.
     """
     name = "tvm.s_tir.tensor_intrin"
-    if space != "rules" or name in sys.modules:
+    if (space != "rules" and target.kind.name == "llvm") or name in sys.modules:
         return make
 
     def made(**arguments: Any) -> Any:
@@ -213,7 +223,11 @@ def _quiet() -> logging.Logger:
     return logging.getLogger("tvm.s_tir.meta_schedule")
 
 
-def _generator(ms: Any, space: Space, tunes: tuple[str, ...]) -> Any:
+def _generator(ms: Any, space: Space, tunes: tuple[str, ...], target: Target) -> Any:
+    if space == "tvm" and target.kind.name != "llvm":
+        # By name, because TVM adds rules for tensor cores by itself; products go to libraries.
+        kind = target.kind.name
+        return ms.space_generator.PostOrderApply(sch_rules=kind, postprocs=kind, mutator_probs=kind)
     if space == "tvm":
         return ms.space_generator.PostOrderApply()
     return ms.space_generator.ScheduleFn(

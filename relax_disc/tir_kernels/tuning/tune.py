@@ -17,7 +17,7 @@ from relax_disc.analysis.kernels.stages import is_buffer
 from relax_disc.progress import phase
 from relax_disc.tir_kernels import rules_for
 from relax_disc.tir_kernels.tuning.database import TuningDatabase
-from relax_disc.tir_kernels.tuning.judgement import Timing, differences, time_kernels
+from relax_disc.tir_kernels.tuning.judgement import Timing
 from relax_disc.tir_kernels.tuning.replay import Tuned
 from relax_disc.tir_kernels.tuning.search import Processes, Search, Space, require, search
 from relax_disc.tir_kernels.tuning.tasks import Task, operand_shapes
@@ -28,12 +28,14 @@ _logger = logging.getLogger(__name__)
 
 # Of the fastest candidates, so many are judged: the first may be so by chance.
 _FINALISTS = 3
-# Kernels are verified and timed on operands of no more than this.
+# Kernels are timed on operands of no more than this.
 _MOST_BYTES = 512 * 2**20
-_MOST_VERIFIED_BYTES = 16 * 2**20
 _VERIFIED_SHAPES = 4
 _QUICK_US = 5.0
 """A kernel that takes less is done before tuning could matter."""
+
+BENCHES: dict[str, Callable[[], Processes]] = {"llvm": Processes}
+"""What makes and times candidates, by kind of target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def tune_kernels(
     tasks : sequence of Task
         What to tune; kernels that the database knows are passed over, unless ``again``.
     target : tvm.target.Target
-        The machine's processor.
+        The machine's processor, or another of a kind in `BENCHES`.
     plan : Plan
         Shapes, design spaces, trials.
     database, path : TuningDatabase, path
@@ -113,7 +115,7 @@ def tune_kernels(
     """
     require(plan.search.cost_model)
     runtime.load()
-    processes = Processes()
+    processes = BENCHES[target.kind.name]()
     for task in tasks:
         if task.key in database.kernels and not again:
             continue
@@ -137,7 +139,7 @@ def tune_kernel(
         return _kept(task, f"it moves {task.bytes(sizes) / 2**20:.0f} MiB at {dict(plan.shape)}")
     rule = schedule_kernel(task.kernel, target, rules_for(target), task.name)
     shapes = _timed_shapes(task, plan)
-    own = time_kernels(task.kernel, rule, rule, target, shapes[:1])[0]
+    own = processes.time_kernels(task.kernel, rule, rule, target, shapes[:1])[0]
     if own.rule_us < _QUICK_US:
         return _kept(task, f"it takes {own.rule_us:.1f} us at {dict(plan.shape)}")
     reasons = []
@@ -155,8 +157,11 @@ def tune_kernel(
             continue
         reason = "no candidate ran"
         for seconds, trace in found[:_FINALISTS]:
-            del seconds
-            verdict = judge(task, trace, space, rule, target, plan)
+            ratio = seconds * 1e6 / own.rule_us
+            if ratio > processes.most_ratio:
+                reason = f"{ratio:.2f} of the rule's time, no gain"
+                break
+            verdict = judge(task, trace, space, rule, target, plan, processes)
             if verdict.trace is not None:
                 return verdict
             reason, measured = verdict.reason, verdict.measured or measured
@@ -165,7 +170,13 @@ def tune_kernel(
 
 
 def judge(
-    task: Task, trace: Any, space: Space, rule: tirx.PrimFunc, target: Target, plan: Plan
+    task: Task,
+    trace: Any,
+    space: Space,
+    rule: tirx.PrimFunc,
+    target: Target,
+    plan: Plan,
+    bench: Processes,
 ) -> Verdict:
     """Decide about one trace: replayed for all sizes, right, and faster than the rule."""
     shapes = _timed_shapes(task, plan)
@@ -176,13 +187,14 @@ def judge(
             alone = Tuned(TuningDatabase({}, {task.key: decision}))
             alone.apply(task.kernel, target)  # or it raises
             candidate = schedule_kernel(task.kernel, target, [alone], task.name)
-            wrong = differences(task.kernel, rule, candidate, target, verified_sizes(task, plan))
+            sizes = verified_sizes(task, plan, bench.most_verified_bytes)
+            wrong = bench.differences(task.kernel, rule, candidate, target, sizes)
         except LOWERING_FAILURES as error:
             reason = f"the trace cannot be replayed for all sizes: {_first_line(error)}"
             return _kept(task, reason)
         if wrong:
             return _kept(task, wrong)
-        timings = tuple(time_kernels(task.kernel, rule, candidate, target, shapes))
+        timings = tuple(bench.time_kernels(task.kernel, rule, candidate, target, shapes))
         slow = [size for timing, (_, size) in zip(timings, shapes, strict=True) if timing.slower]
         if not timings[0].faster or shapes[0][1] in slow:
             return _kept(task, f"{timings[0].ratio:.2f} of the rule's time, no gain", timings)
@@ -233,8 +245,8 @@ def _timed_shapes(task: Task, plan: Plan) -> list[tuple[Mapping[str, int], dict[
     return found
 
 
-def verified_sizes(task: Task, plan: Plan) -> list[dict[Any, int]]:
-    """Sizes for the comparison of values: the least shape, and random ones."""
+def verified_sizes(task: Task, plan: Plan, most_bytes: int) -> list[dict[Any, int]]:
+    """Sizes for the comparison of values: the least shape, and random ones of no more bytes."""
     generator = random.Random(task.key)
     least = {name: low for name, (low, _) in plan.ranges.items()}
     shapes = [least]
@@ -244,7 +256,7 @@ def verified_sizes(task: Task, plan: Plan) -> list[dict[Any, int]]:
     found: list[dict[Any, int]] = []
     for shape in shapes:
         for sizes in task.sizes(shape):
-            if sizes not in found and task.bytes(sizes) <= _MOST_VERIFIED_BYTES:
+            if sizes not in found and task.bytes(sizes) <= most_bytes:
                 found.append(sizes)
         if len(found) > _VERIFIED_SHAPES:
             break
