@@ -70,7 +70,7 @@ def main() -> None:
         ratio = round(mine["launches"] / theirs["kernels"], 2)
         rows.append({"model": name, "ours": mine, "inductor_cpu": theirs, "ratio": ratio})
         print(rows[-1], flush=True)
-    write_result("cuda_launches", {"arch": "sm_90", "torch": torch.__version__}, rows)
+        write_result("cuda_launches", {"arch": "sm_90", "torch": torch.__version__}, rows)
 
 
 if __name__ == "__main__":
