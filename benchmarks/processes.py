@@ -22,6 +22,14 @@ from benchmarks.malloc_counter import preload_environment
 ROOT = Path(__file__).parents[1]
 
 
+class WorkerEndedError(RuntimeError):
+    """A worker ended instead of answering; `worker` is its name."""
+
+    def __init__(self, worker: str, status: int) -> None:
+        super().__init__(f"the worker of {worker} ended with {status}")
+        self.worker = worker
+
+
 class Worker:
     """The far end of one worker process."""
 
@@ -36,7 +44,7 @@ class Worker:
 
         Raises
         ------
-        RuntimeError
+        WorkerEndedError
             The process ended instead.
         """
         assert self._process.stdin is not None
@@ -53,7 +61,7 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the worker of {self.name} ended with {self._process.wait()}")
+            raise WorkerEndedError(self.name, self._process.wait())
         return json.loads(line)
 
 

@@ -19,7 +19,7 @@ from benchmarks.models.document import read_results, result_path
 from benchmarks.models.entry import Entry
 from benchmarks.models.speed_document import PAGE, speed_table, write_page
 from benchmarks.models.wide import WIDE
-from benchmarks.processes import Worker, started
+from benchmarks.processes import Worker, WorkerEndedError, started
 from benchmarks.record import commit, machine, write_result
 from relax_disc.vm_builtins import native
 
@@ -43,7 +43,8 @@ def measured(
     Returns
     -------
     dict
-        For each shape every variant's median step, and the ratios to eager's with their quartiles.
+        For each shape every variant's median step, and the ratios to eager's with their quartiles;
+        ``peer_failed`` where torch.compile did not get through, which is then left out.
     """
     found: dict[str, Any] = {
         "model": entry.name,
@@ -63,8 +64,12 @@ def measured(
                     message = workers[-1].prepared["refused"]
                     return {**found, "verdict": "refused", "message": message}
             return {**found, **_measured(workers, entry, rounds)}
-    except RuntimeError as error:
-        return {**found, "verdict": "failed", "message": str(error)}
+    except WorkerEndedError as error:
+        if error.worker != "compile":
+            return {**found, "verdict": "failed", "message": str(error)}
+    others = [name for name in names if name != "compile"]
+    found = measured(entry, others, rounds, threads, limit_seconds, autocast)
+    return {**found, "peer_failed": True}
 
 
 def _measured(workers: Sequence[Worker], entry: Entry, rounds: int) -> dict[str, Any]:
@@ -105,6 +110,13 @@ def _measured(workers: Sequence[Worker], entry: Entry, rounds: int) -> dict[str,
         "processes": accounts,
         "shapes": shapes,
     }
+
+
+def _has(result: Mapping[str, Any] | None, with_compile: bool) -> bool:
+    if result is None or result["verdict"] == "failed":
+        return False
+    peer = "peer_failed" in result or "compile" in result.get("compile_seconds", {})
+    return peer or not with_compile
 
 
 def _shape(
@@ -158,7 +170,7 @@ def run(
     with_compile : bool
         Measure ``torch.compile(dynamic=True)`` too.
     resume : bool
-        Leave out the models that the file of results has.
+        Leave out the models that the file of results has, with torch.compile where it is asked.
     rounds : int
         Measurements of each shape.
     limit_seconds : float
@@ -184,7 +196,7 @@ def run(
     }
     measured_now = []
     for entry in chosen:
-        if resume and entry.name in found:
+        if resume and _has(found.get(entry.name), with_compile):
             continue
         console.print(f"{entry.name} ...")
         result = measured(entry, names, rounds, threads, limit_seconds, autocast)

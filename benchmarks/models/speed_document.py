@@ -92,11 +92,19 @@ def _totals(results: Sequence[Mapping[str, Any]]) -> str:
     middles = [[shape["processor_ratio"][1] for shape in r["shapes"]] for r in done]
     processor = [statistics.geometric_mean(each) for each in middles]
     slow, busy, high = (sum(x > 1 for x in values) for values in (ratios, processor, peaks))
-    return (
+    told = (
         f"{len(done)} models: median of step / eager {statistics.median(ratios):.2f}, "
         f"{slow} above 1.0; of processor time / eager {statistics.median(processor):.2f}, {busy} "
         f"above 1.0; of peak / eager {statistics.median(peaks):.2f}, "
         f"{high} above 1.0."
+    )
+    compiling = [r["compile_seconds"] for r in done if "compile" in r["compile_seconds"]]
+    if not compiling:
+        return told
+    ratios = [seconds["relax_disc"] / seconds["compile"] for seconds in compiling]
+    return (
+        f"{told} Compile time / torch.compile's, {len(ratios)} models: "
+        f"median {statistics.median(ratios):.2f}, largest {max(ratios):.2f}."
     )
 
 
@@ -108,7 +116,7 @@ def _cells(result: Mapping[str, Any]) -> list[list[str]]:
     for shape in result["shapes"]:
         times = [shape["ratio"], shape["processor_ratio"]]
         seconds = result["compile_seconds"]
-        peer = ""
+        peer = "fails" if "peer_failed" in result and not rows else ""
         if "compile_ratio" in shape:
             peer = f"{shape['compile_ratio']:.2f}, {seconds['compile']:.0f}"
         rows.append([
