@@ -65,6 +65,13 @@ class Worker:
         return json.loads(line)
 
 
+def machine_cpu_seconds() -> float:
+    """Processor time that all processes have taken since the machine started, and its host's."""
+    user, nice, system, _, _, interrupts, soft, stolen = Path("/proc/stat").read_text().split()[1:9]
+    ticks = sum(map(int, (user, nice, system, interrupts, soft, stolen)))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
 def started(
     name: str,

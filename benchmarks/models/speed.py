@@ -19,7 +19,7 @@ from benchmarks.models.document import read_results, result_path
 from benchmarks.models.entry import Entry
 from benchmarks.models.speed_document import PAGE, speed_table, write_page
 from benchmarks.models.wide import WIDE
-from benchmarks.processes import Worker, WorkerEndedError, started
+from benchmarks.processes import Worker, WorkerEndedError, machine_cpu_seconds, started
 from benchmarks.record import commit, machine, write_result
 from relax_disc.vm_builtins import native
 
@@ -44,6 +44,7 @@ def measured(
     -------
     dict
         For each shape every variant's median step, and the ratios to eager's with their quartiles;
+        ``other_work``, what other processes took during the turns, in cores;
         ``peer_failed`` where torch.compile did not get through, which is then left out.
     """
     found: dict[str, Any] = {
@@ -86,17 +87,21 @@ def _measured(workers: Sequence[Worker], entry: Entry, rounds: int) -> dict[str,
             memory[sizes][worker.name] = worker.ask(memory=sizes)
             # The first step of a turn wakes the threads.
             repeat[sizes] = max(2, min(20, int(_TURN_SECONDS / last["seconds"])))
-    busy = 0.0
+    busy = other = turns = 0.0
     for number in range(rounds):
         for sizes in entry.sizes:
             order = workers if number % 2 else workers[::-1]
             for worker in order:
                 time.sleep(_IDLE_SECONDS)
                 others = [other for other in workers if other is not worker]
-                before, start = [other.cpu_seconds() for other in others], time.perf_counter()
+                before, start = [each.cpu_seconds() for each in others], time.perf_counter()
+                foreign = machine_cpu_seconds() - sum(each.cpu_seconds() for each in workers)
                 raw[sizes][worker.name].append(worker.ask(sizes=sizes, repeat=repeat[sizes]))
                 spent = time.perf_counter() - start
-                after = [other.cpu_seconds() for other in others]
+                turns += spent
+                other += machine_cpu_seconds() - sum(each.cpu_seconds() for each in workers)
+                other -= foreign
+                after = [each.cpu_seconds() for each in others]
                 busy = max([busy, *((b - a) / spent for a, b in zip(before, after, strict=True))])
     accounts = {worker.name: worker.ask() for worker in workers}
     shapes = [_shape(entry, sizes, raw[sizes], memory[sizes]) for sizes in entry.sizes]
@@ -107,6 +112,7 @@ def _measured(workers: Sequence[Worker], entry: Entry, rounds: int) -> dict[str,
         "peak_ratio": max(shape["peak_ratio"] for shape in shapes),
         "compile_seconds": {n: compiling[n] for n in compiling if n != "eager"},
         "idle_cpu_share": busy,
+        "other_work": max(0.0, other / turns),
         "processes": accounts,
         "shapes": shapes,
     }

@@ -61,10 +61,22 @@ def page(content: Mapping[str, Any]) -> str:
         f"Measured by `python -m benchmarks.models --speed` at commits {', '.join(commits)} on "
         f"{', '.join(dict.fromkeys(r['processor'] for r in results))}, "
         f"processes that may run on {cores} cores, OMP_WAIT_POLICY {policies}; a process that "
-        f"waited took at most {busiest:.2f} of a core. Other work ran on the machine. This page is "
+        f"waited took at most {busiest:.2f} of a core. {_other_work(results)} This page is "
         "made of `benchmarks/results/models_speed.json`."
     )
     return "\n".join(lines) + "\n"
+
+
+def _other_work(results: Sequence[Mapping[str, Any]]) -> str:
+    """Tell how quiet the machine was; rows from before it was counted are said to be busy."""
+    shares = {r["model"]: r["other_work"] for r in results if "other_work" in r}
+    if not shares:
+        return "Other work ran on the machine."
+    quiet = sum(share < 0.1 for share in shares.values())
+    return (
+        f"Other processes took less than a tenth of a core during the turns of {quiet} models; "
+        f"during those of the other {len(results) - quiet} more, or it was not counted."
+    )
 
 
 def write_page() -> None:
