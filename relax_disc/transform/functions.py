@@ -16,6 +16,7 @@ from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.analysis.symbolic.from_tirx import from_tirx
 from relax_disc.errors import GraphError
 from relax_disc.ops.operand_views import operands_of
+from relax_disc.ops.reshape import IS_RESHAPE
 
 
 def copy_module(mod: tvm.IRModule) -> tvm.IRModule:
@@ -42,6 +43,8 @@ def is_reshape(kernel: tirx.PrimFunc) -> bool:
     buffers = [param for param in kernel.params if is_buffer(param)]
     if len(buffers) != 2:
         return False
+    if kernel.attrs and IS_RESHAPE in kernel.attrs:
+        return True
     with contextlib.suppress(GraphError):  # no polynomial
         if elements(buffers[0].shape) != elements(buffers[1].shape):
             return False

@@ -2,19 +2,25 @@
 
 The library's convolutions read and write ``[N, *P, C]``, PyTorch's programs speak of
 ``[N, C, *P]``: every convolution stands between two permutations.  The pass follows what they write
-forwards through element-wise operators, reductions and concatenations, computes these with channels
-last too, and so leaves a permutation only where something else reads the value.
+forwards through element-wise operators, reductions, concatenations, permutations, and reshapes that
+split or join axes which lie next to each other (the groups of group norm, the tokens of attention).
+It computes these in the order of the axes in memory too, and so leaves a permutation only where
+something else reads the value.
 
-Limits: a reshape, a matrix product or a kernel of TE ends the way; one dataflow block at a time.
+Limits: a matrix product or a kernel of TE ends the way; one dataflow block at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Any
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
+from tvm.sym.analyzer import Analyzer
 
 from relax_disc.transform.functions import without_unused
 from relax_disc.transform.simplify.rules import is_call, shape_of
@@ -51,12 +57,20 @@ class ChannelsLast:
         return relax.transform.Normalize()(result)
 
 
-def _to_last(rank: int) -> list[int]:
-    return [0, *range(2, rank), 1]
-
-
 def _to_first(rank: int) -> list[int]:
     return [0, rank - 1, *range(1, rank - 1)]
+
+
+def _inverse(axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(axes.index(axis) for axis in range(len(axes)))
+
+
+def _is_one(extent: Any) -> bool:
+    return isinstance(extent, tirx.IntImm) and int(extent) == 1
+
+
+def _count(extents: Sequence[Any]) -> Any:
+    return prod(extents, start=tirx.IntImm("int64", 1))
 
 
 def _rewritten(function: relax.Function) -> relax.Function:
@@ -77,13 +91,24 @@ def _rewritten(function: relax.Function) -> relax.Function:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """How a value lies in memory: axis i of `tensor` is the value's axis ``order[i]``."""
+
+    tensor: Any
+    order: tuple[int, ...]
+    # whether a convolution wrote it: then what is computed of it is stored so, too
+    leads: bool
+
+
 class _Block:
     def __init__(self, block: relax.DataflowBlock) -> None:
         self._block = block
         self._bindings: list[Any] = []
         self._values: dict[Any, Any] = {}
-        self._last: dict[Any, Any] = {}  # from [N, C, *P] to the same values as [N, *P, C]
+        self._stored: dict[Any, _Stored] = {}
         self._builder = relax.BlockBuilder()
+        self._analyzer = Analyzer()
         self._origin: Any = None
 
     def run(self) -> relax.DataflowBlock:
@@ -99,59 +124,136 @@ class _Block:
         value = binding.value
         if is_call(value, "relax.permute_dims"):
             value = self._permutation(binding.var, value)
+        elif is_call(value, "relax.reshape"):
+            value = self._reshape(binding.var, value)
         elif isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
-            last = self._moved(value)
-            if last is not None and value.op.name in _REDUCTIONS and not value.attrs.keepdims:
-                value = self._typed(last)  # the axes that are left have the same order
-            elif last is not None:
-                stored = self._emit(last)
-                self._last[binding.var] = stored
-                value = self._typed(op.permute_dims(stored, _to_first(_rank(stored))))
+            moved = self._moved(value)
+            if moved is not None:
+                value = self._settled(binding.var, *moved)
         self._values[binding.var] = value
         self._bindings.append(relax.VarBinding(binding.var, value, binding.span))
+
+    def _settled(self, variable: Any, value: Any, order: tuple[int, ...]) -> Any:
+        """Write down what is stored in some order; return the variable's own value."""
+        value = self._typed(value)
+        shape = shape_of(value)
+        assert shape is not None
+        large = [axis for axis, extent in zip(order, shape, strict=True) if not _is_one(extent)]
+        if list(order) == sorted(order):
+            return value
+        stored = self._emit(value)
+        if large != sorted(large):
+            self._stored[variable] = _Stored(stored, order, True)
+        return self._typed(op.permute_dims(stored, _inverse(order)))
 
     def _permutation(self, variable: Any, value: Any) -> Any:
         (x,) = value.args
         axes = [int(axis) for axis in value.attrs.axes or ()]
         if len(axes) < 3:
             return value
-        if axes == _to_last(len(axes)) and x in self._last:
-            return self._last[x]
-        source = self._values.get(x)
-        if isinstance(source, relax.TupleGetItem):
-            source = self._values.get(source.tuple_value)
-        if axes == _to_first(len(axes)) and isinstance(source, relax.Call):
-            if isinstance(source.op, tvm.ir.Op) and source.op.name in _SOURCES:
-                self._last[variable] = x
+        known = self._stored.get(x)
+        if known is None:
+            source: Any = self._values.get(x)
+            if isinstance(source, relax.TupleGetItem):
+                source = self._values.get(source.tuple_value)
+            called = isinstance(source, relax.Call) and isinstance(source.op, tvm.ir.Op)
+            leads = called and source.op.name in _SOURCES and axes == _to_first(len(axes))
+            self._stored[variable] = _Stored(x, _inverse(axes), leads)
+            return value
+        order = tuple(axes.index(axis) for axis in known.order)
+        if list(order) == sorted(order):
+            return known.tensor
+        self._stored[variable] = _Stored(known.tensor, order, known.leads)
         return value
 
-    def _moved(self, value: Any) -> Any:
-        """Write a call of values that are known with channels last so that its result is too."""
+    def _reshape(self, variable: Any, value: Any) -> Any:
+        known, before, after = (
+            self._stored.get(value.args[0]),
+            *map(shape_of, (value.args[0], value)),
+        )
+        if known is None or before is None or after is None:
+            return value
+        order = self._regrouped(known.order, before, after)
+        if order is None:
+            return value
+        shape = relax.ShapeExpr([after[axis] for axis in order])
+        if known.leads:
+            return self._settled(variable, op.reshape(known.tensor, shape), order)
+        stored = self._emit(op.reshape(known.tensor, shape))
+        self._stored[variable] = _Stored(stored, order, False)
+        return value
+
+    def _regrouped(
+        self, order: Sequence[int], before: list[Any], after: list[Any]
+    ) -> tuple[int, ...] | None:
+        """Order in which the axes of a reshaped value are stored; None if its axes are mixed."""
+        runs = self._runs(before, after)
+        if runs is None:
+            return None
+        order = [axis for axis in order if not _is_one(before[axis])]
+        found: dict[int, range] = {}  # from the first large axis before to the axes after
+        for old, new in runs:
+            large = [axis for axis in old if not _is_one(before[axis])]
+            if large:
+                first = order.index(large[0])
+                if order[first : first + len(large)] != large:
+                    return None
+                found[large[0]] = new
+        large = [axis for old in order for axis in found.get(old, ())]
+        return (*large, *(axis for axis in range(len(after)) if axis not in large))
+
+    def _runs(self, before: list[Any], after: list[Any]) -> list[tuple[range, range]] | None:
+        """Cut two shapes into as many runs of axes as possible, with equal products."""
+        runs: list[tuple[range, range]] = []
+        i = j = 0
+        while i < len(before) and j < len(after):
+            ends = product(range(i + 1, len(before) + 1), range(j + 1, len(after) + 1))
+            for k, m in sorted(ends, key=sum):
+                if self._analyzer.can_prove_equal(_count(before[i:k]), _count(after[j:m])):
+                    break
+            else:
+                return None
+            runs.append((range(i, k), range(j, m)))
+            i, j = k, m
+        return runs if all(map(_is_one, (*before[i:], *after[j:]))) else None
+
+    def _moved(self, value: Any) -> tuple[Any, tuple[int, ...]] | None:
+        """Write a call of stored values so that its result is stored so; with that order."""
         name = value.op.name
         if name in _ELEMENTWISE:
-            rank = _rank_of(shape_of(value))
-            if not any(arg in self._last and _rank(arg) == rank for arg in _variables(value.args)):
+            rank = _rank(value)
+            known = self._leading(value.args, rank)
+            if known is None:
                 return None
-            args = [self._operand(arg, rank) for arg in value.args]
+            args = [self._operand(arg, known.order) for arg in value.args]
             if any(arg is None for arg in args):
                 return None
-            return relax.Call(value.op, args, value.attrs, value.ty_args)
-        if name in _REDUCTIONS and value.args[0] in self._last:
-            return self._reduction(value)
-        if name == "relax.broadcast_to" and value.args[0] in self._last:
-            shape = value.args[1]
-            if isinstance(shape, relax.ShapeExpr) and len(shape.values) == _rank(value.args[0]):
-                moved = [shape.values[axis] for axis in _to_last(len(shape.values))]
-                return op.broadcast_to(self._last[value.args[0]], relax.ShapeExpr(moved))
+            return relax.Call(value.op, args, value.attrs, value.ty_args), known.order
         if name == "relax.concat" and isinstance(value.args[0], relax.Tuple):
             return self._concatenation(value)
-        return None
+        if name not in (*_REDUCTIONS, "relax.broadcast_to"):
+            return None
+        known = self._leading(value.args[:1], _rank(value.args[0]))
+        if known is None:
+            return None
+        if name in _REDUCTIONS:
+            return self._reduction(value, known)
+        shape = value.args[1]
+        if not isinstance(shape, relax.ShapeExpr) or len(shape.values) != len(known.order):
+            return None
+        moved = relax.ShapeExpr([shape.values[axis] for axis in known.order])
+        return op.broadcast_to(known.tensor, moved), known.order
 
-    def _operand(self, arg: Any, rank: int) -> Any:
-        """Return an operand of an element-wise operator with channels last; None if unknown."""
-        if isinstance(arg, relax.Var) and arg in self._last:
-            if _rank(arg) == rank:
-                return self._last[arg]
+    def _leading(self, args: Sequence[Any], rank: int) -> _Stored | None:
+        """Return the first of some values that says how what is computed of them is stored."""
+        found = (self._stored.get(arg) for arg in _variables(args))
+        return next((x for x in found if x and x.leads and len(x.order) == rank), None)
+
+    def _operand(self, arg: Any, order: tuple[int, ...]) -> Any:
+        """Return an operand of an element-wise operator stored in an order; None if unknown."""
+        if isinstance(arg, relax.Var) and arg in self._stored:
+            if self._stored[arg].order == order:
+                return self._stored[arg].tensor
         if not isinstance(arg.ty, relax.TensorType):
             return arg
         shape = shape_of(arg)
@@ -159,32 +261,70 @@ class _Block:
             return None
         if not shape:
             return arg
-        if len(shape) < rank:
-            ones = [tvm.tirx.IntImm("int64", 1)] * (rank - len(shape))
+        if len(shape) < len(order):
+            ones = [tirx.IntImm("int64", 1)] * (len(order) - len(shape))
             arg = self._emit(op.reshape(arg, relax.ShapeExpr([*ones, *shape])))
-        return self._emit(op.permute_dims(arg, _to_last(rank)))
+        return self._emit(op.permute_dims(arg, list(order)))
 
-    def _reduction(self, value: Any) -> Any:
-        x, rank = value.args[0], _rank(value.args[0])
+    def _reduction(self, value: Any, known: _Stored) -> tuple[Any, tuple[int, ...]]:
+        """Reduce the stored tensor by one run of its axes after the other, the last ones last."""
+        x, order, shape = known.tensor, known.order, shape_of(known.tensor)
+        assert shape is not None
+        rank = len(order)
         axes = range(rank) if value.attrs.axis is None else value.attrs.axis
-        axes = [int(axis) % rank for axis in axes]
-        where = _to_first(rank)  # of logical axis i in what is stored
-        stored = sorted(where[axis] for axis in axes)
-        kept = [where[axis] for axis in range(rank) if axis not in axes]
+        axes = {int(axis) % rank for axis in axes}
+        gone = [place for place, axis in enumerate(order) if axis in axes]
+        runs: list[list[int]] = [[]]
+        for place in (place for place in range(rank) if not _is_one(shape[place])):
+            if place in gone:
+                runs[-1].append(place)
+            elif runs[-1]:
+                runs.append([])
         reduce: Callable[..., Any] = getattr(op, value.op.name.removeprefix("relax."))
-        if value.attrs.keepdims:
-            return reduce(self._last[x], stored, True)
-        return reduce(self._last[x], stored, False) if kept == sorted(kept) else None
+        keeps = bool(value.attrs.keepdims)
+        for run in filter(None, runs):
+            x = self._emit(self._reduced(reduce, x, run, keeps or run != gone))
+        extents = [
+            tirx.IntImm("int64", 1) if place in gone else extent
+            for place, extent in enumerate(shape)
+            if keeps or place not in gone
+        ]
+        if not keeps:
+            kept = sorted(set(range(rank)) - axes)
+            order = tuple(kept.index(axis) for axis in order if axis not in axes)
+        return op.reshape(x, relax.ShapeExpr(extents)), order
 
-    def _concatenation(self, value: Any) -> Any:
+    def _reduced(self, reduce: Callable[..., Any], x: Any, axes: list[int], keeps: bool) -> Any:
+        """Reduce some axes, to extents of one or none: before a reshape, to fuse what makes x."""
+        source: Any = self._values.get(x)
+        shape = shape_of(x)
+        assert shape is not None
+        if is_call(source, "relax.reshape"):
+            before = shape_of(source.args[0])
+            runs = None if before is None else self._runs(before, shape)
+            ends = [] if runs is None else [(old, set(new) <= set(axes), new) for old, new in runs]
+            whole = {axis for _, is_gone, new in ends if is_gone for axis in new}
+            if whole == set(axes):
+                inner = [axis for old, is_gone, _ in ends if is_gone for axis in old]
+                left = [
+                    1 if axis in axes else extent
+                    for axis, extent in enumerate(shape)
+                    if keeps or axis not in axes
+                ]
+                less = self._emit(reduce(source.args[0], inner, False))
+                return op.reshape(less, relax.ShapeExpr(left))
+        return reduce(x, axes, keeps)
+
+    def _concatenation(self, value: Any) -> tuple[Any, tuple[int, ...]] | None:
         parts = list(value.args[0].fields)
-        if not any(part in self._last for part in _variables(parts)):
+        known = self._leading(parts, _rank(value))
+        if known is None or value.attrs.axis is None:
             return None
-        rank = _rank_of(shape_of(value))
-        moved = [self._operand(part, rank) for part in parts]
-        if any(part is None for part in moved) or value.attrs.axis is None:
+        moved = [self._operand(part, known.order) for part in parts]
+        if any(part is None for part in moved):
             return None
-        return op.concat(moved, _to_first(rank)[int(value.attrs.axis) % rank])
+        axis = int(value.attrs.axis) % len(known.order)
+        return op.concat(moved, known.order.index(axis)), known.order
 
     def _typed(self, value: Any) -> Any:
         origin = self._origin.value
@@ -206,8 +346,5 @@ def _variables(args: Sequence[Any]) -> list[Any]:
 
 
 def _rank(expr: Any) -> int:
-    return _rank_of(shape_of(expr))
-
-
-def _rank_of(shape: Sequence[Any] | None) -> int:
+    shape = shape_of(expr)
     return -1 if shape is None else len(shape)
