@@ -123,11 +123,6 @@ def check_quick_start(wheel, folder):
     assert Path(file).is_relative_to(fresh)
     assert last < first
     assert f"the native library is {packages}/relax_disc/vm_builtins/lib/relax_disc-" in done.stderr
-    command = [str(fresh / "bin" / "relax-disc"), "doctor", "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    found = {entry["name"]: entry for entry in json.loads(done.stdout)}
-    assert found["C++ library"]["value"] == "of the wheel"
-    assert (found["C++ compiler"]["value"], found["C++ compiler"]["ok"]) == ("none", True)
     return packages / "relax_disc" / "vm_builtins" / "lib"
 
 
