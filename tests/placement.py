@@ -96,6 +96,7 @@ def check_plan(session, dims, budget=None):
     assert facts.escaping_bytes == total(Storage.ESCAPING, unit)
     assert facts.workspace_bytes == max((op.workspace * unit for op in graph.ops), default=0)
     outside = facts.resident_bytes + facts.escaping_bytes + facts.buffer_bytes
+    outside += facts.library_bytes
     assert (facts.buffer_bytes > 0) == bool(facts.transfers)
     assert facts.peak_bytes == outside + facts.arena_bytes
     assert facts.lower_bound_bytes <= outside + facts.live_peak_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
@@ -88,8 +89,10 @@ class Worker:
     def memory(self, memory: Sequence[int]) -> dict[str, Any]:
         """Take a step of a shape; what it held at most, gradients included.
 
-        Parameters, optimizer state and batch do not count, nor what steps of other shapes keep.
+        Parameters, optimizer state and batch do not count, nor what steps of other shapes keep; but
+        MKL's buffers do, which eager PyTorch keeps once it has them.
         """
+        _free_mkl_buffers()
         if self._compiled is not None:
             self._compiled.session.release()
         base = self._counter.live_bytes()
@@ -113,6 +116,13 @@ class Worker:
             "wait_policy": os.environ.get("OMP_WAIT_POLICY", "unset"),
             "parameters": sum(p.numel() for p in self._model.parameters()),
         }
+
+
+def _free_mkl_buffers() -> None:
+    """Have MKL give its packing buffers back, where PyTorch has MKL."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    if hasattr(library, "mkl_serv_free_buffers"):
+        library.mkl_serv_free_buffers()
 
 
 def _cpu_seconds() -> float:

@@ -384,6 +384,7 @@ class CompiledFunction:
             live_peak_bytes=facts.live_peak_bytes,
             escaping_bytes=facts.escaping_bytes,
             workspace_bytes=facts.workspace_bytes,
+            library_bytes=facts.library_bytes,
             time_ratio=facts.time_ratio,
             evicted=tuple(kernels[kernel] for kernel in facts.recomputed),
             offloaded=facts.offloaded(self._session.metadata),

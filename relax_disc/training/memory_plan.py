@@ -40,6 +40,9 @@ class MemoryPlan:
         Outputs that live on after the call.
     workspace_bytes : int
         Most that a library kernel needs beside its arguments, in the arena while it runs.
+    library_bytes : int
+        Most that a library takes by itself beside the arena: MKL's packing buffers, where it
+        multiplies float32 (``docs/dependencies.md``).
     time_ratio : float
         Modelled time over the modelled time without a budget; 1.0 = nothing is computed again, and
         no kernel waits for a transfer.
@@ -72,6 +75,7 @@ class MemoryPlan:
     live_peak_bytes: int
     escaping_bytes: int
     workspace_bytes: int
+    library_bytes: int
     time_ratio: float
     evicted: tuple[str, ...]
     offloaded: tuple[str, ...]

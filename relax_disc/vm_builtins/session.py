@@ -39,6 +39,8 @@ class ArenaFacts:
     escaping_bytes: int
     # most that a library kernel needs beside its arguments, in the arena while it runs
     workspace_bytes: int
+    # most that a library takes from malloc in any kernel, beside the arena, a part of `peak_bytes`
+    library_bytes: int
     # least peak found feasible, which is not of this plan alone where none is feasible, and a bound
     # below which no plan can be
     least_bytes: int

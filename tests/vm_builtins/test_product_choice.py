@@ -115,13 +115,13 @@ def test_pytorch_multiplies_batches(count, m, n, k, axes):
 @needs_mkl
 @given(m=extents, n=extents, k=extents, layout=st.sampled_from([0, 1, 2]))
 @settings(max_examples=40)
-def test_workspace_counts_what_mkl_takes(m, n, k, layout):
+def test_what_mkl_takes_is_bounded(m, n, k, layout):
     n = min(n, 2048)
     a = torch.ones(k, m).T if layout == 2 else torch.ones(m, k)
     b = torch.ones(n, k).T if layout == 1 else torch.ones(k, n)
     for count in (1, 2):
         with threads(count), forced(OTHERS):
-            size = library("relax_disc.cpu.workspace_bytes")("matmul", tvm_ffi.Shape([4, m, n, k]))
+            size = library("relax_disc.cpu.library_bytes")("matmul", tvm_ffi.Shape([4, m, n, k]))
             library("relax_disc.cpu.matmul")(
                 *(tvm_ffi.from_dlpack(x) for x in (torch.ones(3, 3), torch.ones(3, 3))),
                 *(1, 1, 0, 0),
@@ -183,15 +183,13 @@ from relax_disc.vm_builtins import native, product_choice
 native.load()
 product_choice.choose = lambda: None  # nothing is measured here
 library = tvm_ffi.get_global_func
-choose, size = (library(f"relax_disc.cpu.{x}") for x in ("choose_products", "workspace_bytes"))
+choose, size = (library(f"relax_disc.cpu.{x}") for x in ("choose_products", "library_bytes"))
 index = library("relax_disc.cpu.product_class")(1, 96, 80, 1000, 0)
 own, other = tvm_ffi.Shape([]), tvm_ffi.Shape([index])
 torch.set_num_threads(2)
 print(choose(2, other), choose(2, other), choose(2, own))
-big = size("matmul", tvm_ffi.Shape([4, 96, 80, 1000]))
-print(big > size("grouped_matmul", tvm_ffi.Shape([4, 96, 80, 1000])))
-small = tvm_ffi.Shape([4, 20, 20, 20])
-print(size("matmul", small) == size("grouped_matmul", small))
+print(size("matmul", tvm_ffi.Shape([4, 96, 80, 1000])) > 0)
+print(size("matmul", tvm_ffi.Shape([4, 20, 20, 20])) == 0)
 from tests.vm_builtins.test_product_choice import both
 print(*(torch.equal(both()[0], x) for x in both()[1:]))
 torch.set_num_threads(1)

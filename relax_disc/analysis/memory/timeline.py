@@ -298,6 +298,7 @@ def _constant_bytes(
     found["constants"] = facts.resident_bytes - sum(found.values())
     found[state] = found.get(state, 0) + facts.state_window_bytes
     found["outputs"] = facts.escaping_bytes
+    found["library buffers"] = facts.library_bytes
     found["offload buffer"] = facts.buffer_bytes
     return found
 

@@ -127,6 +127,7 @@ def main(name):
                 - late_bytes()
                 - (0 if plain else sums),
                 "workspace": plan.workspace_bytes,
+                "library": plan.library_bytes,
                 "escaping": plan.escaping_bytes,
                 "recomputations": report.recomputations,
             }

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.parametrize("products", ["own", "pytorch"])
 @pytest.mark.parametrize(
     "model",
     [
@@ -29,8 +30,14 @@ pytestmark = pytest.mark.skipif(
         pytest.param("accumulated", marks=pytest.mark.slow),
     ],
 )
-def test_planned_peak_is_the_measured_one(model, repository):
-    environment = {**os.environ, **preload_environment(), "PYTHONPATH": str(repository)}
+def test_planned_peak_is_the_measured_one(model, products, repository):
+    environment = {
+        **os.environ,
+        **preload_environment(),
+        "PYTHONPATH": str(repository),
+        "RELAX_DISC_PRODUCTS": products,
+        "OMP_NUM_THREADS": "2",
+    }
     result = subprocess.run(
         [sys.executable, "-m", "tests.training.memory.peak_worker", model],
         cwd=repository,
@@ -45,7 +52,10 @@ def test_planned_peak_is_the_measured_one(model, repository):
     assert max(row["planned"] for row in rows) > 10 * SLACK_BYTES
     for row in rows:
         assert row["planned"] == row["reported"], row
-        assert -4096 <= row["measured"] - row["planned"] <= SLACK_BYTES, row
+        # MKL's buffers are bounded, not foreseen.
+        least = row["planned"] - row["library"] - 4096
+        assert least <= row["measured"] <= row["planned"] + SLACK_BYTES, row
+        assert (row["library"] > 0) <= (products == "pytorch")
         assert row["workspace"] > 0
         if row["budget"] is None:
             assert row["analysed"] == row["planned"], row

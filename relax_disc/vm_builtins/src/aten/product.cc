@@ -23,6 +23,7 @@
 #include "kernels/product/product_choice.h"
 
 extern "C" void mkl_serv_free_buffers() __attribute__((weak));  // as mkl_free_buffers
+extern "C" int64_t mkl_serv_mem_stat(int* count) __attribute__((weak));  // as mkl_mem_stat
 
 namespace relax_disc {
 namespace {
@@ -31,16 +32,27 @@ namespace {
 constexpr int64_t kMklColumns = 2048;
 /*! \brief Most that MKL takes on a thread for so many columns: 9.1 MB of 1,500 products. */
 constexpr int64_t kMklBytes = 9 << 20;
-/*! \brief Up to so many columns of small products MKL packs nothing, unless B is transposed. */
-constexpr int64_t kMklDirect = 128;
-/*! \brief So few rows or columns are multiplied without packing on one thread. */
-constexpr int64_t kMklThin = 4;
 
-/*! \brief Gives back what MKL keeps; other types go to oneDNN, which keeps nothing. */
+/*! \brief Bytes that MKL holds. */
+int64_t MklHeld() {
+  int count = 0;
+  return mkl_serv_mem_stat == nullptr ? 0 : mkl_serv_mem_stat(&count);
+}
+
+/*!
+ * \brief Gives back what MKL keeps; other types go to oneDNN, which keeps nothing.
+ *
+ * MKL takes its buffers from malloc, which cannot be lent to it: what it took beyond the plan's
+ * bound is counted.
+ */
 struct MklScope {
-  explicit MklScope(c10::ScalarType type) : is_needed(type == c10::kFloat || type == c10::kDouble) {}
+  explicit MklScope(c10::ScalarType type) : is_needed(type == c10::kFloat || type == c10::kDouble) {
+    if (is_needed && MklHeld() > 0) mkl_serv_free_buffers();  // kept by calls that are not ours
+  }
   ~MklScope() {
-    if (is_needed && mkl_serv_free_buffers != nullptr) mkl_serv_free_buffers();
+    if (!is_needed || mkl_serv_free_buffers == nullptr) return;
+    CountOverflow(MklHeld() - NumThreads() * kMklBytes);
+    mkl_serv_free_buffers();
   }
   bool is_needed;
 };
@@ -174,9 +186,7 @@ bool TryBatchMatmul(TensorView a, TensorView b, int64_t a_axes, int64_t b_axes, 
 }
 
 int64_t MklBytes(const ProductSizes& sizes, int64_t threads) {
-  if (sizes.count > 1 && sizes.n <= kMklDirect) return 0;
-  if (threads == 1 && std::min(sizes.m, sizes.n) <= kMklThin) return 0;
-  return threads * kMklBytes;
+  return sizes.count * sizes.m * sizes.n * sizes.k == 0 ? 0 : threads * kMklBytes;
 }
 
 }  // namespace

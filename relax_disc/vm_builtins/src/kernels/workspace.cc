@@ -93,16 +93,11 @@ int64_t RecurrenceBytes(int64_t batch, int64_t depth, int64_t columns, int64_t e
 
 template <typename T>
 int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n, int64_t threads) {
-  const bool has_choice = n.at(0) == 4;
-  if (kind == "grouped_matmul") return GemmBytes<T>(n.at(1), n.at(2), n.at(3), threads);
-  if (kind == "matmul") {
-    return std::max(GemmBytes<T>(n.at(1), n.at(2), n.at(3), threads),
-                    has_choice ? ChosenProductBytes({1, n.at(1), n.at(2), n.at(3)}, threads) : 0);
+  if (kind == "grouped_matmul" || kind == "matmul") {
+    return GemmBytes<T>(n.at(1), n.at(2), n.at(3), threads);
   }
   if (kind == "batch_matmul") {
-    return std::max(
-        BatchMatmulBytes<T>(n.at(1), n.at(2), n.at(3), n.at(4), threads),
-        has_choice ? ChosenProductBytes({n.at(1), n.at(2), n.at(3), n.at(4)}, threads) : 0);
+    return BatchMatmulBytes<T>(n.at(1), n.at(2), n.at(3), n.at(4), threads);
   }
   if (kind == "aten_matmul") {
     return AtenProductBytes(n.at(1), n.at(2), n.at(3), n.at(0), threads);
@@ -182,11 +177,26 @@ int64_t WorkspaceBytes(const std::string& kind, const std::vector<int64_t>& numb
                             : BytesOf<float>(kind, numbers, threads);
 }
 
+int64_t LibraryBytes(const std::string& kind, const std::vector<int64_t>& numbers,
+                     int64_t threads) {
+  const std::vector<int64_t>& n = numbers;
+  if (n.at(0) != 4) return 0;
+  if (kind == "matmul") return ChosenProductBytes({1, n.at(1), n.at(2), n.at(3)}, threads);
+  if (kind == "batch_matmul") {
+    return ChosenProductBytes({n.at(1), n.at(2), n.at(3), n.at(4)}, threads);
+  }
+  return 0;
+}
+
 TVM_FFI_STATIC_INIT_BLOCK() {
   tvm::ffi::reflection::GlobalDef()
       .def("relax_disc.cpu.workspace_bytes",
            [](const tvm::ffi::String& kind, const tvm::ffi::Shape& numbers) {
              return WorkspaceBytes(kind, {numbers.begin(), numbers.end()}, NumThreads());
+           })
+      .def("relax_disc.cpu.library_bytes",
+           [](const tvm::ffi::String& kind, const tvm::ffi::Shape& numbers) {
+             return LibraryBytes(kind, {numbers.begin(), numbers.end()}, NumThreads());
            })
       .def_packed("relax_disc.cpu.call_with_workspace",  // as the run time calls a kernel; for tests
                   [](tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {

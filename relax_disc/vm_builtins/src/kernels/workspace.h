@@ -71,6 +71,13 @@ inline int64_t PieceBytes(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 int64_t WorkspaceBytes(const std::string& kind, const std::vector<int64_t>& numbers,
                        int64_t threads);
 
+/*!
+ * \brief Most that a library takes by itself meanwhile, from malloc: MKL's packing buffers.
+ *
+ * Nothing can lend it that memory, so it lies beside the arena.  Parameters as above.
+ */
+int64_t LibraryBytes(const std::string& kind, const std::vector<int64_t>& numbers, int64_t threads);
+
 }  // namespace relax_disc
 
 #endif  // RELAX_DISC_WORKSPACE_H_

@@ -85,6 +85,7 @@ Facts PlanFacts(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t bu
                {"resident_bytes", plan->resident_bytes},
                {"escaping_bytes", plan->escaping_bytes},
                {"workspace_bytes", plan->workspace_bytes},
+               {"library_bytes", plan->library_bytes},
                {"least_bytes", plan->least_bytes()},
                {"lower_bound_bytes", plan->outside_bytes() + arena.lower_bound_bytes},
                {"time_ns", plan->time_ns()},

@@ -281,8 +281,8 @@ void Frame::Leave() {
   const int64_t overflow = TakeOverflow();
   report_.workspace_bytes = plan_->workspace_bytes + overflow;
   report_.peak_bytes =
-      arena_peak_ + escaping_bytes_ + resident_bytes_ + overflow + plan_->buffer_bytes +
-      report_.state_window_bytes;
+      arena_peak_ + escaping_bytes_ + resident_bytes_ + overflow + plan_->library_bytes +
+      plan_->buffer_bytes + report_.state_window_bytes;
   report_.planning_ns = replanning_ns_ + (report_.cache_hit ? 0 : plan_->planning_ns);
   report_.time_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
                         std::chrono::steady_clock::now() - start_)

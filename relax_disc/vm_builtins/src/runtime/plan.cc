@@ -101,6 +101,12 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vec
     std::iota(sequence.begin(), sequence.end(), 0);
     plan->state = PlanStateWindows(metadata, plan->values, sequence, graph, *state);
   }
+  for (const KernelEntry& kernel : metadata.kernels) {
+    if (kernel.workspace.empty()) continue;
+    const std::vector<int64_t> numbers = ShapeAt(kernel.workspace_numbers, plan->values);
+    plan->library_bytes =
+        std::max(plan->library_bytes, LibraryBytes(kernel.workspace, numbers, threads));
+  }
   int64_t room = kUnlimited;
   if (budget_bytes >= 0) room = budget_bytes - plan->outside_bytes();
   for (const PlannerOp& op : graph.ops) {

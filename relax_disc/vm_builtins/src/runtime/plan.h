@@ -39,6 +39,7 @@ struct Plan {
   int64_t resident_bytes = 0, escaping_bytes = 0;
   std::vector<int64_t> workspaces;  // of each kernel, in the arena while it runs
   int64_t workspace_bytes = 0;      // the largest of them
+  int64_t library_bytes = 0;        // the most that a library takes from malloc in any kernel
   int64_t planning_ns = 0;
   int64_t base_time_ns = 0;  // modelled, without recomputations
   int64_t buffer_bytes = 0;  // of the tier, where something is transferred
@@ -46,7 +47,7 @@ struct Plan {
 
   /*! \brief What is there beside the arena, whatever is planned. */
   int64_t outside_bytes() const {
-    return resident_bytes + escaping_bytes + buffer_bytes + state.peak_bytes;
+    return resident_bytes + escaping_bytes + library_bytes + buffer_bytes + state.peak_bytes;
   }
   /*! \brief Modelled, with all waiting. */
   int64_t time_ns() const { return arena.time_ns + state.stall_ns; }

@@ -35,7 +35,7 @@ struct OtherProducts {
                  int64_t b_split, int64_t transpose_a, int64_t transpose_b, TensorView c);
   bool (*batch_matmul)(TensorView a, TensorView b, int64_t a_axes, int64_t b_axes, int64_t c_axes,
                        TensorView c);
-  /*! \brief What they take beside their arguments. */
+  /*! \brief Most that they take from malloc beside their arguments. */
   int64_t (*bytes)(const ProductSizes& sizes, int64_t threads);
 };
 void OfferProducts(const OtherProducts& others);
@@ -43,7 +43,7 @@ void OfferProducts(const OtherProducts& others);
 /*! \brief The others if they multiply such a product of float32 on this many threads, else null. */
 const OtherProducts* ChosenProducts(const ProductSizes& sizes, Operands operands, int64_t threads);
 
-/*! \brief Bytes that a product of float32 takes if others multiply it in any layout, else 0. */
+/*! \brief Bytes from malloc of a product of float32 if others multiply it in any layout, else 0. */
 int64_t ChosenProductBytes(const ProductSizes& sizes, int64_t threads);
 
 }  // namespace relax_disc
