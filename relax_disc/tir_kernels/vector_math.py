@@ -1,13 +1,15 @@
-"""Replace exp, sigmoid, tanh, erf and rsqrt by formulas that turn into vector instructions.
+"""Replace exp, log, log1p, sigmoid, tanh, erf and rsqrt by formulas that become vectors.
 
 LLVM turns a vector of `exp` into one call of the C library for each lane.  The replacement happens
 inside the function at hand, so that other users of TVM in the process keep their own lowering.
 Single precision; half-precision arguments are computed in float32.
 
-Largest error over a dense sweep (see the tests): exp 1.1 ulp, sigmoid 2.5, tanh 1.3, erf 5.5.
+Largest error over a dense sweep (see the tests): exp 1.1 ulp, log 0.9, log1p 2.4, sigmoid 2.5,
+tanh 1.3, erf 5.5.
 Infinities and NaN come out as in the C library; results too small for a normal number are kept.
 
-References: Cephes (S. Moshier) expf and tanhf; the rational approximation of erf is Eigen's.
+References: Cephes (S. Moshier) expf, logf and tanhf; log1p as W. Kahan computes it; the rational
+approximation of erf is Eigen's.
 """
 
 from __future__ import annotations
@@ -41,6 +43,22 @@ _EXP = (
 # exp overflows at 88.72 and vanishes at -103.97.
 _EXP_HIGH = 89.0
 _EXP_LOW = -110.0
+
+# log(1 + m) = m - m^2 / 2 + m^3 P(m) for sqrt(1/2) <= 1 + m < sqrt(2).
+_LOG = (
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
+)
+_SQRT_HALF = 0.70710678118654752
+_LEAST_NORMAL = 1.17549435e-38
+_SUBNORMAL_STEPS = 25  # powers of two by which what is less than that is scaled
 
 # tanh(x) = x + x^3 P(x^2) for small x.
 _TANH_SMALL = 0.625
@@ -111,6 +129,39 @@ def exp(x: Any, name: Name) -> Any:
     return prim.Select(is_inside, value, x * _const(3.0e38))
 
 
+def log(x: Any, name: Name) -> Any:
+    """Build log(x) for a float32 expression."""
+    x = name("log_x", x)
+    is_small = x < _const(_LEAST_NORMAL)
+    scaled = prim.Select(is_small, x * _const(2.0**_SUBNORMAL_STEPS), x)
+    bits = name("log_bits", tirx.reinterpret("int32", scaled))
+    # x = f * 2^exponent with 1/2 <= f < 1.
+    mantissa = (bits & tirx.const(0x007FFFFF, "int32")) | tirx.const(0x3F000000, "int32")
+    f = name("log_f", tirx.reinterpret(_FLOAT, mantissa))
+    exponent = tirx.Cast(_FLOAT, (bits >> tirx.const(23, "int32")) - tirx.const(126, "int32"))
+    is_low = f < _const(_SQRT_HALF)
+    n = exponent - prim.Select(is_small, _const(float(_SUBNORMAL_STEPS)), _const(0.0))
+    n = name("log_n", n - prim.Select(is_low, _const(1.0), _const(0.0)))
+    m = name("log_m", prim.Select(is_low, f + f, f) - _const(1.0))
+    z = name("log_z", m * m)
+    low = _polynomial(_LOG, m) * m * z + n * _const(_LN2_LOW) - _const(0.5) * z
+    value = (m + low) + n * _const(_LN2_HIGH)
+    # NaN and infinity stay what they are; less than 0 gives NaN.
+    beyond = prim.Select(x < _const(0.0), _const(float("nan")), x)
+    found = prim.Select(tirx.all(x > _const(0.0), x < _const(float("inf"))), value, beyond)
+    return prim.Select(x == _const(0.0), _const(float("-inf")), found)
+
+
+def log1p(x: Any, name: Name) -> Any:
+    """Build log(1 + x) for a float32 expression; small x keep their digits."""
+    x = name("log1p_x", x)
+    u = name("log1p_u", x + _const(1.0))
+    value = log(u, name) * (x / (u - _const(1.0)))
+    # Where 1 + x is 1, log(1 + x) is x; infinity would be divided by itself.
+    is_plain = tirx.any(u == _const(1.0), u == _const(float("inf")))
+    return prim.Select(is_plain, x, value)
+
+
 def sigmoid(x: Any, name: Name) -> Any:
     """Build 1 / (1 + exp(-x)) for a float32 expression."""
     return _const(1.0) / (_const(1.0) + exp(_const(0.0) - x, name))
@@ -146,6 +197,8 @@ def rsqrt(x: Any, name: Name) -> Any:
 
 _FORMULAS: dict[str, Callable[[Any, Name], Any]] = {
     "exp": exp,
+    "log": log,
+    "log1p": log1p,
     "sigmoid": sigmoid,
     "tanh": tanh,
     "erf": erf,
