@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import tvm
-import tvm_ffi
 from tvm import tirx
 from tvm.ir import prim
 
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.tir_kernels.flat import STACK
 
 
@@ -47,7 +47,7 @@ class _Keeper:
         self._buffers: list[Any] = []
 
     def run(self, body: Any) -> Any:
-        return tvm_ffi.structural_mutate(
+        return mutate(
             body,
             [
                 (tirx.For, self._on_loop),

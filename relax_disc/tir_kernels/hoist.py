@@ -15,6 +15,7 @@ from tvm import tirx
 from tvm.ir import prim
 
 from relax_disc.analysis.kernels.element import Element, GuardDepth, is_guard
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.tir_kernels.vectorizable import uses_any
 
 _OPERATIONS = (
@@ -73,7 +74,7 @@ class _Hoister(GuardDepth):
         return not uses_any(expr, self._varying)
 
     def _run(self, expr: Any) -> Any:
-        return tvm_ffi.structural_mutate(expr, (_OPERATIONS, self._on_operation))
+        return mutate(expr, (_OPERATIONS, self._on_operation))
 
     def _on_operation(self, expr: Any, mutator: Any) -> Any:
         if not self.guards and _reads(expr) and self._is_fixed(expr):

@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tvm
-import tvm_ffi
 from tvm import tirx
 from tvm.ir import prim
 
 from relax_disc.analysis.kernels.element import is_guard
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.tir_kernels.binding import keep
 
 _FLOAT = "float32"
@@ -235,7 +235,7 @@ def use_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
             flat.extend(changed.seq if isinstance(changed, tirx.SeqStmt) else [changed])
         return tirx.SeqStmt(flat)
 
-    body = tvm_ffi.structural_mutate(
+    body = mutate(
         func.body,
         [((tirx.Bind, tirx.BufferStore), on_statement), (tirx.SeqStmt, on_sequence)],
     )
@@ -249,7 +249,7 @@ class _Rewriter:
         self._binds = binds
 
     def run(self, statement: Any) -> Any:
-        return tvm_ffi.structural_mutate(statement, (tvm.ir.Call, self._on_call))
+        return mutate(statement, (tvm.ir.Call, self._on_call))
 
     def _name(self, hint: str, value: Any) -> Any:
         statements, kept = keep(hint, value)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tvm
-import tvm_ffi
 from tvm import relax, tirx
 
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import is_buffer
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.analysis.symbolic.from_tirx import from_tirx
@@ -136,4 +136,4 @@ def substitute_sizes(expr: Any, meanings: Mapping[Any, Any]) -> Any:
     def replace(var: Any, mutator: Any) -> Any:
         return meanings[var] if var in meanings else mutator.default_mutate(var)
 
-    return tvm_ffi.structural_mutate(expr, (tirx.Var, replace))
+    return mutate(expr, (tirx.Var, replace))

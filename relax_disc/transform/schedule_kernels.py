@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import tvm
-import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.inplace import INPLACE_ATTRIBUTE, inplace_pairs
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.tir_kernels import rules_for
 from relax_disc.tir_kernels.binding import keep_in_buffers
 from relax_disc.tir_kernels.vector_math import use_vector_math
@@ -111,7 +111,7 @@ def without_marks(func: tirx.PrimFunc) -> tirx.PrimFunc:
             return mutator.mutate(mark.body)
         return mutator.default_mutate(mark)
 
-    body = tvm_ffi.structural_mutate(func.body, (tirx.AttrStmt, drop))
+    body = mutate(func.body, (tirx.AttrStmt, drop))
     return func if body.same_as(func.body) else func.with_body(body)
 
 

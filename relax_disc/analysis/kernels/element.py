@@ -17,6 +17,7 @@ from tvm import tirx
 from tvm.ir import prim
 
 from relax_disc.analysis.kernels.half_precision import widen_bfloat16, widen_stage
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import (
     Axis,
     Stage,
@@ -81,9 +82,7 @@ def substitute(expr: Any, mapping: Mapping[Any, Any]) -> Any:
     """Replace variables (axes, lets) in an expression."""
     if not mapping:
         return expr
-    return tvm_ffi.structural_mutate(
-        expr, [(tvm.ir.Var, lambda var, mutator: mapping.get(var, var))]
-    )
+    return mutate(expr, [(tvm.ir.Var, lambda var, mutator: mapping.get(var, var))])
 
 
 def is_short_load(expr: Any) -> bool:
@@ -116,7 +115,7 @@ def rewrite_loads(
         dtype = str(cast.ty.dtype)
         return value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)
 
-    return tvm_ffi.structural_mutate(
+    return mutate(
         expr,
         [
             (tvm.ir.TensorLoad, on_load),
@@ -248,7 +247,7 @@ class _ElementBuilder(GuardDepth):
         return var
 
     def _run(self, expr: Any) -> Any:
-        return tvm_ffi.structural_mutate(
+        return mutate(
             expr,
             [
                 (tvm.ir.TensorLoad, self._on_load),

@@ -14,6 +14,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import prim
 
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import Stage
 
 _HALF = ("float16", "bfloat16")
@@ -122,7 +123,7 @@ def _widen(expr: Any, mapping: dict[Any, Any]) -> Any:
         arguments = [mutator.mutate(argument) for argument in call.args]
         return tvm.ir.Call(call.op, arguments, call.attrs, ret_ty=_WIDE)
 
-    return tvm_ffi.structural_mutate(
+    return mutate(
         expr,
         [
             (_BINARY, both),

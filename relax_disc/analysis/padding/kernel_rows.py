@@ -17,6 +17,7 @@ from tvm import tirx
 from tvm.ir import prim
 
 from relax_disc.analysis.kernels.element import is_guard
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import (
     Stage,
     constant,
@@ -136,7 +137,7 @@ class _Reader:
                     total = total + tirx.Cast("int64", mutator.mutate(index))
             return tirx.Cast(str(load.ty.dtype), total)
 
-        return tvm_ffi.structural_mutate(expr, (tvm.ir.TensorLoad, on_load))
+        return mutate(expr, (tvm.ir.TensorLoad, on_load))
 
 
 def _note(place: dict[str, Any], rows: Rows, indices: Sequence[Any]) -> bool:

@@ -16,6 +16,7 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.target import Target
 
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.tir_kernels.vectorizable import uses_any
 
 
@@ -43,7 +44,7 @@ class RawLoops:
                 inside.loop_var, inside.min, inside.extent, tirx.ForKind.SERIAL, inside.body
             )
 
-        body = tvm_ffi.structural_mutate(func.body, (tirx.For, on_loop))
+        body = mutate(func.body, (tirx.For, on_loop))
         return s_tir.Schedule(func.with_body(body)) if changed else None
 
 
@@ -61,6 +62,5 @@ def _uses_directly(indices: Sequence[Any], var: Any) -> bool:
         return tirx.const(0, str(load.ty.dtype))
 
     return any(
-        uses_any(tvm_ffi.structural_mutate(index, (tvm.ir.TensorLoad, without_reads)), {var})
-        for index in indices
+        uses_any(mutate(index, (tvm.ir.TensorLoad, without_reads)), {var}) for index in indices
     )

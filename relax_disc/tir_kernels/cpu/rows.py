@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import tvm
-import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.element import Element, collapse
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import Stage, constant
 from relax_disc.tir_kernels.binding import keep
 from relax_disc.tir_kernels.cpu.elementwise import SERIAL_ELEMENTS, emit_outer
@@ -109,7 +109,7 @@ def with_totals(element: Element, totals: dict[Any, Any]) -> Element:
         return mutator.default_mutate(load)
 
     def run(expr: Any) -> Any:
-        return tvm_ffi.structural_mutate(expr, (tvm.ir.TensorLoad, on_load))
+        return mutate(expr, (tvm.ir.TensorLoad, on_load))
 
     lets = tuple((var, run(expr)) for var, expr in element.lets)
     return Element(element.stage, lets, run(element.value))

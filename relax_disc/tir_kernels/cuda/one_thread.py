@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.target import Target
 
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.tir_kernels.cuda.threads import launch
 from relax_disc.tir_kernels.flat import index_const
 
@@ -22,7 +22,7 @@ class OneThread:
         root = func.body
         if not isinstance(root, s_tir.SBlockRealize) or root.block.iter_vars:
             return None
-        body = tvm_ffi.structural_mutate(root.block.body, (tirx.For, _serial))
+        body = mutate(root.block.body, (tirx.For, _serial))
         body = launch(index_const(1), 1, lambda block, thread: [body])
         block = root.block
         block = s_tir.SBlock(

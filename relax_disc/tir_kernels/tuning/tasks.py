@@ -18,6 +18,7 @@ from tvm.ir import prim
 from tvm.sym.analyzer import Analyzer
 from tvm.target import Target
 
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import constant, is_buffer
 from relax_disc.tir_kernels import rules_for
 from relax_disc.tir_kernels.tuning.database import kernel_key
@@ -127,7 +128,7 @@ def _folded(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
         return analyzer.simplify(expr) if numbers else expr
 
     kinds = (prim.Add, prim.Sub, prim.Mul, prim.FloorDiv, prim.FloorMod)
-    return tvm_ffi.structural_mutate(kernel, [(kind, fold) for kind in kinds])
+    return mutate(kernel, [(kind, fold) for kind in kinds])
 
 
 def _rule_of(kernel: tirx.PrimFunc, target: Target) -> Any:

@@ -25,6 +25,7 @@ from tvm import ir, relax, s_tir, tirx
 from tvm.ir import prim
 from tvm.sym.analyzer import Analyzer
 
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import constant, is_buffer
 from relax_disc.tir_kernels.cpu.elementwise import FEW_ELEMENTS, SERIAL_ELEMENTS
 from relax_disc.transform.functions import (
@@ -200,12 +201,12 @@ def _generalize(kernel: tirx.PrimFunc, results: int) -> _General:
     if _divisions(kernel):
         rules = [(kind, on_division) for kind in _DIVISIONS]
         rules += [(kind, on_sum) for kind in (prim.Add, prim.Sub)]
-        kernel = _without_needless_divisions(tvm_ffi.structural_mutate(kernel, rules))
+        kernel = _without_needless_divisions(mutate(kernel, rules))
     if numbers := _free_numbers(kernel):
         elements = _most_elements(_large_sizes(kernel))
         if elements is not None and elements <= SERIAL_ELEMENTS:
             kernel = kernel.with_attr(FEW_ELEMENTS, True)
-        kernel = tvm_ffi.structural_mutate(kernel, (prim.IntImm, on_number))
+        kernel = mutate(kernel, (prim.IntImm, on_number))
     return _with_integers(kernel, results, sizes)
 
 
@@ -230,7 +231,7 @@ def _without_needless_divisions(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
         return analyzer.simplify(expr)
 
     tvm_ffi.structural_walk(kernel.body, (s_tir.SBlock, on_block))
-    return tvm_ffi.structural_mutate(kernel, [(kind, on_division) for kind in _DIVISIONS])
+    return mutate(kernel, [(kind, on_division) for kind in _DIVISIONS])
 
 
 def _is_index(expr: Any) -> bool:

@@ -13,6 +13,8 @@ import tvm_ffi
 from tvm import tirx
 from tvm.sym.analyzer import Analyzer
 
+from relax_disc.analysis.kernels.mutate import mutate
+
 _COMPOSITE = (tirx.Add, tirx.Sub, tirx.Mul)
 
 
@@ -40,7 +42,7 @@ class CanonicalizeExtents:
             if isinstance(function, tirx.PrimFunc) and _has_sum(function):
                 changed = function
                 for kind in _COMPOSITE:
-                    changed = tvm_ffi.structural_mutate(changed, (kind, simplified))
+                    changed = mutate(changed, (kind, simplified))
                 result.update_func(variable, changed)
         return result
 
