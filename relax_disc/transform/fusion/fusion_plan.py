@@ -66,8 +66,8 @@ class _Partition:
         self._readers: list[list[int]] = [[] for _ in self._bindings]
         for k, binding in enumerate(self._bindings):
             for operand in operands_of(binding.value):
-                if operand in place:
-                    self._readers[place[operand]].append(k)
+                if (maker := place.get(operand)) is not None:
+                    self._readers[maker].append(k)
         self._root = list(range(len(self._bindings)))
         self._group_kind = list(self._kinds)
         self._size = [1] * len(self._bindings)

@@ -38,7 +38,7 @@ def shape_of(expr: Any) -> list[Any] | None:
     kind = expr.ty
     if not isinstance(kind, relax.TensorType) or not isinstance(kind.shape, relax.ShapeExpr):
         return None
-    return list(kind.shape.values)
+    return kind.shape.values[:]
 
 
 def dtype_of(expr: Any) -> str:

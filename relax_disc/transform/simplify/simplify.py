@@ -16,6 +16,8 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
+from relax_disc.analysis.kernels.mutate import mutate
+from relax_disc.ops.operand_views import operands_of
 from relax_disc.transform.functions import at_span, without_unused
 from relax_disc.transform.simplify.rules import RULES, SHARED
 
@@ -57,6 +59,7 @@ class Graph:
     def __init__(self) -> None:
         self._values: dict[Any, Any] = {}
         self._replaced: dict[Any, Any] = {}
+        self._has_replaced_sizes = False  # which are operands of no call, but part of types
         self._shared: dict[Any, Any] = {}
         self._bindings: list[Any] = []
         self._builder = relax.BlockBuilder()
@@ -90,9 +93,13 @@ class Graph:
             return expr
         if isinstance(expr, relax.Var):
             return self._replaced.get(expr, expr)
-        return tvm_ffi.structural_mutate(
-            expr, (relax.Var, lambda var, mutator: self._replaced.get(var, var))
-        )
+        if not self._has_replaced_sizes and self._replaced.keys().isdisjoint(operands_of(expr)):
+            return expr
+        return mutate(expr, (relax.Var, lambda var, mutator: self._replaced.get(var, var)))
+
+    def _replace(self, var: Any, value: Any) -> None:
+        self._replaced[var] = value
+        self._has_replaced_sizes |= isinstance(var.ty, tvm.ir.PrimType)
 
     def _bind(self, binding: Any) -> None:
         if not isinstance(binding, relax.VarBinding):
@@ -102,13 +109,13 @@ class Graph:
         self._origin = binding.var
         value = self._rewrite(self.replaced(binding.value))
         if isinstance(value, relax.Var) and self._may_stand_for(value, binding.var):
-            self._replaced[binding.var] = value
+            self._replace(binding.var, value)
             return
         key = _key(value)
         if key is not None:
             known = self._shared.setdefault(key, binding.var)
             if not known.same_as(binding.var) and self._may_stand_for(known, binding.var):
-                self._replaced[binding.var] = known
+                self._replace(binding.var, known)
                 return
         self._write(binding.var, value, binding.span)
 
