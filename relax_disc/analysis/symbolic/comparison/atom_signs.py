@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, product
-from math import lcm, prod
+from math import gcd, lcm, prod
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,10 @@ def expression_signs(expr: SymbolicExpr) -> Signs:
             break
     else:
         return polynomial_signs(expr.terms, symbols, names)
+    divisor = gcd(*expr.terms.values())
+    if divisor > 1:  # tensors of a layer differ by multiples of one size
+        terms = {monomial: factor // divisor for monomial, factor in expr.terms.items()}
+        expr = SymbolicExpr._make(terms, dict(symbols))
     return _signs_with_atoms(expr, expr.free_dims)
 
 
