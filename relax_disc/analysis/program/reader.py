@@ -196,8 +196,7 @@ class FunctionReader:
 
     def _kernel(self, name: str, var: relax.Var, call: relax.Call) -> Any:
         arguments: list[tuple[str, Any]] = []
-        operands = call.args[1].fields
-        for operand in operands:
+        for operand in call.args[1].fields[:]:
             arguments += self._argument(operand)
         for extra in call.args[2:]:  # integers passed beside the tensors
             values = extra.values if isinstance(extra, relax.ShapeExpr) else [extra]

@@ -90,6 +90,7 @@ class FunctionTable:
         self.parameter_given: dict[int, int] = {}
         self._view_index: dict[View, int] = {}
         self._sizes: dict[Any, SymbolicExpr] = {}
+        self._kinds: dict[Any, tuple[str, tuple[SymbolicExpr, ...], SymbolicExpr]] = {}
 
     def expr(self, value: Any) -> SymbolicExpr:
         """Turn a TVM integer into an expression over the dims.
@@ -118,11 +119,15 @@ class FunctionTable:
         """Add memory for a tensor of a type; return the index of its view."""
         if not isinstance(kind.shape, relax.ShapeExpr):
             raise NotPlannableError(f"{self.name}: the shape of {name} is not known")
-        dtype = dtype_name(kind)
-        shape = tuple(self.expr(extent) for extent in kind.shape.values)
-        size = SymbolicExpr.constant(dtype_bytes(dtype))
-        for extent in shape:
-            size = size * extent
+        key = tvm_ffi.StructuralKey(kind)
+        if key not in self._kinds:
+            dtype = dtype_name(kind)
+            shape = tuple(self.expr(extent) for extent in kind.shape.values)
+            size = SymbolicExpr.constant(dtype_bytes(dtype))
+            for extent in shape:
+                size = size * extent
+            self._kinds[key] = dtype, shape, size
+        dtype, shape, size = self._kinds[key]
         self.buffers.append(Buffer(name, size, **storage))
         return self.view(len(self.buffers) - 1, dtype, shape)
 

@@ -196,12 +196,12 @@ class _Lowering:
         self._add(name, self._function([frame, *parameters], body, attrs))
 
     def _kernels(self, frame: relax.Var, first: int, end: int) -> None:
-        regenerated = self._extraction.needs_regenerate()
+        regenerated, kernels = self._extraction.needs_regenerate(), self._extraction.kernels
         for index in range(first, end):
             position = relax.prim_value(index)
             if regenerated[index]:
                 self._call("_", "relax_disc.regenerate_before", [frame, position], _NOTHING)
-            arguments = [frame, position, self._extraction.kernels[index].callee]
+            arguments = [frame, position, kernels[index].callee]
             self._call("_", "relax_disc.kernel", arguments, _NOTHING)
 
     def _result(self, frame: relax.Var, returned: Any, *, leave: bool) -> relax.Expr:
