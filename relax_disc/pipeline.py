@@ -21,6 +21,7 @@ from relax_disc.tir_kernels.tuning.database import USER, load
 from relax_disc.tir_kernels.tuning.replay import Tuned
 from relax_disc.transform.fusion.fuse_kernels import FuseKernels
 from relax_disc.transform.fusion.inline_producers import InlineProducers
+from relax_disc.transform.fusion.legalize import Legalize
 from relax_disc.transform.fusion.repeat_for_late_readers import RepeatForLateReaders
 from relax_disc.transform.fusion.rewrite_reshapes import RewriteReshapes
 from relax_disc.transform.fusion.share_kernels import ShareKernels
@@ -199,10 +200,11 @@ def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list
             stock = [stage for stage in stock if stage.info.name != "ApplyDefaultSchedule"]
         fusion = next(k for k, stage in enumerate(stock) if stage.info.name == "FuseOps")
         assert stock[fusion + 1].info.name == "FuseTIR"
+        stock = [Legalize() if stage.info.name == "LegalizeOps" else stage for stage in stock]
         inlined = [InlineProducers(), RepeatForLateReaders()] if options.inline_producers else []
         ours = [CanonicalizeExtents(), *inlined, FuseKernels(options.join_kernels)]
         return [*stock[:fusion], *ours, *stock[fusion + 2 :]]
-    return [relax.transform.LegalizeOps(), relax.transform.FoldConstant()]
+    return [Legalize(), relax.transform.FoldConstant()]
 
 
 def alias_passes() -> list[Pass]:
