@@ -28,13 +28,16 @@ import os
 import threading
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import sympy
 import torch._dynamo
 import torch.export._trace
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
@@ -107,12 +110,17 @@ def _lean_tracing() -> Iterator[None]:
         torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
         patch.object(proxy_tensor, "_extract_tensor_metadata", lambda *_, **__: None),
         patch.object(SymNode, "expr", property(_expression)),
+        patch.object(SymNode, "wrap_int", _integers(SymNode.wrap_int)),
+        _use_lazy_graph_module(True),  # nobody runs a graph as Python code
     ]
     for name in ("is_number", "free_symbols"):
         plain = vars(sympy.Expr if name == "is_number" else sympy.Basic)[name]
         changes.append(patch.object(sympy.Expr, name, property(_by_expression(plain.fget))))
     for name in _BINARY:
-        changes.append(patch.object(SymNode, f"_{name}", _by_operands(vars(SymNode)[f"_{name}"])))
+        combine = vars(SymNode)[f"_{name}"]
+        if name in ("eq", "ne"):
+            combine = _same_at_once(combine, name == "eq")
+        changes.append(patch.object(SymNode, f"_{name}", _by_operands(combine)))
     with contextlib.ExitStack() as stack:
         for change in changes:
             stack.enter_context(change)
@@ -159,17 +167,95 @@ def _expression(node: SymNode) -> Any:
 
 def _by_operands(plain: Callable[[SymNode, SymNode], SymNode]) -> Callable[..., SymNode]:
     known: dict[Any, SymNode] = {}
+    nodes: dict[tuple[SymNode, SymNode], tuple[int, SymNode]] = {}  # with what is known of dims
 
     def combine(left: SymNode, right: SymNode) -> SymNode:
         if get_proxy_mode() is not None:  # a graph records each
             return plain(left, right)
-        key = (left.shape_env, *_facts(left), *_facts(right))
+        env = left.shape_env
+        version = getattr(env, "_replacements_version_counter", -1)
+        same = nodes.get((left, right))
+        if same is not None and same[0] == version:
+            return same[1]
+        key = (env, *_facts(left), *_facts(right))
         found = known.get(key)
         if found is None:
             found = known[key] = plain(left, right)
+        if version >= 0:  # PyTorch before 2.13 counts none
+            nodes[left, right] = version, found
         return found
 
     return combine
+
+
+def _integers(plain: Callable[[SymNode, int], SymNode]) -> Callable[[SymNode, int], SymNode]:
+    """Keep one node for each number, by which `_by_operands` knows it."""
+    known: dict[tuple[Any, int], SymNode] = {}
+
+    def wrap(node: SymNode, number: int) -> SymNode:
+        if type(number) is not int:
+            return plain(node, number)  # which refuses it; True would be taken for 1
+        key = node.shape_env, number
+        found = known.get(key)
+        if found is None:
+            found = known[key] = plain(node, number)
+        return found
+
+    return wrap
+
+
+def _same_at_once(
+    plain: Callable[[SymNode, SymNode], SymNode], equal: bool
+) -> Callable[[SymNode, SymNode], SymNode]:
+    """Answer whether sizes are equal where both are the same sum of products.
+
+    ``64*(h//2 + 1)*w`` and ``64*w + 64*w*(h//2)`` are: a stride and the product of sizes, which are
+    compared for each tensor.  Sympy takes 10 ms to find out.
+    """
+    known: dict[Any, dict[frozenset[Any], int]] = {}
+
+    def compare(left: SymNode, right: SymNode) -> SymNode:
+        are_sizes = left.pytype is int and right.pytype is int and get_proxy_mode() is None
+        if are_sizes and _terms(left.expr, known) == _terms(right.expr, known):
+            return left.wrap_bool(equal)
+        return plain(left, right)
+
+    return compare
+
+
+def _terms(
+    expression: Any, known: dict[Any, dict[frozenset[Any], int]]
+) -> dict[frozenset[Any], int]:
+    """Expand a size: coefficients by monomial, which is its factors with their powers."""
+    found = known.get(expression)
+    if found is not None:
+        return found
+    if isinstance(expression, sympy.Integer):
+        found = {frozenset(): int(expression)} if expression else {}
+    elif isinstance(expression, sympy.Add):
+        sums: Counter[frozenset[Any]] = Counter()
+        for part in expression.args:
+            sums.update(_terms(part, known))
+        found = {monomial: number for monomial, number in sums.items() if number}
+    elif factors := _factors(expression):
+        found = {frozenset(): 1}
+        for part in factors:
+            products: Counter[frozenset[Any]] = Counter()
+            for (a, m), (b, n) in product(found.items(), _terms(part, known).items()):
+                products[frozenset((Counter(dict(a)) + Counter(dict(b))).items())] += m * n
+            found = {monomial: number for monomial, number in products.items() if number}
+    else:
+        found = {frozenset({(expression, 1)}): 1}
+    known[expression] = found
+    return found
+
+
+def _factors(expression: Any) -> tuple[Any, ...]:
+    """Return the factors of a product or of a power, none of anything else."""
+    if isinstance(expression, sympy.Mul):
+        return expression.args
+    is_power = isinstance(expression, sympy.Pow) and isinstance(expression.exp, sympy.Integer)
+    return (expression.base,) * max(int(expression.exp), 0) if is_power else ()
 
 
 def _facts(node: SymNode) -> tuple[Any, ...]:
