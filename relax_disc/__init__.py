@@ -37,13 +37,14 @@ if TYPE_CHECKING:
     from relax_disc.memory_analysis import analyze_memory, largest
     from relax_disc.training_step import TrainingStep
     from relax_disc.verification import verify
-    from relax_disc.vm_builtins.tier import FileTier
+    from relax_disc.vm_builtins.tier import FileTier, HostTier
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FileTier",
     "ForwardFunction",
+    "HostTier",
     "TrainingStep",
     "analysis",
     "analyze_memory",
@@ -62,6 +63,7 @@ __all__ = [
 _HOME = {
     "FileTier": "relax_disc.vm_builtins.tier",
     "ForwardFunction": "relax_disc.forward_function",
+    "HostTier": "relax_disc.vm_builtins.tier",
     "TrainingStep": "relax_disc.training_step",
     "analyze_memory": "relax_disc.memory_analysis",
     "compile": "relax_disc.compiler",

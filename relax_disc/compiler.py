@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,7 +40,7 @@ from relax_disc.training.call.hooks import watch_clipping
 from relax_disc.training.call.loss_scale import check_scaler
 from relax_disc.training_step import GradientStep, TrainingStep, check_offload
 from relax_disc.transform.schedule_kernels import LOWERING_FAILURES
-from relax_disc.vm_builtins.tier import FileTier
+from relax_disc.vm_builtins.tier import TierName, tier_for
 
 _logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ def compile(
     target: str | tvm.target.Target = "llvm",
     memory_budget: int | str | None = None,
     max_grad_norm: float | None = None,
-    offload_to: FileTier | str | os.PathLike[str] | None = None,
+    offload_to: TierName = None,
     offload: str | Sequence[str] = "activations",
     scaler: torch.amp.GradScaler | None = None,
     options: PipelineOptions | None = None,
@@ -89,9 +88,10 @@ def compile(
     max_grad_norm : float, optional
         Clip the gradients' global norm, which `TrainingStep.gradient_norm` then tells; infinity
         clips nothing, and then no gradient waits for the others.
-    offload_to : path-like or FileTier, optional
-        A folder on a fast disk: under a budget a tensor that is evicted may be written there and
-        read back, where that is faster than to compute it again or the only way to fit.
+    offload_to : path-like, FileTier or HostTier, optional
+        A folder on a fast disk; on a GPU ``"host"``, pinned memory of the host.  Under a budget a
+        tensor that is evicted may be written there and read back, where that is faster than to
+        compute it again or the only way to fit.
     offload : str or sequence of str
         What goes there: "activations" (all that a step evicts), "optimizer" (the tensors of the
         optimizer's state, always), or both.
@@ -124,6 +124,7 @@ def compile(
             "max_grad_norm needs the optimizer; without one call torch.nn.utils.clip_grad_norm_ "
             "between step(*batch, update=False) and your optimizer's step()."
         )
+    offload_to = tier_for(offload_to, on_host=target.kind.name == "llvm")
     check_offload(offload, offload_to, optimizer)
     scaler = check_scaler(scaler)
     export = functools.partial(
@@ -213,7 +214,7 @@ def compile_forward(
     dynamic_shapes: Any,
     target: str | tvm.target.Target = "llvm",
     memory_budget: int | str | None = None,
-    offload_to: FileTier | str | os.PathLike[str] | None = None,
+    offload_to: TierName = None,
 ) -> ForwardFunction:
     """Compile a forward pass alone into one program for all shapes.
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from tvm.target import Target, list_tags, register_tag
 
 _GB, _KIB = 10**9, 1 << 10
+# To the host of every GPU that is not named below: 16 lanes, each way, as data sheets say.
+PCIE_4_BYTES_PER_NS = 32.0
 _BUDGET_SHARE = 0.9  # of a device's memory: context, libraries and fragmentation take the rest
 
 
@@ -26,26 +28,32 @@ class DeviceFigures:
     # arithmetic in float32, in operations per nanosecond (GFLOP/s), without tensor cores
     flops_per_ns: float
     launch_ns: float = 3000.0  # time of an empty kernel
+    host_bytes_per_ns: float = 0.0  # bandwidth to the host, each way; 0 for processors
 
     def default_budget_bytes(self) -> int | None:
         """Share of the memory that a step stays inside unless told otherwise; None if unknown."""
         return int(self.memory_bytes * _BUDGET_SHARE) if self.memory_bytes else None
 
 
-# Architecture, memory in GB, GB/s of it, GFLOP/s in float32 without tensor cores.
+# Architecture, memory in GB, GB/s of it, GFLOP/s in float32 without tensor cores, GB/s to the host
+# (PCIe 4.0 or 5.0).
 _GPUS = {
-    "h100": ("sm_90", 80, 3350.0, 67_000.0),  # data sheet of the SXM
-    "h200": ("sm_90", 141, 4800.0, 67_000.0),  # data sheet
-    "a100": ("sm_80", 80, 2039.0, 19_500.0),  # data sheet of the 80 GB SXM
-    "rtx-4090": ("sm_89", 24, 1008.0, 82_600.0),  # Ada architecture white paper
-    "l4": ("sm_89", 24, 300.0, 30_300.0),  # data sheet
+    "h100": ("sm_90", 80, 3350.0, 67_000.0, 64.0),  # data sheet of the SXM
+    "h200": ("sm_90", 141, 4800.0, 67_000.0, 64.0),  # data sheet
+    "a100": ("sm_80", 80, 2039.0, 19_500.0, 32.0),  # data sheet of the 80 GB SXM
+    "rtx-4090": ("sm_89", 24, 1008.0, 82_600.0, 32.0),  # Ada architecture white paper
+    "l4": ("sm_89", 24, 300.0, 30_300.0, 32.0),  # data sheet
 }
 TAGS: Mapping[str, DeviceFigures] = {
     **{
         f"relax_disc/{name}": DeviceFigures(
-            arch=arch, memory_bytes=memory * _GB, copy_bytes_per_ns=rate, flops_per_ns=flops
+            arch=arch,
+            memory_bytes=memory * _GB,
+            copy_bytes_per_ns=rate,
+            flops_per_ns=flops,
+            host_bytes_per_ns=to_host,
         )
-        for name, (arch, memory, rate, flops) in _GPUS.items()
+        for name, (arch, memory, rate, flops, to_host) in _GPUS.items()
     },
     # A processor of no particular kind: code for x86-64 with AVX2, planned as for two cores.
     "relax_disc/cpu": DeviceFigures(copy_bytes_per_ns=10.0, flops_per_ns=100.0),

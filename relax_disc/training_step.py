@@ -47,6 +47,7 @@ from relax_disc.training.call.snapshot import restored, without_gradients
 from relax_disc.training.call.tear import Tear
 from relax_disc.training.compiled_function import CompiledFunction
 from relax_disc.training.memory_plan import MemoryPlan, MemoryReport
+from relax_disc.vm_builtins.tier import FileTier
 
 _OFFLOADED = ("activations", "optimizer")
 
@@ -64,9 +65,10 @@ def check_offload(value: str | Sequence[str], offload_to: Any, optimizer: Any) -
             f"offload names what goes to the folder: {' or '.join(map(repr, _OFFLOADED))}, or "
             f"both; got {unknown[0] if unknown else value!r}."
         )
-    if "optimizer" in names and offload_to is None:
+    if "optimizer" in names and not isinstance(offload_to, FileTier):
         raise InputMismatchError(
-            "offload='optimizer' needs offload_to, a folder on a fast disk for the state."
+            "offload='optimizer' needs offload_to, a folder on a fast disk for the state; on the "
+            "CPU only."
         )
     if "optimizer" in names and not optimizer:
         raise InputMismatchError(

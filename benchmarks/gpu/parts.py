@@ -4,7 +4,8 @@ smoke      versions, one layer, one step of a small Llama against PyTorch
 numbers    losses and gradients against float64: a Llama at several lengths, then every model
 paper      Llama-2-1b, batches 14, 16, 18: tokens a second and peak, beside PyTorch's ways
 bandwidth  each kernel's share of the bandwidth of a copy
-budgets    predicted against measured peak and time at budgets, results bit by bit
+budgets    predicted against measured peak and time at budgets, results bit by bit; the same with
+           tensors offloaded to the host, and how fast copies there are
 sanitizer  the smoke part under compute-sanitizer
 """
 
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -40,12 +42,16 @@ from benchmarks.models.catalogue import ENTRIES
 from benchmarks.models.worker import judge
 from benchmarks.record import machine
 from benchmarks.training_batches import real_batches
+from relax_disc import FileTier, HostTier
+from relax_disc.vm_builtins.libraries.cuda_memory import host_copy_times
 from tutorials._llama import LlamaSizes
 
 # A power of two, so large that the old parameter costs the gradient no digits.
 _RATE = 2.0**20
 _LENGTHS = (512, 16, 141, 328, 77)
 _FRACTIONS = (0.75, 0.5, 0.4)
+_OFFLOADED = (0.5, 0.4)
+_LINK_BYTES = 1 << 28
 _COPY_BYTES = 1 << 31
 _SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
 
@@ -214,8 +220,16 @@ def bandwidth(device: Device, rows: Rows, sizes: LlamaSizes = MIDDLE, records: i
 
 def budgets(device: Device, rows: Rows, sizes: LlamaSizes = MIDDLE, records: int = 16) -> None:
     """Hold the plan of each budget against a run: peak, time, and the loss to the last bit."""
-    if not any(rows.wanted(f"{fraction}") for fraction in (1.0, *_FRACTIONS)):
+    if device.kind == "cuda" and rows.wanted("copies to the host"):
+        out, back = host_copy_times(torch.device(device.kind), _LINK_BYTES, 9)
+        rows.add("copies to the host", bytes_per_ns=[_LINK_BYTES / out, _LINK_BYTES / back])
+    cases = {f"{fraction}": (fraction, False) for fraction in (1.0, *_FRACTIONS)}
+    cases |= {f"{fraction}, offloaded": (fraction, True) for fraction in _OFFLOADED}
+    if not any(map(rows.wanted, cases)):
         return
+    # A rehearsal on the host has a file in its place.
+    on_host = device.target == "llvm"
+    tier = FileTier(gettempdir(), bytes_per_s=1e10) if on_host else HostTier()
     model = make_model(sizes, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     step = compiled(model, optimizer, device)
@@ -223,7 +237,8 @@ def budgets(device: Device, rows: Rows, sizes: LlamaSizes = MIDDLE, records: int
     shape: dict[str, Any] = step.shape_of(*batch)
     step.calibrate(*batch)
     free = step.plan(**shape)
-    for fraction in (1.0, *_FRACTIONS):
+    for row, (fraction, offloaded) in cases.items():
+        step.offload_to = tier if offloaded else None
         with step.restored():
             if fraction < 1.0:
                 step.memory_budget = free.state_bytes + int(fraction * free.activation_peak_bytes)
@@ -239,13 +254,16 @@ def budgets(device: Device, rows: Rows, sizes: LlamaSizes = MIDDLE, records: int
         with step.restored():
             loss = step(*batch).item()
         rows.add(
-            f"{fraction}",
+            row,
             budget_bytes=step.memory_budget,
             planned_arena_bytes=plan.arena_bytes,
             planned_peak_bytes=plan.peak_bytes,
             measured_growth_bytes=peak - before,
             milliseconds=statistics.median(times),
             modelled_time_ratio=plan.time_ratio,
+            modelled_stall_ratio=plan.stall_ratio,
+            reloaded_bytes=plan.reloaded_bytes,
+            offload_space_bytes=plan.offload_space_bytes,
             loss=loss.hex(),
         )
 

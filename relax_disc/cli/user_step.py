@@ -72,8 +72,8 @@ Sizes = Annotated[
     ),
 ]
 OffloadTo = Annotated[
-    Path | None,
-    typer.Option(help="A folder on a fast disk that tensors may be offloaded to."),
+    str | None,
+    typer.Option(help='A folder on a fast disk that tensors may be offloaded to; "host" on a GPU.'),
 ]
 Offload = Annotated[
     list[str] | None,
@@ -147,7 +147,7 @@ def _told(file: Path) -> Iterator[None]:
 def with_options(
     arguments: dict[str, Any],
     budget: str | None,
-    offload_to: Path | None = None,
+    offload_to: str | None = None,
     offload: list[str] | None = None,
 ) -> dict[str, Any]:
     """Put what the command line says over the arguments that the user's function returned."""

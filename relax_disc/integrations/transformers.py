@@ -9,7 +9,6 @@ Limits: one process, one device; callbacks between gradients and update see no g
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from torch.export import Dim
 import relax_disc
 from relax_disc.errors import InputMismatchError, RelaxDiscWarning
 from relax_disc.training_step import TrainingStep
+from relax_disc.vm_builtins.tier import TierName
 
 _LONGEST = 4096
 """Tokens, where neither the model nor the tokenizer tells."""
@@ -37,8 +37,8 @@ class CompiledTraining:
         As for the Trainer.
     memory_budget : int or str, optional
         Bytes, or text such as ``"8GiB"``, that all memory of a training step stays inside.
-    offload_to : path-like or FileTier, optional
-        A folder on a fast disk, as for `relax_disc.compile`.
+    offload_to : path-like, FileTier or HostTier, optional
+        As for `relax_disc.compile`.
     offload : str or sequence of str
         What goes there, as for `relax_disc.compile`.
     dynamic_shapes : mapping, optional
@@ -62,7 +62,7 @@ class CompiledTraining:
         self,
         *args: Any,
         memory_budget: int | str | None = None,
-        offload_to: relax_disc.FileTier | str | os.PathLike[str] | None = None,
+        offload_to: TierName = None,
         offload: str | Sequence[str] = "activations",
         dynamic_shapes: Mapping[str, Any] | None = None,
         **settings: Any,

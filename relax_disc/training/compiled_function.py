@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from relax_disc.analysis.memory.timeline import timeline_of
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.bytes_text import parse_bytes
-from relax_disc.errors import InputMismatchError, OffloadError, ShapeRangeError
+from relax_disc.errors import InputMismatchError, ShapeRangeError
 from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep, SizeOutput
 from relax_disc.training.call.batch import describe_batch
@@ -33,7 +32,7 @@ from relax_disc.training.memory_plan import MemoryPlan, MemoryReport, bounded_di
 from relax_disc.training.padding_report import PaddingReport
 from relax_disc.vm_builtins.session import ArenaFacts, Session
 from relax_disc.vm_builtins.state_file import StateFile
-from relax_disc.vm_builtins.tier import FileTier
+from relax_disc.vm_builtins.tier import FileTier, Tier, TierName, tier_for
 
 _STATE_KINDS = ("parameter", "buffer", "state")
 
@@ -92,7 +91,7 @@ class CompiledFunction:
             if spec.kind == "scale":
                 assert self._loss_scale is not None
                 self._arguments[index] = as_runtime(self._loss_scale.tensor, "the loss's scale")
-        self._tier: FileTier | None = None
+        self._tier: Tier | None = None
         self._offload: tuple[str, ...] = ("activations",)
         self._state_file: StateFile | None = None
         if sibling is not None:
@@ -165,44 +164,40 @@ class CompiledFunction:
                 function._session.memory_budget = budget
 
     @property
-    def offload_to(self) -> FileTier | None:
-        """Folder that tensors are kept in under a budget while others need their memory; settable.
+    def offload_to(self) -> Tier | None:
+        """Where tensors are kept under a budget while others need their memory; settable.
 
-        Set a folder's path, a `FileTier`, or None.  Raises `OffloadError`: the folder is not there,
-        or the program runs on a GPU.
+        Set a folder's path, a `FileTier`, or None; on a GPU ``"host"``, a `HostTier`, or None.
+        Raises `OffloadError`: the folder is not there, or it is the other kind of tier.
         """
         return self._tier
 
     @offload_to.setter
-    def offload_to(self, value: FileTier | str | os.PathLike[str] | None) -> None:
-        tier = value if value is None or isinstance(value, FileTier) else FileTier(value)
-        if tier is not None and self._schema.device.type != "cpu":
-            raise OffloadError(
-                f"offload_to: tensors of {self._schema.device} cannot be offloaded yet; leave it "
-                "out, and what does not fit is computed again."
-            )
+    def offload_to(self, value: TierName) -> None:
+        tier = tier_for(value, on_host=self._session.metadata.machine.is_host)
         self._set_offload(tier, self._offload)
 
-    def _set_offload(self, tier: FileTier | None, what: tuple[str, ...]) -> None:
-        """Offload to another folder, or other things."""
+    def _set_offload(self, tier: Tier | None, what: tuple[str, ...]) -> None:
+        """Offload to another tier, or other things."""
         with self._lock:
-            in_file = tier is not None and "optimizer" in what
+            in_file = tier is not None and "optimizer" in what  # on the CPU: see `check_offload`
             file = self._state_file if tier is self._tier else None
             if in_file and file is None:
-                assert tier is not None
+                assert isinstance(tier, FileTier)
                 file = StateFile(tier.folder)
             for function in self._functions():
                 function._use_offload(tier, what, file if in_file else None)
 
     def _use_offload(
-        self, tier: FileTier | None, what: tuple[str, ...], file: StateFile | None
+        self, tier: Tier | None, what: tuple[str, ...], file: StateFile | None
     ) -> None:
-        self._session.set_tier(tier if "activations" in what else None)
+        self._session.set_tier(tier if "activations" in what else None, self._schema.device)
         if file is not self._state_file:
             inputs = self._binding.keep_state_in(file)
             shapes = [k for k, spec in enumerate(self._captured.inputs) if spec.kind == "shape"]
             given = [index - sum(shape < index for shape in shapes) for index in inputs]
-            self._session.set_state_file(file, tier, given)
+            folder = tier if isinstance(tier, FileTier) else None
+            self._session.set_state_file(file, folder, given)
         self._tier, self._offload, self._state_file = tier, what, file
 
     def plan(self, **dims: int) -> MemoryPlan:
@@ -390,6 +385,7 @@ class CompiledFunction:
             offloaded=facts.offloaded(self._session.metadata),
             offloaded_bytes=facts.offloaded_bytes,
             reloaded_bytes=facts.reloaded_bytes,
+            offload_space_bytes=facts.tier_bytes,
             offload_buffer_bytes=facts.buffer_bytes,
             offloaded_state_bytes=facts.offloaded_state_bytes,
             state_window_bytes=facts.state_window_bytes,

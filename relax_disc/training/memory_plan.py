@@ -52,8 +52,10 @@ class MemoryPlan:
         Names of the kernels whose results are written to `offload_to` and read back, in order.
     offloaded_bytes, reloaded_bytes : int
         What is written there, and what is read back.
+    offload_space_bytes : int
+        What they take there at most: of the file, or of pinned memory of the host, one buffer.
     offload_buffer_bytes : int
-        Memory that these transfers take.
+        Memory that these transfers take beside it, a part of the peak.
     offloaded_state_bytes : int
         Of the optimizer's state, in a file (``offload="optimizer"``).
     state_window_bytes : int
@@ -81,6 +83,7 @@ class MemoryPlan:
     offloaded: tuple[str, ...]
     offloaded_bytes: int
     reloaded_bytes: int
+    offload_space_bytes: int
     offload_buffer_bytes: int
     offloaded_state_bytes: int
     state_window_bytes: int

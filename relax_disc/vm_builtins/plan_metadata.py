@@ -87,6 +87,13 @@ class Machine:
     flops_per_ns: float = 100.0
     bytes_per_ns: float = 10.0
     overhead_ns: float = 3000.0
+    # of copies to and from pinned memory of the host; 0: the program runs on the host
+    host_bytes_per_ns: float = 0.0
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the program runs on the host's processor, in the host's memory."""
+        return self.host_bytes_per_ns == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import tvm_ffi
 
 from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Storage
 from relax_disc.vm_builtins.planner import PlacedVersion, PlannerGraph, Transfer, plain
 from relax_disc.vm_builtins.runtime import function, load
 from relax_disc.vm_builtins.state_file import StateFile
-from relax_disc.vm_builtins.tier import FileTier
+from relax_disc.vm_builtins.tier import FileTier, Tier
 
 _RUN, _DRY_RUN, _PROFILE = 0, 1, 2
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +176,13 @@ class Session:
     def memory_budget(self, value: int | None) -> None:
         self._ask("set_budget", -1 if value is None else value)
 
-    def set_tier(self, tier: FileTier | None) -> None:
-        """Let calls under a budget keep tensors in a tier meanwhile; drops all plans."""
-        self._ask("set_tier", None if tier is None else tier.handle)
+    def set_tier(self, tier: Tier | None, device: torch.device = _HOST) -> None:
+        """Let calls under a budget keep tensors in a tier meanwhile; drops all plans.
+
+        ``device``: what the arena lies on; by default the host, also where nothing will run.
+        """
+        handle = None if tier is None else tier.handle_on(self.metadata.machine, device)
+        self._ask("set_tier", handle)
 
     def set_state_file(
         self, file: StateFile | None, tier: FileTier | None, given: Sequence[int]

@@ -124,6 +124,9 @@ class Emulator:
         self.events: list[str] = []
         self.calls: list[Call] = []
         self.seed = 0
+        # How work of the device's stream is done, and what it allocates where that is kept.
+        self.ask: Callable[[Callable[[], None]], None] = lambda work: work()
+        self.memory: list[torch.Tensor] | None = None
 
     @staticmethod
     @functools.cache
@@ -264,26 +267,30 @@ class Emulator:
         dynamic: int,
     ) -> None:
         function = getattr(library, f"{name}__entry")
-        pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
         has_fibres = ctypes.c_int.in_dll(library, f"{name}__fibres").value
         smallest = ctypes.c_int.in_dll(library, f"{name}__smallest").value
-        self._library.emu_launch(
-            self._name(name),
-            function,
-            pointers,
-            (ctypes.c_int * 6)(*extents),
-            ctypes.c_int64(dynamic),
-            has_fibres,
-            smallest,
-            self.seed,
-        )
-        self.events.append(f"launch {name}")
-        if self.calls:
-            self.calls[-1].launches.append((name, extents))
-            counted = (ctypes.c_double * 4)()
-            self._library.emu_counted(counted)
-            self.calls[-1].counts.append(Counts(*counted))
-            self._read_traffic()
+
+        def run() -> None:
+            pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
+            self._library.emu_launch(
+                self._name(name),
+                function,
+                pointers,
+                (ctypes.c_int * 6)(*extents),
+                ctypes.c_int64(dynamic),
+                has_fibres,
+                smallest,
+                self.seed,
+            )
+            self.events.append(f"launch {name}")
+            if self.calls:
+                self.calls[-1].launches.append((name, extents))
+                counted = (ctypes.c_double * 4)()
+                self._library.emu_counted(counted)
+                self.calls[-1].counts.append(Counts(*counted))
+                self._read_traffic()
+
+        self.ask(run)
 
     def _read_traffic(self) -> None:
         for row in self._library.emu_traffic().decode().splitlines():
@@ -294,13 +301,15 @@ class Emulator:
         """Announce what the launches of a host function may touch: (name, address, bytes)..."""
         names = [self._name(str(name)) for name in described[::3]]
         count = len(names)
-        self._library.emu_begin_call(
-            count,
-            (ctypes.c_char_p * count)(*names),
-            (ctypes.c_void_p * count)(*(_address(value) for value in described[1::3])),
-            (ctypes.c_int64 * count)(*(int(value) for value in described[2::3])),
-        )
-        self.calls.append(Call(str(function)))
+        addresses = (ctypes.c_void_p * count)(*(_address(value) for value in described[1::3]))
+        sizes = (ctypes.c_int64 * count)(*(int(value) for value in described[2::3]))
+        name = str(function)
+
+        def run() -> None:
+            self._library.emu_begin_call(count, (ctypes.c_char_p * count)(*names), addresses, sizes)
+            self.calls.append(Call(name))
+
+        self.ask(run)
 
     def _name(self, name: str) -> bytes:
         """The device keeps the address of a name, so each lives as long as this process."""

@@ -2,7 +2,8 @@
 
 PyTorch's CPU tensors pass for the device's: they are relabelled where the package hands them to
 compiled code. Kernels run on the emulator, library calls are PyTorch's on the CPU, and everything
-that a device would do appears in `Emulator.events` in the order of its one stream.
+that a device would do appears in `Emulator.events` in the order of its one stream; `streams.py` has
+another one for copies.
 """
 
 from __future__ import annotations
@@ -26,8 +27,15 @@ from relax_disc.vm_builtins import runtime
 from relax_disc.vm_builtins.libraries import install
 from tests.cuda.emulator import Emulator, Relabelled, announced
 
-_CPU, _CUDA = 1, 2
+_CPU, _CUDA, _PINNED = 1, 2, 3
 _LIBRARIES = ("relax_disc.cuda.", "relax_disc.aten.")
+ENTRY_WAITS = {
+    "wait tolist in batch.py:_check_indices",  # the range of token ids
+    # the others read what lies on the host
+    "wait __bool__ in guard.py:guard",
+    "wait item in counters.py:advance",
+}
+"""The only waits of a step, at its entry; see `WaitsRecorded`."""
 _WAITS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "nonzero", "equal"}
 
 
@@ -37,7 +45,7 @@ def cuda_stand_in(emulator: Emulator) -> Iterator[None]:
     runtime.load()
     install.install("cuda")
     replaced = {
-        "relax_disc.device_allocate": lambda device, size: _allocate(emulator, size),
+        "relax_disc.device_allocate": lambda device, size: _allocate(emulator, device, size),
         "relax_disc.device_copy": lambda source, target: _copy(emulator, source, target),
         "relax_disc.device_synchronize": lambda device: emulator.events.append("synchronise"),
     }
@@ -104,8 +112,13 @@ def _library_names() -> list[str]:
 
 def _on_host(emulator: Emulator, name: str, function: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: Any) -> None:
-        emulator.events.append(f"library {name.removeprefix('relax_disc.')}")
-        function(*(_as_host(value) for value in arguments))
+        given = [_as_host(value) for value in arguments]
+
+        def work() -> None:
+            emulator.events.append(f"library {name.removeprefix('relax_disc.')}")
+            function(*given)
+
+        emulator.ask(work)
 
     return run
 
@@ -125,16 +138,26 @@ def _to_device(from_dlpack: Callable[..., Any]) -> Callable[..., Any]:
     return relabelled
 
 
-def _allocate(emulator: Emulator, size: int) -> Any:
-    emulator.events.append("allocate")
+def _allocate(emulator: Emulator, device: Any, size: int) -> Any:
+    pinned = device.dlpack_device_type() == _PINNED
+    emulator.events.append(f"pin {size}" if pinned else "allocate")
     memory = torch.full((size + 255,), 0xFF, dtype=torch.uint8)  # NaN, until something is written
+    if emulator.memory is not None:
+        emulator.memory.append(memory)
     first = -memory.data_ptr() % 256
+    if pinned:
+        return tvm_ffi.from_dlpack(memory[first : first + size])
     return tvm_ffi.from_dlpack(Relabelled(memory[first : first + size], _CUDA))
 
 
 def _copy(emulator: Emulator, source: Any, target: Any) -> None:
-    emulator.events.append("copy")
-    torch.from_dlpack(target).copy_(torch.from_dlpack(source))
+    there, here = torch.from_dlpack(target), torch.from_dlpack(source)
+
+    def work() -> None:
+        emulator.events.append("copy")
+        there.copy_(here)
+
+    emulator.ask(work)
 
 
 def _register_all(functions: dict[str, Any]) -> None:

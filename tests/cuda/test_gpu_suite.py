@@ -18,6 +18,7 @@ from benchmarks.gpu.rows import Rows
 from relax_disc.tir_kernels.target import cuda_target
 from tests.cuda.emulator import Emulator
 from tests.cuda.stand_in import cuda_stand_in
+from tests.cuda.streams import Streams
 
 ROWS = {
     "smoke": {"versions", "layer", "llama"},
@@ -28,7 +29,7 @@ ROWS = {
         for way in ("relax_disc", "eager", "checkpoint")
     },
     "bandwidth": {"copy", "kernels"},
-    "budgets": {"1.0", "0.75", "0.5", "0.4"},
+    "budgets": {"1.0", "0.75", "0.5", "0.4", "0.5, offloaded", "0.4, offloaded"},
     "sanitizer": {"memcheck", "racecheck"},
 }
 
@@ -119,11 +120,14 @@ def test_parts_run_for_cuda(results, monkeypatch):
     device = Device("stand-in", "cpu", cuda_target("sm_90"))
     emulator = Emulator.load()
     emulator.take_findings()
-    with cuda_stand_in(emulator):
+    with cuda_stand_in(emulator), Streams(emulator, "copies").running():
         parts.smoke(device, Rows(device, "smoke"))
         parts.bandwidth(device, Rows(device, "bandwidth"), parts.TINY, records=1)
         parts.budgets(device, Rows(device, "budgets"), parts.TINY, records=1)
+    emulator.memory = None
     findings = emulator.take_findings()
     assert not findings, "\n".join(map(str, findings))
     check_llama(results("stand-in", "smoke")["llama"]["lengths"])
-    assert set(results("stand-in", "budgets")) == ROWS["budgets"]
+    budgets = results("stand-in", "budgets")
+    assert set(budgets) == ROWS["budgets"]
+    assert len({row["loss"] for row in budgets.values()}) == 1

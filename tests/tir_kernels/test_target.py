@@ -19,6 +19,7 @@ def test_a_tag_is_a_target_of_tvm_whose_figures_are_found_again(name):
     target = resolve_target(name)
     assert device_figures(target) is TAGS[name]
     assert target.kind.name == ("cuda" if TAGS[name].arch else "llvm")
+    assert (TAGS[name].host_bytes_per_ns > 0) == bool(TAGS[name].arch)
     if TAGS[name].arch:
         assert str(target.attrs["arch"]) == TAGS[name].arch
         assert target.host.kind.name == "llvm"

@@ -147,11 +147,11 @@ void Offload() {
       std::vector<char> data(100'000, static_cast<char>(seed + round));
       const std::vector<char> before = data;
       const int64_t size = static_cast<int64_t>(data.size());
-      tier->Wait(*call, tier->Write(call.get(), data.data(), size, 4096 * round));
+      call->Wait(call->Write(data.data(), size, 4096 * round));
       std::fill(data.begin(), data.end(), 0);
-      const int64_t back = tier->Read(call.get(), data.data(), size, 4096 * round);
-      if (round % 2 == 0) tier->Wait(*call, back);
-      tier->End(std::move(call));
+      const int64_t back = call->Read(data.data(), size, 4096 * round);
+      if (round % 2 == 0) call->Wait(back);
+      call = nullptr;
       if (data != before) std::abort();
     }
   };

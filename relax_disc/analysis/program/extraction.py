@@ -25,7 +25,7 @@ from relax_disc.analysis.program.table import (
 )
 from relax_disc.analysis.program.tensor_graph import Kernel, Size, TensorGraph
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
-from relax_disc.devices import device_figures
+from relax_disc.devices import PCIE_4_BYTES_PER_NS, device_figures
 from relax_disc.vm_builtins.plan_metadata import (
     KernelEntry,
     Machine,
@@ -197,15 +197,18 @@ def _argument(kind: str, value: Any, program: Any) -> tuple[str, Any]:
 
 def machine_of(target: tvm.target.Target | None) -> Machine:
     """What plans must know of a target: its memory's alignment, a tagged device's speed."""
-    alignment = 64 if target is None or target.kind.name == "llvm" else 256
+    on_host = target is None or target.kind.name == "llvm"
+    alignment = 64 if on_host else 256
     figures = None if target is None else device_figures(target)
     if figures is None:
-        return Machine(alignment=alignment)
+        to_host = 0.0 if on_host else PCIE_4_BYTES_PER_NS
+        return Machine(alignment=alignment, host_bytes_per_ns=to_host)
     return Machine(
         alignment=alignment,
         flops_per_ns=figures.flops_per_ns,
         bytes_per_ns=figures.copy_bytes_per_ns,
         overhead_ns=figures.launch_ns,
+        host_bytes_per_ns=figures.host_bytes_per_ns,
     )
 
 

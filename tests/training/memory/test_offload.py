@@ -173,6 +173,10 @@ def test_the_refusal_of_a_budget_names_the_way_out(trained, tmp_path):
 def test_what_cannot_be_a_tier_is_refused(trained, tmp_path):
     with pytest.raises(OffloadError, match="no folder"):
         trained.step.offload_to = tmp_path / "none"
+    with pytest.raises(OffloadError, match=r"GPU.*FileTier"):
+        trained.step.offload_to = "host"
+    with pytest.raises(OffloadError, match="GPU"):  # before the model is exported
+        relax_disc.compile(None, None, (), dynamic_shapes=(), offload_to="host")
     (tmp_path / "file").write_text("")
     with pytest.raises(OffloadError, match="no folder"):
         FileTier(tmp_path / "file")

@@ -8,9 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
-#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/json.h>
 #include <tvm/ffi/tvm_ffi.h>
 
@@ -22,28 +20,6 @@ namespace relax_disc {
 
 /*! \brief An operand as ATen sees it; channels last: see `ChannelsFirst`. */
 at::Tensor TensorOf(const tvm::ffi::AnyView& value, bool channels_last);
-
-/*! \brief Lets PyTorch's kernels use the stream of the virtual machine; the CPU has none. */
-class OnStream {
- public:
-  explicit OnStream(const c10::Device& device) {
-    if (device.is_cpu()) return;
-    void* raw = TVMFFIEnvGetStream(kDLCUDA, device.index());
-    guard_.emplace(device.type());
-    // PyTorch's id of a stream that it did not make is its address; 0 is the default stream.
-    const c10::StreamId id = reinterpret_cast<c10::StreamId>(raw);
-    before_ = guard_->exchangeStream(c10::Stream(c10::Stream::UNSAFE, device, id));
-  }
-  ~OnStream() {
-    if (guard_) guard_->exchangeStream(*before_);
-  }
-  OnStream(const OnStream&) = delete;
-  OnStream& operator=(const OnStream&) = delete;
-
- private:
-  std::optional<c10::impl::VirtualGuardImpl> guard_;
-  std::optional<c10::Stream> before_;
-};
 
 /*! \brief What a call is made with. */
 struct Given {

@@ -19,6 +19,7 @@
 
 #include "aten/argument.h"
 #include "aten/memory.h"
+#include "aten/stream.h"
 
 namespace relax_disc {
 namespace {

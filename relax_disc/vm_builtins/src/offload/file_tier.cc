@@ -20,8 +20,6 @@ namespace {
 
 // Offsets and lengths of transfers past the page cache are multiples of this.
 constexpr int64_t kBlock = 4096;
-// Smaller tensors stay: a transfer of so many bytes takes little more than its latency.
-constexpr int64_t kLeastBytes = 1 << 14;
 // What is written and read to learn the speeds, and how often a block is, to learn the latency.
 constexpr int64_t kMeasuredBytes = 1 << 24;
 constexpr int kMeasuredBlocks = 9;
@@ -115,83 +113,82 @@ TierModel FileTier::Figures() {
 }
 
 void FileTier::Measure() {
-  std::unique_ptr<TierCall> call = Begin(kMeasuredBytes);
+  std::unique_ptr<FileCall> call = Begin(kMeasuredBytes);
   std::vector<char> data(kMeasuredBytes, 1);
   const auto time = [&](bool is_read, int64_t bytes) {
     const int64_t start = Now();
-    Wait(*call, is_read ? Read(call.get(), data.data(), bytes, 0)
-                        : Write(call.get(), data.data(), bytes, 0));
+    call->Wait(is_read ? call->Read(data.data(), bytes, 0) : call->Write(data.data(), bytes, 0));
     return Now() - start;
   };
-  try {
-    time(false, kMeasuredBytes);  // the first writing also finds the blocks
-    const double bytes = static_cast<double>(kMeasuredBytes);
-    figures_.write_bytes_per_ns = Rounded(bytes / static_cast<double>(time(false, kMeasuredBytes)));
-    figures_.read_bytes_per_ns = Rounded(bytes / static_cast<double>(time(true, kMeasuredBytes)));
-    std::vector<int64_t> latencies;
-    for (int i = 0; i < kMeasuredBlocks; ++i) {
-      latencies.push_back((time(false, kBlock) + time(true, kBlock)) / 2);
-    }
-    std::nth_element(latencies.begin(), latencies.begin() + kMeasuredBlocks / 2, latencies.end());
-    figures_.latency_ns =
-        static_cast<int64_t>(Rounded(static_cast<double>(latencies[kMeasuredBlocks / 2])));
-  } catch (...) {
-    End(std::move(call));
-    throw;
+  time(false, kMeasuredBytes);  // the first writing also finds the blocks
+  const double bytes = static_cast<double>(kMeasuredBytes);
+  figures_.write_bytes_per_ns = Rounded(bytes / static_cast<double>(time(false, kMeasuredBytes)));
+  figures_.read_bytes_per_ns = Rounded(bytes / static_cast<double>(time(true, kMeasuredBytes)));
+  std::vector<int64_t> latencies;
+  for (int i = 0; i < kMeasuredBlocks; ++i) {
+    latencies.push_back((time(false, kBlock) + time(true, kBlock)) / 2);
   }
-  End(std::move(call));
+  std::nth_element(latencies.begin(), latencies.begin() + kMeasuredBlocks / 2, latencies.end());
+  figures_.latency_ns =
+      static_cast<int64_t>(Rounded(static_cast<double>(latencies[kMeasuredBlocks / 2])));
 }
 
-std::unique_ptr<TierCall> FileTier::Begin(int64_t bytes) {
+std::unique_ptr<TierCall> FileTier::Begin(const MemoryBlock& arena, int64_t bytes) {
+  if (arena.device().device_type != kDLCPU) {
+    FailOffload("tensors of a GPU cannot be offloaded to a folder; set offload_to to \"host\".");
+  }
+  return Begin(bytes);
+}
+
+std::unique_ptr<FileCall> FileTier::Begin(int64_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   Open();
-  auto call = std::make_unique<TierCall>();
-  call->bytes = bytes;
+  int64_t start = 0;
   for (const auto& [offset, taken] : parts_) {  // the lowest gap; most often there is one call
-    if (call->offset + bytes <= offset) break;
-    call->offset = std::max(call->offset, offset + taken);
+    if (start + bytes <= offset) break;
+    start = std::max(start, offset + taken);
   }
-  Grow(call->offset + bytes);
-  parts_[call->offset] = bytes;
-  return call;
+  Grow(start + bytes);
+  parts_[start] = bytes;
+  return std::make_unique<FileCall>(this, start);
 }
 
-void FileTier::End(std::unique_ptr<TierCall> call) {
-  thread_.WaitFor(call->last_request);
-  std::lock_guard<std::mutex> lock(mutex_);
-  parts_.erase(call->offset);
+FileCall::~FileCall() {
+  tier_->thread_.WaitFor(last_request_);
+  std::lock_guard<std::mutex> lock(tier_->mutex_);
+  tier_->parts_.erase(offset_);
 }
 
-int64_t FileTier::Write(TierCall* call, const char* from, int64_t bytes, int64_t slot) {
-  return Submit({call, const_cast<char*>(from), bytes, slot, false, Now()});
+int64_t FileCall::Write(char* from, int64_t bytes, int64_t slot) {
+  return tier_->Submit({this, from, bytes, slot, false, Now()});
 }
 
-int64_t FileTier::Read(TierCall* call, char* to, int64_t bytes, int64_t slot) {
-  return Submit({call, to, bytes, slot, true, Now()});
+int64_t FileCall::Read(char* to, int64_t bytes, int64_t slot) {
+  return tier_->Submit({this, to, bytes, slot, true, Now()});
+}
+
+void FileCall::Wait(int64_t request) {
+  tier_->thread_.WaitFor(request);
+  std::lock_guard<std::mutex> lock(tier_->mutex_);
+  if (!failure_.empty()) FailOffload(failure_);
 }
 
 int64_t FileTier::Submit(Request request) {
-  request.call->last_request = thread_.Submit([this, request] { Serve(request); });
-  return request.call->last_request;
-}
-
-void FileTier::Wait(const TierCall& call, int64_t request) {
-  thread_.WaitFor(request);
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!call.failure.empty()) FailOffload(call.failure);
+  request.call->last_request_ = thread_.Submit([this, request] { Serve(request); });
+  return request.call->last_request_;
 }
 
 void FileTier::Serve(const Request& request) {
   std::string failure;
   try {
-    if (request.call->failure.empty()) Move(request);  // only this thread writes it
+    if (request.call->failure_.empty()) Move(request);  // only this thread writes it
     if (options_.paced) Pace(request);
   } catch (const std::exception& error) {
     failure = error.what();
   }
   if (failure.empty()) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  request.call->failure = failure;
+  request.call->failure_ = failure;
 }
 
 void FileTier::Move(const Request& request) {
@@ -208,7 +205,7 @@ void FileTier::Move(const Request& request) {
       std::memcpy(request.memory + done, buffer_->base(), bytes);
     }
   }
-  uint64_t& written = request.call->checksums[request.slot];
+  uint64_t& written = request.call->checksums_[request.slot];
   if (!request.is_read) {
     written = sum;
   } else if (written != sum) {
@@ -220,7 +217,7 @@ void FileTier::Move(const Request& request) {
 
 // Move what the buffer holds, or will hold, whole blocks.
 void FileTier::MoveChunk(const Request& request, int64_t done, int64_t bytes) {
-  const int64_t offset = request.call->offset + request.slot + done;
+  const int64_t offset = request.call->offset_ + request.slot + done;
   const char* verb = request.is_read ? "read from" : "written to";
   for (int64_t moved = 0; moved < bytes;) {
     char* place = buffer_->base() + moved;

@@ -10,8 +10,6 @@
 #ifndef RELAX_DISC_OFFLOAD_FILE_TIER_H_
 #define RELAX_DISC_OFFLOAD_FILE_TIER_H_
 
-#include <tvm/ffi/object.h>
-
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -20,8 +18,7 @@
 #include <unordered_map>
 
 #include "offload/request_thread.h"
-#include "planner/planner.h"
-#include "runtime/memory.h"
+#include "offload/tier.h"
 
 namespace relax_disc {
 
@@ -32,50 +29,46 @@ struct TierOptions {
   bool recompute = true;   // whether kernels may run again, too
 };
 
+class FileTier;
+
 /*! \brief What the transfers of one call share: a part of the file, and its first failure. */
-struct TierCall {
-  int64_t offset = 0, bytes = 0;
-  std::string failure;  // guarded by the tier's mutex
-  int64_t last_request = 0;
-  std::unordered_map<int64_t, uint64_t> checksums;  // by slot; of the tier's thread
+class FileCall : public TierCall {
+ public:
+  FileCall(FileTier* tier, int64_t offset) : tier_(tier), offset_(offset) {}
+  ~FileCall();
+  int64_t Write(char* from, int64_t bytes, int64_t slot) final;
+  int64_t Read(char* to, int64_t bytes, int64_t slot) final;
+  void Wait(int64_t request) final;
+
+ private:
+  friend class FileTier;
+  FileTier* tier_;
+  const int64_t offset_;
+  std::string failure_;  // guarded by the tier's mutex
+  int64_t last_request_ = 0;
+  std::unordered_map<int64_t, uint64_t> checksums_;  // by slot; of the tier's thread
 };
 
-class FileTier : public tvm::ffi::Object {
+class FileTier : public Tier {
  public:
   explicit FileTier(TierOptions options);
   ~FileTier();
 
   /*! \brief Memory that it takes beside an arena once it is used. */
   static constexpr int64_t kBufferBytes = 1 << 18;
-  /*!
-   * \brief What plans know of it; measures, the first time.
-   * \throws OffloadError if the folder cannot be used.
-   */
-  TierModel Figures();
-
-  /*!
-   * \brief Reserve a part of the file for a call.
-   * \throws OffloadError if the disk is full, or the folder cannot be used; nothing has changed.
-   */
-  std::unique_ptr<TierCall> Begin(int64_t bytes);
-  /*! \brief Wait for all requests of a call and give its part of the file back. */
-  void End(std::unique_ptr<TierCall> call);
-
-  /*! \brief Ask for a transfer between memory and a slot; returns the request's number. */
-  int64_t Write(TierCall* call, const char* from, int64_t bytes, int64_t slot);
-  int64_t Read(TierCall* call, char* to, int64_t bytes, int64_t slot);
-  /*!
-   * \brief Wait until a request is done.
-   * \throws OffloadError if it, or one before it in the call, failed.
-   */
-  void Wait(const TierCall& call, int64_t request);
+  /*! \brief Measures, the first time. */
+  TierModel Figures() final;
+  std::unique_ptr<TierCall> Begin(const MemoryBlock& arena, int64_t bytes) final;
+  /*! \brief Reserve a part of the file. */
+  std::unique_ptr<FileCall> Begin(int64_t bytes);
 
   static constexpr bool _type_mutable = true;
-  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("relax_disc.FileTier", FileTier, tvm::ffi::Object);
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("relax_disc.FileTier", FileTier, Tier);
 
  private:
+  friend class FileCall;
   struct Request {
-    TierCall* call;
+    FileCall* call;
     char* memory;
     int64_t bytes, slot;
     bool is_read;
@@ -105,8 +98,6 @@ class FileTier : public tvm::ffi::Object {
   int64_t paced_until_ns_ = 0;  // of the thread
   RequestThread thread_;        // the last member: it ends before what it uses
 };
-
-using FileTierPtr = tvm::ffi::ObjectPtr<FileTier>;
 
 /*!
  * \brief Let the n-th system call on a tier's file from now go wrong (0: the next; negative: none),

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "offload/file_tier.h"
 #include "runtime/lists.h"
 #include "runtime/plan_numbers.h"
 #include "runtime/session.h"
@@ -199,12 +200,12 @@ List GraphLists(const ffi::ObjectRef& session, const ffi::Shape& dims) {
   return {list(graph.bytes), list(graph.resident), list(graph.is_output), ops};
 }
 
-FileTierPtr TierOf(const ffi::Any& value) {
+TierPtr TierOf(const ffi::Any& value) {
   if (value == nullptr) return nullptr;
   const ffi::ObjectRef object = value.cast<ffi::ObjectRef>();
-  const FileTier* tier = object.as<FileTier>();
-  if (tier == nullptr) TVM_FFI_THROW(TypeError) << "expected a relax_disc.FileTier";
-  return ffi::details::ObjectUnsafe::ObjectPtrFromUnowned<FileTier>(const_cast<FileTier*>(tier));
+  const Tier* tier = object.as<Tier>();
+  if (tier == nullptr) TVM_FFI_THROW(TypeError) << "expected a relax_disc.Tier";
+  return ffi::details::ObjectUnsafe::ObjectPtrFromUnowned<Tier>(const_cast<Tier*>(tier));
 }
 
 StateFilePtr StateFileOf(const ffi::Any& value) {
@@ -241,6 +242,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   namespace refl = tvm::ffi::reflection;
   refl::ObjectDef<Session>(refl::init(false));
   refl::ObjectDef<Frame>(refl::init(false));
+  refl::ObjectDef<Tier>(refl::init(false));
   refl::ObjectDef<FileTier>(refl::init(false));
   refl::ObjectDef<StateFile>(refl::init(false));
   using Object = ffi::ObjectRef;

@@ -12,7 +12,7 @@ namespace relax_disc {
 namespace ffi = tvm::ffi;
 
 Frame::~Frame() {
-  EndTransfers();
+  transfers_ = nullptr;
   state_ = nullptr;
   if (session_ != nullptr && !finished_) session_->Return(this);
 }
@@ -56,12 +56,7 @@ bool Frame::IsInFile(size_t given) const {
 }
 
 void Frame::BeginTransfers() {
-  if (arena_->device().device_type != kDLCPU) {
-    TVM_FFI_THROW(OffloadError) << session_->metadata().function
-                                << ": tensors of a GPU cannot be offloaded yet; set offload_to to "
-                                   "None.";
-  }
-  transfers_ = tier_->Begin(plan_->arena.tier_bytes);
+  transfers_ = tier_->Begin(*arena_, plan_->arena.tier_bytes);
   const std::vector<Transfer>& transfers = plan_->arena.transfers;
   waits_.resize(transfers.size());
   for (size_t i = 0; i < transfers.size(); ++i) waits_[i] = static_cast<int32_t>(i);
@@ -83,10 +78,10 @@ void Frame::Request(int32_t position, bool is_read) {
       const int64_t end = version.offset + RoundUp(bytes, metadata.machine.alignment);
       arena_peak_ = std::max(arena_peak_, end);
       report_.reloaded_bytes += bytes;
-      requests_.push_back(tier_->Read(transfers_.get(), memory, bytes, transfer.slot));
+      requests_.push_back(transfers_->Read(memory, bytes, transfer.slot));
     } else {
       report_.offloaded_bytes += bytes;
-      requests_.push_back(tier_->Write(transfers_.get(), memory, bytes, transfer.slot));
+      requests_.push_back(transfers_->Write(memory, bytes, transfer.slot));
     }
   }
 }
@@ -97,7 +92,7 @@ void Frame::WaitFor(int32_t position) {
   while (next_wait_ < waits_.size()) {
     const size_t transfer = static_cast<size_t>(waits_[next_wait_]);
     if (transfers[transfer].wait > position || transfer >= requests_.size()) break;
-    tier_->Wait(*transfers_, requests_[transfer]);
+    transfers_->Wait(requests_[transfer]);
     ++next_wait_;
   }
 }
@@ -119,11 +114,6 @@ void Frame::MoveState(int32_t position) {
   report_.waited_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(
                            std::chrono::steady_clock::now() - start)
                            .count();
-}
-
-void Frame::EndTransfers() {
-  if (transfers_ != nullptr) tier_->End(std::move(transfers_));
-  transfers_ = nullptr;
 }
 
 void Frame::Kernel(int64_t k, const ffi::Function& function) {
@@ -264,7 +254,7 @@ const Binding& Frame::Bound() const {
 
 void Frame::Leave() {
   if (transfers_ != nullptr) MoveBefore(position_);
-  EndTransfers();
+  transfers_ = nullptr;
   report_.state_window_bytes = plan_->state.peak_bytes;
   if (state_ != nullptr) {
     state_->Finish();

@@ -72,7 +72,7 @@ void Session::RefuseBudget(const Plan& plan) const {
        << plan.budget_bytes << " bytes: the least found feasible is " << least << " bytes, of which "
        << outside << " are parameters, inputs and results; no plan can do with less than "
        << bound << " bytes. Raise the budget or lower the shape";
-  if (tier_ == nullptr) text << ", or name a folder to offload tensors to (offload_to)";
+  if (tier_ == nullptr) text << ", or name where to offload tensors to (offload_to)";
   text << ".";
   const TVMFFIByteArray* trace = TVMFFIBacktrace(__FILE__, __LINE__, TVM_FFI_FUNC_SIG, 0);
   throw ffi::Error("MemoryBudgetError", text.str(), std::string(trace->data, trace->size),
@@ -174,13 +174,13 @@ void Session::SetBudget(int64_t bytes) {
   if (bytes >= 0) arena_->GiveBackAbove(bytes - last_.resident_bytes - last_.escaping_bytes);
 }
 
-void Session::SetTier(FileTierPtr tier) {
+void Session::SetTier(TierPtr tier) {
   std::lock_guard<std::mutex> lock(mutex_);
   tier_ = std::move(tier);
   DropPlans();
 }
 
-void Session::SetState(StateFilePtr file, FileTierPtr tier, const std::vector<int64_t>& given) {
+void Session::SetState(StateFilePtr file, TierPtr tier, const std::vector<int64_t>& given) {
   std::lock_guard<std::mutex> lock(mutex_);
   state_file_ = std::move(file);
   state_tier_ = std::move(tier);

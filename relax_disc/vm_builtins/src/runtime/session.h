@@ -26,8 +26,8 @@
 #include <utility>
 #include <vector>
 
-#include "offload/file_tier.h"
 #include "offload/state_file.h"
+#include "offload/tier.h"
 #include "runtime/arena.h"
 #include "runtime/binding.h"
 #include "runtime/memory.h"
@@ -82,12 +82,12 @@ class Session : public tvm::ffi::Object {
 
   void SetBudget(int64_t bytes);
   /*! \brief Where calls may keep tensors meanwhile; null: nowhere.  Drops all plans. */
-  void SetTier(FileTierPtr tier);
+  void SetTier(TierPtr tier);
   /*!
    * \brief Say which given tensors lie in a file; null: none.  Drops all plans.
    * \param tier Whose speeds plans go by.
    */
-  void SetState(StateFilePtr file, FileTierPtr tier, const std::vector<int64_t>& given);
+  void SetState(StateFilePtr file, TierPtr tier, const std::vector<int64_t>& given);
   void SetMode(Mode mode);
   /*! \brief Model times on so many threads; 0: on any number, in place of all models so far. */
   void SetCostModel(int threads, CostModel cost);
@@ -145,7 +145,7 @@ class Session : public tvm::ffi::Object {
   DLDevice device_{kDLCPU, 0};
   std::map<int, CostModel> costs_{{0, CostModel(metadata_.machine)}};  // by threads; 0: any other
   int64_t budget_bytes_ = -1;
-  FileTierPtr tier_, state_tier_;
+  TierPtr tier_, state_tier_;
   StateFilePtr state_file_;
   std::vector<char> in_file_;  // by index of the given tensor
   Mode mode_ = Mode::kRun;
@@ -194,7 +194,6 @@ class Frame : public tvm::ffi::Object {
   void Request(int32_t position, bool is_read);
   void WaitFor(int32_t position);
   void MoveBefore(int32_t position);
-  void EndTransfers();
   void MoveState(int32_t position);
 
   SessionPtr session_;
@@ -205,7 +204,7 @@ class Frame : public tvm::ffi::Object {
   bool finished_ = false, paused_ = false, wrote_given_ = false;
   std::unique_ptr<Binding> binding_;
   std::vector<std::unique_ptr<Binding>> earlier_;  // in use before the rest was planned anew
-  FileTierPtr tier_;
+  TierPtr tier_;
   std::unique_ptr<TierCall> transfers_;  // null where the plan has none
   StateFilePtr state_file_;
   std::unique_ptr<StateMover> state_;    // null where no state lies in a file
