@@ -8,7 +8,8 @@ budgeted ones take turns; a row tells the modelled and the measured time over th
 the least of each beside the median, since what else runs on a machine only adds.
 The step is calibrated first.  The recorded graphs, where they are, are only planned, at 25 and
 50 GB/s.  ``--kinds state`` compares Llama M whose optimizer's state lies in the folder with one
-that has it in memory, in turns.
+that has it in memory, in turns.  ``--kinds least`` runs at the least budgets, with the largest
+gradients by rows and without.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from benchmarks.training_worker import peer_llama
 from relax_disc import FileTier
 from relax_disc.analysis import TensorGraph
 from relax_disc.analysis.memory.rematerialization import planner_graph
+from relax_disc.pipeline import PipelineOptions
 from relax_disc.training_step import TrainingStep
 from relax_disc.vm_builtins.planner import TierModel, plan_arena
 from relax_disc.vm_builtins.session import Session
 
 SHAPE: dict[str, Any] = {"batch": 4, "length": 328}
 PARTS = (0.75, 0.5)
-KINDS = ("clocked", "steps", "graphs", "state")
+KINDS = ("clocked", "steps", "graphs", "state", "least")
 LEAST_SLEEP_NS = 1_000_000  # a timer is late by some 0.1 ms
 SPEEDS = (1e8, 3e8, 1e9)
 GRAPHS = Path(__file__).parents[2] / "shared" / "graphs" / "recorded"
@@ -181,6 +183,20 @@ def state(folder: str, repeats: int) -> Iterator[dict[str, Any]]:
     }
 
 
+def least(folder: str, repeats: int) -> Iterator[dict[str, Any]]:
+    """Rows of the least budgets, and the least activations over the unlimited step's."""
+    for split in (False, True):
+        step, batch = compiled(options=PipelineOptions(split_gradients=split))
+        free = step.plan(**SHAPE)
+        for way in ("recompute", "both"):
+            tier = None if way == "recompute" else FileTier(folder, bytes_per_s=1e9, paced=True)
+            step.offload_to, step.memory_budget = tier, 1
+            budget = step.plan(**SHAPE).least_bytes
+            part = (budget - free.state_bytes) / free.activation_peak_bytes
+            facts = measured(step, batch, budget, tier, repeats)
+            yield {"by_rows": split, "way": way, "least": part, "budget": budget, **facts}
+
+
 def graphs() -> Iterator[dict[str, Any]]:
     """Rows of the recorded graphs."""
     for path in sorted(GRAPHS.glob("*.json.gz")):
@@ -214,13 +230,15 @@ def main() -> None:
         "steps": steps(arguments.folder, arguments.repeats, arguments.parts),
         "graphs": graphs(),
         "state": state(arguments.folder, arguments.repeats),
+        "least": least(arguments.folder, arguments.repeats),
     }
     found: dict[str, list[dict[str, Any]]] = {}
     for kind in arguments.kinds:
         for row in rows[kind]:
             console.print(row)
             found.setdefault(kind, []).append(row)
-    name = "offload_state" if arguments.kinds == ["state"] else "offload"
+    alone = arguments.kinds[0] if arguments.kinds in (["state"], ["least"]) else ""
+    name = f"offload_{alone}" if alone else "offload"
     write_result(name, {**vars(arguments), **SHAPE}, found)
 
 

@@ -34,6 +34,7 @@ from relax_disc.transform.memory.rematerialization import (
     LowerRematerialization,
 )
 from relax_disc.transform.memory.schedule_ops import ScheduleOps
+from relax_disc.transform.memory.split_gradients import SplitGradients
 from relax_disc.transform.schedule_kernels import ScheduleKernels
 from relax_disc.transform.simplify.canonicalize_extents import CanonicalizeExtents
 from relax_disc.transform.simplify.channels_last import ChannelsLast
@@ -71,6 +72,10 @@ class PipelineOptions:
         Reorder kernels so that less is live at once.
     rematerialize : bool
         Prepare tensors to be given up and computed again where a memory budget asks for it.
+    split_gradients : bool
+        With `plan_arena`: beside a function with a vocabulary head or embedding table of 1 MiB or
+        more compile one that makes the gradients of these by rows, for budgets that the plain one
+        exceeds (CPU).
     plan_arena : bool
         Plan the memory of each call at entry; off: TVM's own memory planning.
     verify_schedules : bool
@@ -95,6 +100,7 @@ class PipelineOptions:
     schedule_kernels: bool = True
     schedule_ops: bool = True
     rematerialize: bool = True
+    split_gradients: bool = True
     plan_arena: bool = True
     verify_schedules: bool = True
     tuning_database: str | os.PathLike[str] | None = USER
@@ -137,12 +143,14 @@ def passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
 
 def phases(target: tvm.target.Target, options: PipelineOptions) -> dict[str, list[Pass]]:
     """List the passes of each phase, by its name, in order."""
+    split = options.split_gradients and options.plan_arena and target.kind.name == "llvm"
     runtime.load()  # before code is loaded that the passes make: it takes the pool of threads there
     return {
         "simplify": simplify_passes(),
         "libraries": library_passes(target, options),
         "fusion": [*legalize_passes(target, options), *alias_passes()],
         "kernels": [
+            *([SplitGradients()] if split else []),
             *(kernel_passes(target, options) if options.schedule_kernels else []),
             *(workspace_passes() if options.plan_arena else []),
         ],

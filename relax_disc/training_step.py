@@ -22,14 +22,13 @@ from tvm import relax
 from relax_disc.errors import ArtefactError, InputMismatchError, RelaxDiscWarning, StepTornError
 from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep
-from relax_disc.progress import phase
 from relax_disc.training.accumulation import Accumulation, Programs, Summing
 from relax_disc.training.cache import saved_step
 from relax_disc.training.calibration import (
     Calibration,
     apply_to,
     machine_name,
-    profile,
+    profiled,
     usable,
     write,
 )
@@ -345,9 +344,8 @@ class TrainingStep(CompiledFunction):
             calibration = self._calibration or Calibration(machine_name(self._schema.device))
             for function in self._functions():
                 run = functools.partial(self._run, function, batch, named)
-                with phase(f"measure the kernels of {function.name}"):
-                    measurement = profile(function.session, run, repeats)
-                calibration = calibration.adding(function.name, measurement)
+                for name, measurement in profiled(function._variants, run, repeats):
+                    calibration = calibration.adding(name, measurement)
         self._use_calibration(calibration)
         if self.calibration_path is not None:
             write(self.calibration_path, calibration)
@@ -445,7 +443,8 @@ class TrainingStep(CompiledFunction):
     def _model_times(self, function: CompiledFunction) -> None:
         """Plan a function by the measured times of its kernels, if there are any."""
         if self._calibration is not None:
-            apply_to(function.session, self._calibration.of(function.name))
+            for session in function._variants.sessions():
+                apply_to(session, self._calibration.of(session.metadata.function))
 
     def _functions(self) -> tuple[CompiledFunction, ...]:
         return (self, *self.accumulation.known())
@@ -551,13 +550,13 @@ class TrainingStep(CompiledFunction):
 
     def _withdraw_state(self, function: CompiledFunction) -> None:
         """Leave no state that PyTorch would not have created yet."""
-        if not function._session.torn:
+        if not function._variants.torn:
             for counter in self._counters:
                 counter.withdraw()
 
     def _note_failure(self, function: CompiledFunction, error: BaseException) -> None:
         """Remember what was written, so that a later call knows when it has been loaded again."""
-        if not function._session.torn:
+        if not function._variants.torn:
             return
         self._tear = Tear(function)
         raise StepTornError(

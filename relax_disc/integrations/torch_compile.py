@@ -268,7 +268,7 @@ class GraphFunction(CompiledFunction):
         with self._lock, self._alone, deferred_interrupt():
             assert self._second is not None
             outputs = self._second(frame, *map(batch_argument, gradients))
-            self._forget_result()
+            self._variants.ran.forget_result()
             return dict(zip(self._gradients, super()._received(outputs), strict=True))
 
     @property

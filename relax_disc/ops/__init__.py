@@ -19,7 +19,7 @@ from relax_disc.ops.ctc import ctc_loss, ctc_loss_backward
 from relax_disc.ops.embedding import embedding_backward
 from relax_disc.ops.grouped_matmul import grouped_matmul, grouped_outer
 from relax_disc.ops.logsumexp import logsumexp, logsumexp_backward
-from relax_disc.ops.memory import await_gradient, evict, regenerate
+from relax_disc.ops.memory import await_gradient, evict, join_rows, regenerate, rows
 from relax_disc.ops.recurrence import recurrence, recurrence_backward
 
 __all__ = [
@@ -38,9 +38,11 @@ __all__ = [
     "evict",
     "grouped_matmul",
     "grouped_outer",
+    "join_rows",
     "logsumexp",
     "logsumexp_backward",
     "recurrence",
     "recurrence_backward",
     "regenerate",
+    "rows",
 ]

@@ -80,6 +80,10 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
 
 registry.register_legalization("relax_disc.embedding_backward", _legalize)
 # The gradient of a tied table is added up where the other gradient lies.
+BACKWARD, BACKWARD_ROWS = (
+    "relax_disc.cpu.embedding_backward",
+    "relax_disc.cpu.embedding_backward_rows",
+)
 registry.LIBRARY["embedding_backward_add"] = registry.LibraryFunction(
     overwrites=frozenset({(2, 4)})
 )

@@ -1,11 +1,17 @@
 """A linear head with cross-entropy in chunks of rows, which `ChunkVocabularyHead` emits.
 
-Variants and workspace of `relax_disc.cpu.vocabulary_head{_bias}{_z}{_frozen}`.
+Variants and workspace of `relax_disc.cpu.vocabulary_head{_bias}{_z}{_frozen|_lse}`.
 
 Arguments: x of N rows, weight [V, D], target [N] int64, grad_loss [], bias [V] (`_bias`),
 lse_factor [N] float32 (`_z`), ignore_index, label_smoothing, is_mean; results: loss [], grad_x of
-N rows, grad_bias [V] (`_bias`), lse [N] float32 (`_z`), grad_weight [V, D] (unless `_frozen`),
-workspace [rows of a chunk, `workspace_columns(V, D)`], the rows being a multiple of `ROW_UNIT`.
+N rows, grad_bias [V] (`_bias`), lse [N] float32 (`_z`), grad_weight [V, D] (unless `_frozen`; if
+`_lse`, in its place row_lse [N] float64), workspace [rows of a chunk, `workspace_columns(V, D)`],
+the rows being a multiple of `ROW_UNIT`.
+
+`relax_disc.cpu.vocabulary_head_weight{_bias}{_z}` makes some rows of grad_weight later, the same to
+the last bit. Arguments: x, those rows of the weight [R, D], target, grad_loss, bias, lse_factor,
+row_lse, ignore_index, label_smoothing, is_mean, the first row (a multiple of `BLOCK_CLASSES`), V;
+results: rows of grad_weight [R, D], workspace [rows of a chunk, `workspace_columns(R, D)`].
 
 The loss is the cross-entropy of the rows whose label is not ignored. Gradients are those of
 ``grad_loss * loss + sum(lse_factor * lse**2) / 2``, `lse` being the log-sum-exp of each row's
@@ -22,9 +28,7 @@ from relax_disc.ops import registry
 # As in `src/kernels/vocabulary_head_chunk.h`.
 ROW_UNIT, BLOCK_CLASSES, STATISTICS = 16, 336, 3
 
-NAMES = tuple(
-    map("".join, product(["vocabulary_head"], ["", "_bias"], ["", "_z"], ["", "_frozen"]))
-)
+FORMS = tuple(map("".join, product(["", "_bias"], ["", "_z"])))
 
 
 def workspace_columns(classes: Any, width: Any) -> Any:
@@ -50,5 +54,8 @@ def _facts(products: int) -> registry.LibraryFunction:
     return registry.LibraryFunction(flops=flops, workspace=workspace)
 
 
-for _name in NAMES:
-    registry.LIBRARY[_name] = _facts(2 if _name.endswith("_frozen") else 3)
+for _form in FORMS:
+    registry.LIBRARY[f"vocabulary_head{_form}"] = _facts(3)
+    registry.LIBRARY[f"vocabulary_head_weight{_form}"] = _facts(2)
+    for _end in ("_frozen", "_lse"):
+        registry.LIBRARY[f"vocabulary_head{_form}{_end}"] = _facts(2)

@@ -56,12 +56,12 @@ class Summing(CompiledFunction):
         if missing:
             # Before their memory is taken: what does not fit must not be there for a moment.
             sizes = self._with_bounds(values)
-            self._session.check_budget([sizes[name] for name in self._session.metadata.dims])
+            self._variants.check_budget(self._values(sizes))
         try:
             _begin_sums(missing)
             return super()._execute(tensors, values)
         except BaseException:
-            if not self._session.torn:
+            if not self._variants.torn:
                 for parameter in missing:
                     parameter.grad = None
                 if missing:

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from relax_disc.errors import ArtefactError
+from relax_disc.progress import phase
 from relax_disc.training.cache import artefact
+from relax_disc.training.variants import Variant, Variants
 from relax_disc.vm_builtins.calibration import Measurement, apply_measurements, measured
 from relax_disc.vm_builtins.session import Session
 
@@ -84,6 +86,22 @@ def _processor_name() -> str:
             if key.strip() == "model name":
                 return value.strip()
     return platform.processor() or "processor"
+
+
+def profiled(
+    variants: Variants, run: Callable[[], object], repeats: int
+) -> Iterator[tuple[str, Measurement]]:
+    """Run something by each variant that fits, and yield the function's name and its times.
+
+    Raises `MemoryBudgetError`: none fits.
+    """
+
+    def times(variant: Variant) -> tuple[str, Measurement]:
+        name = variant.session.metadata.function
+        with phase(f"measure the kernels of {name}"), variants.only(variant):
+            return name, profile(variant.session, run, repeats)
+
+    yield from variants.each(times)
 
 
 def profile(session: Session, run: Callable[[], object], repeats: int) -> Measurement:

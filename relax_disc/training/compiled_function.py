@@ -30,6 +30,7 @@ from relax_disc.training.call.random_state import RandomState
 from relax_disc.training.call.value_guards import ValueGuards
 from relax_disc.training.memory_plan import MemoryPlan, MemoryReport, bounded_dim, largest_that_fits
 from relax_disc.training.padding_report import PaddingReport
+from relax_disc.training.variants import Variants
 from relax_disc.vm_builtins.session import ArenaFacts, Session
 from relax_disc.vm_builtins.state_file import StateFile
 from relax_disc.vm_builtins.tier import FileTier, Tier, TierName, tier_for
@@ -65,10 +66,8 @@ class CompiledFunction:
             self._machine = sibling._machine
         else:
             self._machine = relax.VirtualMachine(executable, device)
-        self._function = self._machine[captured.function]
-        # A machine keeps its last result until it runs something else: this, the least there is.
-        self._forget_result = self._machine[f"{captured.function}__session"]
-        self._session = Session.of(self._machine, captured.function)
+        self._variants = Variants(self._machine, captured.function)
+        self._session = self._variants.plain.session
         self._guards = ValueGuards(captured.outer.guards)
         self._binding = Binding(captured.inputs, model, optimizer, captured.outer.inputs)
         self._arguments = self._binding.arguments
@@ -94,9 +93,12 @@ class CompiledFunction:
         self._tier: Tier | None = None
         self._offload: tuple[str, ...] = ("activations",)
         self._state_file: StateFile | None = None
+        shared = self if sibling is None else sibling
+        for session in self._variants.sessions():
+            if session is not shared._session:
+                session.share_arena(shared._session)
+                session.memory_budget = shared.memory_budget
         if sibling is not None:
-            self._session.share_arena(sibling._session)
-            self._session.memory_budget = sibling._session.memory_budget
             self._use_offload(sibling._tier, sibling._offload, sibling._state_file)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -161,7 +163,8 @@ class CompiledFunction:
         budget = None if value is None else parse_bytes(value)
         with self._lock:
             for function in self._functions():
-                function._session.memory_budget = budget
+                for session in function._variants.sessions():
+                    session.memory_budget = budget
 
     @property
     def offload_to(self) -> Tier | None:
@@ -191,13 +194,15 @@ class CompiledFunction:
     def _use_offload(
         self, tier: Tier | None, what: tuple[str, ...], file: StateFile | None
     ) -> None:
-        self._session.set_tier(tier if "activations" in what else None, self._schema.device)
+        for session in self._variants.sessions():
+            session.set_tier(tier if "activations" in what else None, self._schema.device)
         if file is not self._state_file:
             inputs = self._binding.keep_state_in(file)
             shapes = [k for k, spec in enumerate(self._captured.inputs) if spec.kind == "shape"]
             given = [index - sum(shape < index for shape in shapes) for index in inputs]
             folder = tier if isinstance(tier, FileTier) else None
-            self._session.set_state_file(file, folder, given)
+            for session in self._variants.sessions():
+                session.set_state_file(file, folder, given)
         self._tier, self._offload, self._state_file = tier, what, file
 
     def plan(self, **dims: int) -> MemoryPlan:
@@ -266,7 +271,7 @@ class CompiledFunction:
 
     def memory_report(self) -> MemoryReport:
         """Tell what the last call used, counted while it ran."""
-        facts = self._session.report()
+        facts = self._variants.ran.session.report()
         sizes = dict(zip(self._session.metadata.dims, facts.dims, strict=False))
         return MemoryReport(
             shape={dim.name: sizes[dim.name] for dim in self.program_dims if dim.name in sizes},
@@ -363,11 +368,13 @@ class CompiledFunction:
         return sum(by_kind.get(kind, 0) for kind in _STATE_KINDS)
 
     def _plan(self, dims: Mapping[str, int], budget: int | None) -> MemoryPlan:
-        facts = self._plan_facts(dims, budget)
+        session, facts = self._planned(dims, budget)
         sizes = self.complete_sizes(dims)
         # Whatever budget is refused, this is the least that the refusal names.
         least = facts if not facts.feasible else self._plan_facts(dims, 0)
-        kernels = self._session.kernel_names
+        kernels, base_time_ns = session.kernel_names, facts.base_time_ns
+        if session is not self._session:
+            base_time_ns = self._session.plan(self._values(sizes)).base_time_ns
         return MemoryPlan(
             shape=sizes,
             budget_bytes=budget,
@@ -380,27 +387,33 @@ class CompiledFunction:
             escaping_bytes=facts.escaping_bytes,
             workspace_bytes=facts.workspace_bytes,
             library_bytes=facts.library_bytes,
-            time_ratio=facts.time_ratio,
+            time_ratio=facts.time_ns / base_time_ns if base_time_ns else 1.0,
             evicted=tuple(kernels[kernel] for kernel in facts.recomputed),
-            offloaded=facts.offloaded(self._session.metadata),
+            offloaded=facts.offloaded(session.metadata),
             offloaded_bytes=facts.offloaded_bytes,
             reloaded_bytes=facts.reloaded_bytes,
             offload_space_bytes=facts.tier_bytes,
             offload_buffer_bytes=facts.buffer_bytes,
             offloaded_state_bytes=facts.offloaded_state_bytes,
             state_window_bytes=facts.state_window_bytes,
-            stall_ratio=facts.stall_ns / facts.base_time_ns if facts.base_time_ns else 0.0,
+            stall_ratio=facts.stall_ns / base_time_ns if base_time_ns else 0.0,
+            by_rows=session is not self._session,
             least_bytes=least.least_bytes,
             _timeline=functools.partial(
-                *(timeline_of, self._session, facts, sizes, budget),
+                *(timeline_of, session, facts, sizes, budget),
                 *(self.input_kinds, self.program_dims),
             ),
         )
 
     def _plan_facts(self, dims: Mapping[str, int], budget: int | None) -> ArenaFacts:
-        sizes = self.complete_sizes(dims)
-        names = self._session.metadata.dims
-        return self._session.plan([int(sizes[name]) for name in names], budget)
+        return self._planned(dims, budget)[1]
+
+    def _planned(self, dims: Mapping[str, int], budget: int | None) -> tuple[Session, ArenaFacts]:
+        return self._variants.plan(self._values(self.complete_sizes(dims)), budget)
+
+    def _values(self, sizes: Mapping[str, int]) -> list[int]:
+        """Sizes in the order of the program's dims."""
+        return [int(sizes[name]) for name in self._session.metadata.dims]
 
     @property
     def program_dims(self) -> tuple[SymbolicDim, ...]:
@@ -469,16 +482,16 @@ class CompiledFunction:
         if self._loss_scale is not None:
             self._loss_scale.read()
         try:
-            outputs = self._function(*arguments)
+            outputs = self._variants.call(arguments)
         finally:
             for place in self._batch_places:
                 arguments[place] = None
         if self._rng is not None:
             self._rng.end()
         if self._bounds:
-            facts = self._session.report()
+            facts = self._variants.ran.session.report()
             self._sizes = dict(zip(self._session.metadata.dims, facts.dims, strict=True))
-        self._forget_result()
+        self._variants.ran.forget_result()
         return self._received(outputs)
 
     def _received(self, outputs: Any) -> list[torch.Tensor]:

@@ -65,6 +65,8 @@ class MemoryPlan:
     least_bytes : int
         The least budget that the planner finds for this shape, whatever the present one is: what
         `MemoryBudgetError` names too.
+    by_rows : bool
+        Whether the largest gradients are made and used by rows, since the plain way does not fit.
     """
 
     shape: Mapping[str, int]
@@ -89,6 +91,7 @@ class MemoryPlan:
     state_window_bytes: int
     stall_ratio: float
     least_bytes: int
+    by_rows: bool
     _timeline: Callable[[], Timeline] = field(repr=False, compare=False)
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 Program = tuple[int, ...]
 
@@ -34,6 +34,7 @@ class TensorEntry:
     bytes: int  # index of the program of its size
     storage: Storage  # where it is
     given: int = -1  # for GIVEN and OVERWRITE: which tensor of the caller, else -1
+    begin: int = -1  # byte of that tensor at which this part of it begins; -1: it is all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,9 @@ class PlanMetadata:
                 "function": self.function,
                 "dims": self.dims,
                 "programs": self.programs,
-                "tensors": [[t.name, t.bytes, int(t.storage), t.given] for t in self.tensors],
+                "tensors": [
+                    [t.name, t.bytes, int(t.storage), t.given, t.begin] for t in self.tensors
+                ],
                 "views": [[v.tensor, v.dtype, v.shape] for v in self.views],
                 "kernels": [asdict(kernel) for kernel in self.kernels],
                 "outputs": self.outputs,
@@ -142,7 +145,10 @@ class PlanMetadata:
             function=data["function"],
             dims=tuple(data["dims"]),
             programs=tuple(map(tuple, data["programs"])),
-            tensors=tuple(TensorEntry(n, b, Storage(s), g) for n, b, s, g in data["tensors"]),
+            tensors=tuple(
+                TensorEntry(name, size, Storage(storage), given, begin)
+                for name, size, storage, given, begin in data["tensors"]
+            ),
             views=tuple(ViewEntry(t, d, tuple(s)) for t, d, s in data["views"]),
             kernels=tuple(_kernel(entry) for entry in data["kernels"]),
             outputs=tuple(data["outputs"]),

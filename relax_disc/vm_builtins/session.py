@@ -272,7 +272,8 @@ class Session:
         given: dict[int, Any] = {}
         for view in metadata.views:
             entry = metadata.tensors[view.tensor]
-            if entry.storage is Storage.GIVEN and entry.given not in given:
+            is_whole = entry.storage is Storage.GIVEN and entry.begin < 0
+            if is_whole and entry.given not in given:
                 shape = tuple(values[i] for i in view.shape)
                 given[entry.given] = reserve(tvm_ffi.Shape(shape), view.dtype)
         tensors = [given[index] for index in sorted(given)]

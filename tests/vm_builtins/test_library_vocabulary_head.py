@@ -65,10 +65,13 @@ def run(name, c):
     if "_z" in name:
         inputs.append(c.factor)
         shapes["lse"] = (rows,)
-    if "_frozen" not in name:
+    if name.endswith("_lse"):
+        shapes["row_lse"] = (rows,)
+    elif "_frozen" not in name:
         shapes["grad_weight"] = (classes, width)
     shapes["workspace"] = (-(-c.chunk // 16) * 16, columns)
-    results = {key: np.full(shape, np.nan, "float32") for key, shape in shapes.items()}
+    kinds = {"row_lse": "float64"}
+    results = {k: np.full(shape, np.nan, kinds.get(k, "float32")) for k, shape in shapes.items()}
     function = tvm_ffi.get_global_func(f"relax_disc.cpu.{name}")
     tensors = map(tvm_ffi.from_dlpack, (*inputs, *results.values()))
     first = [next(tensors) for _ in inputs]
@@ -170,6 +173,30 @@ def test_factors_of_zero_do_not_change_a_bit(suffix, smoothing):
         assert with_lse.keys() - plain.keys() == {"lse"}
         for key, value in plain.items():
             assert value.tobytes() == with_lse[key].tobytes(), key
+
+
+@pytest.mark.parametrize("form", ["", "_bias", "_z", "_bias_z"])
+@pytest.mark.parametrize(("smoothing", "ignored", "ignore_index"), [(0.0, 0.4, 5), (0.1, 0, -100)])
+def test_rows_of_the_weight_made_later_are_the_same_bits(form, smoothing, ignored, ignore_index):
+    options = {"ignored": ignored, "ignore_index": ignore_index, "smoothing": smoothing}
+    c = case(70, 50, 1000, 32, **options, mean=True, seed=6)
+    whole, kept = run(f"vocabulary_head{form}", c), run(f"vocabulary_head{form}_lse", c)
+    lse = kept.pop("row_lse")
+    gradient = whole.pop("grad_weight")
+    for key, value in whole.items():
+        assert value.tobytes() == kept[key].tobytes(), key
+    extra = [*([c.bias] if "_bias" in form else []), *([c.factor] if "_z" in form else [])]
+    function = tvm_ffi.get_global_func(f"relax_disc.cpu.vocabulary_head_weight{form}")
+    for begin, end in ((0, 336), (336, 1000)):
+        weight = np.ascontiguousarray(c.weight[begin:end])
+        inputs = [c.x, weight, c.target, c.grad, *extra, lse]
+        rows = np.full(weight.shape, np.nan, "float32")
+        scratch = np.full((32, workspace_columns(end - begin, 50)), np.nan, "float32")
+        tensors = [tvm_ffi.from_dlpack(each) for each in (*inputs, rows, scratch)]
+        function(*tensors[:-2], *c.options, begin, 1000, *tensors[-2:])
+        assert rows.tobytes() == gradient[begin:end].tobytes()
+    with pytest.raises(ValueError, match="begins no block"):
+        function(*tensors[:-2], *c.options, 335, 1000, *tensors[-2:])
 
 
 def test_threads_do_not_change_a_bit():

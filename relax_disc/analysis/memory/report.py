@@ -291,7 +291,8 @@ def graph_of_table(metadata: PlanMetadata, dims: Sequence[SymbolicDim] = ()) -> 
     known = {dim.name: dim for dim in dims}
     table_dims = tuple(known.get(name, SymbolicDim(name, 0)) for name in metadata.dims)
     tensors = metadata.tensors
-    given = {entry.given: k for k, entry in enumerate(tensors) if entry.storage is Storage.GIVEN}
+    held = [(k, entry) for k, entry in enumerate(tensors) if entry.storage is Storage.GIVEN]
+    given = {(entry.given, entry.begin): k for k, entry in held}
     cache: dict[int, SymbolicExpr] = {}
 
     def size(program: int) -> int | SymbolicExpr:
@@ -306,8 +307,10 @@ def graph_of_table(metadata: PlanMetadata, dims: Sequence[SymbolicDim] = ()) -> 
         pairs, after = list(kernel.inplace), set()
         for output in kernel.outputs:
             if tensors[output].storage is Storage.OVERWRITE:
-                old = given[tensors[output].given]
-                after |= set(readers.get(old, ()))
+                entry = tensors[output]
+                old = given[entry.given, entry.begin]
+                for read in {old, given[entry.given, -1]}:
+                    after |= set(readers.get(read, ()))
                 pairs += [(old, output)] if old in kernel.inputs else []
         for tensor in kernel.inputs:
             readers.setdefault(tensor, []).append(index)
@@ -327,8 +330,12 @@ def graph_of_table(metadata: PlanMetadata, dims: Sequence[SymbolicDim] = ()) -> 
     stays = (Storage.ESCAPING, Storage.OVERWRITE)
     return TensorGraph(
         dims=table_dims,
-        sizes=tuple(size(entry.bytes) for entry in tensors),
-        inputs=tuple(given[k] for k in sorted(given)),
+        # Parts lie in wholes, which are counted.
+        sizes=tuple(
+            0 if entry.storage is Storage.GIVEN and entry.begin >= 0 else size(entry.bytes)
+            for entry in tensors
+        ),
+        inputs=tuple(given[k] for k in sorted(given, key=lambda k: (k[1] >= 0, k))),
         outputs=tuple(k for k, entry in enumerate(tensors) if entry.storage in stays),
         kernels=tuple(kernels),
         tensor_names=tuple(entry.name for entry in tensors),

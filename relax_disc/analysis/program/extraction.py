@@ -19,6 +19,7 @@ from relax_disc.analysis.program.reader import halves, inplace_pairs, read_funct
 from relax_disc.analysis.program.storage import execution_order, order_halves, place_results
 from relax_disc.analysis.program.table import (
     FunctionTable,
+    Joined,
     KernelCall,
     NotPlannableError,
     leaves,
@@ -79,14 +80,19 @@ class Extraction:
         """Return the tensor graph, symbolic in the function's dims."""
         table = self.table
         position = {k: i for i, k in enumerate(self.order)}
-        given = {b.given: i for i, b in enumerate(table.buffers) if b.storage is Storage.GIVEN}
+        given = table.given_buffers()
+        parts = [
+            i for i, b in enumerate(table.buffers) if b.storage is Storage.GIVEN and b.begin >= 0
+        ]
         kernels = []
         for kernel in self.kernels:
             pairs = self._shared(kernel.inplace)
             for output in kernel.outputs:
                 entry = table.buffers[output]
                 if entry.storage is Storage.OVERWRITE:
-                    pairs.append((given[entry.given], output))
+                    is_part = entry.begin >= 0
+                    old = table.part_of(entry.given, entry.begin) if is_part else given[entry.given]
+                    pairs.append((old, output))
             kernels.append(
                 Kernel(
                     name=kernel.name,
@@ -107,8 +113,11 @@ class Extraction:
         }
         return TensorGraph(
             dims=tuple(table.dims.values()),
-            sizes=tuple(_size(buffer.bytes) for buffer in table.buffers),
-            inputs=tuple(given[i] for i in sorted(given)),
+            # Parts lie in wholes, which are counted.
+            sizes=tuple(
+                0 if i in parts else _size(buffer.bytes) for i, buffer in enumerate(table.buffers)
+            ),
+            inputs=(*(given[i] for i in sorted(given)), *parts),
             outputs=tuple(sorted(stored)),
             kernels=tuple(kernels),
             tensor_names=tuple(buffer.name for buffer in table.buffers),
@@ -126,7 +135,8 @@ class Extraction:
             return programs.add(expr.program(names))
 
         tensors = tuple(
-            TensorEntry(b.name, program(b.bytes), b.storage, b.given) for b in table.buffers
+            TensorEntry(b.name, program(b.bytes), b.storage, b.given, b.begin)
+            for b in table.buffers
         )
         views = tuple(
             ViewEntry(v.buffer, v.dtype, tuple(program(extent) for extent in v.shape))
@@ -242,7 +252,7 @@ def _returned(result: Any, pairs: Mapping[int, int]) -> Any:
         return result
     kept, position = [], 0
     for part in result:
-        if not (isinstance(part, int) and position in pairs):
+        if not (isinstance(part, int | Joined) and position in pairs):
             kept.append(part)
         position += len(list(leaves(part)))
     return kept[0] if len(kept) == 1 else tuple(kept)

@@ -18,8 +18,10 @@ from tvm import relax, tirx
 from relax_disc.analysis.program.counted import counted_dims, order_behind_counts
 from relax_disc.analysis.program.table import (
     FunctionTable,
+    Joined,
     KernelCall,
     NotPlannableError,
+    dtype_bytes,
     dtype_name,
 )
 from relax_disc.analysis.symbolic.dim import SymbolicDim
@@ -32,6 +34,8 @@ ALIASES = frozenset(
         "relax_disc.evict",
         "relax_disc.regenerate",
         "relax_disc.await_gradient",
+        "relax_disc.rows",
+        "relax_disc.join_rows",
     }
 )
 
@@ -95,6 +99,7 @@ class FunctionReader:
         self.table = FunctionTable(name, function_dims(func))
         self._values = self.table.values
         self._constants: dict[Any, int] = {}
+        self._parts: dict[tuple[int, int], int] = {}
 
     def read(self) -> FunctionTable:
         """Walk the function.
@@ -187,12 +192,36 @@ class FunctionReader:
 
     def _alias(self, name: str, var: relax.Var, call: relax.Call) -> Any:
         source = self._value(call.args[0])
+        if name == "relax_disc.join_rows":
+            return Joined(source)
+        if name == "relax_disc.rows":
+            return self._rows(source, int(call.attrs["begin"]), var.ty)
         buffer = self.table.views[source].buffer
         if name == "relax_disc.evict":
             self.table.candidates.add(buffer)
             return source
         shape = [self.table.expr(extent) for extent in var.ty.shape.values]
         return self.table.view(buffer, dtype_name(var.ty), shape)
+
+    def _rows(self, source: int, begin: int, kind: Any) -> int:
+        """View of some rows of a given tensor, as a buffer of their own in its place."""
+        view = self.table.views[source]
+        whole = self.table.buffers[view.buffer]
+        if whole.storage is not Storage.GIVEN:
+            raise NotPlannableError(f"{self.table.name}: rows of {whole.name}, which is not given")
+        row = dtype_bytes(view.dtype)
+        for extent in view.shape[1:]:
+            row *= extent.as_int()
+        key = (whole.given, begin * row)
+        if key not in self._parts:
+            self._parts[key] = self.table.add_buffer(
+                f"{whole.name}[{begin}:]",
+                kind,
+                storage=Storage.GIVEN,
+                given=whole.given,
+                begin=begin * row,
+            )
+        return self._parts[key]
 
     def _kernel(self, name: str, var: relax.Var, call: relax.Call) -> Any:
         arguments: list[tuple[str, Any]] = []

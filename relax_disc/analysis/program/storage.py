@@ -10,12 +10,12 @@ the guards have run (`vm_builtins/guard.py`): what they depend on is copied, too
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tvm import relax
 
-from relax_disc.analysis.program.table import FunctionTable, KernelCall, View
+from relax_disc.analysis.program.table import FunctionTable, Joined, KernelCall, View
 from relax_disc.vm_builtins.guard import GUARD
 from relax_disc.vm_builtins.plan_metadata import Storage
 
@@ -40,11 +40,7 @@ def place_results(
     output_buffer)`. ``only_copies``: copy every result that replaces a parameter at the end, which
     always has an order.
     """
-    given = {
-        table.buffers[b].given: b
-        for b in range(len(table.buffers))
-        if table.buffers[b].storage is Storage.GIVEN
-    }
+    given = table.given_buffers()
     results = table.flat_result()
     overwritten = {given[param] for param in pairs.values()}
     producers = {b: k for k, kernel in enumerate(table.kernels) for b in kernel.outputs}
@@ -52,45 +48,68 @@ def place_results(
     guarded_by = _ancestors(table, guards)
     readers = table.readers()  # a kernel that is added below needs none that writes a result
     replacement: dict[int, int] = {}
-    deferred: list[tuple[int, int]] = []
-    for position, leaf in enumerate(results):
-        if not isinstance(leaf, int):
-            continue
+    deferred: list[tuple[int | None, int, int]] = []
+    for position, leaf, target in _placed(table, results, pairs, given):
         buffer = table.views[leaf].buffer
-        target = given[pairs[position]] if position in pairs else -1
         if target == buffer:
             continue
         maker = producers.get(buffer, -1)
+        rest = readers.get(given[table.buffers[target].given], ()) if position is None else ()
         movable = maker >= 0 and table.buffers[buffer].storage is Storage.ARENA
         if target < 0:
+            assert position is not None
             replacement[position] = _escape(table, leaf, overwritten, movable)
         elif (
             movable
             and not only_copies
             and maker not in guarded_by
-            and _can_write(table, maker, buffer, target, may_overwrite, readers.get(target, ()))
+            and _can_write(
+                *(table, maker, buffer, target, may_overwrite),
+                [*readers.get(target, ()), *rest],
+            )
         ):
             entry = table.buffers[buffer]
-            entry.storage, entry.given = Storage.OVERWRITE, table.buffers[target].given
+            old = table.buffers[target]
+            entry.storage, entry.given, entry.begin = Storage.OVERWRITE, old.given, old.begin
             kernel = table.kernels[maker]
             kernel.recomputable = False
             if target not in kernel.inputs:
                 kernel.inputs.append(target)
         else:
-            deferred.append((position, target))
+            deferred.append((position, leaf, target))
     # Old values that are results themselves are saved first: any parameter may be overwritten.
     saved = [
-        _copy(table, results[position], Storage.ARENA)
-        if table.views[results[position]].buffer in overwritten
-        else results[position]
-        for position, _ in deferred
+        _copy(table, leaf, Storage.ARENA) if table.views[leaf].buffer in overwritten else leaf
+        for _, leaf, _ in deferred
     ]
-    for (position, target), source in zip(deferred, saved, strict=True):
-        replacement[position] = _store(table, source, target)
+    for (position, _, target), source in zip(deferred, saved, strict=True):
+        stored = _store(table, source, target)
+        if position is not None:
+            replacement[position] = stored
     _order_writers(table, given, guards)
     if replacement:
         positions = iter(range(len(results)))
         table.result = _replace(table.result, replacement, positions)
+
+
+def _placed(
+    table: FunctionTable,
+    results: Sequence[Any],
+    pairs: Mapping[int, int],
+    given: Mapping[int, int],
+) -> Iterator[tuple[int | None, int, int]]:
+    """List the results with the buffers that they replace, or -1: position, view, buffer.
+
+    Those that replace parts of a given tensor have no position.
+    """
+    for position, leaf in enumerate(results):
+        if isinstance(leaf, int):
+            yield position, leaf, given[pairs[position]] if position in pairs else -1
+        elif isinstance(leaf, Joined):
+            begin = 0
+            for part in leaf.parts:
+                yield None, part, table.part_of(pairs[position], begin)
+                begin += table.buffers[table.views[part].buffer].bytes.as_int()
 
 
 def _can_write(
@@ -132,7 +151,8 @@ def _is_parameter(expr: relax.Expr) -> bool:
 
 def _store(table: FunctionTable, source: int, target: int) -> int:
     """Add a kernel that copies a result over a given tensor; return the view of its new value."""
-    stored = _copy(table, source, Storage.OVERWRITE, table.buffers[target].given)
+    old = table.buffers[target]
+    stored = _copy(table, source, Storage.OVERWRITE, old.given, old.begin)
     kernel = table.kernels[-1]
     kernel.recomputable = False
     if target not in kernel.inputs:
@@ -147,15 +167,20 @@ def _order_writers(table: FunctionTable, given: Mapping[int, int], guards: Seque
         for buffer in kernel.outputs:
             entry = table.buffers[buffer]
             if entry.storage is Storage.OVERWRITE:
-                readers = all_readers.get(given[entry.given], ())
+                readers = list(all_readers.get(given[entry.given], ()))
+                if entry.begin >= 0:
+                    readers += all_readers.get(table.part_of(entry.given, entry.begin), ())
                 kernel.after.update(k for k in (*readers, *guards) if k != writer)
 
 
-def _copy(table: FunctionTable, source: int, storage: Storage, given: int = -1) -> int:
+def _copy(
+    table: FunctionTable, source: int, storage: Storage, given: int = -1, begin: int = -1
+) -> int:
     """Add a kernel that copies a view into a buffer of its own; return the copy's view."""
     view: View = table.views[source]
     original = table.buffers[view.buffer]
-    table.buffers.append(type(original)(f"{original.name}.copy", original.bytes, storage, given))
+    name = f"{original.name}.copy"
+    table.buffers.append(type(original)(name, original.bytes, storage, given, begin))
     target = table.view(len(table.buffers) - 1, view.dtype, view.shape)
     table.kernels.append(
         KernelCall(

@@ -29,6 +29,7 @@ class Buffer:
     bytes: SymbolicExpr
     storage: Storage = Storage.ARENA
     given: int = -1
+    begin: int = -1  # byte at which a part of the given tensor begins; -1: all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,13 @@ class View:
     buffer: int
     dtype: str
     shape: tuple[SymbolicExpr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """New values of all rows of a given tensor, in parts: views, in order."""
+
+    parts: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -65,9 +73,10 @@ class FunctionTable:
     ``name``: the function's name. ``dims``: the free variables of the parameters' shapes, in the
     order of first appearance. ``buffers``, ``views``, ``kernels``: the tables. ``given``: what the
     caller passes: parameters first, then constants. ``result``: the returned structure: a view's
-    index, a tuple of structures, or a Relax expression that holds no tensor. ``candidates``:
-    buffers marked by ``relax_disc.evict``. ``late``: given buffers that the caller has only once it
-    has the early results. ``values``: what every variable stands for, as in `result`.
+    index, `Joined`, a tuple of structures, or a Relax expression that holds no tensor.
+    ``candidates``: buffers marked by ``relax_disc.evict``. ``late``: given buffers that the caller
+    has only once it has the early results. ``values``: what every variable stands for, as in
+    `result`.
     ``counted``: of the dims that the function counts itself, the first kernel that does.
     ``nonempty``: those that must not be 0.
     ``parameter_given``: index of a parameter -> index in `given` of its (first) tensor.
@@ -138,6 +147,22 @@ class FunctionTable:
             self._view_index[view] = len(self.views)
             self.views.append(view)
         return self._view_index[view]
+
+    def given_buffers(self) -> dict[int, int]:
+        """Buffers of the given tensors as wholes, by index of the given tensor."""
+        return {
+            buffer.given: index
+            for index, buffer in enumerate(self.buffers)
+            if buffer.storage is Storage.GIVEN and buffer.begin < 0
+        }
+
+    def part_of(self, given: int, begin: int) -> int:
+        """Buffer of the part of a given tensor that begins at a byte."""
+        return next(
+            index
+            for index, buffer in enumerate(self.buffers)
+            if buffer.storage is Storage.GIVEN and (buffer.given, buffer.begin) == (given, begin)
+        )
 
     def readers(self) -> dict[int, list[int]]:
         """Kernels that read each buffer, in program order."""

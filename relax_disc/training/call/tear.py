@@ -44,4 +44,4 @@ class Tear:
                     f"An earlier step failed half-way, and {name} has not been loaded again or "
                     f"cleared since. {self.advice}"
                 )
-        self._function._session.clear_torn()
+        self._function._variants.clear_torn()

@@ -1,5 +1,6 @@
 // relax_disc.cpu.embedding_backward: rows of a gradient added up by their index, onto nothing or
-// (embedding_backward_add) onto another gradient of a tied table, whose place the sum may take.
+// (embedding_backward_add) onto another gradient of a tied table, whose place the sum may take; or
+// some rows of it alone (embedding_backward_rows), the same to the last bit.
 //
 // The threads share out the columns, so that no two write one element and every element is summed
 // in the order of the rows, whatever the number of threads.
@@ -18,9 +19,14 @@ namespace {
 /*! \brief Elements that are worth a thread: about 4 microseconds of adding. */
 constexpr int64_t kElementsPerThread = 1 << 14;
 
+/*! \brief Rows of the table that are computed: from `begin` on, of so many in all. */
+struct RowRange {
+  int64_t begin, all;
+};
+
 template <typename T, typename Index>
 void EmbeddingBackward(TensorView grad_view, TensorView ids_view, const TensorView* addend_view,
-                       int64_t padding_idx, TensorView out_view) {
+                       int64_t padding_idx, RowRange range, TensorView out_view) {
   Tensor<T> grad(grad_view), out(out_view);
   const T* addend = nullptr;
   if (addend_view != nullptr) {
@@ -37,10 +43,10 @@ void EmbeddingBackward(TensorView grad_view, TensorView ids_view, const TensorVi
       << "embedding_backward: " << grad.Size(0, grad.ndim) << " gradients for " << count
       << " ids of " << dim << " columns";
   for (int64_t i = 0; i < count; ++i) {
-    TVM_FFI_CHECK((ids.data[i] >= 0 && ids.data[i] < rows) || ids.data[i] == padding_idx,
+    TVM_FFI_CHECK((ids.data[i] >= 0 && ids.data[i] < range.all) || ids.data[i] == padding_idx,
                   IndexError)
-        << "embedding_backward: id " << ids.data[i] << " at " << i << " is outside [0, " << rows
-        << ")";
+        << "embedding_backward: id " << ids.data[i] << " at " << i << " is outside [0, "
+        << range.all << ")";
   }
   auto parts = [](int64_t elements, int64_t most) {
     return std::clamp<int64_t>(std::min(elements / kElementsPerThread, most), 1, NumThreads());
@@ -56,8 +62,9 @@ void EmbeddingBackward(TensorView grad_view, TensorView ids_view, const TensorVi
   ParallelFor(adds, [&](int64_t part) {
     auto [first, last] = Share(dim, kLanes<T>, adds, part);
     for (int64_t i = 0; i < count; ++i) {
-      if (ids.data[i] == padding_idx) continue;
-      T* target = out.data + static_cast<int64_t>(ids.data[i]) * dim;
+      const int64_t row = static_cast<int64_t>(ids.data[i]) - range.begin;
+      if (ids.data[i] == padding_idx || row < 0 || row >= rows) continue;
+      T* target = out.data + row * dim;
       const T* source = grad.data + i * dim;
       for (int64_t j = first; j < last; ++j) target[j] += source[j];
     }
@@ -66,15 +73,16 @@ void EmbeddingBackward(TensorView grad_view, TensorView ids_view, const TensorVi
 
 template <typename T>
 void WithIndex(TensorView grad, TensorView ids, const TensorView* addend, int64_t padding_idx,
-               TensorView out) {
+               RowRange range, TensorView out) {
   auto function = ids.dtype().bits == 64 ? &EmbeddingBackward<T, int64_t>
                                          : &EmbeddingBackward<T, int32_t>;
-  function(grad, ids, addend, padding_idx, out);
+  function(grad, ids, addend, padding_idx, range, out);
 }
 
 void Dispatch(TensorView grad, TensorView ids, const TensorView* addend, int64_t padding_idx,
-              TensorView out) {
-  (IsDouble(out) ? &WithIndex<double> : &WithIndex<float>)(grad, ids, addend, padding_idx, out);
+              RowRange range, TensorView out) {
+  auto function = IsDouble(out) ? &WithIndex<double> : &WithIndex<float>;
+  function(grad, ids, addend, padding_idx, range, out);
 }
 
 }  // namespace
@@ -83,11 +91,16 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   tvm::ffi::reflection::GlobalDef()
       .def("relax_disc.cpu.embedding_backward",
            [](TensorView grad, TensorView ids, int64_t padding_idx, TensorView out) {
-             Dispatch(grad, ids, nullptr, padding_idx, out);
+             Dispatch(grad, ids, nullptr, padding_idx, {0, out.size(0)}, out);
            })
       .def("relax_disc.cpu.embedding_backward_add",
            [](TensorView grad, TensorView ids, TensorView addend, int64_t padding_idx,
-              TensorView out) { Dispatch(grad, ids, &addend, padding_idx, out); });
+              TensorView out) {
+             Dispatch(grad, ids, &addend, padding_idx, {0, out.size(0)}, out);
+           })
+      .def("relax_disc.cpu.embedding_backward_rows",
+           [](TensorView grad, TensorView ids, int64_t padding_idx, int64_t begin, int64_t all,
+              TensorView out) { Dispatch(grad, ids, nullptr, padding_idx, {begin, all}, out); });
 }
 
 }  // namespace relax_disc

@@ -7,6 +7,8 @@
 // Results depend on neither the number of threads nor who runs what: classes are cut into blocks of
 // one size, and every sum runs over them in ascending order.
 // Rows whose label is ignored may be here for z-loss: they have a log-sum-exp, and no loss.
+// Whole blocks of classes can be computed alone where each row's log-sum-exp is known: the gradient
+// of those rows of the weight, the same to the last bit.
 #ifndef RELAX_DISC_VOCABULARY_HEAD_CHUNK_H_
 #define RELAX_DISC_VOCABULARY_HEAD_CHUNK_H_
 
@@ -48,15 +50,17 @@ inline int64_t HeadRowFloats(int64_t classes, int64_t width) {
 /*! \brief What a head computes; pointers to tensors. */
 struct HeadOperands {
   int64_t classes, width;
+  int64_t first_class, all_classes;  // the first of `classes`, whole blocks of them; how many exist
   const float* x;       // [rows, width]
   const float* weight;  // [classes, width]
-  const float* bias;    // [classes], or null
+  const float* bias;    // [all_classes], or null
   const int64_t* target;
   const float* lse_factor;  // null without z-loss; to the gradients it is lse_factor * lse^2 / 2
   float* grad_x;
   float* grad_weight;  // null if nobody wants it
   float* grad_bias;    // null without a bias
   float* lse;          // null without z-loss
+  double* row_lse;     // [rows] log-sum-exp, made by `Run`, read by `RunWeight`; null: not wanted
   int64_t ignore_index;
   double label_smoothing;
   float scale;  // gradient of the loss by that of one row
@@ -131,6 +135,21 @@ class HeadChunk {
     InputGradient();
   }
 
+  /*! \brief Compute the gradient of the weight alone, with the log-sum-exp of `Run`. */
+  void RunWeight(float* wanted, bool is_first) {
+    PackInputs();
+    ParallelFor(blocks_, NumThreads(), [&](int64_t block, int thread) {
+      Logits(block, scratch_ + thread * kHeadScratch);
+      Exponentials(block, wanted);
+    });
+    ParallelFor(pitch_, [&](int64_t r) { Factors(r, r < count_ ? head_.row_lse[rows_[r]] : 0); });
+    ParallelFor(blocks_, [&](int64_t block) {
+      FlushSubnormals flush;
+      LogitGradient(block);
+      WeightGradient(block, is_first);
+    });
+  }
+
  private:
   static FloatVector Load(const float* from) {
     return *reinterpret_cast<const LooseFloatVector*>(from);
@@ -140,16 +159,18 @@ class HeadChunk {
   }
   int64_t Begin(int64_t block) const { return block * kBlockClasses; }
   int64_t End(int64_t block) const { return std::min(head_.classes, Begin(block) + kBlockClasses); }
-  float Bias(int64_t v) const { return head_.bias ? head_.bias[v] : 0.0f; }
-  /*! \brief Class of row r; -1 if its label is ignored, be that a class or not. */
+  float Bias(int64_t v) const { return head_.bias ? head_.bias[head_.first_class + v] : 0.0f; }
+  bool Counts(int64_t r) const {
+    return r < count_ && head_.target[rows_[r]] != head_.ignore_index;
+  }
+  /*! \brief Class of row r, from the first one here; -1 if its label is ignored, be that a class. */
   int64_t Label(int64_t r) const {
-    const int64_t label = head_.target[rows_[r]];
-    return label == head_.ignore_index ? -1 : label;
+    return Counts(r) ? head_.target[rows_[r]] - head_.first_class : -1;
   }
   /*! \brief What label smoothing takes off the gradient of each logit of a row that counts. */
   float Spread() const {
     const float smoothing = static_cast<float>(head_.label_smoothing);
-    return smoothing / static_cast<float>(head_.classes) * head_.scale;
+    return smoothing / static_cast<float>(head_.all_classes) * head_.scale;
   }
 
   /*! \brief Pack the chunk's inputs, and their transpose, as right operands. */
@@ -247,10 +268,7 @@ class HeadChunk {
     }
   }
 
-  /*!
-   * \brief Loss of row r; `tops_` become the factors of each block's exponentials and, where some
-   * label is ignored, the first of `logit_sums_` what is taken off each row's gradients.
-   */
+  /*! \brief Loss of row r, and its factors. */
   double Normaliser(int64_t r, const float* wanted) {
     float top = std::numeric_limits<float>::lowest();
     for (int64_t b = 0; b < blocks_; ++b) top = std::max(top, tops_[b * pitch_ + r]);
@@ -260,22 +278,29 @@ class HeadChunk {
       logits += logit_sums_[b * pitch_ + r];
     }
     const double lse = top + std::log(sum);
-    const bool counts = r < count_ && Label(r) >= 0;
+    if (r < count_ && head_.lse_factor) head_.lse[rows_[r]] = static_cast<float>(lse);
+    if (r < count_ && head_.row_lse) head_.row_lse[rows_[r]] = lse;
+    Factors(r, lse);
+    if (!Counts(r)) return 0;
+    const double smoothing = head_.label_smoothing;
+    double loss = lse - (1.0 - smoothing) * wanted[r];
+    if (smoothing != 0) loss -= smoothing / static_cast<double>(head_.classes) * logits;
+    return loss;
+  }
+
+  /*!
+   * \brief `tops_` of row r become the factors of each block's exponentials and, where some label
+   * is ignored, the first of `logit_sums_` what is taken off each row's gradients.
+   */
+  void Factors(int64_t r, double lse) {
+    const bool counts = Counts(r);
     double scale = counts ? head_.scale : 0.0;
-    if (r < count_ && head_.lse_factor) {
-      scale += head_.lse_factor[rows_[r]] * lse;
-      head_.lse[rows_[r]] = static_cast<float>(lse);
-    }
+    if (r < count_ && head_.lse_factor) scale += head_.lse_factor[rows_[r]] * lse;
     for (int64_t b = 0; b < blocks_; ++b) {
       float& value = tops_[b * pitch_ + r];
       value = static_cast<float>(std::exp(value - lse) * scale);
     }
     if (ignores_) logit_sums_[r] = counts ? Spread() : 0.0f;
-    if (!counts) return 0;
-    const double smoothing = head_.label_smoothing;
-    double loss = lse - (1.0 - smoothing) * wanted[r];
-    if (smoothing != 0) loss -= smoothing / static_cast<double>(head_.classes) * logits;
-    return loss;
   }
 
   /*! \brief Exponentials of a block become the gradient of its logits. */

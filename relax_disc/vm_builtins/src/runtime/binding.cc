@@ -223,7 +223,9 @@ void Binding::Pass(const std::vector<ffi::Tensor>& given,
       const ffi::Tensor& owner = owners[own.owner];
       if (!owner.defined()) continue;  // it is supplied later
       DLTensor* tensor = Fields(own.tensor);
-      tensor->data = static_cast<char*>(owner.data_ptr()) + owner.byte_offset();
+      const int64_t begin = metadata_.tensors[metadata_.views[own.view].tensor].begin;
+      tensor->data = static_cast<char*>(owner.data_ptr()) + owner.byte_offset() +
+                     std::max<int64_t>(begin, 0);
       tensor->device = owner.device();
     }
     for (const auto& [place, entry] : places) {

@@ -17,7 +17,7 @@ namespace json = tvm::ffi::json;
 
 namespace {
 
-constexpr int64_t kVersion = 4;
+constexpr int64_t kVersion = 5;
 
 ffi::Any Field(const json::Object& object, const char* name) {
   auto found = object.find(ffi::String(name));
@@ -130,7 +130,8 @@ Metadata Metadata::Parse(const ffi::String& text) {
     result.tensors.push_back({std::string(row[0].cast<ffi::String>()),
                               static_cast<int32_t>(row[1].cast<int64_t>()),
                               static_cast<Storage>(row[2].cast<int64_t>()),
-                              static_cast<int32_t>(row[3].cast<int64_t>())});
+                              static_cast<int32_t>(row[3].cast<int64_t>()),
+                              row[4].cast<int64_t>()});
     result.given_count = std::max(result.given_count, result.tensors.back().given + 1);
   }
   for (const ffi::Any& item : ListOf(Field(object, "views"))) {

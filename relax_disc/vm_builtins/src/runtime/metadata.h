@@ -31,6 +31,10 @@ struct TensorEntry {
   int32_t bytes = 0;  // program
   Storage storage = Storage::kArena;
   int32_t given = -1;  // index of the given tensor, for kGiven and kOverwrite
+  int64_t begin = -1;  // byte of the given tensor at which this part of it begins; -1: it is all
+
+  /*! \brief Whether it is some rows of a given tensor, which is there once more as a whole. */
+  bool is_part() const { return begin >= 0; }
 };
 
 /*! \brief A tensor seen with a shape and a type; what kernels get as arguments. */

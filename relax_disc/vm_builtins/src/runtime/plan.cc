@@ -21,7 +21,7 @@ PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
     if (tensor.storage == Storage::kArena) graph.bytes[i] = RoundUp(values[tensor.bytes], metadata.machine.alignment);
     if (tensor.storage == Storage::kGiven) {
       graph.resident[i] = 1;
-      given[tensor.given] = static_cast<int32_t>(i);
+      if (!tensor.is_part()) given[tensor.given] = static_cast<int32_t>(i);
     }
     // Escaping tensors lie outside the arena, whole, from entry on: they take nothing here.
     if (tensor.storage == Storage::kEscaping || tensor.storage == Storage::kOverwrite) {
@@ -44,7 +44,13 @@ PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
     }
     for (int32_t tensor : kernel.outputs) {
       const TensorEntry& entry = metadata.tensors[tensor];
-      if (entry.storage == Storage::kOverwrite) op.inplace.emplace_back(given[entry.given], tensor);
+      if (entry.storage != Storage::kOverwrite) continue;
+      op.inplace.emplace_back(given[entry.given], tensor);
+      for (int32_t input : kernel.inputs) {  // what reads the same part is not run again either
+        const TensorEntry& old = metadata.tensors[input];
+        const bool same = old.storage == Storage::kGiven && old.given == entry.given;
+        if (same && old.is_part()) op.inplace.emplace_back(input, tensor);
+      }
     }
   }
   return graph;
@@ -89,7 +95,9 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vec
     const TensorEntry& tensor = metadata.tensors[i];
     const int64_t bytes = plan->values[tensor.bytes];
     const bool in_file = state != nullptr && tensor.given >= 0 && state->in_file[tensor.given];
-    if (tensor.storage == Storage::kGiven && !in_file) plan->resident_bytes += bytes;
+    if (tensor.storage == Storage::kGiven && !tensor.is_part() && !in_file) {
+      plan->resident_bytes += bytes;
+    }
     if (tensor.storage == Storage::kEscaping) {
       plan->escaping_bytes += RoundUp(bytes, metadata.machine.alignment);
     }

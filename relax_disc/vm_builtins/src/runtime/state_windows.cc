@@ -30,7 +30,8 @@ StateWindows PlanStateWindows(const Metadata& metadata, const std::vector<int64_
   StateWindows plan;
   std::vector<int64_t> bytes(metadata.given_count, 0);
   for (const TensorEntry& tensor : metadata.tensors) {
-    if (tensor.storage != Storage::kGiven || !model.in_file[tensor.given]) continue;
+    if (tensor.storage != Storage::kGiven || tensor.is_part()) continue;
+    if (!model.in_file[tensor.given]) continue;
     bytes[tensor.given] = RoundUp(values[tensor.bytes], StateFile::kPage);
     plan.file_bytes += values[tensor.bytes];
   }

@@ -1,0 +1,112 @@
+"""The functions of a machine that compute the same: a call runs the first that fits the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tvm import relax
+
+from relax_disc.errors import MemoryBudgetError
+from relax_disc.vm_builtins.session import ArenaFacts, Session
+
+_Found = TypeVar("_Found")
+_OTHERS = ("{}__by_rows",)  # see `relax_disc.transform.memory.split_gradients`
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One of the functions, with its run-time state."""
+
+    function: Any
+    session: Session
+    forget_result: Any  # a machine keeps its last result until it runs something else: this
+
+
+class Variants:
+    """The plain function, and that which makes the largest gradients by rows, if there is one.
+
+    Attributes
+    ----------
+    plain, ran : Variant
+        The first; that which ran last.
+    """
+
+    def __init__(self, machine: relax.VirtualMachine, name: str) -> None:
+        found = [name, *(other.format(name) for other in _OTHERS)]
+        self._all = tuple(
+            Variant(machine[each], Session.of(machine, each), machine[f"{each}__session"])
+            for each in found
+            if each == name or machine.module.implements_function(each)
+        )
+        self.plain = self.ran = self._all[0]
+
+    def sessions(self) -> list[Session]:
+        """List the states of all."""
+        return [variant.session for variant in self._all]
+
+    def call(self, arguments: Sequence[Any]) -> Any:
+        """Call the first that fits.
+
+        Raises `MemoryBudgetError`: none does, and none has begun; of that which needs least.
+        """
+        return next(self.each(lambda variant: self._call(variant, arguments)))
+
+    def _call(self, variant: Variant, arguments: Sequence[Any]) -> Any:
+        before, self.ran = self.ran, variant
+        try:
+            return variant.function(*arguments)
+        except MemoryBudgetError:
+            self.ran = before
+            raise
+
+    def each(self, run: Callable[[Variant], _Found]) -> Iterator[_Found]:
+        """Run something with each that fits.
+
+        Raises `MemoryBudgetError`: none does; of that which needs least.
+        """
+        refusals: list[MemoryBudgetError] = []
+        for variant in self._all:
+            try:
+                result = run(variant)
+            except MemoryBudgetError as error:
+                refusals.append(error)
+                continue
+            yield result
+        if len(refusals) == len(self._all):
+            raise min(refusals, key=lambda error: error.least_bytes)
+
+    def check_budget(self, dims: Sequence[int]) -> None:
+        """Raise what a call at this shape would raise for its budget."""
+        next(self.each(lambda variant: variant.session.check_budget(dims)))
+
+    def plan(self, dims: Sequence[int], budget: int | None) -> tuple[Session, ArenaFacts]:
+        """Plan as a call would: by the first that fits, else by that which needs least."""
+        plans: list[tuple[Session, ArenaFacts]] = []
+        for session in self.sessions():
+            facts = session.plan(dims, budget)
+            if facts.feasible:
+                return session, facts
+            plans.append((session, facts))
+        return min(plans, key=lambda plan: plan[1].least_bytes)
+
+    @contextmanager
+    def only(self, variant: Variant) -> Iterator[None]:
+        """Inside, calls run this one."""
+        before, self._all = self._all, (variant,)
+        try:
+            yield
+        finally:
+            self._all = before
+
+    @property
+    def torn(self) -> bool:
+        """Whether a call failed after it had written into a tensor of the caller."""
+        return any(session.torn for session in self.sessions())
+
+    def clear_torn(self) -> None:
+        """Forget that a call failed half-way: the caller's tensors have been loaded again."""
+        for session in self.sessions():
+            session.clear_torn()
