@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 
 import pytest
 from tvm import relax
@@ -76,7 +77,7 @@ def test_each_part_is_made_and_used_before_the_next():
     written = [b for b in tables if b.storage is Storage.OVERWRITE]
     assert [b.begin for b in written] == [4 * WIDTH * begin for begin in BOUNDS[:-1]]
     assert [b.bytes.as_int() for b in written] == [
-        4 * WIDTH * (end - begin) for begin, end in zip(BOUNDS, BOUNDS[1:], strict=False)
+        4 * WIDTH * (end - begin) for begin, end in pairwise(BOUNDS)
     ]
     assert max(b.bytes.as_int() for b in tables if b.storage is Storage.ARENA) == 4 * WIDTH * 336
     assert found.graph().kernels[1].inplace
