@@ -113,7 +113,9 @@ class _Splitter:
                 _logger.info("the gradient %s stays whole: %s", gradient.variable.name, reason)
                 continue
             makers[variable] = gradient
-            readers |= {user: (gradient, reader) for user, reader in found.items()}
+            for user, reader in found.items():
+                if user is not None and isinstance(reader, _Reader):
+                    readers[user] = gradient, reader
         if not makers:
             return None
         dropped = {x for _, reader in readers.values() for x in reader.elements}
@@ -334,9 +336,11 @@ def _bounds(count: int) -> Iterator[int]:
 def _large_extents(kind: Any) -> tuple[int, int] | None:
     """Rows and columns of a float32 table that is worth splitting."""
     extents = [constant(extent) for extent in registry.extents(kind)]
-    if registry.dtype_name(kind) != "float32" or len(extents) != 2 or None in extents:
+    if registry.dtype_name(kind) != "float32" or len(extents) != 2:
         return None
     count, width = extents
+    if count is None or width is None:
+        return None
     is_large = 4 * count * width >= LEAST_BYTES and count >= 2 * vocabulary_head.BLOCK_CLASSES
     return (count, width) if is_large else None
 
