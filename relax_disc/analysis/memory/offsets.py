@@ -2,7 +2,7 @@
 
 A few greedy placements, which reach the lower bound on most real programs; then, where a gap is
 left, a depth-first search over canonical placements with restarts (after MiniMalloc, Moffitt,
-ASPLOS 2024; see `src/planner/offsets_search.cc`). The amount of search is fixed, in steps and not
+ASPLOS 2024; see `src/planner/offsets/search.cc`). The amount of search is fixed, in steps and not
 in seconds, so the result is the same on every machine.
 
 Limits: problems with more than 3,000 buffers are placed greedily.

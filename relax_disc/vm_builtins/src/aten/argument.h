@@ -2,8 +2,8 @@
  * \file argument.h
  * \brief Arguments of PyTorch's operators as recipes write them (ops/aten.py).
  */
-#ifndef RELAX_DISC_ATEN_ARGUMENT_H_
-#define RELAX_DISC_ATEN_ARGUMENT_H_
+#ifndef RELAX_DISC_VM_BUILTINS_ATEN_ARGUMENT_H_
+#define RELAX_DISC_VM_BUILTINS_ATEN_ARGUMENT_H_
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -67,4 +67,4 @@ void AsEager(const std::string& name, Run run) {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_ATEN_ARGUMENT_H_
+#endif  // RELAX_DISC_VM_BUILTINS_ATEN_ARGUMENT_H_

@@ -1,6 +1,6 @@
 // What a convolution takes beside its arguments.
-#ifndef RELAX_DISC_ATEN_CONVOLUTION_H_
-#define RELAX_DISC_ATEN_CONVOLUTION_H_
+#ifndef RELAX_DISC_VM_BUILTINS_ATEN_CONVOLUTION_H_
+#define RELAX_DISC_VM_BUILTINS_ATEN_CONVOLUTION_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -31,4 +31,4 @@ int64_t ConvolutionBytes(const ConvolutionSizes& sizes, int64_t which, int64_t e
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_ATEN_CONVOLUTION_H_
+#endif  // RELAX_DISC_VM_BUILTINS_ATEN_CONVOLUTION_H_

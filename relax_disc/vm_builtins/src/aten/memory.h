@@ -6,8 +6,8 @@
  * the CPU.  While an `AtenScope` lives, its thread's allocations come from the workspace that the
  * run time lends, so that they are inside the planned peak.
  */
-#ifndef RELAX_DISC_ATEN_MEMORY_H_
-#define RELAX_DISC_ATEN_MEMORY_H_
+#ifndef RELAX_DISC_VM_BUILTINS_ATEN_MEMORY_H_
+#define RELAX_DISC_VM_BUILTINS_ATEN_MEMORY_H_
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/InferenceMode.h>
@@ -71,4 +71,4 @@ void Deliver(const at::Tensor& value, const at::Tensor& result);
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_ATEN_MEMORY_H_
+#endif  // RELAX_DISC_VM_BUILTINS_ATEN_MEMORY_H_

@@ -1,6 +1,6 @@
 // What a product by PyTorch's kernels takes beside its arguments.
-#ifndef RELAX_DISC_ATEN_PRODUCT_H_
-#define RELAX_DISC_ATEN_PRODUCT_H_
+#ifndef RELAX_DISC_VM_BUILTINS_ATEN_PRODUCT_H_
+#define RELAX_DISC_VM_BUILTINS_ATEN_PRODUCT_H_
 
 #include <cstdint>
 
@@ -11,4 +11,4 @@ int64_t AtenProductBytes(int64_t m, int64_t n, int64_t k, int64_t element, int64
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_ATEN_PRODUCT_H_
+#endif  // RELAX_DISC_VM_BUILTINS_ATEN_PRODUCT_H_

@@ -2,8 +2,8 @@
  * \file stream.h
  * \brief Streams of a device, by PyTorch's interface for all kinds of devices: no CUDA is needed.
  */
-#ifndef RELAX_DISC_ATEN_STREAM_H_
-#define RELAX_DISC_ATEN_STREAM_H_
+#ifndef RELAX_DISC_VM_BUILTINS_ATEN_STREAM_H_
+#define RELAX_DISC_VM_BUILTINS_ATEN_STREAM_H_
 
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -44,4 +44,4 @@ class OnStream {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_ATEN_STREAM_H_
+#endif  // RELAX_DISC_VM_BUILTINS_ATEN_STREAM_H_

@@ -1,6 +1,6 @@
 // The arguments of a library function that has several forms, one after the other.
-#ifndef RELAX_DISC_ARGUMENT_READER_H_
-#define RELAX_DISC_ARGUMENT_READER_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_ARGUMENT_READER_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_ARGUMENT_READER_H_
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
@@ -31,4 +31,4 @@ class ArgumentReader {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_ARGUMENT_READER_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_ARGUMENT_READER_H_

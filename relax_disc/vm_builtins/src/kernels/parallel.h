@@ -1,6 +1,6 @@
 // Parallel regions on the one thread pool of the process: PyTorch's.
-#ifndef RELAX_DISC_PARALLEL_H_
-#define RELAX_DISC_PARALLEL_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_PARALLEL_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_PARALLEL_H_
 
 #include <algorithm>
 #include <atomic>
@@ -103,4 +103,4 @@ void ParallelFor(int64_t count, const F& body) {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_PARALLEL_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_PARALLEL_H_

@@ -3,8 +3,8 @@
 // The numbers are those of `frontend/random_ops.py` for a tensor [batch, heads, queries, keys]: the
 // counter is the element's index there, so a weight is kept or dropped whatever block it is in,
 // in the backward pass as in the forward one, and in packed rows as in padded ones.
-#ifndef RELAX_DISC_PHILOX_H_
-#define RELAX_DISC_PHILOX_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_PHILOX_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_PHILOX_H_
 
 #include <algorithm>
 #include <cmath>
@@ -122,4 +122,4 @@ struct Dropout {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_PHILOX_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_PHILOX_H_

@@ -1,6 +1,6 @@
 // What the recurrent layers' forward and backward share: kinds, sizes, vectors of activations.
-#ifndef RELAX_DISC_RECURRENCE_H_
-#define RELAX_DISC_RECURRENCE_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_RECURRENCE_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_RECURRENCE_H_
 
 #include <algorithm>
 #include <cmath>
@@ -147,4 +147,4 @@ Steps CheckedSteps(const Tensor<T>& over_time, int64_t parts, const Tensor<T>& s
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_RECURRENCE_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_RECURRENCE_H_

@@ -1,6 +1,6 @@
 // Numbers too small for their exponent, which processors multiply by microcode.
-#ifndef RELAX_DISC_SUBNORMALS_H_
-#define RELAX_DISC_SUBNORMALS_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_SUBNORMALS_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_SUBNORMALS_H_
 
 #if defined(__SSE__)
 #include <xmmintrin.h>
@@ -29,4 +29,4 @@ class FlushSubnormals {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_SUBNORMALS_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_SUBNORMALS_H_

@@ -1,6 +1,6 @@
 // Typed views of the tensors that library functions get from the runtime.
-#ifndef RELAX_DISC_TENSOR_VIEW_H_
-#define RELAX_DISC_TENSOR_VIEW_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_TENSOR_VIEW_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_TENSOR_VIEW_H_
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/dtype.h>
@@ -70,4 +70,4 @@ struct Tensor {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_TENSOR_VIEW_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_TENSOR_VIEW_H_

@@ -3,8 +3,8 @@
 // Method: x = n ln 2 + r with |r| <= ln 2 / 2 (Cody and Waite's split of ln 2), a polynomial of
 // degree 6 for exp(r) (coefficients of Cephes' expf), 2^n put into the exponent. Relative error
 // below 2e-7; exactly 0 below -87.3 and infinity above 88.7, so that a masked -inf vanishes.
-#ifndef RELAX_DISC_VECTOR_EXP_H_
-#define RELAX_DISC_VECTOR_EXP_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_VECTOR_EXP_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_VECTOR_EXP_H_
 
 #include <cstdint>
 #include <limits>
@@ -46,4 +46,4 @@ inline FloatVector VectorExp(FloatVector x) {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_VECTOR_EXP_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_VECTOR_EXP_H_

@@ -9,8 +9,8 @@
 // Rows whose label is ignored may be here for z-loss: they have a log-sum-exp, and no loss.
 // Whole blocks of classes can be computed alone where each row's log-sum-exp is known: the gradient
 // of those rows of the weight, the same to the last bit.
-#ifndef RELAX_DISC_VOCABULARY_HEAD_CHUNK_H_
-#define RELAX_DISC_VOCABULARY_HEAD_CHUNK_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_VOCABULARY_HEAD_CHUNK_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_VOCABULARY_HEAD_CHUNK_H_
 
 #include <algorithm>
 #include <cmath>
@@ -446,4 +446,4 @@ class HeadChunk {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_VOCABULARY_HEAD_CHUNK_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_VOCABULARY_HEAD_CHUNK_H_

@@ -7,8 +7,8 @@
  * its formulas with the kernels.  A kernel that is called directly, by a test say, uses memory that
  * its thread keeps.
  */
-#ifndef RELAX_DISC_WORKSPACE_H_
-#define RELAX_DISC_WORKSPACE_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_WORKSPACE_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_WORKSPACE_H_
 
 #include <cstdint>
 #include <string>
@@ -80,4 +80,4 @@ int64_t LibraryBytes(const std::string& kind, const std::vector<int64_t>& number
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_WORKSPACE_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_WORKSPACE_H_

@@ -2,8 +2,8 @@
  * \file file_calls.h
  * \brief The system calls on a tier's file, each of which tests can let go wrong.
  */
-#ifndef RELAX_DISC_OFFLOAD_FILE_CALLS_H_
-#define RELAX_DISC_OFFLOAD_FILE_CALLS_H_
+#ifndef RELAX_DISC_VM_BUILTINS_OFFLOAD_FILE_CALLS_H_
+#define RELAX_DISC_VM_BUILTINS_OFFLOAD_FILE_CALLS_H_
 
 #include <cstdint>
 #include <string>
@@ -41,4 +41,4 @@ int BringPages(char* memory, int64_t bytes);
 int PutPagesAway(char* memory, int64_t bytes);
 
 }  // namespace relax_disc
-#endif  // RELAX_DISC_OFFLOAD_FILE_CALLS_H_
+#endif  // RELAX_DISC_VM_BUILTINS_OFFLOAD_FILE_CALLS_H_

@@ -7,8 +7,8 @@
  * the process however that ends; where it cannot lose its name, the next start removes it.  What is
  * read back is compared with a checksum of what was written.
  */
-#ifndef RELAX_DISC_OFFLOAD_FILE_TIER_H_
-#define RELAX_DISC_OFFLOAD_FILE_TIER_H_
+#ifndef RELAX_DISC_VM_BUILTINS_OFFLOAD_FILE_TIER_H_
+#define RELAX_DISC_VM_BUILTINS_OFFLOAD_FILE_TIER_H_
 
 #include <cstdint>
 #include <map>
@@ -106,4 +106,4 @@ class FileTier : public Tier {
 void FailTransfer(int64_t countdown, const std::string& how);
 
 }  // namespace relax_disc
-#endif  // RELAX_DISC_OFFLOAD_FILE_TIER_H_
+#endif  // RELAX_DISC_VM_BUILTINS_OFFLOAD_FILE_TIER_H_

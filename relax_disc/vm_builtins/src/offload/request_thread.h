@@ -4,8 +4,8 @@
  *
  * A process that was forked has the object, but neither the thread nor what it did.
  */
-#ifndef RELAX_DISC_OFFLOAD_REQUEST_THREAD_H_
-#define RELAX_DISC_OFFLOAD_REQUEST_THREAD_H_
+#ifndef RELAX_DISC_VM_BUILTINS_OFFLOAD_REQUEST_THREAD_H_
+#define RELAX_DISC_VM_BUILTINS_OFFLOAD_REQUEST_THREAD_H_
 
 #include <condition_variable>
 #include <cstdint>
@@ -54,4 +54,4 @@ class RequestThread {
 };
 
 }  // namespace relax_disc
-#endif  // RELAX_DISC_OFFLOAD_REQUEST_THREAD_H_
+#endif  // RELAX_DISC_VM_BUILTINS_OFFLOAD_REQUEST_THREAD_H_

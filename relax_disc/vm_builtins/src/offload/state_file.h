@@ -6,8 +6,8 @@
  * tensor: whoever reads it between steps gets its pages.  A thread brings the pages of what the
  * next kernels read, and writes out and drops those of what they wrote.
  */
-#ifndef RELAX_DISC_OFFLOAD_STATE_FILE_H_
-#define RELAX_DISC_OFFLOAD_STATE_FILE_H_
+#ifndef RELAX_DISC_VM_BUILTINS_OFFLOAD_STATE_FILE_H_
+#define RELAX_DISC_VM_BUILTINS_OFFLOAD_STATE_FILE_H_
 
 #include <tvm/ffi/object.h>
 
@@ -81,4 +81,4 @@ class StateFile : public tvm::ffi::Object {
 using StateFilePtr = tvm::ffi::ObjectPtr<StateFile>;
 
 }  // namespace relax_disc
-#endif  // RELAX_DISC_OFFLOAD_STATE_FILE_H_
+#endif  // RELAX_DISC_VM_BUILTINS_OFFLOAD_STATE_FILE_H_

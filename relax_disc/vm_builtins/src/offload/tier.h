@@ -2,8 +2,8 @@
  * \file tier.h
  * \brief A place beside the device's memory where a call keeps tensors meanwhile.
  */
-#ifndef RELAX_DISC_OFFLOAD_TIER_H_
-#define RELAX_DISC_OFFLOAD_TIER_H_
+#ifndef RELAX_DISC_VM_BUILTINS_OFFLOAD_TIER_H_
+#define RELAX_DISC_VM_BUILTINS_OFFLOAD_TIER_H_
 
 #include <tvm/ffi/object.h>
 
@@ -57,4 +57,4 @@ class Tier : public tvm::ffi::Object {
 using TierPtr = tvm::ffi::ObjectPtr<Tier>;
 
 }  // namespace relax_disc
-#endif  // RELAX_DISC_OFFLOAD_TIER_H_
+#endif  // RELAX_DISC_VM_BUILTINS_OFFLOAD_TIER_H_

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "planner/offsets.h"
+#include "planner/offsets/offsets.h"
 #include "planner/planner.h"
 #include "planner/chain.h"
 #include "planner/front_search.h"

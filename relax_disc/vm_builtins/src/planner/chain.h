@@ -4,8 +4,8 @@
 // get faster on the way down: what would be faster than the rung above is left alone.  So the
 // fastest program within a budget, over the part of some chains down to that budget, is a function
 // of graph and budget in which more memory is never slower.
-#ifndef RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_CHAIN_H_
-#define RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_CHAIN_H_
+#ifndef RELAX_DISC_VM_BUILTINS_PLANNER_CHAIN_H_
+#define RELAX_DISC_VM_BUILTINS_PLANNER_CHAIN_H_
 
 #include <cstdint>
 #include <functional>
@@ -62,4 +62,4 @@ class Chain {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_CHAIN_H_
+#endif  // RELAX_DISC_VM_BUILTINS_PLANNER_CHAIN_H_

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "planner/front_search.h"
-#include "planner/offsets.h"
+#include "planner/offsets/offsets.h"
 #include "planner/planner.h"
 #include "planner/remainder.h"
 #include "runtime/lists.h"

@@ -7,8 +7,8 @@
 // The program goes through the kernels before the block from the last to the first.  All it has to
 // know of those behind it is which tensors they want; for each such set it holds the pairs of bytes
 // and time that no other pair beats.
-#ifndef RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_FRONT_H_
-#define RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_FRONT_H_
+#ifndef RELAX_DISC_VM_BUILTINS_PLANNER_FRONT_H_
+#define RELAX_DISC_VM_BUILTINS_PLANNER_FRONT_H_
 
 #include <cstdint>
 #include <vector>
@@ -75,4 +75,4 @@ class Front {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_FRONT_H_
+#endif  // RELAX_DISC_VM_BUILTINS_PLANNER_FRONT_H_

@@ -1,8 +1,8 @@
 // Programs that follow from the choices of a Front: as they are, and repaired at the rungs of
 // ladders.  What a choice or a rung gives does not depend on the limit that is asked for, which
 // only says where to begin; so more memory is never slower.
-#ifndef RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_FRONT_SEARCH_H_
-#define RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_FRONT_SEARCH_H_
+#ifndef RELAX_DISC_VM_BUILTINS_PLANNER_FRONT_SEARCH_H_
+#define RELAX_DISC_VM_BUILTINS_PLANNER_FRONT_SEARCH_H_
 
 #include <cstdint>
 #include <functional>
@@ -63,4 +63,4 @@ class FrontSearch {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_FRONT_SEARCH_H_
+#endif  // RELAX_DISC_VM_BUILTINS_PLANNER_FRONT_SEARCH_H_

@@ -1,6 +1,6 @@
 // The graph as the rematerialization planner sees it: only tensors whose absence frees memory.
-#ifndef RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_MODEL_H_
-#define RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_MODEL_H_
+#ifndef RELAX_DISC_VM_BUILTINS_PLANNER_MODEL_H_
+#define RELAX_DISC_VM_BUILTINS_PLANNER_MODEL_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -81,4 +81,4 @@ struct Model {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_MODEL_H_
+#endif  // RELAX_DISC_VM_BUILTINS_PLANNER_MODEL_H_

@@ -3,8 +3,8 @@
 //
 // Everything here is a pure function of its arguments: same graph, budget and effort, same plan, on
 // any machine, whatever was planned before.
-#ifndef RELAX_DISC_VM_BUILTINS_PLANNER_H_
-#define RELAX_DISC_VM_BUILTINS_PLANNER_H_
+#ifndef RELAX_DISC_VM_BUILTINS_PLANNER_PLANNER_H_
+#define RELAX_DISC_VM_BUILTINS_PLANNER_PLANNER_H_
 
 #include <cstdint>
 #include <utility>
@@ -120,4 +120,4 @@ ArenaPlan PlanArena(const PlannerGraph& graph, int64_t arena_budget, int64_t ali
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_VM_BUILTINS_PLANNER_H_
+#endif  // RELAX_DISC_VM_BUILTINS_PLANNER_PLANNER_H_

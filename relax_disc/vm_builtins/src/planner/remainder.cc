@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "planner/offsets.h"
+#include "planner/offsets/offsets.h"
 
 namespace relax_disc {
 

@@ -1,6 +1,6 @@
 // PlanRemainder: the rest of a plan, once sizes are known of which it was made with the bounds.
-#ifndef RELAX_DISC_VM_BUILTINS_REMAINDER_H_
-#define RELAX_DISC_VM_BUILTINS_REMAINDER_H_
+#ifndef RELAX_DISC_VM_BUILTINS_PLANNER_REMAINDER_H_
+#define RELAX_DISC_VM_BUILTINS_PLANNER_REMAINDER_H_
 
 #include <cstdint>
 
@@ -19,4 +19,4 @@ ArenaPlan PlanRemainder(const PlannerGraph& graph, const ArenaPlan& plan, int32_
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_VM_BUILTINS_REMAINDER_H_
+#endif  // RELAX_DISC_VM_BUILTINS_PLANNER_REMAINDER_H_

@@ -1,6 +1,6 @@
 // Search for windows: evict greedily until a limit holds, and take back what was not needed.
-#ifndef RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_SEARCH_H_
-#define RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_SEARCH_H_
+#ifndef RELAX_DISC_VM_BUILTINS_PLANNER_SEARCH_H_
+#define RELAX_DISC_VM_BUILTINS_PLANNER_SEARCH_H_
 
 #include <cstdint>
 #include <functional>
@@ -65,4 +65,4 @@ class Search {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_SEARCH_H_
+#endif  // RELAX_DISC_VM_BUILTINS_PLANNER_SEARCH_H_

@@ -8,8 +8,8 @@
 //
 // A changed window touches few blocks: those are run again, in order, and tell later ones when a
 // tensor that they need came or went.  Lifetimes are summed per block boundary.
-#ifndef RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_TIMELINE_H_
-#define RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_TIMELINE_H_
+#ifndef RELAX_DISC_VM_BUILTINS_PLANNER_TIMELINE_H_
+#define RELAX_DISC_VM_BUILTINS_PLANNER_TIMELINE_H_
 
 #include <cstdint>
 #include <utility>
@@ -126,4 +126,4 @@ class Timeline {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_VM_BUILTINS_REMATERIALIZATION_TIMELINE_H_
+#endif  // RELAX_DISC_VM_BUILTINS_PLANNER_TIMELINE_H_

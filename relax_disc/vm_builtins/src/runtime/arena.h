@@ -4,8 +4,8 @@
  *
  * It belongs to one session, or to several whose calls take turns.
  */
-#ifndef RELAX_DISC_RUNTIME_ARENA_H_
-#define RELAX_DISC_RUNTIME_ARENA_H_
+#ifndef RELAX_DISC_VM_BUILTINS_RUNTIME_ARENA_H_
+#define RELAX_DISC_VM_BUILTINS_RUNTIME_ARENA_H_
 
 #include <cstdint>
 #include <mutex>
@@ -48,4 +48,4 @@ class SharedArena {
 };
 
 }  // namespace relax_disc
-#endif  // RELAX_DISC_RUNTIME_ARENA_H_
+#endif  // RELAX_DISC_VM_BUILTINS_RUNTIME_ARENA_H_

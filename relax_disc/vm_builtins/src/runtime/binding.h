@@ -7,8 +7,8 @@
  * and integers change, the objects stay.  A call whose plan is in it already costs nothing but the
  * places of what the caller passes.
  */
-#ifndef RELAX_DISC_RUNTIME_BINDING_H_
-#define RELAX_DISC_RUNTIME_BINDING_H_
+#ifndef RELAX_DISC_VM_BUILTINS_RUNTIME_BINDING_H_
+#define RELAX_DISC_VM_BUILTINS_RUNTIME_BINDING_H_
 
 #include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/container/tensor.h>
@@ -121,4 +121,4 @@ class Binding {
 };
 
 }  // namespace relax_disc
-#endif  // RELAX_DISC_RUNTIME_BINDING_H_
+#endif  // RELAX_DISC_VM_BUILTINS_RUNTIME_BINDING_H_

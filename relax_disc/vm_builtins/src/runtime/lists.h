@@ -3,8 +3,8 @@
  * \brief Lists of numbers as they come from Python and from JSON, and what goes back: the only
  *   encoding at the border to Python.
  */
-#ifndef RELAX_DISC_RUNTIME_LISTS_H_
-#define RELAX_DISC_RUNTIME_LISTS_H_
+#ifndef RELAX_DISC_VM_BUILTINS_RUNTIME_LISTS_H_
+#define RELAX_DISC_VM_BUILTINS_RUNTIME_LISTS_H_
 
 #include <tvm/ffi/any.h>
 #include <tvm/ffi/container/array.h>
@@ -49,4 +49,4 @@ tvm::ffi::Shape Numbers(const std::vector<T>& values) {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_RUNTIME_LISTS_H_
+#endif  // RELAX_DISC_VM_BUILTINS_RUNTIME_LISTS_H_

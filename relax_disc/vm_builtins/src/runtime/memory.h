@@ -6,8 +6,8 @@
  * system at once and keep the pages that stay; it lies so that the system can use huge pages, of
  * which the first touch costs a tenth.  On other devices a registered function allocates.
  */
-#ifndef RELAX_DISC_RUNTIME_MEMORY_H_
-#define RELAX_DISC_RUNTIME_MEMORY_H_
+#ifndef RELAX_DISC_VM_BUILTINS_RUNTIME_MEMORY_H_
+#define RELAX_DISC_VM_BUILTINS_RUNTIME_MEMORY_H_
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/object.h>
@@ -87,4 +87,4 @@ int64_t AllocatedBytes();
 void CopyBytes(const tvm::ffi::Tensor& from, const tvm::ffi::Tensor& to);
 
 }  // namespace relax_disc
-#endif  // RELAX_DISC_RUNTIME_MEMORY_H_
+#endif  // RELAX_DISC_VM_BUILTINS_RUNTIME_MEMORY_H_

@@ -5,8 +5,8 @@
  * Integers that depend on the shape are programs: postfix code over the dims, evaluated once for
  * each new shape.  Tensors, views and kernels name programs by index.
  */
-#ifndef RELAX_DISC_RUNTIME_METADATA_H_
-#define RELAX_DISC_RUNTIME_METADATA_H_
+#ifndef RELAX_DISC_VM_BUILTINS_RUNTIME_METADATA_H_
+#define RELAX_DISC_VM_BUILTINS_RUNTIME_METADATA_H_
 
 #include <tvm/ffi/any.h>
 #include <tvm/ffi/string.h>
@@ -93,4 +93,4 @@ struct Metadata {
 };
 
 }  // namespace relax_disc
-#endif  // RELAX_DISC_RUNTIME_METADATA_H_
+#endif  // RELAX_DISC_VM_BUILTINS_RUNTIME_METADATA_H_

@@ -2,8 +2,8 @@
  * \file runtime_plan.h
  * \brief What one shape under one budget runs: the sequence of kernels, and where each tensor is.
  */
-#ifndef RELAX_DISC_RUNTIME_PLAN_H_
-#define RELAX_DISC_RUNTIME_PLAN_H_
+#ifndef RELAX_DISC_VM_BUILTINS_RUNTIME_PLAN_H_
+#define RELAX_DISC_VM_BUILTINS_RUNTIME_PLAN_H_
 
 #include <cstdint>
 #include <memory>
@@ -83,4 +83,4 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vec
 std::vector<int64_t> ShapeAt(const std::vector<int32_t>& programs, const std::vector<int64_t>& values);
 
 }  // namespace relax_disc
-#endif  // RELAX_DISC_RUNTIME_PLAN_H_
+#endif  // RELAX_DISC_VM_BUILTINS_RUNTIME_PLAN_H_

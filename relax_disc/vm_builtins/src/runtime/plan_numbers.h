@@ -2,8 +2,8 @@
  * \file plan_numbers.h
  * \brief Lives and transfers of a plan as they go to Python: a fixed count of numbers each.
  */
-#ifndef RELAX_DISC_RUNTIME_PLAN_NUMBERS_H_
-#define RELAX_DISC_RUNTIME_PLAN_NUMBERS_H_
+#ifndef RELAX_DISC_VM_BUILTINS_RUNTIME_PLAN_NUMBERS_H_
+#define RELAX_DISC_VM_BUILTINS_RUNTIME_PLAN_NUMBERS_H_
 
 #include <tvm/ffi/container/shape.h>
 
@@ -34,4 +34,4 @@ inline tvm::ffi::Shape TransferNumbers(const ArenaPlan& plan) {
 }
 
 }  // namespace relax_disc
-#endif  // RELAX_DISC_RUNTIME_PLAN_NUMBERS_H_
+#endif  // RELAX_DISC_VM_BUILTINS_RUNTIME_PLAN_NUMBERS_H_

@@ -6,8 +6,8 @@
  * Frame is one call.  The first call to arrive takes the arena, a call that arrives meanwhile
  * (another thread, or a kernel that calls back) gets an arena of its own for its duration.
  */
-#ifndef RELAX_DISC_RUNTIME_SESSION_H_
-#define RELAX_DISC_RUNTIME_SESSION_H_
+#ifndef RELAX_DISC_VM_BUILTINS_RUNTIME_SESSION_H_
+#define RELAX_DISC_VM_BUILTINS_RUNTIME_SESSION_H_
 
 #include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/tensor.h>
@@ -221,4 +221,4 @@ class Frame : public tvm::ffi::Object {
 };
 
 }  // namespace relax_disc
-#endif  // RELAX_DISC_RUNTIME_SESSION_H_
+#endif  // RELAX_DISC_VM_BUILTINS_RUNTIME_SESSION_H_

@@ -7,8 +7,8 @@
  * window are brought while a kernel runs where both together take no more memory than the largest
  * window takes alone.
  */
-#ifndef RELAX_DISC_RUNTIME_STATE_WINDOWS_H_
-#define RELAX_DISC_RUNTIME_STATE_WINDOWS_H_
+#ifndef RELAX_DISC_VM_BUILTINS_RUNTIME_STATE_WINDOWS_H_
+#define RELAX_DISC_VM_BUILTINS_RUNTIME_STATE_WINDOWS_H_
 
 #include <tvm/ffi/container/tensor.h>
 
@@ -74,4 +74,4 @@ class StateMover {
 };
 
 }  // namespace relax_disc
-#endif  // RELAX_DISC_RUNTIME_STATE_WINDOWS_H_
+#endif  // RELAX_DISC_VM_BUILTINS_RUNTIME_STATE_WINDOWS_H_

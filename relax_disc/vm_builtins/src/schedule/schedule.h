@@ -2,8 +2,8 @@
 //
 // The method is described in analysis/schedule/split.py.
 // Everything is a pure function of its arguments, except where the time limit strikes.
-#ifndef RELAX_DISC_VM_BUILTINS_SCHEDULE_H_
-#define RELAX_DISC_VM_BUILTINS_SCHEDULE_H_
+#ifndef RELAX_DISC_VM_BUILTINS_SCHEDULE_SCHEDULE_H_
+#define RELAX_DISC_VM_BUILTINS_SCHEDULE_SCHEDULE_H_
 
 #include <chrono>
 #include <cstdint>
@@ -149,4 +149,4 @@ Schedule SplitSearch(const ScheduleProblem& problem,
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_VM_BUILTINS_SCHEDULE_H_
+#endif  // RELAX_DISC_VM_BUILTINS_SCHEDULE_SCHEDULE_H_

@@ -1,7 +1,7 @@
 // What the attention kernels share: vectorised 2^x and sums over vectors, operands with strided
 // rows, masks, packed heads, the forms that their functions have.
-#ifndef RELAX_DISC_ATTENTION_H_
-#define RELAX_DISC_ATTENTION_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_ATTENTION_ATTENTION_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_ATTENTION_ATTENTION_H_
 
 #include <algorithm>
 #include <cmath>
@@ -451,4 +451,4 @@ void RunWith(Pass* pass, const AttentionOptions& options) {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_ATTENTION_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_ATTENTION_ATTENTION_H_

@@ -1,6 +1,6 @@
 // Block sizes of the attention kernels, and the memory that one thread needs for its blocks.
-#ifndef RELAX_DISC_ATTENTION_WORKSPACE_H_
-#define RELAX_DISC_ATTENTION_WORKSPACE_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_ATTENTION_ATTENTION_WORKSPACE_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_ATTENTION_ATTENTION_WORKSPACE_H_
 
 #include <cstdint>
 
@@ -37,4 +37,4 @@ inline int64_t AttentionBackwardElements(int64_t key_dim, int64_t value_dim) {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_ATTENTION_WORKSPACE_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_ATTENTION_ATTENTION_WORKSPACE_H_

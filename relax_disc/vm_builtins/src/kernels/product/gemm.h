@@ -4,8 +4,8 @@
 // a shared packed block of B (kDepth x kBlockColumns), packed rows of A per thread, register tiles.
 // Every element of C is a sum of depth blocks in ascending k, so results depend on neither the
 // split over threads nor the other rows and columns.
-#ifndef RELAX_DISC_GEMM_H_
-#define RELAX_DISC_GEMM_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_GEMM_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_GEMM_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -241,4 +241,4 @@ void Multiply(const Product<T>& product);
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_GEMM_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_GEMM_H_

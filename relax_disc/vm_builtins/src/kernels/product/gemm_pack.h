@@ -1,6 +1,6 @@
 // Packing of matrix operands into the panels that `gemm_tile.h` reads.
-#ifndef RELAX_DISC_GEMM_PACK_H_
-#define RELAX_DISC_GEMM_PACK_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_GEMM_PACK_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_GEMM_PACK_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -197,4 +197,4 @@ void PackA(const Matrix<T>& a, int64_t rows, int64_t depth, int64_t tiles, bool 
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_GEMM_PACK_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_GEMM_PACK_H_

@@ -2,8 +2,8 @@
 //
 // Written with the compilers' vector extensions, so that one source serves AVX-512, AVX2 and NEON.
 // The sum over k of every element runs in ascending order in one accumulator, whatever the tile.
-#ifndef RELAX_DISC_GEMM_TILE_H_
-#define RELAX_DISC_GEMM_TILE_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_GEMM_TILE_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_GEMM_TILE_H_
 
 #include <cstdint>
 #include <cstring>
@@ -183,4 +183,4 @@ inline void RunTile(int64_t rows, int64_t vectors, bool by_rows, const TileOpera
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_GEMM_TILE_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_GEMM_TILE_H_

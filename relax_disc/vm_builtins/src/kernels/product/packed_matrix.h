@@ -2,8 +2,8 @@
 //
 // Sums run as in `gemm.h`: depth blocks in ascending k, so that a row's result does not depend on
 // which rows are multiplied with it.
-#ifndef RELAX_DISC_PACKED_MATRIX_H_
-#define RELAX_DISC_PACKED_MATRIX_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_PACKED_MATRIX_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_PACKED_MATRIX_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -68,4 +68,4 @@ class PackedMatrix {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_PACKED_MATRIX_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_PACKED_MATRIX_H_

@@ -7,8 +7,8 @@
  * kernels win (`product_choice.py`).  A table never changes once it was asked for, so that a
  * product of the same sizes gives the same bits throughout a process.
  */
-#ifndef RELAX_DISC_PRODUCT_CHOICE_H_
-#define RELAX_DISC_PRODUCT_CHOICE_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_PRODUCT_CHOICE_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_PRODUCT_CHOICE_H_
 
 #include <cstdint>
 
@@ -48,4 +48,4 @@ int64_t ChosenProductBytes(const ProductSizes& sizes, int64_t threads);
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_PRODUCT_CHOICE_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_PRODUCT_CHOICE_H_

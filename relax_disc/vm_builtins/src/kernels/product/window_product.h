@@ -8,8 +8,8 @@
  * several times the weight, and whole samples' windows, where these are wide, dilated or far apart:
  * here the windows of a few samples of one group, and a copy of that group's weight.
  */
-#ifndef RELAX_DISC_WINDOW_PRODUCT_H_
-#define RELAX_DISC_WINDOW_PRODUCT_H_
+#ifndef RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_WINDOW_PRODUCT_H_
+#define RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_WINDOW_PRODUCT_H_
 
 #include <cstdint>
 #include <vector>
@@ -35,4 +35,4 @@ void WindowProduct(const ConvolutionSizes& sizes, const std::vector<int64_t>& pa
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_WINDOW_PRODUCT_H_
+#endif  // RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_WINDOW_PRODUCT_H_

@@ -1,6 +1,6 @@
 // Placing buffers with fixed lifetimes at offsets, none overlapping in both.
-#ifndef RELAX_DISC_VM_BUILTINS_OFFSETS_H_
-#define RELAX_DISC_VM_BUILTINS_OFFSETS_H_
+#ifndef RELAX_DISC_VM_BUILTINS_PLANNER_OFFSETS_OFFSETS_H_
+#define RELAX_DISC_VM_BUILTINS_PLANNER_OFFSETS_OFFSETS_H_
 
 #include <cstdint>
 #include <vector>
@@ -42,7 +42,7 @@ int64_t PlaceInOrder(const OffsetProblem& problem, const std::vector<int>& order
 // The orders that PlaceInOrder is tried with, most promising first.
 std::vector<std::vector<int>> PlacementOrders(const OffsetProblem& problem);
 
-// Depth-first search for a placement within a height; see offsets_search.cc.  `work` bounds what
+// Depth-first search for a placement within a height; see search.cc.  `work` bounds what
 // it does, counted in buffers looked at, and is lowered by what it did.
 bool SearchOffsets(const OffsetProblem& problem, int64_t height, int64_t* work,
                    std::vector<int64_t>* offsets);
@@ -69,4 +69,4 @@ int64_t PlanOffsetsWithin(const std::vector<int64_t>& lower, const std::vector<i
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_VM_BUILTINS_OFFSETS_H_
+#endif  // RELAX_DISC_VM_BUILTINS_PLANNER_OFFSETS_OFFSETS_H_

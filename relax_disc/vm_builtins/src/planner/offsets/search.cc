@@ -16,8 +16,8 @@
 // other does not.
 #include <algorithm>
 
-#include "planner/offsets.h"
-#include "planner/random.h"
+#include "planner/offsets/offsets.h"
+#include "planner/offsets/random.h"
 
 namespace relax_disc {
 

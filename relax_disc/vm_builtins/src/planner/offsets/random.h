@@ -1,6 +1,6 @@
 // Random numbers (splitmix64, Steele et al., OOPSLA 2014) that are the same in C++ and Python.
-#ifndef RELAX_DISC_VM_BUILTINS_PLANNER_RANDOM_H_
-#define RELAX_DISC_VM_BUILTINS_PLANNER_RANDOM_H_
+#ifndef RELAX_DISC_VM_BUILTINS_PLANNER_OFFSETS_RANDOM_H_
+#define RELAX_DISC_VM_BUILTINS_PLANNER_OFFSETS_RANDOM_H_
 
 #include <cstdint>
 
@@ -25,4 +25,4 @@ class Random {
 
 }  // namespace relax_disc
 
-#endif  // RELAX_DISC_VM_BUILTINS_PLANNER_RANDOM_H_
+#endif  // RELAX_DISC_VM_BUILTINS_PLANNER_OFFSETS_RANDOM_H_

@@ -1,12 +1,12 @@
 // PlanOffsets: a few greedy placements; where they leave a gap to the lower bound, repairs of the
 // best one's order; then a search.
-#include "planner/offsets.h"
+#include "planner/offsets/offsets.h"
 
 #include <algorithm>
 #include <numeric>
 
 #include "planner/planner.h"
-#include "planner/random.h"
+#include "planner/offsets/random.h"
 
 namespace relax_disc {
 
