@@ -64,7 +64,7 @@ def _model(name: str) -> tuple[Any, Any, Any]:
     return Classified(), example, {"x": {0: batch, 2: sides[0], 3: sides[1]}, "labels": {0: batch}}
 
 
-class _Clock:
+class Clock:
     """Sums processor time, that of child processes included, by phase."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class _Clock:
         return spent.user + spent.system + spent.children_user + spent.children_system
 
 
-def _instrument(clock: _Clock) -> Any:
+def _instrument(clock: Clock) -> Any:
     """Make the instrument that books the passes of the pipeline's phases."""
     from tvm.ir.instrument import pass_instrument
 
@@ -120,7 +120,7 @@ def measure(name: str) -> dict[str, Any]:
     native.load()
     model, example, shapes = _model(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    clock, target = _Clock(), cpu_target()
+    clock, target = Clock(), cpu_target()
     wall = time.perf_counter()
     with tracing():  # as in relax_disc.compile
         exported = clock.run(
@@ -161,7 +161,7 @@ def measure_torch_compile(name: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    clock, wall = _Clock(), time.perf_counter()
+    clock, wall = Clock(), time.perf_counter()
     clock.run("code", step)
     wall = time.perf_counter() - wall
     start = clock.now()

@@ -1,0 +1,151 @@
+"""Time compiling the models of the speed list next to `torch.compile(dynamic=True)`.
+
+    python -m benchmarks.models.compile_time --resume
+
+Processor time of one thread, that of child processes included: from nothing to the end of the
+first training step at a model's first shape, less a second step's.  Each way of each model has a
+process of its own with empty caches, and compiles a small model first: imports, and what a machine
+is asked once, are left out for both.  Models that compile fast come first; results are written
+as they come, and docs/models-speed.md shows them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.compile_time import Clock
+from benchmarks.models.document import read_results, result_path
+from benchmarks.models.entry import Entry
+from benchmarks.models.speed_document import write_page
+from benchmarks.models.wide import WIDE
+from benchmarks.record import commit, machine, write_result
+from relax_disc.vm_builtins import native
+
+NAME = "compile_time_models"
+WAYS = ("relax_disc", "torch.compile")
+
+
+def _step(
+    way: str, model: Any, example: dict[str, Any], shapes: Callable[[], Any]
+) -> Callable[[], Any]:
+    """Return a training step, compiled when it is called first."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if way == "torch.compile":
+        compiled: Any = torch.compile(model, dynamic=True)
+
+        def step() -> None:
+            output = compiled(**example)
+            (output if isinstance(output, torch.Tensor) else output.loss).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step
+    import relax_disc
+
+    made: list[Any] = []
+
+    def first() -> None:
+        if not made:
+            made.append(relax_disc.compile(model, optimizer, example, dynamic_shapes=shapes()))
+        made[0](**example)
+
+    return first
+
+
+def measure(way: str, entry: Entry) -> float:
+    """Return the processor seconds that compiling takes, in this process."""
+    import torch
+
+    torch.set_num_threads(1)
+    small = next(each for each in WIDE if each.name == "MLP")
+    for each in (small, entry):
+        torch.manual_seed(0)
+        model, example = each.make().train(), each.batch(*each.sizes[0])
+        step = _step(way, model, example, each.dynamic_shapes)
+        torch.compiler.reset()
+        start = Clock.now()
+        step()
+        first, start = Clock.now() - start, Clock.now()
+        step()
+        seconds = first - (Clock.now() - start)
+    return seconds
+
+
+def _told(way: str, entry: Entry, limit_seconds: float) -> dict[str, Any]:
+    """Measure in a process of its own; return ``seconds``, or why there are none as ``failed``."""
+    with tempfile.TemporaryDirectory() as cache:
+        settings = {
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "RELAX_DISC_COMPILE_CACHE": "0",
+            "TORCHINDUCTOR_CACHE_DIR": cache,
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", __spec__.name, "--worker", way, "--only", entry.name],
+                env={**os.environ, **settings},
+                capture_output=True,
+                text=True,
+                timeout=limit_seconds,
+            )
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done in {limit_seconds:.0f} s"}
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line and not line[0].isspace()]
+        told = [line for line in lines if "Error" in line or "Exception" in line] or lines
+        return {"failed": told[-1][:200] if told else f"ended with {done.returncode}"}
+    return {"seconds": round(json.loads(done.stdout.splitlines()[-1]), 2)}
+
+
+def _order(entries: Sequence[Entry]) -> list[Entry]:
+    """Sort by what compiling took when the models were timed; unknown ones come last."""
+    known = {
+        result["model"]: result.get("compile_seconds", {}).get("relax_disc")
+        for result in read_results("models_speed")["results"]
+    }
+    return sorted(entries, key=lambda entry: known.get(entry.name) or float("inf"))
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Name of a model; again for more.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Only what has no results.")] = False,
+    limit_seconds: Annotated[float, typer.Option(help="Of one way of one model.")] = 600.0,
+    worker: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Measure models; writes benchmarks/results/compile_time_models.json and the page of docs."""
+    entries = [entry for entry in WIDE if not only or entry.name in only]
+    unknown = {*(only or ())} - {entry.name for entry in entries}
+    if unknown:
+        raise typer.BadParameter(f"no model is called {sorted(unknown)}")
+    if worker:
+        print(json.dumps(measure(worker, entries[0])))
+        return
+    native.load()  # built once per machine: no part of a compilation
+    console = Console()
+    found: dict[str, Any] = read_results(NAME)["results"] if result_path(NAME).exists() else {}
+    for entry in _order(entries):
+        if resume and entry.name in found:
+            continue
+        row: dict[str, Any] = {way: _told(way, entry, limit_seconds) for way in WAYS}
+        if all("seconds" in row[way] for way in WAYS):
+            row["ratio"] = round(row[WAYS[0]]["seconds"] / row[WAYS[1]]["seconds"], 3)
+        found[entry.name] = {"commit": commit(), "processor": machine()["processor"], **row}
+        console.print(entry.name, row)
+        write_result(NAME, {"threads": 1, "limit_seconds": limit_seconds}, found)
+    write_page()
+
+
+if __name__ == "__main__":
+    typer.run(main)
