@@ -19,9 +19,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
+from torch import nn
 
+import relax_disc
 from benchmarks.compile_time import Clock
 from benchmarks.models.document import read_results, result_path
 from benchmarks.models.entry import Entry
@@ -34,12 +37,8 @@ NAME = "compile_time_models"
 WAYS = ("relax_disc", "torch.compile")
 
 
-def _step(
-    way: str, model: Any, example: dict[str, Any], shapes: Callable[[], Any]
-) -> Callable[[], Any]:
+def _step(way: str, model: Any, example: Any, shapes: Callable[[], Any]) -> Callable[[], Any]:
     """Return a training step, compiled when it is called first."""
-    import torch
-
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if way == "torch.compile":
         compiled: Any = torch.compile(model, dynamic=True)
@@ -51,8 +50,6 @@ def _step(
             optimizer.zero_grad(set_to_none=True)
 
         return step
-    import relax_disc
-
     made: list[Any] = []
 
     def first() -> None:
@@ -63,13 +60,32 @@ def _step(
     return first
 
 
+def _small() -> Entry:
+    """Make what both ways compile first."""
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.layer(x)).square().mean()
+
+    return Entry(
+        name="small",
+        source="torch.nn",
+        make=Small,
+        batch=lambda rows: {"x": torch.ones(rows, 5)},
+        ranges={"rows": (1, 8)},
+        axes={"x": {0: "rows"}},
+        sizes=[(4,)],
+    )
+
+
 def measure(way: str, entry: Entry) -> float:
     """Return the processor seconds that compiling takes, in this process."""
-    import torch
-
     torch.set_num_threads(1)
-    small = next(each for each in WIDE if each.name == "MLP")
-    for each in (small, entry):
+    for each in (_small(), entry):
         torch.manual_seed(0)
         model, example = each.make().train(), each.batch(*each.sizes[0])
         step = _step(way, model, example, each.dynamic_shapes)
