@@ -15,7 +15,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import tvm
@@ -41,6 +41,7 @@ from relax_disc.training.call.binding import as_runtime
 from relax_disc.training.call.interrupt import deferred_interrupt
 from relax_disc.training.compiled_function import CompiledFunction, batch_argument, placed
 from relax_disc.transform.memory.plan_arena import backward_name
+from relax_disc.vm_builtins.tier import Tier
 
 _logger = logging.getLogger(__name__)
 
@@ -213,6 +214,8 @@ class GraphFunction(CompiledFunction):
     ``function(tensors)`` returns what the graph makes; PyTorch's autograd runs the second half.
     """
 
+    _offer: ClassVar[str] = ""
+
     def __init__(
         self,
         captured: CapturedStep,
@@ -234,6 +237,13 @@ class GraphFunction(CompiledFunction):
         self._gradients = [int(out.name) for out in captured.outputs if out.kind == "gradient"]
         self._second = self._machine[backward_name(self.name)] if self._has_halves else None
         self._read_late = self._find_read_late(early)
+
+    def _set_offload(self, tier: Tier | None, what: tuple[str, ...]) -> None:
+        if tier is not None:
+            raise InputMismatchError(
+                "Programs of torch.compile(backend='relax_disc') offload nothing; "
+                "relax_disc.compile takes offload_to."
+            )
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
         """Run the forward pass.

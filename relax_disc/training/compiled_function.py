@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import tvm
@@ -44,6 +44,8 @@ class CompiledFunction:
     A ``sibling`` is a function of the same model that takes turns with this one: they share one
     arena, one budget at the start, the scale of the loss and the state of the random operators.
     """
+
+    _offer: ClassVar[str] = "name where to offload tensors to (offload_to)"
 
     def __init__(
         self,
@@ -90,6 +92,8 @@ class CompiledFunction:
             if spec.kind == "scale":
                 assert self._loss_scale is not None
                 self._arguments[index] = as_runtime(self._loss_scale.tensor, "the loss's scale")
+        for session in self._variants.sessions():
+            session.set_offer(self._offer)
         self._tier: Tier | None = None
         self._offload: tuple[str, ...] = ("activations",)
         self._state_file: StateFile | None = None

@@ -176,6 +176,10 @@ class Session:
     def memory_budget(self, value: int | None) -> None:
         self._ask("set_budget", -1 if value is None else value)
 
+    def set_offer(self, offer: str) -> None:
+        """Say what the caller can do besides where a budget does not hold; ends the refusal."""
+        self._ask("set_offer", offer)
+
     def set_tier(self, tier: Tier | None, device: torch.device = _HOST) -> None:
         """Let calls under a budget keep tensors in a tier meanwhile; drops all plans.
 

@@ -190,7 +190,7 @@ def test_logits_of_a_loss_never_exist_whole(bias):
     assert program.plan(**sizes).activation_peak_bytes < 300 * 3000 * 4
 
 
-def test_a_budget_changes_nothing_but_memory():
+def test_a_budget_changes_nothing_but_memory(tmp_path):
     model = Llama(layers=3)
     fast, _ = compiled(model)
     ids = torch.randint(0, 61, (4, 40))
@@ -211,8 +211,10 @@ def test_a_budget_changes_nothing_but_memory():
     assert report.recomputations > 0 and report.peak_bytes <= least
     assert all(torch.equal(a, b) for a, b in zip(free, tight, strict=True))
     program.memory_budget = program.plan(**shape).resident_bytes
-    with pytest.raises(MemoryBudgetError):
+    with pytest.raises(MemoryBudgetError, match=r"Raise the budget or lower the shape\.$"):
         gradients()
+    with pytest.raises(InputMismatchError, match="offload nothing"):
+        program.offload_to = tmp_path
     program.memory_budget = None
     assert all(torch.equal(a, b) for a, b in zip(free, gradients(), strict=True))
 

@@ -250,6 +250,7 @@ def test_budget_holds_or_is_refused(compiled):
     assert 1000 < caught.value.lower_bound_bytes <= caught.value.least_bytes <= plan.peak_bytes
     assert caught.value.least_bytes == plan.least_bytes
     assert f"the least found feasible is {plan.least_bytes} bytes" in str(caught.value)
+    assert str(caught.value).endswith("or name where to offload tensors to (offload_to).")
     assert torch.equal(before, model.first.weight)
     step.memory_budget = caught.value.least_bytes
     assert step.plan(rows=64).fits

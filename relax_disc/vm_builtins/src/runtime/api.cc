@@ -284,6 +284,8 @@ TVM_FFI_STATIC_INIT_BLOCK() {
            [](const Object& s, int64_t bytes) { SessionOf(s)->SetBudget(bytes); })
       .def("relax_disc.session.set_tier",
            [](const Object& s, const ffi::Any& tier) { SessionOf(s)->SetTier(TierOf(tier)); })
+      .def("relax_disc.session.set_offer",
+           [](const Object& s, ffi::String offer) { SessionOf(s)->SetOffer(std::string(offer)); })
       .def("relax_disc.session.set_state",
            [](const Object& s, const ffi::Any& file, const ffi::Any& tier, const ffi::Shape& given) {
              SessionOf(s)->SetState(StateFileOf(file), TierOf(tier), Values(given));

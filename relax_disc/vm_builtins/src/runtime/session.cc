@@ -72,7 +72,7 @@ void Session::RefuseBudget(const Plan& plan) const {
        << plan.budget_bytes << " bytes: the least found feasible is " << least << " bytes, of which "
        << outside << " are parameters, inputs and results; no plan can do with less than "
        << bound << " bytes. Raise the budget or lower the shape";
-  if (tier_ == nullptr) text << ", or name where to offload tensors to (offload_to)";
+  if (tier_ == nullptr && !offer_.empty()) text << ", or " << offer_;
   text << ".";
   const TVMFFIByteArray* trace = TVMFFIBacktrace(__FILE__, __LINE__, TVM_FFI_FUNC_SIG, 0);
   throw ffi::Error("MemoryBudgetError", text.str(), std::string(trace->data, trace->size),
@@ -178,6 +178,11 @@ void Session::SetTier(TierPtr tier) {
   std::lock_guard<std::mutex> lock(mutex_);
   tier_ = std::move(tier);
   DropPlans();
+}
+
+void Session::SetOffer(std::string offer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  offer_ = std::move(offer);
 }
 
 void Session::SetState(StateFilePtr file, TierPtr tier, const std::vector<int64_t>& given) {

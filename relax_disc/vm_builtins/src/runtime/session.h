@@ -83,6 +83,8 @@ class Session : public tvm::ffi::Object {
   void SetBudget(int64_t bytes);
   /*! \brief Where calls may keep tensors meanwhile; null: nowhere.  Drops all plans. */
   void SetTier(TierPtr tier);
+  /*! \brief What the owner can do besides when a budget does not hold, for the refusal. */
+  void SetOffer(std::string offer);
   /*!
    * \brief Say which given tensors lie in a file; null: none.  Drops all plans.
    * \param tier Whose speeds plans go by.
@@ -146,6 +148,7 @@ class Session : public tvm::ffi::Object {
   std::map<int, CostModel> costs_{{0, CostModel(metadata_.machine)}};  // by threads; 0: any other
   int64_t budget_bytes_ = -1;
   TierPtr tier_, state_tier_;
+  std::string offer_;
   StateFilePtr state_file_;
   std::vector<char> in_file_;  // by index of the given tensor
   Mode mode_ = Mode::kRun;
