@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import relax_disc
 from relax_disc.vm_builtins import native
 
 QUICK_START = """
@@ -43,6 +44,29 @@ for count in (64, 7, 512, 64, 100, 300) * 5:
 report = step.session.report()
 assert report.peak_bytes == report.planned_peak_bytes
 print(json.dumps([relax_disc.__file__, losses[0], losses[-1]]))
+"""
+
+USER = """
+import torch
+from torch import nn
+from torch.export import Dim
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.layers(x), y)
+
+def step():
+    model, rows = Net(), {0: Dim("rows", min=1, max=4096)}
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "example_inputs": (torch.ones(4, 8), torch.ones(4, 1)),
+        "dynamic_shapes": (rows, rows),
+    }
 """
 
 PRODUCT = """
@@ -123,7 +147,33 @@ def check_quick_start(wheel, folder):
     assert Path(file).is_relative_to(fresh)
     assert last < first
     assert f"the native library is {packages}/relax_disc/vm_builtins/lib/relax_disc-" in done.stderr
+    check_command(fresh / "bin" / "relax-disc", folder, environment)
     return packages / "relax_disc" / "vm_builtins" / "lib"
+
+
+def check_command(command, folder, environment):
+    """Start the installed command, as a user would, beside a file of the user's own."""
+    (folder / "mine.py").write_text(USER)
+
+    def run(*words, code=0):
+        done = subprocess.run(
+            [str(command), *words],
+            cwd=folder, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
+
+    assert run("--version").split() == [relax_disc.__version__]
+    findings = {each["name"]: each for each in json.loads(run("doctor", "--json"))}
+    assert findings["C++ library"]["value"] == "of the wheel"
+    assert findings["C++ compiler"] == {**findings["C++ compiler"], "value": "none", "ok": True}
+    shape = ("mine.py:step", "--dim", "rows=1000", "--json")
+    found = json.loads(run("report", *shape))
+    assert found["shape"] == {"rows": 1000}
+    assert found["fits"]
+    refused = json.loads(run("report", *shape, "--budget", "10KiB", code=1))
+    assert not refused["fits"]
+    assert "loss" in run("train", "--smoke", "--steps", "3")
 
 
 pytestmark = pytest.mark.skipif(
