@@ -1,6 +1,6 @@
 """The parts of the suite, the most valuable first; each takes a device and writes rows.
 
-smoke      versions, one layer, one step of a small Llama against PyTorch
+smoke      versions, one layer, attention's kernels, one step of a small Llama against PyTorch
 numbers    losses and gradients against float64: a Llama at several lengths, then every model
 paper      Llama-2-1b, batches 14, 16, 18: tokens a second and peak, beside PyTorch's ways
 bandwidth  each kernel's share of the bandwidth of a copy
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import relax_disc
+from benchmarks.gpu.attention import attention_errors
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.llama import (
     MIDDLE,
@@ -73,6 +74,8 @@ def smoke(device: Device, rows: Rows, sizes: LlamaSizes = TINY) -> None:
             target=device.target,
         )
         rows.add("layer", loss=loss.item(), ours=step(x).item())
+    if rows.wanted("attention"):
+        rows.add("attention", calls=attention_errors(device))
     if rows.wanted("llama"):
         rows.add("llama", lengths=llama_errors(device, sizes, (17, 5)))
 

@@ -21,10 +21,7 @@ def without_padding(
     Functions of which that is not proved stay as they are, and say why
     (`CapturedStep.padding`).
     """
-    if target.kind.name != "llvm":
-        reason = f"there are no kernels for packed sequences on {target.kind.name} yet"
-        return tuple(replace(each, padding=(PaddingReason("", "", reason),)) for each in captured)
-    module, found = remove_padding(captured[0].module)
+    module, found = remove_padding(captured[0].module, target.kind.name)
     return tuple(
         _described(replace(each, module=module), found[each.function]) for each in captured
     )

@@ -25,12 +25,14 @@ from relax_disc.training import compiled_function
 from relax_disc.training.call import binding
 from relax_disc.vm_builtins import runtime
 from relax_disc.vm_builtins.libraries import install
+from tests.cuda.attention_kernels import attention_kernels
 from tests.cuda.emulator import Emulator, Relabelled, announced
 
 _CPU, _CUDA, _PINNED = 1, 2, 3
 _LIBRARIES = ("relax_disc.cuda.", "relax_disc.aten.")
 ENTRY_WAITS = {
     "wait tolist in batch.py:_check_indices",  # the range of token ids
+    "wait nonzero in packing.py:place_rows",  # how many positions are computed
     # the others read what lies on the host
     "wait __bool__ in guard.py:guard",
     "wait item in counters.py:advance",
@@ -77,6 +79,7 @@ def cuda_stand_in(emulator: Emulator) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(_register_all, before)
         stack.enter_context(emulator.compiling())
+        stack.enter_context(attention_kernels())
         for owner, name, value in (
             (torch, "from_dlpack", as_torch),
             (tvm.runtime, "from_dlpack", _to_device(plain_from_dlpack)),

@@ -13,15 +13,17 @@ import torch
 
 from benchmarks import record
 from benchmarks.gpu import parts, suite
+from benchmarks.gpu.attention import attention_errors
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.rows import Rows
 from relax_disc.tir_kernels.target import cuda_target
+from tests.cuda import attention_kernels
 from tests.cuda.emulator import Emulator
 from tests.cuda.stand_in import cuda_stand_in
 from tests.cuda.streams import Streams
 
 ROWS = {
-    "smoke": {"versions", "layer", "llama"},
+    "smoke": {"versions", "layer", "attention", "llama"},
     "numbers": {"llama", "llama, bf16 autocast", parts.ENTRIES[0].name},
     "paper": {
         f"batch 2, {kind}, {way}"
@@ -51,6 +53,13 @@ def check_llama(lengths):
         assert row["loss_error"] <= 2 * row["torch_loss_error"] + 1e-5
 
 
+def check_attention(calls):
+    bounds = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+    assert len(calls) == 18
+    for row in calls:
+        assert max(row["errors"].values()) < bounds[row["dtype"]], row
+
+
 @pytest.mark.parametrize(
     "part",
     [
@@ -65,6 +74,7 @@ def test_a_part_runs_and_goes_on_where_it_ended(results, monkeypatch, part):
     assert not any("failed" in row for row in found.values()), found
     if part == "smoke":
         check_llama(found["llama"]["lengths"])
+        check_attention(found["attention"]["calls"])
         assert found["layer"]["ours"] == pytest.approx(found["layer"]["loss"], rel=1e-5)
     if part == "numbers":
         check_llama(found["llama"]["lengths"])
@@ -78,6 +88,17 @@ def test_a_part_runs_and_goes_on_where_it_ended(results, monkeypatch, part):
 
     monkeypatch.setattr(Rows, "add", measured_again)
     suite.run_part(part, rehearse=True)
+
+
+def test_attention_is_checked_by_the_kernels_of_a_gpu():
+    attention_kernels.calls.clear()
+    with attention_kernels.attention_kernels():
+        calls = attention_errors(Device("stand-in", "cpu", None))
+    check_attention(calls)
+    chosen = {(row["dtype"], row["form"]): row["kernel"] for row in calls}
+    assert chosen["bfloat16", "packed causal"] == chosen["float16", "plain"] == "flash"
+    assert chosen["float32", "packed"] == chosen["bfloat16", "masked"] == "efficient"
+    assert {"flash packed backward", "efficient packed"} <= set(attention_kernels.calls)
 
 
 def test_rows_of_another_commit_are_measured_again(results, monkeypatch):

@@ -82,9 +82,9 @@ class Padding:
     reasons: tuple[Whole, ...] = ()
 
 
-def find_padding(function: relax.Function, module: tvm.IRModule) -> Padding:
-    """Find out which rows of a step's batch are needed, and for what."""
-    analysis = _Analysis(function, module)
+def find_padding(function: relax.Function, module: tvm.IRModule, kind: str = "llvm") -> Padding:
+    """Find out which rows of a step's batch are needed, and for what, on a target of this kind."""
+    analysis = _Analysis(function, module, kind)
     return analysis.run()
 
 
@@ -119,8 +119,8 @@ class _Facts:
 
 
 class _Analysis:
-    def __init__(self, function: relax.Function, module: tvm.IRModule) -> None:
-        self._function, self._module = function, module
+    def __init__(self, function: relax.Function, module: tvm.IRModule, kind: str) -> None:
+        self._function, self._module, self._kind = function, module, kind
         self._bindings = bindings_of(function)
         self._definitions = {binding.var: binding.value for binding in self._bindings}
         self._facts: dict[Any, _Facts] = {}
@@ -138,7 +138,7 @@ class _Analysis:
             if str(kind) == "batch" and registry.dtype_name(param.ty) not in ("float16", "bfloat16")
         ]
         self._elements = Elements(self._definitions, batch, self._module, grid)
-        needed = find_needed(self._bindings, grid, self._elements, self._note)
+        needed = find_needed(self._bindings, grid, self._elements, self._kind, self._note)
         if needed is None:
             return Padding(grid, reasons=tuple(self._reasons))
         self._needed = needed

@@ -39,7 +39,7 @@ from relax_disc.analysis.padding.values import (
 )
 from relax_disc.ops import registry
 from relax_disc.ops.attention import optional_operands
-from relax_disc.ops.attention.library import is_computed_by_library
+from relax_disc.ops.attention.library import is_computed_by_library, needs_native_kernels
 
 ATTENTION = (
     "relax_disc.attention",
@@ -96,13 +96,25 @@ def find_grid(bindings: Sequence[Any], note: Note) -> Grid | None:
 
 
 def find_needed(
-    bindings: Sequence[Any], grid: Grid, elements: Elements, note: Note
+    bindings: Sequence[Any], grid: Grid, elements: Elements, kind: str, note: Note
 ) -> tuple[Needed, ...] | None:
-    """Find the rows that are needed of each length; None: all, and `note` is told why."""
+    """Find the rows that are needed of each length; None: all, and `note` is told why.
+
+    ``kind``: of the target, whose library has to have kernels for packed rows.
+    """
+    if kind not in ("llvm", "cuda"):
+        note(None, f"there are no kernels for packed sequences on {kind}")
+        return None
     seen = [_Seen() for _ in grid.lengths]
     reader = _Reader(grid, elements, note, seen)
     for binding in bindings:
         name = operator_of(binding.value)
+        if kind == "cuda" and name in ATTENTION and needs_native_kernels(binding.value):
+            reason = "on cuda there is no library kernel for {} of attention over packed sequences"
+            is_trained = name == ATTENTION[2]
+            what = "the gradient of the mask" if is_trained else "dropout"
+            note(binding, reason.format(what))
+            return None
         if name == ATTENTION[0] and not reader.see_attention(binding):
             return None
         if name == LOSS[0] and not reader.see_loss(binding):

@@ -51,7 +51,7 @@ def attention(call: relax.Call, site: Site) -> relax.Expr | None:
             [
                 *operands,
                 *_in_type(rest, wide, site),
-                *_parameters(call, layout | _BITS[order] << 3),
+                *_parameters(call, layout | _BITS[order] << 3, site),
             ],
             [out_type, kinds[1]],
         )
@@ -75,7 +75,16 @@ def attention_backward(call: relax.Call, site: Site) -> relax.Expr | None:
     results = site.builder.emit(
         site.call(
             _function_of(call, 6),
-            [grad, q, k, v, out, lse, *_in_type(rest, wide, site), *_parameters(call, layout)],
+            [
+                grad,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                *_in_type(rest, wide, site),
+                *_parameters(call, layout, site),
+            ],
             [_stored_type(kind, order, wide) for kind, order in zip(kinds, orders, strict=True)],
         )
     )
@@ -89,19 +98,22 @@ def attention_backward(call: relax.Call, site: Site) -> relax.Expr | None:
 
 
 def is_computed_by_library(q: relax.Expr, k: relax.Expr, v: relax.Expr) -> bool:
-    """Whether the native kernels take heads like these."""
+    """Whether the library takes heads like these."""
     dims = [extents_of(operand)[3] for operand in (q, k, v)]
     known = all(isinstance(dim, tirx.IntImm) and 0 < int(dim) <= _MOST_DIM for dim in dims)
     return known and registry.dtype_name(q.ty) in _NATIVE
 
 
+def needs_native_kernels(call: relax.Call) -> bool:
+    """Whether no library of a GPU has a kernel: for dropout, or for the gradient of a mask."""
+    return _drops(call) or _is_trained(call)
+
+
 def _function_of(call: relax.Call, operands: int) -> str:
     """Name of the library function for an operator's call with so many operands before a mask."""
     if _is_packed(call):
-        operands += 4  # starts and places of queries and keys
-    rest = len(call.args) - operands
-    if _drops(call):
-        rest -= 1 + 2 * _is_packed(call)  # the state, and the lengths of the padded batch
+        operands += 6  # starts and places of queries and keys, and the lengths of the padded batch
+    rest = len(call.args) - operands - _drops(call)  # the state
     name = call.op.name.removeprefix("relax_disc.")
     is_masked = rest > 0 and not _is_trained(call)
     return name + "_masked" * is_masked + "_dropout" * _drops(call)
@@ -109,11 +121,10 @@ def _function_of(call: relax.Call, operands: int) -> str:
 
 def _working_dtype(call: relax.Call, operands: tuple[relax.Expr, ...], site: Site) -> str | None:
     """Type that the library computes in; None if it cannot."""
-    is_cuda = site.family.endswith(".cuda")
-    if not is_computed_by_library(*operands) or (is_cuda and (_drops(call) or _is_trained(call))):
+    if not is_computed_by_library(*operands) or (site.is_cuda and needs_native_kernels(call)):
         return None
     dtype = registry.dtype_name(operands[0].ty)
-    if is_cuda or dtype in ("float32", "float64"):
+    if site.is_cuda or dtype in ("float32", "float64"):
         return dtype
     return "float32"
 
@@ -145,14 +156,14 @@ def _in_type(exprs: list[relax.Expr], dtype: str, site: Site) -> list[relax.Expr
     ]
 
 
-def _parameters(call: relax.Call, layout: int) -> list[Any]:
-    """What follows the tensors; lengths of a padded batch are operands of packed attention."""
+def _parameters(call: relax.Call, layout: int, site: Site) -> list[Any]:
+    """What follows the tensors; the lengths of a padded batch are operands of packed attention."""
     attrs: Any = call.attrs
     known = [_double(attrs["scale"]), int(bool(attrs["is_causal"])), layout]
-    if not _drops(call):
-        return known
     lengths = list(call.args[-2:]) if _is_packed(call) else []
-    return [*known, _double(attrs["dropout"]), int(attrs["stream"]), *lengths]
+    if _drops(call):
+        return [*known, _double(attrs["dropout"]), int(attrs["stream"]), *lengths]
+    return [*known, *lengths] if site.is_cuda else known  # native kernels draw with them, no more
 
 
 def _double(value: Any) -> relax.Expr:

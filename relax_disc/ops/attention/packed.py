@@ -11,7 +11,8 @@ A mask is that of the padded batch, ``[B|1, H|1, T|1, T|1]``: it is read at the 
 rows, so nothing of the size of packed rows by packed rows exists.  Dropout, too, draws the numbers
 of the padded batch.
 
-Only the native kernels compute these operators; `RemovePadding` emits them where those do.
+Only libraries compute these operators: the native kernels, and PyTorch's on CUDA but for dropout
+and the gradient of a mask; `RemovePadding` emits them where those do.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def packed_attention(
         [B + 1]`` int64 and ``places [3, N]`` int64, whose last row is the position of each row in
         its sequence; the same of the keys, ``[B + 1]`` and ``[3, M]``.
     rest : sequence of relax.Expr
-        The mask, if there is one; with dropout the state of the random operators, and the lengths
-        of queries and keys of the padded batch, integers.
+        The mask, if there is one; with dropout the state of the random operators; the lengths of
+        queries and keys of the padded batch, integers.
     attrs : mapping
         Of `attention`.
 

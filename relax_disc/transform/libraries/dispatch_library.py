@@ -36,6 +36,11 @@ class Site:
     uses: Uses  # the function before the pass
     analyzer: Analyzer  # proves that shapes agree
 
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the library is PyTorch's for a GPU."""
+        return self.family.endswith(".cuda")
+
     def definition(self, expr: relax.Expr) -> relax.Expr:
         """Follow variables of the rewritten function to what computes them."""
         return definition(expr, self.builder)

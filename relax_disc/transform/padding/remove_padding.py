@@ -16,7 +16,8 @@ What lies behind ``starts[batch]`` fills up: it repeats a row and counts nowhere
 is ignored, or what is zero in all rows that are left out is zero there; so ``tokens`` may be
 rounded up, and plans are used again.
 
-Limits: native attention on the CPU; see the analysis for what is recognised.
+Limits: a CPU or a CUDA device, whose libraries have attention over packed rows; see the analysis
+for what is recognised.
 """
 
 from __future__ import annotations
@@ -60,16 +61,22 @@ class RemovePadding:
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Rewrite the functions whose padding can be left out."""
         del ctx
-        return remove_padding(mod)[0]
+        target = tvm.target.Target.current(allow_none=True)
+        return remove_padding(mod, "llvm" if target is None else target.kind.name)[0]
 
 
-def remove_padding(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, Padding]]:
-    """Rewrite a module; say of each of its functions what was found out about its padding."""
+def remove_padding(
+    mod: tvm.IRModule, kind: str = "llvm"
+) -> tuple[tvm.IRModule, dict[str, Padding]]:
+    """Rewrite a module; say of each of its functions what was found out about its padding.
+
+    ``kind``: of the target, "llvm" or "cuda"; others have no kernels for packed rows.
+    """
     result, found = copy_module(mod), {}
     for variable, function in program_functions(mod):
-        padding = found[variable.name_hint] = find_padding(function, mod)
+        padding = found[variable.name_hint] = find_padding(function, mod, kind)
         if padding.needed is not None:
-            _Rewriter(result, function, padding).run(variable)
+            _Rewriter(result, function, padding, kind).run(variable)
     return relax.transform.Normalize()(result), found
 
 
@@ -85,8 +92,11 @@ class _Packing:
 class _Rewriter:
     """Writes one function anew."""
 
-    def __init__(self, mod: tvm.IRModule, function: relax.Function, padding: Padding) -> None:
+    def __init__(
+        self, mod: tvm.IRModule, function: relax.Function, padding: Padding, kind: str
+    ) -> None:
         assert padding.grid is not None
+        self._library = "relax_disc.cuda" if kind == "cuda" else "relax_disc.cpu"
         self._module, self._function, self._padding = mod, function, padding
         self._grid: Grid = padding.grid
         self._packings = self._parameters()
@@ -215,7 +225,7 @@ class _Rewriter:
             *("kept_numbers", packing.places),
         )
         sums = relax.call_dps_packed(
-            "relax_disc.cpu.embedding_backward",
+            f"{self._library}.embedding_backward",
             [matrix, numbers, relax.prim_value(-1)],
             relax.TensorType([extent, width], kind.dtype),
         )
@@ -258,7 +268,7 @@ class _Rewriter:
         first = 0 if count == 3 else 1
         kinds = [self._grid.rows(arg.ty).of for arg in call.args[first : first + 2]]
         packings = [self._packings[of] for of in kinds]
-        lengths = [relax.prim_value(self._grid.lengths[of]) for of in kinds] if rng else []
+        lengths = [relax.prim_value(self._grid.lengths[of]) for of in kinds]
         where = [x for packing in packings for x in (packing.starts, packing.places)]
         return self._located(
             build([*operands, *where], [*mask, *rng, *lengths], dict(call.attrs.items()))

@@ -2,10 +2,9 @@
 
 `register()` makes `relax_disc.cuda.*`, with the arguments that `install` lists. Operands and
 results pass by DLPack without copies, and the work goes to the stream that the virtual machine
-uses. Attention's gradient runs its forward again, since that serves every kernel of PyTorch.
+uses. Attention is in `cuda_attention.py`.
 
-Limits: PyTorch allocates workspaces of its own beside the arena, and attention copies its result
-into it. The log-sum-exp costs a second product of queries and keys.
+Limits: PyTorch allocates workspaces of its own beside the arena.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional
 import tvm_ffi
 
 from relax_disc.ops import recurrence_steps
-
-_ROWS = 1024  # of scores at a time, for the log-sum-exp
+from relax_disc.vm_builtins.libraries import cuda_attention
 
 
 def _as_matrix(values: torch.Tensor, split: int, transpose: int) -> torch.Tensor:
@@ -30,15 +27,6 @@ def _as_matrix(values: torch.Tensor, split: int, transpose: int) -> torch.Tensor
     rows, columns = math.prod(values.shape[:split]), math.prod(values.shape[split:])
     matrix = values.reshape(rows, columns)
     return matrix.T if transpose else matrix
-
-
-def _without_mask(function: Callable[..., None], position: int) -> Callable[..., None]:
-    """Make the form of an attention function that gets no mask: None takes its position."""
-
-    def run(*arguments: Any) -> None:
-        function(*arguments[:position], None, *arguments[position:])
-
-    return run
 
 
 def _unpack_axes(code: int, rank: int) -> tuple[int, ...]:
@@ -88,51 +76,6 @@ def batch_matmul(a: Any, b: Any, a_axes: int, b_axes: int, c_axes: int, c: Any) 
         for tensor, axes in ((a, a_axes), (b, b_axes), (c, c_axes))
     )
     torch.matmul(left, right, out=target)
-
-
-def attention_masked(
-    q: Any, k: Any, v: Any, mask: Any, scale: float, is_causal: int, layout: int, out: Any, lse: Any
-) -> None:
-    """Compute attention with a mask and the log of its sums."""
-    query, key, value, target = _views((q, k, v, out), layout)
-    extra = None if mask is None else _tensor(mask)
-    sums = _tensor(lse)
-    _log_sums(query, key, extra, scale, bool(is_causal), sums)
-    result = _attend(query, key, value, extra, scale, bool(is_causal))
-    # PyTorch's kernels differ in what a row that sees nothing gets.
-    target.copy_(result.masked_fill(sums.isneginf()[..., None], 0))
-
-
-def attention_backward_masked(
-    grad_out: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    mask: Any,
-    scale: float,
-    is_causal: int,
-    layout: int,
-    dq: Any,
-    dk: Any,
-    dv: Any,
-) -> None:
-    """Compute the gradients of q, k and v of attention with a mask."""
-    grad, query, key, value, _, *targets = _views((grad_out, q, k, v, out, dq, dk, dv), layout)
-    extra = None if mask is None else _tensor(mask)
-    empty = _tensor(lse).isneginf()[..., None]
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        result = _attend(leaves[0], leaves[1], leaves[2], extra, scale, bool(is_causal))
-        gradients = torch.autograd.grad(result, leaves, grad.masked_fill(empty, 0))
-    for target, gradient in zip(targets, gradients, strict=True):
-        target.copy_(gradient)
-    targets[0].masked_fill_(empty, 0)
-
-
-attention = _without_mask(attention_masked, 3)
-attention_backward = _without_mask(attention_backward_masked, 6)
 
 
 def embedding_backward(grad: Any, ids: Any, padding_idx: int, out: Any) -> None:
@@ -249,69 +192,8 @@ def _channels_first(value: Any) -> torch.Tensor:
     return _tensor(value).movedim(-1, 1)
 
 
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    is_causal: bool,
-) -> torch.Tensor:
-    if mask is not None and is_causal:
-        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=mask.device).tril()
-        mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(query.dtype)
-    return torch.nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        mask,
-        is_causal=is_causal and mask is None,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-
-
-def _log_sums(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    is_causal: bool,
-    sums: torch.Tensor,
-) -> None:
-    """Write the log of the sums of exponentials of every row, some rows at a time."""
-    keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
-    columns = torch.arange(key.shape[2], device=key.device)
-    for first in range(0, query.shape[2], _ROWS):
-        last = min(first + _ROWS, query.shape[2])
-        scores = (query[:, :, first:last] @ keys).to(sums.dtype) * scale
-        if mask is not None:
-            part = mask[:, :, first:last] if mask.shape[2] > 1 else mask
-            if mask.dtype == torch.bool:
-                scores = scores.masked_fill(~part, -math.inf)
-            else:
-                scores = scores + part
-        if is_causal:
-            rows = torch.arange(first, last, device=key.device)
-            scores = scores.masked_fill(columns > rows[:, None], -math.inf)
-        sums[:, :, first:last] = torch.logsumexp(scores, -1)
-
-
 def _tensor(value: Any) -> torch.Tensor:
     return torch.from_dlpack(value)
-
-
-def _views(values: tuple[Any, ...], layout: int) -> list[torch.Tensor]:
-    """View every tensor as [batch, heads, length, dim]."""
-    tensors = [_tensor(value) for value in values]
-    for i, x in enumerate(tensors):
-        if layout >> 8 + i & 1:
-            tensors[i] = x.permute(1, 2, 0, 3)
-        elif layout >> i & 1:
-            tensors[i] = x.transpose(1, 2)
-    return tensors
 
 
 def _on_stream(function: Callable[..., None]) -> Callable[..., None]:
@@ -340,10 +222,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "matmul": matmul,
     "matmul_add": matmul_add,
     "batch_matmul": batch_matmul,
-    "attention": attention,
-    "attention_masked": attention_masked,
-    "attention_backward": attention_backward,
-    "attention_backward_masked": attention_backward_masked,
+    **cuda_attention.FUNCTIONS,
     "embedding_backward": embedding_backward,
     "embedding_backward_add": embedding_backward_add,
     "recurrence": recurrence,

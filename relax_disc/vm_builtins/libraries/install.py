@@ -16,8 +16,8 @@
                                              p, stream after layout where there is rng (CPU only)
 `.._backward_trained`, with dropout, too     as masked, dmask after dv; CPU only
 `relax_disc.cpu.packed_attention..`          as these; starts, places of queries and of keys
-                                             before mask and rng, the lengths of both in
-                                             the padded batch after stream; CPU only
+                                             before mask and rng; the lengths of both in
+                                             the padded batch after stream, on CUDA after layout
 `relax_disc.cpu.ctc_loss`                    log_probs [T, N, C], targets [N, S], input_lengths [N],
                                              target_lengths [N], blank, loss [N],
                                              alpha [N, T, 2 S + 1]

@@ -1,0 +1,378 @@
+"""PyTorch's kernels of attention on CUDA: flash, memory-efficient, and the composite.
+
+- *flash* (Dao, FlashAttention-2, 2023): half precision without a mask, heads of up to 256 numbers,
+  a multiple of 8, the same for values, from compute capability 8.0 on;
+- *efficient* (Rabe and Staats, 2021; xFormers): float32 too, and masks, where rows are a multiple
+  of 16 bytes;
+- *math*: PyTorch's composite, of what the two do not take, such as float64.
+
+``torch.backends.cuda.enable_flash_sdp(False)`` and ``enable_mem_efficient_sdp(False)`` turn kernels
+off, as in PyTorch. Gradients are computed from the log of the sums that forward kept, by
+deterministic kernels.
+
+Tensors are ``[batch, length, heads, dim]``, as the kernels have them, and the log of the sums is
+``[batch, heads, length]``, -inf where a row sees nothing. Packed rows are those of
+`relax_disc.ops.attention.packed`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from relax_disc.vm_builtins.libraries.packed_rows import PackedRows
+
+_FLASH_MOST_DIM = 256
+_LSE_ROWS = 32
+"""The memory-efficient kernels keep the log of the sums in rows of a multiple of this."""
+_BIAS_ELEMENTS = 16
+"""Rows of an added mask start at multiples of this."""
+_MATH_ROWS = 1024
+"""Rows of scores at a time, for the log of their sums."""
+_HIDDEN = torch.finfo(torch.float32).min / math.log2(math.e)
+"""Numbers of a mask up to this hide a key, as -inf does and as in the native kernels."""
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a call of attention asks for."""
+
+    scale: float
+    is_causal: bool
+    mask: torch.Tensor | None  # [B|1, H|1, Tq|1, Tk|1], bool or added
+
+    def _hiding(self, keys: PackedRows) -> Problem:
+        """The same over the padded batch, where keys that are not packed are hidden."""
+        kept = keys.is_kept()[:, None, None]
+        if self.mask is None:
+            mask = kept
+        elif self.mask.dtype == torch.bool:
+            mask = self.mask & kept
+        else:
+            mask = self.mask.masked_fill(~kept, -math.inf)
+        return Problem(self.scale, self.is_causal, mask)
+
+    def kernel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+        """Choose "flash", "efficient" or "math" for operands ``[batch, length, heads, dim]``."""
+        width, value_width, dtype = query.shape[3], value.shape[3], query.dtype
+        is_half = dtype in (torch.float16, torch.bfloat16)
+        major = _capability(query.device)
+        if (
+            is_half
+            and major >= 8
+            and self.mask is None
+            and torch.backends.cuda.flash_sdp_enabled()
+            and width == value_width <= _FLASH_MOST_DIM
+            and width % 8 == 0
+            # Their causal mask is aligned to the bottom right.
+            and (not self.is_causal or query.shape[1] == key.shape[1])
+        ):
+            return "flash"
+        # From 8.0 on it has kernels of bfloat16.
+        is_known = dtype != torch.float64 and major >= (8 if dtype == torch.bfloat16 else 5)
+        is_aligned = all(each * query.element_size() % 16 == 0 for each in (width, value_width))
+        enabled = torch.backends.cuda.mem_efficient_sdp_enabled()
+        return "efficient" if is_known and is_aligned and enabled else "math"
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the result and the log of the sums of a batch."""
+        kernel = self.kernel(query, key, value)
+        if kernel == "flash":
+            lengths = query.shape[1], key.shape[1]
+            return _aten._flash_attention_forward(
+                query, key, value, None, None, *lengths, 0.0, self.is_causal, False,
+                scale=self.scale,
+            )[:2]  # fmt: skip
+        empty = self._sees_nothing(query, key)
+        if kernel == "math":
+            sums = self._log_sums(query, key)
+            out = self._composite(query, key, value)
+        else:
+            wide = _repeated(query, key, value)
+            out, sums, *_ = _aten._efficient_attention_forward(
+                query, *wide, self._bias(query, key), None, None, None, None, 0.0,
+                int(self.is_causal), True, scale=self.scale,
+            )  # fmt: skip
+            sums = sums[:, :, : query.shape[1]]
+        if empty is None:
+            return out, sums
+        # PyTorch's kernels differ in what a row that sees nothing gets.
+        return (
+            out.masked_fill(empty.transpose(1, 2)[..., None], 0),
+            sums.masked_fill(empty, -math.inf),
+        )
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute the gradients of the three operands of a batch."""
+        kernel = self.kernel(query, key, value)
+        lengths = query.shape[1], key.shape[1]
+        if kernel == "flash":
+            with _deterministic():
+                return _aten._flash_attention_backward(
+                    grad, query, key, value, out, sums.contiguous(), None, None, *lengths, 0.0,
+                    self.is_causal, *_no_random_state(query, torch.uint64), scale=self.scale,
+                )  # fmt: skip
+        if kernel == "math":
+            return self._composite_gradients(grad, query, key, value, sums)
+        hidden = sums.isneginf()
+        padded = _padded_sums(sums.masked_fill(hidden, math.inf))
+        # A row that sees nothing gives nothing, whatever stands in its gradient.
+        grad = grad.masked_fill(hidden.transpose(1, 2)[..., None], 0)
+        bias, numbers = self._bias(query, key), (None, None, *lengths)
+        return self._efficient_backward(grad, query, key, value, out, bias, numbers, padded)
+
+    def packed_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        queries: PackedRows,
+        keys: PackedRows,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the result and the log of the sums of packed sequences."""
+        kernel = self.kernel(query, key, value)
+        if self.mask is not None or kernel == "math":
+            operands = queries.spread(query), keys.spread(key), keys.spread(value)
+            padded, logs = self._hiding(keys).forward(*operands)
+            out, by_rows = queries.collected(padded), queries.collected(logs.transpose(1, 2))
+        elif kernel == "flash":
+            out, sums, *_ = _aten._flash_attention_forward(
+                query[0], key[0], value[0], *_sequences(queries, keys), 0.0, self.is_causal, False,
+                scale=self.scale,
+            )  # fmt: skip
+            out, by_rows = out[None], sums.T[None]
+        else:
+            wide = _repeated(query, key, value)
+            out, sums, *_ = _aten._efficient_attention_forward(
+                query, *wide, None, *_sequences(queries, keys), 0.0, int(self.is_causal), True,
+                scale=self.scale,
+            )  # fmt: skip
+            sequence, rank = queries.in_sequence()
+            by_rows = sums[sequence.clamp(max=queries.count - 1), :, rank][None]
+        return queries.cleared(out, 0), queries.cleared(by_rows, -math.inf).transpose(1, 2)
+
+    def packed_backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        sums: torch.Tensor,
+        queries: PackedRows,
+        keys: PackedRows,
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute the gradients of the three operands of packed sequences."""
+        kernel, sides = self.kernel(query, key, value), (queries, keys, keys)
+        if self.mask is not None or kernel == "math":
+            found = self._hiding(keys).backward(
+                queries.spread(grad),
+                queries.spread(query),
+                keys.spread(key),
+                keys.spread(value),
+                queries.spread(out),
+                queries.spread(sums.transpose(1, 2), -math.inf).transpose(1, 2),
+            )
+            found = [side.collected(x) for side, x in zip(sides, found, strict=True)]
+        elif kernel == "flash":
+            rows = [x[0] for x in (grad, query, key, value, out, sums.contiguous())]
+            with _deterministic():
+                found = _aten._flash_attention_backward(
+                    *rows, *_sequences(queries, keys), 0.0, self.is_causal,
+                    *_no_random_state(query, torch.uint64), scale=self.scale,
+                )  # fmt: skip
+            found = [x[None] for x in found]
+        else:
+            sequence, rank = queries.in_sequence()
+            shape = queries.count + 1, query.shape[2], _rounded(queries.longest, _LSE_ROWS)
+            padded = sums.new_full(shape, math.inf)
+            padded[sequence, :, rank] = sums[0].T
+            numbers = _sequences(queries, keys)
+            found = self._efficient_backward(
+                grad, query, key, value, out, None, numbers, padded[:-1]
+            )
+        return tuple(side.cleared(x, 0) for side, x in zip(sides, found, strict=True))
+
+    def _efficient_backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        numbers: tuple[Any, ...],
+        sums: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """``numbers``: starts of queries and keys or None, and the most rows of both."""
+        with _deterministic():
+            dq, dk, dv, _ = _aten._efficient_attention_backward(
+                grad, query, *_repeated(query, key, value), bias, out, *numbers, sums, 0.0,
+                *_no_random_state(None, torch.int64), int(self.is_causal), False, scale=self.scale,
+            )  # fmt: skip
+        group = query.shape[2] // key.shape[2]
+        if group > 1:
+            dk, dv = (x.unflatten(2, (-1, group)).sum(3) for x in (dk, dv))
+        return dq, dk, dv
+
+    # -- masks ---------------------------------------------------------------------------------
+
+    def _seen(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Which keys rows see, ``[B|1, H|1, Tq, Tk]`` bool."""
+        mask = self.mask
+        assert mask is not None
+        seen = mask if mask.dtype == torch.bool else mask > _HIDDEN
+        seen = seen.expand(*seen.shape[:2], query.shape[1], key.shape[1])
+        return seen.tril() if self.is_causal else seen
+
+    def _sees_nothing(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+        """Rows that see no key, ``[B|1, H|1, Tq]``; None: there are none."""
+        return None if self.mask is None else ~self._seen(query, key).any(-1)
+
+    def _bias(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+        """The mask as the memory-efficient kernels take it: added, whole, its rows aligned."""
+        mask = self.mask
+        if mask is None:
+            return None
+        columns = key.shape[1]
+        rows = query.new_empty(*mask.shape[:3], _rounded(columns, _BIAS_ELEMENTS))[..., :columns]
+        if mask.dtype == torch.bool:
+            rows.zero_().masked_fill_(~mask, -math.inf)
+        else:
+            rows.copy_(mask.masked_fill(mask <= _HIDDEN, -math.inf))
+        return rows.expand(query.shape[0], query.shape[2], query.shape[1], columns)
+
+    # -- PyTorch's composite -------------------------------------------------------------------
+
+    def _composite(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        mask = self.mask
+        if mask is not None:
+            seen = self._seen(query, key)
+            is_bool = mask.dtype == torch.bool
+            mask = seen if is_bool else mask.to(query.dtype).masked_fill(~seen, -math.inf)
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.nn.functional.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                key.transpose(1, 2),
+                value.transpose(1, 2),
+                mask,
+                is_causal=self.is_causal and mask is None,
+                scale=self.scale,
+                enable_gqa=query.shape[2] != key.shape[2],
+            ).transpose(1, 2)
+
+    def _composite_gradients(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        empty = sums.isneginf().transpose(1, 2)[..., None]
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+            result = self._composite(leaves[0], leaves[1], leaves[2])
+            found = torch.autograd.grad(result, leaves, grad.masked_fill(empty, 0))
+        return found[0].masked_fill(empty, 0), *found[1:]
+
+    def _log_sums(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """The log of the sums of exponentials of every row, some rows at a time."""
+        group = query.shape[2] // key.shape[2]
+        keys = key.repeat_interleave(group, 2).permute(0, 2, 3, 1)
+        columns = torch.arange(key.shape[1], device=key.device)
+        kind = torch.float64 if query.dtype == torch.float64 else torch.float32
+        parts = []
+        for first in range(0, query.shape[1], _MATH_ROWS):
+            last = min(first + _MATH_ROWS, query.shape[1])
+            scores = (query[:, first:last].transpose(1, 2) @ keys).to(kind) * self.scale
+            if self.mask is not None:
+                part = self.mask[:, :, first:last] if self.mask.shape[2] > 1 else self.mask
+                if part.dtype == torch.bool:
+                    scores = scores.masked_fill(~part, -math.inf)
+                else:
+                    scores = scores + part
+            if self.is_causal:
+                rows = torch.arange(first, last, device=key.device)
+                scores = scores.masked_fill(columns > rows[:, None], -math.inf)
+            parts.append(torch.logsumexp(scores, -1))
+        return torch.cat(parts, 2)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    """Major compute capability; 0: it is no CUDA device, and has no such kernels."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+def _rounded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+def _padded_sums(sums: torch.Tensor) -> torch.Tensor:
+    """The log of the sums in rows of which the kernels' gradients read a multiple of 32."""
+    more = _rounded(sums.shape[2], _LSE_ROWS) - sums.shape[2]
+    return torch.nn.functional.pad(sums, (0, more), value=math.inf)
+
+
+def _repeated(query: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values with a head for each of the queries'."""
+    groups = [query.shape[2] // x.shape[2] for x in operands]
+    return [
+        x.repeat_interleave(group, 2) if group > 1 else x
+        for x, group in zip(operands, groups, strict=True)
+    ]
+
+
+def _sequences(queries: PackedRows, keys: PackedRows) -> tuple[Any, ...]:
+    """Starts of queries and keys as the kernels take them, and the most rows of a sequence."""
+    starts = (side.starts.to(torch.int32) for side in (queries, keys))
+    return *starts, queries.longest, keys.longest
+
+
+def _no_random_state(
+    like: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seed and offset where there is no dropout; flash has them on the device."""
+    device = "cpu" if like is None else like.device
+    seed = torch.zeros(() if like is None else (2,), dtype=dtype, device=device)
+    return seed, torch.zeros((), dtype=dtype, device=device)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Let kernels that are else free to add in any order do so in one."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    # `torch.use_deterministic_algorithms` would set torch.compile's switch, too.
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
