@@ -3,6 +3,9 @@
 Written from what PyTorch's sources say of them (`aten/src/ATen/native/transformers/cuda`): what
 they accept, the layout of the log of the sums, on which side a causal mask is aligned.  What they
 leave unwritten is NaN, and so is the result of a row that sees nothing, which no contract covers.
+
+Dropout draws what the native library draws from the state that a seed was made of, so that results
+are comparable; forward kernels take the seed from the generator, the others from their operands.
 """
 
 from __future__ import annotations
@@ -18,19 +21,42 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from relax_disc.vm_builtins.libraries import cuda_attention_kernels
+from relax_disc.ops.philox import MANTISSA_BITS
+from relax_disc.vm_builtins.libraries import cuda_attention_kernels, random_seeds
+from tests.philox import philox
 
 calls: list[str] = []
 """Names of the stand-ins that ran, in order; for tests to read and clear."""
 _LSE_ROWS = 32
+_states: dict[int, tuple[int, int, int]] = {}
+"""Seed, offset and stream that a seed was made of."""
 
 
 @contextmanager
 def attention_kernels(major: int = 9) -> Iterator[None]:
     """Inside, every device has the kernels of a GPU of this compute capability."""
     _register()
-    with mock.patch.object(cuda_attention_kernels, "_capability", lambda device: major):
+    with (
+        mock.patch.object(cuda_attention_kernels, "_capability", lambda device: major),
+        mock.patch.object(random_seeds, "seed_of", _seed_of),
+    ):
         yield
+
+
+def _seed_of(state: Tensor, stream: int, make: Any = random_seeds.seed_of) -> int:
+    seed = make(state, stream)
+    made_of = (*state.tolist(), stream)
+    assert _states.setdefault(seed, made_of) == made_of, "two states have one seed"
+    return seed
+
+
+def _factors(p: float, seed: int, *shape: int) -> Tensor | None:
+    """What dropout multiplies weights ``[batch, heads, rows, columns]`` by; None: nothing."""
+    if p == 0:
+        return None
+    words = philox(*_states[seed], math.prod(shape)) >> (32 - MANTISSA_BITS)
+    kept = words.to(torch.float32) * 2.0**-MANTISSA_BITS >= p
+    return kept.reshape(shape) / (1 - p)
 
 
 @functools.cache
@@ -47,7 +73,13 @@ def _register() -> torch.library.Library:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, offset: int | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    offset: int | None,
+    scale: float,
+    factors: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """One sequence ``[length, heads, dim]``; ``offset``: row i sees column j <= i + offset."""
     q, k, v = (x.double().transpose(0, 1) for x in (query, key, value))
@@ -60,12 +92,13 @@ def _attend(
         scores = scores.masked_fill(columns > rows + offset, -math.inf)
     sums = scores.logsumexp(-1)  # [heads, length]
     weights = (scores - sums[..., None]).exp()  # NaN where a row sees nothing
+    weights = weights if factors is None else weights * factors
     return (weights @ v).transpose(0, 1), sums.masked_fill(sums.isneginf(), math.nan)
 
 
 def _gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor,
-    bias: Tensor | None, offset: int | None, scale: float,
+    bias: Tensor | None, offset: int | None, scale: float, factors: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of one sequence from the log of its sums, as the kernels compute them."""
     group = query.shape[1] // key.shape[1]
@@ -78,8 +111,9 @@ def _gradients(
         rows, columns = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
         scores = scores.masked_fill(columns > rows + offset, -math.inf)
     weights = (scores - sums.double()[..., None]).exp()
-    by_score = weights * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * scale
-    dq, dk, dv = by_score @ k, by_score.mT @ q, weights.mT @ g
+    drops = 1.0 if factors is None else factors
+    by_score = weights * (g @ v.mT * drops - (g * o).sum(-1, keepdim=True)) * scale
+    dq, dk, dv = by_score @ k, by_score.mT @ q, (weights * drops).mT @ g
     dk, dv = (x.unflatten(0, (-1, group)).sum(1) for x in (dk, dv))
     return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
@@ -95,7 +129,8 @@ def _spans(starts: Tensor | None, count: int, longest: int) -> list[slice]:
 
 
 def _flash_checks(query: Tensor, key: Tensor, value: Tensor, starts: Any, dropout: float) -> None:
-    assert dropout == 0
+    assert 0 <= dropout < 1
+    assert dropout == 0 or starts is None, "positions are not those of the padded batch"
     assert query.dtype in (torch.float16, torch.bfloat16)
     assert query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
     assert query.shape[-1] % 8 == 0 and query.shape[-2] % key.shape[-2] == 0
@@ -118,6 +153,8 @@ def _flash_attention_forward(
     calls.append("flash" if cum_seq_q is None else "flash packed")
     _flash_checks(query, key, value, cum_seq_q, dropout_p)
     heads = query.shape[-2]
+    seed = torch.default_generator.initial_seed()
+    factors = _factors(dropout_p, seed, len(query), heads, max_q, max_k)
     out = torch.full_like(query, math.nan)
     shape = (query.shape[0], heads, query.shape[1]) if cum_seq_q is None else (heads, len(query))
     sums = torch.full(shape, math.nan)
@@ -129,7 +166,8 @@ def _flash_attention_forward(
         (q,) = _pieces((query,), cum_seq_q, k, r)
         keys, values = _pieces((key, value), cum_seq_k, k, c)
         offset = len(keys) - len(q) if is_causal else None  # aligned to the bottom right
-        found, logs = _attend(q, keys, values, None, offset, scale)
+        drops = None if factors is None else factors[k]
+        found, logs = _attend(q, keys, values, None, offset, scale, drops)
         if cum_seq_q is None:
             out[k], sums[k] = found.to(out.dtype), logs.float()
         else:
@@ -152,6 +190,8 @@ def _flash_attention_backward(
     shape = (query.shape[0], heads, query.shape[1]) if cum_seq_q is None else (heads, len(query))
     assert logsumexp.shape == shape and logsumexp.dtype == torch.float32
     assert logsumexp.is_contiguous()
+    assert rng_state.dtype == torch.uint64 and rng_state.shape == (2,) and int(rng_state[1]) == 0
+    factors = _factors(dropout_p, int(rng_state[0]), len(query), heads, max_q, max_k)
     results = tuple(torch.full_like(x, math.nan) for x in (query, key, value))
     rows, columns = (
         _spans(starts, query.shape[0], most)
@@ -162,7 +202,8 @@ def _flash_attention_backward(
         keys, values = _pieces((key, value), cum_seq_k, k, c)
         logs = logsumexp[k] if cum_seq_q is None else logsumexp[:, r]
         offset = len(keys) - len(q) if is_causal else None
-        found = _gradients(grad, q, keys, values, o, logs, None, offset, scale)
+        drops = None if factors is None else factors[k]
+        found = _gradients(grad, q, keys, values, o, logs, None, offset, scale, drops)
         places = (r, c, c) if cum_seq_q is not None else (k, k, k)
         for target, place, x in zip(results, places, found, strict=True):
             target[place] = x.to(target.dtype)
@@ -172,7 +213,8 @@ def _flash_attention_backward(
 def _efficient_checks(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, starts: Any, dropout: float
 ) -> None:
-    assert dropout == 0
+    assert 0 <= dropout < 1
+    assert dropout == 0 or starts is None, "positions are not those of the padded batch"
     assert query.dim() == key.dim() == value.dim() == 4
     assert query.dtype in (torch.float32, torch.float16, torch.bfloat16)
     assert query.shape[0] == key.shape[0] == value.shape[0]
@@ -190,6 +232,10 @@ def _efficient_checks(
         assert all(bias.stride(axis) % unit == 0 for axis in range(3)), "not aligned"
 
 
+def _weights_kept(query: Tensor, key: Tensor, p: float, seed: int) -> Tensor | None:
+    return _factors(p, seed, query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+
+
 def _efficient_attention_forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None,
@@ -199,6 +245,8 @@ def _efficient_attention_forward(
     calls.append("efficient" if cu_seqlens_q is None else "efficient packed")
     _efficient_checks(query, key, value, bias, cu_seqlens_q, dropout_p)
     assert compute_log_sumexp and custom_mask_type in (0, 1)
+    seed = torch.default_generator.initial_seed()
+    factors = _weights_kept(query, key, dropout_p, seed)
     out = query.new_full((*query.shape[:3], value.shape[3]), math.nan)
     rows = _spans(cu_seqlens_q, query.shape[0], max_seqlen_q or 0)
     columns = _spans(cu_seqlens_k, query.shape[0], max_seqlen_k or 0)
@@ -210,7 +258,10 @@ def _efficient_attention_forward(
     for k, (r, c) in enumerate(zip(rows, columns, strict=True)):
         batch = k if cu_seqlens_q is None else 0
         extra = None if bias is None else bias[k]
-        found, logs = _attend(query[batch, r], key[batch, c], value[batch, c], extra, offset, scale)
+        drops = None if factors is None else factors[k]
+        found, logs = _attend(
+            query[batch, r], key[batch, c], value[batch, c], extra, offset, scale, drops
+        )
         out[batch, r] = found.to(out.dtype)
         sums[k, :, : logs.shape[1]] = logs.float()
     state = torch.empty((), dtype=torch.long), torch.empty((), dtype=torch.long)
@@ -236,6 +287,9 @@ def _efficient_attention_backward(
     assert logsumexp.dtype == torch.float32 and logsumexp.is_contiguous()
     assert logsumexp.shape[:2] == (len(rows), query.shape[2])
     assert logsumexp.shape[2] >= longest and logsumexp.shape[2] % _LSE_ROWS == 0
+    assert philox_seed.dtype == philox_offset.dtype == torch.int64
+    assert philox_seed.dim() == philox_offset.dim() == 0 and int(philox_offset) == 0
+    factors = _weights_kept(query, key, dropout_p, int(philox_seed))
     results = tuple(torch.full_like(x, math.nan) for x in (query, key, value))
     offset = 0 if custom_mask_type else None
     for k, (r, c) in enumerate(zip(rows, columns, strict=True)):
@@ -247,6 +301,7 @@ def _efficient_attention_backward(
         found = _gradients(
             grad_out_[batch, r], part, key[batch, c], value[batch, c], out[batch, r],
             logsumexp[k, :, : len(part)], extra, offset, scale,
+            None if factors is None else factors[k],
         )  # fmt: skip
         for target, place, x in zip(results, (r, c, c), found, strict=True):
             target[batch, place] = x.to(target.dtype)

@@ -36,6 +36,7 @@ ENTRY_WAITS = {
     # the others read what lies on the host
     "wait __bool__ in guard.py:guard",
     "wait item in counters.py:advance",
+    "wait __int__ in random_state.py:_draw",
 }
 """The only waits of a step, at its entry; see `WaitsRecorded`."""
 _WAITS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "nonzero", "equal"}

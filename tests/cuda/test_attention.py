@@ -57,6 +57,7 @@ def problems(draw):
         "longest": max(1, max(lengths) + draw(st.integers(0, 5))),
         "is_causal": draw(st.booleans()),
         "mask": draw(st.sampled_from([None, "bool", "keys", "added", "hides all"])),
+        "dropout": draw(st.sampled_from([0.0, 0.0, 0.3])),
         "layout": draw(st.lists(st.sampled_from(list(LAYOUTS)), min_size=8, max_size=8)),
         "major": draw(st.sampled_from([7, 9])),
         "seed": draw(st.integers(0, 1000)),
@@ -86,7 +87,8 @@ def make_mask(problem, batch, rows, columns, dtype, generator):
         seen[:, :, ::2] = False
         return seen
     values = torch.randn(1, 2 * problem["group"], rows, columns, generator=generator)
-    hidden = -math.inf if problem["seed"] % 2 else torch.finfo(torch.float32).min
+    is_infinite = problem["seed"] % 2 or dtype == torch.float64  # of which no finite number hides
+    hidden = -math.inf if is_infinite else torch.finfo(torch.float32).min
     return values.masked_fill(~seen[:1], hidden).to(dtype)
 
 
@@ -133,28 +135,32 @@ def check(problem, is_packed):
     name = ("packed_" if is_packed else "") + "attention"
     suffix = "" if mask is None else "_masked"
     scale, lengths = 1 / math.sqrt(dim), [longest, longest] if is_packed else []
+    states = []
+    if problem["dropout"] and not is_packed and expected_kernel(problem):
+        suffix, states = suffix + "_dropout", [torch.tensor([problem["seed"] << 40 | 7, 3])]
+        lengths = [problem["dropout"], 5]  # and the number of the operator
 
     # The native library: float32 of what was rounded, stored plainly.
     plain = [x.to(wide) for x in (q, k, v, grad)]
     masks = [] if mask is None else [mask if mask.dtype == torch.bool else mask.to(wide)]
+    masks += states
+    drawn = lengths if states else []
     out, lse = torch.empty_like(plain[0]), torch.empty(outer, heads, count, dtype=wide)
-    run_native(
-        name + suffix, *plain[:3], *where, *masks, scale, int(problem["is_causal"]), 0, out, lse
-    )
+    numbers = [scale, int(problem["is_causal"])]
+    run_native(name + suffix, *plain[:3], *where, *masks, *numbers, 0, *drawn, out, lse)
     wanted = [torch.empty_like(x) for x in plain[:3]]
     run_native(
         name + "_backward" + suffix,
         *(plain[3], *plain[:3], out, lse, *where, *masks),
-        *(scale, int(problem["is_causal"]), 0, *wanted),
+        *(*numbers, 0, *drawn, *wanted),
     )
 
     # The library for CUDA, stored in any order; what is not written stays NaN.
-    masks = [] if mask is None else [mask]
+    masks = [*([] if mask is None else [mask]), *states]
     layout = sum(b << i for i, b in enumerate(bits[:4]))
     target = stored(torch.full_like(q, math.nan), bits[3])
     sums = torch.full((outer, heads, count), math.nan, dtype=wide)
     operands = [stored(x, b) for x, b in zip((q, k, v), bits, strict=False)]
-    numbers = [scale, int(problem["is_causal"])]
     major = problem["major"]
     ran = run_cuda(
         name + suffix, *operands, *where, *masks, *numbers, layout, *lengths, target, sums,
@@ -193,10 +199,38 @@ def test_packed_rows(problem):
     assert check(problem, is_packed=True) == ([kernel, f"{kernel} backward"] if kernel else [])
 
 
+@pytest.mark.parametrize("mask", [None, "bool"])
+def test_dropout_of_the_composite_keeps_the_same_in_the_gradient(mask):
+    """What is kept is drawn by PyTorch; the result is linear in the values."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 3, 4, 8, generator=generator).double() for _ in range(4))
+    masks = [] if mask is None else [torch.rand(2, 1, 4, 4, generator=generator) > 0.3]
+    state, numbers = torch.tensor([11, 0]), [0.4, 0, 0, 0.5]
+    suffix = ("_masked" if masks else "") + "_dropout"
+    user = torch.default_generator.get_state()
+
+    def attend(values, stream):
+        out, lse = torch.empty_like(q), torch.empty(2, 3, 4).double()
+        run_cuda("attention" + suffix, q, k, values, *masks, state, *numbers, stream, out, lse)
+        return out, lse
+
+    out, lse = attend(v, 1)
+    assert torch.equal(out, attend(v, 1)[0])
+    assert not torch.equal(out, attend(v, 2)[0])
+    found = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    given = grad, q, k, v, out, lse
+    run_cuda("attention_backward" + suffix, *given, *masks, state, *numbers, 1, *found)
+    other = torch.randn(v.shape, generator=generator).double()
+    for values in (v, other):
+        wanted = (grad * attend(values, 1)[0]).sum()
+        torch.testing.assert_close((found[2] * values).sum(), wanted)
+    assert torch.equal(torch.default_generator.get_state(), user)
+
+
 def test_switches_of_pytorch_are_obeyed():
     problem = {
         "dtype": "bfloat16", "group": 1, "dim": 8, "lengths": [5, 9], "longest": 9, "seed": 0,
-        "is_causal": True, "mask": None, "layout": [0] * 8, "major": 9,
+        "is_causal": True, "mask": None, "dropout": 0.0, "layout": [0] * 8, "major": 9,
     }  # fmt: skip
     assert check(problem, False)[0] == "flash"
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
@@ -209,7 +243,7 @@ def test_switches_of_pytorch_are_obeyed():
 def test_the_deterministic_setting_of_the_user_stays(is_set):
     problem = {
         "dtype": "float32", "group": 3, "dim": 8, "lengths": [4], "longest": 4, "seed": 1,
-        "is_causal": False, "mask": None, "layout": [0] * 8, "major": 9,
+        "is_causal": False, "mask": None, "dropout": 0.0, "layout": [0] * 8, "major": 9,
     }  # fmt: skip
     torch.use_deterministic_algorithms(is_set, warn_only=True)
     try:

@@ -139,12 +139,30 @@ def test_the_number_of_rows_is_one_wait(both):
 
 
 def test_dropout_of_attention_keeps_the_padding_and_says_so():
+    """The kernels that stand in draw what the CPU's draw; there padding is left out."""
     torch.manual_seed(0)
-    batch = masked_batch([9, 2, 4])
-    with cuda_stand_in(Emulator.load()), pytest.MonkeyPatch.context() as environment:
+    model, batches = Encoder(0.1), [masked_batch([9, 2, 4]), masked_batch([3])]
+    twin = copy.deepcopy(model)
+    step, wanted = encoder_step(model, "llvm"), []
+    for batch in batches:
+        torch.manual_seed(7)
+        wanted.append(gradients(step, model, batch))
+    attention_kernels.calls.clear()
+    emulator = Emulator.load()
+    with cuda_stand_in(emulator), pytest.MonkeyPatch.context() as environment:
         environment.setenv("RELAX_DISC_COMPILE_CACHE", "0")
-        step = encoder_step(Encoder(0.1), cuda_target("sm_90"))
-        assert step(*batch, update=False).isfinite()
+        step = encoder_step(twin, cuda_target("sm_90"))
+        for batch, (loss, right, _) in zip(batches, wanted, strict=True):
+            torch.manual_seed(7)
+            with WaitsRecorded(emulator):
+                found, gradient, _ = gradients(step, twin, batch)
+            torch.testing.assert_close(found, loss, rtol=1e-5, atol=1e-6)
+            for name, value in right.items():
+                torch.testing.assert_close(gradient[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    assert set(attention_kernels.calls) == {"efficient", "efficient backward"}
+    waits = {event for event in emulator.events if event.startswith("wait")}
+    waits.remove("wait tolist in attention_kernels.py:_seed_of")  # the stand-in's own
+    assert waits <= ENTRY_WAITS, "the state of the random operators is not read on the device"
     report = step.padding_report()
     assert not report.is_left_out
     assert "no library kernel for dropout of attention over packed" in str(report)

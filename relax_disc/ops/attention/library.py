@@ -104,8 +104,15 @@ def is_computed_by_library(q: relax.Expr, k: relax.Expr, v: relax.Expr) -> bool:
     return known and registry.dtype_name(q.ty) in _NATIVE
 
 
+def _is_for_gpu(operands: tuple[relax.Expr, ...]) -> bool:
+    """Whether PyTorch's kernels for a GPU take heads like these: rows of 16 bytes, no float64."""
+    width = {"float32": 4, "float16": 2, "bfloat16": 2}.get(registry.dtype_name(operands[0].ty), 0)
+    dims = [int(extents_of(operand)[3]) for operand in operands]
+    return width > 0 and all(dim * width % 16 == 0 for dim in dims)
+
+
 def needs_native_kernels(call: relax.Call) -> bool:
-    """Whether no library of a GPU has a kernel: for dropout, or for the gradient of a mask."""
+    """Whether no library of a GPU has a kernel over packed rows: for dropout, a mask's gradient."""
     return _drops(call) or _is_trained(call)
 
 
@@ -121,7 +128,9 @@ def _function_of(call: relax.Call, operands: int) -> str:
 
 def _working_dtype(call: relax.Call, operands: tuple[relax.Expr, ...], site: Site) -> str | None:
     """Type that the library computes in; None if it cannot."""
-    if not is_computed_by_library(*operands) or (site.is_cuda and needs_native_kernels(call)):
+    if not is_computed_by_library(*operands):
+        return None
+    if site.is_cuda and (_is_trained(call) or (_drops(call) and not _is_for_gpu(operands))):
         return None
     dtype = registry.dtype_name(operands[0].ty)
     if site.is_cuda or dtype in ("float32", "float64"):

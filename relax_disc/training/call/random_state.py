@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
+
+from relax_disc.vm_builtins.libraries import random_seeds
 
 
 class RandomState:
@@ -19,6 +23,8 @@ class RandomState:
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
+        self._numbers = 0, 0  # what it holds
+        weakref.finalize(self, random_seeds.forget, self.tensor.data_ptr())
         self._counts_from: int | None = None  # the generator's seed when counting began
 
     @property
@@ -31,7 +37,7 @@ class RandomState:
 
     @state.setter
     def state(self, state: torch.Tensor) -> None:
-        self.tensor.copy_(state)
+        self._write(*state.tolist())
         self._counts_from = torch.initial_seed()
 
     def begin(self) -> None:
@@ -42,7 +48,7 @@ class RandomState:
     def end(self) -> None:
         """Count a finished call."""
         if self._counts_from is not None:
-            self.tensor[1] += 1
+            self._write(self._numbers[0], self._numbers[1] + 1)
 
     def mark(self) -> tuple[torch.Tensor, int | None, torch.Tensor]:
         """Return what `restore` takes."""
@@ -51,7 +57,7 @@ class RandomState:
     def restore(self, mark: tuple[torch.Tensor, int | None, torch.Tensor]) -> None:
         """Go back to a mark, the default generator too."""
         tensor, self._counts_from, generator = mark
-        self.tensor.copy_(tensor)
+        self._write(*tensor.tolist())
         torch.set_rng_state(generator)
 
     def _is_counting(self) -> bool:
@@ -60,5 +66,9 @@ class RandomState:
         return self._counts_from is not None
 
     def _draw(self) -> None:
-        self.tensor[0] = torch.randint(2**62, ())
-        self.tensor[1] = 0
+        self._write(int(torch.randint(2**62, ())), 0)
+
+    def _write(self, seed: int, offset: int) -> None:
+        self._numbers = seed, offset
+        self.tensor[0], self.tensor[1] = seed, offset
+        random_seeds.tell(self.tensor, seed, offset)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch.nn.functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from relax_disc.vm_builtins.libraries.packed_rows import PackedRows
+from relax_disc.vm_builtins.libraries.random_seeds import drawing_from
 
 _FLASH_MOST_DIM = 256
 _LSE_ROWS = 32
@@ -49,6 +50,8 @@ class Problem:
     scale: float
     is_causal: bool
     mask: torch.Tensor | None  # [B|1, H|1, Tq|1, Tk|1], bool or added
+    dropout: float = 0.0  # probability; not of packed rows
+    seed: int = 0  # that dropout draws from, of 63 bits
 
     def _hiding(self, keys: PackedRows) -> Problem:
         """The same over the padded batch, where keys that are not packed are hidden."""
@@ -90,20 +93,22 @@ class Problem:
         kernel = self.kernel(query, key, value)
         if kernel == "flash":
             lengths = query.shape[1], key.shape[1]
-            return _aten._flash_attention_forward(
-                query, key, value, None, None, *lengths, 0.0, self.is_causal, False,
-                scale=self.scale,
-            )[:2]  # fmt: skip
+            with self._drawing(query):
+                return _aten._flash_attention_forward(
+                    query, key, value, None, None, *lengths, self.dropout, self.is_causal, False,
+                    scale=self.scale,
+                )[:2]  # fmt: skip
         empty = self._sees_nothing(query, key)
         if kernel == "math":
             sums = self._log_sums(query, key)
             out = self._composite(query, key, value)
         else:
             wide = _repeated(query, key, value)
-            out, sums, *_ = _aten._efficient_attention_forward(
-                query, *wide, self._bias(query, key), None, None, None, None, 0.0,
-                int(self.is_causal), True, scale=self.scale,
-            )  # fmt: skip
+            with self._drawing(query):
+                out, sums, *_ = _aten._efficient_attention_forward(
+                    query, *wide, self._bias(query, key), None, None, None, None, self.dropout,
+                    int(self.is_causal), True, scale=self.scale,
+                )  # fmt: skip
             sums = sums[:, :, : query.shape[1]]
         if empty is None:
             return out, sums
@@ -128,8 +133,8 @@ class Problem:
         if kernel == "flash":
             with _deterministic():
                 return _aten._flash_attention_backward(
-                    grad, query, key, value, out, sums.contiguous(), None, None, *lengths, 0.0,
-                    self.is_causal, *_no_random_state(query, torch.uint64), scale=self.scale,
+                    grad, query, key, value, out, sums.contiguous(), None, None, *lengths,
+                    self.dropout, self.is_causal, *self._flash_state(query), scale=self.scale,
                 )  # fmt: skip
         if kernel == "math":
             return self._composite_gradients(grad, query, key, value, sums)
@@ -198,7 +203,7 @@ class Problem:
             with _deterministic():
                 found = _aten._flash_attention_backward(
                     *rows, *_sequences(queries, keys), 0.0, self.is_causal,
-                    *_no_random_state(query, torch.uint64), scale=self.scale,
+                    *self._flash_state(query), scale=self.scale,
                 )  # fmt: skip
             found = [x[None] for x in found]
         else:
@@ -226,13 +231,29 @@ class Problem:
         """``numbers``: starts of queries and keys or None, and the most rows of both."""
         with _deterministic():
             dq, dk, dv, _ = _aten._efficient_attention_backward(
-                grad, query, *_repeated(query, key, value), bias, out, *numbers, sums, 0.0,
-                *_no_random_state(None, torch.int64), int(self.is_causal), False, scale=self.scale,
+                grad, query, *_repeated(query, key, value), bias, out, *numbers, sums,
+                self.dropout, *self._state(), int(self.is_causal), False, scale=self.scale,
             )  # fmt: skip
         group = query.shape[2] // key.shape[2]
         if group > 1:
             dk, dv = (x.unflatten(2, (-1, group)).sum(3) for x in (dk, dv))
         return dq, dk, dv
+
+    # -- dropout -------------------------------------------------------------------------------
+
+    def _drawing(self, query: torch.Tensor) -> AbstractContextManager[None]:
+        return drawing_from(query.device, self.seed) if self.dropout else nullcontext()
+
+    def _state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Seed and offset, from which the memory-efficient kernels draw again."""
+        return torch.tensor(self.seed), torch.tensor(0)
+
+    def _flash_state(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for flash, on its device: both in one tensor, the other is not used."""
+        state = torch.zeros(2, dtype=torch.int64, device=query.device)
+        state[:1].fill_(self.seed)
+        unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+        return state.view(torch.uint64), unused
 
     # -- masks ---------------------------------------------------------------------------------
 
@@ -271,12 +292,13 @@ class Problem:
             seen = self._seen(query, key)
             is_bool = mask.dtype == torch.bool
             mask = seen if is_bool else mask.to(query.dtype).masked_fill(~seen, -math.inf)
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), self._drawing(query):
             return torch.nn.functional.scaled_dot_product_attention(
                 query.transpose(1, 2),
                 key.transpose(1, 2),
                 value.transpose(1, 2),
                 mask,
+                self.dropout,
                 is_causal=self.is_causal and mask is None,
                 scale=self.scale,
                 enable_gqa=query.shape[2] != key.shape[2],
@@ -349,15 +371,6 @@ def _sequences(queries: PackedRows, keys: PackedRows) -> tuple[Any, ...]:
     """Starts of queries and keys as the kernels take them, and the most rows of a sequence."""
     starts = (side.starts.to(torch.int32) for side in (queries, keys))
     return *starts, queries.longest, keys.longest
-
-
-def _no_random_state(
-    like: torch.Tensor | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Seed and offset where there is no dropout; flash has them on the device."""
-    device = "cpu" if like is None else like.device
-    seed = torch.zeros(() if like is None else (2,), dtype=dtype, device=device)
-    return seed, torch.zeros((), dtype=dtype, device=device)
 
 
 @contextmanager

@@ -13,7 +13,7 @@
 `relax_disc.cpu.attention_backward`          grad_out, q, k, v, out, lse, options, dq, dk, dv;
                                              options: scale, is_causal, layout
 `.._masked`, `.._dropout`, `.._masked_dropout` of both: mask, rng before scale, where they are;
-                                             p, stream after layout where there is rng (CPU only)
+                                             p, stream after layout where there is rng
 `.._backward_trained`, with dropout, too     as masked, dmask after dv; CPU only
 `relax_disc.cpu.packed_attention..`          as these; starts, places of queries and of keys
                                              before mask and rng; the lengths of both in
@@ -38,8 +38,9 @@
 `relax_disc.cpu.own_workspace_bytes`         () -> bytes kept for calls that were lent none
 ============================================ ====================================================
 
-`relax_disc.cuda.*` take the same arguments. All tensors are compact; results are written into the
-last. On the CPU they are float32 or float64 alike within a call.
+`relax_disc.cuda.*` take the same arguments; packed attention has no dropout there, and other
+dropout draws other numbers (`cuda_attention.py`). All tensors are compact; results are written into
+the last. On the CPU they are float32 or float64 alike within a call.
 
 * A matrix operand of any rank counts its first `split` axes as rows and the others as columns.
 * An `axes` code is a permutation, one hexadecimal digit an axis: logical axis i of a batched
