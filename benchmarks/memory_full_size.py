@@ -27,6 +27,9 @@ from tutorials._llama import Llama, LlamaSizes
 FRACTIONS = (0.75, 0.5, 1 / 3, 0.25)
 # A data-centre GPU: float32 matrix products at tensor-core rate, memory, one kernel's launch.
 FLOPS_PER_NS, BYTES_PER_NS, KERNEL_NS = 500_000.0, 4_000.0, 3_000.0
+SIZES = LlamaSizes(
+    vocabulary=VOCABULARY, layers=4, hidden=4096, heads=32, feed_forward=11008, longest=2048
+)
 
 
 def budget_of(step: TrainingStep, fraction: float, shape: dict[str, Any]) -> int:
@@ -38,11 +41,8 @@ def budget_of(step: TrainingStep, fraction: float, shape: dict[str, Any]) -> int
 
 def full_size_model() -> Llama:
     """Make the model; no page of it is touched before a kernel writes it."""
-    sizes = LlamaSizes(
-        vocabulary=VOCABULARY, layers=4, hidden=4096, heads=32, feed_forward=11008, longest=2048
-    )
     with torch.device("meta"):
-        model = Llama(sizes)
+        model = Llama(SIZES)
     return model.to_empty(device="cpu")
 
 

@@ -13,29 +13,37 @@ dynamic, optimised
 dynamic, no padding
     the same, and positions that are padding are not computed, which the paper does not have
 
+and beside them PyTorch's: eager, eager with every layer checkpointed, and torch.compile(dynamic=
+True) without and with an ``activation_memory_budget``, compiled at the first batch of the epoch.
+
 Memory is exact: the peak of every batch is planned, and that of the longest without a budget is
-counted in a dry run of the compiled step, for which address space is reserved.  No kernel runs:
-times are those of the plans' model of a GPU (`benchmarks.memory_full_size`), good for comparison
-with each other alone.
+counted in a dry run of the compiled step, for which address space is reserved; PyTorch's peaks are
+counted in dry runs, too (`benchmarks.dry_pytorch`).  No kernel runs: times are those of the plans'
+model of a GPU (`benchmarks.memory_full_size`), good for comparison with each other alone; for
+PyTorch's kernels there is no such model, so their column is empty.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.memory_full_size import full_size_step
+from benchmarks.dry_pytorch import CompiledStep, EagerStep
+from benchmarks.memory_full_size import SIZES, full_size_model, full_size_step
 from benchmarks.record import write_result
 from benchmarks.training_batches import epoch_lengths
 from relax_disc.bytes_text import format_bytes, parse_bytes
 from relax_disc.pipeline import PipelineOptions
 from relax_disc.training.call.packing import rounded
 from relax_disc.training_step import TrainingStep
+from tutorials._llama import Llama
 
 _PLAIN = PipelineOptions(
     chunk_vocabulary_head=False,
@@ -46,6 +54,14 @@ _PLAIN = PipelineOptions(
     remove_padding=False,
 )
 _NAMES = ("batch", "length", "tokens")
+
+
+class PyTorchStep(Protocol):
+    """What counts the peak of a step of PyTorch's: see `benchmarks.dry_pytorch`."""
+
+    def peak(self, rows: int, length: int) -> int:
+        """Return the peak of a step at one shape, in bytes."""
+        ...
 
 
 def power_of_two(length: int) -> int:
@@ -116,6 +132,40 @@ def count_unlimited(step: TrainingStep, rows: int, length: int) -> int:
     return counted
 
 
+def count_pytorch(step: PyTorchStep, batches: list[list[int]], limit: int) -> dict[str, Any]:
+    """Count the peaks of PyTorch's step over an epoch; what is over the limit would end the run.
+
+    ``batches``: lengths of the records of each. ``limit``: in bytes.
+    """
+    shapes = Counter((len(batch), max(batch)) for batch in batches)
+    fitting: dict[int, int] = {}
+    peak = 0
+    for rows in {rows for rows, _ in shapes}:
+        lengths = sorted(length for count, length in shapes if count == rows)
+        # A longer batch needs no less.
+        fits = bisect_right(lengths, limit, key=lambda length: step.peak(rows, length))
+        fitting[rows] = lengths[fits - 1] if fits else 0
+        peak = max([peak, *(step.peak(rows, length) for length in lengths[fits - 1 : fits])])
+    over = sum(n for (rows, length), n in shapes.items() if length > fitting[rows])
+    rows, longest = max(shapes)[0], max(length for _, length in shapes)
+    return {
+        "unlimited_bytes": step.peak(rows, longest),
+        "peak_bytes": peak,
+        "longest": longest,
+        "batches": len(batches),
+        "batches_over_budget": over,
+    }
+
+
+def pytorch_steps(first: list[int]) -> Iterator[tuple[str, PyTorchStep]]:
+    """Make PyTorch's ways of taking the step, by name; ``first``: lengths of the first batch."""
+    yield "PyTorch, eager", EagerStep(lambda: Llama(SIZES))
+    yield "PyTorch, checkpointing", EagerStep(lambda: Llama(SIZES), checkpointed=True)
+    for budget in (1.0, 0.5, 0.3):
+        name = "torch.compile" if budget == 1.0 else f"torch.compile, budget {budget}"
+        yield name, CompiledStep(full_size_model, len(first), max(first), budget)
+
+
 def main(
     batches: Annotated[str, typer.Option(help="Records in a batch, separated by commas.")] = (
         "14,16,18"
@@ -141,20 +191,22 @@ def main(
                 row = plan_epoch(step, epoch, limit, padded=padded)
                 free = count_unlimited(step, size, row["longest"])
                 rows.append({"way": name, "batch": size, "unlimited_bytes": free, **row})
+            for name, peer in pytorch_steps(epoch[0]):
+                rows.append({"way": name, "batch": size, **count_pytorch(peer, epoch, limit)})
     settings = {"model": "Llama-2-7B's dimensions, 4 layers", "budget_bytes": limit}
     path = write_result("paper", settings, rows)
     table = Table(
         "way", "batch", "without a budget", "peak", "over it", "recomputing", "tokens/s, modelled"
     )
     for row in rows:
-        rate = row["modelled_tokens_per_second"]
+        rate = row.get("modelled_tokens_per_second")
         table.add_row(
             row["way"],
             str(row["batch"]),
             format_bytes(row["unlimited_bytes"]),
             format_bytes(row["peak_bytes"]),
             f"{row['batches_over_budget']} of {row['batches']}",
-            str(row["batches_recomputing"]),
+            str(row.get("batches_recomputing", "-")),
             "-" if rate is None else f"{rate:,.0f}",
         )
     Console().print(table)

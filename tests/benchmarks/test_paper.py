@@ -3,7 +3,13 @@
 import torch
 
 from benchmarks.memory_full_size import compile_llama
-from benchmarks.paper import count_unlimited, plan_epoch, power_of_two
+from benchmarks.paper import (
+    count_pytorch,
+    count_unlimited,
+    plan_epoch,
+    power_of_two,
+    pytorch_steps,
+)
 from tutorials._llama import Llama, LlamaSizes
 
 
@@ -27,3 +33,28 @@ def test_an_epoch_is_planned_batch_by_batch():
     least = step.plan(batch=2, length=9, tokens=16).least_bytes
     tight = plan_epoch(step, epoch, least, padded=False)
     assert tight["batches_over_budget"] == 1 and tight["peak_bytes"] <= least
+
+
+def test_pytorchs_epoch_is_counted_by_its_peaks():
+    class Products:
+        def peak(self, rows, length):
+            return rows * length
+
+    epoch = [[5, 9], [3, 7], [20, 2], [30, 4], [19]]
+    found = count_pytorch(Products(), epoch, 18)
+    assert found == {
+        "unlimited_bytes": 60,
+        "peak_bytes": 18,
+        "longest": 30,
+        "batches": 5,
+        "batches_over_budget": 3,
+    }
+    assert count_pytorch(Products(), epoch, 60)["batches_over_budget"] == 0
+    assert count_pytorch(Products(), epoch, 1)["batches_over_budget"] == 5
+
+
+def test_pytorchs_ways_at_full_size_hold_what_they_promise():
+    peaks = {name: step.peak(14, 400) for name, step in pytorch_steps([50, 400])}
+    assert next(iter(peaks)) == "PyTorch, eager"
+    assert max(peaks.values()) == peaks["PyTorch, eager"]
+    assert peaks["torch.compile, budget 0.3"] < peaks["torch.compile"]
