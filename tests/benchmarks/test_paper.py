@@ -1,5 +1,6 @@
 """The paper's experiment: padding, sums over an epoch, planned against counted peaks."""
 
+import pytest
 import torch
 
 from benchmarks.memory_full_size import compile_llama
@@ -53,6 +54,7 @@ def test_pytorchs_epoch_is_counted_by_its_peaks():
     assert count_pytorch(Products(), epoch, 1)["batches_over_budget"] == 5
 
 
+@pytest.mark.slow
 def test_pytorchs_ways_at_full_size_hold_what_they_promise():
     peaks = {name: step.peak(14, 400) for name, step in pytorch_steps([50, 400])}
     assert next(iter(peaks)) == "PyTorch, eager"

@@ -137,6 +137,47 @@ def test_a_whole_run_and_one_resumed_are_those_of_the_library(trainer):
         assert torch.equal(mine, other)
 
 
+def logged(trainer, key):
+    return [log[key] for log in trainer.state.log_history if key in log]
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("model", [llama, bert])
+def test_bf16_is_that_of_the_library(trainer, model):
+    """Sums of batches, evaluation, checkpoints and resuming under autocast to bfloat16."""
+    arguments = {
+        "gradient_accumulation_steps": 3,
+        "num_train_epochs": 2,
+        "max_grad_norm": 0.5,
+        "learning_rate": 1e-3,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    kinds = {"theirs": transformers.Trainer, "ours": Trainer}
+    found = {
+        name: trained(trainer(kind, model, bf16=True, **arguments)) for name, kind in kinds.items()
+    }
+    plain = trained(trainer(transformers.Trainer, model, folder="float32", **arguments))
+    for key in ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss"):
+        ours, theirs = (logged(found[name], key) for name in ("ours", "theirs"))
+        assert ours
+        assert ours == pytest.approx(theirs, rel=4e-3), key
+    ours, theirs, exact = map(weights, (found["ours"], found["theirs"], plain))
+    # As far from float32 as eager PyTorch's bfloat16 is, so autocast was there, and nearer to that.
+    rounding = (theirs - exact).norm()
+    assert (ours - theirs).norm() < rounding
+    assert 0.3 * rounding < (ours - exact).norm() < 2 * rounding
+    resumed = trainer(Trainer, model, folder="resumed", bf16=True, **arguments)
+    resumed.train(resume_from_checkpoint=f"{found['ours'].args.output_dir}/checkpoint-2")
+    assert logged(resumed, "loss")[-4:] == logged(found["ours"], "loss")[-4:]
+    assert torch.equal(weights(resumed), ours)
+
+
 def test_a_loss_that_is_a_mean_of_its_batch_and_gradients_that_are_clipped(trainer):
     arguments = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.05, "optim": "sgd"}
     kinds = (transformers.Trainer, Trainer)
