@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import linecache
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +28,7 @@ from relax_disc.cli.user_step import (
     writable,
 )
 from relax_disc.errors import InputMismatchError
+from relax_disc.training.memory_plan import WholeGradient
 
 EXAMPLES = (
     "Example: relax-disc report my.py:step --dim batch=14 --dim seq=512 --budget 8GiB --html "
@@ -93,6 +95,8 @@ def report(
         "kernels_run_again": len(plan.evicted) if plan.fits else None,
         "offloaded_bytes": plan.offloaded_bytes if plan.fits else None,
         "offloaded_state_bytes": plan.offloaded_state_bytes if plan.fits else None,
+        "by_rows": plan.by_rows,
+        "whole_gradients": [asdict(gradient) for gradient in plan.whole_gradients],
         "at_peak_bytes": {
             name: row[timeline.peak_step] for name, row in timeline.live_bytes.items()
         },
@@ -161,6 +165,8 @@ def _show(facts: dict[str, Any]) -> None:
         if facts[key]:
             table.add_row(f"offloaded {name}", format_bytes(facts[key]))
     table.add_row("least budget for this shape", format_bytes(facts["least_bytes"]))
+    if facts["by_rows"]:
+        table.add_row("largest gradients", "by rows")
     for name, size in facts["largest"].items():
         table.add_row(f"largest {name} in the budget", str(size) if size else "none fits")
     console.print(table)
@@ -174,3 +180,5 @@ def _show(facts: dict[str, Any]) -> None:
         text = f"{where}  {entry['code']}" if entry["code"] else where
         alive.add_row(format_bytes(entry["bytes"]), str(entry["tensors"]), escape(text))
     console.print(alive)
+    for gradient in facts["whole_gradients"]:
+        console.print(escape(f"Note: {WholeGradient(**gradient)}."))

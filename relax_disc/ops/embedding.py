@@ -80,13 +80,14 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
 
 registry.register_legalization("relax_disc.embedding_backward", _legalize)
 # The gradient of a tied table is added up where the other gradient lies.
-BACKWARD, BACKWARD_ROWS = (
-    "relax_disc.cpu.embedding_backward",
-    "relax_disc.cpu.embedding_backward_rows",
+BACKWARD = "relax_disc.cpu.embedding_backward"
+BACKWARD_ADD, BACKWARD_ROWS, BACKWARD_ADD_ROWS = (
+    f"{BACKWARD}_{end}" for end in ("add", "rows", "add_rows")
 )
-registry.LIBRARY["embedding_backward_add"] = registry.LibraryFunction(
-    overwrites=frozenset({(2, 4)})
-)
+for _end, _result in (("add", 4), ("add_rows", 6)):
+    registry.LIBRARY[f"embedding_backward_{_end}"] = registry.LibraryFunction(
+        overwrites=frozenset({(2, _result)})
+    )
 
 
 @registry.dispatches("relax_disc.embedding_backward")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +28,13 @@ from relax_disc.training.call.loss_scale import LossScale
 from relax_disc.training.call.packing import rounded
 from relax_disc.training.call.random_state import RandomState
 from relax_disc.training.call.value_guards import ValueGuards
-from relax_disc.training.memory_plan import MemoryPlan, MemoryReport, bounded_dim, largest_that_fits
+from relax_disc.training.memory_plan import (
+    MemoryPlan,
+    MemoryReport,
+    WholeGradient,
+    bounded_dim,
+    largest_that_fits,
+)
 from relax_disc.training.padding_report import PaddingReport
 from relax_disc.training.variants import Variants
 from relax_disc.vm_builtins.session import ArenaFacts, Session
@@ -402,12 +408,19 @@ class CompiledFunction:
             state_window_bytes=facts.state_window_bytes,
             stall_ratio=facts.stall_ns / base_time_ns if base_time_ns else 0.0,
             by_rows=session is not self._session,
+            whole_gradients=tuple(self._whole_gradients()),
             least_bytes=least.least_bytes,
             _timeline=functools.partial(
                 *(timeline_of, session, facts, sizes, budget),
                 *(self.input_kinds, self.program_dims),
             ),
         )
+
+    def _whole_gradients(self) -> Iterator[WholeGradient]:
+        for _, place, reason in self._session.metadata.whole_gradients:
+            spec = self._captured.inputs[place]
+            size = math.prod(map(int, spec.shape)) * getattr(torch, spec.dtype).itemsize
+            yield WholeGradient(str(spec.target), size, reason)
 
     def _plan_facts(self, dims: Mapping[str, int], budget: int | None) -> ArenaFacts:
         return self._planned(dims, budget)[1]

@@ -13,6 +13,31 @@ from relax_disc.errors import ShapeRangeError
 
 
 @dataclass(frozen=True, slots=True)
+class WholeGradient:
+    """A large gradient that is never made by rows, so that budgets must have room for all of it.
+
+    Attributes
+    ----------
+    parameter : str
+        Full name in the model.
+    size_bytes : int
+        What it takes.
+    reason : str
+        What makes it whole, or reads it whole.
+    """
+
+    parameter: str
+    size_bytes: int
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"the gradient of {self.parameter} ({format_bytes(self.size_bytes)}) is not made by "
+            f"rows: {self.reason}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The memory and modelled time of one step at one shape under one budget.
 
@@ -67,6 +92,10 @@ class MemoryPlan:
         `MemoryBudgetError` names too.
     by_rows : bool
         Whether the largest gradients are made and used by rows, since the plain way does not fit.
+    whole_gradients : tuple of WholeGradient
+        Gradients of vocabulary heads, embedding tables and one or two parameters that are far
+        larger than all others, of which that cannot be done, whatever the budget.  Empty on a GPU,
+        and with ``PipelineOptions(split_gradients=False)``, where it is never done.
     """
 
     shape: Mapping[str, int]
@@ -92,6 +121,7 @@ class MemoryPlan:
     stall_ratio: float
     least_bytes: int
     by_rows: bool
+    whole_gradients: tuple[WholeGradient, ...]
     _timeline: Callable[[], Timeline] = field(repr=False, compare=False)
 
     @property
@@ -148,7 +178,10 @@ class MemoryPlan:
         limit = self.budget_bytes
         budget = "no budget" if limit is None else f"budget {format_bytes(limit)}"
         reloads = f"{format_bytes(self.reloaded_bytes)} reloaded, " if self.reloaded_bytes else ""
-        verdict = "" if self.fits else f"; DOES NOT FIT, needs {format_bytes(self.least_bytes)}"
+        verdict = ""
+        if not self.fits:
+            verdict = f"; DOES NOT FIT, needs {format_bytes(self.least_bytes)}"
+            verdict += "".join(f"; {gradient}" for gradient in self.whole_gradients)
         return (
             f"{dims}: peak {format_bytes(self.peak_bytes)} (activations "
             f"{format_bytes(self.activation_peak_bytes)}), time x{self.time_ratio:.3f}, "

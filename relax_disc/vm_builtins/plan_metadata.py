@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 Program = tuple[int, ...]
 
@@ -111,6 +111,9 @@ class PlanMetadata:
     outputs: tuple[int, ...]  # views that the function returns, in order
     machine: Machine  # what it runs on
     nonempty: tuple[int, ...] = ()  # dims that kernels count and that must not be 0
+    # Large gradients that are never made by rows: the parameter, how many of the function's
+    # parameters come before it, and why (`split_gradients`).  Only Python reads them.
+    whole_gradients: tuple[tuple[str, int, str], ...] = ()
 
     def to_json(self) -> str:
         """Write the table as text."""
@@ -128,6 +131,7 @@ class PlanMetadata:
                 "outputs": self.outputs,
                 "machine": asdict(self.machine),
                 "nonempty": self.nonempty,
+                "whole_gradients": self.whole_gradients,
             },
             separators=(",", ":"),
         )
@@ -154,6 +158,7 @@ class PlanMetadata:
             outputs=tuple(data["outputs"]),
             machine=Machine(**data["machine"]),
             nonempty=tuple(data["nonempty"]),
+            whole_gradients=tuple((name, k, why) for name, k, why in data["whole_gradients"]),
         )
 
 

@@ -34,6 +34,27 @@ class Net(nn.Module):
 def wide():
     return step(128)
 
+def deep():
+    return step(512)
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 4096)
+
+    def forward(self, x):
+        return self.head(x).square().mean()
+
+def large():
+    model = Head()
+    rows = {0: Dim("rows", min=1, max=512)}
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "example_inputs": (torch.randn(8, 64),),
+        "dynamic_shapes": (rows,),
+    }
+
 def step(width=32):
     torch.manual_seed(0)
     model = Net(width)
@@ -105,6 +126,20 @@ def test_report_tells_the_plan(command, user_file):
     assert code == 0 and facts["fits"] and facts["kernels_run_again"] > 0
     assert facts["peak_bytes"] <= free.least_bytes < facts["peak_without_budget_bytes"]
     assert facts["largest"] == {"rows": step.largest("rows", memory_budget=free.least_bytes)}
+
+
+def test_report_tells_which_large_gradients_stay_whole(command):
+    told = (
+        "the gradient of head.weight (1.00 MiB) is not made by rows: relax_disc.cpu.matmul "
+        "makes all of it, as float32."
+    )
+    code, out, _ = command("report", "FILE:large", "--dim", "rows=8")
+    assert code == 0
+    assert told in " ".join(out.split())
+    _, out, _ = command("report", "FILE:large", "--dim", "rows=8", "--json")
+    assert [each["parameter"] for each in json.loads(out)["whole_gradients"]] == ["head.weight"]
+    _, out, _ = command("report", "FILE:deep", "--dim", "rows=8", "--json")
+    assert json.loads(out)["whole_gradients"] == []  # of six alike none decides
 
 
 def test_report_offloads_what_it_is_told_to(command, user_file, tmp_path):

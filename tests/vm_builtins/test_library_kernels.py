@@ -178,6 +178,23 @@ def test_embedding_backward(kind, count, rows, dim, padding_idx, index, dtype, o
         np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize("padding_idx", [-1, 4])
+@pytest.mark.parametrize("onto", [False, True])
+def test_rows_of_a_table_are_those_of_the_whole_one(onto, padding_idx):
+    generator = np.random.default_rng(0)
+    grad = generator.standard_normal((40, 33)).astype("float32")
+    ids = generator.integers(0, 11, 40)
+    addend = generator.standard_normal((11, 33)).astype("float32")
+    name = f"embedding_backward{'_add' if onto else ''}"
+    expected = np.empty_like(addend)
+    call("native", name, grad, ids, *([addend] if onto else []), padding_idx, expected)
+    for begin, end in ((0, 4), (4, 5), (5, 11)):
+        out = addend[begin:end].copy()  # where the sum takes the place of the other gradient
+        numbers = [padding_idx, begin, 11]
+        call("native", f"{name}_rows", grad, ids, *([out] if onto else []), *numbers, out)
+        np.testing.assert_array_equal(out, expected[begin:end])
+
+
 def test_ids_outside_the_table_write_nothing():
     out = np.full((3, 4), 7, "float32")
     with pytest.raises(IndexError, match="id 3 at 1"):

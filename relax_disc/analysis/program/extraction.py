@@ -15,7 +15,12 @@ from tvm import relax
 
 from relax_disc.analysis.kernels.facts import KernelFacts
 from relax_disc.analysis.program.counted import counting_kernels
-from relax_disc.analysis.program.reader import halves, inplace_pairs, read_function
+from relax_disc.analysis.program.reader import (
+    halves,
+    inplace_pairs,
+    read_function,
+    whole_gradients,
+)
 from relax_disc.analysis.program.storage import execution_order, order_halves, place_results
 from relax_disc.analysis.program.table import (
     FunctionTable,
@@ -45,6 +50,7 @@ class Extraction:
     table: FunctionTable  # the function as it was read, with the storage of every buffer
     order: tuple[int, ...]  # kernels of the table in execution order
     returned: Any  # the result without the values that are written over parameters
+    whole_gradients: tuple[tuple[str, int, str], ...] = ()  # see `PlanMetadata`
 
     @property
     def kernels(self) -> list[KernelCall]:
@@ -174,6 +180,7 @@ class Extraction:
             outputs=tuple(self.result_views()),
             machine=machine,
             nonempty=tuple(names.index(name) for name in table.nonempty),
+            whole_gradients=self.whole_gradients,
         )
 
     def _moved(self, kernel: KernelCall) -> SymbolicExpr:
@@ -242,7 +249,8 @@ def extract(mod: tvm.IRModule, name: str) -> Extraction:
             order_halves(table, halves(func)[1])
         order = execution_order(table)
         if order is not None:
-            return Extraction(table, tuple(order), _returned(table.result, pairs))
+            returned = _returned(table.result, pairs)
+            return Extraction(table, tuple(order), returned, whole_gradients(func))
     raise NotPlannableError(f"{name}: its kernels need each other in a circle")
 
 

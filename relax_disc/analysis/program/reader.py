@@ -292,6 +292,12 @@ def halves(func: relax.Function) -> tuple[int, int]:
     return int(inputs), int(outputs)
 
 
+def whole_gradients(func: relax.Function) -> tuple[tuple[str, int, str], ...]:
+    """Return the attribute ``relax_disc.whole_gradients``, which `SplitGradients` makes."""
+    entries = (func.attrs or {}).get("relax_disc.whole_gradients") or ()
+    return tuple((str(name), int(place), str(why)) for name, place, why in entries)
+
+
 def inplace_pairs(func: relax.Function) -> Mapping[int, int]:
     """Return output index -> parameter index of the attribute ``relax_disc.inplace_pairs``."""
     attrs = func.attrs or {}

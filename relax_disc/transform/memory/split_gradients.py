@@ -6,15 +6,18 @@ nothing but the update of its own row reads an element of it.  Where such gradie
 which each exists in parts of whole rows: a part is made, and updates its rows of the parameter and
 of the optimizer's state, which are views of them.  What is made once more for it is the logits (the
 rows' log-sum-exp is kept), a fourth product beside the head's three.  So the run time uses it where
-the plan of `main` does not fit.
+the plan of `main` does not fit.  Of a tied table rows of both gradients are made and added up.
 
-A gradient stays whole if something else than kernels that go row by row reads it (a tied table's
-other gradient, an optimizer with norms of whole parameters), or if it is small.
+A gradient stays whole if something else than kernels that go row by row reads it (an optimizer with
+norms of whole parameters, a gradient that is kept), if it is not made in float32, or if it is
+small.  Why it does is told by the attribute ``relax_disc.whole_gradients`` of `main`, for each such
+head and table, and whatever makes it for one or two parameters that are more than twice as large as
+all others: the parameter, how many parameters of the function come before it, and the reason.
 """
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,14 +31,13 @@ from tvm.relax.utils import copy_with_new_vars
 
 from relax_disc.analysis.kernels.stages import constant, is_buffer, loads_of, read_stages
 from relax_disc.analysis.program.reader import bindings_of, inplace_pairs
-from relax_disc.analysis.program.table import NotPlannableError
+from relax_disc.analysis.program.table import NotPlannableError, dtype_bytes
 from relax_disc.ops import embedding, join_rows, registry, rows, vocabulary_head
-from relax_disc.ops.operand_views import Uses, is_call_of
+from relax_disc.ops.operand_views import Uses, is_call_of, operands_of
 from relax_disc.transform.functions import at_span, block_like, program_functions, result_types
 
-_logger = logging.getLogger(__name__)
-
 PARTS, LEAST_BYTES = 8, 1 << 20
+WHOLE_GRADIENTS = "relax_disc.whole_gradients"
 _HEAD = "relax_disc.cpu.vocabulary_head"
 
 
@@ -54,9 +56,12 @@ class SplitGradients:
         builder = relax.BlockBuilder(mod)
         for variable, function in program_functions(mod):
             try:
-                made = _Splitter(mod, builder, copy_with_new_vars(function)).run()
+                splitter = _Splitter(mod, builder, copy_with_new_vars(function))
             except NotPlannableError:  # control flow: nothing is planned
                 continue
+            made = splitter.run()
+            if whole := splitter.whole():
+                builder.update_func(variable, function.with_attr(WHOLE_GRADIENTS, whole))
             if made is not None:
                 name = by_rows_name(variable.name_hint)
                 builder.add_func(made.with_attr("global_symbol", name), name)
@@ -70,8 +75,10 @@ class _Gradient:
 
     variable: relax.Var
     count: int  # its rows
-    begin: Callable[[], None]  # binds what comes in the place of its maker
+    maker: relax.Var
     part: Callable[[int, int], relax.Var]  # binds rows of it: the first, how many
+    begin: Callable[[], None] = lambda: None  # binds what comes in the place of its maker
+    addend: relax.Var | None = None  # another gradient, of which it is the sum with one of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,7 @@ class _Reader:
     """A kernel that reads a gradient row by row, and parameters of the function alone."""
 
     call: relax.Call
+    gradients: tuple[relax.Var, ...]  # of one number of rows
     elements: tuple[relax.Var, ...]  # its results
     # of each result the parameter of the function that it replaces; None: rows of sums
     replaced: tuple[relax.Var | None, ...]
@@ -89,44 +97,41 @@ class _Splitter:
         self, mod: tvm.IRModule, builder: relax.BlockBuilder, function: relax.Function
     ) -> None:
         self._mod, self._builder, self._function = mod, builder, function
+        bindings_of(function)
         self._uses = Uses.of(function)
         self._parameters = set(function.params)
         self._replaced = self._results()
         self._kernels: dict[Any, Any] = {}
         self._bindings: list[relax.Binding] = []
-        self._parts: dict[relax.Var, list[relax.Var]] = {}
         self._renamed: dict[relax.Expr, relax.Var] = {}
+        self._refused: dict[relax.Var, str] = {}  # why gradients are not made by rows
+        found = (self._gradient(each, value) for each, value in self._uses.definitions.items())
+        self._gradients = {each.variable: each for each in found if each is not None}
+        while refused := {x: why for x, g in self._gradients.items() if (why := self._refusal(g))}:
+            self._refused |= refused
+            for variable in refused:
+                del self._gradients[variable]
 
     def run(self) -> relax.Function | None:
         """Return the function with gradients by rows; None where there is none."""
-        bindings_of(self._function)
-        makers: dict[relax.Var, _Gradient] = {}
-        readers: dict[relax.Var, tuple[_Gradient, _Reader]] = {}
-        for variable, value in self._uses.definitions.items():
-            gradient = self._gradient(variable, value)
-            if gradient is None:
-                continue
-            found = {user: self._reader(gradient, user) for user in self._users(gradient.variable)}
-            whole = [reader for reader in found.values() if not isinstance(reader, _Reader)]
-            if whole or not found:
-                reason = whole[0] if whole else "nothing reads it"
-                _logger.info("the gradient %s stays whole: %s", gradient.variable.name, reason)
-                continue
-            makers[variable] = gradient
-            for user, reader in found.items():
-                if user is not None and isinstance(reader, _Reader):
-                    readers[user] = gradient, reader
-        if not makers:
+        if not self._gradients:
             return None
-        dropped = {x for _, reader in readers.values() for x in reader.elements}
-        dropped |= {gradient.variable for gradient in makers.values()}
+        makers = {gradient.maker: gradient for gradient in self._gradients.values()}
+        readers: dict[relax.Var, _Reader] = {}
+        for gradient in self._gradients.values():
+            for user in self._users(gradient.variable):
+                reader = None if user in makers else self._reader(gradient, user)
+                if user is not None and isinstance(reader, _Reader):
+                    readers[user] = reader
+        dropped = {x for reader in readers.values() for x in reader.elements}
+        dropped |= set(self._gradients)
         blocks = []
         for block in self._function.body.blocks:
             for binding in block.bindings:
                 if binding.var in makers:
                     makers[binding.var].begin()
                 elif binding.var in readers:
-                    self._read(*readers[binding.var])
+                    self._read(readers[binding.var])
                 elif binding.var not in dropped:
                     self._bindings.append(self._renewed(binding))
             blocks.append(block_like(block, self._bindings))
@@ -136,6 +141,57 @@ class _Splitter:
         return relax.Function(
             function.params, body, function.ret_ty, function.is_pure, function.attrs
         )
+
+    def whole(self) -> list[tuple[str, int, str]]:
+        """Parameters whose gradients stay whole, with their places and the reasons."""
+        places = {param: place for place, param in enumerate(self._function.params)}
+        replaced = sorted(self._replaced.items(), key=lambda pair: places[pair[1]])
+        largest = max((_bytes(param) for _, param in replaced), default=0)
+        least = max(LEAST_BYTES, largest // 2)
+        others = set()  # as large, made otherwise
+        seen: set[relax.Var] = set()  # the optimizer's state goes with its parameter
+        result = []
+        for new, param in replaced:
+            gradients = self._gradients_of(new)
+            if not gradients or not gradients.isdisjoint(seen | set(self._gradients)):
+                continue
+            seen |= gradients
+            reasons = sorted({self._refused[each] for each in gradients & set(self._refused)})
+            if not reasons and _bytes(param) >= least:
+                others.add(param.name)
+                reasons = sorted({self._made_whole(each) for each in gradients})
+            if reasons:
+                result.append((param.name, places[param], "; ".join(reasons)))
+        if len(others) > 2:  # a stack of layers, none of which decides what a budget needs
+            result = [entry for entry in result if entry[0] not in others]
+        return result
+
+    def _gradients_of(self, new: relax.Var) -> set[relax.Var]:
+        """First values of a parameter's shape from which its new value is computed."""
+        known = {*self._gradients, *self._refused}
+        firsts: set[relax.Var] = set()
+        definitions = self._uses.definitions
+        seen, waiting = {new}, [(new, new)]
+        while waiting:
+            variable, through = waiting.pop()
+            operands = operands_of(definitions[variable])
+            found = [x for x in operands if x in definitions and x not in seen]
+            seen.update(found)
+            tuples = [x for x in found if isinstance(x.ty, relax.TupleType)]
+            alike = [x for x in found if _extents(x) == _extents(new)]
+            waiting += [(x, through) for x in tuples] + [(x, x) for x in alike if x not in known]
+            firsts.update(x for x in alike if x in known)
+            if not tuples and not alike and through is not new:
+                firsts.add(through)
+        return firsts
+
+    def _made_whole(self, gradient: relax.Var) -> str:
+        value = self._uses.definitions[gradient]
+        while isinstance(value, relax.TupleGetItem):
+            value = self._uses.definitions[value.tuple_value]
+        kernel = value.args[0] if isinstance(value, relax.Call) and value.args else value
+        name = getattr(kernel, "global_symbol", None) or getattr(kernel, "name_hint", "a kernel")
+        return f"{name} makes all of it, as {registry.dtype_name(gradient.ty)}"
 
     def _renewed(self, binding: relax.Binding) -> relax.Binding:
         """Return the binding of an element of what was renewed as that of the new one's."""
@@ -165,26 +221,29 @@ class _Splitter:
         if not is_call_of(value, "relax.call_dps_packed"):
             return None
         name = value.args[0].global_symbol
-        if name == embedding.BACKWARD:
-            return self._of_table(variable, value)
+        if name in (embedding.BACKWARD, embedding.BACKWARD_ADD):
+            return self._of_table(variable, value, name == embedding.BACKWARD_ADD)
         form = name.removeprefix(_HEAD)
         if name.startswith(_HEAD) and form in vocabulary_head.FORMS:
             return self._of_head(variable, value, form)
         return None
 
-    def _of_table(self, variable: relax.Var, call: relax.Call) -> _Gradient | None:
+    def _of_table(self, variable: relax.Var, call: relax.Call, adds: bool) -> _Gradient | None:
         extents = _large_extents(variable.ty)
         if extents is None:
             return None
+        *fields, last = call.args[1].fields
+        addend = fields.pop() if adds else None
+        name = embedding.BACKWARD_ADD_ROWS if adds else embedding.BACKWARD_ROWS
 
         def part(begin: int, count: int) -> relax.Var:
-            numbers = [relax.prim_value(begin), relax.prim_value(extents[0])]
+            numbers = [last, relax.prim_value(begin), relax.prim_value(extents[0])]
             kind = relax.TensorType([count, extents[1]], "float32")
-            fields = [*call.args[1].fields, *numbers]
-            made = relax.call_dps_packed(embedding.BACKWARD_ROWS, fields, kind)
+            onto = [] if addend is None else [self._gradients[addend].part(begin, count)]
+            made = relax.call_dps_packed(name, [*fields, *onto, *numbers], kind)
             return self._new(at_span(made, call.span), f"{variable.name}_rows")
 
-        return _Gradient(variable, extents[0], lambda: None, part)
+        return _Gradient(variable, extents[0], variable, part, addend=addend)
 
     def _of_head(self, variable: relax.Var, call: relax.Call, form: str) -> _Gradient | None:
         fields, kinds = list(call.args[1].fields), result_types(call)
@@ -217,7 +276,7 @@ class _Splitter:
             both = self._new(at_span(made, call.span), f"{weight.name}_gradient")
             return self._new(relax.TupleGetItem(both, 0), f"{gradient.name}_rows")
 
-        return _Gradient(gradient, extents[0], begin_with_lse, part)
+        return _Gradient(gradient, extents[0], variable, part, begin_with_lse)
 
     def _elements(self, variable: relax.Var) -> dict[int, relax.Var] | None:
         """Variables of a tuple's elements, if it is used through them alone."""
@@ -228,58 +287,78 @@ class _Splitter:
             found[value.index] = user
         return found
 
+    def _refusal(self, gradient: _Gradient) -> str | None:
+        """Say why a gradient stays whole; None: it can go by rows."""
+        added = gradient.addend
+        if added is not None and added not in self._gradients:
+            return self._refused.get(added) or self._made_whole(added)
+        for user in self._users(gradient.variable):
+            sums = [each for each in self._gradients.values() if each.variable.same_as(user)]
+            if any(gradient.variable.same_as(each.addend) for each in sums):
+                continue
+            reader = self._reader(gradient, user)
+            if isinstance(reader, str):
+                return reader
+        return None if self._users(gradient.variable) else "nothing reads it"
+
     def _reader(self, gradient: _Gradient, user: relax.Var | None) -> _Reader | str:
         """Describe a reader of a gradient, or say why it cannot go by rows."""
         call = self._uses.definitions.get(user)
         if not is_call_of(call, "relax.call_tir") or len(call.args) != 2:
-            return "it is read by no kernel"
+            return "it is read by no kernel that goes row by row"
         kernel, kinds = self._mod[call.args[0]], result_types(call)
         if not _goes_by_rows(kernel, gradient.count):
-            return f"{call.args[0].name_hint} does not go row by row"
+            return f"{call.args[0].name_hint}, which reads it, does not go row by row"
         several = isinstance(call.ty_args[0], relax.TupleType)
         elements = self._elements(user) if several else {0: user}
         if elements is None or len(elements) != len(kinds):
-            return f"{call.args[0].name_hint} has results that nothing reads"
+            return f"{call.args[0].name_hint}, which reads it, has results that nothing reads"
         operands = list(call.args[1].fields)
+        gradients = []
         for operand in operands:
-            has_rows = constant(_first_extent(operand.ty)) == gradient.count
-            if has_rows and not operand.same_as(gradient.variable):
-                if operand not in self._parameters:
-                    return f"{call.args[0].name_hint} reads another value of as many rows"
+            if constant(_first_extent(operand.ty)) == gradient.count:
+                if operand in self._gradients:
+                    gradients.append(operand)
+                elif operand not in self._parameters:
+                    why = self._refused.get(operand) or self._made_whole(operand)
+                    return f"it is used together with another that stays whole: {why}"
         replaced = [self._replaced.get(elements[k]) for k in range(len(kinds))]
         for param, kind in zip(replaced, kinds, strict=True):
             if param is None and len(registry.extents(kind)) > 1:
-                return f"{call.args[0].name_hint} makes a tensor as large"
+                extents = ", ".join(map(str, registry.extents(kind)))
+                return f"{call.args[0].name_hint} makes a tensor [{extents}] of all its rows"
             if param is not None and param not in operands:
                 return f"{call.args[0].name_hint} replaces what it does not read"
-        return _Reader(call, tuple(elements[k] for k in range(len(kinds))), tuple(replaced))
+        results = tuple(elements[k] for k in range(len(kinds)))
+        return _Reader(call, tuple(dict.fromkeys(gradients)), results, tuple(replaced))
 
-    def _read(self, gradient: _Gradient, reader: _Reader) -> None:
-        """Bind the parts of a gradient, unless they are, and what a reader makes of each."""
+    def _read(self, reader: _Reader) -> None:
+        """Bind the parts of gradients and what a reader makes of each, one after the other.
+
+        Each reader has parts of its own: those of clipping's norms are gone before the updates'.
+        """
         call = reader.call
         made: list[list[relax.Var]] = [[] for _ in reader.elements]
-        parts = self._parts.setdefault(gradient.variable, [])
-        for number, (begin, end) in enumerate(pairwise(_bounds(gradient.count))):
-            if number == len(parts):
-                parts.append(gradient.part(begin, end - begin))
+        all_rows = self._gradients[reader.gradients[0]].count
+        for begin, end in pairwise(_bounds(all_rows)):
+            count = end - begin
+            parts = {each: self._gradients[each].part(begin, count) for each in reader.gradients}
             operands = []
             for operand in call.args[1].fields:
-                if operand.same_as(gradient.variable):
-                    operands.append(parts[number])
-                elif constant(_first_extent(operand.ty)) == gradient.count:
-                    view = rows(operand, begin, end - begin)
+                if operand in parts:
+                    operands.append(parts[operand])
+                elif constant(_first_extent(operand.ty)) == all_rows:
+                    view = rows(operand, begin, count)
                     operands.append(self._new(view, f"{operand.name}_rows"))
                 else:
                     operands.append(operand)
             kinds = [
-                relax.TensorType(
-                    [end - begin, *registry.extents(kind)[1:]], registry.dtype_name(kind)
-                )
+                relax.TensorType([count, *registry.extents(kind)[1:]], registry.dtype_name(kind))
                 for kind in result_types(call)
             ]
             several = isinstance(call.ty_args[0], relax.TupleType)
             kind = relax.TupleType(kinds) if several else kinds[0]
-            kernel = self._kernel(call.args[0], gradient.count, end - begin)
+            kernel = self._kernel(call.args[0], all_rows, count)
             arguments = [kernel, relax.Tuple(operands)]
             value = relax.Call(call.op, arguments, call.attrs, [kind], call.span)
             results = self._new(value, "by_rows")
@@ -343,6 +422,20 @@ def _large_extents(kind: Any) -> tuple[int, int] | None:
         return None
     is_large = 4 * count * width >= LEAST_BYTES and count >= 2 * vocabulary_head.BLOCK_CLASSES
     return (count, width) if is_large else None
+
+
+def _extents(variable: relax.Var) -> list[int | None]:
+    """Extents of a tensor, None for symbolic ones; empty for what is none."""
+    is_tensor = isinstance(variable.ty, relax.TensorType)
+    return [constant(extent) for extent in registry.extents(variable.ty)] if is_tensor else []
+
+
+def _bytes(variable: relax.Var) -> int:
+    """Bytes of a matrix that no dim is in; 0 for others."""
+    extents = _extents(variable)
+    if len(extents) != 2 or None in extents:
+        return 0
+    return math.prod(filter(None, extents)) * dtype_bytes(registry.dtype_name(variable.ty))
 
 
 def _first_extent(kind: Any) -> Any:

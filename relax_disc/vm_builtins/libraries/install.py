@@ -24,6 +24,7 @@
 `relax_disc.cpu.ctc_loss_backward`           grad [N], (the first four), loss, alpha, blank, result
 `relax_disc.cpu.embedding_backward`          grad, ids, padding_idx, out
 `relax_disc.cpu.embedding_backward_add`      grad, ids, addend, padding_idx, out
+`.._rows` of both                            first row, rows in all before out (CPU only)
 `relax_disc.cpu.grouped_matmul`              rows, matrices, ends, transposed, out
 `relax_disc.cpu.grouped_outer`               left, right, ends, out
 `relax_disc.cpu.recurrence`                  projected, state, weight, bias, kind, batch_first,

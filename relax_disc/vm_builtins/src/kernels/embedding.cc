@@ -1,6 +1,7 @@
 // relax_disc.cpu.embedding_backward: rows of a gradient added up by their index, onto nothing or
 // (embedding_backward_add) onto another gradient of a tied table, whose place the sum may take; or
-// some rows of it alone (embedding_backward_rows), the same to the last bit.
+// some rows of it alone (embedding_backward_rows, embedding_backward_add_rows), the same to the last
+// bit.
 //
 // The threads share out the columns, so that no two write one element and every element is summed
 // in the order of the rows, whatever the number of threads.
@@ -100,7 +101,12 @@ TVM_FFI_STATIC_INIT_BLOCK() {
            })
       .def("relax_disc.cpu.embedding_backward_rows",
            [](TensorView grad, TensorView ids, int64_t padding_idx, int64_t begin, int64_t all,
-              TensorView out) { Dispatch(grad, ids, nullptr, padding_idx, {begin, all}, out); });
+              TensorView out) { Dispatch(grad, ids, nullptr, padding_idx, {begin, all}, out); })
+      .def("relax_disc.cpu.embedding_backward_add_rows",
+           [](TensorView grad, TensorView ids, TensorView addend, int64_t padding_idx,
+              int64_t begin, int64_t all, TensorView out) {
+             Dispatch(grad, ids, &addend, padding_idx, {begin, all}, out);
+           });
 }
 
 }  // namespace relax_disc
