@@ -194,7 +194,26 @@ def least(folder: str, repeats: int) -> Iterator[dict[str, Any]]:
             budget = step.plan(**SHAPE).least_bytes
             part = (budget - free.state_bytes) / free.activation_peak_bytes
             facts = measured(step, batch, budget, tier, repeats)
+            facts["bit_identical"] = bit_identical(step, batch, budget)
+            facts["planned_peak_bytes"] = step.memory_report().planned_peak_bytes
             yield {"by_rows": split, "way": way, "least": part, "budget": budget, **facts}
+
+
+def bit_identical(step: TrainingStep, batch: Any, budget: int) -> bool:
+    """Whether a step in a budget gives what the unlimited one does: loss, parameters, state."""
+    found = []
+    for limit in (None, budget):
+        step.memory_budget = limit
+        with step.restored():
+            results = [step(*batch).clone()]
+            for p in step.model.parameters():
+                state = step.optimizer.state[p] if step.optimizer else {}
+                results += [
+                    p.detach().clone(),
+                    *(torch.as_tensor(x).clone() for x in state.values()),
+                ]
+        found.append(results)
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def graphs() -> Iterator[dict[str, Any]]:

@@ -34,27 +34,6 @@ class Net(nn.Module):
 def wide():
     return step(128)
 
-def deep():
-    return step(512)
-
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(64, 4096)
-
-    def forward(self, x):
-        return self.head(x).square().mean()
-
-def large():
-    model = Head()
-    rows = {0: Dim("rows", min=1, max=512)}
-    return {
-        "model": model,
-        "optimizer": torch.optim.AdamW(model.parameters()),
-        "example_inputs": (torch.randn(8, 64),),
-        "dynamic_shapes": (rows,),
-    }
-
 def step(width=32):
     torch.manual_seed(0)
     model = Net(width)
@@ -79,6 +58,27 @@ def wrong_batch():
 
 def number():
     return 7
+
+def deep():
+    return step(512)
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 4096)
+
+    def forward(self, x):
+        return self.head(x).square().mean()
+
+def large():
+    model = Head()
+    rows = {0: Dim("rows", min=1, max=512)}
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "example_inputs": (torch.randn(8, 64),),
+        "dynamic_shapes": (rows,),
+    }
 """
 
 
