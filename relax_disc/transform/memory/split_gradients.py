@@ -31,7 +31,7 @@ from tvm.relax.utils import copy_with_new_vars
 
 from relax_disc.analysis.kernels.stages import constant, is_buffer, loads_of, read_stages
 from relax_disc.analysis.program.reader import bindings_of, inplace_pairs
-from relax_disc.analysis.program.table import NotPlannableError, dtype_bytes
+from relax_disc.analysis.program.table import NotPlannableError
 from relax_disc.ops import embedding, join_rows, registry, rows, vocabulary_head
 from relax_disc.ops.operand_views import Uses, is_call_of, operands_of
 from relax_disc.transform.functions import at_span, block_like, program_functions, result_types
@@ -145,19 +145,19 @@ class _Splitter:
     def whole(self) -> list[tuple[str, int, str]]:
         """Parameters whose gradients stay whole, with their places and the reasons."""
         places = {param: place for place, param in enumerate(self._function.params)}
-        replaced = sorted(self._replaced.items(), key=lambda pair: places[pair[1]])
-        largest = max((_bytes(param) for _, param in replaced), default=0)
-        least = max(LEAST_BYTES, largest // 2)
+        large = [pair for pair in self._replaced.items() if 4 * _size(pair[1]) >= LEAST_BYTES]
+        large.sort(key=lambda pair: places[pair[1]])
+        largest = max((_size(param) for _, param in large), default=0)
         others = set()  # as large, made otherwise
         seen: set[relax.Var] = set()  # the optimizer's state goes with its parameter
         result = []
-        for new, param in replaced:
+        for new, param in large:
             gradients = self._gradients_of(new)
             if not gradients or not gradients.isdisjoint(seen | set(self._gradients)):
                 continue
             seen |= gradients
             reasons = sorted({self._refused[each] for each in gradients & set(self._refused)})
-            if not reasons and _bytes(param) >= least:
+            if not reasons and 2 * _size(param) >= largest:
                 others.add(param.name)
                 reasons = sorted({self._made_whole(each) for each in gradients})
             if reasons:
@@ -430,12 +430,10 @@ def _extents(variable: relax.Var) -> list[int | None]:
     return [constant(extent) for extent in registry.extents(variable.ty)] if is_tensor else []
 
 
-def _bytes(variable: relax.Var) -> int:
-    """Bytes of a matrix that no dim is in; 0 for others."""
+def _size(variable: relax.Var) -> int:
+    """Elements of a matrix that no dim is in; 0 for others."""
     extents = _extents(variable)
-    if len(extents) != 2 or None in extents:
-        return 0
-    return math.prod(filter(None, extents)) * dtype_bytes(registry.dtype_name(variable.ty))
+    return math.prod(filter(None, extents)) if len(extents) == 2 and None not in extents else 0
 
 
 def _first_extent(kind: Any) -> Any:
