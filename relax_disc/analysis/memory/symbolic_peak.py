@@ -14,9 +14,11 @@ import numpy as np
 
 from relax_disc.analysis.memory.peak import live_ranges, overlaid_bytes
 from relax_disc.analysis.program.tensor_graph import TensorGraph, evaluate_sizes
+from relax_disc.analysis.program.workspace import LibraryWorkspace
 from relax_disc.analysis.schedule.shapes import check_shapes, sample_shapes
 from relax_disc.analysis.symbolic.comparison.compare import Order, compare
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.errors import GraphError
 
 _PARTS = 16  # weights are multiples of one in so many
 _PROOFS = 3  # tried for each step, of either kind
@@ -43,6 +45,8 @@ def symbolic_trace(graph: TensorGraph) -> list[SymbolicExpr]:
             if dies_at.get(source) == step and source not in keep
         ]
         saved = overlaid_bytes(sizes, dead)
+        if isinstance(kernel.workspace_bytes, LibraryWorkspace):
+            raise GraphError(f"{kernel.name}: the workspace of a library's kernel is no expression")
         trace.append(now + kernel.workspace_bytes - saved)
         now = now - ends.get(step, SymbolicExpr())
     return trace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from relax_disc.analysis.program.workspace import LibraryWorkspace
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.errors import GraphError
 
@@ -46,8 +47,8 @@ def _check_sizes(graph: TensorGraph) -> None:
         _check_size(graph.recorded_peak_bytes, "recorded_peak_bytes")
 
 
-def _check_size(size: Size, what: str) -> None:
-    if isinstance(size, SymbolicExpr):
+def _check_size(size: Size | LibraryWorkspace, what: str) -> None:
+    if isinstance(size, SymbolicExpr | LibraryWorkspace):
         return
     if isinstance(size, bool) or not isinstance(size, int):
         raise GraphError(f"{what} is {size!r}; it must be a whole number or an expression")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_disc.analysis.program.tensor_graph import Kernel, Size, TensorGraph
+from relax_disc.analysis.program.workspace import LibraryWorkspace
 from relax_disc.analysis.symbolic.expr import SymbolicDim, SymbolicExpr
 from relax_disc.errors import GraphError
 
@@ -54,7 +55,13 @@ def load_graph(path: str | Path) -> TensorGraph:
 
 
 def save_graph(graph: TensorGraph, path: str | Path) -> None:
-    """Write a graph as `tensor-graph/2`."""
+    """Write a graph as `tensor-graph/2`.
+
+    Raises `GraphError`: a workspace is no expression; ``graph.at(shape)`` has numbers.
+    """
+    for kernel in graph.kernels:
+        if isinstance(kernel.workspace_bytes, LibraryWorkspace):
+            raise GraphError(f"{kernel.name}: the workspace of a library's kernel is no expression")
     data: dict[str, Any] = {
         "format": "tensor-graph/2",
         "source": graph.origin,

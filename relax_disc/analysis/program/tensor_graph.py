@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from relax_disc.analysis.program.workspace import LibraryWorkspace
 from relax_disc.analysis.symbolic.expr import SymbolicDim, SymbolicExpr
 from relax_disc.errors import GraphError, ShapeRangeError
 
@@ -43,7 +44,7 @@ class Kernel:
         Pairs of an input and an output that may share memory; see the module's description.
     after : tuple of int
         Indices of kernels that must have run before, beyond what the data says.
-    workspace_bytes : int or SymbolicExpr
+    workspace_bytes : int, SymbolicExpr or LibraryWorkspace
         Scratch memory that exists only while the kernel runs.
     time_ns : int or None
         Measured or estimated time; None where nobody knows yet.
@@ -63,7 +64,7 @@ class Kernel:
     outputs: tuple[int, ...]
     inplace: tuple[tuple[int, int], ...] = ()
     after: tuple[int, ...] = ()
-    workspace_bytes: Size = 0
+    workspace_bytes: Size | LibraryWorkspace = 0
     time_ns: int | None = None
     flops: Size = 0
     moved_bytes: Size = 0
@@ -120,7 +121,7 @@ class TensorGraph:
     def is_numeric(self) -> bool:
         """Whether every size, workspace and cost is a number."""
         return not self.dims and not any(
-            isinstance(size, SymbolicExpr)
+            not isinstance(size, int)
             for size in (*self.sizes, *(w for k in self.kernels for w in _kernel_sizes(k)))
         )
 
@@ -176,10 +177,10 @@ class TensorGraph:
             If a size is negative at this shape.
         """
         check_shape(self.dims, shape)
-        cache: dict[SymbolicExpr, int] = {}
+        cache: dict[SymbolicExpr | LibraryWorkspace, int] = {}
 
-        def number(size: Size) -> int:
-            if not isinstance(size, SymbolicExpr):
+        def number(size: Size | LibraryWorkspace) -> int:
+            if isinstance(size, int):
                 return size
             if size not in cache:
                 cache[size] = int(size.evaluate(shape))
@@ -233,7 +234,7 @@ class TensorGraph:
         save_graph(self, path)
 
 
-def _kernel_sizes(kernel: Kernel) -> tuple[Size, Size, Size]:
+def _kernel_sizes(kernel: Kernel) -> tuple[Size | LibraryWorkspace, Size, Size]:
     return kernel.workspace_bytes, kernel.flops, kernel.moved_bytes
 
 
@@ -260,7 +261,9 @@ def check_shape(dims: Iterable[SymbolicDim], shape: Mapping[str, int]) -> None:
             raise ShapeRangeError(f"dim {name!r} is {value}, not a multiple of {dim.divisor}")
 
 
-def evaluate_sizes(sizes: Sequence[Size], shapes: Sequence[Mapping[str, int]]) -> np.ndarray:
+def evaluate_sizes(
+    sizes: Sequence[Size | LibraryWorkspace], shapes: Sequence[Mapping[str, int]]
+) -> np.ndarray:
     """Evaluate sizes at several shapes at once.
 
     ``sizes``: expressions over the dims that the shapes name. ``shapes``: the points; at least one.
@@ -271,9 +274,9 @@ def evaluate_sizes(sizes: Sequence[Size], shapes: Sequence[Mapping[str, int]]) -
     names = sorted(shapes[0])
     values = {name: np.array([shape[name] for shape in shapes], dtype=np.int64) for name in names}
     result = np.zeros((len(shapes), len(sizes)), dtype=np.int64)
-    cache: dict[SymbolicExpr, np.ndarray] = {}
+    cache: dict[SymbolicExpr | LibraryWorkspace, np.ndarray] = {}
     for column, size in enumerate(sizes):
-        if isinstance(size, SymbolicExpr):
+        if not isinstance(size, int):
             if size not in cache:
                 cache[size] = np.asarray(size.evaluate(values), dtype=np.int64)
             result[:, column] = cache[size]

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from relax_disc.analysis.memory.peak import check_order, live_trace
+from relax_disc.analysis.memory.peak import check_order
 from relax_disc.analysis.program.tensor_graph import TensorGraph
+from relax_disc.analysis.schedule.problem import peaks_at_points, problem_of, traces_at_points
 
 _DEPTH = 2
 """Kernels before a sink that may move with it: a matrix product, and what prepares it."""
@@ -45,17 +46,20 @@ def hoist_sinks(
     tuple of int
         A valid order whose peak is within the limit at every shape.
     """
-    numeric = [graph.at(shape) for shape in shapes] if shapes else [graph]
+    problem = problem_of(graph, shapes or [{}])
     if limits is None:
-        limits = [int(live_trace(at, order).max(initial=0)) for at in numeric]
+        limits = peaks_at_points(problem, order)
     clusters = _clusters(graph, order)
     kept: set[int] = set()
     while len(kept) < len(clusters):
         moved = {sink: members for sink, members in clusters.items() if sink not in kept}
         candidate = _hoisted(graph, order, moved)
+        if len(candidate) < len(order):  # clusters that wait for each other in a circle
+            placed = set(candidate)
+            kept |= {sink for sink in moved if sink not in placed}
+            continue
         over: set[int] = set()
-        for at, limit in zip(numeric, limits, strict=True):
-            trace = live_trace(at, candidate)
+        for trace, limit in zip(traces_at_points(problem, candidate), limits, strict=True):
             over |= {candidate[k] for k in np.flatnonzero(trace > limit)}
         if not over:
             check_order(graph, candidate)

@@ -159,6 +159,13 @@ def peaks_at_points(problem: ScheduleProblem, order: Sequence[int]) -> list[int]
     """Return the most live bytes of an order at each point."""
     if problem.ops == 0:
         return list(problem.base)
+    return [int(live.max()) for live in traces_at_points(problem, order)]
+
+
+def traces_at_points(problem: ScheduleProblem, order: Sequence[int]) -> list[np.ndarray]:
+    """Return the live bytes during each step of an order, at each point."""
+    if problem.ops == 0:
+        return [np.zeros(0, dtype=np.int64) for _ in problem.base]
     position = np.empty(problem.ops, dtype=np.int64)
     position[np.asarray(order, dtype=np.int64)] = np.arange(problem.ops)
     buffers = len(problem.ready)
@@ -172,7 +179,7 @@ def peaks_at_points(problem: ScheduleProblem, order: Sequence[int]) -> list[int]
     else:
         first = last = np.zeros(0, dtype=np.int64)
     paired = [op for op in range(problem.ops) if problem.pair[op]]
-    peaks = []
+    traces = []
     for size, extra, base in zip(problem.size, problem.extra, problem.base, strict=True):
         change = np.zeros(problem.ops + 2, dtype=np.int64)
         sizes = np.array(size, dtype=np.int64)
@@ -184,5 +191,5 @@ def peaks_at_points(problem: ScheduleProblem, order: Sequence[int]) -> list[int]
             step = int(position[op])
             dead = [pair for pair in problem.pair[op] if last[pair[0]] == step]
             live[step] -= overlaid_bytes(size, dead)
-        peaks.append(int(live.max()))
-    return peaks
+        traces.append(live)
+    return traces

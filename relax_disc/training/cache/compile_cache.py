@@ -1,7 +1,8 @@
 """Keep compiled programs between processes, so that a second start does not compile again.
 
 A program's file is named by a hash of everything that its code depends on: the captured module,
-the options, the target, the versions of the libraries, the processor and the package's own sources.
+the options, the target, the versions of the libraries, the processor, the number of threads and the
+package's own sources.
 It holds a checksum and a shared library; a damaged file counts as absent.  Files live in the
 `programs` folder of the cache directory (`RELAX_DISC_CACHE`, else below the user's cache), appear
 whole or not at all, and the least recently used ones go when they exceed `RELAX_DISC_CACHE_BYTES`
@@ -26,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import tvm
 
 from relax_disc.errors import ArtefactError
@@ -85,6 +87,8 @@ def surroundings(target: tvm.target.Target, options: PipelineOptions | None) -> 
         "tuned": "" if tuned is None else tuned.digest(),
         "versions": versions(),
         "processor": processor(),
+        # The order of the kernels follows from what library kernels work in (`ScheduleOps`).
+        "threads": torch.get_num_threads(),
         "sources": _sources(),
     }
     return json.dumps(facts, sort_keys=True)

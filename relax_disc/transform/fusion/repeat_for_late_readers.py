@@ -39,7 +39,7 @@ from relax_disc.transform.fusion.producers import (
 )
 
 # Readers so many bindings behind the one before belong to another part of the step.
-_LEAST_GAP = 32
+_LEAST_GAP = 12
 # Smaller values are not worth a kernel.
 _LEAST_BYTES = 1 << 16
 # An operand so much smaller than the value may be kept for the copy.

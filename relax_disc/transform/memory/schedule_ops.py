@@ -2,8 +2,10 @@
 
 One order for all shapes: see `relax_disc.analysis.schedule_ops`.  In a function of kernels the
 optimizer's updates then move to where their gradient is made (`relax_disc.analysis.hoist_sinks`),
-which budgets below the peak need.  An update that writes a parameter in place stays behind the
-parameter's readers.  A module that has been scheduled comes out again as good.
+which budgets below the peak need.  What library kernels work in on the present number of threads
+counts; of the orders found with and without it, with updates moved in two ways, that one is taken
+whose peaks are least on average over the shapes.  An update that writes a parameter in place stays
+behind the parameter's readers.  A module that has been scheduled comes out again as good.
 
 On a function of kernels (call_tir form, after fusion) what is measured is what will run: extracted
 tensors, in-place places, copies.  On any other function sizes come from types, and runs of pure
@@ -18,6 +20,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import tvm
 from tvm import relax
 
@@ -25,6 +28,7 @@ from relax_disc.analysis.program.extraction import Extraction, extract
 from relax_disc.analysis.program.reader import is_kernel_call
 from relax_disc.analysis.program.table import NotPlannableError
 from relax_disc.analysis.program.tensor_graph import TensorGraph
+from relax_disc.analysis.program.workspace import LibraryWorkspace
 from relax_disc.analysis.schedule.bindings import BindingGraph, is_movable
 from relax_disc.analysis.schedule.hoist import hoist_sinks
 from relax_disc.analysis.schedule.joint import Shape
@@ -37,6 +41,10 @@ _logger = logging.getLogger(__name__)
 
 # By so much may updates that move early raise the peak of shapes that need far less than others.
 _GROWTH, _FAR_BELOW = 1.05, 0.5
+# By so much may an order that is better on average exceed the given order's peak somewhere.
+_SLACK = 1.01
+# Means of logarithms of ratios that differ by less are as good as equal.
+_EQUAL = 0.001
 
 Shapes = Mapping[str, int] | Sequence[Mapping[str, int]]
 
@@ -85,16 +93,18 @@ class ScheduleOps:
         bindings = list(block.bindings)
         calls = [k for k, binding in enumerate(bindings) if is_kernel_call(binding.value)]
         graph = _ordered_overwrites(extraction)
-        schedule = self._schedule(graph, name)
-        kernels = [extraction.order[k] for k in _hoisted(graph, schedule)]
+        schedules = [(each, self._schedule(each, name)) for each in _searched(graph)]
+        checked = schedules[0][1].checked
+        best = _best_order(schedules, checked)
+        kernels = [extraction.order[k] for k in best]
         order = [calls[k] for k in kernels if k < len(calls)]
         changed = with_blocks(function, [block_like(block, _in_order(bindings, order))])
         if len(kernels) > len(calls) or any(kernel.copies for kernel in extraction.kernels):
             # Copies have no binding: where they go is known once the order is read again.
             result = copy_module(mod)
             result.update_func(variable, changed)
-            after = extract(result, name).graph()
-            if _exceeds(after, extraction.graph(), schedule.checked):
+            after = _with_workspaces(extract(result, name))
+            if _exceeds(after, graph, best, checked):
                 _logger.info("%s keeps its order: copies would raise the peak", name)
                 return function
         return changed
@@ -154,49 +164,76 @@ def _is_one_block(function: relax.Function) -> bool:
     return isinstance(function.body, relax.SeqExpr) and len(function.body.blocks) == 1
 
 
-def _hoisted(graph: TensorGraph, schedule: Schedule) -> Sequence[int]:
-    """Move updates to their gradients, nowhere above the given order's peak."""
-    shapes = [point.shape for point in schedule.points if point.shape]
-    if not schedule.checked:
-        return hoist_sinks(graph, schedule.order, shapes)
-    limits = _limits(schedule)
-    problem = problem_of(graph, schedule.checked)
-    given = peaks_at_points(problem, range(problem.ops))
-    while True:
-        order = hoist_sinks(graph, schedule.order, shapes, limits)
-        peaks = peaks_at_points(problem, order)
-        worse = [k for k, (a, b) in enumerate(zip(peaks, given, strict=True)) if a > b]
-        if not worse:
-            return order
-        shapes.append(schedule.checked[worse[0]])
-        limits.append(given[worse[0]])
+def _searched(graph: TensorGraph) -> list[TensorGraph]:
+    """Return the graphs to look for orders of: with workspaces, and without.
+
+    A search bounds its points' peaks and leaves all else as it comes; where a workspace is most of
+    the peak, the order found without it may need less at other shapes.
+    """
+    if not any(kernel.workspace_bytes for kernel in graph.kernels):
+        return [graph]
+    kernels = tuple(replace(kernel, workspace_bytes=0) for kernel in graph.kernels)
+    return [graph, replace(graph, kernels=kernels)]
 
 
-def _limits(schedule: Schedule) -> list[int]:
-    """Peaks allowed at the points: a little more than now where that is far below the largest.
+def _best_order(
+    schedules: Sequence[tuple[TensorGraph, Schedule]], checked: Sequence[Shape]
+) -> Sequence[int]:
+    """Move updates to their gradients; of the orders that gives the best one over all shapes.
+
+    That is the one whose peaks, each over the least that any of them has at its shape, are least in
+    the geometric mean, in which shapes count by the square root of what they need; where means are
+    as good as equal, the one whose worst ratio is least.
+    """
+    shapes = [shape for shape in checked if shape] or [{}]
+    graph = schedules[0][0]
+    problem = problem_of(graph, shapes)
+    base, given = np.array(problem.base), np.array(peaks_at_points(problem, range(problem.ops)))
+    orders: list[Sequence[int]] = []
+    for searched, schedule in schedules:
+        limits = peaks_at_points(problem, schedule.order)
+        orders.append(hoist_sinks(graph, schedule.order, shapes, limits))
+        orders.append(_hoisted(searched, schedule, shapes))
+    peaks = np.array([peaks_at_points(problem, order) for order in orders])
+    passing = [k for k, row in enumerate(peaks) if not np.any(row > _SLACK * given)]
+    ratios = np.maximum(peaks - base, 1)[passing]
+    least = ratios.min(axis=0)
+    ratios = ratios / least
+    means = np.log(ratios) @ np.sqrt(least) / np.sqrt(least).sum()
+    scores = [
+        (round(mean / _EQUAL), row.max(), k)
+        for mean, row, k in zip(means.tolist(), ratios, passing, strict=True)
+    ]
+    return orders[min(scores)[2]]
+
+
+def _hoisted(graph: TensorGraph, schedule: Schedule, shapes: Sequence[Shape]) -> Sequence[int]:
+    """Move updates to their gradients, at shapes that need far less than others at a small price.
 
     There a gradient that is kept for long (of a tied embedding) is most of what is live, and would
-    hold every other weight's gradient, with the activations it is made from, to the end.  Nowhere
-    is it more than the given order's peak, which is no less than the schedule's.
+    hold every other weight's gradient, with the activations it is made from, to the end.
     """
-    largest = max(point.peak_bytes for point in schedule.points)
-    return [
-        min(point.given_peak_bytes, int(_GROWTH * point.peak_bytes))
-        if point.peak_bytes < _FAR_BELOW * largest
-        else point.peak_bytes
-        for point in schedule.points
+    problem = problem_of(graph, shapes)
+    peaks = peaks_at_points(problem, schedule.order)
+    given = peaks_at_points(problem, range(problem.ops))
+    largest = max(peaks)
+    limits = [
+        max(peak, min(bound, int(_GROWTH * peak))) if peak < _FAR_BELOW * largest else peak
+        for peak, bound in zip(peaks, given, strict=True)
     ]
+    return hoist_sinks(graph, schedule.order, shapes, limits)
 
 
-def _exceeds(after: TensorGraph, before: TensorGraph, shapes: Sequence[Shape]) -> bool:
-    """Whether a graph's peak is above another's at a shape, both in the order as they stand."""
+def _exceeds(
+    after: TensorGraph, before: TensorGraph, order: Sequence[int], shapes: Sequence[Shape]
+) -> bool:
+    """Whether a graph's peak is above another's, given or reordered as was wanted, at a shape."""
     if not shapes:
         return False
-    new, old = (
-        peaks_at_points(problem_of(graph, shapes), range(len(graph.kernels)))
-        for graph in (after, before)
-    )
-    return any(a > b for a, b in zip(new, old, strict=True))
+    problem = problem_of(before, shapes)
+    given, wanted = (peaks_at_points(problem, each) for each in (range(problem.ops), order))
+    found = peaks_at_points(problem_of(after, shapes), range(len(after.kernels)))
+    return any(a > max(b, c) for a, b, c in zip(found, given, wanted, strict=True))
 
 
 def _ordered_overwrites(extraction: Extraction) -> TensorGraph:
@@ -204,7 +241,7 @@ def _ordered_overwrites(extraction: Extraction) -> TensorGraph:
 
     The extraction would copy; whoever lowers the function next may not.
     """
-    graph = extraction.graph()
+    graph = _with_workspaces(extraction)
     readers: dict[int, list[int]] = {}
     for index, kernel in enumerate(graph.kernels):
         for tensor in kernel.inputs:
@@ -217,6 +254,17 @@ def _ordered_overwrites(extraction: Extraction) -> TensorGraph:
             after = tuple(sorted(before | set(kernels[index].after)))
             kernels[index] = replace(kernels[index], after=after)
     return replace(graph, kernels=tuple(kernels))
+
+
+def _with_workspaces(extraction: Extraction) -> TensorGraph:
+    """Return the graph with what library kernels work in, as plans place it."""
+    graph = extraction.graph()
+    formulas = [kernel.workspace for kernel in extraction.kernels]
+    kernels = tuple(
+        replace(kernel, workspace_bytes=LibraryWorkspace(*formula)) if formula[0] else kernel
+        for kernel, formula in zip(graph.kernels, formulas, strict=True)
+    )
+    return replace(graph, kernels=kernels)
 
 
 def _uses_after(function: relax.Function) -> dict[relax.Var, int]:

@@ -1,0 +1,55 @@
+"""Scratch memory of a library's kernel, by a formula that only the native library knows.
+
+It follows from the block sizes of the kernels on the processor at hand and from the number of
+threads, so that it is no polynomial; it can be evaluated, and compared where it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.vm_builtins import runtime
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryWorkspace:
+    """Bytes of a kernel's workspace on the present number of threads.
+
+    Attributes
+    ----------
+    formula : str
+        Of the native library: `kernels/workspace.h`.
+    numbers : tuple of SymbolicExpr
+        The formula's parameters.
+    """
+
+    formula: str
+    numbers: tuple[SymbolicExpr, ...]
+
+    def evaluate(self, sizes: Mapping[str, int | np.ndarray]) -> Any:
+        """Return the bytes where the dims have these sizes: an int, or an array of int64."""
+        numbers = [
+            number.as_int() if number.is_constant else number.evaluate(sizes)
+            for number in self.numbers
+        ]
+        rows = np.broadcast_arrays(*numbers)
+        if rows[0].ndim == 0:
+            return _bytes(self.formula, tuple(map(int, rows)))
+        columns = np.stack(rows, axis=-1).tolist()
+        return np.array([_bytes(self.formula, tuple(row)) for row in columns], dtype=np.int64)
+
+
+def _bytes(formula: str, numbers: tuple[int, ...]) -> int:
+    return int(_formulas()(formula, tvm_ffi.Shape(numbers)))
+
+
+@functools.cache
+def _formulas() -> Any:
+    return runtime.function("relax_disc.cpu.workspace_bytes")
