@@ -29,7 +29,7 @@ def test_is_what_the_library_says():
     product = LibraryWorkspace("matmul", numbers(4, N, 96, 2 * N))
     formula = runtime.function("relax_disc.cpu.workspace_bytes")
     rows = [1, 7, 300]
-    expected = [int(formula("matmul", tvm_ffi.Shape([4, n, 96, 2 * n]))) for n in rows]
+    expected = [int(formula("matmul", tvm_ffi.Shape((4, n, 96, 2 * n)))) for n in rows]
     assert [product.evaluate({"rows": n}) for n in rows] == expected
     assert product.evaluate({"rows": np.array(rows)}).tolist() == expected
     fixed = LibraryWorkspace("aten", numbers(1, 4096))
