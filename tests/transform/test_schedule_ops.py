@@ -10,9 +10,12 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from relax_disc.analysis import Kernel, SymbolicDim, SymbolicExpr, TensorGraph
 from relax_disc.analysis.memory.peak import peak_bytes
 from relax_disc.analysis.program.extraction import extract
-from relax_disc.transform.memory.schedule_ops import ScheduleOps
+from relax_disc.analysis.program.workspace import LibraryWorkspace
+from relax_disc.analysis.schedule.order import schedule_ops
+from relax_disc.transform.memory.schedule_ops import ScheduleOps, _best_order, _searched
 from tests.relax_programs import Program, call, compile_program, draw_program
 
 
@@ -157,6 +160,34 @@ def test_copies_over_parameters_run_early():
     for n in (1, 5, 4096):
         peaks = [peak_bytes(extract(mod, "main").graph().at({"n": n})) for mod in (before, after)]
         assert peaks[1] <= peaks[0]
+
+
+def test_copies_that_need_each_other_do_not_move_early():
+    """Two weights take each other's values: no copy may come before what reads the old ones."""
+    program = Program(1, 2, [("total", [0], 0)], [3, 2, 2, 1], [[2, 1], [3, 2]])
+    before = program.module()
+    after = ScheduleOps()(before)
+    relax.analysis.well_formed(after)
+    for n in (1, 5, 4096):
+        peaks = [peak_bytes(extract(mod, "main").graph().at({"n": n})) for mod in (before, after)]
+        assert peaks[1] <= peaks[0]
+
+
+def test_an_order_found_without_workspaces_stays_unless_it_needs_more():
+    """`narrow` first is as good without workspaces; what `wide` works in asks for `wide` first."""
+    dim = SymbolicDim("n", 1, 512)
+    n = SymbolicExpr.dim(dim)
+    for bytes_, expected in ((64 * n, (1, 0, 2)), (SymbolicExpr(0), (0, 1, 2))):
+        room = LibraryWorkspace("aten", (SymbolicExpr(1), bytes_))
+        kernels = (
+            Kernel("narrow", (0,), (1,)),
+            Kernel("wide", (0,), (2,), workspace_bytes=room),
+            Kernel("join", (1, 2), (3,)),
+        )
+        graph = TensorGraph((dim,), (64, 40 * n, 8 * n, 4), (0,), (3,), kernels)
+        schedules = [(each, schedule_ops(each)) for each in _searched(graph)]
+        assert len(schedules) == 2 and schedules[1][1].order == (0, 1, 2)
+        assert _best_order(schedules, schedules[0][1].checked) == expected
 
 
 @settings(max_examples=max(60, settings().max_examples // 4))

@@ -3,9 +3,9 @@
 One order for all shapes: see `relax_disc.analysis.schedule_ops`.  In a function of kernels the
 optimizer's updates then move to where their gradient is made (`relax_disc.analysis.hoist_sinks`),
 which budgets below the peak need.  What library kernels work in on the present number of threads
-counts; of the orders found with and without it, with updates moved in two ways, that one is taken
-whose peaks are least on average over the shapes.  An update that writes a parameter in place stays
-behind the parameter's readers.  A module that has been scheduled comes out again as good.
+counts where that lowers the peaks on average over the shapes.  An update that writes a parameter in
+place stays behind the parameter's readers.  A module that has been scheduled comes out again as
+good.
 
 On a function of kernels (call_tir form, after fusion) what is measured is what will run: extracted
 tensors, in-place places, copies.  On any other function sizes come from types, and runs of pure
@@ -41,10 +41,10 @@ _logger = logging.getLogger(__name__)
 
 # By so much may updates that move early raise the peak of shapes that need far less than others.
 _GROWTH, _FAR_BELOW = 1.05, 0.5
-# By so much may an order that is better on average exceed the given order's peak somewhere.
+# By so much may an order that was found without workspaces exceed the given order's peak somewhere.
 _SLACK = 1.01
-# Means of logarithms of ratios that differ by less are as good as equal.
-_EQUAL = 0.001
+# What one that was found with them must save on average, as a logarithm.
+_LEAST_GAIN = 0.001
 
 Shapes = Mapping[str, int] | Sequence[Mapping[str, int]]
 
@@ -167,8 +167,8 @@ def _is_one_block(function: relax.Function) -> bool:
 def _searched(graph: TensorGraph) -> list[TensorGraph]:
     """Return the graphs to look for orders of: with workspaces, and without.
 
-    A search bounds its points' peaks and leaves all else as it comes; where a workspace is most of
-    the peak, the order found without it may need less at other shapes.
+    A search bounds its points' peaks and leaves all else as it comes; where workspaces are small
+    the order found without them may need less at other shapes, and under budgets.
     """
     if not any(kernel.workspace_bytes for kernel in graph.kernels):
         return [graph]
@@ -179,49 +179,57 @@ def _searched(graph: TensorGraph) -> list[TensorGraph]:
 def _best_order(
     schedules: Sequence[tuple[TensorGraph, Schedule]], checked: Sequence[Shape]
 ) -> Sequence[int]:
-    """Move updates to their gradients; of the orders that gives the best one over all shapes.
+    """Move updates to their gradients; of the orders with and without workspaces return the better.
 
-    That is the one whose peaks, each over the least that any of them has at its shape, are least in
-    the geometric mean, in which shapes count by the square root of what they need; where means are
-    as good as equal, the one whose worst ratio is least.
+    That without stays unless it needs more on average over the shapes, which count by the square
+    root of what they need, or more than the given order somewhere.
     """
-    shapes = [shape for shape in checked if shape] or [{}]
-    graph = schedules[0][0]
-    problem = problem_of(graph, shapes)
-    base, given = np.array(problem.base), np.array(peaks_at_points(problem, range(problem.ops)))
-    orders: list[Sequence[int]] = []
-    for searched, schedule in schedules:
-        limits = peaks_at_points(problem, schedule.order)
-        orders.append(hoist_sinks(graph, schedule.order, shapes, limits))
-        orders.append(_hoisted(searched, schedule, shapes))
-    peaks = np.array([peaks_at_points(problem, order) for order in orders])
-    passing = [k for k, row in enumerate(peaks) if not np.any(row > _SLACK * given)]
-    ratios = np.maximum(peaks - base, 1)[passing]
-    least = ratios.min(axis=0)
-    ratios = ratios / least
-    means = np.log(ratios) @ np.sqrt(least) / np.sqrt(least).sum()
-    scores = [
-        (round(mean / _EQUAL), row.max(), k)
-        for mean, row, k in zip(means.tolist(), ratios, passing, strict=True)
-    ]
-    return orders[min(scores)[2]]
+    orders = [_hoisted(graph, schedule) for graph, schedule in schedules]
+    if len(orders) == 1:
+        return orders[0]
+    problem = problem_of(schedules[0][0], [shape for shape in checked if shape] or [{}])
+    given = np.array(peaks_at_points(problem, range(problem.ops)))
+    whole, plain = (np.array(peaks_at_points(problem, order)) for order in orders)
+    if np.any(plain > _SLACK * given):
+        return orders[0]
+    own, other = (np.maximum(peaks - problem.base, 1) for peaks in (whole, plain))
+    weights = np.sqrt(np.minimum(own, other))
+    gain = float(np.log(other / own) @ weights / weights.sum())
+    return orders[0] if gain > _LEAST_GAIN else orders[1]
 
 
-def _hoisted(graph: TensorGraph, schedule: Schedule, shapes: Sequence[Shape]) -> Sequence[int]:
-    """Move updates to their gradients, at shapes that need far less than others at a small price.
+def _hoisted(graph: TensorGraph, schedule: Schedule) -> Sequence[int]:
+    """Move updates to their gradients, nowhere above the given order's peak."""
+    shapes = [point.shape for point in schedule.points if point.shape]
+    if not schedule.checked:
+        return hoist_sinks(graph, schedule.order, shapes)
+    limits = _limits(schedule)
+    problem = problem_of(graph, schedule.checked)
+    given = peaks_at_points(problem, range(problem.ops))
+    while True:
+        order = hoist_sinks(graph, schedule.order, shapes, limits)
+        peaks = peaks_at_points(problem, order)
+        worse = [k for k, (a, b) in enumerate(zip(peaks, given, strict=True)) if a > b]
+        if not worse:
+            return order
+        shapes.append(schedule.checked[worse[0]])
+        limits.append(given[worse[0]])
+
+
+def _limits(schedule: Schedule) -> list[int]:
+    """Peaks allowed at the points: a little more than now where that is far below the largest.
 
     There a gradient that is kept for long (of a tied embedding) is most of what is live, and would
-    hold every other weight's gradient, with the activations it is made from, to the end.
+    hold every other weight's gradient, with the activations it is made from, to the end.  Nowhere
+    is it more than the given order's peak, which is no less than the schedule's.
     """
-    problem = problem_of(graph, shapes)
-    peaks = peaks_at_points(problem, schedule.order)
-    given = peaks_at_points(problem, range(problem.ops))
-    largest = max(peaks)
-    limits = [
-        max(peak, min(bound, int(_GROWTH * peak))) if peak < _FAR_BELOW * largest else peak
-        for peak, bound in zip(peaks, given, strict=True)
+    largest = max(point.peak_bytes for point in schedule.points)
+    return [
+        min(point.given_peak_bytes, int(_GROWTH * point.peak_bytes))
+        if point.peak_bytes < _FAR_BELOW * largest
+        else point.peak_bytes
+        for point in schedule.points
     ]
-    return hoist_sinks(graph, schedule.order, shapes, limits)
 
 
 def _exceeds(
