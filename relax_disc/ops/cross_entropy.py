@@ -6,22 +6,30 @@ them.  With class weights ``w`` and label smoothing ``s`` over ``V`` classes the
 
     (1 - s) w_t (lse - x_t) + s / V * sum_c w_c (lse - x_c)
 
-Half-precision logits are computed in float32.
+Half-precision logits are computed in float32.  Where logits are a copy in float32 of shorter ones,
+as under autocast, the kernels read those: the copy, the largest tensor of a step, need not exist.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from tvm import relax, te, tirx
 
 from relax_disc.ops import registry
+from relax_disc.ops.operand_views import is_call_of
+
+if TYPE_CHECKING:
+    from relax_disc.transform.libraries.dispatch_library import Site
 
 REDUCTIONS = ("mean", "sum", "none")
 _MEAN, _SUM, _NONE = REDUCTIONS
+_READERS = "relax_disc.cross_entropy", "relax_disc.cross_entropy_backward"
+_DTYPE = "dtype"
+"""Attribute: type of the loss and of the gradient, where it is not the logits'."""
 
 
 def cross_entropy(
@@ -116,7 +124,7 @@ def _infer_cross_entropy(call: relax.Call, builder: relax.BlockBuilder) -> relax
     loss_shape = [rows] if registry.attribute(call, "reduction") == "none" else []
     return relax.TupleType(
         [
-            relax.TensorType(loss_shape, registry.dtype_name(logits)),
+            relax.TensorType(loss_shape, _result_dtype(call, logits)),
             relax.TensorType([rows], statistics),
             relax.TensorType([], statistics),
         ]
@@ -126,7 +134,13 @@ def _infer_cross_entropy(call: relax.Call, builder: relax.BlockBuilder) -> relax
 def _infer_cross_entropy_backward(
     call: relax.Call, builder: relax.BlockBuilder
 ) -> relax.TensorType:
-    return registry.tensor_type(call.args[1], "relax_disc.cross_entropy_backward: logits", 2)
+    logits = registry.tensor_type(call.args[1], "relax_disc.cross_entropy_backward: logits", 2)
+    return relax.TensorType(registry.extents(logits), _result_dtype(call, logits))
+
+
+def _result_dtype(call: relax.Call, logits: relax.TensorType) -> str:
+    attrs: Any = call.attrs
+    return str(attrs[_DTYPE]) if _DTYPE in attrs.keys() else registry.dtype_name(logits)
 
 
 registry.register(
@@ -205,6 +219,30 @@ registry.traced(
 )
 
 
+@registry.dispatches(*_READERS)
+def read_short_logits(call: relax.Call, site: Site) -> relax.Expr | None:
+    """Read the short floats that logits are a copy of, if nothing else reads the copy."""
+    place = int(call.op.name.endswith("_backward"))
+    logits, original = call.args[place], site.original.args[place]
+    is_moved = is_call_of(value := site.definition(logits), "relax.reshape")
+    copy = site.definition(value.args[0]) if is_moved else value
+    if not is_call_of(copy, "relax.astype") or not isinstance(original, relax.Var):
+        return None
+    (source,) = copy.args
+    readers = [user for _, user in site.uses.users_of(original)]
+    if is_moved:
+        whole = site.uses.definitions[original].args[0]
+        readers += [user for name, user in site.uses.users_of(whole) if not original.same_as(name)]
+    is_short = registry.dtype_name(source.ty) in ("float16", "bfloat16")
+    if not is_short or not all(any(is_call_of(x, name) for name in _READERS) for x in readers):
+        return None
+    if is_moved:
+        source = site.builder.emit(relax.op.reshape(source, logits.ty.shape))
+    args = [*call.args[:place], source, *call.args[place + 1 :]]
+    attrs = {**dict(call.attrs.items()), _DTYPE: registry.dtype_name(logits.ty)}
+    return registry.call(call.op.name, args, attrs)
+
+
 class _Rows:
     """The parts of a row's loss as TE expressions."""
 
@@ -262,7 +300,7 @@ class _Rows:
 def _legalize_forward(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     attrs = call.attrs
     logits_type = registry.tensor_type(call.args[0], "logits", 2)
-    dtype = registry.dtype_name(logits_type)
+    dtype = _result_dtype(call, logits_type)
     wide = registry.statistics_dtype(logits_type)
     reduction = str(attrs["reduction"])
     none = reduction == _NONE
@@ -332,7 +370,7 @@ def _legalize_backward(builder: relax.BlockBuilder, call: relax.Call) -> relax.E
     attrs = call.attrs
     grad_loss, logits, target, lse, count, *weight = call.args
     logits_type = registry.tensor_type(logits, "logits", 2)
-    dtype = registry.dtype_name(logits_type)
+    dtype = _result_dtype(call, logits_type)
     wide = registry.statistics_dtype(logits_type)
     weights = list(weight)
     if weights and float(attrs["label_smoothing"]):

@@ -1,8 +1,8 @@
 """Matrix products to library calls: operands flattened, transpositions and additions folded in.
 
-On the CPU short floats are multiplied by PyTorch's kernels, which sum in float32 and round once,
-where the processor has instructions for them and the program rounds the sum; elsewhere copies in
-float32 are.
+Short floats are multiplied by PyTorch's kernels, which sum in float32 and round once, where the
+device has instructions for them, as every GPU is taken to have, and the program rounds the sum;
+elsewhere copies in float32 are.
 """
 
 from __future__ import annotations
@@ -48,10 +48,13 @@ def matmul(call: relax.Call, site: Site) -> relax.Expr | None:
         return None
     dtype = registry.dtype_name(result)
     operands, wide = list(call.args), dtype
-    if site.family.endswith(".cpu"):
-        operands = [_unwidened(operand, site) for operand in operands]
+    operands = [_unwidened(operand, site) for operand in operands]
     kinds = {registry.dtype_name(operand.ty) for operand in operands}
-    if site.family.endswith(".cpu") and kinds <= {*_HALF, *_NATIVE} and (kinds & {*_HALF}):
+    if (
+        kinds <= {*_HALF, *_NATIVE}
+        and (kinds & {*_HALF})
+        and (kinds != {dtype} or not site.is_cuda)
+    ):
         wide = "float32"
     elif kinds != {dtype} or dtype not in (*_NATIVE, *_HALF):
         return None
@@ -64,10 +67,8 @@ def matmul(call: relax.Call, site: Site) -> relax.Expr | None:
 @registry.dispatches("relax.astype")
 def rounded(call: relax.Call, site: Site) -> relax.Expr | None:
     """Multiply short floats as such if their product, or its sum with a bias, is rounded here."""
-    if not site.family.endswith(".cpu"):
-        return None
     dtype = registry.dtype_name(_normalized_type(call, site))
-    if dtype not in _HALF or not _multiplies(dtype) or not _is_only_use(site):
+    if dtype not in _HALF or not (site.is_cuda or _multiplies(dtype)) or not _is_only_use(site):
         return None
     value = site.definition(call.args[0])
     if not is_call_of(value, "relax.call_dps_packed") or not isinstance(value.ty, relax.TensorType):
@@ -84,7 +85,8 @@ def rounded(call: relax.Call, site: Site) -> relax.Expr | None:
             (arguments[index],) = wide.args
             if registry.dtype_name(arguments[index].ty) != dtype:
                 return None
-    return site.call(f"aten_{name}", arguments, _normalized_type(call, site))
+    name = name if site.is_cuda else f"aten_{name}"
+    return site.call(name, arguments, _normalized_type(call, site))
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from tvm.script import tirx as T
 from relax_disc import ops
 from relax_disc.analysis.program.extraction import extract
 from relax_disc.ops import matmul
+from relax_disc.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from relax_disc.tir_kernels.target import cuda_target
 from relax_disc.transform.libraries.dispatch_library import DispatchLibrary
 
 LLVM = tvm.target.Target("llvm")
@@ -192,6 +194,39 @@ def test_sums_that_are_not_rounded_are_of_wide_products(monkeypatch):
         assert [name for name, _ in calls] == ["matmul_add", "matmul"]
     calls, _ = library_calls(DispatchLibrary(LLVM)(short_products(addend="float32")))
     assert [name for name, _ in calls] == ["matmul_add", "aten_matmul"]
+
+
+def test_a_gpu_multiplies_short_floats_as_such():
+    calls, others = library_calls(DispatchLibrary(cuda_target("sm_90"))(short_products()))
+    assert calls == [("matmul_add", [1, 1, 0, 1]), ("matmul", [1, 1, 1, 0])]
+    assert "astype" not in others and "matmul" not in others
+
+
+def short_losses(returned):
+    """A loss of short logits and its gradient, which read a copy in float32."""
+    n = tvm.tirx.Var("n", "int64")
+    logits = relax.Var("logits", relax.TensorType([n, 6], "bfloat16"))
+    target = relax.Var("target", relax.TensorType([n], "int64"))
+    builder, op = relax.BlockBuilder(), relax.op
+    options = {"ignore_index": -100, "label_smoothing": 0.0, "reduction": "mean"}
+    with builder.function("main", [logits, target]):
+        with builder.dataflow():
+            wide = builder.emit(op.astype(logits, "float32"))
+            whole = builder.emit(cross_entropy(wide, target, **options))
+            loss, lse, count = (builder.emit(relax.TupleGetItem(whole, k)) for k in range(3))
+            gradient = cross_entropy_backward(
+                relax.const(1.0, "float32"), wide, target, lse, count, **options
+            )
+            short = builder.emit(op.astype(builder.emit(gradient), "bfloat16"))
+            results = builder.emit_output(relax.Tuple([loss, short, *([wide] * returned)]))
+        builder.emit_func_output(results)
+    return builder.get()
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_losses_read_short_logits_unless_their_copy_is_needed(returned):
+    _, others = library_calls(DispatchLibrary(LLVM)(short_losses(returned)))
+    assert others.count("astype") == 1 + returned  # the gradient's
 
 
 def test_integers_are_not_ours():
