@@ -48,8 +48,8 @@ class MemoryPlan:
     budget_bytes : int or None
         The budget that the plan was made for; None where there is none.
     fits : bool
-        Whether the step runs within the budget.  If not, the other figures describe the least
-        plan that was found.
+        Whether the step runs within the budget.  If not, the figures of memory describe the least
+        plan that was found, and those of time and of what runs again say nothing.
     peak_bytes : int
         All device memory of the step: resident + arena + escaping + offload buffer + state window.
     resident_bytes : int
@@ -177,15 +177,17 @@ class MemoryPlan:
         dims = ", ".join(f"{name}={value}" for name, value in self.shape.items())
         limit = self.budget_bytes
         budget = "no budget" if limit is None else f"budget {format_bytes(limit)}"
-        reloads = f"{format_bytes(self.reloaded_bytes)} reloaded, " if self.reloaded_bytes else ""
-        verdict = ""
-        if not self.fits:
-            verdict = f"; DOES NOT FIT, needs {format_bytes(self.least_bytes)}"
-            verdict += "".join(f"; {gradient}" for gradient in self.whole_gradients)
-        return (
+        memory = (
             f"{dims}: peak {format_bytes(self.peak_bytes)} (activations "
-            f"{format_bytes(self.activation_peak_bytes)}), time x{self.time_ratio:.3f}, "
-            f"{len(self.evicted)} recomputations, {reloads}{budget}{verdict}"
+            f"{format_bytes(self.activation_peak_bytes)}), "
+        )
+        if not self.fits:
+            needed = f"{memory}{budget}; DOES NOT FIT, needs {format_bytes(self.least_bytes)}"
+            return "; ".join([needed, *map(str, self.whole_gradients)])
+        reloads = f"{format_bytes(self.reloaded_bytes)} reloaded, " if self.reloaded_bytes else ""
+        return (
+            f"{memory}time x{self.time_ratio:.3f}, {len(self.evicted)} recomputations, "
+            f"{reloads}{budget}"
         )
 
 
