@@ -3,7 +3,7 @@
     python -m benchmarks.models.compile_time --resume
 
 Processor time of one thread, that of child processes included: from nothing to the end of the
-first training step at a model's first shape, less a second step's.  Each way of each model has a
+first training step at a model's first shape, less a later step's.  Each way of each model has a
 process of its own with empty caches, and compiles a small model first: imports, and what a machine
 is asked once, are left out for both.  Models that compile fast come first; results are written
 as they come, and docs/models-speed.md shows them.
@@ -101,9 +101,12 @@ def measure(way: str, entry: Entry) -> dict[str, Any]:
         counters.clear()
         start = Clock.now()
         step()
-        first, start = Clock.now() - start, Clock.now()
-        step()
-        seconds = first - (Clock.now() - start)
+        first, later = Clock.now() - start, []
+        for _ in range(2):  # torch.compile may compile again in the second step
+            start = Clock.now()
+            step()
+            later.append(Clock.now() - start)
+        seconds = first - min(later)
     found: dict[str, Any] = {"seconds": round(seconds, 2)}
     return {**found, "graphs": counters["stats"]["unique_graphs"]} if way != WAYS[0] else found
 

@@ -40,8 +40,16 @@ calls add included.
 """
 
 
-def page(content: Mapping[str, Any]) -> str:
-    """Write a file of results as Markdown."""
+_COMPILING = """## Compile time
+
+Processor seconds of one thread from nothing to the end of the first training step at a model's
+first shape, less a later step's; empty caches, imports left out. *Graphs* is how many
+torch.compile(dynamic=True) made; with none all runs in eager PyTorch.
+"""
+
+
+def page(content: Mapping[str, Any], compiling: Mapping[str, Any]) -> str:
+    """Write the files of results, of steps and of compiling, as Markdown."""
     results = content["results"]
     lines = [_INTRODUCTION, _totals(results), "", _row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
     lines += [_row(cells) for result in results for cells in _cells(result)]
@@ -64,7 +72,47 @@ def page(content: Mapping[str, Any]) -> str:
         f"waited took at most {busiest:.2f} of a core. {_other_work(results)} This page is "
         "made of `benchmarks/results/models_speed.json`."
     )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_compiling(compiling["results"])]) + "\n"
+
+
+def _compiling(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Write the section of compile times; what lost or failed is in it like the rest."""
+    rows = {entry.name: results[entry.name] for entry in WIDE if entry.name in results}
+    ratios = [row["ratio"] for row in rows.values() if "ratio" in row]
+    columns = ("model", "relax_disc s", "torch.compile s", "ratio", "graphs")
+    lines = [_COMPILING]
+    if ratios:
+        lines[-1] += (
+            f"\n{len(ratios)} models compared: median of the ratio "
+            f"{statistics.median(ratios):.2f}, largest {max(ratios):.2f}, "
+            f"{sum(ratio > 1 for ratio in ratios)} above 1.0.\n"
+        )
+    lines += [_row(columns), _row(["---"] * len(columns))]
+    for name, row in rows.items():
+        ours, theirs = row["relax_disc"], row["torch.compile"]
+        seconds = [
+            f"{way['seconds']:.1f}" if "seconds" in way else "fails" for way in (ours, theirs)
+        ]
+        ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
+        lines.append(_row([name, *seconds, ratio, str(theirs.get("graphs", ""))]))
+    lines.append("")
+    for name, row in rows.items():
+        for way in ("relax_disc", "torch.compile"):
+            if "failed" in row[way]:
+                lines += [f"- **{name}**, {way}: `{row[way]['failed'].strip()}`", ""]
+    missing = [entry.name for entry in WIDE if entry.name not in rows]
+    if missing:
+        lines += [f"Not compared yet, {len(missing)}: {'; '.join(missing)}.", ""]
+    commits, processors = (
+        ", ".join(dict.fromkeys(row[key] for row in rows.values()))
+        for key in ("commit", "processor")
+    )
+    lines.append(
+        f"Measured by `python -m benchmarks.models.compile_time --resume` at commits {commits} on "
+        f"{processors}, beside other work. This section is made of "
+        "`benchmarks/results/compile_time_models.json`."
+    )
+    return lines
 
 
 def _other_work(results: Sequence[Mapping[str, Any]]) -> str:
@@ -81,7 +129,7 @@ def _other_work(results: Sequence[Mapping[str, Any]]) -> str:
 
 def write_page() -> None:
     """Write docs/models-speed.md from the recorded results."""
-    PAGE.write_text(page(read_results("models_speed")))
+    PAGE.write_text(page(read_results("models_speed"), read_results("compile_time_models")))
 
 
 def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
