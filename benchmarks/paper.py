@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Protocol
 
 import typer
@@ -37,7 +37,8 @@ from rich.table import Table
 
 from benchmarks.dry_pytorch import CompiledStep, EagerStep
 from benchmarks.memory_full_size import SIZES, full_size_model, full_size_step
-from benchmarks.record import write_result
+from benchmarks.models.document import read_results
+from benchmarks.record import commit, machine, write_result
 from benchmarks.training_batches import epoch_lengths
 from relax_disc.bytes_text import format_bytes, parse_bytes
 from relax_disc.pipeline import PipelineOptions
@@ -53,6 +54,7 @@ _PLAIN = PipelineOptions(
     rematerialize=False,
     remove_padding=False,
 )
+_PYTORCH = ("PyTorch", "torch.compile")
 _NAMES = ("batch", "length", "tokens")
 
 
@@ -171,9 +173,37 @@ def main(
         "14,16,18"
     ),
     budget: Annotated[str, typer.Option(help="Memory of the device.")] = "40GiB",
+    pytorch: Annotated[
+        bool, typer.Option("--pytorch", help="PyTorch's rows alone; ours stay as recorded.")
+    ] = False,
 ) -> None:
     """Plan the epochs; prints a table, writes benchmarks/results/paper.json."""
     limit = parse_bytes(budget)
+    sizes = [int(size) for size in batches.split(",")]
+    settings = {"model": "Llama-2-7B's dimensions, 4 layers", "budget_bytes": limit}
+    if pytorch:
+        recorded = read_results("paper")
+        if recorded["settings"] != settings:
+            raise typer.BadParameter("the recorded rows are of another budget")
+        of = {"commit": recorded["commit"], "processor": recorded["machine"]["processor"]}
+        rows = [{**of, **r} for r in recorded["results"] if not r["way"].startswith(_PYTORCH)]
+    else:
+        rows = planned(sizes, limit)
+    with Progress(console=Console(stderr=True)) as progress:
+        for size in progress.track(sizes, description="PyTorch, batch sizes"):
+            epoch = epoch_lengths(size)
+            for name, peer in pytorch_steps(epoch[0]):
+                counted = count_pytorch(peer, epoch, limit)
+                rows.append({**_source(), "way": name, "batch": size, **counted})
+    rows.sort(key=lambda row: row["batch"])
+    path = write_result("paper", settings, rows)
+    console = Console()
+    console.print(table(rows))
+    console.print(str(path))
+
+
+def planned(sizes: Sequence[int], limit: int) -> list[dict[str, Any]]:
+    """Plan an epoch of each batch size in all our ways; ``limit``: in bytes."""
     plain = full_size_step(_PLAIN)
     optimised = full_size_step(PipelineOptions(remove_padding=False))
     ways = {
@@ -183,24 +213,29 @@ def main(
         "dynamic, no padding": (full_size_step(), False),
     }
     rows: list[dict[str, Any]] = []
-    sizes = [int(size) for size in batches.split(",")]
     with Progress(console=Console(stderr=True)) as progress:
         for size in progress.track(sizes, description="batch sizes"):
             epoch = epoch_lengths(size)
             for name, (step, padded) in ways.items():
                 row = plan_epoch(step, epoch, limit, padded=padded)
                 free = count_unlimited(step, size, row["longest"])
-                rows.append({"way": name, "batch": size, "unlimited_bytes": free, **row})
-            for name, peer in pytorch_steps(epoch[0]):
-                rows.append({"way": name, "batch": size, **count_pytorch(peer, epoch, limit)})
-    settings = {"model": "Llama-2-7B's dimensions, 4 layers", "budget_bytes": limit}
-    path = write_result("paper", settings, rows)
-    table = Table(
+                told = {"way": name, "batch": size, "unlimited_bytes": free}
+                rows.append({**_source(), **told, **row})
+    return rows
+
+
+def _source() -> dict[str, Any]:
+    return {"commit": commit(), "processor": machine()["processor"]}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Return the table for the screen."""
+    found = Table(
         "way", "batch", "without a budget", "peak", "over it", "recomputing", "tokens/s, modelled"
     )
     for row in rows:
         rate = row.get("modelled_tokens_per_second")
-        table.add_row(
+        found.add_row(
             row["way"],
             str(row["batch"]),
             format_bytes(row["unlimited_bytes"]),
@@ -209,8 +244,7 @@ def main(
             str(row.get("batches_recomputing", "-")),
             "-" if rate is None else f"{rate:,.0f}",
         )
-    Console().print(table)
-    Console().print(str(path))
+    return found
 
 
 if __name__ == "__main__":
