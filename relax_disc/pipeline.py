@@ -16,11 +16,13 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from relax_disc.tir_kernels import rules_for
+from relax_disc.tir_kernels import accepts_chain, rules_for
 from relax_disc.tir_kernels.tuning.database import USER, load
 from relax_disc.tir_kernels.tuning.replay import Tuned
+from relax_disc.transform.fusion.annotate_means import AnnotateMeans
 from relax_disc.transform.fusion.fuse_kernels import FuseKernels
 from relax_disc.transform.fusion.inline_producers import InlineProducers
+from relax_disc.transform.fusion.join_sizes import JoinSizes
 from relax_disc.transform.fusion.legalize import Legalize
 from relax_disc.transform.fusion.repeat_for_late_readers import RepeatForLateReaders
 from relax_disc.transform.fusion.rewrite_reshapes import RewriteReshapes
@@ -65,7 +67,7 @@ class PipelineOptions:
         makes of parameters again before late readers.
     join_kernels : bool
         With fusion: one kernel for several that read the same values, which may also make again
-        what an earlier one made of those.
+        what an earlier one made of those; for CUDA also one for reductions and what follows them.
     schedule_kernels : bool
         Give kernels loops for the target; off: as they were legalized, serial.
     schedule_ops : bool
@@ -210,7 +212,10 @@ def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list
         assert stock[fusion + 1].info.name == "FuseTIR"
         stock = [Legalize() if stage.info.name == "LegalizeOps" else stage for stage in stock]
         inlined = [InlineProducers(), RepeatForLateReaders()] if options.inline_producers else []
-        ours = [CanonicalizeExtents(), *inlined, FuseKernels(options.join_kernels)]
+        accepts = accepts_chain(target) if options.schedule_kernels else None
+        fuse = FuseKernels(options.join_kernels, accepts)
+        for_launches = [AnnotateMeans(), JoinSizes()] if accepts is not None else []
+        ours = [CanonicalizeExtents(), *for_launches, *inlined, fuse]
         return [*stock[:fusion], *ours, *stock[fusion + 2 :]]
     return [Legalize(), relax.transform.FoldConstant()]
 

@@ -6,8 +6,10 @@ kernel is another rule's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from tvm import tirx
 from tvm.target import Target
 
 from relax_disc.tir_kernels.cpu import cpu_rules
@@ -30,7 +32,21 @@ def rules_for(target: Target) -> list[Any]:
     return []
 
 
+def accepts_chain(target: Target) -> Callable[[tirx.PrimFunc], bool] | None:
+    """Return what tells whether a rule runs a kernel of several stages as one launch.
+
+    None for targets where launches cost nothing.
+    """
+    if target.kind.name != "cuda":
+        return None
+    from relax_disc.tir_kernels.cuda import Columns, Elementwise, Rows
+
+    rules = [Elementwise(), Rows(), Columns()]
+    return lambda kernel: any(rule.apply(kernel, target) is not None for rule in rules)
+
+
 __all__ = [
+    "accepts_chain",
     "cpu_rules",
     "cpu_target",
     "cuda_target",

@@ -1,4 +1,4 @@
-"""Schedule rules for CUDA: ours for element-wise kernels and rows, TVM's dlight, what always works.
+"""Schedule rules for CUDA: for element-wise kernels, rows and columns; TVM's; what always works.
 
 From the special to the general.  Matrix products and attention go to libraries before kernels are
 made.
@@ -10,6 +10,7 @@ from typing import Any
 
 from tvm.s_tir import dlight
 
+from relax_disc.tir_kernels.cuda.columns import Columns
 from relax_disc.tir_kernels.cuda.elementwise import Elementwise
 from relax_disc.tir_kernels.cuda.guarded import Guarded
 from relax_disc.tir_kernels.cuda.one_thread import OneThread
@@ -21,6 +22,7 @@ def cuda_rules() -> list[Any]:
     return [
         Guarded(Elementwise()),
         Guarded(Rows()),
+        Guarded(Columns()),
         Guarded(dlight.gpu.Matmul()),
         Guarded(dlight.gpu.Reduction()),
         Guarded(dlight.gpu.GeneralReduction()),
@@ -30,4 +32,4 @@ def cuda_rules() -> list[Any]:
     ]
 
 
-__all__ = ["Guarded", "OneThread", "cuda_rules"]
+__all__ = ["Columns", "Elementwise", "Guarded", "OneThread", "Rows", "cuda_rules"]

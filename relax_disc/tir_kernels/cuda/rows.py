@@ -6,13 +6,14 @@ shuffles, warps through shared memory, always in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm import s_tir, tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.element import Element, collapse
-from relax_disc.analysis.kernels.stages import Combiner, constant, loads_of
+from relax_disc.analysis.kernels.stages import Combiner, Stage, constant, loads_of
 from relax_disc.tir_kernels.binding import keep
 from relax_disc.tir_kernels.cpu.elementwise import emit_element, unit_mapping
 from relax_disc.tir_kernels.cpu.reductions import (
@@ -59,7 +60,7 @@ class Rows:
         groups = collapse(kernel.rows, expressions, stores) if kernel.rows else []
 
         def body(block: Any, thread: Any) -> list[Any]:
-            row = _Row(kernel, flat, thread, threads)
+            row = Row(kernel, flat, thread, threads)
             return at_groups(groups, block, "row", row.emit) if groups else row.emit({})
 
         grid = launch(elements_count(groups), threads, body)
@@ -79,12 +80,28 @@ def _threads(kernel: RowKernel) -> int:
     return threads
 
 
-class _Row:
-    """Makes the statements that one thread runs for one row."""
+class Row:
+    """Makes the statements that one thread runs for one row.
 
-    def __init__(self, kernel: RowKernel, flat: FlatBuffers, thread: Any, threads: int) -> None:
+    With ``width`` a block has that many rows side by side: a power of two up to 32, lanes of a
+    warp, or one for each thread; ``is_row`` is the condition that a thread's row exists.
+    """
+
+    def __init__(
+        self,
+        kernel: RowKernel,
+        flat: FlatBuffers,
+        thread: Any,
+        threads: int,
+        width: int = 1,
+        is_row: Any = None,
+    ) -> None:
         self._kernel, self._flat = kernel, flat
         self._thread, self._threads = thread, threads
+        self._width, self._is_row = width, is_row
+        # A row's threads take turns along it.
+        self._turn = thread if width == 1 else tirx.FloorDiv(thread, index_const(width))
+        self._turns = threads // width
 
     def emit(self, mapping: dict[Any, Any]) -> list[Any]:
         """Compute all stages; ``mapping`` gives the row."""
@@ -101,30 +118,45 @@ class _Row:
                 statements.append(barrier())
                 written.clear()
             stage = element.stage
-            if stage.combiner is None:
+            if stage.combiner is not None:
+                made, total = self._reduction(element, mapping, stage.combiner)
+            elif self._is_one_number(element):
+                made, total = emit_value(element, self._flat, {**unit_mapping(stage), **mapping})
+            else:
                 statements += self._output(element, mapping)
                 written.add(stage.buffer)
                 continue
-            reduced, total = self._reduction(element, mapping, stage.combiner)
             var = tirx.Var(stage.name, str(total.ty.dtype))
             kept, mapping[var] = keep(stage.name, total)
-            statements += [*reduced, *kept]
+            statements += [*made, *kept]
             totals[stage.buffer] = var
             if stage.buffer in outputs:
                 finished = Element(finished_stage(stage), (), var)
                 statements += self._output(finished, mapping)
         return statements
 
+    def _is_one_number(self, element: Element) -> bool:
+        """Whether an element-wise stage makes one number of a row, which all threads then keep."""
+        stage = element.stage
+        rows = {axis.var for axis in self._kernel.rows}
+        has_own = any(x.var not in rows and constant(x.extent) != 1 for x in stage.axes)
+        return not has_own and element.value.ty.dtype == stage.buffer.dtype
+
+    def _is_writer(self) -> Any:
+        """Return the condition that a thread writes what is one number of a row."""
+        is_first = tirx.EQ(self._turn, index_const(0))
+        return is_first if self._is_row is None else tirx.And(is_first, self._is_row)
+
     def _spread(self, groups: Any, name: str, body: Any) -> Any:
         """Deal the elements of collapsed axes out to the threads."""
         count = elements_count(groups)
-        rounds = (count + (self._threads - 1)) // self._threads
+        rounds = (count + (self._turns - 1)) // self._turns
 
         def at(turn: Any) -> Any:
-            index = turn * self._threads + self._thread
+            index = turn * self._turns + self._turn
             inside = at_groups(groups, index, name, body)
             exact = constant(count)
-            if exact is not None and exact % self._threads == 0:
+            if exact is not None and exact % self._turns == 0:
                 return sequence(inside)
             return only_where(index < count, inside)
 
@@ -136,7 +168,7 @@ class _Row:
         axes = [axis for axis in stage.axes if axis.var not in mapping]
         if not axes:
             store = emit_element([element], self._flat, mapping)
-            return [only_where(tirx.EQ(self._thread, index_const(0)), [store])]
+            return [only_where(self._is_writer(), [store])]
         fixed, (element,) = hoist([element], {axis.var for axis in axes})
         binds = bind_lets(fixed, self._flat, mapping)
         groups = collapse(axes, element.expressions, [[stage.buffer, *stage.indices]])
@@ -171,25 +203,36 @@ class _Row:
             return [*statements, *body({})], tirx.BufferLoad(own, [zero])
         groups = collapse(axes, element.expressions, [])
         statements.append(self._spread(groups, stage.name, body))
+        return [*statements, *self._add_up(own, stage, add)], tirx.BufferLoad(own, [zero])
+
+    def _add_up(self, own: Any, stage: Stage, add: Callable[[Any], Any]) -> list[Any]:
+        """Leave in ``own[0]`` of a row's threads the total over them, ``add`` adding to it."""
+        if self._turns == 1:
+            return []
+        dtype, zero, width = str(own.dtype), index_const(0), self._width
+        statements: list[Any] = []
         for distance in (16, 8, 4, 2, 1):
-            # The exclusive or gives all lanes the total, so that nobody has to be told.
-            other = _shuffle_xor(tirx.BufferLoad(own, [zero]), distance, dtype)
-            statements.append(add(other))
+            if distance >= width:
+                # The exclusive or gives all lanes the total, so that nobody has to be told.
+                other = _shuffle_xor(tirx.BufferLoad(own, [zero]), distance, dtype)
+                statements.append(add(other))
         if self._threads == WARP:
-            return statements, tirx.BufferLoad(own, [zero])
+            return statements
         warps = self._threads // WARP
-        partial = tirx.decl_buffer((warps,), dtype, f"{stage.name}_warps", scope="shared")
-        first_lane = tirx.EQ(tirx.FloorMod(self._thread, index_const(WARP)), zero)
+        partial = tirx.decl_buffer((warps * width,), dtype, f"{stage.name}_warps", scope="shared")
+        lane = tirx.FloorMod(self._thread, index_const(WARP))
+        row = zero if width == 1 else tirx.FloorMod(self._thread, index_const(width))
         warp = tirx.FloorDiv(self._thread, index_const(WARP))
-        store = tirx.BufferStore(partial, tirx.BufferLoad(own, [zero]), [warp])
-        statements += [
+        store = tirx.BufferStore(partial, tirx.BufferLoad(own, [zero]), [warp * width + row])
+        totals = [tirx.BufferLoad(partial, [row + w * width]) for w in range(warps)]
+        return [
+            *statements,
             tirx.AllocBuffer(partial),
-            only_where(first_lane, [store]),
+            store if width == WARP else only_where(lane < width, [store]),
             barrier(),
-            tirx.BufferStore(own, tirx.BufferLoad(partial, [zero]), [zero]),
-            *(add(tirx.BufferLoad(partial, [index_const(w)])) for w in range(1, warps)),
+            tirx.BufferStore(own, totals[0], [zero]),
+            *map(add, totals[1:]),
         ]
-        return statements, tirx.BufferLoad(own, [zero])
 
 
 def _shuffle_xor(value: Any, distance: int, dtype: str) -> Any:

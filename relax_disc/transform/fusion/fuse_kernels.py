@@ -9,7 +9,7 @@ its result; `join_kernels` joins those that read the same values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from graphlib import TopologicalSorter
 from heapq import heappop, heappush
 from itertools import chain
@@ -26,9 +26,12 @@ from relax_disc.transform.functions import (
     program_functions,
     with_blocks,
 )
+from relax_disc.transform.fusion.counter_kernels import find_counters
 from relax_disc.transform.fusion.fusion_groups import blocks_of, fuse_ops
 from relax_disc.transform.fusion.fusion_plan import plan_fusion
-from relax_disc.transform.fusion.sibling_kernels import Copy, Join, find_joins
+from relax_disc.transform.fusion.kernel_graph import Copy, Join
+from relax_disc.transform.fusion.reduction_chains import find_chains
+from relax_disc.transform.fusion.sibling_kernels import find_joins
 
 
 @tvm.transform.module_pass(opt_level=0, name="FuseKernels")
@@ -39,10 +42,15 @@ class FuseKernels:
     ----------
     join : bool
         Whether kernels that read the same values become one (`relax_disc.transform.join_kernels`).
+    accepts : function of (PrimFunc), optional
+        Whether the target's rules take a kernel of several reductions. With it reductions become
+        one kernel with what follows them (`relax_disc.transform.fusion.reduction_chains`).
     """
 
-    def __init__(self, join: bool = True) -> None:
-        self.join = join
+    def __init__(
+        self, join: bool = True, accepts: Callable[[tirx.PrimFunc], bool] | None = None
+    ) -> None:
+        self.join, self.accepts = join, accepts
 
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with fused kernels."""
@@ -56,7 +64,10 @@ class FuseKernels:
                 spans[group.result] = located[-1]
         if self.join:
             grouped = join_kernels(grouped)
-        result = relax.transform.FuseTIR()(grouped)
+        if self.join and self.accepts is not None:
+            result = _with_chains(grouped, self.accepts)
+        else:
+            result = relax.transform.FuseTIR()(grouped)
         for variable, function in program_functions(result):
             for binding in chain.from_iterable(block.bindings for block in blocks_of(function)):
                 if isinstance(binding.value, relax.TupleGetItem) and binding.var in spans:
@@ -87,21 +98,56 @@ def join_kernels(mod: tvm.IRModule) -> tvm.IRModule:
     ``mod``: after `FuseOps`, before `FuseTIR`. Returned: with fused functions that return tuples;
     elements of those are bound to the variables that the kernels were bound to.
     """
+    return _joined(mod, find_joins)[0]
+
+
+def _with_chains(mod: tvm.IRModule, accepts: Callable[[tirx.PrimFunc], bool]) -> tvm.IRModule:
+    """Join reductions with what follows them, and counters; run `FuseTIR`.
+
+    Whether rules take a kernel shows in its loops; what they do not take is left apart.
+    """
+    refused: set[relax.Var] = set()
+
+    def find(mod: tvm.IRModule, function: relax.Function, block: Any) -> list[Join]:
+        chains = find_chains(mod, function, block, lambda values: values[0] in refused)
+        counters = find_counters(mod, function, block)
+        return [*chains, *counters]
+
+    while True:
+        joined, names = _joined(mod, find)
+        result = relax.transform.FuseTIR()(joined)
+        failed = {
+            first
+            for first, name in names.items()
+            if not (isinstance(kernel := result[name], tirx.PrimFunc) and accepts(kernel))
+        }
+        if not failed:
+            return result
+        refused |= failed
+
+
+def _joined(
+    mod: tvm.IRModule, find: Callable[[tvm.IRModule, relax.Function, Any], list[Join]]
+) -> tuple[tvm.IRModule, dict[relax.Var, str]]:
+    """Join what ``find`` finds; return also, for the first value of each join, its function."""
     builder = relax.BlockBuilder(copy_module(mod))
     changed = {}
+    names: dict[relax.Var, str] = {}
     for variable, function in program_functions(mod):
         blocks = blocks_of(function)
         for number, block in enumerate(blocks):
-            if joins := find_joins(mod, function, block):
+            if joins := find(mod, function, block):
                 writer = _Writer(builder, mod, list(block.bindings), joins)
                 blocks[number] = block_like(block, writer.run())
                 changed[variable] = with_blocks(function, blocks)
+                names |= writer.names
     if not changed:
-        return mod
+        return mod, {}
     result = builder.get()
     for variable, function in changed.items():
         result.update_func(variable, function)
-    return relax.transform.DeadCodeElimination()(relax.transform.Normalize()(result))
+    result = relax.transform.DeadCodeElimination()(relax.transform.Normalize()(result))
+    return result, names
 
 
 class _Writer:
@@ -120,6 +166,11 @@ class _Writer:
         self._copies: dict[int, dict[relax.Var, relax.Var]] = {}  # per reader: old -> new
         self._maker: dict[relax.Var, int] = {}  # of a copy: the last place of its join
         self._new_bindings: dict[int, list[relax.Binding]] = {}
+        self._readers: dict[relax.Var, set[int]] = {}
+        for place, binding in enumerate(bindings):
+            for operand in operands_of(binding.value):
+                self._readers.setdefault(operand, set()).add(place)
+        self.names: dict[relax.Var, str] = {}  # first value of each join -> its function
         for join in joins:
             self._write(join)
 
@@ -167,19 +218,32 @@ class _Writer:
     def _write(self, join: Join) -> None:
         """Make the fused function of a join, and the bindings that call it."""
         members = [self._bindings[place] for place in _members(join)]
-        arguments = list(dict.fromkeys(x for b in members for x in operands_of(b.value)))
-        function = self._fused(members, arguments)
+        made = {binding.var for binding in members}
+        read = dict.fromkeys(x for b in members for x in operands_of(b.value))
+        arguments = [x for x in read if x not in made]
+        results = [
+            x for x in members if x.var in made - set(read) or self._is_read_outside(x, join)
+        ]
+        function = self._fused(members, arguments, [x.var for x in results])
         names = [_function_of(binding.value).name_hint for binding in members]
         name = "fused_" + "_and_".join(n.removeprefix("fused_") for n in names)
         called = self._builder.add_func(function, name)
+        self.names[members[0].var] = called.name_hint
         call = self._builder.normalize(relax.Call(called, arguments))
-        results = relax.DataflowVar(f"{members[0].var.name}_results", call.ty)
-        bindings: list[relax.Binding] = [relax.VarBinding(results, call)]
-        for index, binding in enumerate(members[: len(join.places)]):
-            bindings.append(relax.VarBinding(binding.var, relax.TupleGetItem(results, index)))
-        for index, copy in enumerate(join.again, len(join.places)):
-            bindings += self._copied(copy, relax.TupleGetItem(results, index))
-            self._maker.update((b.var, join.places[-1]) for b in bindings)
+        if len(results) == 1:
+            (only,) = results
+            self._new_bindings[join.places[-1]] = [relax.VarBinding(only.var, call)]
+            return
+        together = relax.DataflowVar(f"{members[0].var.name}_results", call.ty)
+        bindings: list[relax.Binding] = [relax.VarBinding(together, call)]
+        copies = {self._bindings[copy.place].var: copy for copy in join.again}
+        for index, binding in enumerate(results):
+            value = relax.TupleGetItem(together, index)
+            if binding.var in copies:
+                bindings += self._copied(copies[binding.var], value)
+                self._maker.update((b.var, join.places[-1]) for b in bindings)
+            else:
+                bindings.append(relax.VarBinding(binding.var, value))
         self._new_bindings[join.places[-1]] = bindings
 
     def _copied(self, copy: Copy, value: relax.Expr) -> list[relax.Binding]:
@@ -195,16 +259,26 @@ class _Writer:
             self._copies.setdefault(reader, {}).update(names)
         return bindings
 
-    def _fused(self, members: list[relax.Binding], arguments: list[relax.Var]) -> relax.Function:
-        """Make one function of several.
+    def _is_read_outside(self, binding: relax.Binding, join: Join) -> bool:
+        """Whether a value is read by more than the kernels of its join."""
+        readers = self._readers.get(binding.var, set())
+        return not isinstance(binding.var, relax.DataflowVar) or not readers <= {*join.places}
 
-        One after the other, nothing in common: so the analysis of what may be overwritten holds
-        for schedules that run them in one loop and for those that run them in turn.
+    def _fused(
+        self,
+        members: list[relax.Binding],
+        arguments: list[relax.Var],
+        results: list[relax.Var],
+    ) -> relax.Function:
+        """Make one function of several, with some of the values as its results.
+
+        One after the other, nothing in common but values: so the analysis of what may be
+        overwritten holds for schedules that run them in one loop and for those that run them in
+        turn.
         """
         parameters = [relax.Var(x.name, x.ty) for x in arguments]
-        outer = dict(zip(arguments, parameters, strict=True))
+        outer: dict[relax.Var, relax.Var] = dict(zip(arguments, parameters, strict=True))
         bindings: list[relax.Binding] = []
-        results: list[relax.Expr] = []
         for member in members:
             call: Any = member.value
             if isinstance(call.op, tvm.ir.GlobalVar):
@@ -217,12 +291,13 @@ class _Writer:
                 value = self._builder.normalize(_with_operands(binding.value, names))
                 names[binding.var] = relax.DataflowVar(binding.var.name, value.ty)
                 bindings.append(relax.VarBinding(names[binding.var], value, binding.span))
-            results.append(names[result])
-        tuple_ = self._builder.normalize(relax.Tuple(results))
-        output = relax.Var("results", tuple_.ty)
-        bindings.append(relax.VarBinding(output, tuple_))
+            outer[member.var] = names[result]
+        made = [outer[x] for x in results]
+        value = self._builder.normalize(made[0] if len(made) == 1 else relax.Tuple(made))
+        output = relax.Var("results", value.ty)
+        bindings.append(relax.VarBinding(output, value))
         body = relax.SeqExpr([relax.DataflowBlock(bindings)], output)
-        function = relax.Function(parameters, body, tuple_.ty, True)
+        function = relax.Function(parameters, body, value.ty, True)
         return relax.utils.copy_with_new_vars(function).with_attr("Primitive", True)
 
 

@@ -15,24 +15,29 @@ only operands that are small beside the values do not count.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
 import tvm_ffi
 from tvm import relax
-from tvm.relax.analysis import tir_vars_in_type
 
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
-from relax_disc.ops.operand_views import Uses, operands_of
-from relax_disc.transform.functions import is_reshape
+from relax_disc.ops.operand_views import operands_of
+from relax_disc.transform.fusion.kernel_graph import (
+    Copy,
+    Join,
+    KernelGraph,
+    calls_of,
+    sizes_are_dims,
+    union,
+)
 from relax_disc.transform.fusion.producers import (
     INJECTIVE,
     MOST_WORK,
     at_most,
     bytes_of,
     is_small_beside,
-    kernel_of,
     pattern_of,
     work_of,
 )
@@ -41,23 +46,6 @@ _MOST_RESULTS = 4
 # Between the last reader before and the kernel that makes a value again there are so many bindings
 # at least; else it is not worth the write.
 _FAR = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A second copy of a value."""
-
-    place: int  # binding of the kernel that makes the first
-    readers: frozenset[int]  # bindings that read the second
-    views: tuple[int, ...]  # reshapes of it through which they do, too
-
-
-@dataclass(eq=False, slots=True)
-class Join:
-    """Kernels that become one."""
-
-    places: list[int]  # bindings of the kernels, in order
-    again: list[Copy] = field(default_factory=list)  # results of earlier kernels that it makes too
 
 
 def find_joins(mod: tvm.IRModule, function: relax.Function, block: Any) -> list[Join]:
@@ -77,23 +65,11 @@ class _Kernel:
     large: frozenset[relax.Var]
 
 
-class _Finder:
+class _Finder(KernelGraph):
     def __init__(
         self, mod: tvm.IRModule, function: relax.Function, bindings: list[relax.Binding]
     ) -> None:
-        self._mod, self._bindings = mod, bindings
-        self._place = {binding.var: place for place, binding in enumerate(bindings)}
-        self._parameters = set(function.params)
-        self._stored: dict[relax.Var, relax.Var] = {}  # reshapes and other names -> what is stored
-        self._views = {place for place in range(len(bindings)) if self._note_view(place)}
-        self._readers: dict[relax.Var, set[int]] = {}
-        self._escaping: set[relax.Var] = set()
-        self._note_readers(Uses.of(function))
-        # Per binding the bindings that it needs, as bits.
-        self._before: list[int] = []
-        for binding in bindings:
-            needed = [self._place[x] for x in operands_of(binding.value) if x in self._place]
-            self._before.append(_union(self._before[p] | 1 << p for p in needed))
+        super().__init__(mod, function, bindings)
         kernels = (self._kernel(place) for place in range(len(bindings)))
         self._kernels = {kernel.place: kernel for kernel in kernels if kernel is not None}
         self._join_of: dict[int, Join] = {}
@@ -109,25 +85,6 @@ class _Finder:
                 self._make_again(join)
         return list(dict.fromkeys(self._join_of.values()))
 
-    def _note_view(self, place: int) -> bool:
-        binding = self._bindings[place]
-        kernel = kernel_of(self._mod, binding.value)
-        is_name = isinstance(binding.value, relax.Var)
-        if not is_name and (kernel is None or not is_reshape(kernel)):
-            return False
-        (shown,) = operands_of(binding.value)
-        self._stored[binding.var] = self._stored_of(shown)
-        return True
-
-    def _note_readers(self, uses: Uses) -> None:
-        for variable in [*self._parameters, *self._place]:
-            stored = self._stored_of(variable)
-            for user, _ in uses.users_of(variable):
-                if user is None or user not in self._place:
-                    self._escaping.add(stored)
-                elif self._place[user] not in self._views:
-                    self._readers.setdefault(stored, set()).add(self._place[user])
-
     def _kernel(self, place: int) -> _Kernel | None:
         """Describe an element-wise kernel with one result; None for anything else."""
         binding = self._bindings[place]
@@ -139,15 +96,10 @@ class _Finder:
         if bytes_of(binding.var) is None or self._is_returned(binding.var):
             return None
         operands = operands_of(binding.value)
-        if not _sizes_are_dims(operands, binding.var):
+        if not sizes_are_dims(operands, binding.var):
             return None
         large = {x for x in operands if not is_small_beside(x, binding.var)}
         return _Kernel(place, binding.var, frozenset(map(self._stored_of, large)))
-
-    def _is_returned(self, value: relax.Var) -> bool:
-        """Whether a value leaves the function, so that it cannot take the place of an operand."""
-        readers = (self._bindings[place].value for place in self._readers.get(value, ()))
-        return value in self._escaping or any(isinstance(x, relax.Tuple) for x in readers)
 
     def _readers_of(self, values: Iterable[relax.Var]) -> set[int]:
         return set().union(*(self._readers.get(value, ()) for value in values))
@@ -171,28 +123,7 @@ class _Finder:
             for place in places:
                 self._join_of[place] = join
             join.places[:] = places
-            self._needs_all(places, _union(self._before[place] for place in places))
-
-    def _are_ready_together(self, one: int, other: int) -> bool:
-        """Whether what either of two kernels reads is there when the other can run.
-
-        Then neither depends on the other.
-        """
-        return all(
-            self._before[a] >> self._place[stored] & 1
-            for a, b in ((one, other), (other, one))
-            for stored in map(self._stored_of, operands_of(self._bindings[b].value))
-            if stored in self._place
-        )
-
-    def _needs_all(self, places: list[int], before: int) -> None:
-        """Note that bindings need all that any of them needs, and whoever needs one needs all."""
-        all_ = _union(1 << place for place in places)
-        for place, needed in enumerate(self._before):
-            if place in places:
-                self._before[place] = before
-            elif needed & all_:
-                self._before[place] = needed | before | all_
+            self._needs_all(places, union(self._before[place] for place in places))
 
     def _frees_as_much(self, place: int, places: list[int]) -> bool:
         """Whether more dies with a kernel than without it, by what it writes: it need not wait."""
@@ -201,7 +132,7 @@ class _Finder:
 
     def _dying(self, places: list[int]) -> list[relax.Var]:
         """Large values that nothing reads after some kernels and what they need."""
-        needed = _union(self._before[p] | 1 << p for p in places)
+        needed = union(self._before[p] | 1 << p for p in places)
         read = frozenset().union(*(self._kernels[place].large for place in places))
         return [
             value
@@ -227,7 +158,7 @@ class _Finder:
                 join.again.append(Copy(place, readers, self._views_of(made.value, readers)))
                 self._readers[made.value] = self._readers[made.value] - readers
                 self._join_of.update(dict.fromkeys(join.places, join))
-                before = self._before[join.places[0]] | _union(1 << p for p in join.places)
+                before = self._before[join.places[0]] | union(1 << p for p in join.places)
                 for reader in readers:
                     self._needs_all([reader], self._before[reader] | before)
 
@@ -281,53 +212,9 @@ class _Finder:
         """Whether one of several bindings needs a kernel."""
         return any(self._before[place] >> p & 1 for place in places for p in join.places)
 
-    def _stored_of(self, value: relax.Var) -> relax.Var:
-        return self._stored.get(value, value)
-
-
-def calls_of(mod: tvm.IRModule, value: relax.Call) -> list[relax.Call]:
-    """Calls of kernels that a call of a fused function, or of one kernel, consists of.
-
-    Empty where it is neither, has several results, or takes more than tensors.
-    """
-    if isinstance(value.op, tvm.ir.GlobalVar):
-        function = mod[value.op]
-        is_group = isinstance(function, relax.Function) and (function.attrs or {}).get("Primitive")
-        if not is_group or not all(isinstance(x, relax.Var) for x in value.args):
-            return []
-        if len(function.body.blocks) != 1 or not isinstance(function.ret_ty, relax.TensorType):
-            return []
-        if not _sizes_are_dims(list(function.params), function.body.body):
-            return []
-        calls = [binding.value for binding in function.body.blocks[0].bindings]
-    else:
-        calls = [value]
-    return calls if all(_takes_tensors(mod, call) for call in calls) else []
-
-
-def _takes_tensors(mod: tvm.IRModule, call: Any) -> bool:
-    if kernel_of(mod, call) is None or len(call.args) != 2:
-        return False
-    return all(isinstance(x, relax.Var) for x in call.args[1].fields)
-
-
-def _sizes_are_dims(operands: list[relax.Var], value: relax.Var) -> bool:
-    """Whether a function of the operands knows all dims: each is a whole size of one of them."""
-    types = [operand.ty for operand in operands]
-    shapes = [getattr(type_, "shape", None) for type_ in types]
-    dims = {size for x in shapes if isinstance(x, relax.ShapeExpr) for size in x.values}
-    return set(tir_vars_in_type(relax.TupleType([*types, value.ty]))) <= dims
-
 
 def _same_type(kernel: _Kernel, other: _Kernel) -> bool:
     return bool(tvm_ffi.structural_equal(kernel.value.ty, other.value.ty))
-
-
-def _union(bits: Iterable[int]) -> int:
-    result = 0
-    for each in bits:
-        result |= each
-    return result
 
 
 def _total(values: Iterable[relax.Var]) -> SymbolicExpr | None:

@@ -32,6 +32,7 @@ import tvm_ffi
 from tvm import relax, te, tirx
 from tvm.relax.utils import gen_call_tir_inputs
 
+from relax_disc.analysis.kernels.element import substitute
 from relax_disc.analysis.kernels.stages import is_buffer
 from relax_disc.analysis.padding.demand import Padding, find_padding
 from relax_disc.analysis.padding.grid import Grid, Rows
@@ -401,7 +402,7 @@ class _Rewriter:
         changes: dict[tirx.Var, Any] = {self._grid.batch: tirx.IntImm("int64", 1)}
         for length, packing in zip(self._grid.lengths, self._packings, strict=True):
             changes[length] = packing.tokens
-        return tirx.stmt_functor.substitute(size, changes)
+        return substitute(size, changes)
 
 
 def most_tokens(dims: dict[str, list[int]], batch: tirx.Var, length: tirx.Var) -> int | None:
