@@ -24,6 +24,7 @@ from relax_disc import pipeline
 from relax_disc.training import compiled_function
 from relax_disc.training.call import binding
 from relax_disc.vm_builtins import runtime
+from relax_disc.vm_builtins.guard import GUARD
 from relax_disc.vm_builtins.libraries import install
 from tests.cuda.attention_kernels import attention_kernels
 from tests.cuda.emulator import Emulator, Relabelled, announced
@@ -54,6 +55,7 @@ def cuda_stand_in(emulator: Emulator) -> Iterator[None]:
     }
     for name in _library_names():
         replaced[name] = _on_host(emulator, name, tvm_ffi.get_global_func(name))
+    replaced[GUARD] = _in_order(emulator, tvm_ffi.get_global_func(GUARD))
     before = {name: tvm_ffi.get_global_func(name) for name in replaced}
     for name, function in replaced.items():
         tvm_ffi.register_global_func(name, function, override=True)
@@ -125,6 +127,11 @@ def _on_host(emulator: Emulator, name: str, function: Callable[..., None]) -> Ca
         emulator.ask(work)
 
     return run
+
+
+def _in_order(emulator: Emulator, function: Callable[..., None]) -> Callable[..., None]:
+    """Let what PyTorch copies to the device be copied in the order of the stream."""
+    return lambda *arguments: emulator.ask(lambda: function(*arguments))
 
 
 def _as_host(value: Any) -> Any:
