@@ -77,13 +77,13 @@ def same(first, second):
 
 
 def tight(step, rows):
-    """A budget a fifth of the way from the least to the most that a shape can use."""
+    """A budget half way from the least to the most that a shape can use."""
     step.memory_budget = None
     high = step.plan(rows=rows).peak_bytes
     step.memory_budget = step.plan(rows=rows).resident_bytes + 1
     low = step.plan(rows=rows).least_bytes
     step.memory_budget = None
-    return low + (high - low) // 5
+    return low + (high - low) // 2
 
 
 def test_leaves_no_trace_but_plans_by_what_it_measured(cache):
@@ -119,7 +119,8 @@ def test_results_are_the_same_to_the_last_bit_and_plans_are_reproducible(cache):
     step.memory_budget = twin.memory_budget = budget
     planned = step.plan(rows=512)
     assert planned.fits
-    assert planned.evicted != twin.plan(rows=512).evicted
+    products = [any("matmul" in name for name in p.evicted) for p in (planned, twin.plan(rows=512))]
+    assert products == [False, True]
     for rows in (512, 33, 512):
         assert torch.equal(step(batch(rows)), twin(batch(rows)))
     assert same(state(step), state(twin))
