@@ -3,7 +3,8 @@
 One order for all shapes: see `relax_disc.analysis.schedule_ops`.  In a function of kernels the
 optimizer's updates then move to where their gradient is made (`relax_disc.analysis.hoist_sinks`),
 which budgets below the peak need.  What library kernels work in on the present number of threads
-counts where that lowers the peaks on average over the shapes.  An update that writes a parameter in
+counts where that lowers the peaks on average over the shapes.  Small moves then lower peaks at
+single shapes (`relax_disc.analysis.schedule.settle`).  An update that writes a parameter in
 place stays behind the parameter's readers.  A module that has been scheduled comes out again as
 good.
 
@@ -34,6 +35,7 @@ from relax_disc.analysis.schedule.hoist import hoist_sinks
 from relax_disc.analysis.schedule.joint import Shape
 from relax_disc.analysis.schedule.order import Schedule, schedule_ops
 from relax_disc.analysis.schedule.problem import peaks_at_points, problem_of
+from relax_disc.analysis.schedule.settle import settle_peaks
 from relax_disc.errors import GraphError
 from relax_disc.transform.functions import block_like, copy_module, program_functions, with_blocks
 
@@ -96,6 +98,7 @@ class ScheduleOps:
         schedules = [(each, self._schedule(each, name)) for each in _searched(graph)]
         checked = schedules[0][1].checked
         best = _best_order(schedules, checked)
+        best = settle_peaks(problem_of(graph, [shape for shape in checked if shape] or [{}]), best)
         kernels = [extraction.order[k] for k in best]
         order = [calls[k] for k in kernels if k < len(calls)]
         changed = with_blocks(function, [block_like(block, _in_order(bindings, order))])
