@@ -44,8 +44,11 @@ def judge(entry: Entry) -> dict[str, Any]:
     emulator.forget()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    fresh = mock.patch.dict(os.environ, {"RELAX_DISC_COMPILE_CACHE": "0"})
+    ours = mock.patch.object(worker, "build_or_reuse", _for_cuda)
     try:
-        with cuda_stand_in(emulator), mock.patch.object(worker, "build_or_reuse", _for_cuda):
+        # A program from the cache has kernels that this process's emulator has not compiled.
+        with cuda_stand_in(emulator), fresh, ours:
             found = worker.judge(entry)
     finally:
         torch.set_num_threads(threads)

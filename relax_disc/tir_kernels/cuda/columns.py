@@ -15,8 +15,8 @@ from tvm.target import Target
 from relax_disc.analysis.kernels.element import collapse
 from relax_disc.analysis.kernels.stages import constant, loads_of
 from relax_disc.tir_kernels.cpu.reductions import RowKernel, read_rows, reads_along
-from relax_disc.tir_kernels.cuda.rows import Row
-from relax_disc.tir_kernels.cuda.threads import WARP, at_groups, elements_count, launch
+from relax_disc.tir_kernels.cuda.rows import Row, overlaid_inputs
+from relax_disc.tir_kernels.cuda.threads import WARP, at_groups, elements_count, launch, only_where
 from relax_disc.tir_kernels.flat import FlatBuffers, index_const, product
 from relax_disc.tir_kernels.loops import with_body
 
@@ -36,6 +36,7 @@ class Columns:
         if kernel is None or not kernel.rows or not _is_by_columns(kernel):
             return None
         flat = FlatBuffers()
+        overlaid = overlaid_inputs(func)
         expressions = [expr for element in kernel.elements for expr in element.expressions]
         stores = [[element.stage.buffer, *element.stage.indices] for element in kernel.elements]
         groups = collapse(kernel.rows, expressions, stores)
@@ -43,8 +44,12 @@ class Columns:
         threads, width = _shape(kernel, constant(count))
 
         def body(block: Any, thread: Any) -> list[Any]:
+            if width == threads:
+                column = block * width + thread
+                alone = Row(kernel, overlaid, flat, thread, threads, width)
+                return [only_where(column < count, at_groups(groups, column, "column", alone.emit))]
             column = block * width + tirx.FloorMod(thread, index_const(width))
-            tile = Row(kernel, flat, thread, threads, width, column < count)
+            tile = Row(kernel, overlaid, flat, thread, threads, width, column < count)
             # Threads without a column read the last one, so that all of them meet at barriers.
             return at_groups(groups, tirx.Min(column, count - 1), "column", tile.emit)
 

@@ -6,13 +6,14 @@ shuffles, warps through shared memory, always in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tvm import s_tir, tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.element import Element, collapse
+from relax_disc.analysis.kernels.inplace import inplace_pairs
 from relax_disc.analysis.kernels.stages import Combiner, Stage, constant, loads_of
 from relax_disc.tir_kernels.binding import keep
 from relax_disc.tir_kernels.cpu.elementwise import emit_element, unit_mapping
@@ -54,17 +55,26 @@ class Rows:
         ):
             return None
         flat = FlatBuffers()
+        overlaid = overlaid_inputs(func)
         threads = _threads(kernel)
         expressions = [expr for element in kernel.elements for expr in element.expressions]
         stores = [[element.stage.buffer, *element.stage.indices] for element in kernel.elements]
         groups = collapse(kernel.rows, expressions, stores) if kernel.rows else []
 
         def body(block: Any, thread: Any) -> list[Any]:
-            row = Row(kernel, flat, thread, threads)
+            row = Row(kernel, overlaid, flat, thread, threads)
             return at_groups(groups, block, "row", row.emit) if groups else row.emit({})
 
         grid = launch(elements_count(groups), threads, body)
         return with_body(func, [*flat.declarations(), grid])
+
+
+def overlaid_inputs(func: tirx.PrimFunc) -> dict[Any, set[Any]]:
+    """Map outputs of a kernel to the inputs that they may be written over."""
+    found: dict[Any, set[Any]] = {}
+    for source, target in inplace_pairs(func):
+        found.setdefault(func.params[target], set()).add(func.params[source])
+    return found
 
 
 def _threads(kernel: RowKernel) -> int:
@@ -85,23 +95,29 @@ class Row:
 
     With ``width`` a block has that many rows side by side: a power of two up to 32, lanes of a
     warp, or one for each thread; ``is_row`` is the condition that a thread's row exists.
+    ``overlaid``: by output, the inputs whose memory it may be.  Before it is written, all threads
+    have read those.
     """
 
     def __init__(
         self,
         kernel: RowKernel,
+        overlaid: Mapping[Any, set[Any]],
         flat: FlatBuffers,
         thread: Any,
         threads: int,
         width: int = 1,
         is_row: Any = None,
     ) -> None:
-        self._kernel, self._flat = kernel, flat
+        self._kernel, self._overlaid, self._flat = kernel, overlaid, flat
         self._thread, self._threads = thread, threads
         self._width, self._is_row = width, is_row
         # A row's threads take turns along it.
         self._turn = thread if width == 1 else tirx.FloorDiv(thread, index_const(width))
         self._turns = threads // width
+        # Since the last barrier.
+        self._read: set[Any] = set()
+        self._written: set[Any] = set()
 
     def emit(self, mapping: dict[Any, Any]) -> list[Any]:
         """Compute all stages; ``mapping`` gives the row."""
@@ -109,31 +125,41 @@ class Row:
         mapping = dict(mapping)
         totals: dict[Any, Any] = {}
         outputs = set(self._kernel.kernel.outputs)
-        written: set[Any] = set()
         for raw in self._kernel.elements:
             element = with_totals(raw, totals)
-            if any(
-                load.source in written for expr in element.expressions for load in loads_of(expr)
-            ):
-                statements.append(barrier())
-                written.clear()
+            reads = {load.source for expr in element.expressions for load in loads_of(expr)}
+            if reads & self._written:
+                statements += self._meet()
             stage = element.stage
+            overlaid = self._overlaid.get(stage.buffer, set())
+            if stage.combiner is None and not self._is_one_number(element):
+                # Here a thread alone reads the elements that it writes over.
+                if self._read & overlaid:
+                    statements += self._meet()
+                statements += self._output(element, mapping)
+                self._read |= reads
+                self._written.add(stage.buffer)
+                continue
+            self._read |= reads
             if stage.combiner is not None:
                 made, total = self._reduction(element, mapping, stage.combiner)
-            elif self._is_one_number(element):
-                made, total = emit_value(element, self._flat, {**unit_mapping(stage), **mapping})
             else:
-                statements += self._output(element, mapping)
-                written.add(stage.buffer)
-                continue
+                made, total = emit_value(element, self._flat, {**unit_mapping(stage), **mapping})
             var = tirx.Var(stage.name, str(total.ty.dtype))
             kept, mapping[var] = keep(stage.name, total)
             statements += [*made, *kept]
             totals[stage.buffer] = var
             if stage.buffer in outputs:
+                if self._read & overlaid:
+                    statements += self._meet()
                 finished = Element(finished_stage(stage), (), var)
                 statements += self._output(finished, mapping)
         return statements
+
+    def _meet(self) -> list[Any]:
+        """Wait for the other threads, unless each has a row of its own."""
+        self._read, self._written = set(), set()
+        return [barrier()] if self._turns > 1 else []
 
     def _is_one_number(self, element: Element) -> bool:
         """Whether an element-wise stage makes one number of a row, which all threads then keep."""
@@ -229,7 +255,7 @@ class Row:
             *statements,
             tirx.AllocBuffer(partial),
             store if width == WARP else only_where(lane < width, [store]),
-            barrier(),
+            *self._meet(),
             tirx.BufferStore(own, totals[0], [zero]),
             *map(add, totals[1:]),
         ]
