@@ -16,6 +16,7 @@ from tvm.target import Target
 
 from relax_disc.analysis.kernels.inplace import INPLACE_ATTRIBUTE, inplace_pairs
 from relax_disc.analysis.kernels.mutate import mutate
+from relax_disc.analysis.kernels.races import racing
 from relax_disc.tir_kernels import rules_for
 from relax_disc.tir_kernels.binding import keep_in_buffers
 from relax_disc.tir_kernels.vector_math import use_vector_math
@@ -85,8 +86,17 @@ def schedule_kernel(
     """
     func = without_marks(func)
     for rule in rules:
+        pairs = list(inplace_pairs(func))
         try:
             schedule = rule.apply(func, target, False)
+            if schedule is not None and target.kind.name == "cuda":
+                races, overlaid = _races(schedule.mod["main"], target, pairs)
+                if races:
+                    _logger.warning("threads of %s race by %s", name, type(rule).__name__)
+                    continue
+                if overlaid:
+                    _logger.info("%s: threads would race over operands %s", name, overlaid)
+                pairs = [pair for pair in pairs if pair not in overlaid]
         except LOWERING_FAILURES as error:
             _logger.warning("%s failed on %s, kernel kept: %s", type(rule).__name__, name, error)
             continue
@@ -97,10 +107,20 @@ def schedule_kernel(
             scheduled = keep_in_buffers(use_vector_math(scheduled))
         if "global_symbol" not in func.attrs and "global_symbol" in scheduled.attrs:
             scheduled = scheduled.without_attr("global_symbol")
-        pairs = [list(pair) for pair in inplace_pairs(func)]
-        return scheduled.with_attrs({"tirx.is_scheduled": True, INPLACE_ATTRIBUTE: pairs})
+        kept = [list(pair) for pair in pairs]
+        return scheduled.with_attrs({"tirx.is_scheduled": True, INPLACE_ATTRIBUTE: kept})
     _logger.info("no schedule rule takes %s", name)
     return func
+
+
+def _races(
+    scheduled: tirx.PrimFunc, target: Target, pairs: list[tuple[int, int]]
+) -> tuple[bool, list[tuple[int, int]]]:
+    """Ask `racing` of a kernel for a GPU."""
+    # dlight takes a second to import, so only where it is needed.
+    from relax_disc.tir_kernels.cuda.guarded import lowered_to_loops
+
+    return racing(lowered_to_loops(scheduled, target), pairs)
 
 
 def without_marks(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -59,22 +59,27 @@ def runs_on_device(func: tirx.PrimFunc, target: Target) -> bool:
     TVM 0.27 runs its verifier after `FlattenBuffer`, where it finds nothing any more; so here it is
     asked before.
     """
-    lowered = tvm.IRModule({"main": func.with_attr("target", target)})
     try:
-        lowered = tvm.transform.Sequential(
-            [
-                s_tir.transform.CanonicalizeLoop(),
-                s_tir.transform.LowerCrossThreadReduction(),
-                s_tir.transform.LowerInitBlock(),
-                s_tir.transform.PlanAndUpdateBufferAllocationLocation(),
-                s_tir.transform.ConvertBlocksToOpaque(),
-                s_tir.transform.CompactBufferAllocation(),
-                s_tir.transform.UnifyThreadBinding(),
-                s_tir.transform.LowerMatchBuffer(),
-                s_tir.transform.LowerOpaqueBlock(),
-            ]
-        )(lowered)
+        lowered = lowered_to_loops(func, target)
     except _NOT_MINE as error:
         _logger.debug("lowering: %s", error)
         return False
-    return bool(tirx.analysis.verify_memory(lowered["main"]))
+    return bool(tirx.analysis.verify_memory(lowered))
+
+
+def lowered_to_loops(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc:
+    """Lower a scheduled kernel to loops over threads and buffers as they were."""
+    module = tvm.IRModule({"main": func.with_attr("target", target)})
+    return tvm.transform.Sequential(
+        [
+            s_tir.transform.CanonicalizeLoop(),
+            s_tir.transform.LowerCrossThreadReduction(),
+            s_tir.transform.LowerInitBlock(),
+            s_tir.transform.PlanAndUpdateBufferAllocationLocation(),
+            s_tir.transform.ConvertBlocksToOpaque(),
+            s_tir.transform.CompactBufferAllocation(),
+            s_tir.transform.UnifyThreadBinding(),
+            s_tir.transform.LowerMatchBuffer(),
+            s_tir.transform.LowerOpaqueBlock(),
+        ]
+    )(module)["main"]
