@@ -97,3 +97,41 @@ def test_a_norm_is_one_launch_forward_and_two_backward():
     assert sum(name.count("_sum") > 1 for name in joined) >= 2
     on_cpu = kernels_of(model, tvm.target.Target("llvm"))
     assert len(on_cpu) > len(joined)
+
+
+class Pooled(nn.Module):
+    """Batch norms of pictures whose height and width are multiples of a dim."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(3, 6, 1)
+        self.norm, self.other = nn.BatchNorm2d(6), nn.BatchNorm2d(6)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.first(x)) + self.other(self.second(x))).mean()
+
+
+def test_sizes_that_are_multiples_of_dims():
+    """What reads such sizes alone does not know the dims: it has no kernel with something else."""
+    model = Pooled()
+    batch = torch.randn(2, 3, 8, 12)
+    settings = {
+        "example_inputs": (batch,),
+        "dynamic_shapes": ({2: 4 * Dim("high", min=1, max=8), 3: 4 * Dim("wide", min=1, max=8)},),
+        "loss_fn": lambda model, x: model(x),
+    }
+    emulator = Emulator.load()
+    emulator.take_findings()
+    with cuda_stand_in(emulator), pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RELAX_DISC_COMPILE_CACHE", "0")
+        step = relax_disc.compile(model, None, **settings, target=cuda_target("sm_90"))
+        for x in (batch, torch.randn(2, 3, 4, 16)):
+            model.zero_grad()
+            loss = model(x)
+            loss.backward()
+            wanted = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+            assert step(x, update=False).item() == pytest.approx(loss.item(), rel=1e-5)
+            for p, gradient in zip(model.parameters(), wanted, strict=True):
+                torch.testing.assert_close(p.grad, gradient, rtol=2e-4, atol=2e-6)
+    assert not emulator.take_findings()

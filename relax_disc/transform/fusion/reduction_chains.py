@@ -22,7 +22,13 @@ from tvm import relax, tirx
 
 from relax_disc.analysis.kernels.element import substitute
 from relax_disc.ops.operand_views import operands_of
-from relax_disc.transform.fusion.kernel_graph import Join, KernelGraph, calls_of, union
+from relax_disc.transform.fusion.kernel_graph import (
+    Join,
+    KernelGraph,
+    calls_of,
+    sizes_are_dims,
+    union,
+)
 from relax_disc.transform.fusion.producers import INJECTIVE, REDUCTION, pattern_of
 
 _MOST_KERNELS = 8
@@ -77,9 +83,16 @@ class _Finder(KernelGraph):
             join = Join([kernel.place])
             while any(self._try_to_add(join, kernel, p) for p in self._candidates(join)):
                 pass
-            if len(join.places) > 1:
+            if len(join.places) > 1 and self._knows_its_sizes(join):
                 found.append(join)
         return found
+
+    def _knows_its_sizes(self, join: Join) -> bool:
+        """Whether all dims of a join are whole sizes of what it reads."""
+        made = [self._bindings[place].var for place in join.places]
+        read = [x for place in join.places for x in operands_of(self._bindings[place].value)]
+        arguments = [x for x in read if x not in made]
+        return all(sizes_are_dims(arguments, value) for value in made)
 
     def _kernel(self, place: int) -> _Kernel | None:
         binding = self._bindings[place]
