@@ -23,6 +23,7 @@ from relax_disc.transform.fusion.annotate_means import AnnotateMeans
 from relax_disc.transform.fusion.fuse_kernels import FuseKernels
 from relax_disc.transform.fusion.inline_producers import InlineProducers
 from relax_disc.transform.fusion.join_sizes import JoinSizes
+from relax_disc.transform.fusion.join_updates import JoinUpdates
 from relax_disc.transform.fusion.legalize import Legalize
 from relax_disc.transform.fusion.repeat_for_late_readers import RepeatForLateReaders
 from relax_disc.transform.fusion.rewrite_reshapes import RewriteReshapes
@@ -67,7 +68,8 @@ class PipelineOptions:
         makes of parameters again before late readers.
     join_kernels : bool
         With fusion: one kernel for several that read the same values, which may also make again
-        what an earlier one made of those; for CUDA also one for reductions and what follows them.
+        what an earlier one made of those; for CUDA also one for reductions and what follows them,
+        and one for updates of parameters.
     schedule_kernels : bool
         Give kernels loops for the target; off: as they were legalized, serial.
     schedule_ops : bool
@@ -215,7 +217,8 @@ def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list
         accepts = accepts_chain(target) if options.schedule_kernels else None
         fuse = FuseKernels(options.join_kernels, accepts)
         for_launches = [AnnotateMeans(), JoinSizes()] if accepts is not None else []
-        ours = [CanonicalizeExtents(), *for_launches, *inlined, fuse]
+        updates = [JoinUpdates()] if accepts is not None and options.join_kernels else []
+        ours = [CanonicalizeExtents(), *for_launches, *inlined, fuse, *updates]
         return [*stock[:fusion], *ours, *stock[fusion + 2 :]]
     return [Legalize(), relax.transform.FoldConstant()]
 

@@ -19,7 +19,7 @@ from benchmarks.models.catalogue import entry_named
 from benchmarks.record import write_result
 from tests.cuda.test_traffic import LISTED, step_calls
 
-_UPDATE = re.compile(r"(^|_)update\d*$")
+_UPDATE = re.compile(r"(^|_)updates?\d*$")
 _NO_KERNELS = ("NopKernelSchedulerNode",)
 _LIBRARY = ("ExternKernelSchedulerNode",)
 

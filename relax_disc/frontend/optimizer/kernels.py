@@ -152,15 +152,13 @@ def _kernel(
 
 
 def _over_elements(extents: Sequence[Any], store: Callable[[tuple[Any, ...]], None]) -> None:
-    if not extents:
-        with T.sblock("update"):
-            store(())
-        return
-    with T.grid(*extents) as loops:
+    extents_or_one = extents or [tirx.IntImm("int64", 1)]  # a block without axes is no nest
+    with T.grid(*extents_or_one) as loops:
         loops = list(loops) if len(extents) > 1 else [_only(loops)]
         with T.sblock("update"):
-            axes = T.axis.remap("S" * len(extents), loops, dtype="int64")
-            store(tuple(axes) if len(extents) > 1 else (axes,))
+            axes = T.axis.remap("S" * len(loops), loops, dtype="int64")
+            axes = tuple(axes) if len(loops) > 1 else (axes,)
+            store(axes if extents else ())
 
 
 def _only(loops: Any) -> Any:

@@ -35,6 +35,9 @@ from relax_disc.tir_kernels.vectorizable import moves_in_vectors, segments, vect
 SERIAL_ELEMENTS = 8192
 # Attribute of a kernel whose sizes are dims that never make more elements than that.
 FEW_ELEMENTS = "relax_disc.few_elements"
+# Attribute of a kernel whose outputs have nothing in common but the launch (on CUDA): how many
+# belong together, a number for each such group.
+APART = "relax_disc.outputs_apart"
 
 
 class Elementwise:

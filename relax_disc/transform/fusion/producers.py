@@ -24,12 +24,12 @@ _CALL_WORK = 8  # exp, tanh, erf
 # Operands so much smaller than a value do not count beside it.
 _SMALL = 8
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
-_CALL_TIR = ir.Op.get("relax.call_tir")
+CALL_TIR = ir.Op.get("relax.call_tir")
 
 
 def kernel_of(mod: tvm.IRModule, value: Any) -> Any:
     """Return the kernel of a `call_tir` with one result; None for anything else."""
-    is_kernel = isinstance(value, relax.Call) and value.op == _CALL_TIR
+    is_kernel = isinstance(value, relax.Call) and value.op == CALL_TIR
     is_single = is_kernel and isinstance(value.ty_args[0], relax.TensorType)
     return mod[value.args[0]] if is_single else None
 

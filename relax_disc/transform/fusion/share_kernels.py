@@ -38,12 +38,12 @@ from relax_disc.transform.functions import (
     with_blocks,
 )
 from relax_disc.transform.fusion.fusion_groups import blocks_of
+from relax_disc.transform.fusion.producers import CALL_TIR
 
 _LEAST = 16
 # TVM's simplifier takes a second for products of more unknown sizes, as flat indices have them.
 _MOST_SIZES = 4
 _DIVISIONS = (prim.FloorDiv, prim.FloorMod)
-_CALL_TIR = ir.Op.get("relax.call_tir")
 
 
 @tvm.transform.module_pass(opt_level=0, name="ShareKernels")
@@ -121,7 +121,7 @@ def _uses(mod: tvm.IRModule) -> tuple[dict[Any, list[Any]], Counter[Any]]:
 
 
 def _is_call(value: Any) -> bool:
-    return isinstance(value, relax.Call) and value.op == _CALL_TIR and len(value.args) == 2
+    return isinstance(value, relax.Call) and value.op == CALL_TIR and len(value.args) == 2
 
 
 def _is_private_kernel(function: Any) -> bool:
