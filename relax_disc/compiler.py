@@ -36,11 +36,12 @@ from relax_disc.training.cache.compile_cache import CachedProgram, build_cached,
 from relax_disc.training.cache.saved_step import Program
 from relax_disc.training.calibration import machine_name, read
 from relax_disc.training.call.batch import device_of
+from relax_disc.training.call.graphs import check_graphs
 from relax_disc.training.call.hooks import watch_clipping
 from relax_disc.training.call.loss_scale import check_scaler
-from relax_disc.training_step import GradientStep, TrainingStep, check_offload
+from relax_disc.training_step import GradientStep, TrainingStep
 from relax_disc.transform.schedule_kernels import LOWERING_FAILURES
-from relax_disc.vm_builtins.tier import TierName, tier_for
+from relax_disc.vm_builtins.tier import TierName, check_offload, tier_for
 
 _logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ def compile(
     offload_to: TierName = None,
     offload: str | Sequence[str] = "activations",
     scaler: torch.amp.GradScaler | None = None,
+    cuda_graphs: bool = False,
     options: PipelineOptions | None = None,
 ) -> TrainingStep:
     """Compile forward, gradients and optimizer update into one program for all shapes.
@@ -100,6 +102,10 @@ def compile(
         they are clipped, leaves out an update whose gradients are not all finite
         (`TrainingStep.skipped_updates`), and updates the scaler.  One that is not enabled counts as
         none.
+    cuda_graphs : bool
+        On CUDA: capture the second call of each shape in a CUDA graph and replay it from then on,
+        so that launches leave no gaps.  `TrainingStep.graph_report` tells which calls ran without
+        one, and why.
     options : PipelineOptions, optional
         What is done to the program; by default everything.
 
@@ -126,6 +132,8 @@ def compile(
         )
     offload_to = tier_for(offload_to, on_host=target.kind.name == "llvm")
     check_offload(offload, offload_to, optimizer)
+    on_cuda = target.kind.name == "cuda"
+    check_graphs(cuda_graphs, on_cuda, has_optimizer=optimizer is not None)
     scaler = check_scaler(scaler)
     export = functools.partial(
         export_step,
@@ -157,6 +165,7 @@ def compile(
         loss_fn=loss_fn,
         max_grad_norm=max_grad_norm,
         memory_budget=budget,
+        cuda_graphs=cuda_graphs,
         calibration=None if path is None else read(path, machine),
         calibration_path=path,
         summing=accumulation_programs,

@@ -34,6 +34,7 @@ from relax_disc.training.calibration import (
 )
 from relax_disc.training.call.batch import device_of
 from relax_disc.training.call.counters import GroupWatch, StepCounters, fill
+from relax_disc.training.call.graphs import SUMMED, GraphReport, StepGraphs
 from relax_disc.training.call.hooks import watch_step
 from relax_disc.training.call.interrupt import deferred_interrupt
 from relax_disc.training.call.loss_scale import (
@@ -46,34 +47,7 @@ from relax_disc.training.call.snapshot import restored, without_gradients
 from relax_disc.training.call.tear import Tear
 from relax_disc.training.compiled_function import CompiledFunction
 from relax_disc.training.memory_plan import MemoryPlan, MemoryReport
-from relax_disc.vm_builtins.tier import FileTier
-
-_OFFLOADED = ("activations", "optimizer")
-
-
-def check_offload(value: str | Sequence[str], offload_to: Any, optimizer: Any) -> tuple[str, ...]:
-    """Return what is offloaded, as names.
-
-    Raises `InputMismatchError`: a name is unknown, or the optimizer's state has no folder, or there
-    is no optimizer.
-    """
-    names = (value,) if isinstance(value, str) else tuple(value)
-    unknown = [name for name in names if name not in _OFFLOADED]
-    if unknown or not names:
-        raise InputMismatchError(
-            f"offload names what goes to the folder: {' or '.join(map(repr, _OFFLOADED))}, or "
-            f"both; got {unknown[0] if unknown else value!r}."
-        )
-    if "optimizer" in names and not isinstance(offload_to, FileTier):
-        raise InputMismatchError(
-            "offload='optimizer' needs offload_to, a folder on a fast disk for the state; on the "
-            "CPU only."
-        )
-    if "optimizer" in names and not optimizer:
-        raise InputMismatchError(
-            "offload='optimizer': without an optimizer the step knows no state; leave it out."
-        )
-    return names
+from relax_disc.vm_builtins.tier import check_offload
 
 
 class TrainingStep(CompiledFunction):
@@ -100,6 +74,8 @@ class TrainingStep(CompiledFunction):
     check_finite : bool
         Raise `NonFiniteLossError` before anything is written when the loss, or a new value of a
         buffer, is NaN or infinite.  May be changed between calls.
+    cuda_graphs : bool
+        As given to `relax_disc.compile`.
     calibration : Calibration, optional
         Times that were measured on such a machine before.
     calibration_path : pathlib.Path, optional
@@ -127,6 +103,7 @@ class TrainingStep(CompiledFunction):
         max_grad_norm: float | None = None,
         memory_budget: int | None = None,
         check_finite: bool = False,
+        cuda_graphs: bool = False,
         calibration: Calibration | None = None,
         calibration_path: Path | None = None,
         summing: Programs | Callable[[], Programs] | None = None,
@@ -160,6 +137,7 @@ class TrainingStep(CompiledFunction):
             self, optimizer if members else None, self._vectors, self._model_times, summing
         )
         self.check_finite = check_finite
+        self._graphs = StepGraphs(self, self._vectors) if cuda_graphs else None
         self._last: CompiledFunction = self
         self._tear: Tear | None = None
         self._norm: torch.Tensor | None = None
@@ -236,6 +214,10 @@ class TrainingStep(CompiledFunction):
     def memory_report(self) -> MemoryReport:
         """Tell what the last call used, counted while it ran."""
         return super().memory_report() if self._last is self else self._last.memory_report()
+
+    def graph_report(self) -> GraphReport | None:
+        """Tell what became of the calls with ``cuda_graphs=True``; None without it."""
+        return None if self._graphs is None else self._graphs.report()
 
     def __repr__(self) -> str:
         dims = ", ".join(str(dim) for dim in self.dims) or "fixed shapes"
@@ -370,6 +352,7 @@ class TrainingStep(CompiledFunction):
             settings = {
                 "memory_budget": self.memory_budget,
                 "check_finite": self.check_finite,
+                "cuda_graphs": self._graphs is not None,
                 "max_grad_norm": self.max_grad_norm,
                 "calibration": None if self._calibration is None else self._calibration.describe(),
             }
@@ -457,6 +440,11 @@ class TrainingStep(CompiledFunction):
             calls.append(self.accumulation.function_for(False))
         return all(call._plan_facts(dims, budget).feasible for call in calls)
 
+    def _launch(self, tensors: Sequence[torch.Tensor]) -> Any:
+        if self._graphs is None:
+            return super()._launch(tensors)
+        return self._graphs.launch(tensors, self._sizes, self.check_finite, super()._launch)
+
     def _run(
         self,
         function: CompiledFunction,
@@ -476,6 +464,8 @@ class TrainingStep(CompiledFunction):
         for watch in self._watches:
             watch.check()
         self._last = function
+        if self._graphs is not None and function is not self:
+            self._graphs.note_plain(SUMMED)
         self.accumulation.drop_kept()
         try:
             fill(self._vectors, self._counters, check=self.check_finite)

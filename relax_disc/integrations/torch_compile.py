@@ -39,6 +39,7 @@ from relax_disc.integrations.dynamo_graph import GraphLayout
 from relax_disc.progress import phase
 from relax_disc.training.call.binding import as_runtime
 from relax_disc.training.call.interrupt import deferred_interrupt
+from relax_disc.training.call.streams import on_current_stream
 from relax_disc.training.compiled_function import CompiledFunction, batch_argument, placed
 from relax_disc.transform.memory.plan_arena import backward_name
 from relax_disc.vm_builtins.tier import Tier
@@ -277,7 +278,8 @@ class GraphFunction(CompiledFunction):
         """Run the second half; return the gradients by the place of what they are of."""
         with self._lock, self._alone, deferred_interrupt():
             assert self._second is not None
-            outputs = self._second(frame, *map(batch_argument, gradients))
+            with on_current_stream(self._schema.device):
+                outputs = self._second(frame, *map(batch_argument, gradients))
             self._variants.ran.forget_result()
             return dict(zip(self._gradients, super()._received(outputs), strict=True))
 

@@ -27,6 +27,7 @@ from relax_disc.training.call.interrupt import OneAtATime, deferred_interrupt
 from relax_disc.training.call.loss_scale import LossScale
 from relax_disc.training.call.packing import rounded
 from relax_disc.training.call.random_state import RandomState
+from relax_disc.training.call.streams import on_current_stream
 from relax_disc.training.call.value_guards import ValueGuards
 from relax_disc.training.memory_plan import (
     MemoryPlan,
@@ -281,7 +282,7 @@ class CompiledFunction:
 
     def memory_report(self) -> MemoryReport:
         """Tell what the last call used, counted while it ran."""
-        facts = self._variants.ran.session.report()
+        facts = self._variants.report()
         sizes = dict(zip(self._session.metadata.dims, facts.dims, strict=False))
         return MemoryReport(
             shape={dim.name: sizes[dim.name] for dim in self.program_dims if dim.name in sizes},
@@ -490,8 +491,6 @@ class CompiledFunction:
         """Run the program; return the outputs that replace nothing, as torch tensors."""
         arguments = self._arguments
         self._sizes = values = self._with_bounds(values) if self._bounds else values
-        for place, tensor in zip(self._batch_places, tensors, strict=True):
-            arguments[place] = batch_argument(tensor)
         if self._shape_names:
             arguments[0] = tvm.runtime.ShapeTuple([values[name] for name in self._shape_names])
         if self._rng is not None:
@@ -499,7 +498,7 @@ class CompiledFunction:
         if self._loss_scale is not None:
             self._loss_scale.read()
         try:
-            outputs = self._variants.call(arguments)
+            outputs = self._launch(tensors)
         finally:
             for place in self._batch_places:
                 arguments[place] = None
@@ -510,6 +509,13 @@ class CompiledFunction:
             self._sizes = dict(zip(self._session.metadata.dims, facts.dims, strict=True))
         self._variants.ran.forget_result()
         return self._received(outputs)
+
+    def _launch(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Run the program on a batch, on PyTorch's current stream."""
+        for place, tensor in zip(self._batch_places, tensors, strict=True):
+            self._arguments[place] = batch_argument(tensor)
+        with on_current_stream(self._schema.device):
+            return self._variants.call(self._arguments)
 
     def _received(self, outputs: Any) -> list[torch.Tensor]:
         """Share what the program returned with PyTorch."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from tvm import relax
 
 from relax_disc.errors import MemoryBudgetError
-from relax_disc.vm_builtins.session import ArenaFacts, Session
+from relax_disc.vm_builtins.session import ArenaFacts, CallReport, Session
 
 _Found = TypeVar("_Found")
 _OTHERS = ("{}__by_rows",)  # see `relax_disc.transform.memory.split_gradients`
@@ -32,6 +32,8 @@ class Variants:
     ----------
     plain, ran : Variant
         The first; that which ran last.
+    replayed : CallReport or None
+        Of the last call, if that was the replay of one that had been captured.
     """
 
     def __init__(self, machine: relax.VirtualMachine, name: str) -> None:
@@ -42,6 +44,7 @@ class Variants:
             if each == name or machine.module.implements_function(each)
         )
         self.plain = self.ran = self._all[0]
+        self.replayed: CallReport | None = None
 
     def sessions(self) -> list[Session]:
         """List the states of all."""
@@ -55,12 +58,16 @@ class Variants:
         return next(self.each(lambda variant: self._call(variant, arguments)))
 
     def _call(self, variant: Variant, arguments: Sequence[Any]) -> Any:
-        before, self.ran = self.ran, variant
+        before, self.ran, self.replayed = self.ran, variant, None
         try:
             return variant.function(*arguments)
         except MemoryBudgetError:
             self.ran = before
             raise
+
+    def report(self) -> CallReport:
+        """Tell what the last call did."""
+        return self.replayed or self.ran.session.report()
 
     def each(self, run: Callable[[Variant], _Found]) -> Iterator[_Found]:
         """Run something with each that fits.

@@ -19,6 +19,7 @@ from relax_disc.errors import (
     NonFiniteLossError,
     RelaxDiscError,
 )
+from relax_disc.vm_builtins.capturing import is_capturing, refuse_capture
 
 GUARD = "relax_disc.guard"
 
@@ -44,13 +45,15 @@ def guard(hyper: Any, loss: Any, count: int, *rest: Any) -> None:
     source = torch.from_dlpack(hyper)
     torch.from_dlpack(passed).copy_(source, non_blocking=True)
     wanted = [torch.from_dlpack(flag) for flag in flags[::4]]
-    must_be_finite = bool(source[-1])  # the vector lies on the host
+    # The vector lies on the host, but for a graph, which is captured without the check.
+    must_be_finite = not is_capturing() and bool(source[-1])
     if must_be_finite:
         values = [torch.from_dlpack(tensor) for tensor in (loss, *buffers[::2])]
         # A sum of finite numbers is finite in float64, unless they are far from any use.
         wanted += [value.sum(dtype=torch.float64) for value in values]
     if not wanted:
         return
+    refuse_capture("checks of the model wait for values of the device")
     numbers = torch.cat([value.reshape(1).double() for value in wanted]).tolist()
     for k, flag in enumerate(numbers[: len(flags) // 4]):
         if flag > 0:

@@ -132,10 +132,14 @@ class SessionCounters:
 
 
 class Session:
-    """Handle of the run-time state of one function: of a virtual machine, or only to plan."""
+    """Handle of the run-time state of one function: of a virtual machine, or only to plan.
+
+    ``is_plain``: whether calls just run: none is profiled or a dry run.
+    """
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
+        self.is_plain = True
 
     @staticmethod
     def to_plan(metadata: PlanMetadata) -> Session:
@@ -222,6 +226,12 @@ class Session:
         return SessionCounters(**plain(self._ask("counters")))
 
     @property
+    def arena(self) -> tuple[int, int]:
+        """Address and size of the memory that is held between calls."""
+        base, size = self._ask("arena")
+        return int(base), int(size)
+
+    @property
     def torn(self) -> bool:
         """Whether a call failed after it had written into a tensor of the caller."""
         return bool(self._ask("torn"))
@@ -233,11 +243,8 @@ class Session:
     @contextmanager
     def dry_run(self) -> Iterator[None]:
         """Inside, calls plan and count memory of any size, but touch none and run no kernel."""
-        self._ask("set_mode", _DRY_RUN)
-        try:
+        with self._in_mode(_DRY_RUN):
             yield
-        finally:
-            self._ask("set_mode", _RUN)
 
     def measure(self, dims: Sequence[int]) -> CallReport:
         """Count the memory of a call of any size by a dry run, without inputs and results.
@@ -292,11 +299,18 @@ class Session:
     @contextmanager
     def profile(self) -> Iterator[None]:
         """Inside, the time of every kernel is measured; read it with `kernel_times`."""
-        self._ask("set_mode", _PROFILE)
+        with self._in_mode(_PROFILE):
+            yield
+
+    @contextmanager
+    def _in_mode(self, mode: int) -> Iterator[None]:
+        self._ask("set_mode", mode)
+        self.is_plain = False
         try:
             yield
         finally:
             self._ask("set_mode", _RUN)
+            self.is_plain = True
 
     def kernel_times(self) -> tuple[tuple[int, int], ...]:
         """Return (executions, total time in ns) of each kernel, as last profiled."""

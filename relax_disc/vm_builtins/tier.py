@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -206,3 +207,31 @@ def _rounded(value: float) -> float:
 def _check_speed(bytes_per_s: float | None) -> None:
     if bytes_per_s is not None and not bytes_per_s > 0:
         raise InputMismatchError(f"bytes_per_s is a positive speed; got {bytes_per_s!r}.")
+
+
+_OFFLOADED = ("activations", "optimizer")
+
+
+def check_offload(value: str | Sequence[str], offload_to: Any, optimizer: Any) -> tuple[str, ...]:
+    """Return what is offloaded, as names.
+
+    Raises `InputMismatchError`: a name is unknown, or the optimizer's state has no folder, or there
+    is no optimizer.
+    """
+    names = (value,) if isinstance(value, str) else tuple(value)
+    unknown = [name for name in names if name not in _OFFLOADED]
+    if unknown or not names:
+        raise InputMismatchError(
+            f"offload names what goes to the folder: {' or '.join(map(repr, _OFFLOADED))}, or "
+            f"both; got {unknown[0] if unknown else value!r}."
+        )
+    if "optimizer" in names and not isinstance(offload_to, FileTier):
+        raise InputMismatchError(
+            "offload='optimizer' needs offload_to, a folder on a fast disk for the state; on the "
+            "CPU only."
+        )
+    if "optimizer" in names and not optimizer:
+        raise InputMismatchError(
+            "offload='optimizer': without an optimizer the step knows no state; leave it out."
+        )
+    return names

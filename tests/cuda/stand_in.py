@@ -3,14 +3,16 @@
 PyTorch's CPU tensors pass for the device's: they are relabelled where the package hands them to
 compiled code. Kernels run on the emulator, library calls are PyTorch's on the CPU, and everything
 that a device would do appears in `Emulator.events` in the order of its one stream; `streams.py` has
-another one for copies.
+another one for copies. A `Recorder` captures what the device is asked for, as a CUDA graph does,
+and replays it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +26,7 @@ from relax_disc import pipeline
 from relax_disc.training import compiled_function
 from relax_disc.training.call import binding
 from relax_disc.vm_builtins import runtime
+from relax_disc.vm_builtins.capturing import capturing, is_capturing
 from relax_disc.vm_builtins.guard import GUARD
 from relax_disc.vm_builtins.libraries import install
 from tests.cuda.attention_kernels import attention_kernels
@@ -110,6 +113,68 @@ class WaitsRecorded(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Recorder:
+    """PyTorch's interface to CUDA graphs, answered by lists of what the device was asked for.
+
+    As on a device, nothing that is captured runs until it is replayed, addresses and numbers are
+    those of the capture, and the host's part of a library call runs at the capture alone.
+
+    Attributes
+    ----------
+    graphs : list
+        All that were captured, each with its ``work``.
+    """
+
+    def __init__(self, emulator: Emulator) -> None:
+        self._emulator = emulator
+        self.graphs: list[Any] = []
+        self._streams = [_Stream(0)]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, PyTorch has CUDA graphs."""
+        recorder, emulator = self, self._emulator
+
+        class Graph:
+            def __init__(self) -> None:
+                self.work: list[Callable[[], Any]] = []
+                recorder.graphs.append(self)
+
+            def replay(self) -> None:
+                emulator.events.append("replay")
+                with capturing():  # so a host's part that looks at a value refuses
+                    for work in self.work:
+                        emulator.ask(work)
+
+        with ExitStack() as stack:
+            for name, value in (
+                ("CUDAGraph", Graph),
+                ("graph", self._capture),
+                ("graph_pool_handle", lambda: (0, 1)),
+                ("current_stream", lambda device=None: self._streams[-1]),
+            ):
+                stack.enter_context(mock.patch.object(torch.cuda, name, value))
+            yield
+
+    @contextmanager
+    def _capture(self, graph: Any, pool: Any) -> Iterator[None]:
+        before, self._emulator.ask = self._emulator.ask, graph.work.append
+        self._streams.append(_Stream(len(self.graphs)))
+        self._emulator.events.append("capture")
+        try:
+            yield
+        finally:
+            self._emulator.events.append("captured")
+            self._streams.pop()
+            self._emulator.ask = before
+
+
+@dataclass(frozen=True)
+class _Stream:
+    cuda_stream: int
+    device_index: int = 0
+
+
 def _library_names() -> list[str]:
     ask = tvm_ffi.get_global_func("ffi.FunctionListGlobalNamesFunctor")()
     names = [str(ask(k)) for k in range(ask(-1))]
@@ -119,6 +184,8 @@ def _library_names() -> list[str]:
 def _on_host(emulator: Emulator, name: str, function: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: Any) -> None:
         given = [_as_host(value) for value in arguments]
+        if is_capturing():
+            _rehearse(function, given)
 
         def work() -> None:
             emulator.events.append(f"library {name.removeprefix('relax_disc.')}")
@@ -131,12 +198,32 @@ def _on_host(emulator: Emulator, name: str, function: Callable[..., None]) -> Ca
 
 def _in_order(emulator: Emulator, function: Callable[..., None]) -> Callable[..., None]:
     """Let what PyTorch copies to the device be copied in the order of the stream."""
-    return lambda *arguments: emulator.ask(lambda: function(*arguments))
+
+    def run(*arguments: Any) -> None:
+        given = arguments
+        if is_capturing():
+            given = [_as_host(value) for value in arguments]
+            _rehearse(function, given)
+        emulator.ask(lambda: function(*given))
+
+    return run
+
+
+def _rehearse(function: Callable[..., None], given: Sequence[Any]) -> None:
+    """Run the host's part of a function that is captured, on copies of its tensors."""
+    function(*(_copied(value) for value in given))
+
+
+def _copied(value: Any) -> Any:
+    if not isinstance(value, tvm_ffi.Tensor):
+        return value
+    return tvm_ffi.from_dlpack(torch.from_dlpack(value).clone())
 
 
 def _as_host(value: Any) -> Any:
     if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] == _CUDA:
-        return tvm_ffi.from_dlpack(Relabelled(value, _CPU))
+        # By way of PyTorch, whose tensors have sizes of their own: a binding changes its views'.
+        return tvm_ffi.from_dlpack(torch.from_dlpack(Relabelled(value, _CPU)))
     return value
 
 

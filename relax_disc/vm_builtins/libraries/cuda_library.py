@@ -19,6 +19,7 @@ import torch
 import tvm_ffi
 
 from relax_disc.ops import recurrence_steps
+from relax_disc.vm_builtins.capturing import refuse_capture
 from relax_disc.vm_builtins.libraries import cuda_attention
 
 
@@ -102,6 +103,12 @@ recurrence = recurrence_steps.library_function(recurrence_steps.forward, 4)
 recurrence_backward = recurrence_steps.library_function(recurrence_steps.backward, 6)
 
 
+def _on_host(lengths: Any) -> list[int]:
+    """Wait for the device to know lengths."""
+    refuse_capture("PyTorch's CTC loss takes lengths from the host")
+    return _tensor(lengths).tolist()
+
+
 def ctc_loss(
     log_probs: Any,
     targets: Any,
@@ -113,7 +120,7 @@ def ctc_loss(
 ) -> None:
     """Compute the loss of each sequence; the gradient runs it again, so that alpha is unused."""
     inputs = [_tensor(x) for x in (log_probs, targets)]
-    lengths = [_tensor(x).tolist() for x in (input_lengths, target_lengths)]
+    lengths = [_on_host(x) for x in (input_lengths, target_lengths)]
     _tensor(loss).copy_(torch.ops.aten._ctc_loss(*inputs, *lengths, blank)[0])
     _tensor(alpha).zero_()
 
@@ -131,7 +138,7 @@ def ctc_loss_backward(
 ) -> None:
     """Compute the gradient of the logarithms of the probabilities."""
     inputs = [_tensor(x) for x in (log_probs, targets)]
-    lengths = [_tensor(x).tolist() for x in (input_lengths, target_lengths)]
+    lengths = [_on_host(x) for x in (input_lengths, target_lengths)]
     losses, paths = torch.ops.aten._ctc_loss(*inputs, *lengths, blank)
     given = _tensor(grad)
     found = torch.ops.aten._ctc_loss_backward(given, *inputs, *lengths, losses, paths, blank, False)

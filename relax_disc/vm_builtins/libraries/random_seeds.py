@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from relax_disc.vm_builtins.capturing import refuse_capture
+
 _known: dict[int, tuple[int, int]] = {}
 """Seed and offset, by the address of the state's tensor."""
 _MASK = 2**64 - 1
@@ -32,6 +34,7 @@ def seed_of(state: torch.Tensor, stream: int) -> int:
 
     A state of which nothing was told is read, which waits for its device.
     """
+    refuse_capture("attention's kernel takes the seed of its dropout from the host")
     seed, offset = _known.get(state.data_ptr()) or state.tolist()
     mixed = seed
     for number in (offset, stream):

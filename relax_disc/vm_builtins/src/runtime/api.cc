@@ -278,6 +278,8 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("relax_disc.session.plan", PlanFacts)
       .def("relax_disc.session.report", LastReport)
       .def("relax_disc.session.counters", CounterFacts)
+      .def("relax_disc.session.arena",
+           [](const Object& s) { return ffi::Shape(SessionOf(s)->arena()); })
       .def("relax_disc.session.profile", Profile)
       .def("relax_disc.session.budget", [](const Object& s) { return SessionOf(s)->budget_bytes(); })
       .def("relax_disc.session.set_budget",

@@ -59,6 +59,12 @@ int64_t SharedArena::held_bytes() const {
   return Held();
 }
 
+std::vector<int64_t> SharedArena::place() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (arena_ == nullptr) return {0, 0};
+  return {reinterpret_cast<int64_t>(arena_->base()), arena_->bytes()};
+}
+
 void SharedArena::Fill(uint8_t byte) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (arena_ == nullptr || taken_ || arena_->device().device_type != kDLCPU) return;

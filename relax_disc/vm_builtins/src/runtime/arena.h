@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <mutex>
+#include <vector>
 
 #include "runtime/memory.h"
 
@@ -32,6 +33,8 @@ class SharedArena {
   void Return();
 
   int64_t held_bytes() const;
+  /*! \brief Address and size of what is held. */
+  std::vector<int64_t> place() const;
   /*! \brief Set every byte that is held on the CPU, for tests: who reads it gets this. */
   void Fill(uint8_t byte);
   /*! \brief Give everything back to the system if more than so many bytes are held and no call has it. */

@@ -273,6 +273,11 @@ int64_t Session::held_bytes() const {
   return arena_->held_bytes();
 }
 
+std::vector<int64_t> Session::arena() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return arena_->place();
+}
+
 int64_t Session::plan_count() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return static_cast<int64_t>(plans_.size());

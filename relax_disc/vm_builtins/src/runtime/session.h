@@ -111,6 +111,8 @@ class Session : public tvm::ffi::Object {
   Counters counters() const;
   int64_t budget_bytes() const { return budget_bytes_; }
   int64_t held_bytes() const;
+  /*! \brief Address and size of what is held between calls. */
+  std::vector<int64_t> arena() const;
   bool torn() const { return torn_; }
   void clear_torn() { torn_ = false; }
   int64_t plan_count() const;
