@@ -128,7 +128,7 @@ class Recorder:
     def __init__(self, emulator: Emulator) -> None:
         self._emulator = emulator
         self.graphs: list[Any] = []
-        self._streams = [_Stream(0)]
+        self._streams: list[Any] = [_Stream(0)]
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -151,26 +151,39 @@ class Recorder:
                 ("CUDAGraph", Graph),
                 ("graph", self._capture),
                 ("graph_pool_handle", lambda: (0, 1)),
+                ("stream", self.on),
                 ("current_stream", lambda device=None: self._streams[-1]),
             ):
                 stack.enter_context(mock.patch.object(torch.cuda, name, value))
             yield
 
     @contextmanager
-    def _capture(self, graph: Any, pool: Any) -> Iterator[None]:
+    def on(self, stream: Any) -> Iterator[None]:
+        """Make a stream current inside."""
+        depth = len(self._streams)
+        self._streams.append(stream)
+        try:
+            yield
+        finally:
+            del self._streams[depth:]
+
+    @contextmanager
+    def _capture(self, graph: Any, pool: Any, *, capture_error_mode: str) -> Iterator[None]:
+        del pool, capture_error_mode
         before, self._emulator.ask = self._emulator.ask, graph.work.append
         self._streams.append(_Stream(len(self.graphs)))
         self._emulator.events.append("capture")
         try:
             yield
+            self._streams.pop()  # PyTorch does not where a capture cannot be ended
         finally:
-            self._emulator.events.append("captured")
-            self._streams.pop()
             self._emulator.ask = before
 
 
 @dataclass(frozen=True)
 class _Stream:
+    """As far as the package looks at a stream."""
+
     cuda_stream: int
     device_index: int = 0
 

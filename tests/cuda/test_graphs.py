@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -201,6 +202,7 @@ def test_what_reads_on_the_host_is_not_captured(device):
     assert report.captures == report.replays == 0
     assert sum(report.plain_calls.values()) == 4
     assert any("checks of the model" in why for why in report.plain_calls)
+    assert torch.cuda.current_stream().cuda_stream == 0
 
 
 def test_graphs_are_bounded(device, monkeypatch):
@@ -243,7 +245,7 @@ def test_compiled_code_runs_on_the_current_stream(device, monkeypatch):
         emulator, "ask", lambda work: (found.append(tvm_ffi.get_raw_stream(place)), ask(work))
     )
     step = compiled(Reader(), cuda_graphs=False)
-    recorder._streams.append(type(recorder._streams[0])(7))
-    step(batch(3, 4))
+    with recorder.on(replace(torch.cuda.current_stream(), cuda_stream=7)):
+        step(batch(3, 4))
     assert set(found) == {7}
     assert tvm_ffi.get_raw_stream(place) == 0

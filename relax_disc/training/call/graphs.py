@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import tvm_ffi
 
 from relax_disc.errors import InputMismatchError
 from relax_disc.training.call.binding import as_runtime
@@ -171,11 +170,8 @@ class StepGraphs:
     def _forget_stale(self) -> None:
         """Drop graphs that read what has been replaced."""
         function = self._function
-        skipped = {*function._batch_places, *self._places}
-        bound = [
-            None if place in skipped or isinstance(value, tvm_ffi.Shape) else value
-            for place, value in enumerate(function._arguments)
-        ]
+        # The first says the sizes, where there are any; the batch is not bound yet.
+        bound = function._arguments[bool(function._shape_names) :]
         if len(bound) != len(self._bound) or not all(map(operator.is_, bound, self._bound)):
             self._graphs.clear()
             self._bound = bound
@@ -202,7 +198,11 @@ class StepGraphs:
         for place, vector in zip(self._places, self._hyper, strict=True):
             arguments[place] = as_runtime(vector, "hyper-parameters of a graph")
         try:
-            with capturing(), torch.cuda.graph(graph, pool=self._pool):
+            # PyTorch leaves the capture's stream current where the end of a capture fails.  Other
+            # threads (a loader that pins memory) may use CUDA meanwhile.
+            stream = torch.cuda.stream(torch.cuda.current_stream(function._schema.device))
+            pool, mode = self._pool, "thread_local"
+            with stream, capturing(), torch.cuda.graph(graph, pool, capture_error_mode=mode):
                 outputs = function._received(plain(batch))
         except RuntimeError as error:  # of CUDA or PyTorch too: what they do not capture
             function._variants.clear_torn()  # nothing has run
