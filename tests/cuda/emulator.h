@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 struct dim3 { unsigned x, y, z; };
@@ -75,6 +76,11 @@ struct Element {
   operator T() const {
     if (region != nullptr) emu_access(region, at, sizeof(T), kRead, line);
     return *at;
+  }
+  // `(float)x[i]` of a 16-bit number.
+  template <typename N, std::enable_if_t<std::is_class_v<T> && std::is_arithmetic_v<N>, int> = 0>
+  explicit operator N() const {
+    return N(float(operator T()));
   }
   T operator=(T value) const {
     if (region != nullptr) emu_access(region, at, sizeof(T), kWrite, line);

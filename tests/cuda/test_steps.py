@@ -121,3 +121,59 @@ def test_the_order_on_the_stream_is_the_plans(trained):
         orders.append([event for event in events if event.startswith(("launch", "library"))])
     assert len(orders[0]) > 20
     assert orders[0] == orders[1]
+
+
+class Perceptron(nn.Module):
+    """Products in half precision, a norm and a loss in float32."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+        self.first, self.norm, self.second = nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 5)
+
+    def forward(self, x, labels):
+        with torch.autocast("cpu", self.dtype):
+            y = self.second(torch.tanh(self.norm(self.first(x))))
+        return nn.functional.cross_entropy(y.float(), labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixed_precision_trains_as_on_the_cpu(dtype, monkeypatch):
+    """Parameters stay float32; with float16 the loss is scaled, an update that overflows left out.
+
+    The first scale overflows, so the first step updates nothing.
+    """
+    monkeypatch.setenv("RELAX_DISC_COMPILE_CACHE", "0")
+    rows = Dim("rows", min=1, max=64)
+
+    def batch(count):
+        torch.manual_seed(count)
+        return torch.randn(count, 6), torch.arange(count) % 5
+
+    def train(model, target):
+        scaled = dtype is torch.float16
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, enabled=scaled)
+        step = relax_disc.compile(
+            *(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batch(3)),
+            dynamic_shapes=({0: rows}, {0: rows}),
+            target=target,
+            scaler=scaler,
+        )
+        losses = [float(step(*batch(count))) for count in (3, 7, 1, 20)]
+        return losses, step.skipped_updates, scaler.get_scale()
+
+    torch.manual_seed(0)
+    model = Perceptron(dtype)
+    twin = copy.deepcopy(model)
+    wanted = train(model, "llvm")
+    emulator = Emulator.load()
+    emulator.take_findings()
+    with cuda_stand_in(emulator):
+        found = train(twin, cuda_target("sm_90"))
+    assert not emulator.take_findings()
+    assert found[1:] == wanted[1:]
+    assert found[1] == (1 if dtype is torch.float16 else 0)
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(wanted[0]), rtol=1e-2, atol=0)
+    for name, value in twin.state_dict().items():
+        assert value.dtype is torch.float32
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=2e-2, atol=2e-2)
