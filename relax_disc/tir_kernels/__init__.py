@@ -12,8 +12,10 @@ from typing import Any
 from tvm import tirx
 from tvm.target import Target
 
+from relax_disc.errors import InputMismatchError
 from relax_disc.tir_kernels.cpu import cpu_rules
 from relax_disc.tir_kernels.target import (
+    GPUS,
     cpu_target,
     cuda_target,
     resolve_target,
@@ -21,15 +23,22 @@ from relax_disc.tir_kernels.target import (
 
 
 def rules_for(target: Target) -> list[Any]:
-    """List the rules for a target, in the order in which they are tried."""
+    """List the rules for a target, in the order in which they are tried.
+
+    Raises `InputMismatchError`: no rules run kernels there; unscheduled they would run on the host.
+    """
     if target.kind.name == "llvm":
         return cpu_rules()
-    if target.kind.name == "cuda":
+    if target.kind.name in GPUS:
         # dlight takes a second to import, so only where it is needed.
         from relax_disc.tir_kernels.cuda import cuda_rules
 
         return cuda_rules()
-    return []
+    # TVM 0.27 makes code for nvptx whose barriers its own LLVM refuses.
+    raise InputMismatchError(
+        f"kernels are generated for targets of kind llvm, {' and '.join(GPUS)}, not for "
+        f"{target.kind.name}; NVIDIA's devices are of kind cuda."
+    )
 
 
 def accepts_chain(target: Target) -> Callable[[tirx.PrimFunc], bool] | None:
@@ -37,7 +46,7 @@ def accepts_chain(target: Target) -> Callable[[tirx.PrimFunc], bool] | None:
 
     None for targets where launches cost nothing.
     """
-    if target.kind.name != "cuda":
+    if target.kind.name not in GPUS:
         return None
     from relax_disc.tir_kernels.cuda import Columns, Elementwise, Rows
 

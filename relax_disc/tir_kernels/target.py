@@ -9,6 +9,9 @@ from tvm.target import Target, codegen
 from relax_disc.devices import FAST_MATH, TAGS
 from relax_disc.errors import InputMismatchError
 
+GPUS = ("cuda", "rocm")
+"""Kinds of targets that kernels with threads are made for; code for ROCm never ran."""
+
 
 def resolve_target(target: str | Target) -> Target:
     """Make a target of what a user says.
@@ -41,7 +44,7 @@ def resolve_target(target: str | Target) -> Target:
             f"tag ({', '.join(sorted(TAGS))}), "
             "or a dict such as {'kind': 'cuda', 'arch': 'sm_90'}."
         ) from error
-    needs_host = found.kind.name in ("cuda", "rocm", "nvptx") and found.host is None
+    needs_host = found.kind.name in GPUS and found.host is None
     return found.with_host(cpu_target()) if needs_host else found
 
 

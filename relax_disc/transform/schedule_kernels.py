@@ -105,6 +105,10 @@ def schedule_kernel(
         scheduled = schedule.mod["main"]
         if target.kind.name == "llvm":
             scheduled = keep_in_buffers(use_vector_math(scheduled))
+        if target.kind.name == "rocm":
+            from relax_disc.tir_kernels.cuda.threads import short_indices  # imports dlight
+
+            scheduled = short_indices(scheduled)
         if "global_symbol" not in func.attrs and "global_symbol" in scheduled.attrs:
             scheduled = scheduled.without_attr("global_symbol")
         kept = [list(pair) for pair in pairs]

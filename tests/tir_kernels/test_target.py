@@ -1,16 +1,20 @@
 """Tags of known devices: what they tell TVM, plans and users."""
 
+import importlib
 import subprocess
 import sys
 
 import pytest
 import torch
 import tvm
+import tvm_ffi
 from torch.export import Dim
 
 import relax_disc
+from relax_disc.compiler import build
 from relax_disc.devices import TAGS, device_figures, register_tags
 from relax_disc.errors import InputMismatchError
+from relax_disc.frontend import capture_step
 from relax_disc.tir_kernels.target import cpu_target, resolve_target
 
 
@@ -72,6 +76,56 @@ def test_a_generic_processor_trains_without_a_budget():
     )
     assert step.memory_budget is None
     torch.testing.assert_close(step(x), expected)
+
+
+class Normed(torch.nn.Module):
+    """Kernels of every rule: sums along rows and columns, elements, updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = torch.nn.Linear(5, 7), torch.nn.LayerNorm(7)
+
+    def forward(self, x):
+        return torch.tanh(self.norm(self.first(x))).square().mean()
+
+
+def captured():
+    model = Normed()
+    return capture_step(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        (torch.randn(3, 5),),
+        dynamic_shapes=({0: Dim("rows", min=1, max=64)},),
+        loss_fn=lambda model, x: model(x),
+    ).module
+
+
+def test_code_for_rocm_is_generated():
+    """Without ROCm: its linker and its library of functions are stood in for."""
+    before = {}
+    stand_ins = {"bitcode_path": lambda *_: [], "link": lambda code: code}
+    importlib.import_module("tvm.support.rocm")  # registers what looks for ROCm
+    for name, stand_in in stand_ins.items():
+        full = f"tvm_callback_rocm_{name}"
+        before[full] = tvm_ffi.get_global_func(full)
+        tvm_ffi.register_global_func(full, stand_in, override=True)
+    target = tvm.target.Target({"kind": "rocm", "mcpu": "gfx90a"}, host=cpu_target())
+    try:
+        program = build(captured(), target)
+    finally:
+        for full, function in before.items():
+            tvm_ffi.register_global_func(full, function, override=True)
+    (host,) = program.mod.imports
+    (device,) = host.imports
+    assert device.kind in ("rocm", "hip")
+    assert device.inspect_source("asm").count(".amdhsa_kernel") > 10
+
+
+@pytest.mark.parametrize("kind", ["nvptx", "opencl"])
+def test_a_target_without_kernels_is_refused(kind):
+    """Kernels without threads would run on the host, on the device's addresses."""
+    with pytest.raises(InputMismatchError, match=kind):
+        build(captured(), tvm.target.Target({"kind": kind}, host=cpu_target()))
 
 
 def test_plans_for_a_device_know_its_speed_and_alignment():

@@ -240,7 +240,7 @@ class Row:
         for distance in (16, 8, 4, 2, 1):
             if distance >= width:
                 # The exclusive or gives all lanes the total, so that nobody has to be told.
-                other = _shuffle_xor(tirx.BufferLoad(own, [zero]), distance, dtype)
+                other = self._from_lane(tirx.BufferLoad(own, [zero]), distance, dtype)
                 statements.append(add(other))
         if self._threads == WARP:
             return statements
@@ -260,8 +260,11 @@ class Row:
             *map(add, totals[1:]),
         ]
 
-
-def _shuffle_xor(value: Any, distance: int, dtype: str) -> Any:
-    """Ask the lane whose number differs in one bit for its value."""
-    mask = tirx.call_intrin("uint32", "tirx.tvm_warp_activemask")
-    return tirx.call_intrin(dtype, "tirx.tvm_warp_shuffle_xor", mask, value, distance, WARP, WARP)
+    def _from_lane(self, value: Any, distance: int, dtype: str) -> Any:
+        """Ask the lane whose number differs in one bit for its value."""
+        mask = tirx.call_intrin("uint32", "tirx.tvm_warp_activemask")
+        target, name = Target.current(allow_none=True), "tirx.tvm_warp_shuffle_xor"
+        if target is not None and target.kind.name != "cuda":  # TVM has no other for LLVM's
+            lane = tirx.FloorMod(self._thread, index_const(WARP)).astype("int32")
+            name, distance = "tirx.tvm_warp_shuffle", tirx.bitwise_xor(lane, distance)
+        return tirx.call_intrin(dtype, name, mask, value, distance, WARP, WARP)

@@ -8,6 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Range
 
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import Axis
 from relax_disc.tir_kernels.flat import INDEX, index_const, product
 from relax_disc.tir_kernels.loops import decode, group_extent, group_mapping, sequence
@@ -22,6 +23,29 @@ def bound_loop(tag: str, extent: Any, body: Callable[[Any], Any]) -> Any:
     return tirx.For(
         var, index_const(0), extent, tirx.ForKind.THREAD_BINDING, body(var), thread_binding=thread
     )
+
+
+def short_indices(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Make the numbers of blocks and threads int32, as which TVM's code for LLVM takes them."""
+    wide: dict[Any, Any] = {}
+
+    def on_loop(loop: tirx.For, mutator: Any) -> Any:
+        if loop.kind != tirx.ForKind.THREAD_BINDING or str(loop.loop_var.ty) == "int32":
+            return mutator.default_mutate(loop)
+        var = tirx.Var(loop.loop_var.name, "int32")
+        wide[loop.loop_var] = var.astype(INDEX)
+        extent, tag = loop.extent.astype("int32"), loop.thread_binding.thread_tag
+        zero = tirx.IntImm("int32", 0)
+        thread = tirx.IterVar(Range(zero, extent), var, tirx.IterVar.ThreadIndex, tag)
+        body, kind = mutator.mutate(loop.body), tirx.ForKind.THREAD_BINDING
+        return tirx.For(
+            var, zero, extent, kind, body, thread_binding=thread, annotations=loop.annotations
+        )
+
+    def on_var(var: tirx.Var, mutator: Any) -> Any:
+        return wide[var] if var in wide else mutator.default_mutate(var)
+
+    return func.with_body(mutate(func.body, [(tirx.For, on_loop), (tirx.Var, on_var)]))
 
 
 def launch(blocks: Any, threads: int, body: Callable[[Any, Any], Sequence[Any]]) -> Any:
