@@ -26,7 +26,15 @@ MIDDLE = LlamaSizes(
 )
 TINY = LlamaSizes(vocabulary=97, layers=2, hidden=32, heads=2, feed_forward=64, longest=LONGEST)
 
-WAYS = ("relax_disc", "eager", "checkpoint", "compile", "compile:0.5", "compile:0.3")
+WAYS = (
+    "relax_disc",
+    "relax_disc:graphs",
+    "eager",
+    "checkpoint",
+    "compile",
+    "compile:0.5",
+    "compile:0.3",
+)
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -44,9 +52,17 @@ def batch_of(lengths: list[int], device: Device, sizes: LlamaSizes) -> tuple[Ten
 
 
 def compiled(
-    model: Llama, optimizer: torch.optim.Optimizer, device: Device, *, autocast: bool = False
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    device: Device,
+    *,
+    autocast: bool = False,
+    graphs: bool = False,
 ) -> relax_disc.TrainingStep:
-    """Compile the step for all batches up to 64 and lengths up to the longest."""
+    """Compile the step for all batches up to 64 and lengths up to the longest.
+
+    ``graphs``: in CUDA graphs, where the device has them.
+    """
     shape = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=LONGEST)}
 
     def loss(model: Llama, ids: Tensor, labels: Tensor) -> Tensor:
@@ -60,6 +76,7 @@ def compiled(
         dynamic_shapes=(shape, shape),
         loss_fn=loss,
         target=device.target,
+        cuda_graphs=graphs and device.target != "llvm",
     )
 
 
@@ -69,7 +86,8 @@ def way_of_training(
     """Return a function of a batch that takes one step and returns the loss."""
     kind, _, budget = name.partition(":")
     if kind == "relax_disc":
-        return compiled(model, optimizer, device, autocast=autocast)
+        graphs = budget == "graphs"
+        return compiled(model, optimizer, device, autocast=autocast, graphs=graphs)
     if kind == "checkpoint":
         for block in model.blocks:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

@@ -1,6 +1,7 @@
 """The parts of the suite, the most valuable first; each takes a device and writes rows.
 
-smoke      versions, one layer, attention's kernels, one step of a small Llama against PyTorch
+smoke      versions, one layer, attention's kernels, one step of a small Llama against PyTorch,
+           CUDA graphs
 numbers    losses and gradients against float64: a Llama at several lengths, then every model
 paper      Llama-2-1b, batches 14, 16, 18: tokens a second and peak, beside PyTorch's ways
 bandwidth  each kernel's share of the bandwidth of a copy
@@ -78,6 +79,22 @@ def smoke(device: Device, rows: Rows, sizes: LlamaSizes = TINY) -> None:
         rows.add("attention", calls=attention_errors(device))
     if rows.wanted("llama"):
         rows.add("llama", lengths=llama_errors(device, sizes, (17, 5)))
+    if rows.wanted("graphs"):
+        rows.add("graphs", **_guarded(lambda: compare_graphs(device, sizes)))
+
+
+def compare_graphs(device: Device, sizes: LlamaSizes, calls: int = 5) -> dict[str, Any]:
+    """Losses and times of calls in turns of two shapes, plainly and in CUDA graphs."""
+    batches = [batch_of(lengths, device, sizes) for lengths in ([17, 9], [5, 5])]
+    found: dict[str, Any] = {}
+    for name, graphs in (("plain", False), ("graphs", True)):
+        model = make_model(sizes, device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step = compiled(model, optimizer, device, graphs=graphs)
+        losses = [step(*batch).item() for _ in range(calls) for batch in batches]
+        times = [device.milliseconds(lambda b=b, s=step: s(*b)) for b in batches]
+        found[name] = {"losses": losses, "milliseconds": times, "report": str(step.graph_report())}
+    return found
 
 
 def llama_errors(

@@ -19,11 +19,11 @@ from benchmarks.gpu.rows import Rows
 from relax_disc.tir_kernels.target import cuda_target
 from tests.cuda import attention_kernels
 from tests.cuda.emulator import Emulator
-from tests.cuda.stand_in import cuda_stand_in
+from tests.cuda.stand_in import Recorder, cuda_stand_in
 from tests.cuda.streams import Streams
 
 ROWS = {
-    "smoke": {"versions", "layer", "attention", "llama"},
+    "smoke": {"versions", "layer", "attention", "llama", "graphs"},
     "numbers": {"llama", "llama, bf16 autocast", parts.ENTRIES[0].name},
     "paper": {
         f"batch 2, {kind}, {way}"
@@ -75,6 +75,7 @@ def test_a_part_runs_and_goes_on_where_it_ended(results, monkeypatch, part):
     if part == "smoke":
         check_llama(found["llama"]["lengths"])
         check_attention(found["attention"]["calls"])
+        assert found["graphs"]["plain"]["losses"] == found["graphs"]["graphs"]["losses"]
         assert found["layer"]["ours"] == pytest.approx(found["layer"]["loss"], rel=1e-5)
     if part == "numbers":
         check_llama(found["llama"]["lengths"])
@@ -141,6 +142,11 @@ def test_parts_run_for_cuda(results, monkeypatch):
     device = Device("stand-in", "cpu", cuda_target("sm_90"))
     emulator = Emulator.load()
     emulator.take_findings()
+    recorder = Recorder(emulator)
+    with cuda_stand_in(emulator), recorder.running():
+        graphs = parts.compare_graphs(device, parts.TINY)
+    assert graphs["plain"]["losses"] == graphs["graphs"]["losses"]
+    assert len(recorder.graphs) == 2
     with cuda_stand_in(emulator), Streams(emulator, "copies").running():
         parts.smoke(device, Rows(device, "smoke"))
         parts.bandwidth(device, Rows(device, "bandwidth"), parts.TINY, records=1)

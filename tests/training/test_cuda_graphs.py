@@ -209,9 +209,15 @@ def test_graphs_are_bounded(device, monkeypatch):
     _, recorder = device
     monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
     step = compiled(Reader())
-    for _ in range(2):
+    for _ in range(3):
         for rows in (4, 3, 2):
             step(batch(rows, 4))
+    # Shapes that are called as often as others do not take each other's place.
+    assert step.graph_report().graphs == len(recorder.graphs) == 2
+    assert step.graph_report().plain_calls[graphs.FULL] == 2
+    step(batch(2, 4))
+    assert step.graph_report().plain_calls[graphs.FULL] == 3
+    step(batch(2, 4))
     assert step.graph_report().graphs == 2
     assert len(recorder.graphs) == 3
 

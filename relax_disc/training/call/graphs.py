@@ -10,7 +10,7 @@ replaced one of them, or the arena has moved, the graph is captured again.
 from __future__ import annotations
 
 import operator
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,8 +26,9 @@ from relax_disc.vm_builtins.session import CallReport
 if TYPE_CHECKING:
     from relax_disc.training.compiled_function import CompiledFunction
 
-# As many as the plans that a session of any size remembers; the one used longest ago goes.
+# As many as the plans that a session of any size remembers.
 _MOST_GRAPHS = 32
+_MOST_COUNTED = 4096  # shapes whose calls are counted
 
 FIRST = "the first call of a shape"
 OFFLOADED = "a budget with offload_to: transfers run on a stream of their own"
@@ -36,6 +37,7 @@ MEASURED = "kernels are timed one by one"
 SUMMED = "gradients are summed or kept in p.grad"
 NO_ROOM = "the copies of the batch do not fit the memory budget"
 MOVED = "the arena has moved"
+FULL = "as many graphs as are kept belong to shapes that are called more often"
 
 Launch = Callable[[Sequence[torch.Tensor]], Any]
 
@@ -91,10 +93,10 @@ class StepGraphs:
         self._hyper = [torch.empty_like(vector, device=device) for vector in vectors]
         self._places = [group.hyper_input for group in function._captured.update_groups]
         self._pool: Any = None
-        self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
+        self._graphs: dict[Any, _Graph] = {}
         self._budget: int | None = None
         self._bound: list[object] = []  # what the graphs read that PyTorch may replace
-        self._warm: set[Any] = set()  # shapes that have run
+        self._calls: Counter[Any] = Counter()  # of each shape
         self._refused: dict[Any, str] = {}
         self._captures = self._replays = 0
         self._plain: Counter[str] = Counter()
@@ -137,12 +139,14 @@ class StepGraphs:
             self._forget_stale()
             graph = self._graphs.get(key) or self._capture(key, tensors, plain)
             if isinstance(graph, _Graph):
-                self._graphs.move_to_end(key)
+                self._calls[key] += 1
                 return self._replay(graph, tensors)
             reason = graph
         self._plain[reason] += 1
         result = plain(tensors)
-        self._warm.add(key)
+        if len(self._calls) == _MOST_COUNTED:
+            self._calls = Counter({known: self._calls[known] for known in self._graphs})
+        self._calls[key] += 1
         return result
 
     def _reason(self, key: Any, tensors: Sequence[torch.Tensor], check: bool) -> str | None:
@@ -154,15 +158,21 @@ class StepGraphs:
             return MEASURED
         if budget is not None and self._function.offload_to is not None:
             return OFFLOADED
-        if key not in self._warm:
+        if key not in self._calls:
             return FIRST
         if key in self._graphs:
             return None
+        if len(self._graphs) >= _MOST_GRAPHS and self._calls[key] <= self._calls[self._rarest()]:
+            return FULL
         if budget is not None:
             more = self._static_bytes() + sum(tensor.nbytes for tensor in tensors)
             if self._function._plan_facts(dict(key), budget).peak_bytes + more > budget:
                 return NO_ROOM
         return self._refused.get(key)
+
+    def _rarest(self) -> Any:
+        """Return the shape with a graph that is called least often, the oldest of several."""
+        return min(self._graphs, key=self._calls.__getitem__)
 
     def _static_bytes(self) -> int:
         return sum(tensor.nbytes for graph in self._graphs.values() for tensor in graph.batch)
@@ -214,9 +224,9 @@ class StepGraphs:
         if session.arena != arena:
             return MOVED
         self._captures += 1
+        if len(self._graphs) >= _MOST_GRAPHS:
+            del self._graphs[self._rarest()]
         self._graphs[key] = _Graph(graph, batch, outputs, session.report(), arena)
-        if len(self._graphs) > _MOST_GRAPHS:
-            self._graphs.popitem(last=False)
         return self._graphs[key]
 
     def _replay(self, graph: _Graph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
