@@ -121,11 +121,11 @@ def test_code_for_rocm_is_generated():
     assert device.inspect_source("asm").count(".amdhsa_kernel") > 10
 
 
-@pytest.mark.parametrize("kind", ["nvptx", "opencl"])
-def test_a_target_without_kernels_is_refused(kind):
+@pytest.mark.parametrize("target", [{"kind": "nvptx", "mcpu": "sm_80"}, {"kind": "opencl"}])
+def test_a_target_without_kernels_is_refused(target):
     """Kernels without threads would run on the host, on the device's addresses."""
-    with pytest.raises(InputMismatchError, match=kind):
-        build(captured(), tvm.target.Target({"kind": kind}, host=cpu_target()))
+    with pytest.raises(InputMismatchError, match=target["kind"]):
+        build(captured(), tvm.target.Target(target, host=cpu_target()))
 
 
 def test_plans_for_a_device_know_its_speed_and_alignment():
