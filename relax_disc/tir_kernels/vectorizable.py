@@ -7,7 +7,9 @@ at the seam, the condition is the same for all lanes of a part.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tvm
@@ -15,6 +17,7 @@ import tvm_ffi
 from tvm.ir import prim
 
 from relax_disc.analysis.kernels.element import Element, is_guard, is_short_load
+from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import Axis, constant
 from relax_disc.tir_kernels.vector_math import has_formula
 
@@ -28,6 +31,12 @@ _VECTOR_CALLS = frozenset(
         "sigmoid sin sqrt tan tanh trunc"
     ).split()
 )
+_COMPARISONS: dict[type, Callable[[int, int], bool]] = {
+    prim.LT: operator.lt,
+    prim.LE: operator.le,
+    prim.GT: operator.gt,
+    prim.GE: operator.ge,
+}
 # A loop is cut at most this often: each part is a copy of the body.
 _MOST_PARTS = 4
 
@@ -123,7 +132,7 @@ def _seams(condition: Any, var: Any) -> list[int] | None:
     if isinstance(condition, (prim.And, prim.Or)):
         left, right = _seams(condition.a, var), _seams(condition.b, var)
         return None if left is None or right is None else left + right
-    if not isinstance(condition, (prim.LT, prim.LE, prim.GT, prim.GE)):
+    if not isinstance(condition, tuple(_COMPARISONS)):
         return [] if not _uses(condition, var) else None
     limit = constant(condition.b)
     if limit is not None and condition.a.same_as(var):
@@ -133,3 +142,33 @@ def _seams(condition: Any, var: Any) -> list[int] | None:
     if limit is not None and condition.b.same_as(var):
         return [limit if isinstance(condition, (prim.LE, prim.GT)) else limit + 1]
     return None
+
+
+def part_of(element: Element, var: Any, start: int) -> Element:
+    """Return an element inside the part that begins at ``start``: its guards are decided there.
+
+    What stays in a guard is computed by the C library, lane by lane (see `vector_math`).
+    """
+
+    def on_call(call: Any, mutator: Any) -> Any:
+        holds = _holds(call.args[0], var, start) if is_guard(call) else None
+        if holds is None:
+            return mutator.default_mutate(call)
+        return mutator.mutate(call.args[1 if holds else 2])
+
+    lets = tuple((name, mutate(expr, (tvm.ir.Call, on_call))) for name, expr in element.lets)
+    value = mutate(element.value, (tvm.ir.Call, on_call))
+    return replace(element, lets=lets, value=value)
+
+
+def _holds(condition: Any, var: Any, value: int) -> bool | None:
+    """Whether a condition holds where ``var`` is a number; None: that does not tell."""
+    if isinstance(condition, (prim.And, prim.Or)):
+        decisive = isinstance(condition, prim.Or)
+        both = [_holds(side, var, value) for side in (condition.a, condition.b)]
+        return decisive if decisive in both else None if None in both else not decisive
+    compare = _COMPARISONS.get(type(condition))
+    if compare is None:
+        return None
+    left, right = (value if x.same_as(var) else constant(x) for x in (condition.a, condition.b))
+    return None if left is None or right is None else compare(left, right)

@@ -91,6 +91,15 @@ CASES = {
         rotate_numpy,
         lambda n, m: [floats(n, m, 2, 24), floats(m, 24), floats(m, 24)],
     ),
+    "gradients_of_gate_and_up": (
+        "Elementwise",
+        [tensor(name, [N, 40]) for name in "gxu"],
+        lambda emit, g, x, u: op.concat(
+            emit(relax.Tuple([emit(silu_gradient(emit, g, x)), emit(op.multiply(g, u))])), 1
+        ),
+        lambda g, x, u: np.concatenate([silu_gradient_numpy(g, x), g * u], 1),
+        lambda n, m: [floats(n, 40) for _ in range(3)],
+    ),
     "transpose": (
         "Transpose",
         [tensor("x", [N, M])],
@@ -330,6 +339,13 @@ def test_long_sums_are_rounded_once(kernels, library, name):
     result = np.zeros(expected.shape, "float32")
     run(library, kernels[name], name, arrays, result)
     np.testing.assert_allclose(result, expected, rtol=1.3e-7)
+
+
+def test_no_condition_is_left_beside_a_seam(kernels):
+    """Inside one, each lane would call the C library's exp."""
+    text = scheduled(kernels["gradients_of_gate_and_up"]).script()
+    assert "if_then_else" not in text
+    assert "sigmoid" not in text
 
 
 def test_optimizer_is_one_pass():

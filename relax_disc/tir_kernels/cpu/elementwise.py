@@ -29,7 +29,7 @@ from relax_disc.tir_kernels.loops import (
     vector_loop,
     with_body,
 )
-from relax_disc.tir_kernels.vectorizable import moves_in_vectors, segments, vectorizable
+from relax_disc.tir_kernels.vectorizable import moves_in_vectors, part_of, segments, vectorizable
 
 # Below this many elements starting the threads costs more than the work (2-5 us).
 SERIAL_ELEMENTS = 8192
@@ -132,13 +132,6 @@ def emit_outer(outer: list[list[Axis]], row: Any, spread: bool) -> list[Any]:
     return [loop("row", product(extents), body, kind)]
 
 
-def emit_scalars(inner: list[Axis], body: Any, spread: bool) -> list[Any]:
-    """Make the innermost loop, one element after the other."""
-    kind = tirx.ForKind.PARALLEL if spread else tirx.ForKind.SERIAL
-    extent = group_extent(inner)
-    return [loop("column", extent, lambda index: body(group_mapping(inner, index)), kind)]
-
-
 def emit_row(
     elements: list[Element],
     inner: list[Axis],
@@ -149,45 +142,44 @@ def emit_row(
 ) -> list[Any]:
     """Make the innermost loop of elements, after the values that are fixed along it."""
     fixed, elements = hoist(elements, {axis.var for axis in inner})
-    expressions = [expr for element in elements for expr in element.expressions]
     mapping = dict(mapping)
     binds: list[Any] = []
     for var, expr in fixed:
         made, mapping[var] = keep(str(var.name), flat.rewrite(expr, mapping))
         binds += made
 
-    def body(last: dict[Any, Any]) -> Any:
-        return emit_element(elements, flat, {**mapping, **last})
+    def body(elements: list[Element], index: Any) -> Any:
+        return emit_element(elements, flat, {**mapping, **group_mapping(inner, index)})
 
-    if not all(moves_in_vectors(element) for element in elements):
-        return binds + emit_scalars(inner, body, spread)
-    return binds + emit_inner(inner, expressions, body, spread, settings.lanes)
+    return binds + emit_inner(inner, elements, body, spread, settings.lanes)
 
 
 def emit_inner(
-    inner: list[Axis], expressions: list[Any], body: Any, spread: bool, lanes: int
+    inner: list[Axis], elements: list[Element], body: Any, spread: bool, lanes: int
 ) -> list[Any]:
-    """Make the innermost loop, vectorised where the expressions allow it."""
+    """Make the innermost loop, vectorised where the elements allow it."""
     extent = group_extent(inner)
 
-    def at(index: Any) -> Any:
-        return body(group_mapping(inner, index))
+    def whole(index: Any) -> Any:
+        return body(elements, index)
 
     var = inner[-1].var
-    if vectorizable(expressions, var):
-        return vector_loop("column", extent, at, lanes=lanes, parallel=spread)
-    parts = segments(expressions, inner)
+    in_vectors = all(moves_in_vectors(element) for element in elements)
+    expressions = [expr for element in elements for expr in element.expressions]
+    if in_vectors and vectorizable(expressions, var):
+        return vector_loop("column", extent, whole, lanes=lanes, parallel=spread)
+    parts = segments(expressions, inner) if in_vectors else None
     if parts is None:
-        return emit_scalars(inner, body, spread)
+        kind = tirx.ForKind.PARALLEL if spread else tirx.ForKind.SERIAL
+        return [loop("column", extent, whole, kind)]
     statements = []
     for start, end in parts:
-        base = index_const(start)
-        statements += vector_loop(
-            "column",
-            index_const(end - start),
-            lambda index, base=base: at(base + index),
-            lanes=lanes,
-        )
+
+        def part(index: Any, start: int = start) -> Any:
+            there = [part_of(element, var, start) for element in elements]
+            return body(there, index_const(start) + index)
+
+        statements += vector_loop("column", index_const(end - start), part, lanes=lanes)
     return statements
 
 
