@@ -549,10 +549,7 @@ class CompiledFunction:
 
     def _mark_written(self) -> None:
         """Tell autograd that the tensors written in place changed."""
-        if self._written:
-            torch.autograd.graph.increment_version(
-                [self._binding.tensor(index) for index in self._written]
-            )
+        self._binding.mark_written(self._written)
 
     def _check_mode(self) -> None:
         for attributes, training, module in self._modes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -51,7 +52,8 @@ class FileTier:
     Parameters
     ----------
     folder : path-like
-        On a disk that is fast, such as an NVMe drive; a folder in memory (tmpfs) gains nothing.
+        On a disk that is fast, such as an NVMe drive; a folder in memory (tmpfs) gains nothing. A
+        relative one is of the present working directory.
     bytes_per_s : float, optional
         The speed of writing and of reading that plans go by; measured at the first use by default.
         Plans are the same for the same figures.
@@ -79,7 +81,7 @@ class FileTier:
         _check_speed(bytes_per_s)
         if paced and bytes_per_s is None:
             raise InputMismatchError("paced=True needs bytes_per_s, the pace.")
-        self.folder = os.fspath(folder)
+        self.folder = str(Path(os.fsdecode(folder)).absolute())
         self.bytes_per_s, self.paced, self.recompute = bytes_per_s, paced, recompute
         make = function("relax_disc.file_tier")
         self.handle: Any = make(self.folder, float(bytes_per_s or 0), paced, recompute)

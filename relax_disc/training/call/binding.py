@@ -219,6 +219,8 @@ class Binding:
             if is_same and slot.trained is not None and tensor.requires_grad is not slot.trained:
                 self._refuse_thaw(slot)
             if is_same and tensor.data_ptr() == slot.address:
+                if slot.index in self._in_file and self._state_file and tensor is not None:
+                    self._state_file.check_written(tensor)
                 continue
             if tensor is None and early and self._specs[slot.index].kind == "state":
                 self.arguments[slot.index] = slot.tensor = None
@@ -237,6 +239,13 @@ class Binding:
         if changed:
             self._check_tying()
         return changed
+
+    def mark_written(self, indices: Sequence[int]) -> None:
+        """Tell autograd that tensors were written in place, by the program."""
+        torch.autograd.graph.increment_version([self.tensor(index) for index in indices])
+        if self._state_file is not None:
+            for index in self._in_file.intersection(indices):
+                self._state_file.note_version(self.tensor(index))
 
     def _bind(self, index: int, what: str, look: Callable[[], torch.Tensor | None]) -> None:
         tensor = look()

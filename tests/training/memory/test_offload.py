@@ -153,6 +153,14 @@ def test_a_measured_folder(trained, tmp_path):
     assert same(trained.run(), trained.expected)
 
 
+def test_a_folder_stays_the_same_where_the_process_goes(tmp_path, monkeypatch):
+    (tmp_path / "fast").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tier = FileTier("fast")
+    monkeypatch.chdir("/")
+    assert tier.figures().read_bytes_per_s > 0
+
+
 def test_a_slow_folder_is_left_alone_where_computing_again_is_faster(trained, tmp_path):
     trained.limit(None, 0.3)
     alone = trained.step.plan(b=8, s=48)

@@ -39,6 +39,11 @@ char* MapFile(int descriptor, int64_t bytes, int64_t offset);
 int BringPages(char* memory, int64_t bytes);
 /*! \brief Write the pages of a mapping to the disk and let go of their memory; or an error number. */
 int PutPagesAway(char* memory, int64_t bytes);
+/*! \brief Whether this process may have used a mapping since its pages were put away. */
+bool HasPages(const char* memory, int64_t bytes);
+
+/*! \brief What tells other bytes from these; of several pieces, `seed` is that of those before. */
+uint64_t Checksum(const char* data, int64_t bytes, uint64_t seed);
 
 }  // namespace relax_disc
 #endif  // RELAX_DISC_VM_BUILTINS_OFFLOAD_FILE_CALLS_H_

@@ -32,25 +32,6 @@ int64_t Now() {
 
 std::string Reason(int number) { return std::strerror(number); }
 
-// Four sums side by side, as the processor multiplies; each word counts with its place.
-uint64_t Checksum(const char* data, int64_t bytes, uint64_t seed) {
-  constexpr uint64_t kFactor = 0x9E3779B97F4A7C15ull;
-  uint64_t sums[4] = {seed, seed + 1, seed + 2, seed + 3};
-  int64_t at = 0;
-  for (; at + 32 <= bytes; at += 32) {
-    uint64_t words[4];
-    std::memcpy(words, data + at, 32);
-    for (int lane = 0; lane < 4; ++lane) {
-      sums[lane] = (sums[lane] ^ words[lane]) * kFactor;
-      sums[lane] ^= sums[lane] >> 29;
-    }
-  }
-  uint64_t result = static_cast<uint64_t>(bytes);
-  for (; at < bytes; ++at) result = (result ^ static_cast<unsigned char>(data[at])) * kFactor;
-  for (uint64_t sum : sums) result = (result ^ sum ^ (sum >> 31)) * kFactor;
-  return result;
-}
-
 // To two digits, so that measuring again mostly gives the same plans.
 double Rounded(double value) {
   const double unit = std::pow(10.0, std::floor(std::log10(value)) - 1);

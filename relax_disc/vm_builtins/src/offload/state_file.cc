@@ -62,7 +62,7 @@ char* StateFile::Allocate(int64_t bytes) {
     FailOffload("the file of the offload folder " + folder_ + " cannot be mapped: " +
          std::strerror(errno) + ". Nothing was changed.");
   }
-  parts_[memory] = {offset, size};
+  parts_[memory] = Part{offset, size};
   return memory;
 }
 
@@ -81,6 +81,12 @@ bool StateFile::Holds(const void* memory, int64_t bytes) {
   return found != parts_.end() && bytes <= found->second.bytes;
 }
 
+void StateFile::Forget(char* memory) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = parts_.find(memory);
+  if (found != parts_.end()) found->second.is_known = found->second.is_changed = false;
+}
+
 int64_t StateFile::Bring(StateCall* call, char* memory, int64_t bytes) {
   return Submit(call, memory, bytes, true);
 }
@@ -92,16 +98,51 @@ int64_t StateFile::PutAway(StateCall* call, char* memory, int64_t bytes) {
 int64_t StateFile::Submit(StateCall* call, char* memory, int64_t bytes, bool is_in) {
   const int64_t size = RoundUp(bytes, kPage);
   call->last_request = thread_.Submit([this, call, memory, bytes, size, is_in] {
-    const int error = is_in ? BringPages(memory, size) : PutPagesAway(memory, size);
+    const std::string failure = is_in ? BringNow(memory, bytes) : PutAwayNow(memory, bytes);
     std::lock_guard<std::mutex> lock(mutex_);
     call->bytes += is_in ? size : -size;
     call->peak_bytes = std::max(call->peak_bytes, call->bytes);
-    if (error == 0 || !call->failure.empty()) return;
-    call->failure = std::to_string(bytes) + " bytes of the optimizer's state could not be " +
-                    (is_in ? "read from" : "written to") + " the offload folder " + folder_ +
-                    ": " + std::strerror(error) + ".";
+    if (call->failure.empty()) call->failure = failure;
   });
   return call->last_request;
+}
+
+std::string StateFile::BringNow(char* memory, int64_t bytes) {
+  const int64_t size = RoundUp(bytes, kPage);
+  const bool was_used = HasPages(memory, size);
+  const int error = BringPages(memory, size);
+  const uint64_t checksum = error == 0 ? Checksum(memory, bytes, 0) : 0;
+  std::lock_guard<std::mutex> lock(mutex_);
+  Part& part = parts_.at(memory);
+  part.is_there = error == 0;
+  if (error != 0) return Failure(bytes, std::string("could not be read: ") + std::strerror(error));
+  if (part.is_known && checksum != part.checksum && (part.is_changed || !was_used)) {
+    part.is_changed = true;
+    return Failure(bytes, "are not what was written: the file was changed, or the disk is damaged; "
+                          "load the optimizer's state again");
+  }
+  return "";
+}
+
+std::string StateFile::PutAwayNow(char* memory, int64_t bytes) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  Part& part = parts_.at(memory);  // nobody frees it during a request
+  const bool is_right = part.is_there && !part.is_changed;
+  lock.unlock();
+  const uint64_t checksum = is_right ? Checksum(memory, bytes, 0) : 0;
+  const int error = PutPagesAway(memory, RoundUp(bytes, kPage));
+  lock.lock();
+  if (is_right) {
+    part.checksum = checksum;
+    part.is_known = error == 0;
+  }
+  if (error != 0) return Failure(bytes, std::string("could not be written: ") + std::strerror(error));
+  return "";
+}
+
+std::string StateFile::Failure(int64_t bytes, const std::string& what) const {
+  return std::to_string(bytes) + " bytes of the optimizer's state in the offload folder " + folder_ +
+         " " + what + ".";
 }
 
 void StateFile::Wait(StateCall* call, int64_t request) {

@@ -4,7 +4,8 @@
  *
  * Each is a shared mapping of a part of one file without a name, so that it stays an ordinary
  * tensor: whoever reads it between steps gets its pages.  A thread brings the pages of what the
- * next kernels read, and writes out and drops those of what they wrote.
+ * next kernels read, and writes out and drops those of what they wrote.  What comes back is compared
+ * with a checksum of what went, unless this process used it meanwhile: it may have written it.
  */
 #ifndef RELAX_DISC_VM_BUILTINS_OFFLOAD_STATE_FILE_H_
 #define RELAX_DISC_VM_BUILTINS_OFFLOAD_STATE_FILE_H_
@@ -45,6 +46,8 @@ class StateFile : public tvm::ffi::Object {
   void Free(char* memory);
   /*! \brief Whether these bytes are a tensor of the file. */
   bool Holds(const void* memory, int64_t bytes);
+  /*! \brief Somebody wrote the tensor: there is nothing to compare it with. */
+  void Forget(char* memory);
 
   /*! \brief Ask for pages to be in memory, or out of it; returns the request's number. */
   int64_t Bring(StateCall* call, char* memory, int64_t bytes);
@@ -63,9 +66,16 @@ class StateFile : public tvm::ffi::Object {
  private:
   struct Part {
     int64_t offset, bytes;
+    uint64_t checksum = 0;      // of what was put away last
+    bool is_known = false;      // whether there is that checksum
+    bool is_changed = false;    // found not to be what was put away, and not written since
+    bool is_there = true;       // false: it could not be read, and must not be
   };
 
   int64_t Submit(StateCall* call, char* memory, int64_t bytes, bool is_in);
+  std::string BringNow(char* memory, int64_t bytes);     // on the thread; why it failed, or nothing
+  std::string PutAwayNow(char* memory, int64_t bytes);
+  std::string Failure(int64_t bytes, const std::string& what) const;
   int64_t TakePart(int64_t bytes);  // mutex held; returns its offset
 
   const std::string folder_;
@@ -73,8 +83,8 @@ class StateFile : public tvm::ffi::Object {
   int file_ = -1;
   std::string name_;  // where the file could not lose it
   int64_t file_bytes_ = 0;
-  std::map<char*, Part> parts_;               // in use
-  std::multimap<int64_t, int64_t> free_;      // bytes, offset
+  std::map<char*, Part> parts_;           // in use
+  std::multimap<int64_t, int64_t> free_;  // bytes, offset
   RequestThread thread_;  // the last member: it ends before what it uses
 };
 

@@ -308,6 +308,10 @@ TVM_FFI_STATIC_INIT_BLOCK() {
            [](const ffi::Any& file, int64_t address, int64_t bytes) {
              return StateFileOf(file)->Holds(reinterpret_cast<const void*>(address), bytes);
            })
+      .def("relax_disc.state_file_forget",
+           [](const ffi::Any& file, int64_t address) {
+             StateFileOf(file)->Forget(reinterpret_cast<char*>(address));
+           })
       .def("relax_disc.state_file_put_away", PutStateAway)
       .def("relax_disc.file_tier",
            [](ffi::String folder, double bytes_per_s, bool paced, bool recompute) {
