@@ -7,10 +7,13 @@ import subprocess
 
 import pytest
 import torch
+import tvm_ffi
 from torch import nn
 from torch.export import Dim
 
+import relax_disc
 from relax_disc.compiler import build
+from relax_disc.errors import ArtefactError
 from relax_disc.frontend import capture_step
 from relax_disc.memory_analysis import analyze_memory, largest
 from relax_disc.tir_kernels.target import cuda_target
@@ -91,4 +94,20 @@ def test_what_is_analysed_is_what_the_program_will_plan(monkeypatch):
         assert (point.arena_bytes, point.escaping_bytes) == (plan.arena_bytes, plan.escaping_bytes)
         assert (
             largest(captured.module, "rows", memory_budget=plan.peak_bytes, target=target) >= count
+        )
+
+
+@pytest.mark.skipif(
+    tvm_ffi.get_global_func("ffi.Module.load_from_bytes.cuda", allow_missing=True) is not None,
+    reason="the TVM that is here has a run time for CUDA",
+)
+def test_a_program_that_this_tvm_cannot_run_is_refused_with_what_to_do():
+    with pytest.raises(ArtefactError, match=r"is for cuda, .* compile with target='llvm'"):
+        relax_disc.compile(
+            nn.Linear(5, 3),
+            None,
+            (torch.randn(3, 5),),
+            dynamic_shapes=({0: Dim("rows", min=1, max=64)},),
+            loss_fn=lambda model, x: model(x).square().mean(),
+            target="relax_disc/h100",
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -14,16 +13,17 @@ from rich.console import Console
 from rich.table import Table
 
 from relax_disc.bytes_text import format_bytes
-from relax_disc.cli.report import check_budget
 from relax_disc.cli.user_step import (
     Json,
     Offload,
     OffloadTo,
     Sizes,
     Source,
+    check_options,
     compiled,
     load,
     parse_sizes,
+    print_json,
     resized,
     with_options,
 )
@@ -38,6 +38,7 @@ EXAMPLES = (
 
 
 def bench(
+    context: typer.Context,
     source: Source,
     dim: Sizes = None,
     budget: Annotated[
@@ -49,7 +50,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time a compiled step and the same step in eager PyTorch, in turns."""
-    check_budget(budget)
+    check_options(budget, offload_to, offload)
     make = load(source)
     arguments = with_options(make(), budget, offload_to, offload)
     step = compiled(source, arguments)
@@ -80,7 +81,7 @@ def bench(
         "peak_bytes": step.memory_report().peak_bytes,
     }
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(context, facts)
         return
     table = Table(title=f"{steps} steps each, {facts['threads']} threads", show_header=False)
     table.add_row("compiled", f"{1e3 * facts['relax_disc_seconds']:.1f} ms")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -18,7 +17,7 @@ from rich.table import Table
 
 import relax_disc
 from relax_disc import progress
-from relax_disc.cli.user_step import Json
+from relax_disc.cli.user_step import Json, print_json
 from relax_disc.compatibility import SUPPORTED_VERSIONS
 from relax_disc.errors import ArtefactError
 from relax_disc.tir_kernels import cpu_target
@@ -121,7 +120,7 @@ def _tuning() -> Finding:
     return Finding("tuned kernels", f"{count}, in {path}{note}", None)
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(context: typer.Context, as_json: Json = False) -> None:
     """Versions, compiler, threads, BLAS and GPU: what is missing and how to get it.
 
     Builds the C++ library if it is not there yet.  Exit code 1: something that is needed is
@@ -129,7 +128,7 @@ def doctor(as_json: Json = False) -> None:
     """
     found = findings()
     if as_json:
-        typer.echo(json.dumps([asdict(each) for each in found], indent=2))
+        print_json(context, [asdict(each) for each in found])
     else:
         table = Table(show_header=False)
         marks = {True: "[green]ok[/green]", False: "[red]MISSING[/red]", None: ""}

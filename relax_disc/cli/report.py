@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import linecache
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -14,20 +13,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from relax_disc.bytes_text import format_bytes, parse_bytes
+from relax_disc.bytes_text import format_bytes
 from relax_disc.cli.user_step import (
     Json,
     Offload,
     OffloadTo,
     Sizes,
     Source,
+    check_options,
     compiled,
     load,
     parse_sizes,
+    print_json,
     with_options,
     writable,
 )
-from relax_disc.errors import InputMismatchError
 from relax_disc.training.memory_plan import WholeGradient
 
 EXAMPLES = (
@@ -46,6 +46,7 @@ def _picture(path: Path | None) -> Path | None:
 
 
 def report(
+    context: typer.Context,
     source: Source,
     dim: Sizes = None,
     budget: Annotated[
@@ -74,7 +75,7 @@ def report(
 
     Compiles the step, without running it.
     """
-    check_budget(budget)
+    check_options(budget, offload_to, offload)
     step = compiled(source, with_options(load(source)(), budget, offload_to, offload))
     sizes = parse_sizes(dim, step.dims)
     plan = step.plan(**sizes)
@@ -122,20 +123,11 @@ def report(
     if snapshot:
         shown.write_snapshot(snapshot)
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(context, facts)
     else:
         _show(facts)
     if not plan.fits:
         raise typer.Exit(1)
-
-
-def check_budget(budget: str | None) -> None:
-    """Refuse a text that is no budget before anything long begins."""
-    try:
-        if budget is not None:
-            parse_bytes(budget)
-    except InputMismatchError as error:
-        raise typer.BadParameter(str(error), param_hint="--budget") from error
 
 
 def code_of(line: str) -> str:

@@ -17,7 +17,7 @@ from tvm.target import Target
 
 from relax_disc import progress
 from relax_disc.analysis.symbolic.dim import SymbolicDim
-from relax_disc.cli.user_step import Json, Sizes, Source, load, parse_sizes, writable
+from relax_disc.cli.user_step import Json, Sizes, Source, load, parse_sizes, print_json, writable
 from relax_disc.errors import InputMismatchError
 from relax_disc.frontend import export_step
 from relax_disc.frontend.padding import without_padding
@@ -54,6 +54,7 @@ class CostModels(str, Enum):
 
 
 def tune(
+    context: typer.Context,
     source: Source,
     dim: Sizes = None,
     lengths: Annotated[
@@ -93,8 +94,12 @@ def tune(
     than the rule at the tuned shape and slower at none.  Later compilations on this machine use it.
     """
     require(cost_model.value)
+    try:
+        asked = resolve_target(for_target) if for_target else None
+    except InputMismatchError as error:
+        raise typer.BadParameter(str(error), param_hint="--target") from error
     arguments = load(source)()
-    target = resolve_target(for_target or arguments.get("target", "llvm"))
+    target = asked or resolve_target(arguments.get("target", "llvm"))
     if target.kind.name not in BENCHES:
         raise InputMismatchError(
             f"no times of {target.kind.name} are measured yet: in a checkout, `python -m "
@@ -132,7 +137,7 @@ def tune(
         "kernels": [{"key": task.key, **verdict.entry()} for task, verdict in verdicts],
     }
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(context, facts)
     else:
         _show(facts, verdicts)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,10 @@ import typer
 import relax_disc
 from relax_disc import progress
 from relax_disc.analysis.symbolic.dim import SymbolicDim
+from relax_disc.bytes_text import parse_bytes
+from relax_disc.errors import InputMismatchError, OffloadError
+from relax_disc.training_step import check_offload
+from relax_disc.vm_builtins.tier import FileTier
 
 CONTRACT = """FUNCTION takes no arguments and returns a dict of the arguments of relax_disc.compile:
 
@@ -79,7 +84,25 @@ Offload = Annotated[
     list[str] | None,
     typer.Option(help='What goes there: "activations" (default) or "optimizer"; or both, twice.'),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else.")]
+
+
+def _json_alone(context: typer.Context, value: bool) -> bool:
+    """Keep stdout, ``context.obj``, for the JSON: what the user's own code prints is no part."""
+    context.obj = sys.stdout
+    if value:
+        context.with_resource(redirect_stdout(sys.stderr))
+    return value
+
+
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print JSON to stdout, and nothing else.", callback=_json_alone),
+]
+
+
+def print_json(context: typer.Context, facts: Any) -> None:
+    """Print to the stdout that `Json` has kept."""
+    typer.echo(json.dumps(facts, indent=2), file=context.obj)
 
 
 class UserCodeError(Exception):
@@ -108,8 +131,10 @@ def load(source: str) -> Callable[[], dict[str, Any]]:
     function = getattr(module, name, None)
     if not callable(function):
         there = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        near = difflib.get_close_matches(name, there, 1, 0) or ["none"]
-        raise typer.BadParameter(f"{path} has no function {name!r}; the nearest is {near[0]}")
+        near = difflib.get_close_matches(name, there, 1) or there
+        raise typer.BadParameter(
+            f"{path} has no function {name!r}; it has {', '.join(near) or 'none'}"
+        )
 
     def arguments() -> dict[str, Any]:
         with _told(file):
@@ -134,7 +159,7 @@ def _told(file: Path) -> Iterator[None]:
     """Turn an exception of the user's code into one that names its line there."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         own = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
@@ -142,6 +167,23 @@ def _told(file: Path) -> Iterator[None]:
         ]
         where = f"{file}:{own[-1].lineno}: {own[-1].line}" if own else str(file)
         raise UserCodeError(f"{type(error).__name__}: {error}\n  at {where}") from error
+
+
+def check_options(
+    budget: str | None, offload_to: str | None = None, offload: list[str] | None = None
+) -> None:
+    """Refuse what cannot be honoured before anything long begins."""
+    try:
+        if budget is not None:
+            parse_bytes(budget)
+    except InputMismatchError as error:
+        raise typer.BadParameter(str(error), param_hint="--budget") from error
+    try:
+        tier = FileTier(offload_to) if offload_to not in (None, "host") else None
+        if offload:
+            check_offload(offload, tier, optimizer=True)
+    except (InputMismatchError, OffloadError) as error:
+        raise typer.BadParameter(str(error), param_hint="--offload") from error
 
 
 def with_options(

@@ -59,6 +59,13 @@ def wrong_batch():
 def number():
     return 7
 
+def leaves():
+    raise SystemExit(5)
+
+def talks():
+    print("what a user's code prints")
+    return step()
+
 def deep():
     return step(512)
 
@@ -154,10 +161,6 @@ def test_report_offloads_what_it_is_told_to(command, user_file, tmp_path):
     least = ("--budget", str(facts["least_bytes"]))
     code, out, _ = command(*words, *both, *least)
     assert code == 0 and "offloaded state" in out
-    code, _, err = command("report", "FILE:step", "--dim", "rows=512", "--offload", "optimizer")
-    assert code == 3 and "offload_to" in err
-    code, _, err = command(*words, "--offload", "weights")
-    assert code == 3 and "'weights'" in err
 
 
 def test_bench_runs_with_the_state_offloaded(command, tmp_path):
@@ -195,7 +198,11 @@ def test_report_of_a_shape_that_does_not_fit(command, tmp_path):
         (("FILE:step", "--trace", "."), ". cannot be written"),
         (("FILE:step", "--plot", "memory.jpg"), "memory.jpg does not end in .png, .svg or .pdf"),
         (("FILE:step", "--lines", "-1"), "greater than or equal to 0"),
-        (("FILE:stp",), "has no function 'stp'; the nearest is step"),
+        (("FILE:stp",), "has no function 'stp'; it has step"),
+        (("FILE:Dim2",), "has no function 'Dim2'; it has wide, step, raises"),
+        (("FILE:step", "--offload-to", "no_folder"), "no_folder, which is no folder"),
+        (("FILE:step", "--offload", "all"), "offload names what goes to the folder"),
+        (("FILE:step", "--offload", "optimizer"), "needs offload_to"),
         (("nowhere.py:step",), "there is no file nowhere.py"),
         (("FILE",), "is not FILE.py:FUNCTION"),
     ],
@@ -211,6 +218,7 @@ def test_wrong_usage(command, words, told):
     [
         ("raises", ("KeyError: 'no such key'", 'my_step.py:30: return step()["no such key"]')),
         ("lacks", ("lacks optimizer, example_inputs, dynamic_shapes and holds lerning_rate",)),
+        ("leaves", ("SystemExit: 5", "my_step.py:44: raise SystemExit(5)")),
         ("number", ("returned a int", "dict of the arguments of relax_disc.compile")),
         ("wrong_batch", ("must be Tensor, not dict", "my_step.py:13", "example_inputs is a tuple")),
     ],
@@ -226,7 +234,12 @@ def test_what_can_be_told_at_once_is_told_before_the_users_code_runs(command, mo
     monkeypatch.setattr("relax_disc.cli.report.find_spec", lambda package: None)
     code, _, err = command("report", "FILE:raises", "--dim", "rows=8", "--plot", "memory.png")
     assert code == 2 and 'pip install "relax-disc[plot]"' in err
-    for wrong in (("--html", "no_folder/page.html"), ("--dim", "rows=x"), ("--budget", "much")):
+    for wrong in (
+        ("--html", "no_folder/page.html"),
+        ("--dim", "rows=x"),
+        ("--budget", "much"),
+        ("--offload", "all"),
+    ):
         code, _, err = command("report", "FILE:raises", *wrong)
         assert code == 2 and "KeyError" not in err
 
@@ -238,8 +251,9 @@ def test_a_benchmark_that_does_not_fit_has_the_exit_code_of_that(command):
 
 
 def test_bench_times_both(command):
-    words = ("bench", "FILE:step", "--dim", "rows=300", "--steps", "3", "--json")
-    code, out, _ = command(*words)
+    words = ("bench", "FILE:talks", "--dim", "rows=300", "--steps", "3", "--json")
+    code, out, err = command(*words)
+    assert "what a user's code prints" in err
     facts = json.loads(out)
     assert code == 0 and facts["shape"] == {"rows": 300}
     assert facts["relax_disc_seconds"] > 0 and facts["eager_seconds"] > 0
@@ -305,6 +319,7 @@ def test_tune_keeps_the_rules_of_tiny_kernels_and_remembers(command, tmp_path, m
         ("[4]", (), "lengths.jsonl:1: "),
         ('{"rows": 4}', ("--lengths", "nowhere.jsonl"), "'nowhere.jsonl' does not exist"),
         ('{"rows": 4}', ("--database", "/proc/no/tuned.json"), "/proc/no"),
+        ('{"rows": 4}', ("--target", "no_such"), "target='no_such' is no target"),
     ],
 )
 def test_tune_tells_what_is_wrong_with_shapes(command, tmp_path, line, words, told):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ FORMAT = 8
 
 _MAGIC = b"relax_disc step\n"
 _DIGEST_BYTES, _SIZE_BYTES = 32, 8
+_NO_RUNTIME = re.compile(r"created using \{(\w+)\} but a loader of that name is not registered")
+"""What tvm_ffi says of a program for a device whose run time TVM was built without."""
 
 
 def write(
@@ -92,11 +95,23 @@ def export_library(executable: Any) -> bytes:
 
 
 def load_library(content: bytes) -> tvm.runtime.Module:
-    """Load a shared library; from here on its native code can run."""
+    """Load a shared library; from here on its native code can run.
+
+    Raises `ArtefactError`: it is for a device that this machine's TVM cannot run programs on.
+    """
     with tempfile.TemporaryDirectory(prefix="relax_disc-") as folder:
         path = Path(folder) / "program.so"
         path.write_bytes(content)
-        return tvm.runtime.load_module(str(path))
+        try:
+            return tvm.runtime.load_module(str(path))
+        except RuntimeError as error:
+            if not (kind := _NO_RUNTIME.search(str(error))):
+                raise
+            raise ArtefactError(
+                f"the program is for {kind[1]}, and the TVM of this machine was built without that "
+                "runtime, so it cannot run here: compile with target='llvm' for the processor, or "
+                "on a machine whose TVM has it. analyze_memory(..., target=...) needs no runtime."
+            ) from error
 
 
 def write_whole(path: Path, content: bytes) -> None:
