@@ -52,17 +52,18 @@ class Compiled(Eager):
 
     def training_step(self, batch: Any, number: int) -> Tensor:
         """Return the loss; the gradients are in ``p.grad``."""
-        summed = self.trainer.accumulate_grad_batches  # of whose batches the gradients are a mean
+        # Of so many batches the gradients are a mean; a tensor, since a callback may change it.
+        summed = torch.tensor(float(self.trainer.accumulate_grad_batches))
         if self.step is None:
             rows = {0: Dim("rows", min=1, max=64)}
             self.step = relax_disc.compile(
                 self.net,
                 None,
-                tuple(batch),
-                dynamic_shapes=(rows, rows),
-                loss_fn=lambda net, x, y: nn.functional.mse_loss(net(x), y) / summed,
+                (*batch, summed),
+                dynamic_shapes=(rows, rows, None),
+                loss_fn=lambda net, x, y, summed: nn.functional.mse_loss(net(x), y) / summed,
             )
-        loss = summed * self.step(*batch, update=False)
+        loss = summed * self.step(*batch, summed, update=False)
         self.losses.append(loss.item())
         return loss
 

@@ -18,8 +18,9 @@ def kinds(repository):
     return names["Eager"], names["Compiled"]
 
 
-def fitted(kind, *, epochs=3, resumed=None, saved=None, **settings):
+def fitted(kind, *, epochs=3, resumed=None, saved=None, accumulated=None, **settings):
     """Fit, validating after each epoch; the module and the losses of validation."""
+    scheduler = lightning.pytorch.callbacks.GradientAccumulationScheduler
 
     class Validated(kind):
         def on_before_optimizer_step(self, optimizer):
@@ -41,6 +42,7 @@ def fitted(kind, *, epochs=3, resumed=None, saved=None, **settings):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        callbacks=[scheduler(accumulated)] if accumulated else [],
         **settings,
     )
     loader = DataLoader(data, batch_size=16)
@@ -55,6 +57,7 @@ def fitted(kind, *, epochs=3, resumed=None, saved=None, **settings):
     [
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"accumulated": {0: 1, 1: 2, 2: 3}, "gradient_clip_val": 0.1},
         {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
     ],
     ids=str,
