@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -72,11 +73,13 @@ class CompiledTraining:
         self.memory_budget, self.dynamic_shapes = memory_budget, dynamic_shapes
         self.offload_to, self.offload = offload_to, offload
         self.step: TrainingStep | None = None
+        self._after_training = ExitStack()
 
     def train(self, *args: Any, **settings: Any) -> Any:
         """Train; model, optimizer and arguments may have changed since the last time."""
         self.step = None
-        return super().train(*args, **settings)
+        with ExitStack() as self._after_training:
+            return super().train(*args, **settings)
 
     def training_step(
         self, model: torch.nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
@@ -128,6 +131,8 @@ class CompiledTraining:
             optimizer._opt_called = True
 
         updated._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
+        # Its own again after training: a schedule has put one of its making there already.
+        self._after_training.callback(setattr, optimizer, "step", optimizer.step)
         optimizer.step = updated
         return step
 

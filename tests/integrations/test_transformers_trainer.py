@@ -193,6 +193,13 @@ def test_gradients_that_are_not_clipped_have_a_norm_and_shapes_may_be_given(trai
     theirs = trained(trainer(transformers.Trainer, max_grad_norm=0.0, max_steps=2))
     assert_alike(ours, theirs)
     assert str(ours.step.dims[1]) == "tokens in 2 .. 32"
+    # After training the optimizer is the library's again.
+    before = weights(ours)
+    ours.optimizer.param_groups[0]["lr"] = 0.1  # the schedule's last is 0
+    for parameter in ours.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    ours.optimizer.step()
+    assert not torch.equal(weights(ours), before)
 
 
 def test_shapes_are_found_by_what_the_inputs_hold(trainer):

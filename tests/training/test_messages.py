@@ -279,6 +279,20 @@ def test_an_empty_example_is_refused():
         compiled(Net(), (X[:0], Y[:0]), nn.CrossEntropyLoss())
 
 
+@pytest.mark.parametrize(
+    ("rows", "told"), [(65, "65 on axis 0, of which batch allows 3 .. 64"), (2, "allows 3 .. 64")]
+)
+def test_an_example_outside_the_declared_range_is_not_the_models_fault(rows, told):
+    with pytest.raises(ShapeRangeError, match=rf"example_inputs: \['x'\] of shape .*{told}"):
+        relax_disc.compile(
+            nn.Linear(4, 2),
+            None,
+            (torch.randn(rows, 4),),
+            dynamic_shapes=({0: Dim("batch", min=3, max=64)},),
+            loss_fn=lambda model, x: model(x).sum(),
+        )
+
+
 def test_a_loop_over_a_dim_is_told_of_in_our_words():
     def loss(model, x, y):
         return sum(model(x)[row].sum() for row in range(x.shape[0]))

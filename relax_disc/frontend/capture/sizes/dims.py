@@ -10,8 +10,9 @@ import sympy
 import torch
 from torch.export import ExportedProgram
 from torch.export.dynamic_shapes import _DerivedDim, _tree_map_with_path
+from torch.utils._pytree import keystr
 
-from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
+from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend.capture.sizes.counted import CountedSize
 from relax_disc.frontend.spec import DimSpec
 
@@ -74,7 +75,7 @@ def declared_dims(combined: Mapping[str, Any], dynamic_shapes: Any) -> dict[int,
         dynamic_shapes = dict(zip(combined, dynamic_shapes, strict=False))
     found: dict[int, Mapping[int, Any]] = {}
 
-    def note(_path: Any, leaf: Any, dims: Any = None) -> None:
+    def note(path: Any, leaf: Any, dims: Any = None) -> None:
         if isinstance(leaf, torch.Tensor):
             by_axis = dict(enumerate(dims)) if isinstance(dims, Sequence) else dims or {}
             found[id(leaf)] = {axis: dim for axis, dim in by_axis.items() if _is_dynamic(dim)}
@@ -83,9 +84,25 @@ def declared_dims(combined: Mapping[str, Any], dynamic_shapes: Any) -> dict[int,
                     f"example_inputs hold an empty tensor of shape {tuple(leaf.shape)}; give a "
                     "batch with something in it."
                 )
+            for axis, dim in found[id(leaf)].items():
+                if axis < leaf.dim() and isinstance(dim, torch.export.Dim):
+                    _check_example(path, leaf, axis, dim)
 
     _tree_map_with_path(note, dict(combined), dict(dynamic_shapes), tree_name="inputs")
     return found
+
+
+def _check_example(path: Any, leaf: torch.Tensor, axis: int, dim: Any) -> None:
+    """Refuse an example outside the declared range: torch.export would blame the model."""
+    if isinstance(dim, _DerivedDim):
+        return
+    first, last, size = int(dim.min), _finite(dim.max), max(leaf.shape[axis], 2)  # see `enlarge`
+    if size < first or (last is not None and size > last):
+        raise ShapeRangeError(
+            f"example_inputs: {keystr(path)} of shape {tuple(leaf.shape)} has {leaf.shape[axis]} "
+            f"on axis {axis}, of which {dim.__name__} allows {first} .. {last or '...'}; declare a "
+            "wider Dim, or give an example inside it."
+        )
 
 
 def _is_dynamic(dim: Any) -> bool:
