@@ -1,7 +1,7 @@
 # `make demo` and `make test` work from a bare clone: they need Python 3.10-3.13, make and g++.
 # The packages go into the active virtual environment, or into .venv when none is active.
 
-.PHONY: demo test test-full test-wheel lint format bench docs site clean help
+.PHONY: demo test test-full test-wheel lint format bench docs site clean tools help
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
@@ -54,6 +54,10 @@ DEMO := $(VENV)/.relax-disc-demo
 TEST := $(VENV)/.relax-disc-demo+hf+test
 FULL := $(VENV)/.relax-disc-demo+docs+hf+lightning+plot+test+tune
 LINT := $(VENV)/.relax-disc-demo+hf+lightning+lint+plot+test
+
+# What lint and tests need, in one installation: LINT's extras contain TEST's.
+tools: $(LINT)
+	@touch $(TEST)
 
 demo: $(DEMO)
 	$(PYTHON) -m relax_disc train

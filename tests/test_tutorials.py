@@ -165,11 +165,11 @@ def test_memory_budget_tutorial(repository):
     assert "losses identical to the last bit: True" in done.stdout
 
 
+# tests/integrations/test_lightning.py runs lightning_loop.
 WORDS = {
     "accelerate_loop": ("losses and weights are the same within rounding",),
     "evict_and_regenerate": ("R.call_tir", "relax_disc.evict", "recomputable", "regenerate_before"),
     "hugging_face_trainer": ("the losses are the same within rounding",),
-    "lightning_loop": ("losses and weights are the same within rounding",),
     "own_pass_and_rule": ("eager PyTorch is finite: False", "the compiled program is finite: True"),
     "quick_start": ("after 20 steps of 4 shapes", "largest batch of length 512 in 100 MiB: "),
     "scheduling": ("optimal: True", "live bytes are the maximum of:"),
@@ -183,14 +183,8 @@ WORDS = {
 }
 
 
-LIBRARIES = {"lightning_loop": ("lightning",)}
-"""Those that the extra `test` leaves out."""
-
-
 @pytest.mark.parametrize("name", WORDS)
 def test_tutorial_runs(repository, tmp_path, name):
-    for library in LIBRARIES.get(name, ()):
-        pytest.importorskip(library)
     script = repository / "tutorials" / f"{name}.py"
     done = subprocess.run(
         [sys.executable, str(script)],

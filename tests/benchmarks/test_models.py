@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("rich")
 pytest.importorskip("transformers")
 
 from benchmarks.models import (
+    compile_time,
     language,
     networks,
     perception,
@@ -123,3 +125,8 @@ def test_float64_references_are_wide_all_through():
     assert exact.gradients["weight"].dtype == torch.float64
     error = relative_error(reference(model, batch, torch.float32).gradients, exact.gradients)
     assert 0 < error < 1e-5
+
+
+def test_compiling_that_takes_too_long_tells_the_processors_time():
+    row = compile_time._told("relax_disc", WIDE[0], 0.5)
+    assert re.fullmatch(r"not done in 0 s, \d+ s of the processor", row["failed"])
