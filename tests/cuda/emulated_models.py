@@ -44,11 +44,8 @@ def judge(entry: Entry) -> dict[str, Any]:
     emulator.forget()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    fresh = mock.patch.dict(os.environ, {"RELAX_DISC_COMPILE_CACHE": "0"})
-    ours = mock.patch.object(worker, "build_or_reuse", _for_cuda)
     try:
-        # A program from the cache has kernels that this process's emulator has not compiled.
-        with cuda_stand_in(emulator), fresh, ours:
+        with cuda_stand_in(emulator), mock.patch.object(worker, "build_or_reuse", _for_cuda):
             found = worker.judge(entry)
     finally:
         torch.set_num_threads(threads)
@@ -75,12 +72,16 @@ def _at_small_shapes(entry: Entry) -> Entry:
     return replace(entry, sizes=(min(entry.sizes, key=lambda sizes: torch.tensor(sizes).prod()),))
 
 
-def _work(name: str) -> None:
+def _work(name: str, sizes: str) -> None:
     """Judge one model; the answer is a line of JSON."""
+    entry = _at_small_shapes(entry_named(name))
+    if sizes:
+        shapes = [tuple(map(int, shape.split(","))) for shape in sizes.split(";")]
+        entry = replace(entry, sizes=shapes)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print goes to stderr
     warnings.simplefilter("ignore")
-    found = judge(_at_small_shapes(entry_named(name)))
+    found = judge(entry)
     found["seconds"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_utime, 1)
     print(json.dumps(found), file=answers, flush=True)
 
@@ -98,11 +99,14 @@ def main(
     only: Annotated[str, typer.Option(help="Words in the names of models, by commas.")] = "",
     again: Annotated[bool, typer.Option("--again", help="Judge recorded models, too.")] = False,
     limit_seconds: Annotated[float, typer.Option(help="Of one model's process.")] = 900.0,
+    sizes: Annotated[
+        str, typer.Option(help="Shapes such as 1,2,3;4,5,6: judge there, print, record nothing.")
+    ] = "",
     work: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Judge the models that have no result yet; write as it goes."""
     if work:
-        _work(work)
+        _work(work, sizes)
         return
     path = RESULTS / f"{NAME}.json"
     rows = json.loads(path.read_text())["results"] if path.exists() else []
@@ -110,7 +114,16 @@ def main(
     words = [word.strip().lower() for word in only.split(",") if word.strip()]
     for entry in ENTRIES:
         wanted = not words or any(word in entry.name.lower() for word in words)
-        if not wanted or (entry.name in found and not again):
+        if not wanted or (entry.name in found and not again and not sizes):
+            continue
+        if sizes:
+            told = told_by(
+                "tests.cuda.emulated_models",
+                *("--work", entry.name, "--sizes", sizes),
+                limit_seconds=limit_seconds,
+            )
+            for shape in told.get("shapes", []):
+                print(entry.name, shape["sizes"], round(shape["ratio"], 2), flush=True)
             continue
         found[entry.name] = row = _judged(entry, limit_seconds)
         print(f"{entry.name}: {row['verdict']} {row.get('message', '')}", flush=True)

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+import tvm
 from torch import nn
 from torch.export import Dim
 
@@ -177,3 +178,17 @@ def test_mixed_precision_trains_as_on_the_cpu(dtype, monkeypatch):
     for name, value in twin.state_dict().items():
         assert value.dtype is torch.float32
         torch.testing.assert_close(value, model.state_dict()[name], rtol=2e-2, atol=2e-2)
+
+
+def test_a_product_is_rounded_before_it_is_added_to():
+    """As cuBLAS does; PyTorch's product of few rows on a CPU is not what a GPU's is."""
+    torch.manual_seed(0)
+    emulator = Emulator.load()
+    left, right, addend = 0.1 * torch.randn(3, 64), 0.02 * torch.randn(64, 32), torch.randn(3, 32)
+    result = torch.empty(3, 32)
+    with cuda_stand_in(emulator):
+        tensors = map(emulator.tensor, (left, right, addend))
+        matmul_add = tvm.get_global_func("relax_disc.cuda.matmul_add")
+        matmul_add(*tensors, 1, 1, 0, 0, emulator.tensor(result))
+    exact = addend.double() + left.double() @ right.double()
+    assert (result - exact).norm() < 5e-8 * exact.norm()

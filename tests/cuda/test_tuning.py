@@ -117,7 +117,10 @@ def test_a_candidate_that_races_is_refused(target, column_sum, monkeypatch):
     """All threads of a block add to the same elements."""
     rule = schedule_kernel(column_sum, target, [OneThread()])
     monkeypatch.setattr(one_thread, "launch", lambda blocks, _, body: launch(blocks, 32, body))
-    racing = schedule_kernel(column_sum, target, [OneThread()])
+    assert schedule_kernel(column_sum, target, [OneThread()]).same_as(column_sum)
+    schedule = OneThread().apply(column_sum, target)
+    assert schedule is not None
+    racing = schedule.mod["main"].with_attr("tirx.is_scheduled", True)
     (n,) = (size for size in column_sum.params[0].shape if isinstance(size, tirx.Var))
     assert Emulated.differences(column_sum, rule, rule, target, [{n: 70}]) is None
     assert "race" in Emulated.differences(column_sum, rule, racing, target, [{n: 70}])
