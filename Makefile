@@ -62,6 +62,7 @@ tools: $(LINT)
 demo: $(DEMO)
 	$(PYTHON) -m relax_disc train
 	$(PYTHON) tutorials/memory_budget.py
+	$(PYTHON) tutorials/padding.py
 
 test: $(TEST)
 	$(PYTHON) -m pytest -q -m "not slow" $(PARALLEL)

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from benchmarks import processes
 from benchmarks.processes import ROOT, Worker
 from benchmarks.record import write_result
-from benchmarks.training_batches import real_batches, unseen_lengths
+from benchmarks.training_batches import LONGEST, real_batches, unseen_lengths
 from benchmarks.training_report import summarize, summary_table
 from benchmarks.training_worker import SIZES, VARIANTS
 from relax_disc.vm_builtins import native
@@ -56,7 +56,10 @@ def measure(
     fresh = unseen_lengths({max(lengths) for lengths in batches}, unseen)
     for number, length in progress.track(list(enumerate(fresh)), description="unseen lengths"):
         for variant in _shuffled(variants, number):
-            request = {"lengths": [length] * len(batches[0]), "seed": 10_000 + number}
+            # Every second one is padded: the number of real positions is new, too.
+            others = batches[number % len(batches)][1:] if number % 2 else [length] * LONGEST
+            lengths = [length, *(min(n, length) for n in others)][: len(batches[0])]
+            request = {"lengths": lengths, "seed": 10_000 + number}
             pair = [variant.ask(**request) for _ in range(2)]
             results[variant.name]["unseen"].append(pair)
     return results

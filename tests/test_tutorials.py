@@ -156,13 +156,20 @@ def test_records_of_the_library(corpus):
     assert all(record.answer.lstrip().startswith(("def ", "async def ")) for record in records)
 
 
-def test_memory_budget_tutorial(repository):
-    script = repository / "tutorials" / "memory_budget.py"
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("memory_budget", "losses identical to the last bit: True"),
+        ("padding", "real tokens per second"),
+    ],
+)
+def test_tutorials_of_the_demo(repository, name, words):
+    script = repository / "tutorials" / f"{name}.py"
     done = subprocess.run(
         [sys.executable, str(script), "--smoke"], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "losses identical to the last bit: True" in done.stdout
+    assert words in done.stdout
 
 
 # tests/integrations/test_lightning.py runs lightning_loop.

@@ -16,6 +16,7 @@ from tvm import te, tirx
 
 from relax_disc.analysis.padding.grid import Rows
 from relax_disc.analysis.padding.kernel_rows import kernel_rows
+from relax_disc.analysis.padding.support import AT_NEEDED
 from relax_disc.frontend import capture_step
 from relax_disc.frontend.padding import without_padding
 from relax_disc.tir_kernels.target import resolve_target
@@ -113,7 +114,13 @@ class Model(nn.Module):
             weight = mask[..., None].expand(x.shape).to(x.dtype)
             pooled = (x * weight).sum(1) / weight.sum(1).clamp(min=1e-9)
             return F.cross_entropy(self.head(pooled), labels[:, 0].clamp(min=0))
-        logits = self.head(x)
+        if self.loss == "first":
+            return F.cross_entropy(self.head(x[:, 0]), labels[:, 0].clamp(min=0))
+        if self.loss == "shifted states":
+            return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), labels[:, 1:].flatten())
+        logits, counts = self.head(x), labels != IGNORED
+        if self.loss in LOSSES:
+            return LOSSES[self.loss](logits, labels, mask.to(x.dtype), counts)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         if self.loss == "all activations":
             loss = loss + x.square().mean()
@@ -122,11 +129,51 @@ class Model(nn.Module):
         return loss
 
 
+def log_probabilities(logits, labels):
+    return logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+
+
+def shifted(logits, labels, distance=1):
+    shorter = logits[..., :-distance, :].contiguous()
+    return F.cross_entropy(shorter.view(-1, CLASSES), labels[..., distance:].reshape(-1))
+
+
+LOSSES = {
+    "shifted": lambda logits, labels, mask, counts: shifted(logits, labels),
+    "two shifts": lambda logits, labels, mask, counts: (
+        shifted(logits, labels) + (logits[:, :-2, 0].square() * mask[:, 2:]).sum()
+    ),
+    "squares": lambda logits, labels, mask, counts: (
+        ((logits[..., 0] - labels) ** 2 * mask).sum() / mask.sum()
+    ),
+    "mean of all": lambda logits, labels, mask, counts: (
+        F.binary_cross_entropy_with_logits(logits[..., 0], mask, reduction="none") * counts
+    ).mean(),
+    "by sequence": lambda logits, labels, mask, counts: (
+        -F.logsigmoid((log_probabilities(logits, labels) * counts).sum(-1)).mean()
+    ),
+    "filled": lambda logits, labels, mask, counts: (
+        -log_probabilities(logits, labels).masked_fill(~counts, 0.0).sum() / counts.sum()
+    ),
+    "counted z": lambda logits, labels, mask, counts: (
+        (torch.logsumexp(logits, -1).square() * counts).sum() / counts.sum()
+    ),
+    "shifted by hand": lambda logits, labels, mask, counts: (
+        F.cross_entropy(
+            logits[:, :-1].transpose(1, 2), labels[:, 1:].clamp(min=0), reduction="none"
+        )
+        * mask[:, 1:]
+    ).sum(),
+}
+"""Losses of positions that a label or a mask counts."""
+
+
 @st.composite
 def models(draw):
     names = st.sampled_from([*PLAIN] * 3 + [*ATTENTION] * 4 + [*MIXING])
     layers = draw(st.lists(names, min_size=1, max_size=5))
-    loss = draw(st.sampled_from(["plain"] * 6 + ["pooled"] * 3 + ["all activations", "z"]))
+    counted = ["plain"] * 4 + ["pooled"] * 2 + ["first", "shifted states", *LOSSES]
+    loss = draw(st.sampled_from([*counted, "all activations", "z"]))
     return layers, loss
 
 
@@ -137,8 +184,13 @@ def gradients(model, batch):
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def a_batch(generator):
-    b, t = (int(torch.randint(1, n, (), generator=generator)) for n in (5, LONGEST + 1))
+def least_length(loss):
+    return 4 if loss == "two shifts" else 3 if "shifted" in loss else 1
+
+
+def a_batch(generator, least=1):
+    ranges = (1, 5), (least, LONGEST + 1)
+    b, t = (int(torch.randint(*each, (), generator=generator)) for each in ranges)
     mask = (torch.rand(b, t, generator=generator) < 0.7).long()
     hidden = torch.rand(b, t, generator=generator) < 0.6
     labels = torch.randint(0, CLASSES, (b, t), generator=generator).masked_fill(hidden, IGNORED)
@@ -153,7 +205,8 @@ def capture(layers, loss):
     model = Model(layers, loss)
     generator = torch.Generator().manual_seed(0)
     x, ids, mask, labels = (n.new_zeros(3, 4, *n.shape[2:]) for n in a_batch(generator))
-    shape = {0: Dim("batch", min=1, max=16), 1: Dim("length", min=1, max=LONGEST)}
+    least = least_length(loss)
+    shape = {0: Dim("batch", min=1, max=16), 1: Dim("length", min=least, max=LONGEST)}
     captured = capture_step(
         model, None, (x.float(), ids, mask, labels), dynamic_shapes=(shape,) * 4
     )
@@ -166,16 +219,15 @@ def check(layers, loss):
     attention = {name for name in layers if name in ATTENTION}
     good = {*PLAIN, *ATTENTION}
     same = attention in ({"causal"}, {"masked"}, {"causal and masked"})
-    is_masked = attention in ({"masked"}, {"causal and masked"})
-    if same and set(layers) <= good and (loss == "plain" or (loss == "pooled" and is_masked)):
+    if same and set(layers) <= good and loss not in ("all activations", "z"):
         assert captured.packings, captured.padding
     if not captured.packings:
         assert captured.padding
         return
-    assert loss in ("plain", "pooled")
+    assert loss not in ("all activations", "z")
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
-        batch = a_batch(generator)
+        batch = a_batch(generator, least_length(loss))
         sizes = {"batch": batch[1].shape[0], "length": batch[1].shape[1]}
         places, starts = place_rows(captured.packings[0], dict(enumerate(batch)), sizes)
         count = int(starts[-1])
@@ -183,9 +235,9 @@ def check(layers, loss):
         needed[places[1, :count], places[2, :count]] = True
         assert torch.equal(needed.flatten().nonzero()[:, 0], places[0, :count])
         assert torch.equal(needed.sum(1).cumsum(0), starts[1:])
-        if loss == "plain" and not (batch[3] != IGNORED).any():
-            continue  # the loss is not a number
         wanted = gradients(model, batch)
+        if wanted[0].isnan():
+            continue  # nothing counts
         x, ids, mask, labels = batch
         other = torch.where(needed[..., None], x, 30 * torch.randn_like(x))
         ids = torch.where(needed, ids, (ids + 3) % 11)
@@ -215,11 +267,16 @@ def test_a_masked_mean_needs_what_the_mask_leaves():
     assert captured.packings, captured.padding
 
 
-@pytest.mark.parametrize("attention", ["attention to all", "causal"])
-def test_a_masked_mean_without_masked_attention_keeps_all(attention):
-    _, captured = capture([attention], "pooled")
+@pytest.mark.parametrize("loss", ["pooled", "first", *LOSSES])
+def test_attention_to_all_keeps_all(loss):
+    _, captured = capture(["attention to all"], loss)
     assert not captured.packings
-    assert "no mask" in captured.padding[-1].reason or "no cross" in captured.padding[-1].reason
+    assert "neither causal nor" in captured.padding[-1].reason
+
+
+@pytest.mark.parametrize("loss", ["first", "shifted states", *LOSSES])
+def test_losses_need_what_they_count(loss):
+    check(["causal", "gelu"], loss)
 
 
 def kernel(value, *numbers):
@@ -244,18 +301,18 @@ def kernel(value, *numbers):
 )
 def test_kernels_are_read(value, goes_by_row, keeps_zero):
     rows = [Rows("both", 0, 1)]
-    found = kernel_rows(kernel(value), rows, rows, [True])
+    found = kernel_rows(kernel(value), rows, rows, [AT_NEEDED])
     assert (found is not None) == goes_by_row
-    assert found is None or found.keeps_zero == (keeps_zero,)
+    assert found is None or found == (AT_NEEDED if keeps_zero else None,)
 
 
 def test_a_number_that_a_kernel_is_given_may_be_a_size():
     number = tirx.Var("number", "int64")
     scaled = kernel(lambda x, b, t, i: x[b, t, i] * number.astype("float32"), number)
-    assert kernel_rows(scaled, [Rows("both", 0, 1)], [Rows("both", 0, 1)], [False]) is None
+    assert kernel_rows(scaled, [Rows("both", 0, 1)], [Rows("both", 0, 1)], [None]) is None
 
 
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("name", [name for name in MIXING if name != "masked mean"])
 def test_what_mixes_rows_keeps_them(name):
     _, captured = capture(["causal", name], "plain")
     assert not captured.packings

@@ -270,10 +270,13 @@ class Pooled(Llama):
     """Asks for something that depends on all positions."""
 
     def forward(self, ids, labels):
+        return self.end(self.states(ids), labels)
+
+    def states(self, ids):
         x = self.table(ids)
         for block in self.blocks:
             x = block(x, *self.angles(ids), None)
-        return self.end(x, labels)
+        return x
 
     def angles(self, ids):
         angles = torch.outer(torch.arange(ids.shape[1], dtype=torch.float32), self.frequencies)
@@ -321,3 +324,54 @@ def test_a_use_of_all_positions_keeps_them_and_says_where(kind):
     if isinstance(wanted, tuple):
         torch.testing.assert_close(found[1][0].double(), wanted[1].detach(), rtol=1e-4, atol=1e-5)
     assert gradient_error(model, exact) < 1e-5
+
+
+class Shifted(Pooled):
+    """Slices logits and labels by hand."""
+
+    def end(self, x, labels):
+        logits = self.head(self.norm(x))[..., :-1, :].contiguous()
+        return F.cross_entropy(logits.view(-1, VOCABULARY), labels[..., 1:].reshape(-1))
+
+
+class FirstState(Pooled):
+    """Classifies by the state of the first position."""
+
+    def end(self, x, labels):
+        return F.cross_entropy(self.head(self.norm(x[:, 0])), labels[:, 0].clamp(min=0))
+
+
+class Weighted(Pooled):
+    """Divides by numbers of the batch; rows that fill up must not divide by zero."""
+
+    def forward(self, ids, labels):
+        logits, counts = self.head(self.norm(self.states(ids))), labels != IGNORED
+        losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
+        return (losses / (ids + 1).float() * counts).sum() / counts.sum()
+
+
+class MeanOfMasked(Pooled):
+    """Takes the mean over all positions of what is zero where nothing counts."""
+
+    def end(self, x, labels):
+        values, counts = self.head(self.norm(x))[..., 0], labels != IGNORED
+        return ((values - labels) ** 2).masked_fill(~counts, 0.0).mean()
+
+
+@pytest.mark.parametrize("kind", [Shifted, FirstState, Weighted, MeanOfMasked])
+def test_losses_of_what_counts_are_those_of_all_positions(kind):
+    torch.manual_seed(0)
+    model = kind(layers=1)
+    exact = copy.deepcopy(model).double()
+    shape = dict(enumerate(dims(2 if kind is Shifted else 1, 48)))
+    example = padded([5, 3])
+    step = relax_disc.compile(model, None, example, dynamic_shapes=(shape, shape))
+    assert step.padding_report().is_left_out, str(step.padding_report())
+    for name in ("full", "lengths", "first and last", "prompts are ignored", "random"):
+        exact.zero_grad()
+        loss, wanted = trained(step, model, BATCHES[name]), exact(*BATCHES[name])
+        wanted.backward()
+        torch.testing.assert_close(loss.double(), wanted.detach().double(), rtol=1e-5, atol=1e-6)
+        assert gradient_error(model, exact) < 3e-6
+    assert trained(step, model, padded([9, 2, 30, 17])).isfinite()
+    assert step.memory_report().shape["tokens"] < 4 * 30

@@ -1,13 +1,13 @@
 """Which rows of a padded batch a step needs, and which of its tensors can do without the others.
 
 Forward, every binding is asked two things: does it make each row from the same row of what it
-reads, and is its result zero in the rows that are left out?  Zero are the gradient of a
-cross-entropy where the label is ignored, and whatever follows from it row by row.  Backward, a
-tensor is needed whole by whatever does not go row by row; all others are needed in the rows that
-count (:mod:`relax_disc.analysis.padding.needed`).
-
-Without a label for each row those that the mask leaves are all: what is multiplied by the mask, as
-a mean over the positions of a sequence is, is zero elsewhere.
+reads, and in which rows can its result be other than zero (its *support*,
+:mod:`relax_disc.analysis.padding.support`)?  The gradient of a cross-entropy is zero where the
+label is ignored, what a mask is multiplied by where that is zero, and so is what follows from them
+row by row.  Backward, from the results of the step: a sum over rows asks for the rows in its
+support; whatever else does not go row by row needs its operands whole; all others are needed in
+the rows that are asked for, and in those that attention reads for them
+(:mod:`relax_disc.analysis.padding.needed`).
 
 So a row that is left out is read by none that is kept: the softmax of a kept row is over kept rows,
 and the gradient that attention passes back is zero where it is left out.
@@ -17,24 +17,45 @@ Limits: one batch dim, symbolic as all lengths are; attention as one operator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
 from tvm import relax, tirx
 
 from relax_disc.analysis.padding.grid import NO_ROWS, Grid, Rows, constant_of
+from relax_disc.analysis.padding.moves import Move, move_of
 from relax_disc.analysis.padding.needed import (
+    ALL,
     ATTENTION,
     LOSS,
     Needed,
+    Seen,
     find_grid,
-    find_needed,
+    find_seen,
     operator_of,
 )
 from relax_disc.analysis.padding.operators import Operand, Use, describe
-from relax_disc.analysis.padding.values import BATCH, LENGTH, Elements, Value, vanishes
+from relax_disc.analysis.padding.support import (
+    AT_NEEDED,
+    NEEDED,
+    Support,
+    in_all,
+    support_of,
+)
+from relax_disc.analysis.padding.values import (
+    BATCH,
+    LENGTH,
+    ROW,
+    Elements,
+    Value,
+    is_readable,
+    mentions_others,
+    replaced,
+    simplify,
+    size_of,
+)
 from relax_disc.analysis.program.reader import bindings_of
 from relax_disc.ops import registry
 
@@ -69,6 +90,8 @@ class Padding:
         Those of ``whole`` that are sums over rows, computed from those needed.
     zeros : frozenset of Var
         Those of ``whole`` that are zero in the rows that are left out.
+    moves : mapping of Var to Move
+        What takes a part of the positions of rows, or puts one back.
     reasons : tuple of Whole
         Why rows that do not count are needed, in the order of the program.
     """
@@ -79,6 +102,7 @@ class Padding:
     whole: frozenset[Any] = frozenset()
     sums: frozenset[Any] = frozenset()
     zeros: frozenset[Any] = frozenset()
+    moves: Mapping[Any, Move] = field(default_factory=dict)
     reasons: tuple[Whole, ...] = ()
 
 
@@ -113,9 +137,10 @@ class _Facts:
     """What is known of one variable."""
 
     rows: tuple[Rows, ...]  # of each element of a tuple
-    is_zero: tuple[bool, ...]
+    support: tuple[Support, ...]
     is_packable: bool = False
     use: Use | None = None  # of what it is bound to
+    asks: tuple[int, Support] | None = None  # for rows of a length, where it is needed
 
 
 class _Analysis:
@@ -131,6 +156,7 @@ class _Analysis:
         if grid is None:
             return Padding(reasons=tuple(self._reasons))
         self._grid = grid
+        self._moves = self._find_moves()
         kinds = (self._function.attrs or {}).get("relax_disc.param_kinds") or ()
         batch = [
             param
@@ -138,26 +164,25 @@ class _Analysis:
             if str(kind) == "batch" and registry.dtype_name(param.ty) not in ("float16", "bfloat16")
         ]
         self._elements = Elements(self._definitions, batch, self._module, grid)
-        needed = find_needed(self._bindings, grid, self._elements, self._kind, self._note)
-        if needed is None:
+        seen = find_seen(self._bindings, grid, self._elements, self._kind, self._note)
+        if seen is None:
             return Padding(grid, reasons=tuple(self._reasons))
-        self._needed = needed
-        for param in self._function.params:
-            self._facts[param] = _Facts((grid.rows(param.ty),), (self._vanishes(param),))
-        for binding in self._bindings:
-            self._facts[binding.var] = self._describe(binding)
-        packed, whole = self._demand()
+        needed, packed, whole = self._settle(seen)
         dear = [
             binding
             for binding in self._bindings
             if operator_of(binding.value) in _PRODUCTS and self._facts[binding.var].is_packable
         ]
-        if not dear or any(binding.var in whole for binding in dear):
-            if not dear:
-                self._note(None, "no matrix product or attention has rows that can be left out")
+        if not dear:
+            self._note(None, "no matrix product or attention has rows that can be left out")
+        if needed is None or not dear or any(binding.var in whole for binding in dear):
             return Padding(grid, reasons=tuple(self._reasons))
         sums = {var for var in whole if self._is_sum(var)}
-        zeros = {var for var in whole if self._facts[var].is_zero == (True,)}
+        zeros = {
+            var
+            for var in whole
+            if len(self._facts[var].support) == 1 and self._facts[var].support[0] is not None
+        }
         return Padding(
             grid,
             needed,
@@ -165,18 +190,60 @@ class _Analysis:
             frozenset(whole),
             frozenset(sums),
             frozenset(zeros),
+            {var: move for var, move in self._moves.items() if self._facts[var].use is not None},
             tuple(self._reasons),
         )
 
-    def _vanishes(self, var: Any) -> bool:
-        """Whether a tensor made of the mask alone is zero where rows are left out."""
-        rows = self._grid.rows(var.ty)
-        needed = self._needed[rows.of]
-        if needed.kept is None or needed.is_prefix or rows.layout != "both":
-            return False
-        indices: list[Value] = [("index", f"axis {k}") for k in range(len(var.ty.shape.values))]
-        indices[rows.batch], indices[rows.length] = BATCH, LENGTH
-        return vanishes(self._elements.value(var, indices), needed.kept)
+    def _settle(self, seen: list[Seen]) -> tuple[tuple[Needed, ...] | None, set[Any], set[Any]]:
+        """Find the rows that are needed, and what needs which tensors.
+
+        A length of which nothing says what counts is computed whole, so its rows are not zero.
+        """
+        before, self._all = list(self._reasons), frozenset[int]()
+        while True:
+            self._reasons = list(before)
+            for param in self._function.params:
+                self._facts[param] = self._small(param, None)
+            for binding in self._bindings:
+                self._facts[binding.var] = self._describe(binding)
+            packed, whole, counted = self._demand()
+            found = [each.needed(rows) for each, rows in zip(seen, counted, strict=True)]
+            unknown = {of for of, each in enumerate(found) if isinstance(each, str)}
+            if unknown <= self._all or len(unknown) == len(found):
+                break
+            self._all |= unknown
+        for length, each in zip(self._grid.lengths, found, strict=True):
+            if isinstance(each, str):
+                self._note(None, (f"{length.name}: " if len(found) > 1 else "") + each)
+        if len(unknown) == len(found):
+            return None, packed, whole
+        is_all = [of in self._all for of in range(len(found))]
+        needed = [
+            ALL if whole_length or isinstance(each, str) else each
+            for whole_length, each in zip(is_all, found, strict=True)
+        ]
+        return tuple(needed), packed, whole
+
+    def _find_moves(self) -> dict[Any, Move]:
+        """Find kernels that take a part of the positions, or put one back; enter cuts."""
+        moves: dict[Any, Move] = {}
+        starts: dict[Any, set[int]] = {}
+        for binding in self._bindings:
+            move = move_of(binding.value, self._module)
+            if move is None:
+                continue
+            kinds = binding.value.args[1].fields[0].ty, binding.var.ty
+            whole = self._grid.rows(kinds[move.kind in ("pad", "spread")])
+            if (whole.layout, whole.batch, whole.length) != ("both", 0, move.axis):
+                continue
+            moves[binding.var] = move
+            if move.kind == "cut" and registry.dtype_name(kinds[1]).startswith(("float", "bfloat")):
+                key = whole.of, kinds[1].shape.values[move.axis]
+                starts.setdefault(key, set()).add(move.start)
+        for (of, extent), found in starts.items():
+            if len(found) == 1:
+                self._grid.add_cut(of, extent, *found)
+        return moves
 
     # -- what is known of each tensor ---------------------------------------------------------
 
@@ -184,7 +251,7 @@ class _Analysis:
         value, kind = binding.value, binding.var.ty
         fields = list(kind.fields) if isinstance(kind, relax.TupleType) else [kind]
         rows = tuple(self._grid.rows(each) for each in fields)
-        nothing = _Facts(rows, (False,) * len(rows))
+        nothing = _Facts(rows, (None,) * len(rows))
         if isinstance(value, relax.Var):
             return self._facts[value]
         if isinstance(value, relax.TupleGetItem):
@@ -193,17 +260,17 @@ class _Analysis:
                 return nothing
             own = whole.rows[value.index].has_rows
             use = Use("by_row" if own else "sum") if whole.is_packable else None
-            zero = (whole.is_zero[value.index],)
-            return _Facts(rows, zero, whole.is_packable and own, use)
+            support = (whole.support[value.index],)
+            return _Facts(rows, support, whole.is_packable and own, use)
         name = operator_of(value)
         operands = [self._operand(part) for part in parts_of(value)]
         reads_packable = any(self._is_packable(part) for part in parts_of(value))
         if isinstance(value, relax.Tuple):
             return _Facts(
-                rows, nothing.is_zero, use=Use("any", reason="it is a result of the step")
+                rows, nothing.support, use=Use("any", reason="it is a result of the step")
             )
         if name is None or not all(isinstance(each, Operand) for each in operands):
-            return _Facts(rows, nothing.is_zero, use=Use("any", reason="it reads tuples"))
+            return _Facts(rows, nothing.support, use=Use("any", reason="it reads tuples"))
         if name in ATTENTION or name in LOSS:
             return self._special(binding, name, rows, reads_packable)
         if name in _CREATED:
@@ -214,56 +281,141 @@ class _Analysis:
         )
         if not reads_packable and not (is_large and operands):
             is_small = isinstance(kind, relax.TensorType) and not is_large
-            return _Facts(rows, (self._vanishes(binding.var),)) if is_small else nothing
+            return self._small(binding.var, (value, operands)) if is_small else nothing
+        move = self._moves.get(binding.var)
+        if move is not None and rows[0].layout != "odd":
+            return self._moved(move, operands[0], rows[0])
         use = describe(value, operands, self._grid, self._module)
-        if use.effect != "by_row":
-            return _Facts(rows, nothing.is_zero, False, use if reads_packable else None)
+        if use.effect == "sum":
+            asked = next(each.rows.of for each in operands if each.rows.has_rows)
+            return _Facts(rows, nothing.support, False, use, (asked, use.support[0]))
+        if use.effect == "any":
+            return _Facts(rows, nothing.support, False, use if reads_packable else None)
         if not all(each.has_rows for each in rows):
-            return _Facts(rows, nothing.is_zero, use=Use("any", reason="its result has no rows"))
-        return _Facts(rows, use.is_zero, True, use)
+            return _Facts(rows, nothing.support, use=Use("any", reason="its result has no rows"))
+        return _Facts(rows, use.support, True, use)
+
+    def _moved(self, move: Move, operand: Operand, rows: Rows) -> _Facts:
+        """What takes a part of the positions, or puts one back."""
+        at_start: Support = frozenset({("eq", LENGTH, move.start)})
+        nothing, by_row = (None,), Use("by_row")
+        match move.kind:
+            case "cut":
+                # Positions that are no part of the cut are not zero in the packed rows.
+                return _Facts((rows,), nothing, True, by_row)
+            case "pad" if operand.support is not None and self._grid.cut(operand.rows.of):
+                return _Facts((rows,), (operand.support,), True, by_row)
+            case "pick" if move.start == 0 and rows.layout == "batch" and rows.batch == 0:
+                return _Facts((rows,), nothing, False, Use("sum"), (operand.rows.of, at_start))
+            case "spread" if operand.rows.layout == "batch" and operand.rows.batch == 0:
+                return _Facts((rows,), (at_start,), True, by_row)
+        return _Facts((rows,), nothing, use=Use("any", reason="it takes a part of the rows"))
 
     def _special(
         self, binding: Any, name: str, rows: tuple[Rows, ...], reads_packable: bool
     ) -> _Facts:
         """Attention and cross-entropy, of which it is known which rows they read."""
-        nothing = (False,) * len(rows)
+        nothing: tuple[Support, ...] = (None,) * len(rows)
+        by_row, args = Use("by_row"), binding.value.args
         if name == ATTENTION[0]:
-            return _Facts(rows, nothing, True, Use("by_row"))
+            return _Facts(rows, nothing, True, by_row)
         if name in ATTENTION:
-            zero = self._operand(binding.value.args[0]).is_zero
-            return _Facts(rows, (zero,) * len(rows), True, Use("by_row"))
+            grad = self._operand(args[0])
+            if grad.support is None:
+                return _Facts(rows, nothing, True, by_row)
+            asks = grad.rows.of, grad.support
+            return _Facts(rows, (AT_NEEDED,) * len(rows), True, by_row, asks)
         if not reads_packable:
             return _Facts(rows, nothing)
+        is_mean = binding.value.attrs["reduction"] != "none"
+        logits, target = args[:2] if name == LOSS[0] else args[1:3]
+        of, counts = self._grid.rows(logits.ty).of, self._counts(binding, target)
+        if is_mean and counts is None:
+            reason = "the labels are not plain parts of the batch"
+            return _Facts(rows, nothing, use=Use("any", reason=reason))
         if name == LOSS[0]:
-            is_none = binding.value.attrs["reduction"] == "none"
-            return _Facts(rows, (is_none, False, False), True, Use("by_row"))
-        return _Facts(rows, (rows[0].layout == "merged",), True, Use("by_row"))
+            asks = (of, counts) if is_mean else None
+            return _Facts(rows, (None if is_mean else counts, None, None), True, by_row, asks)
+        if rows[0].layout != "merged":
+            return _Facts(rows, nothing, True, by_row)
+        support = counts if is_mean else in_all([counts, self._operand(args[0]).support])
+        return _Facts(rows, (support,), True, by_row)
+
+    def _counts(self, binding: Any, target: Any) -> Support:
+        """Where a label counts."""
+        label = self._elements.value(target, [ROW])
+        if not is_readable(label):
+            return None
+        ignored = int(binding.value.attrs["ignore_index"])
+        return self._in_whole(frozenset({simplify(("ne", label, ignored))}), target)
+
+    def _small(self, var: Any, bound: tuple[Any, list[Operand]] | None) -> _Facts:
+        """What is computed for all rows whatever is left out: labels, masks, weights."""
+        rows = self._grid.rows(var.ty)
+        facts = _Facts((rows,), (None,))
+        if not isinstance(var.ty, relax.TensorType) or "int" in registry.dtype_name(var.ty):
+            return facts  # numbers that are indices have no reason to be zero
+        if (rows.layout, rows.batch) == ("both", 0):
+            indices: list[Value] = [("index", f"axis {k}") for k in range(len(var.ty.shape.values))]
+            indices[rows.batch], indices[rows.length] = BATCH, LENGTH
+        elif rows.layout == "merged" and len(var.ty.shape.values) == 1:
+            indices = [ROW]
+        else:
+            return facts
+        value = self._elements.value(var, indices)
+        facts.support = (self._in_whole(support_of(value), var),)
+        if facts.support == (None,) and bound is not None:
+            use = describe(*bound, self._grid, self._module)
+            if use.effect == "by_row" and len(use.support) == 1:
+                facts.support = use.support
+        return facts
+
+    def _in_whole(self, support: Support, var: Any) -> Support:
+        """Write conditions on the rows of a tensor, maybe of a cut, as those on its length."""
+        if support is None:
+            return None
+        if any(mentions_others(condition, (BATCH, LENGTH)) for condition in support):
+            return None
+        cut = self._grid.cut(self._grid.rows(var.ty).of)
+        if cut is None:
+            return support
+        extent, start = cut
+        place = simplify(("sub", LENGTH, start))
+        inside = [("ge", LENGTH, start), ("lt", place, size_of(extent))]
+        return frozenset(
+            simplify(("and", *map(simplify, inside), replaced(each, LENGTH, place)))
+            for each in support
+        )
 
     def _operand(self, expr: Any) -> Any:
         bound = self._definitions.get(expr, expr) if isinstance(expr, relax.Var) else expr
         if isinstance(bound, tvm.ir.GenericConst):
-            return Operand(expr.ty, NO_ROWS, False, constant_of(bound))
+            return Operand(expr.ty, NO_ROWS, None, constant_of(bound))
         facts = self._facts[expr]
         if not isinstance(expr.ty, relax.TensorType):
             return None
         rows = facts.rows[0]
-        is_zero = facts.is_zero[0] or (rows.has_rows and self._needed[rows.of].is_all)
-        return Operand(expr.ty, rows, is_zero)
+        support = AT_NEEDED if rows.has_rows and rows.of in self._all else facts.support[0]
+        return Operand(expr.ty, rows, support)
 
     def _is_packable(self, expr: Any) -> bool:
         return isinstance(expr, relax.Var) and self._facts[expr].is_packable
 
     # -- who needs what -----------------------------------------------------------------------
 
-    def _demand(self) -> tuple[set[Any], set[Any]]:
-        """Go from the results back to what they need: packed, whole, or both."""
+    def _demand(self) -> tuple[set[Any], set[Any], list[list[Value]]]:
+        """Go from the results back to what they need, packed, whole or both, and to the rows."""
         packed: set[Any] = set()
         whole: set[Any] = set()
+        counted: list[set[Value]] = [set() for _ in self._grid.lengths]
         result = self._function.body.body
         whole.update(_leaves(result))
         for binding in reversed(self._bindings):
             var, facts = binding.var, self._facts[binding.var]
             parts = [part for part in parts_of(binding.value) if isinstance(part, relax.Var)]
+            if facts.asks is not None and (var in whole or var in packed):
+                of, support = facts.asks
+                counted[self._grid.whole_of(of)] |= (support or frozenset()) - {NEEDED}
             if var in whole:
                 for part in parts:
                     if self._is_sum(var) and self._facts[part].is_packable:
@@ -277,7 +429,7 @@ class _Analysis:
                 for part in parts:
                     (packed if self._facts[part].is_packable else whole).add(part)
         self._reasons.reverse()
-        return packed, whole
+        return packed, whole, [sorted(each, key=repr) for each in counted]
 
     def _is_sum(self, var: Any) -> bool:
         use = self._facts[var].use

@@ -5,6 +5,9 @@ A *row* is one position of one sequence.  A tensor has rows as two axes, ``[batc
 the dims are symbolic and differ, so an axis of just that extent counts them; two axes of one
 extent are nobody's rows.  A batch may have sequences of several kinds, as those that a translator
 reads and writes, each with a length of its own; axes of two lengths are nobody's rows, too.
+
+A *cut* is a part of the positions of each sequence: ``logits[:, :-1]`` has ``length - 1`` of them.
+It counts as another length, of which it is known where it starts in the whole.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ class Rows:
     layout: Layout
     batch: int = -1  # axis of the sequences, or of the rows; -1: none
     length: int = -1  # axis of the positions, or of the rows; -1: none
-    of: int = 0  # which of the lengths of the grid it is
+    of: int = 0  # which of the lengths of the grid it is, cuts behind them
 
     @property
     def has_rows(self) -> bool:
@@ -58,8 +61,26 @@ class Grid:
     def __init__(self, batch: tirx.Var, lengths: Sequence[tirx.Var]) -> None:
         self.batch, self.lengths = batch, tuple(lengths)
         self._dims = frozenset({batch.name, *(length.name for length in lengths)})
-        self._products = [from_tirx(batch) * from_tirx(length) for length in lengths]
+        self._sizes = [from_tirx(length) for length in lengths]
+        self._cuts: list[tuple[Any, int, int]] = []  # extent, length, start
         self._known: dict[Any, _Role | None] = {}
+
+    def add_cut(self, of: int, extent: Any, start: int) -> None:
+        """Enter a part of the positions of a length."""
+        self._cuts.append((extent, of, start))
+        self._sizes.append(from_tirx(extent))
+        self._known.clear()
+
+    def whole_of(self, of: int) -> int:
+        """Return which length it is, or is a cut of."""
+        return of if of < len(self.lengths) else self._cuts[of - len(self.lengths)][1]
+
+    def cut(self, of: int) -> tuple[Any, int] | None:
+        """Return the extent and the start of a cut; None: it is a length."""
+        if of < len(self.lengths):
+            return None
+        extent, _, start = self._cuts[of - len(self.lengths)]
+        return extent, start
 
     def rows(self, kind: Any) -> Rows:
         """Find the rows of a tensor type; of other types there are none."""
@@ -114,15 +135,15 @@ class Grid:
     def _find_role(self, extent: Any) -> _Role | None:
         if extent.same_as(self.batch):
             return "batch", None
-        for of, length in enumerate(self.lengths):
-            if extent.same_as(length):
-                return "length", of
         try:
             size = from_tirx(extent)
         except GraphError:
             return "odd", None
-        if size in self._products:
-            return "merged", self._products.index(size)
+        for of, length in enumerate(self._sizes):
+            if size == length:
+                return "length", of
+            if size == from_tirx(self.batch) * length:
+                return "merged", of
         names = {dim if isinstance(dim, str) else dim.name for dim in size.free_dims}
         return ("odd", None) if names & self._dims else None
 
@@ -134,7 +155,7 @@ class Grid:
             return None
         if rows.layout == "merged":
             step = inner[rows.batch]
-            return step * from_tirx(self.lengths[rows.of]), step
+            return step * self._sizes[rows.of], step
         return inner.get(rows.batch), inner.get(rows.length)
 
 

@@ -7,8 +7,7 @@ and the extents of those axes nowhere but in loops and shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -26,29 +25,27 @@ from relax_disc.analysis.kernels.stages import (
     same_expr,
 )
 from relax_disc.analysis.padding.grid import Rows
-
-
-@dataclass(frozen=True, slots=True)
-class KernelRows:
-    """What a kernel does with rows, if it does the same with each."""
-
-    keeps_zero: tuple[bool, ...]  # for each output: rows that are zero in its operands stay zero
+from relax_disc.analysis.padding.support import NOWHERE, Support, in_all, in_any
 
 
 def kernel_rows(
-    kernel: tirx.PrimFunc, operands: Sequence[Rows], results: Sequence[Rows], zero: Sequence[bool]
-) -> KernelRows | None:
-    """Read a kernel that works row by row; None: another one, or one that cannot be read.
+    kernel: tirx.PrimFunc,
+    operands: Sequence[Rows],
+    results: Sequence[Rows],
+    support: Sequence[Support],
+) -> tuple[Support, ...] | None:
+    """Return the supports of what a kernel makes that works row by row.
 
-    ``operands``, ``results``: where the caller's tensors have rows. ``zero``: for each operand
-    whether it is zero in the rows that are left out.
+    None: it does not, or cannot be read.
+    ``operands``, ``results``: where the caller's tensors have rows. ``support``: of each operand.
     """
     read = read_stages(kernel)
     buffers = [param for param in kernel.params if is_buffer(param)]
     if read is None or len(buffers) != len(operands) + len(results):
         return None
     rows = dict(zip(buffers, [*operands, *results], strict=True))
-    if any(each.layout == "odd" for each in rows.values()):
+    lengths = {each.of for each in rows.values() if each.length != -1}
+    if len(lengths) > 1 or any(each.layout == "odd" for each in rows.values()):
         return None
     sizes = {
         var
@@ -58,19 +55,17 @@ def kernel_rows(
     }
     # Numbers that it is given may be sizes, too: packed rows would come with others.
     sizes |= {param for param in kernel.params if not is_buffer(param)}
-    zeros = {b: z for b, z in zip(buffers, zero, strict=False) if z}
-    reader = _Reader(rows, sizes, zeros)
+    reader = _Reader(rows, sizes, dict(zip(buffers, support, strict=False)))
     if not all(reader.read(stage) for stage in read.stages):
         return None
-    return KernelRows(tuple(buffer in reader.zero for buffer in buffers[len(operands) :]))
+    return tuple(map(reader.support.get, buffers[len(operands) :]))
 
 
 class _Reader:
     """What is known of the buffers of a kernel, stage by stage."""
 
-    def __init__(self, rows: dict[Any, Rows], sizes: set[Any], zero: dict[Any, bool]) -> None:
-        self._rows, self._sizes = rows, sizes
-        self.zero = set(zero)
+    def __init__(self, rows: dict[Any, Rows], sizes: set[Any], support: dict[Any, Support]) -> None:
+        self._rows, self._sizes, self.support = rows, sizes, support
 
     def read(self, stage: Stage) -> bool:
         """Note what a stage makes; False if it does not go row by row."""
@@ -105,11 +100,9 @@ class _Reader:
         ]
         if any(var in hidden for index in others for var in _variables(index)):
             return False
-        starts_zero = stage.combiner == "add" and _is_zero(stage.init, ())
-        if stage.lets or (stage.combiner is not None and not starts_zero):
-            return True
-        if _is_zero(stage.value, self.zero):
-            self.zero.add(stage.buffer)
+        starts_zero = stage.combiner == "add" and _support(stage.init, {}) == NOWHERE
+        if not stage.lets and (stage.combiner is None or starts_zero):
+            self.support[stage.buffer] = _support(stage.value, self.support)
         return True
 
     def _note_loads(self, expr: Any, place: dict[str, Any]) -> bool:
@@ -180,24 +173,24 @@ def _variables(expr: Any) -> list[Any]:
     return found
 
 
-def _is_zero(expr: Any, zero: Any) -> bool:
-    """Whether a value is zero where buffers that are zero are read; values are taken as finite."""
+def _support(expr: Any, known: Mapping[Any, Support]) -> Support:
+    """Support of a value that reads buffers of known support; values are taken as finite."""
     if isinstance(expr, tvm.ir.TensorLoad):
-        return expr.source in zero
+        return known.get(expr.source)
     if isinstance(expr, prim.FloatImm):
-        return float(expr.value) == 0.0
+        return NOWHERE if float(expr.value) == 0.0 else None
     if constant(expr) is not None:
-        return constant(expr) == 0
+        return NOWHERE if constant(expr) == 0 else None
     if isinstance(expr, prim.Cast):
-        return _is_zero(expr.value, zero)
+        return _support(expr.value, known)
     if isinstance(expr, prim.Mul):
-        return _is_zero(expr.a, zero) or _is_zero(expr.b, zero)
+        return in_all([_support(expr.a, known), _support(expr.b, known)])
     if isinstance(expr, prim.Add | prim.Sub):
-        return _is_zero(expr.a, zero) and _is_zero(expr.b, zero)
+        return in_any([_support(expr.a, known), _support(expr.b, known)])
     if isinstance(expr, prim.Div):
-        return _is_zero(expr.a, zero)
+        return _support(expr.a, known)
     if is_guard(expr):
-        return all(_is_zero(branch, zero) for branch in expr.args[1:])
+        return in_any([_support(branch, known) for branch in expr.args[1:]])
     if isinstance(expr, prim.Select):
-        return _is_zero(expr.true_value, zero) and _is_zero(expr.false_value, zero)
-    return False
+        return in_any([_support(expr.true_value, known), _support(expr.false_value, known)])
+    return None

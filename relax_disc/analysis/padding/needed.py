@@ -1,13 +1,13 @@
-"""Which rows of a padded batch losses and attention ask for.
+"""Which rows of a padded batch its sums and attention ask for.
 
 For each length that the sequences of a batch have, these are the rows
 
-- that a label counts;
+- that a sum over rows counts: of a loss, of a gradient;
 - with causal attention all before the last of those, which are its keys;
 - with a mask that hides keys, those that the mask leaves; what it hides is nobody's key.
 
 Attention of one kind of sequences to another, as of a decoder to what an encoder has made, needs of
-its keys what the mask leaves, and leaves the choice of queries to the loss.  Where nothing says
+its keys what the mask leaves, and leaves the choice of queries to those sums.  Where nothing says
 which rows of a length count, while it is known of another, all of its rows do.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -28,14 +28,12 @@ from relax_disc.analysis.padding.values import (
     KEY,
     LENGTH,
     QUERY,
-    ROW,
     Elements,
     Value,
     conditions,
     is_readable,
     mentions,
     replaced,
-    simplify,
 )
 from relax_disc.ops import registry
 from relax_disc.ops.attention import optional_operands
@@ -61,7 +59,7 @@ class Needed:
     Expressions are those of `values` over ``batch`` and ``length``.
     """
 
-    counted: Value  # true where a label counts
+    counted: Value  # true where a sum over rows can have a part
     kept: Value | None  # true where a mask leaves the row, a key; None: there is no mask
     is_prefix: bool  # whether all before the last counted row are needed
 
@@ -95,17 +93,17 @@ def find_grid(bindings: Sequence[Any], note: Note) -> Grid | None:
     return Grid(batch, lengths)
 
 
-def find_needed(
+def find_seen(
     bindings: Sequence[Any], grid: Grid, elements: Elements, kind: str, note: Note
-) -> tuple[Needed, ...] | None:
-    """Find the rows that are needed of each length; None: all, and `note` is told why.
+) -> list[Seen] | None:
+    """Find what attention asks for, of each length; None: all rows, and `note` is told why.
 
     ``kind``: of the target, whose library has to have kernels for packed rows.
     """
     if kind not in ("llvm", "cuda"):
         note(None, f"there are no kernels for packed sequences on {kind}")
         return None
-    seen = [_Seen() for _ in grid.lengths]
+    seen = [Seen() for _ in grid.lengths]
     reader = _Reader(grid, elements, note, seen)
     for binding in bindings:
         name = operator_of(binding.value)
@@ -117,15 +115,7 @@ def find_needed(
             return None
         if name == ATTENTION[0] and not reader.see_attention(binding):
             return None
-        if name == LOSS[0] and not reader.see_loss(binding):
-            return None
-    found = [each.needed() for each in seen]
-    for length, each in zip(grid.lengths, found, strict=True):
-        if isinstance(each, str):
-            note(None, (f"{length.name}: " if len(found) > 1 else "") + each)
-    if all(isinstance(each, str) for each in found):
-        return None
-    return tuple(ALL if isinstance(each, str) else each for each in found)
+    return seen
 
 
 def operator_of(value: Any) -> str | None:
@@ -135,35 +125,33 @@ def operator_of(value: Any) -> str | None:
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What attention and losses ask for of the rows of one length."""
+class Seen:
+    """What attention asks for of the rows of one length."""
 
     is_causal: bool = True
     masks: set[Value] | None = None  # that every attention to these rows has
-    counted: list[Value] = field(default_factory=list)
 
-    def needed(self) -> Needed | str:
-        """Return the rows that are needed, or why that is not known."""
+    def needed(self, counted: Sequence[Value]) -> Needed | str:
+        """Return the rows that are needed where some are counted, or why that is not known."""
         masks = sorted(self.masks or (), key=repr)
-        if not self.counted and not masks:
-            return "there is no cross-entropy over the positions of the batch, no mask"
+        if not counted and not masks:
+            return "there is no loss over the positions that a label or a mask counts, no mask"
         if not masks and not self.is_causal:
             return "attention is neither causal nor has one mask that hides padding"
         kept = None if not masks else masks[0] if len(masks) == 1 else ("and", *masks)
-        if not self.counted:
+        if not counted:
             return Needed(False, kept, is_prefix=False)
-        counted = self.counted[0] if len(self.counted) == 1 else ("or", *self.counted)
-        return Needed(counted, kept, self.is_causal)
+        return Needed(counted[0] if len(counted) == 1 else ("or", *counted), kept, self.is_causal)
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads attention and losses; each method says whether it could."""
+    """Reads attention."""
 
     grid: Grid
     elements: Elements
     note: Note
-    seen: list[_Seen]  # by length
+    seen: list[Seen]  # by length
 
     def see_attention(self, binding: Any) -> bool:
         call = binding.value
@@ -174,6 +162,9 @@ class _Reader:
             return False
         if not is_computed_by_library(q, k, v):
             self.note(binding, "no library kernel takes heads of this width or type")
+            return False
+        if any(self.grid.cut(each.of) for each in rows):
+            self.note(binding, "attention is of a part of the positions")
             return False
         is_causal, is_cross = bool(call.attrs["is_causal"]), rows[0].of != rows[1].of
         if is_causal and is_cross:
@@ -208,19 +199,6 @@ class _Reader:
             if isinstance(hidden, int | float) and hidden <= _HIDES:
                 return conditions(value[1])
         return []
-
-    def see_loss(self, binding: Any) -> bool:
-        logits, target = binding.value.args[:2]
-        rows = self.grid.rows(logits.ty)
-        if rows.layout != "merged":
-            return True  # another loss: what it needs follows from how it is computed
-        label = self.elements.value(target, [ROW])
-        if not is_readable(label):
-            self.note(binding, "the labels are not plain parts of the batch")
-            return False
-        ignored = int(binding.value.attrs["ignore_index"])
-        self.seen[rows.of].counted.append(simplify(("ne", label, ignored)))
-        return True
 
 
 def _hides_later(condition: Value) -> bool:

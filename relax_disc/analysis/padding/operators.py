@@ -17,6 +17,7 @@ from tvm import relax
 from relax_disc.analysis.kernels.stages import constant
 from relax_disc.analysis.padding.grid import NO_ROWS, Grid, Rows
 from relax_disc.analysis.padding.kernel_rows import kernel_rows
+from relax_disc.analysis.padding.support import NOWHERE, Support, in_all, in_any
 from relax_disc.ops import registry
 
 Effect = Literal["by_row", "sum", "any"]
@@ -31,12 +32,12 @@ _RESHAPED = ("relax.reshape", "relax.broadcast_to")
 class Use:
     """What a call does with the rows of its operands.
 
-    ``reason``: of an effect ``"any"``.  ``is_zero``: for each result, whether rows that are left
-    out are zero in it.
+    ``support``: of each result that has rows; of the rows that are added up for a ``"sum"``.
+    ``reason``: of an effect ``"any"``.
     """
 
     effect: Effect
-    is_zero: tuple[bool, ...] = (False,)
+    support: tuple[Support, ...] = (None,)
     reason: str = ""
 
 
@@ -46,7 +47,7 @@ class Operand:
 
     kind: Any  # its type
     rows: Rows
-    is_zero: bool  # in the rows that are left out
+    support: Support
     constant: float | None = None  # the number that all its elements are
 
 
@@ -72,49 +73,62 @@ def describe(
         grad, ids = operands
         if not grad.rows.has_rows or (grad.rows != ids.rows):
             return Use("any", reason="it adds up rows of another kind")
-        return Use("sum") if grad.is_zero else Use("any", reason=_NOT_ZERO)
+        return _sum(grad.support)
     if spreads:
         return _elementwise(name, results[0], rows[0], operands)
-    zero = operands[0].is_zero if operands else False
+    support = operands[0].support if operands else None
     if name in _MOVES:
         strides = [
             grid.strides(kind.shape.values, each)
             for kind, each in ((results[0], rows[0]), (operands[0].kind, operands[0].rows))
         ]
         if strides[0] is not None and strides[0] == strides[1] and rows[0].has_rows:
-            return Use("by_row", (zero,))
+            return Use("by_row", (support,))
         return Use("any", reason="it moves rows to other places")
     if name == "relax.permute_dims":
-        return Use("by_row", (zero,))
+        return Use("by_row", (support,))
+    if name in ("relax_disc.logsumexp", "relax_disc.logsumexp_backward"):
+        return Use("by_row", (support if name.endswith("backward") else None,))
     if name in _REDUCTIONS:
-        return _reduction(name, call, operands[0])
+        return _reduction(name, call, operands[0], grid)
     if name in ("relax.nn.softmax", "relax.nn.log_softmax"):
         axis = int(call.attrs.axis) % len(operands[0].kind.shape.values)
-        return _across(axis, operands[0].rows, (False,))
+        return _across(axis, operands[0].rows, (None,))
     if name == "relax.concat":
         axis = 0 if call.attrs.axis is None else int(call.attrs.axis)
         axis %= len(results[0].shape.values)
         if any(operand.rows != rows[0] for operand in operands):
             return Use("any", reason="it joins tensors with other rows")
-        return _across(axis, rows[0], (all(operand.is_zero for operand in operands),))
+        return _across(axis, rows[0], (in_any([operand.support for operand in operands]),))
     if name == "relax.split":
         axis = int(call.attrs.axis) % len(results[0].shape.values)
-        return _across(axis, operands[0].rows, (zero,) * len(results))
+        return _across(axis, operands[0].rows, (support,) * len(results))
     if name == "relax.strided_slice":
         axes = [constant(axis) for axis in call.args[1].fields]
         rank = len(results[0].shape.values)
         if any(axis is None or axis % rank in operands[0].rows.axes for axis in axes):
             return Use("any", reason="it takes a part of the rows")
-        return Use("by_row", (zero,))
+        return Use("by_row", (support,))
     if name == "relax.matmul":
         return _product(operands)
     return Use("any", reason=f"{name} is not known to go row by row")
 
 
-def _across(axis: int, rows: Rows, is_zero: tuple[bool, ...]) -> Use:
+def reads_zero(name: str, position: int) -> bool:
+    """Whether the support of an operator's result may follow from that of one of its operands."""
+    if name == "relax.divide":
+        return position == 0
+    return name not in _ELEMENTWISE or name in _ZERO_AT_ZERO or name in _KEEP_ZERO
+
+
+def _sum(support: Support) -> Use:
+    return Use("any", reason=_NOT_ZERO) if support is None else Use("sum", (support,))
+
+
+def _across(axis: int, rows: Rows, support: tuple[Support, ...]) -> Use:
     if axis in rows.axes:
         return Use("any", reason="it works across rows")
-    return Use("by_row", is_zero)
+    return Use("by_row", support)
 
 
 def _elementwise(name: str, result: Any, rows: Rows, operands: Sequence[Operand]) -> Use:
@@ -129,39 +143,40 @@ def _elementwise(name: str, result: Any, rows: Rows, operands: Sequence[Operand]
             return Use("any", reason="it combines rows with others")
         if "merged" in (own.layout, rows.layout) and own.layout not in (rows.layout, "none"):
             return Use("any", reason="it combines rows with others")
-    zeros = [operand.is_zero or operand.constant == 0.0 for operand in operands]
+    support = [NOWHERE if operand.constant == 0.0 else operand.support for operand in operands]
     if name == "relax.multiply":
-        zero = any(zeros)
-    elif name in ("relax.add", "relax.subtract", "relax.maximum", "relax.minimum"):
-        zero = all(zeros)
-    elif name == "relax.divide":
-        zero = zeros[0]
+        found = in_all(support)
     elif name == "relax.where":
-        zero = all(zeros[1:])
+        found = in_any([in_all(support[:2]), support[2]])
+    elif name in _KEEP_ZERO:
+        found = in_any(support)
+    elif name in ("relax.divide", "relax.broadcast_to") or name in _ZERO_AT_ZERO:
+        found = support[0]
     else:
-        zero = zeros[0] and (name in _ZERO_AT_ZERO or name == "relax.broadcast_to")
-    return Use("by_row", (zero,))
+        found = None
+    return Use("by_row", (found,))
 
 
-def _reduction(name: str, call: relax.Call, operand: Operand) -> Use:
+def _reduction(name: str, call: relax.Call, operand: Operand, grid: Grid) -> Use:
     rank = len(operand.kind.shape.values)
     named = call.attrs.axis
     axes = set(range(rank)) if named is None else {int(axis) % rank for axis in named}
     over = axes & operand.rows.axes
     if not over:
-        return Use("by_row", (operand.is_zero and name in ("relax.sum", "relax.mean"),))
+        return Use("by_row", (operand.support if name in ("relax.sum", "relax.mean") else None,))
     if over != operand.rows.axes:
         # By position, or by sequence.
         is_first = operand.rows == Rows("both", 0, 1, operand.rows.of)
-        by_one = is_first and axes in ({0}, {1}) and operand.is_zero
-        if name == "relax.sum" and by_one and registry.dtype_name(operand.kind) in _SUMMED:
-            return Use("sum")
+        by_one = axes == {1} or (axes == {0} and grid.cut(operand.rows.of) is None)
+        is_summed = name == "relax.sum" and registry.dtype_name(operand.kind) in _SUMMED
+        if is_first and by_one and is_summed:
+            return _sum(operand.support)
         return Use("any", reason="it adds up a part of the rows")
-    if name != "relax.sum":
+    if name not in ("relax.sum", "relax.mean") or (
+        name == "relax.mean" and operand.support is None
+    ):
         return Use("any", reason=f"{name.removeprefix('relax.')} over all rows, counted or not")
-    if not operand.is_zero:
-        return Use("any", reason=_NOT_ZERO)
-    return Use("sum")
+    return _sum(operand.support)
 
 
 def _product(operands: Sequence[Operand]) -> Use:
@@ -173,15 +188,13 @@ def _product(operands: Sequence[Operand]) -> Use:
     if left.rows.layout == right.rows.layout == "merged":
         if (left.rows.batch, right.rows.batch) != inner or ranks != [2, 2]:
             return Use("any", reason="a product of rows with rows")
-        if not (left.is_zero or right.is_zero):
-            return Use("any", reason=_NOT_ZERO)
-        return Use("sum")
+        return _sum(in_all([left.support, right.support]))
     if left.rows != NO_ROWS and right.rows != NO_ROWS:
         return Use("any", reason="a product of rows with rows")
     rows, own = (left, 0) if left.rows != NO_ROWS else (right, 1)
     if ranks[1 - own] != 2 or inner[own] in rows.rows.axes:
         return Use("any", reason="it adds up rows")
-    return Use("by_row", (rows.is_zero,))
+    return Use("by_row", (rows.support,))
 
 
 def _kernel(call: relax.Call, operands: Sequence[Operand], grid: Grid, module: tvm.IRModule) -> Use:
@@ -191,18 +204,21 @@ def _kernel(call: relax.Call, operands: Sequence[Operand], grid: Grid, module: t
         module[call.args[0]],
         [operand.rows for operand in operands],
         [grid.rows(each) for each in results],
-        [operand.is_zero for operand in operands],
+        [operand.support for operand in operands],
     )
     if found is None:
         name = call.args[0].name_hint
         return Use("any", reason=f"the kernel {name} is not known to go row by row")
-    return Use("by_row", found.keeps_zero)
+    return Use("by_row", found)
 
 
 _ZERO_AT_ZERO = frozenset(
     f"relax.{name}"
     for name in "negative astype abs sqrt sin tan tanh erf sign floor ceil round trunc asin atan "
     "sinh asinh square nn.relu nn.leakyrelu nn.gelu nn.gelu_tanh nn.silu".split()
+)
+_KEEP_ZERO = frozenset(
+    f"relax.{name}" for name in "add subtract multiply maximum minimum where".split()
 )
 _ELEMENTWISE = _ZERO_AT_ZERO | frozenset(
     f"relax.{name}"

@@ -121,6 +121,8 @@ class Elements:
         name = value.op.name
         if name == "relax.call_tir":
             return self._kernel(value, indices)
+        if name == "relax.full" and isinstance(value.args[1], tvm.ir.GenericConst):
+            return self.value(value.args[1], [])
         if name in ("relax.reshape", "relax.expand_dims", "relax.squeeze"):
             return self._reshape(value.args[0], _shape(expr), indices)
         if name == "relax.broadcast_to":
@@ -134,12 +136,29 @@ class Elements:
             return self._cast(value.args[0], registry.dtype_name(value.ty), indices)
         if name in ("relax.bitwise_and", "relax.bitwise_or"):
             parts = [self._broadcast(arg, indices) for arg in value.args]
-            if all(_is_truth(part) for part in parts):
+            if all(is_truth(part) for part in parts):
                 return simplify(("and" if name.endswith("and") else "or", *parts))
             return self._anything()
+        if name == "relax.bitwise_xor":
+            bits, one = (self._broadcast(arg, indices) for arg in value.args)
+            return simplify(("not", bits)) if is_truth(bits) and one == 1 else self._anything()
+        if name == "relax.concat":
+            return self._concat(value.args[0].fields, int(value.attrs.axis), indices)
         if name in _RELAX:
             return simplify((_RELAX[name], *(self._broadcast(a, indices) for a in value.args)))
         return self._anything()
+
+    def _concat(self, parts: Sequence[Any], axis: int, indices: list[Value]) -> Value:
+        """One of the parts, by where the index lies."""
+        first, *rest = parts
+        value = self.value(first, indices)
+        if not rest:
+            return value
+        index, extent = indices[axis], size_of(_shape(first)[axis])
+        behind = list(indices)
+        behind[axis] = simplify(("sub", index, extent))
+        others = self._concat(rest, axis, behind)
+        return simplify(("choose", ("lt", index, extent), value, others))
 
     def _broadcast(self, expr: Any, indices: list[Value]) -> Value:
         shape = _shape(expr)
@@ -149,10 +168,10 @@ class Elements:
     def _cast(self, operand: Any, dtype: str, indices: list[Value]) -> Value:
         value = self.value(operand, indices)
         if dtype == "bool":
-            return value if _is_truth(value) else simplify(("truth", value))
+            return value if is_truth(value) else simplify(("truth", value))
         # Others may be rounded or cut.
         is_exact = registry.dtype_name(operand.ty).startswith("int") and dtype == "int64"
-        return value if is_exact or _is_truth(value) else ("rounded", value)
+        return value if is_exact or is_truth(value) else ("rounded", value)
 
     def _reshape(self, operand: Any, shape: list[Any], indices: list[Value]) -> Value:
         """Elements through axes of one that come and go, and rows as one axis or two."""
@@ -197,10 +216,10 @@ class Elements:
         for buffer, shape in zip(buffers, shapes, strict=True):
             for own, outer in zip(buffer.shape, shape, strict=True):
                 if isinstance(own, tirx.Var):
-                    sizes[own] = _size(outer)
+                    sizes[own] = size_of(outer)
         for own, arg in zip(kernel.params, call.args[1].fields, strict=False):
             if not is_buffer(own):
-                sizes[own] = _size(arg)
+                sizes[own] = size_of(arg)
         return sizes
 
 
@@ -266,6 +285,8 @@ def simplify(value: Value) -> Value:
             return False
         rest = [part for part in parts if part is not True and part != 1]
         return True if not rest else rest[0] if len(rest) == 1 else value
+    if kind == "not" and isinstance(parts[0], tuple) and parts[0][0] == "not":
+        return parts[0][1]
     if kind == "choose" and isinstance(parts[0], bool):
         return parts[1] if parts[0] else parts[2]
     if kind == "lt" and parts[1] == 0 and _is_natural(parts[0]):
@@ -297,25 +318,18 @@ def mentions(value: Value, kind: str) -> bool:
     return value[0] == kind or any(mentions(part, kind) for part in value[1:])
 
 
+def mentions_others(value: Value, indices: Sequence[Value]) -> bool:
+    """Whether an expression depends on other indices than these."""
+    if not isinstance(value, tuple):
+        return False
+    if value[0] == "index":
+        return value not in indices
+    return any(mentions_others(part, indices) for part in value[1:])
+
+
 def is_readable(value: Value) -> bool:
     """Whether a value can be computed from the batch, exactly."""
     return not (mentions(value, "unknown") or mentions(value, "rounded"))
-
-
-def vanishes(value: Value, kept: Value) -> bool:
-    """Whether a value is 0, or false, wherever the condition ``kept`` does not hold."""
-    if not isinstance(value, tuple):
-        return value == 0
-    kind, *parts = value
-    if value == kept or kept in (("truth", value), ("ne", value, 0)):
-        return True
-    if kind in ("mul", "and"):
-        return any(vanishes(part, kept) for part in parts)
-    if kind in ("truth", "rounded"):
-        return vanishes(parts[0], kept)
-    if kind == "choose":
-        return vanishes(parts[2], kept) and any(vanishes(part, kept) for part in parts[:2])
-    return False
 
 
 def replaced(value: Value, old: Value, new: Value) -> Value:
@@ -335,14 +349,15 @@ def _is_natural(value: Value) -> bool:
     return value >= 0
 
 
-def _is_truth(value: Value) -> bool:
+def is_truth(value: Value) -> bool:
     """Whether a value is true or false, or 1 or 0 for those."""
     if isinstance(value, tuple):
         return value[0] in ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "truth")
     return isinstance(value, bool)
 
 
-def _size(extent: Any) -> Value:
+def size_of(extent: Any) -> Value:
+    """Write an extent as an expression."""
     number = constant(extent)
     if number is not None:
         return number
@@ -350,7 +365,7 @@ def _size(extent: Any) -> Value:
         return ("size", extent.name)
     operator = _PRIM.get(type(extent))
     if operator in ("add", "sub", "mul"):
-        return simplify((operator, _size(extent.a), _size(extent.b)))
+        return simplify((operator, size_of(extent.a), size_of(extent.b)))
     return ("unknown", 0)
 
 

@@ -49,9 +49,21 @@ def scatter(emitter: Emitter, x: Any, axis: int, index: Any, source: Any) -> Any
     """Write, or add, at given positions of one axis."""
     axis = axis_of(emitter, x, axis)
     adds = "scatter_add" in str(emitter.node.target)
+    name = "scatter_add" if adds else "scatter"
     if not isinstance(source, relax.Expr) or not isinstance(source.ty, relax.TensorType):
         source = emitter.tensor(source, emitter.dtype(x))
         source = emitter.emit(op.broadcast_to(source, relax.ShapeExpr(emitter.shape(index))))
+
+    def one_of_each(x: Any, index: Any, source: Any) -> Any:
+        """Nothing is written twice: each element of ``x`` asks whether it is meant."""
+
+        def element(*i: Any) -> Any:
+            at = [0 if d == axis else k for d, k in enumerate(i)]
+            is_meant = i[axis] == index(*at).astype("int64")
+            value = x(*i) + source(*at) if adds else source(*at)
+            return tirx.if_then_else(is_meant, value, x(*i))
+
+        return te.compute(x.shape, element, name=name)
 
     def compute(x: Any, index: Any, source: Any) -> Any:
         def write(inputs: Any, out: Any) -> None:
@@ -65,7 +77,9 @@ def scatter(emitter: Emitter, x: Any, axis: int, index: Any, source: Any) -> Any
 
         return _written(x, [index, source], "scatter", write)
 
-    name = "scatter_add" if adds else "scatter"
+    once = [1 if d == axis else n for d, n in enumerate(emitter.shape(x))]
+    if emitter.same_shape(emitter.shape(index), once):
+        return emitter.te(name, one_of_each, x, index, source)
     return emitter.te(name, compute, x, index, source, alone=True)
 
 

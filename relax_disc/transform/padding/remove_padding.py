@@ -23,7 +23,7 @@ for what is recognised.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,12 @@ from tvm.relax.utils import gen_call_tir_inputs
 from relax_disc.analysis.kernels.element import substitute
 from relax_disc.analysis.kernels.stages import is_buffer
 from relax_disc.analysis.padding.demand import Padding, find_padding
-from relax_disc.analysis.padding.grid import Grid, Rows
+from relax_disc.analysis.padding.grid import Grid, Rows, constant_of
+from relax_disc.analysis.padding.moves import Move
 from relax_disc.analysis.padding.needed import ATTENTION, LOSS
+from relax_disc.analysis.padding.operators import reads_zero
 from relax_disc.analysis.program.reader import bindings_of
+from relax_disc.ops import registry
 from relax_disc.ops.attention import optional_operands
 from relax_disc.ops.attention.packed import (
     packed_attention,
@@ -52,6 +55,8 @@ from relax_disc.transform.functions import (
     substitute_sizes,
 )
 
+_OPAQUE = 8  # of FuseOps: to be fused with nothing
+_WHERE = tvm.ir.Op.get("relax.where")
 TOKENS, PLACES, STARTS = "tokens", "places", "starts"
 
 
@@ -75,10 +80,50 @@ def remove_padding(
     """
     result, found = copy_module(mod), {}
     for variable, function in program_functions(mod):
+        function = zeros_behind(function)
         padding = found[variable.name_hint] = find_padding(function, mod, kind)
         if padding.needed is not None:
             _Rewriter(result, function, padding, kind).run(variable)
     return relax.transform.Normalize()(result), found
+
+
+def zeros_behind(function: relax.Function) -> relax.Function:
+    """Choose zero where a condition does not hold, instead of where it holds.
+
+    ``loss.masked_fill(labels == -100, 0)`` is zero wherever the condition that is computed then is
+    false, as it is in rows that fill up.
+    """
+    (block,), bindings = function.body.blocks, []
+    known = {binding.var: binding.value for binding in bindings_of(function)}
+    for binding in bindings_of(function):
+        value = binding.value
+        if isinstance(value, relax.Call) and value.op == _WHERE:
+            condition, held, other = value.args
+            is_float = registry.dtype_name(value.ty).startswith(("float", "bfloat"))
+            if is_float and constant_of(known.get(held, held)) == 0.0:
+                # By bits: TVM takes not (a < b) for a >= b, whatever a NaN is.
+                for call in (
+                    lambda x: relax.op.astype(x, "int8"),
+                    lambda x: relax.op.bitwise_xor(x, relax.const(1, "int8")),
+                    lambda x: relax.op.astype(x, "bool"),
+                ):
+                    bits = relax.BlockBuilder().normalize(call(condition))
+                    condition = relax.DataflowVar("fails", bits.ty)
+                    bindings.append(relax.VarBinding(condition, bits, binding.span))
+                args = [condition, other, held]
+                value = relax.Call(_WHERE, args, value.attrs, span=value.span)
+                value = relax.BlockBuilder().normalize(value)
+                binding = relax.VarBinding(binding.var, value, binding.span)
+        bindings.append(binding)
+    body = relax.SeqExpr([type(block)(bindings, block.span)], function.body.body)
+    return relax.Function(
+        function.params,
+        body,
+        function.ret_ty,
+        function.is_pure,
+        attrs=function.attrs,
+        span=function.span,
+    )
 
 
 @dataclass(frozen=True)
@@ -102,8 +147,10 @@ class _Rewriter:
         self._grid: Grid = padding.grid
         self._packings = self._parameters()
         self._packed: dict[Any, Any] = {}
+        self._gathered: dict[tuple[Any, bool], Any] = {}
         self._spread: dict[tuple[Any, Rows], Any] = {}
         self._targets: dict[tuple[Any, int], Any] = {}
+        self._cuts: dict[int, Any] = {}
         self._kernels: dict[Any, tvm.ir.GlobalVar] = {}
         self._builder = relax.BlockBuilder()
         self._bindings: list[Any] = []
@@ -147,6 +194,14 @@ class _Rewriter:
                 )
             )
         return packings
+
+    def _packing(self, of: int) -> _Packing:
+        """Where rows of a length, or of a cut of it, come from."""
+        return self._packings[self._grid.whole_of(of)]
+
+    def _extent(self, of: int) -> Any:
+        cut = self._grid.cut(of)
+        return self._grid.lengths[of] if cut is None else cut[0]
 
     def _attributes(self) -> dict[str, Any]:
         attrs = dict(self._function.attrs or {})
@@ -201,14 +256,18 @@ class _Rewriter:
             return relax.TupleGetItem(self._packed[value.tuple_value], value.index)
         if not isinstance(value, relax.Call):
             return self._operand(value)
-        name = value.op.name
+        name, move = value.op.name, self._padding.moves.get(self._binding.var)
+        if move is not None:
+            return self._moved(move, value.args[1].fields[0], kind)
         if name in ATTENTION:
             return self._attention(value)
         if name in LOSS:
             return self._loss(value, 2 if name == LOSS[1] else 1)
         if name == "relax.call_tir":
             return self._kernel(value)
-        args = [self._aligned(arg, kind) for arg in value.args]
+        args = [self._aligned(arg, kind, reads_zero(name, k)) for k, arg in enumerate(value.args)]
+        if name == "relax.mean" and self._binding.var in self._padding.sums:
+            return self._mean(value, args[0], kind)
         if name == "relax.sum" and (layout := self._grid.rows(kind).layout) in ("length", "batch"):
             return self._added_up(args[0], kind, self._grid.rows(value.args[0].ty).of, layout)
         if name in ("relax.reshape", "relax.broadcast_to"):
@@ -217,8 +276,8 @@ class _Rewriter:
 
     def _added_up(self, rows: Any, kind: relax.TensorType, of: int, by: str) -> relax.Call:
         """Add up the rows ``[1, tokens, ..]`` by their positions, or by their sequences."""
-        packing, grid = self._packings[of], self._grid
-        index, extent = (2, grid.lengths[of]) if by == "length" else (1, grid.batch)
+        packing, grid = self._packing(of), self._grid
+        index, extent = (2, self._extent(of)) if by == "length" else (1, grid.batch)
         width = math.prod(rows.ty.shape.values[2:], start=tirx.IntImm("int64", 1))
         matrix = self._emit(relax.op.reshape(rows, [packing.tokens, width]), "rows")
         numbers = self._call_te(
@@ -231,6 +290,53 @@ class _Rewriter:
             relax.TensorType([extent, width], kind.dtype),
         )
         return self._located(relax.op.reshape(self._emit(sums, f"by_{by}"), kind.shape))
+
+    def _mean(self, call: relax.Call, rows: Any, kind: relax.TensorType) -> relax.Call:
+        """Divide the mean over rows that are kept anew, by the number of all."""
+        of = self._grid.rows(call.args[0].ty).of
+        mean = self._emit(relax.Call(call.op, [rows], call.attrs, call.ty_args), "kept_mean")
+        sizes = (self._packing(of).tokens, self._grid.batch, self._extent(of))
+
+        def anew(mean: te.Tensor, tokens: Any, batch: Any, length: Any) -> te.Tensor:
+            share = tokens.astype(mean.dtype) / (batch * length).astype(mean.dtype)
+            return te.compute(mean.shape, lambda *i: mean(*i) * share, name="mean")
+
+        return self._alone(anew, "mean_of_all", mean, *map(relax.prim_value, sizes))
+
+    def _moved(self, move: Move, expr: Any, kind: relax.TensorType) -> Any:
+        """Take a part of the positions of rows, or put one back.
+
+        A cut of packed rows is all of them: labels and masks tell which are part of it, and a
+        gradient is zero in the others.
+        """
+        if move.kind in ("cut", "pad"):
+            return self._operand(expr)
+        rows = self._grid.rows(expr.ty if move.kind == "pick" else kind)
+        packing = self._packing(rows.of)
+        if move.kind == "pick":
+            # The first row of each sequence is its first position, which is needed.
+            def picked(x: te.Tensor, starts: te.Tensor, shape: Any) -> te.Tensor:
+                def element(*i: Any) -> Any:
+                    return x(0, *i[1 : move.axis], starts(i[0]), *i[move.axis :])
+
+                return te.compute(shape, element, name="picked")
+
+            shape = relax.ShapeExpr(kind.shape.values)
+            return self._written(picked, "picked", self._operand(expr), packing.starts, shape)
+
+        def spread(x: te.Tensor, places: te.Tensor, starts: te.Tensor) -> te.Tensor:
+            def element(*i: Any) -> Any:
+                row, end = i[move.axis], starts(starts.shape[0] - 1)
+                is_there = tirx.all(places(2, row) == move.start, row < end)
+                value = x(places(1, row), *i[1 : move.axis], *i[move.axis + 1 :])
+                return tirx.if_then_else(is_there, value, tirx.const(0, x.dtype))
+
+            shape: list[Any] = [1, *x.shape[1:]]
+            return te.compute(
+                [*shape[: move.axis], places.shape[1], *shape[move.axis :]], element, name="spread"
+            )
+
+        return self._written(spread, "spread", expr, packing.places, packing.starts)
 
     def _kernel(self, call: relax.Call) -> relax.Call:
         kinds = call.ty_args[0]
@@ -268,7 +374,7 @@ class _Rewriter:
         mask, rng = optional_operands(call, count)
         first = 0 if count == 3 else 1
         kinds = [self._grid.rows(arg.ty).of for arg in call.args[first : first + 2]]
-        packings = [self._packings[of] for of in kinds]
+        packings = [self._packing(of) for of in kinds]
         lengths = [relax.prim_value(self._grid.lengths[of]) for of in kinds]
         where = [x for packing in packings for x in (packing.starts, packing.places)]
         return self._located(
@@ -285,8 +391,11 @@ class _Rewriter:
 
     # -- operands -----------------------------------------------------------------------------
 
-    def _operand(self, expr: Any) -> Any:
-        """Return the packed form of what an operation reads; what has no rows is as it is."""
+    def _operand(self, expr: Any, is_filled: bool = True) -> Any:
+        """Return the packed form of what an operation reads; what has no rows is as it is.
+
+        ``is_filled``: whether rows that fill up are zero where those that are left out are.
+        """
         if isinstance(expr, relax.Tuple):
             return relax.Tuple([self._operand(part) for part in expr.fields])
         if not isinstance(expr, relax.Var) or not isinstance(expr.ty, relax.TensorType):
@@ -294,18 +403,21 @@ class _Rewriter:
         rows = self._grid.rows(expr.ty)
         if rows.layout == "none":
             return expr
-        if expr not in self._packed:
-            self._packed[expr] = self._gather(expr, rows)
-        return self._packed[expr]
+        if expr in self._packed:
+            return self._packed[expr]
+        key = expr, is_filled and expr in self._padding.zeros
+        if key not in self._gathered:
+            self._gathered[key] = self._gather(expr, rows, is_filled=key[1])
+        return self._gathered[key]
 
-    def _aligned(self, expr: Any, kind: relax.TensorType) -> Any:
+    def _aligned(self, expr: Any, kind: relax.TensorType, is_filled: bool) -> Any:
         """Return a packed operand; what there is one of for each sequence becomes one for each row.
 
         Such an operand has an axis of one where the result of type ``kind`` has the positions.
         """
         is_tensor = isinstance(expr, relax.Var) and isinstance(expr.ty, relax.TensorType)
         if not is_tensor or self._grid.rows(expr.ty).layout != "batch":
-            return self._operand(expr)
+            return self._operand(expr, is_filled)
         shift = len(kind.shape.values) - len(expr.ty.shape.values)
         wanted = self._grid.rows(kind)
         rows = Rows("both", self._grid.rows(expr.ty).batch, wanted.length - shift, wanted.of)
@@ -313,7 +425,13 @@ class _Rewriter:
             self._spread[expr, rows] = self._gather(expr, rows, {rows.batch: 1})
         return self._spread[expr, rows]
 
-    def _gather(self, expr: Any, rows: Rows, found_at: dict[int, int] | None = None) -> Any:
+    def _gather(
+        self,
+        expr: Any,
+        rows: Rows,
+        found_at: dict[int, int] | None = None,
+        is_filled: bool = False,
+    ) -> Any:
         """Take the rows that are kept from a whole tensor.
 
         ``found_at``: axes of the tensor, and which row of ``places`` has the index there.
@@ -326,52 +444,83 @@ class _Rewriter:
                 "length": {rows.length: 2},
             }[rows.layout]
         )
-        token_axis, packing = rows.length, self._packings[rows.of]
+        token_axis, (where, is_there) = rows.length, self._where(rows.of)
 
-        def rows_of(x: te.Tensor, places_of: te.Tensor, *starts: te.Tensor) -> te.Tensor:
+        def rows_of(x: te.Tensor, *where: te.Tensor) -> te.Tensor:
             def element(*indices: Any) -> Any:
-                found = list(indices)
+                found, row = list(indices), indices[token_axis]
                 if found_at is not None:
                     found[token_axis] = 0
                 for axis, place in places.items():
-                    found[axis] = places_of(place, indices[token_axis])
-                if not starts:
+                    found[axis] = where[0](place, row)
+                if not is_filled:
                     return x(*found)
-                end = starts[0](starts[0].shape[0] - 1)
                 zero = tirx.const(0, x.dtype)
-                return tirx.if_then_else(indices[token_axis] < end, x(*found), zero)
+                return tirx.if_then_else(is_there(row, *where), x(*found), zero)
 
             shape: list[Any] = list(x.shape)
             shape[rows.batch if rows.layout == "both" else token_axis] = 1
-            shape[token_axis] = places_of.shape[1]
+            shape[token_axis] = where[0].shape[1]
             return te.compute(shape, element, name="kept_rows")
 
-        fills = [packing.starts] if expr in self._padding.zeros else []
-        return self._call_te(rows_of, "kept_rows", expr, packing.places, *fills)
+        return self._call_te(rows_of, "kept_rows", expr, *(where if is_filled else where[:1]))
 
     def _target(self, expr: Any, ignored: int, of: int) -> Any:
         """Take the labels of the rows that are kept; those that fill up are ignored."""
         key = expr, ignored
         if key not in self._targets:
+            where, is_there = self._where(of)
 
-            def labels_of(x: te.Tensor, places: te.Tensor, starts: te.Tensor) -> te.Tensor:
-                end = starts(starts.shape[0] - 1)
-                return te.compute(
-                    (places.shape[1],),
-                    lambda row: tirx.if_then_else(
-                        row < end, x(places(0, row)), tirx.const(ignored, x.dtype)
-                    ),
-                    name="kept_labels",
-                )
+            def labels_of(x: te.Tensor, *where: te.Tensor) -> te.Tensor:
+                def element(row: Any) -> Any:
+                    label, other = x(where[0](0, row)), tirx.const(ignored, x.dtype)
+                    return tirx.if_then_else(is_there(row, *where), label, other)
 
-            arguments = (expr, self._packings[of].places, self._packings[of].starts)
-            self._targets[key] = self._call_te(labels_of, "kept_labels", *arguments)
+                return te.compute((where[0].shape[1],), element, name="kept_labels")
+
+            self._targets[key] = self._call_te(labels_of, "kept_labels", expr, *where)
         return self._targets[key]
 
+    def _where(self, of: int) -> tuple[list[Any], Callable[..., Any]]:
+        """Return the tensors that say where rows come from, and what says that one is a row.
+
+        Others fill up, or are no part of a cut: these say where any other row comes from.
+        """
+        packing, cut = self._packing(of), self._grid.cut(of)
+        if cut is None:
+            return [packing.places, packing.starts], _is_before_end
+        if of not in self._cuts:
+            extent, start = cut
+
+            def places_of(places: te.Tensor, starts: te.Tensor, extent: Any) -> te.Tensor:
+                def element(k: Any, row: Any) -> Any:
+                    position = places(2, row) - start
+                    is_part = tirx.all(
+                        _is_before_end(row, places, starts), position >= 0, position < extent
+                    )
+                    position = tirx.max(tirx.min(position, extent - 1), 0)
+                    sequence = places(1, row)
+                    rest = tirx.Select(k == 2, position, is_part.astype("int64"))
+                    rest = tirx.Select(k == 1, sequence, rest)
+                    return tirx.Select(k == 0, sequence * extent + position, rest)
+
+                return te.compute((4, places.shape[1]), element, name="cut_places")
+
+            made = (places_of, "cut_places", packing.places, packing.starts)
+            self._cuts[of] = self._emit(self._alone(*made, relax.prim_value(extent)), "cut_places")
+        return [self._cuts[of]], lambda row, places: places(3, row) > 0
+
     def _call_te(self, compute: Any, name: str, *args: Any) -> Any:
-        kernel, operands, out = gen_call_tir_inputs(compute, *args)
-        call = relax.call_tir(self._add_kernel(kernel, name), operands, out)
-        return self._emit(call, name)
+        return self._emit(self._written(compute, name, *args), name)
+
+    def _alone(self, compute: Any, name: str, *args: Any) -> relax.Call:
+        """Call a kernel with numbers among its arguments, which stays alone (`Emitter.te`)."""
+        return self._written(compute, name, *args, primfunc_attrs={"op_pattern": _OPAQUE})
+
+    def _written(self, compute: Any, name: str, *args: Any, **options: Any) -> relax.Call:
+        """Call a kernel that is written in TE."""
+        kernel, operands, out = gen_call_tir_inputs(compute, *args, **options)
+        return self._located(relax.call_tir(self._add_kernel(kernel, name), operands, out))
 
     def _add_kernel(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
         """Add a kernel to the module, unless an equal one is there."""
@@ -394,15 +543,23 @@ class _Rewriter:
             return shape
         if rows.layout == "both":
             shape[rows.batch] = tirx.IntImm("int64", 1)
-        shape[rows.length] = self._packings[rows.of].tokens
+        shape[rows.length] = self._packing(rows.of).tokens
         return shape
 
     def _size(self, size: Any) -> Any:
         """A size that a kernel is given: with one sequence of all rows that are kept."""
+        rows = self._grid.rows_of_shape([size])
+        if rows.layout in ("length", "merged"):
+            return self._packing(rows.of).tokens
         changes: dict[tirx.Var, Any] = {self._grid.batch: tirx.IntImm("int64", 1)}
         for length, packing in zip(self._grid.lengths, self._packings, strict=True):
             changes[length] = packing.tokens
         return substitute(size, changes)
+
+
+def _is_before_end(row: Any, places: te.Tensor, starts: te.Tensor) -> Any:
+    del places
+    return row < starts(starts.shape[0] - 1)
 
 
 def most_tokens(dims: dict[str, list[int]], batch: tirx.Var, length: tirx.Var) -> int | None:
