@@ -353,8 +353,6 @@ class _Analysis:
         """What is computed for all rows whatever is left out: labels, masks, weights."""
         rows = self._grid.rows(var.ty)
         facts = _Facts((rows,), (None,))
-        if not isinstance(var.ty, relax.TensorType) or "int" in registry.dtype_name(var.ty):
-            return facts  # numbers that are indices have no reason to be zero
         if (rows.layout, rows.batch) == ("both", 0):
             indices: list[Value] = [("index", f"axis {k}") for k in range(len(var.ty.shape.values))]
             indices[rows.batch], indices[rows.length] = BATCH, LENGTH

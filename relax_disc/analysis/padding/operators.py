@@ -115,10 +115,19 @@ def describe(
 
 
 def reads_zero(name: str, position: int) -> bool:
-    """Whether the support of an operator's result may follow from that of one of its operands."""
-    if name == "relax.divide":
-        return position == 0
-    return name not in _ELEMENTWISE or name in _ZERO_AT_ZERO or name in _KEEP_ZERO
+    """Whether the support of an operator's result follows from that of one of its operands.
+
+    Not so of numbers that are indices or divisors: zero is not a value of theirs.
+    """
+    return name in _KEEP_ZERO or (name in _KEEP_FIRST_ZERO and position == 0)
+
+
+def has_zero(kind: Any) -> bool:
+    """Whether the support of what a kernel makes may follow from that of such an operand.
+
+    Integers may be indices in it.
+    """
+    return "int" not in registry.dtype_name(kind)
 
 
 def _sum(support: Support) -> Use:
@@ -148,7 +157,7 @@ def _elementwise(name: str, result: Any, rows: Rows, operands: Sequence[Operand]
         found = in_all(support)
     elif name == "relax.where":
         found = in_any([in_all(support[:2]), support[2]])
-    elif name in _KEEP_ZERO:
+    elif name in _ADDED:
         found = in_any(support)
     elif name in ("relax.divide", "relax.broadcast_to") or name in _ZERO_AT_ZERO:
         found = support[0]
@@ -204,7 +213,7 @@ def _kernel(call: relax.Call, operands: Sequence[Operand], grid: Grid, module: t
         module[call.args[0]],
         [operand.rows for operand in operands],
         [grid.rows(each) for each in results],
-        [operand.support for operand in operands],
+        [operand.support if has_zero(operand.kind) else None for operand in operands],
     )
     if found is None:
         name = call.args[0].name_hint
@@ -217,8 +226,13 @@ _ZERO_AT_ZERO = frozenset(
     for name in "negative astype abs sqrt sin tan tanh erf sign floor ceil round trunc asin atan "
     "sinh asinh square nn.relu nn.leakyrelu nn.gelu nn.gelu_tanh nn.silu".split()
 )
-_KEEP_ZERO = frozenset(
-    f"relax.{name}" for name in "add subtract multiply maximum minimum where".split()
+_ADDED = frozenset(f"relax.{name}" for name in "add subtract maximum minimum concat".split())
+_KEEP_ZERO = _ADDED | {"relax.multiply", "relax.where", "relax.matmul"}
+_KEEP_FIRST_ZERO = _ZERO_AT_ZERO.union(
+    _MOVES,
+    _RESHAPED,
+    ["relax_disc.embedding_backward", "relax_disc.logsumexp_backward"],
+    [f"relax.{name}" for name in "divide permute_dims sum mean split strided_slice".split()],
 )
 _ELEMENTWISE = _ZERO_AT_ZERO | frozenset(
     f"relax.{name}"

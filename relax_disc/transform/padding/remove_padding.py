@@ -38,7 +38,7 @@ from relax_disc.analysis.padding.demand import Padding, find_padding
 from relax_disc.analysis.padding.grid import Grid, Rows, constant_of
 from relax_disc.analysis.padding.moves import Move
 from relax_disc.analysis.padding.needed import ATTENTION, LOSS
-from relax_disc.analysis.padding.operators import reads_zero
+from relax_disc.analysis.padding.operators import has_zero, reads_zero
 from relax_disc.analysis.program.reader import bindings_of
 from relax_disc.ops import registry
 from relax_disc.ops.attention import optional_operands
@@ -344,7 +344,9 @@ class _Rewriter:
         types = [relax.TensorType(self._shape(kind), kind.dtype) for kind in fields]
         operands = relax.Tuple(
             [
-                self._operand(arg) if isinstance(arg.ty, relax.TensorType) else self._size(arg)
+                self._operand(arg, has_zero(arg.ty))
+                if isinstance(arg.ty, relax.TensorType)
+                else self._size(arg)
                 for arg in call.args[1].fields
             ]
         )
