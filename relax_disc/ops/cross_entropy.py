@@ -170,6 +170,9 @@ registry.traced(
 )
 
 
+_IGNORED = -100  # PyTorch's own choice; a label of no class
+
+
 @registry.kept(torch.ops.aten.cross_entropy_loss.default)
 def keep_cross_entropy(
     logits: Tensor,
@@ -183,6 +186,9 @@ def keep_cross_entropy(
     if target.is_floating_point() or logits.dim() < 2:
         return None
     classes, shape = logits.shape[1], target.shape
+    if not isinstance(ignore_index, int):
+        # A size of the batch, as for answers that lie beyond a text: another number stands for it.
+        target, ignore_index = torch.where(target == ignore_index, _IGNORED, target), _IGNORED
     if logits.dim() > 2:
         logits = logits.movedim(1, -1).reshape(-1, classes)
         target = target.reshape(-1)
