@@ -119,8 +119,8 @@ class Model(nn.Module):
         if self.loss == "shifted states":
             return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), labels[:, 1:].flatten())
         logits, counts = self.head(x), labels != IGNORED
-        if self.loss in LOSSES:
-            return LOSSES[self.loss](logits, labels, mask.to(x.dtype), counts)
+        if self.loss in (losses := {**LOSSES, **MIXING_LOSSES}):
+            return losses[self.loss](logits, labels, mask.to(x.dtype), counts)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         if self.loss == "all activations":
             loss = loss + x.square().mean()
@@ -166,6 +166,19 @@ LOSSES = {
     ).sum(),
 }
 """Losses of positions that a label or a mask counts."""
+MIXING_LOSSES = {
+    "moved": lambda logits, labels, mask, counts: F.cross_entropy(
+        (logits + F.pad(logits[:, :-1] * mask[:, 1:, None], (0, 0, 1, 0))).flatten(0, 1),
+        labels.flatten(),
+    ),
+    "first of the rest": lambda logits, labels, mask, counts: F.cross_entropy(
+        logits[:, 1:][:, 0], labels[:, 0].clamp(min=0)
+    ),
+    "sign of the next": lambda logits, labels, mask, counts: (
+        logits[:, :-1, 0].square() * (logits[..., 0] > 0)[:, 1:] * mask[:, 1:]
+    ).sum(),
+}
+"""Losses that read a position beside the one that counts."""
 
 
 @st.composite
@@ -173,7 +186,7 @@ def models(draw):
     names = st.sampled_from([*PLAIN] * 3 + [*ATTENTION] * 4 + [*MIXING])
     layers = draw(st.lists(names, min_size=1, max_size=5))
     counted = ["plain"] * 4 + ["pooled"] * 2 + ["first", "shifted states", *LOSSES]
-    loss = draw(st.sampled_from([*counted, "all activations", "z"]))
+    loss = draw(st.sampled_from([*counted, *MIXING_LOSSES, "all activations", "z"]))
     return layers, loss
 
 
@@ -185,7 +198,7 @@ def gradients(model, batch):
 
 
 def least_length(loss):
-    return 4 if loss == "two shifts" else 3 if "shifted" in loss else 1
+    return 4 if loss == "two shifts" or loss in MIXING_LOSSES else 3 if "shifted" in loss else 1
 
 
 def a_batch(generator, least=1):
@@ -219,7 +232,7 @@ def check(layers, loss):
     attention = {name for name in layers if name in ATTENTION}
     good = {*PLAIN, *ATTENTION}
     same = attention in ({"causal"}, {"masked"}, {"causal and masked"})
-    if same and set(layers) <= good and loss not in ("all activations", "z"):
+    if same and set(layers) <= good and loss not in ("all activations", "z", *MIXING_LOSSES):
         assert captured.packings, captured.padding
     if not captured.packings:
         assert captured.padding
@@ -274,7 +287,7 @@ def test_attention_to_all_keeps_all(loss):
     assert "neither causal nor" in captured.padding[-1].reason
 
 
-@pytest.mark.parametrize("loss", ["first", "shifted states", *LOSSES])
+@pytest.mark.parametrize("loss", ["first", "shifted states", *LOSSES, *MIXING_LOSSES])
 def test_losses_need_what_they_count(loss):
     check(["causal", "gelu"], loss)
 

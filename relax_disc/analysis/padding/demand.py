@@ -299,15 +299,17 @@ class _Analysis:
         """What takes a part of the positions, or puts one back."""
         at_start: Support = frozenset({("eq", LENGTH, move.start)})
         nothing, by_row = (None,), Use("by_row")
+        cuts = self._grid.cut(operand.rows.of), self._grid.cut(rows.of)
+        starts = [None if cut is None else cut[1] for cut in cuts]
         match move.kind:
-            case "cut":
+            case "cut" if starts == [None, move.start]:
                 # Positions that are no part of the cut are not zero in the packed rows.
                 return _Facts((rows,), nothing, True, by_row)
-            case "pad" if operand.support is not None and self._grid.cut(operand.rows.of):
+            case "pad" if starts == [move.start, None] and operand.support is not None:
                 return _Facts((rows,), (operand.support,), True, by_row)
-            case "pick" if move.start == 0 and rows.layout == "batch" and rows.batch == 0:
+            case "pick" if cuts[0] is None and move.start == 0 and rows == Rows("batch", 0):
                 return _Facts((rows,), nothing, False, Use("sum"), (operand.rows.of, at_start))
-            case "spread" if operand.rows.layout == "batch" and operand.rows.batch == 0:
+            case "spread" if cuts[1] is None and operand.rows == Rows("batch", 0):
                 return _Facts((rows,), (at_start,), True, by_row)
         return _Facts((rows,), nothing, use=Use("any", reason="it takes a part of the rows"))
 

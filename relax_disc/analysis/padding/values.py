@@ -142,8 +142,9 @@ class Elements:
         if name == "relax.bitwise_xor":
             bits, one = (self._broadcast(arg, indices) for arg in value.args)
             return simplify(("not", bits)) if is_truth(bits) and one == 1 else self._anything()
-        if name == "relax.concat":
-            return self._concat(value.args[0].fields, int(value.attrs.axis), indices)
+        if name == "relax.concat" and isinstance(value.args[0], relax.Tuple):
+            axis = 0 if value.attrs.axis is None else int(value.attrs.axis) % len(indices)
+            return self._concat(value.args[0].fields, axis, indices)
         if name in _RELAX:
             return simplify((_RELAX[name], *(self._broadcast(a, indices) for a in value.args)))
         return self._anything()
