@@ -16,8 +16,9 @@ from typing import Any
 import tvm
 from tvm import relax, s_tir, tirx
 
+from relax_disc.analysis.kernels.inplace import INPLACE_ATTRIBUTE, inplace_pairs
 from relax_disc.analysis.kernels.stages import read_stages
-from relax_disc.analysis.program.reader import inplace_pairs
+from relax_disc.analysis.program.reader import inplace_pairs as replaced_parameters
 from relax_disc.ops.operand_views import Uses
 from relax_disc.tir_kernels.cpu.elementwise import APART
 from relax_disc.transform.functions import (
@@ -87,7 +88,7 @@ class _Finder(KernelGraph):
             for place, binding in enumerate(bindings)
             if isinstance(binding.value, relax.TupleGetItem) or _is_guard(binding.value)
         )
-        self._written = {function.params[k] for k in inplace_pairs(function).values()}
+        self._written = {function.params[k] for k in replaced_parameters(function).values()}
 
     def joins(self) -> Iterator[list[int]]:
         """Yield places of updates that become one kernel, each in order."""
@@ -221,11 +222,16 @@ def _joined(kernels: Sequence[tirx.PrimFunc], calls: Sequence[Any]) -> tirx.Prim
     """Run kernels one after the other in one function: what all read, then what all write."""
     read: list[Any] = []
     written: list[Any] = []
+    overlaid: list[tuple[Any, Any]] = []
+    names = [call.args[0].name_hint for call in calls]
+    proven = {name: inplace_pairs(k) for name, k in dict(zip(names, kernels, strict=True)).items()}
     scratch: list[Any] = []
     body: list[Any] = []
-    for kernel, call in zip(kernels, calls, strict=True):
+    for name, kernel, call in zip(names, kernels, calls, strict=True):
         own = s_tir.renew_defs(kernel)
         results = len(result_types(call))
+        # Of its own operands only: no order is between the updates.
+        overlaid += [(own.params[a], own.params[b]) for a, b in proven[name]]
         read += own.params[:-results]
         written += own.params[-results:]
         block = own.body.block
@@ -236,4 +242,7 @@ def _joined(kernels: Sequence[tirx.PrimFunc], calls: Sequence[Any]) -> tirx.Prim
     func = tirx.PrimFunc(
         [*read, *written], s_tir.SBlockRealize([], True, root), like.ret_type, like.attrs
     )
-    return func.with_attr(APART, [len(result_types(call)) for call in calls])
+    place = {param: index for index, param in enumerate(func.params)}
+    pairs = [[place[a], place[b]] for a, b in overlaid]
+    apart = [len(result_types(call)) for call in calls]
+    return func.with_attrs({APART: apart, INPLACE_ATTRIBUTE: pairs})

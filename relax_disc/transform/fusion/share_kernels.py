@@ -27,7 +27,7 @@ from tvm.sym.analyzer import Analyzer
 
 from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import constant, is_buffer
-from relax_disc.tir_kernels.cpu.elementwise import FEW_ELEMENTS, SERIAL_ELEMENTS
+from relax_disc.tir_kernels.cpu.elementwise import APART, FEW_ELEMENTS, SERIAL_ELEMENTS
 from relax_disc.transform.functions import (
     block_like,
     is_reshape,
@@ -132,7 +132,8 @@ def _is_open(function: Any) -> bool:
     """Whether a kernel is still to be scheduled and nobody outside knows it."""
     if not _is_private_kernel(function) or function.attrs.get("tirx.is_scheduled", False):
         return False
-    return not is_reshape(function)
+    # The proofs of a joined kernel name its parameters by position, and sizes would move those.
+    return APART not in function.attrs and not is_reshape(function)
 
 
 def _share(kernels: Mapping[Any, tuple[tirx.PrimFunc, int]]) -> dict[Any, _Shared]:
