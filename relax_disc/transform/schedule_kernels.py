@@ -86,10 +86,12 @@ def schedule_kernel(
     """
     func = without_marks(func)
     for rule in rules:
-        pairs = list(inplace_pairs(func))
         try:
             schedule = rule.apply(func, target, False)
-            if schedule is not None and target.kind.name == "cuda":
+            if schedule is None:
+                continue
+            pairs = list(inplace_pairs(func))
+            if target.kind.name == "cuda":
                 races, overlaid = _races(schedule.mod["main"], target, pairs)
                 if races:
                     _logger.warning("threads of %s race by %s", name, type(rule).__name__)
@@ -99,8 +101,6 @@ def schedule_kernel(
                 pairs = [pair for pair in pairs if pair not in overlaid]
         except LOWERING_FAILURES as error:
             _logger.warning("%s failed on %s, kernel kept: %s", type(rule).__name__, name, error)
-            continue
-        if schedule is None:
             continue
         scheduled = schedule.mod["main"]
         if target.kind.name == "llvm":

@@ -164,6 +164,7 @@ class Inliner:
         self.inlinable = all(
             axis_mapping(stage, stage.indices) is not None for stage in self._producers.values()
         )
+        self._reads: dict[Stage, frozenset[Any]] = {}
 
     def remaining(self, kernel: StagedKernel) -> list[Stage]:
         """List the stages that cannot disappear: reductions and outputs."""
@@ -177,6 +178,13 @@ class Inliner:
     def element(self, stage: Stage) -> Element:
         """Inline everything into one stage."""
         return _ElementBuilder(self._producers).build(widen_stage(stage))
+
+    def reads(self, stage: Stage) -> frozenset[Any]:
+        """Buffers that a stage reads once everything is inlined into it."""
+        if stage not in self._reads:
+            loads = (load for expr in self.element(stage).expressions for load in loads_of(expr))
+            self._reads[stage] = frozenset(load.source for load in loads)
+        return self._reads[stage]
 
     def elements(self, stages: Sequence[Stage]) -> list[Element]:
         """Inline everything into stages over the same axes, sharing intermediate values.

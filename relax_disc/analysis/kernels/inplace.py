@@ -41,15 +41,17 @@ def inplace_pairs(func: tirx.PrimFunc) -> tuple[tuple[int, int], ...]:
     if kernel is None:
         return ()
     position = {param: index for index, param in enumerate(func.params)}
+    has_reduction = any(stage.combiner is not None for stage in kernel.stages)
+    inliner = Inliner(kernel, inline_outputs=not has_reduction)
     pairs = [
         (position[source], position[target])
         for target in kernel.outputs
-        for source in _overlaid(kernel, target)
+        for source in _overlaid(kernel, target, inliner)
     ]
     return tuple(sorted(pairs))
 
 
-def _overlaid(kernel: StagedKernel, target: Any) -> list[Any]:
+def _overlaid(kernel: StagedKernel, target: Any, inliner: Inliner) -> list[Any]:
     """List the inputs that an output may be written over."""
     stages = kernel.stages
     writer = next(at for at, stage in enumerate(stages) if stage.buffer.same_as(target))
@@ -60,7 +62,7 @@ def _overlaid(kernel: StagedKernel, target: Any) -> list[Any]:
         for source in kernel.inputs
         if _same_layout(source, target) and _safe_as_it_stands(stages, writer, source)
     ]
-    return _safe_inlined(kernel, writer, sources) if sources else []
+    return _safe_inlined(kernel, writer, sources, inliner) if sources else []
 
 
 def _same_layout(source: Any, target: Any) -> bool:
@@ -88,18 +90,22 @@ def _at_written_index(reads: list[Any], stage: Stage) -> bool:
     return all(same_expr(list(load.indices), list(stage.indices)) for load in reads)
 
 
-def _safe_inlined(kernel: StagedKernel, writer: int, sources: list[Any]) -> list[Any]:
+def _safe_inlined(
+    kernel: StagedKernel, writer: int, sources: list[Any], inliner: Inliner
+) -> list[Any]:
     """Sources that stay safe when intermediate values are computed where they are used.
 
     That is element by element, or row by row where the kernel reduces.
     """
     has_reduction = any(stage.combiner is not None for stage in kernel.stages)
-    inliner = Inliner(kernel, inline_outputs=not has_reduction)
     if not inliner.inlinable:
         return []
     written = kernel.stages[writer]
     is_late = False
     for stage in inliner.remaining(kernel):
+        if not inliner.reads(stage).intersection(sources):
+            is_late |= has_reduction and stage is written
+            continue
         element = _on_axes_of(inliner, stage, written)
         expressions = (element or inliner.element(stage)).expressions
         loads = [load for expr in expressions for load in loads_of(expr)]

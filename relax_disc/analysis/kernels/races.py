@@ -221,7 +221,7 @@ class _Walk:
             of = [extents.get(f"{kind}.{axis}", (None, 1)) for axis in "xyz"]
             count = of[0][1] * of[1][1] * of[2][1]
             if kind == "blockIdx":
-                index = np.unique([0, min(1, count - 1), count - 1])[:, None]
+                index = _sample_blocks(count, body)
                 self._blocks, blocks = index, count
             else:
                 index = np.arange(count)
@@ -335,6 +335,20 @@ class _Walk:
         if found is None or values[0] is None or values[1] is None:
             return None
         return np.where(found, *values)
+
+
+def _sample_blocks(count: int, body: Any) -> Any:
+    """Blocks to look at: the first, the last, and those where a kernel does something else."""
+    numbers = {0, 1, count - 1}
+
+    def note(comparison: Any) -> None:
+        for side in (comparison.a, comparison.b):
+            if isinstance(side, prim.IntImm):
+                numbers.update((int(side.value) - 1, int(side.value)))
+
+    for kind in (prim.LT, prim.LE, prim.GT, prim.GE):
+        tvm_ffi.structural_walk(body, (kind, note))
+    return np.array(sorted(n for n in numbers if 0 <= n < count))[:, None]
 
 
 def _negated(condition: Any) -> Any:
