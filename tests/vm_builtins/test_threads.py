@@ -99,6 +99,34 @@ print(torch.get_num_threads(), parallel_tasks())
     assert of_pytorch == ours == (count or of_pytorch)
 
 
+SMALL = """
+import os, torch
+from torch import nn
+from torch.export import Dim
+import relax_disc
+tasks = lambda: len(os.listdir("/proc/self/task"))
+torch.set_num_threads(3)
+model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4), nn.LogSoftmax(1))
+step = relax_disc.compile(
+    model, torch.optim.AdamW(model.parameters()), (torch.ones(4, 8), torch.zeros(4).long()),
+    dynamic_shapes=({0: Dim("rows", min=2, max=65536)},) * 2, loss_fn=nn.functional.nll_loss,
+)
+before = tasks()
+for rows in (8, 65536):
+    step(torch.ones(rows, 8), torch.zeros(rows).long())
+    print(tasks() - before)
+"""
+
+
+def test_small_kernels_wake_no_other_thread(repository):
+    environment = {**os.environ, "PYTHONPATH": str(repository), "RELAX_DISC_PRODUCTS": "own"}
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL],
+        cwd=repository, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["0", "2"]
+
+
 def parallel_tasks():
     """Threads that take part in a parallel loop of TVM's code generator."""
 

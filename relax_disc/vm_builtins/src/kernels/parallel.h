@@ -16,6 +16,26 @@ namespace relax_disc {
 int NumThreads();
 
 /*!
+ * \brief While it lives, loops of small work run on the calling thread alone.
+ *
+ * Waking another thread takes some microseconds, and until that has a core, if others keep it busy.
+ * What is computed does not depend on it.  Teams that wait for each other are not affected.
+ */
+class SerialScope {
+ public:
+  explicit SerialScope(bool is_serial);
+  ~SerialScope();
+  SerialScope(const SerialScope&) = delete;
+  SerialScope& operator=(const SerialScope&) = delete;
+
+ private:
+  bool was_serial_;
+};
+
+/*! \brief Threads of a loop: `NumThreads()`, or 1 inside a `SerialScope`. */
+int LoopThreads();
+
+/*!
  * \brief Run body(data, index, tasks) for every index at the same time; it must not throw.
  * \param tasks At most `NumThreads()`.
  */
@@ -84,7 +104,7 @@ void ParallelRegion(int tasks, const F& body) {
  */
 template <typename F>
 void ParallelFor(int64_t count, int threads, const F& body) {
-  int tasks = static_cast<int>(std::min<int64_t>(count, std::min(threads, NumThreads())));
+  int tasks = static_cast<int>(std::min<int64_t>(count, std::min(threads, LoopThreads())));
   if (tasks <= 1) {
     for (int64_t i = 0; i < count; ++i) body(i, 0);
     return;

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 #include "kernels/parallel.h"
 
@@ -45,6 +46,7 @@ using Task = int (*)(int index, TVMParallelGroupEnv* env, void* data);
 
 constexpr int kPauseHard = 2;  // omp_pause_hard
 thread_local bool has_team = false;
+thread_local bool is_serial = false;
 
 /*! \brief A region whose body returns a status, as TVM's kernels do. */
 struct KernelRegion {
@@ -78,7 +80,7 @@ struct KernelRegion {
 /*! \brief In place of TVM's function of that name; `count` 0 asks for every thread. */
 int BackendParallelLaunch(Task task, void* data, int count) {
   TVM_FFI_SAFE_CALL_BEGIN();
-  const int threads = NumThreads();
+  const int threads = LoopThreads();
   const int tasks = count <= 0 ? threads : std::min(count, threads);
   KernelRegion region{task, data, Barrier(tasks)};
   LaunchTasks(&KernelRegion::Run, &region, tasks);
@@ -117,6 +119,11 @@ int NumThreads() {
   if (omp_in_parallel() || omp_get_max_active_levels() < 1) return 1;
   return std::max(1, std::min(at::get_num_threads(), omp_get_thread_limit()));
 }
+
+SerialScope::SerialScope(bool serial) : was_serial_(std::exchange(is_serial, serial)) {}
+SerialScope::~SerialScope() { is_serial = was_serial_; }
+
+int LoopThreads() { return is_serial ? 1 : NumThreads(); }
 
 void LaunchTasks(void (*body)(void*, int, int), void* data, int tasks) {
   if (tasks == 1) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "runtime/session.h"
+#include "kernels/parallel.h"
 #include "kernels/workspace.h"
 #include "planner/remainder.h"
 
@@ -155,6 +156,7 @@ void Frame::Call(const Step& step, const Step& next) {
   for (int32_t i = step.first_copy; i < step.first_argument; i += 2) {
     CopyBytes(values[i].cast<ffi::Tensor>(), values[i + 1].cast<ffi::Tensor>());
   }
+  SerialScope serial(plan_->is_small[step.kernel]);
   LentWorkspace lent(arena_->base() + step.workspace_offset, plan_->workspaces[step.kernel]);
   const ffi::Function& function = session_->functions_[step.kernel];
   ffi::PackedArgs arguments(values + step.first_argument, next.first_copy - step.first_argument);

@@ -38,6 +38,7 @@ struct Plan {
   ArenaPlan arena;
   int64_t resident_bytes = 0, escaping_bytes = 0;
   std::vector<int64_t> workspaces;  // of each kernel, in the arena while it runs
+  std::vector<char> is_small;       // of each kernel: it runs on one thread
   int64_t workspace_bytes = 0;      // the largest of them
   int64_t library_bytes = 0;        // the most that a library takes from malloc in any kernel
   int64_t planning_ns = 0;
