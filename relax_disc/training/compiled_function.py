@@ -69,7 +69,8 @@ class CompiledFunction:
         used = {guard.what: guard.value for guard in captured.outer.guards}
         held = {name: value for name, value in used.items() if isinstance(value, torch.nn.Module)}
         self._hooks = HookWatch(model, optimizers_of(optimizer), held)
-        self._modes = [(vars(module), module.training, module) for module in model.modules()]
+        self._modules = list(model.modules())
+        self._modes = [module.training for module in self._modules]
         device = tvm.runtime.device(schema.device.type, schema.device.index or 0)
         if sibling is not None and sibling._executable is executable:
             self._machine = sibling._machine
@@ -552,13 +553,13 @@ class CompiledFunction:
         self._binding.mark_written(self._written)
 
     def _check_mode(self) -> None:
-        for attributes, training, module in self._modes:
-            if attributes["training"] is not training:
-                mode = "train" if training else "eval"
-                raise InputMismatchError(
-                    f"{type(module).__name__} was compiled in {mode}() mode and is in the other "
-                    f"one now; call `.{mode}()` or compile again."
-                )
+        if (now := [module.training for module in self._modules]) != self._modes:
+            changed = next(k for k, mode in enumerate(now) if mode != self._modes[k])
+            mode = "train" if self._modes[changed] else "eval"
+            raise InputMismatchError(
+                f"{type(self._modules[changed]).__name__} was compiled in {mode}() mode and is in "
+                f"the other one now; call `.{mode}()` or compile again."
+            )
         self._guards.check()
         self._hooks.check()
 

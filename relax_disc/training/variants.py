@@ -55,6 +55,8 @@ class Variants:
 
         Raises `MemoryBudgetError`: none does, and none has begun; of that which needs least.
         """
+        if len(self._all) == 1:
+            return self._call(self._all[0], arguments)
         return next(self.each(lambda variant: self._call(variant, arguments)))
 
     def _call(self, variant: Variant, arguments: Sequence[Any]) -> Any:

@@ -22,6 +22,9 @@ from relax_disc.errors import (
 from relax_disc.vm_builtins.capturing import is_capturing, refuse_capture
 
 GUARD = "relax_disc.guard"
+"""What programs call: native code (`src/runtime/guard.cc`), which asks `BY_TORCH` if need be."""
+
+BY_TORCH = "relax_disc.guard_by_torch"
 
 BRANCH = "The branch on data at "
 """How the message of a check begins that a branch goes the way that was compiled."""
@@ -82,4 +85,4 @@ def _refusal(flag: int, lower: int, upper: int, where: str) -> RelaxDiscError:
 
 for _error in (BranchError, IndexRangeError, ModelCheckError, NonFiniteLossError):
     tvm_ffi.register_error(_error)
-tvm_ffi.register_global_func(GUARD, guard, override=True)
+tvm_ffi.register_global_func(BY_TORCH, guard, override=True)

@@ -27,7 +27,7 @@ from relax_disc.training import compiled_function
 from relax_disc.training.call import binding
 from relax_disc.vm_builtins import runtime
 from relax_disc.vm_builtins.capturing import capturing, is_capturing
-from relax_disc.vm_builtins.guard import GUARD
+from relax_disc.vm_builtins.guard import BY_TORCH, GUARD
 from relax_disc.vm_builtins.libraries import install
 from tests.cuda.attention_kernels import attention_kernels
 from tests.cuda.emulator import Emulator, Relabelled, announced
@@ -61,7 +61,7 @@ def cuda_stand_in(emulator: Emulator) -> Iterator[None]:
         if name == "relax_disc.cuda.matmul_add":
             function = _addend_last(function)
         replaced[name] = _on_host(emulator, name, function)
-    replaced[GUARD] = _in_order(emulator, tvm_ffi.get_global_func(GUARD))
+    replaced[GUARD] = _in_order(emulator, tvm_ffi.get_global_func(BY_TORCH))
     before = {name: tvm_ffi.get_global_func(name) for name in replaced}
     for name, function in replaced.items():
         tvm_ffi.register_global_func(name, function, override=True)

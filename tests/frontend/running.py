@@ -9,6 +9,7 @@ import tvm
 from tvm import relax
 
 from relax_disc.frontend import programs_of
+from relax_disc.frontend.optimizer.numbers import plain_settings
 from tests.frontend.plain_ops import plain_ops
 
 
@@ -71,7 +72,7 @@ class Runner:
         program = programs_of(optimizer).of(settings, parameter)
         state = optimizer.state.get(parameter, {})
         scalars = program.scalars_now(state, settings)
-        values, _, _ = program.host(settings, scalars, program.is_fresh(state))
+        values, _, _ = program.host(plain_settings(settings), scalars, program.is_fresh(state))
         return np.asarray([*values, 0], spec.dtype)
 
     def sizes(self, leaves):

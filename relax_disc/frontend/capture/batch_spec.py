@@ -60,6 +60,16 @@ class BatchSpec:
                 self._refuse_value(batch, index, given)
         return leaves
 
+    def plain_arguments(self) -> tuple[int, tuple[str, ...]] | None:
+        """Count the arguments by place and name the others, if every one is a leaf that may change.
+
+        A list of arguments, all tensors, then is the list of leaves.
+        """
+        parts = [part for side in self.structure.children() for part in side.children()]
+        if self.fixed or not all(part.is_leaf() for part in parts):
+            return None
+        return self._count, tuple(self._keywords)
+
     @property
     def _count(self) -> int:
         """How many arguments the example gave by place."""

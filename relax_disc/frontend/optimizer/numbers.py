@@ -85,8 +85,17 @@ _SCOPE |= {"inf": math.inf, "nan": math.nan}
 
 def evaluate(text: Any, group: Mapping[str, Any], **known: Any) -> Any:
     """Compute an expression, or compiled code, for the settings of a group."""
-    settings = {key: plain_number(value) for key, value in group.items() if key != "params"}
+    return evaluate_plain(text, plain_settings(group), **known)
+
+
+def evaluate_plain(text: Any, settings: Mapping[str, Any], **known: Any) -> Any:
+    """Compute the same for settings that are Python's numbers already."""
     return eval(text, _SCOPE, {**settings, **known})
+
+
+def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group as Python's numbers, as far as they are numbers."""
+    return {key: plain_number(value) for key, value in group.items() if key != "params"}
 
 
 def plain_number(value: Any) -> Any:

@@ -22,7 +22,9 @@ from relax_disc.frontend.optimizer.numbers import (
     constant,
     depends_on_state,
     evaluate,
+    evaluate_plain,
     plain_number,
+    plain_settings,
 )
 from relax_disc.frontend.optimizer.tracing import IMPLEMENTATION, ScalarState, TensorState, Trace
 
@@ -174,14 +176,14 @@ class UpdateProgram:
         return _choice(self, range(len(self.ways)))
 
     def host(
-        self, group: Mapping[str, Any], scalars: Mapping[str, Any], fresh: bool
+        self, settings: Mapping[str, Any], scalars: Mapping[str, Any], fresh: bool
     ) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
-        """Compute the vector, and the new scalar states and settings."""
-        return evaluate(self._code["host"], group, s_=scalars, fresh_=fresh)
+        """Compute the vector, and the new scalar states and settings, from `plain_settings`."""
+        return evaluate_plain(self._code["host"], settings, s_=scalars, fresh_=fresh)
 
-    def check(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Compute how the guards turn out for a group."""
-        return evaluate(self._code["check"], group)
+    def check(self, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Compute how the guards turn out for the `plain_settings` of a group."""
+        return evaluate_plain(self._code["check"], settings)
 
     @functools.cached_property
     def _code(self) -> dict[str, Any]:
@@ -213,7 +215,7 @@ class UpdateProgram:
         self, group: Mapping[str, Any], parameter: Tensor, held: Mapping[str, TensorState]
     ) -> bool:
         """Say whether the program holds for a group's settings and a parameter's state."""
-        return self.check(group) == tuple(self.guards.values()) and all(
+        return self.check(plain_settings(group)) == tuple(self.guards.values()) and all(
             (known := held.get(state.key)) is None
             or (known.dtype, known.shape) == (state.dtype, self.shape_of(state, parameter))
             for state in self.tensors

@@ -20,6 +20,7 @@ from relax_disc.errors import IndexRangeError, InputMismatchError, ShapeRangeErr
 from relax_disc.frontend.capture.batch_spec import BatchSpec
 from relax_disc.frontend.spec import CapturedStep, IndexCheck, Packing, SizeCheck
 from relax_disc.training.call.packing import place_rows
+from relax_disc.vm_builtins.runtime import function
 
 Extent = int | SymbolicExpr
 
@@ -66,7 +67,7 @@ class BatchSchema:
         two extents contradict each other, or the model cannot run at these sizes. Raises
         `IndexRangeError`: a value that is used as an index is outside its range.
         """
-        flat = self.spec.flatten(tuple(args), kwargs)
+        flat = self._flat(args, kwargs) or self.spec.flatten(tuple(args), kwargs)
         tensors = [self._check_type(leaf, flat[leaf.position]) for leaf in self.leaves]
         shapes = tuple(tensor.shape for tensor in tensors)
         values = self._solved.get(shapes)
@@ -83,6 +84,23 @@ class BatchSchema:
             tensors += [places, starts]
             values[packing.tokens] = places.shape[1]
         return tensors, values
+
+    @functools.cached_property
+    def _plain_arguments(self) -> tuple[int, tuple[str, ...]] | None:
+        """How many arguments are given by place, and which by name, if each is a tensor."""
+        return self.spec.plain_arguments()
+
+    def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """List the leaves of a batch of tensors given as in the example; None for any other."""
+        if self._plain_arguments is None:
+            return None
+        count, names = self._plain_arguments
+        if not count and len(args) == 1 and not kwargs and type(args[0]) is dict:
+            args, kwargs = (), args[0]
+        if len(args) != count or kwargs.keys() != set(names):
+            return None
+        flat = [*args, *[kwargs[name] for name in names]]
+        return flat if all(isinstance(leaf, torch.Tensor) for leaf in flat) else None
 
     def _check_type(self, leaf: BatchLeaf, value: object) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
@@ -122,7 +140,7 @@ class BatchSchema:
             part = flat[check.leaf].detach()
             for view, *numbers in check.views:
                 part = VIEWS[view](part, *(_number(n, values) for n in numbers))
-            if part.numel():
+            if part.numel() and not _are_inside(check, part, values):
                 looked_at.append((check, part))
         if looked_at:
             ends = [
@@ -240,6 +258,19 @@ def _number(value: int | str, dims: Mapping[str, int]) -> int:
 @functools.lru_cache(maxsize=1024)
 def _expression(text: str) -> SymbolicExpr:
     return SymbolicExpr.parse(text)
+
+
+_INT64 = torch.iinfo(torch.int64)
+
+
+def _are_inside(check: IndexCheck, part: torch.Tensor, dims: Mapping[str, int]) -> bool:
+    """Say whether one look, without a copy, finds indices on the host allowed."""
+    if not part.is_cpu or not part.is_contiguous():
+        return False
+    low = _INT64.min if check.lower is None else _number(check.lower, dims)
+    high = _INT64.max if check.upper is None else _number(check.upper, dims)
+    other = low if check.ignored is None else check.ignored
+    return function("relax_disc.indices_are_inside")(part, low, high, other)
 
 
 def _without_ignored(

@@ -7,9 +7,11 @@ and binds anew what changed; a changed dtype, shape, device or layout is refused
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from relax_disc.errors import InputMismatchError
 from relax_disc.frontend.capture.state.outer import OuterTensor
 from relax_disc.frontend.optimizer.several import owners_of
 from relax_disc.frontend.spec import InputSpec
+from relax_disc.training.call.state_dicts import state_dicts
 from relax_disc.vm_builtins.state_file import StateFile
 
 _ALIGNMENT = 64
@@ -35,6 +38,9 @@ class _Slot:
     address: int
     layout: dict[str, Any]
     trained: bool | None  # None: it makes no difference
+    # Where it is: a table and a key, a parameter of an optimizer and a key; None: `look` knows.
+    place: tuple[dict[str, Any], str] | None = None
+    state: tuple[Any, int, str] | None = None
 
 
 def _layout(tensor: torch.Tensor) -> dict[str, Any]:
@@ -102,6 +108,49 @@ class Number:
             self._last = value
 
 
+class _Unchanged:
+    """Compares what was bound with what is there in loops that Python runs quickly.
+
+    Attributes
+    ----------
+    others : list of _Slot
+        Those that are not compared here.
+    """
+
+    def __init__(self, slots: Sequence[_Slot], in_file: frozenset[int]) -> None:
+        stored = [slot for slot in slots if slot.place is not None]
+        # What lies in a file is looked at more closely.
+        of_state = [slot for slot in slots if slot.state is not None and slot.index not in in_file]
+        compared = [*stored, *of_state]
+        indices = {slot.index for slot in compared}
+        self.others = [slot for slot in slots if slot.index not in indices]
+        self._places = [slot.place for slot in stored if slot.place is not None]
+        self._owners = {slot.state[0]: None for slot in of_state if slot.state is not None}
+        self._states = [slot.state for slot in of_state if slot.state is not None]
+        self._tensors = [slot.tensor for slot in compared]
+        self._addresses = [slot.address for slot in compared]
+        trained = [slot for slot in compared if slot.trained is not None]
+        self._parameters: list[Any] = [slot.tensor for slot in trained]
+        self._trained = [slot.trained for slot in trained]
+
+    def holds(self) -> bool:
+        """Say whether every tensor is the object that was bound, where it was, and trained or not.
+
+        A slot whose tensor is gone differs, too.
+        """
+        now: list[Any] = [table.get(key) for table, key in self._places]
+        dicts = {owner: state_dicts(owner) for owner in self._owners}
+        now += [dicts[owner].get(place, _NO_STATE).get(key) for owner, place, key in self._states]
+        return (
+            all(map(is_, now, self._tensors))
+            and [tensor.data_ptr() for tensor in now] == self._addresses
+            and [tensor.requires_grad for tensor in self._parameters] == self._trained
+        )
+
+
+_NO_STATE: Mapping[str, Any] = {}
+
+
 class Binding:
     """The parameters, buffers, constants and optimizer state of one step."""
 
@@ -122,9 +171,13 @@ class Binding:
         self._numbers: list[Number] = []
         self._state_file: StateFile | None = None
         self._in_file: frozenset[int] = frozenset()
+        self._listed: list[torch.Tensor] | None = None
+        self._quick: _Unchanged | None = None
         for index, spec in enumerate(self._specs):
             if spec.kind in ("parameter", "buffer"):
-                self._bind(index, f"{spec.kind} {spec.target}", self._model_tensor(spec))
+                place = self._place(spec)
+                look = functools.partial(place[0].get, place[1])
+                self._bind(index, f"{spec.kind} {spec.target}", look, place)
             elif spec.kind == "constant":
                 self._bind(index, f"constant {spec.target}", _look(outer[str(spec.target)]))
             elif spec.kind == "number":
@@ -159,6 +212,12 @@ class Binding:
         assert tensor is not None
         return tensor
 
+    def tensors(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Return the tensors bound to inputs, which are the same ones at each call."""
+        if self._listed is None:
+            self._listed = [self.tensor(index) for index in indices]
+        return self._listed
+
     def is_bound(self, index: int) -> bool:
         """Say whether there is a tensor for an input."""
         return self._by_input[index].look() is not None
@@ -173,6 +232,7 @@ class Binding:
             if self._specs[slot.index].kind == "gradient":
                 self.arguments[slot.index] = slot.tensor = None
                 slot.address = 0
+        self._listed = None
 
     def keep_state_in(self, file: StateFile | None) -> tuple[int, ...]:
         """Keep the optimizer's larger tensors in a file from the next `refresh` on; None: no more.
@@ -194,6 +254,7 @@ class Binding:
         self._in_file = frozenset() if file is None else frozenset(slot.index for slot in slots)
         for slot in slots:
             slot.address = 0  # that it is bound anew
+        self._quick = None
         return tuple(sorted(self._in_file))
 
     def refresh(self, *, early: bool = False) -> bool:
@@ -213,7 +274,11 @@ class Binding:
         for number in self._numbers:
             number.read()
         changed = False
-        for slot in self._slots:
+        if self._quick is not None and self._quick.holds():
+            slots = self._quick.others
+        else:
+            slots, self._quick, self._listed = self._slots, None, None
+        for slot in slots:
             tensor = slot.look()
             is_same = tensor is slot.tensor and tensor is not None
             if is_same and slot.trained is not None and tensor.requires_grad is not slot.trained:
@@ -237,17 +302,26 @@ class Binding:
             slot.tensor, slot.address = tensor, tensor.data_ptr()
             changed = True
         if changed:
+            self._listed = None
             self._check_tying()
+        if self._quick is None and all(slot.tensor is not None for slot in self._slots):
+            self._quick = _Unchanged(self._slots, self._in_file)
         return changed
 
     def mark_written(self, indices: Sequence[int]) -> None:
         """Tell autograd that tensors were written in place, by the program."""
-        torch.autograd.graph.increment_version([self.tensor(index) for index in indices])
+        torch.autograd.graph.increment_version(self.tensors(indices))
         if self._state_file is not None:
             for index in self._in_file.intersection(indices):
                 self._state_file.note_version(self.tensor(index))
 
-    def _bind(self, index: int, what: str, look: Callable[[], torch.Tensor | None]) -> None:
+    def _bind(
+        self,
+        index: int,
+        what: str,
+        look: Callable[[], torch.Tensor | None],
+        place: tuple[dict[str, Any], str] | None = None,
+    ) -> None:
         tensor = look()
         if tensor is None:
             raise InputMismatchError(f"{what} does not exist.")
@@ -255,11 +329,12 @@ class Binding:
         # Of others than parameters a compiled step takes no gradient in any case.
         is_trained = self._optimizer is not None and self._specs[index].kind == "parameter"
         trained = tensor.requires_grad if is_trained else None
-        slot = _Slot(index, what, look, tensor, tensor.data_ptr(), _layout(tensor), trained)
+        slot = _Slot(index, what, look, tensor, tensor.data_ptr(), _layout(tensor), trained, place)
         self._slots.append(slot)
         self._by_input[index] = slot
 
-    def _model_tensor(self, spec: InputSpec) -> Callable[[], torch.Tensor | None]:
+    def _place(self, spec: InputSpec) -> tuple[dict[str, Any], str]:
+        """Find the table of a module in which a parameter or buffer is, and its name there."""
         *path, leaf = str(spec.target).split(".")
         module = self._model
         for name in path:
@@ -270,16 +345,15 @@ class Binding:
                 self._parents.append(link)
             module = child
         table = module._buffers if spec.kind == "buffer" else module._parameters
-        return lambda: table.get(leaf)
+        return table, leaf
 
     def _await_gradient(self, index: int, spec: InputSpec) -> None:
         """Find ``p.grad`` at each call; it comes and goes."""
-        owner = self._model_tensor(spec)
-        parameter = owner()
-        assert parameter is not None
+        table, leaf = self._place(spec)
+        parameter = table[leaf]
 
         def look() -> torch.Tensor | None:
-            current = owner()
+            current = table.get(leaf)
             gradient = None if current is None else current.grad
             if gradient is not None and gradient.layout is not torch.strided:
                 raise InputMismatchError(
@@ -305,7 +379,8 @@ class Binding:
             return owner.state.get(parameter, empty).get(key)
 
         what = f"state {key} of {spec.target}"
-        slot = _Slot(index, what, look, None, 0, layout, trained=False)
+        state = (owner, id(parameter), str(key))
+        slot = _Slot(index, what, look, None, 0, layout, trained=False, state=state)
         self._slots.append(slot)
         self._by_input[index] = slot
 

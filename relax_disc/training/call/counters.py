@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.optimizer.numbers import Expr, plain_number
+from relax_disc.frontend.optimizer.numbers import Expr, plain_number, plain_settings
 from relax_disc.frontend.optimizer.program import UpdateProgram
 from relax_disc.frontend.optimizer.programs import programs_of
 from relax_disc.frontend.optimizer.several import groups_of
 from relax_disc.frontend.spec import UpdateGroup
+from relax_disc.training.call.state_dicts import state_dicts
 
 
 class StepCounters:
@@ -39,6 +41,9 @@ class StepCounters:
         self._versions: list[Any] = []
         self._now: dict[str, Any] = {}
         self._next: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+        self._ids = [id(parameter) for parameter in self._parameters]
+        self._settings: list[Any] = []  # of the last call, if none of them can change in place
+        self._plain: dict[str, Any] = {}  # the same as Python's numbers, by name
 
     def _use(self, programs: list[UpdateProgram]) -> None:
         self._programs, self._program = programs, programs[0]
@@ -53,11 +58,16 @@ class StepCounters:
         step was compiled, or a setting changed that decides what the optimizer computes.
         """
         settings = self._optimizer.param_groups[self._index]
-        self._refuse_changed(settings)
+        now = list(settings.values())
+        if not _same(now, self._settings) or self._program.changed_attributes(self._optimizer):
+            self._plain = plain_settings(settings)
+            self._refuse_changed(settings)
+            is_fixed = all(_is_fixed(settings[key]) for key in self._plain)
+            self._settings = now if is_fixed else []
         if self._keys:
             self._create_missing(settings)
         self._read()
-        numbers, scalars, changed = self._program.host(settings, self._now, self._pending)
+        numbers, scalars, changed = self._program.host(self._plain, self._now, self._pending)
         self._next = scalars, changed
         return [*numbers, float(check)]
 
@@ -66,10 +76,10 @@ class StepCounters:
         scalars, settings = self._next
         for state in self._program.scalars:
             if state.dtype is None:
-                for parameter in self._parameters:
-                    self._optimizer.state[parameter][state.key] = scalars[state.key]
+                for held in self._states():
+                    held[state.key] = scalars[state.key]
             else:
-                tensors = [self._optimizer.state[p][state.key] for p in self._parameters]
+                tensors = [held[state.key] for held in self._states()]
                 value = torch.tensor(scalars[state.key], dtype=state.dtype)
                 with torch.no_grad():
                     torch._foreach_copy_(tensors, [value] * len(tensors))  # pyright: ignore[reportPrivateImportUsage]
@@ -124,7 +134,8 @@ class StepCounters:
 
     def _create_missing(self, settings: dict[str, Any]) -> None:
         """Create the state of parameters that have none."""
-        missing = [self._is_missing(parameter) for parameter in self._parameters]
+        found, key = state_dicts(self._optimizer), self._keys[0]
+        missing = [found.get(place, _NO_STATE).get(key) is None for place in self._ids]
         if not any(missing):
             self._pending, self._created = False, []  # somebody loaded it or took a step
             return
@@ -148,11 +159,11 @@ class StepCounters:
             self._created.append(made)
 
     def _read(self) -> None:
-        state = self._optimizer.state
         scalars = self._program.scalars
-        found = [state[p].get(s.key) for s in scalars for p in self._parameters]
+        found = [held.get(s.key) for s in scalars for held in self._states()]
         if self._found and _same(found, self._found) and _versions(found) == self._versions:
             return
+        state = self._optimizer.state
         count = len(self._parameters)
         for k, scalar in enumerate(scalars):
             for parameter, value in zip(self._parameters, found[k * count :], strict=False):
@@ -171,14 +182,20 @@ class StepCounters:
             self._now[scalar.key] = numbers.pop()
         self._remember()
 
+    def _states(self) -> list[dict[str, Any]]:
+        """Return the dict of each parameter's state."""
+        if not self._keys:
+            return []
+        found = state_dicts(self._optimizer)
+        return [found[place] for place in self._ids]
+
     def _remember(self) -> None:
-        state = self._optimizer.state
-        self._found = [state[p][s.key] for s in self._program.scalars for p in self._parameters]
+        self._found = [held[s.key] for s in self._program.scalars for held in self._states()]
         self._versions = _versions(self._found)
 
     def _refuse_changed(self, settings: dict[str, Any]) -> None:
         """Refuse settings that make the optimizer compute something else than was compiled."""
-        now = [(program, program.check(settings)) for program in self._distinct]
+        now = [(program, program.check(self._plain)) for program in self._distinct]
         wrong = [(p, found) for p, found in now if found != tuple(p.guards.values())]
         known = self._program.settings
         changed = [key for key, value in known.items() if settings.get(key, value) != value]
@@ -246,8 +263,18 @@ class GroupWatch:
         )
 
 
+_NO_STATE: dict[str, Any] = {}
+
+
+def _is_fixed(value: Any) -> bool:
+    """Say whether a setting can only be replaced, not changed in place."""
+    if type(value) is tuple:
+        return all(map(_is_fixed, value))
+    return value is None or isinstance(value, int | float | str)
+
+
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def _versions(found: Sequence[Any]) -> list[Any]:

@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
+import importlib
 import threading
-from collections.abc import Iterator
 from types import FrameType, TracebackType
+from typing import Any
 
 from relax_disc.errors import ReentrantCallError
 
+# What `signal` wraps in conversions to enums, which take longer than all else here.
+_signal: Any = importlib.import_module("_signal")
 
-@contextlib.contextmanager
-def deferred_interrupt() -> Iterator[None]:
+
+class deferred_interrupt:
     """Hold SIGINT back while the block runs and deliver it afterwards.
 
     Only the main thread receives signals; elsewhere this does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.getsignal(signal.SIGINT)
-    if previous is None:  # installed by C code, which would not be restored
-        yield
-        return
-    held: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if held and callable(previous):
-            previous(*held[-1])
+
+    __slots__ = ("_held", "_previous")
+
+    def __enter__(self) -> None:
+        self._previous: Any = None
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._previous = _signal.getsignal(_signal.SIGINT)
+        if self._previous is None:  # installed by C code, which would not be restored
+            return
+        self._held: list[tuple[int, FrameType | None]] = []
+        _signal.signal(_signal.SIGINT, self._hold)
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        self._held.append((number, frame))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._previous is None:
+            return
+        _signal.signal(_signal.SIGINT, self._previous)
+        if self._held and callable(self._previous):
+            self._previous(*self._held[-1])
 
 
 class OneAtATime:
