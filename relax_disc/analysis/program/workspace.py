@@ -39,17 +39,16 @@ class LibraryWorkspace:
             number.as_int() if number.is_constant else number.evaluate(sizes)
             for number in self.numbers
         ]
+        threads = int(runtime.function("relax_disc.cpu.num_threads")())
         rows = np.broadcast_arrays(*numbers)
         if rows[0].ndim == 0:
-            return _bytes(self.formula, tuple(map(int, rows)))
+            return _bytes(self.formula, tuple(map(int, rows)), threads)
         columns = np.stack(rows, axis=-1).tolist()
-        return np.array([_bytes(self.formula, tuple(row)) for row in columns], dtype=np.int64)
+        found = [_bytes(self.formula, tuple(row), threads) for row in columns]
+        return np.array(found, dtype=np.int64)
 
 
-def _bytes(formula: str, numbers: tuple[int, ...]) -> int:
-    return int(_formulas()(formula, tvm_ffi.Shape(numbers)))
-
-
-@functools.cache
-def _formulas() -> Any:
-    return runtime.function("relax_disc.cpu.workspace_bytes")
+@functools.lru_cache(maxsize=1 << 16)  # orders are judged at the same points again and again
+def _bytes(formula: str, numbers: tuple[int, ...], threads: int) -> int:
+    del threads  # the present ones: what is known is known for as many
+    return int(runtime.function("relax_disc.cpu.workspace_bytes")(formula, tvm_ffi.Shape(numbers)))

@@ -190,6 +190,7 @@ int64_t LibraryBytes(const std::string& kind, const std::vector<int64_t>& number
 
 TVM_FFI_STATIC_INIT_BLOCK() {
   tvm::ffi::reflection::GlobalDef()
+      .def("relax_disc.cpu.num_threads", []() -> int64_t { return NumThreads(); })
       .def("relax_disc.cpu.workspace_bytes",
            [](const tvm::ffi::String& kind, const tvm::ffi::Shape& numbers) {
              return WorkspaceBytes(kind, {numbers.begin(), numbers.end()}, NumThreads());
