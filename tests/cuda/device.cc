@@ -434,6 +434,16 @@ uint64_t emu_exchange(unsigned mask, uint64_t value, int source, int line) {
   return 0x7f7f7f7f7f7f7f7f;
 }
 
+unsigned emu_ballot(unsigned mask, bool predicate, int line) {
+  const int lane = emu_lane(), turn = threads[thread_number].exchanges % 2;
+  emu_exchange(mask, predicate, lane, line);
+  unsigned result = 0;
+  for (int k = 0; k < kWarp; ++k) {
+    if (threads[thread_number].partners >> k & 1) result |= unsigned(threads[thread_number - lane + k].posted[turn]) << k;
+  }
+  return result;
+}
+
 // ---- what emulator.py calls -------------------------------------------------------------------------
 
 /*! Say what the next launches may touch. */

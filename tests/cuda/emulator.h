@@ -32,6 +32,8 @@ unsigned emu_active_lanes(void);
 int emu_lane(void);
 /*! Give a value to the lanes of `mask` and take that of the lane `source`. */
 uint64_t emu_exchange(unsigned mask, uint64_t value, int source, int line);
+/*! The lanes of `mask` whose predicate holds, a bit each. */
+unsigned emu_ballot(unsigned mask, bool predicate, int line);
 }
 
 namespace emu {
@@ -187,6 +189,8 @@ using __nv_bfloat162 = nv_bfloat162;
 #define __launch_bounds__(...)
 #define __syncthreads() emu_barrier(__LINE__)
 #define __activemask() emu_active_lanes()
+#define __ballot_sync(mask, predicate) emu_ballot(mask, predicate, __LINE__)
+#define __ffs(bits) __builtin_ffs(bits)
 #define __pack_half2_is_host 1
 #define CUDART_INF_F INFINITY
 #define CUDART_NAN_F NAN

@@ -376,7 +376,9 @@ def translate(body: str) -> str:
         name = match.group(1)
         end = kernels[k + 1].start() if k + 1 < len(kernels) else len(body)
         code = body[match.start() : end]
-        fibres = int(any(word in code for word in ("__syncthreads", "__shfl", "__activemask")))
+        fibres = int(
+            any(word in code for word in ("__syncthreads", "__shfl", "__activemask", "__ballot"))
+        )
         parts.append(
             f'extern "C" void {name}__entry(void** p) {{ emu::call({name}, p); }}\n'
             f'extern "C" {{ int {name}__fibres = {fibres}; }}\n'

@@ -14,6 +14,7 @@ from relax_disc.tir_kernels.cuda.columns import Columns
 from relax_disc.tir_kernels.cuda.elementwise import Elementwise
 from relax_disc.tir_kernels.cuda.guarded import Guarded
 from relax_disc.tir_kernels.cuda.one_thread import OneThread
+from relax_disc.tir_kernels.cuda.raw_loops import RawLoops
 from relax_disc.tir_kernels.cuda.rows import Rows
 
 
@@ -23,6 +24,7 @@ def cuda_rules() -> list[Any]:
         Guarded(Elementwise()),
         Guarded(Rows()),
         Guarded(Columns()),
+        Guarded(RawLoops()),
         Guarded(dlight.gpu.Matmul()),
         Guarded(dlight.gpu.Reduction()),
         Guarded(dlight.gpu.GeneralReduction()),
@@ -32,4 +34,4 @@ def cuda_rules() -> list[Any]:
     ]
 
 
-__all__ = ["Columns", "Elementwise", "Guarded", "OneThread", "Rows", "cuda_rules"]
+__all__ = ["Columns", "Elementwise", "Guarded", "OneThread", "RawLoops", "Rows", "cuda_rules"]

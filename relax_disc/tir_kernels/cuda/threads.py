@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tvm import tirx
@@ -10,7 +10,7 @@ from tvm.ir import Range
 
 from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import Axis
-from relax_disc.tir_kernels.flat import INDEX, index_const, product
+from relax_disc.tir_kernels.flat import INDEX, as_index, index_const, product
 from relax_disc.tir_kernels.loops import decode, group_extent, group_mapping, sequence
 
 WARP = 32
@@ -86,3 +86,31 @@ def only_where(condition: Any, statements: Sequence[Any]) -> Any:
 def barrier() -> Any:
     """Wait for all threads of the block."""
     return tirx.Evaluate(tirx.call_intrin("int32", "tirx.tvm_storage_sync", "shared"))
+
+
+def shuffle(kind: str, value: Any, operand: int) -> Any:
+    """Ask another lane of the warp for its value, such as ``"shuffle_xor"``."""
+    mask = tirx.call_intrin("uint32", "tirx.tvm_warp_activemask")
+    dtype = str(value.ty.dtype)
+    return tirx.call_intrin(dtype, f"tirx.tvm_warp_{kind}", mask, value, operand, WARP, WARP)
+
+
+def split(index: Any, extents: Sequence[Any]) -> list[Any]:
+    """Split a flat index, not negative, into one for each extent."""
+    indices: list[Any] = []
+    for extent in reversed(extents[1:]):
+        indices.append(tirx.truncmod(index, as_index(extent)))
+        index = tirx.truncdiv(index, as_index(extent))
+    return [index, *reversed(indices)][: len(extents)]
+
+
+def hold(values: Mapping[Any, Any]) -> tuple[list[Any], dict[Any, Any]]:
+    """Keep whole numbers in registers; TVM writes named ones out again wherever they are used."""
+    statements: list[Any] = []
+    held: dict[Any, Any] = {}
+    zero = index_const(0)
+    for key, value in values.items():
+        register = tirx.decl_buffer((1,), str(value.ty.dtype), "held", scope="local")
+        statements += [tirx.AllocBuffer(register), tirx.BufferStore(register, value, [zero])]
+        held[key] = tirx.BufferLoad(register, [zero])
+    return statements, held
