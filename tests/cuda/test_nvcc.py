@@ -13,6 +13,7 @@ from torch.export import Dim
 from relax_disc.compiler import build
 from relax_disc.frontend import capture_step
 from relax_disc.tir_kernels.target import cuda_target
+from tests.cuda.test_raw_loops import Scattering, batch_of, settings
 from tests.cuda.test_steps import Network, images
 from tests.frontend.models import Llama, dims, token_batch
 from tests.test_cuda_build import sources
@@ -40,8 +41,13 @@ def captured_network():
     )
 
 
+def captured_scattering():
+    model = Scattering()
+    return capture_step(model, torch.optim.SGD(model.parameters()), **settings(batch_of(3, 5)))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("capture", [captured_llama, captured_network])
+@pytest.mark.parametrize("capture", [captured_llama, captured_network, captured_scattering])
 def test_nvcc_compiles_every_kernel_without_spills(capture, tmp_path):
     nvcc = shutil.which("nvcc")
     if nvcc is None:

@@ -15,7 +15,8 @@ from tvm.target import Target
 from relax_disc.analysis.kernels.element import collapse
 from relax_disc.analysis.kernels.stages import constant, loads_of
 from relax_disc.tir_kernels.cpu.reductions import RowKernel, read_rows, reads_along
-from relax_disc.tir_kernels.cuda.rows import Row, overlaid_inputs
+from relax_disc.tir_kernels.cuda.rows import Row, overlaid_inputs, part_of
+from relax_disc.tir_kernels.cuda.split import split_long
 from relax_disc.tir_kernels.cuda.threads import WARP, at_groups, elements_count, launch, only_where
 from relax_disc.tir_kernels.flat import FlatBuffers, index_const, product
 from relax_disc.tir_kernels.loops import with_body
@@ -23,6 +24,7 @@ from relax_disc.tir_kernels.loops import with_body
 _THREADS = 512
 _SECTOR = 32  # bytes
 _SHORT = 32  # elements that one thread adds up
+_MOST_PARTS = 64  # of a column, which one thread adds up
 
 
 class Columns:
@@ -41,20 +43,35 @@ class Columns:
         stores = [[element.stage.buffer, *element.stage.indices] for element in kernel.elements]
         groups = collapse(kernel.rows, expressions, stores)
         count = elements_count(groups)
-        threads, width = _shape(kernel, constant(count))
+        most = _shape(kernel, constant(count))
 
-        def body(block: Any, thread: Any) -> list[Any]:
-            if width == threads:
-                column = block * width + thread
-                alone = Row(kernel, overlaid, flat, thread, threads, width)
-                return [only_where(column < count, at_groups(groups, column, "column", alone.emit))]
-            column = block * width + tirx.FloorMod(thread, index_const(width))
-            tile = Row(kernel, overlaid, flat, thread, threads, width, column < count)
-            # Threads without a column read the last one, so that all of them meet at barriers.
-            return at_groups(groups, tirx.Min(column, count - 1), "column", tile.emit)
+        def grid(kernel: RowKernel, part: Any = None, parts: int = 1, totals: bool = False) -> Any:
+            threads, width = (_THREADS, _THREADS) if totals else most
 
-        grid = launch((count + (width - 1)) // width, threads, body)
-        return with_body(func, [*flat.declarations(), grid])
+            def body(block: Any, thread: Any) -> list[Any]:
+                if width == threads:
+                    column = block * width + thread
+                    alone = Row(kernel, overlaid, flat, thread, threads, width)
+                    inside = at_groups(groups, column, "column", alone.emit)
+                    return [only_where(column < count, inside)]
+                at, own = part_of(block, parts)
+                column = at * width + tirx.FloorMod(thread, index_const(width))
+                is_there = column < count
+                tile = Row(kernel, overlaid, flat, thread, threads, width, is_there, own, parts)
+
+                def emit(mapping: dict[Any, Any]) -> list[Any]:
+                    return tile.emit(mapping if part is None else {**mapping, part: own})
+
+                # Threads without a column read the last one, so that all of them meet at barriers.
+                return at_groups(groups, tirx.Min(column, count - 1), "column", emit)
+
+            return launch((count + (width - 1)) // width * parts, threads, body)
+
+        threads, width = most
+        columns = constant(count)
+        blocks = None if columns is None else -(-columns // width)
+        launches, scratch = split_long(kernel, blocks, threads // width, _MOST_PARTS, grid)
+        return with_body(func, [*flat.declarations(), *launches], scratch)
 
 
 def _is_by_columns(kernel: RowKernel) -> bool:

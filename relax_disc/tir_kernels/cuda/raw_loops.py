@@ -46,7 +46,7 @@ class RawLoops:
         nests = _read(root.block.body, (), ())
         if nests is None or not _may_run_apart(nests):
             return None
-        launches = [_launch(nest) for nest in nests]
+        launches = [_launch(nest, target.kind.name == "cuda") for nest in nests]
         if any(made is None for made in launches):
             return None
         return with_body(func, launches)
@@ -126,12 +126,15 @@ def _owned_at(nests: Sequence[_Nest], var: Any, buffer: Any) -> bool:
     )
 
 
-def _launch(nest: _Nest) -> Any:
+def _launch(nest: _Nest, has_votes: bool) -> Any:
+    """Make a launch; without votes of a warp (ROCm) threads walk alone."""
     buffer = nest.store.buffer
     owned = [x for x in nest.loops if _owned_at([nest], x.loop_var, buffer)]
     walked = [x for x in nest.loops if x not in owned]
     steps = constant(product([x.extent for x in walked]))
     own = list(nest.store.indices)
+    if not has_votes:
+        return _each_a_thread(nest, owned, walked)
     if all(same_expr(place, own) for place in nest.reads_of(buffer)):
         if steps is None or steps > _SHORT:
             return _scatter(nest, owned, walked)

@@ -25,6 +25,7 @@ from relax_disc.tir_kernels.cpu.reductions import (
     reads_along,
 )
 from relax_disc.tir_kernels.cpu.rows import finished_stage, with_totals
+from relax_disc.tir_kernels.cuda.split import split_long
 from relax_disc.tir_kernels.cuda.threads import (
     WARP,
     at_groups,
@@ -38,6 +39,7 @@ from relax_disc.tir_kernels.hoist import hoist
 from relax_disc.tir_kernels.loops import combine, loop, sequence, with_body
 
 _MOST_THREADS = 512
+_MOST_PARTS = 256  # of a row
 
 
 class Rows:
@@ -56,17 +58,36 @@ class Rows:
             return None
         flat = FlatBuffers()
         overlaid = overlaid_inputs(func)
-        threads = _threads(kernel)
+        most = _threads(kernel)
         expressions = [expr for element in kernel.elements for expr in element.expressions]
         stores = [[element.stage.buffer, *element.stage.indices] for element in kernel.elements]
         groups = collapse(kernel.rows, expressions, stores) if kernel.rows else []
 
-        def body(block: Any, thread: Any) -> list[Any]:
-            row = Row(kernel, overlaid, flat, thread, threads)
-            return at_groups(groups, block, "row", row.emit) if groups else row.emit({})
+        count = elements_count(groups)
 
-        grid = launch(elements_count(groups), threads, body)
-        return with_body(func, [*flat.declarations(), grid])
+        def grid(kernel: RowKernel, part: Any = None, parts: int = 1, totals: bool = False) -> Any:
+            threads = WARP if totals else most
+
+            def body(block: Any, thread: Any) -> list[Any]:
+                at, own = part_of(block, parts)
+                row = Row(kernel, overlaid, flat, thread, threads, part=own, parts=parts)
+
+                def emit(mapping: dict[Any, Any]) -> list[Any]:
+                    return row.emit(mapping if part is None else {**mapping, part: own})
+
+                return at_groups(groups, at, "row", emit) if groups else emit({})
+
+            return launch(count * parts, threads, body)
+
+        launches, scratch = split_long(kernel, constant(count), most, _MOST_PARTS, grid)
+        return with_body(func, [*flat.declarations(), *launches], scratch)
+
+
+def part_of(block: Any, parts: int) -> tuple[Any, Any]:
+    """Which block of an unsplit launch a block is a part of, and which part."""
+    if parts == 1:
+        return block, index_const(0)
+    return block // parts, block % parts
 
 
 def overlaid_inputs(func: tirx.PrimFunc) -> dict[Any, set[Any]]:
@@ -94,7 +115,8 @@ class Row:
     """Makes the statements that one thread runs for one row.
 
     With ``width`` a block has that many rows side by side: a power of two up to 32, lanes of a
-    warp, or one for each thread; ``is_row`` is the condition that a thread's row exists.
+    warp, or one for each thread; ``is_row`` is the condition that a thread's row exists.  Of
+    ``parts`` of the rows' elements it takes one.
     ``overlaid``: by output, the inputs whose memory it may be.  Before it is written, all threads
     have read those.
     """
@@ -108,6 +130,8 @@ class Row:
         threads: int,
         width: int = 1,
         is_row: Any = None,
+        part: Any = 0,
+        parts: int = 1,
     ) -> None:
         self._kernel, self._overlaid, self._flat = kernel, overlaid, flat
         self._thread, self._threads = thread, threads
@@ -118,6 +142,8 @@ class Row:
         # Since the last barrier.
         self._read: set[Any] = set()
         self._written: set[Any] = set()
+        self._has_met = False
+        self._first, self._stride = part * self._turns + self._turn, parts * self._turns
 
     def emit(self, mapping: dict[Any, Any]) -> list[Any]:
         """Compute all stages; ``mapping`` gives the row."""
@@ -176,13 +202,13 @@ class Row:
     def _spread(self, groups: Any, name: str, body: Any) -> Any:
         """Deal the elements of collapsed axes out to the threads."""
         count = elements_count(groups)
-        rounds = (count + (self._turns - 1)) // self._turns
+        rounds = (count + (self._stride - 1)) // self._stride
 
         def at(turn: Any) -> Any:
-            index = turn * self._turns + self._turn
+            index = turn * self._stride + self._first
             inside = at_groups(groups, index, name, body)
             exact = constant(count)
-            if exact is not None and exact % self._turns == 0:
+            if exact is not None and exact % self._stride == 0:
                 return sequence(inside)
             return only_where(index < count, inside)
 
@@ -251,9 +277,13 @@ class Row:
         warp = tirx.FloorDiv(self._thread, index_const(WARP))
         store = tirx.BufferStore(partial, tirx.BufferLoad(own, [zero]), [warp * width + row])
         totals = [tirx.BufferLoad(partial, [row + w * width]) for w in range(warps)]
+        # TVM lets totals share memory, and fails to part them in a launch that the host chooses.
+        before = self._meet() if self._has_met else []
+        self._has_met = True
         return [
             *statements,
             tirx.AllocBuffer(partial),
+            *before,
             store if width == WARP else only_where(lane < width, [store]),
             *self._meet(),
             tirx.BufferStore(own, totals[0], [zero]),
