@@ -23,6 +23,9 @@ from tvm.ir import prim
 
 from relax_disc.analysis.kernels.stages import is_buffer
 
+APART_ATTRIBUTE = "relax_disc.threads_apart"
+"""Of a kernel whose rule knows that threads write apart, at places that are read from memory."""
+
 # Less than a warp, and more than one that no power of two divides.
 _SIZES = (3, 70)
 # Of loops that have so many around them; what is deeper runs once.
@@ -97,6 +100,8 @@ def racing(func: tirx.PrimFunc, pairs: Iterable[tuple[int, int]]) -> tuple[bool,
     """
     races, overlaid = False, []
     pairs = list(pairs)
+    if APART_ATTRIBUTE in func.attrs:
+        return races, overlaid
     params = func.params
     for turn in range(len(_SIZES)):
         for launch in _Walk(func, turn).launches:

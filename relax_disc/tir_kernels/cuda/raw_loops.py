@@ -18,6 +18,7 @@ from tvm.ir import prim
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.element import is_guard, substitute
+from relax_disc.analysis.kernels.races import APART_ATTRIBUTE
 from relax_disc.analysis.kernels.stages import constant, loads_of, same_expr
 from relax_disc.tir_kernels.cuda.threads import WARP, hold, launch, only_where, shuffle, split
 from relax_disc.tir_kernels.flat import index_const, product
@@ -37,7 +38,10 @@ class RawLoops:
     def apply(
         self, func: tirx.PrimFunc, target: Target, tunable: bool = False
     ) -> s_tir.Schedule | None:
-        """Return the scheduled kernel, or None when two iterations may touch the same."""
+        """Return the scheduled kernel, or None when two iterations may touch the same.
+
+        That launches touch the same only in their order follows from which loops are owned.
+        """
         root = func.body
         if not isinstance(root, s_tir.SBlockRealize) or root.block.iter_vars:
             return None
@@ -49,7 +53,7 @@ class RawLoops:
         launches = [_launch(nest, target.kind.name == "cuda") for nest in nests]
         if any(made is None for made in launches):
             return None
-        return with_body(func, launches)
+        return with_body(func.with_attr(APART_ATTRIBUTE, True), launches)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,12 +139,26 @@ def _launch(nest: _Nest, has_votes: bool) -> Any:
     own = list(nest.store.indices)
     if not has_votes:
         return _each_a_thread(nest, owned, walked)
-    if all(same_expr(place, own) for place in nest.reads_of(buffer)):
+    if all(all(map(_is_same, place, own)) for place in nest.reads_of(buffer)):
         if steps is None or steps > _SHORT:
             return _scatter(nest, owned, walked)
     elif (scan := _read_scan(nest, walked)) is not None:
         return _scan(nest, owned, *scan)
     return _each_a_thread(nest, owned, walked)
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    """Whether two indices are equal but for the order of what is added, which TVM changes."""
+    if same_expr(left, right):
+        return True
+    if isinstance(left, prim.Select) and isinstance(right, prim.Select):
+        left = [left.condition, left.true_value, left.false_value]
+        right = [right.condition, right.true_value, right.false_value]
+        return all(map(_is_same, left, right))
+    if isinstance(left, prim.Add) and isinstance(right, prim.Add):
+        straight = _is_same(left.a, right.a) and _is_same(left.b, right.b)
+        return straight or (_is_same(left.a, right.b) and _is_same(left.b, right.a))
+    return False
 
 
 def _places(loops: Sequence[Any], index: Any) -> dict[Any, Any]:
