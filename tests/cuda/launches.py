@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._inductor import config as inductor_config
 from torch._inductor.scheduler import Scheduler
 
 from benchmarks.models.catalogue import entry_named
@@ -54,7 +55,8 @@ def inductors(name: str) -> dict[str, int]:
         result = model(**batch)
         return getattr(result, "loss", result)
 
-    with mock.patch.object(Scheduler, "codegen", counted):
+    uncached = inductor_config.patch(force_disable_caches=True)  # else nothing is scheduled
+    with mock.patch.object(Scheduler, "codegen", counted), uncached:
         torch.compile(loss, dynamic=True)(**entry.batch(*entry.sizes[-1])).backward()
     libraries = sum(found.pop(kind, 0) for kind in _LIBRARY)
     for kind in _NO_KERNELS:
