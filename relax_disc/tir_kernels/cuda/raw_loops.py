@@ -28,6 +28,7 @@ from relax_disc.tir_kernels.vectorizable import uses_any
 _THREADS = 256
 _SHORT = 32  # steps that a thread walks alone
 _WARPS = 4096  # of a scatter, where it has as many destinations: what a large device keeps busy
+_SLOTS = 512  # of a place's owners: with more each would look for longer than it writes
 _ALL = 0xFFFFFFFF  # lanes
 _SCANNED = ("float32", "float64", "int32", "int64")
 
@@ -202,7 +203,7 @@ def _scatter(nest: _Nest, owned: Sequence[Any], walked: Sequence[Any]) -> Any:
     width = _count(columns)
     chunks = (width + (WARP - 1)) // WARP
     most = tirx.max(index_const(_WARPS) // tirx.max(_count(groups) * chunks, 1), 1)
-    slots = tirx.min(most, product([extent for _, extent in looked_up]))
+    slots = tirx.min(tirx.min(most, _SLOTS), product([extent for _, extent in looked_up]))
     parts = [_count(groups), slots] if _has_last(groups, store) else [slots, _count(groups)]
     units = product([*parts, chunks])
     steps = _count(walked)
