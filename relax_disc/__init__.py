@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from relax_disc.compiler import compile, compile_forward
     from relax_disc.forward_function import ForwardFunction
     from relax_disc.memory_analysis import analyze_memory, largest
+    from relax_disc.pipeline import PipelineOptions
     from relax_disc.training_step import TrainingStep
     from relax_disc.verification import verify
     from relax_disc.vm_builtins.tier import FileTier, HostTier
@@ -45,6 +46,7 @@ __all__ = [
     "FileTier",
     "ForwardFunction",
     "HostTier",
+    "PipelineOptions",
     "TrainingStep",
     "analysis",
     "analyze_memory",
@@ -64,6 +66,7 @@ _HOME = {
     "FileTier": "relax_disc.vm_builtins.tier",
     "ForwardFunction": "relax_disc.forward_function",
     "HostTier": "relax_disc.vm_builtins.tier",
+    "PipelineOptions": "relax_disc.pipeline",
     "TrainingStep": "relax_disc.training_step",
     "analyze_memory": "relax_disc.memory_analysis",
     "compile": "relax_disc.compiler",

@@ -20,7 +20,6 @@ from torch.export import Dim
 
 import relax_disc
 from relax_disc.bytes_text import format_bytes
-from relax_disc.pipeline import PipelineOptions
 
 
 def main(
@@ -42,7 +41,7 @@ def main(
             optimizer,
             example,
             dynamic_shapes={"ids": shape, "labels": shape},
-            options=PipelineOptions(remove_padding=is_left_out),
+            options=relax_disc.PipelineOptions(remove_padding=is_left_out),
         )
         runs.append(step)
     console.print(str(runs[0].padding_report()))

@@ -53,7 +53,9 @@ def findings() -> list[Finding]:
         Finding("Python", platform.python_version()),
     ]
     # With any other version the import would have failed and said so.
-    found += [Finding(name, metadata.version(name)) for name in SUPPORTED_VERSIONS]
+    # PyTorch's own number tells its build, such as +cu130; its package's on PyPI does not.
+    own = {"torch": torch.__version__}
+    found += [Finding(n, own.get(n) or metadata.version(n)) for n in SUPPORTED_VERSIONS]
     compiler = native.find_compiler()
     carried = native.carried(native.LIBRARIES, native.processor_flags())
     needed = "" if carried or compiler else _ADVICE

@@ -84,6 +84,9 @@ def report(
     step.memory_budget = limit
     # What does not fit has no timeline: then the table tells of the step without a budget.
     timeline = (plan if plan.fits else free).timeline
+    at_peak = {name: row[timeline.peak_step] for name, row in timeline.live_bytes.items()}
+    if timeline.unused_bytes:
+        at_peak["between tensors"] = timeline.unused_bytes
     facts: dict[str, Any] = {
         "shape": sizes,
         "budget_bytes": limit,
@@ -98,9 +101,7 @@ def report(
         "offloaded_state_bytes": plan.offloaded_state_bytes if plan.fits else None,
         "by_rows": plan.by_rows,
         "whole_gradients": [asdict(gradient) for gradient in plan.whole_gradients],
-        "at_peak_bytes": {
-            name: row[timeline.peak_step] for name, row in timeline.live_bytes.items()
-        },
+        "at_peak_bytes": at_peak,
         "lines_at_peak": [
             {"line": line, "bytes": size, "tensors": count, "code": code_of(line)}
             for line, size, count in timeline.lines(timeline.peak_step)[:lines]

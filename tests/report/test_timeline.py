@@ -62,6 +62,7 @@ def test_bytes_are_the_plans_own(step, rows, tight):
     changing = [sum(row) for row in zip(*(live[name] for name in names), strict=True)]
     assert max(changing) == plan.live_peak_bytes
     around = plan.arena_bytes - plan.live_peak_bytes
+    assert timeline.unused_bytes == around
     assert max(timeline.total_bytes) + around == plan.peak_bytes == timeline.peak_bytes
     assert timeline.total_bytes[timeline.peak_step] == max(timeline.total_bytes)
     resting = ("parameters", "optimizer state", "batch", "constants")

@@ -180,6 +180,12 @@ class Timeline:
         """The run during which most is live; -1 where nothing runs."""
         return max(range(len(self.runs)), key=self.total_bytes.__getitem__, default=-1)
 
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of the arena beyond the most that lives in it: places do not fit seamlessly."""
+        most = max(self.total_bytes, default=sum(self.constant_bytes.values()))
+        return self.arena_bytes - (most - sum(self.constant_bytes.values()))
+
     def alive(self, run: int) -> tuple[Life, ...]:
         """Return what is in the arena during a run, largest first."""
         found = (life for life in self.lives if life.first <= run <= life.last)
