@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checkout import LAUNCH
 from benchmarks.malloc_counter import preload_environment
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +94,7 @@ def started(
         "HF_HUB_OFFLINE": "1",
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-c", LAUNCH, module, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

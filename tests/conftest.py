@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 # Before torch and OpenBLAS start their threads.
@@ -17,20 +16,14 @@ os.environ.setdefault("RELAX_DISC_PRODUCTS", "own")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from benchmarks.checkout import use
+
 # A shell that starts the tests in the background has them ignore SIGINT, which some of them raise.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-# Test this checkout: the finder of an editable install of another one comes before PYTHONPATH.
-_LOCATIONS = [getattr(finder, "search_paths", ()) for finder in sys.meta_path]
-sys.meta_path[:] = [
-    finder
-    for finder, paths in zip(sys.meta_path, _LOCATIONS, strict=True)
-    if not paths
-    or "relax_disc" not in getattr(finder, "known_packages", ())
-    or str(REPOSITORY) in paths
-]
+use(REPOSITORY)
 
 _COMMON = {
     # A generated example may compile something; how long that takes is no property of the code.
