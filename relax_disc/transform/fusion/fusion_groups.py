@@ -6,6 +6,7 @@ the fused function is matched with the bindings of the function before fusion th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,12 @@ from tvm import ir, relax, tirx
 from tvm.tirx.analysis import undefined_vars
 from tvm_ffi import structural_hash
 
-from relax_disc.transform.functions import copy_module, program_functions
+from relax_disc.transform.functions import (
+    block_like,
+    copy_module,
+    program_functions,
+    with_blocks,
+)
 
 OPAQUE = 8  # TVM's kind of a kernel that fuses with none
 
@@ -118,6 +124,32 @@ class _Matcher:
 def blocks_of(function: relax.Function) -> list[relax.BindingBlock]:
     """List the blocks of a function's body."""
     return list(function.body.blocks) if isinstance(function.body, relax.SeqExpr) else []
+
+
+def with_rewritten_blocks(
+    mod: tvm.IRModule,
+    rewrite: Callable[[relax.BlockBuilder, tvm.IRModule, relax.Function, Any], Any],
+) -> tvm.IRModule:
+    """Return the module with other bindings in some blocks; the same module if there are none.
+
+    ``rewrite`` takes a builder to add kernels to, the module, a function and one of its blocks; it
+    returns the block's bindings, or None to leave it as it is.
+    """
+    builder = relax.BlockBuilder(copy_module(mod))
+    changed: dict[Any, relax.Function] = {}
+    for variable, function in program_functions(mod):
+        blocks = blocks_of(function)
+        for number, block in enumerate(blocks):
+            bindings = rewrite(builder, mod, function, block)
+            if bindings is not None:
+                blocks[number] = block_like(block, bindings)
+                changed[variable] = with_blocks(function, blocks)
+    if not changed:
+        return mod
+    result = builder.get()
+    for variable, function in changed.items():
+        result.update_func(variable, function)
+    return relax.transform.Normalize()(result)
 
 
 def _key(value: relax.Expr, same: dict[Any, Any]) -> Any:

@@ -14,13 +14,7 @@ from tvm.tirx.analysis import undefined_vars
 
 from relax_disc.analysis.kernels.element import substitute
 from relax_disc.analysis.kernels.stages import loads_of, read_stages
-from relax_disc.transform.functions import (
-    block_like,
-    copy_module,
-    program_functions,
-    with_blocks,
-)
-from relax_disc.transform.fusion.fusion_groups import blocks_of
+from relax_disc.transform.fusion.fusion_groups import with_rewritten_blocks
 from relax_disc.transform.fusion.producers import kernel_of
 
 
@@ -31,23 +25,19 @@ class JoinSizes:
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with the numbers as results of one call."""
         del ctx
-        builder = relax.BlockBuilder(copy_module(mod))
-        changed: dict[Any, relax.Function] = {}
-        for variable, function in program_functions(mod):
-            blocks = blocks_of(function)
-            for number, block in enumerate(blocks):
-                if isinstance(block, relax.DataflowBlock):
-                    bindings = list(block.bindings)
-                    made = {b.var: x for b in bindings if (x := _number(mod, b.value)) is not None}
-                    if len(made) > 1:
-                        blocks[number] = block_like(block, _joined(builder, bindings, made))
-                        changed[variable] = with_blocks(function, blocks)
-        if not changed:
-            return mod
-        result = builder.get()
-        for variable, function in changed.items():
-            result.update_func(variable, function)
-        return relax.transform.Normalize()(result)
+        return with_rewritten_blocks(mod, _rewritten)
+
+
+def _rewritten(
+    builder: relax.BlockBuilder, mod: tvm.IRModule, function: relax.Function, block: Any
+) -> list[relax.Binding] | None:
+    """Write a block with one call for its numbers; None: there are not several."""
+    del function
+    if not isinstance(block, relax.DataflowBlock):
+        return None
+    bindings = list(block.bindings)
+    made = {b.var: x for b in bindings if (x := _number(mod, b.value)) is not None}
+    return _joined(builder, bindings, made) if len(made) > 1 else None
 
 
 def _number(mod: tvm.IRModule, value: Any) -> Any:

@@ -21,14 +21,8 @@ from relax_disc.analysis.kernels.stages import read_stages
 from relax_disc.analysis.program.reader import inplace_pairs as replaced_parameters
 from relax_disc.ops.operand_views import Uses
 from relax_disc.tir_kernels.cpu.elementwise import APART
-from relax_disc.transform.functions import (
-    block_like,
-    copy_module,
-    program_functions,
-    result_types,
-    with_blocks,
-)
-from relax_disc.transform.fusion.fusion_groups import blocks_of
+from relax_disc.transform.functions import result_types
+from relax_disc.transform.fusion.fusion_groups import with_rewritten_blocks
 from relax_disc.transform.fusion.kernel_graph import KernelGraph, union
 from relax_disc.transform.fusion.producers import CALL_TIR, bytes_of
 from relax_disc.vm_builtins.guard import GUARD
@@ -48,22 +42,17 @@ class JoinUpdates:
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with joined updates."""
         del ctx
-        builder = relax.BlockBuilder(copy_module(mod))
-        changed: dict[Any, relax.Function] = {}
-        for variable, function in program_functions(mod):
-            blocks = blocks_of(function)
-            for number, block in enumerate(blocks):
-                finder = _Finder(mod, function, list(block.bindings))
-                if joins := list(finder.joins()):
-                    bindings = _written(builder, mod, list(block.bindings), joins)
-                    blocks[number] = block_like(block, bindings)
-                    changed[variable] = with_blocks(function, blocks)
-        if not changed:
-            return mod
-        result = builder.get()
-        for variable, function in changed.items():
-            result.update_func(variable, function)
-        return relax.transform.DeadCodeElimination()(relax.transform.Normalize()(result))
+        result = with_rewritten_blocks(mod, _rewritten)
+        return mod if result is mod else relax.transform.DeadCodeElimination()(result)
+
+
+def _rewritten(
+    builder: relax.BlockBuilder, mod: tvm.IRModule, function: relax.Function, block: Any
+) -> list[relax.Binding] | None:
+    """Write a block with its joins; None: there are none."""
+    bindings = list(block.bindings)
+    joins = list(_Finder(mod, function, bindings).joins())
+    return _written(builder, mod, bindings, joins) if joins else None
 
 
 @dataclass(frozen=True, slots=True)
