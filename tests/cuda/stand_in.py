@@ -47,6 +47,20 @@ _WAITS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", 
 
 
 @contextmanager
+def emulator_without_findings() -> Iterator[Emulator]:
+    """Inside, steps compiled for CUDA run on the emulator, which knows of none before them.
+
+    Fails at the end if it has found something wrong with a kernel.
+    """
+    emulator = Emulator.load()
+    emulator.take_findings()
+    emulator.forget()
+    with cuda_stand_in(emulator):
+        yield emulator
+    assert not emulator.take_findings()
+
+
+@contextmanager
 def cuda_stand_in(emulator: Emulator) -> Iterator[None]:
     """Inside, steps compiled for CUDA run on the emulator; models and batches are the CPU's."""
     runtime.load()

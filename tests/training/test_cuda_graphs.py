@@ -16,8 +16,12 @@ import relax_disc
 from relax_disc.errors import InputMismatchError
 from relax_disc.tir_kernels.target import cuda_target
 from relax_disc.training.call import graphs
-from tests.cuda.emulator import Emulator
-from tests.cuda.stand_in import ENTRY_WAITS, Recorder, WaitsRecorded, cuda_stand_in
+from tests.cuda.stand_in import (
+    ENTRY_WAITS,
+    Recorder,
+    WaitsRecorded,
+    emulator_without_findings,
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
@@ -57,13 +61,10 @@ def compiled(model, cuda_graphs=True, **options):
 def device(monkeypatch):
     """The emulator and what records on it."""
     monkeypatch.setenv("RELAX_DISC_COMPILE_CACHE", "0")
-    emulator = Emulator.load()
-    emulator.take_findings()
-    emulator.forget()
-    recorder = Recorder(emulator)
-    with cuda_stand_in(emulator), recorder.running():
-        yield emulator, recorder
-    assert not emulator.take_findings()
+    with emulator_without_findings() as emulator:
+        recorder = Recorder(emulator)
+        with recorder.running():
+            yield emulator, recorder
 
 
 def state_of(model, step):

@@ -17,8 +17,7 @@ from torch.export import Dim
 import relax_disc
 from relax_disc.tir_kernels.target import cuda_target
 from relax_disc.transform.fusion import join_updates
-from tests.cuda.emulator import Emulator
-from tests.cuda.stand_in import cuda_stand_in
+from tests.cuda.stand_in import emulator_without_findings
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
@@ -62,12 +61,8 @@ def compiled(model, joined=True, make_optimizer=adamw, **options):
 @pytest.fixture
 def emulator(monkeypatch):
     monkeypatch.setenv("RELAX_DISC_COMPILE_CACHE", "0")
-    emulator = Emulator.load()
-    emulator.take_findings()
-    emulator.forget()
-    with cuda_stand_in(emulator):
+    with emulator_without_findings() as emulator:
         yield emulator
-    assert not emulator.take_findings()
 
 
 def updates(emulator):
