@@ -12,10 +12,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.checkout import LAUNCH
 from benchmarks.malloc_counter import preload_environment
@@ -26,19 +28,27 @@ ROOT = Path(__file__).parents[1]
 class WorkerEndedError(RuntimeError):
     """A worker ended instead of answering; `worker` is its name."""
 
-    def __init__(self, worker: str, status: int) -> None:
-        super().__init__(f"the worker of {worker} ended with {status}")
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(f"the worker of {worker} {reason}")
         self.worker = worker
 
 
 class Worker:
-    """The far end of one worker process."""
+    """The far end of one worker process, killed at `deadline` of the monotonic clock."""
 
-    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
+    def __init__(
+        self, name: str, process: subprocess.Popen[str], stderr: IO[str], deadline: float
+    ) -> None:
         self.name = name
         self.pid = process.pid
         self._process = process
-        self.prepared = self._answer()
+        self._stderr = stderr
+        self._deadline = deadline
+
+    @cached_property
+    def prepared(self) -> dict[str, Any]:
+        """What it answers first, when it is ready."""
+        return self._answer()
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Send a request; the answer.
@@ -48,9 +58,10 @@ class Worker:
         WorkerEndedError
             The process ended instead.
         """
+        _ = self.prepared  # which comes first
         assert self._process.stdin is not None
-        print(json.dumps(request), file=self._process.stdin)
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # of one that has ended: it will not answer either
+            print(json.dumps(request), file=self._process.stdin, flush=True)
         return self._answer()
 
     def cpu_seconds(self) -> float:
@@ -62,8 +73,19 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise WorkerEndedError(self.name, self._process.wait())
+            raise WorkerEndedError(self.name, self._reason())
         return json.loads(line)
+
+    def _reason(self) -> str:
+        """Why it ended; what it told goes to stderr."""
+        status = self._process.wait()
+        self._stderr.seek(0)
+        told = self._stderr.read()
+        print(told, end="", file=sys.stderr)
+        if time.monotonic() >= self._deadline:
+            return "was not done within its limit of time"
+        last = (told.strip().splitlines() or ["nothing on stderr"])[-1]
+        return f"ended with {status}: {last}"
 
 
 def machine_cpu_seconds() -> float:
@@ -81,8 +103,12 @@ def started(
     threads: int,
     tree: Path = ROOT,
     limit_seconds: float | None = None,
+    wait: bool = True,
 ) -> Iterator[Worker]:
-    """Start a worker of a checkout and wait until it is ready; it ends with the context."""
+    """Start a worker of a checkout and wait until it is ready, if asked; it ends with the context.
+
+    Raises `WorkerEndedError`: it ended before it was ready.
+    """
     environment = {
         **os.environ,
         **preload_environment(),
@@ -93,26 +119,34 @@ def started(
         "RELAX_DISC_COMPILE_CACHE": "0",
         "HF_HUB_OFFLINE": "1",
     }
-    process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, module, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=tree,
-        env=environment,
-    )
-    limit = threading.Timer(limit_seconds or threading.TIMEOUT_MAX, process.kill)
-    limit.daemon = True
-    limit.start()
-    try:
-        yield Worker(name, process)
-    finally:
-        limit.cancel()
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.close()
-        process.terminate()
-        process.wait()
-        process.stdout.close()
+    limit_seconds = limit_seconds or threading.TIMEOUT_MAX
+    with tempfile.TemporaryFile("w+") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=tree,
+            env=environment,
+        )
+        deadline = time.monotonic() + limit_seconds
+        limit = threading.Timer(limit_seconds, process.kill)
+        limit.daemon = True
+        limit.start()
+        try:
+            worker = Worker(name, process, stderr, deadline)
+            if wait:
+                _ = worker.prepared
+            yield worker
+        finally:
+            limit.cancel()
+            assert process.stdin is not None and process.stdout is not None
+            process.terminate()
+            process.wait()
+            with suppress(BrokenPipeError):  # of a request that one that ended never read
+                process.stdin.close()
+            process.stdout.close()
 
 
 def serve(prepare: Callable[[], tuple[dict[str, Any], Callable[..., dict[str, Any]]]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("results")
+_FOLDERS = re.compile(rf"/[^\s\"':]*/site-packages/|{re.escape(str(RESULTS.parents[1]))}/")
 _PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy", "torch")
 
 
@@ -65,6 +67,11 @@ def write_result(name: str, settings: Mapping[str, Any], results: Any) -> Path:
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
+
+
+def without_folders(text: str) -> str:
+    """Name files from the checkout or site-packages on; where those lie is one machine's."""
+    return _FOLDERS.sub("", text)
 
 
 def _field(path: str, key: str) -> str | None:

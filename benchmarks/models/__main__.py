@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,16 +27,10 @@ from benchmarks.models.document import PAGE, read_results, result_path, summary_
 from benchmarks.models.entry import Entry
 from benchmarks.models.speed import run as run_speed
 from benchmarks.models.speed_document import write_page as write_speed_page
-from benchmarks.record import commit, write_result
+from benchmarks.record import commit, without_folders, write_result
 from relax_disc.vm_builtins import native
 
 _ROOT = Path(__file__).parents[2]
-_FOLDERS = re.compile(rf"/[^\s\"':]*/site-packages/|{re.escape(str(_ROOT))}/")
-
-
-def without_folders(text: str) -> str:
-    """Name files from the checkout or site-packages on; where those lie is one machine's."""
-    return _FOLDERS.sub("", text)
 
 
 def told_by(

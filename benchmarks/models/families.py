@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from benchmarks.models.language import (
     LONGEST,
     VOCABULARY,
     built,
-    configured,
     of_pairs,
     of_tokens,
     pairs,
@@ -43,32 +43,6 @@ _LINEAR = {
 }
 
 
-class Speech(nn.Module):
-    """Wav2Vec2 with labels: CTC."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        import transformers
-
-        config = configured(
-            transformers.Wav2Vec2Config,
-            **BASE,
-            conv_dim=(16, 16),
-            conv_stride=(5, 2),
-            conv_kernel=(10, 3),
-            num_feat_extract_layers=2,
-            num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2,
-            apply_spec_augment=False,
-            layerdrop=0.0,
-        )
-        self.model = transformers.Wav2Vec2ForCTC(config)
-
-    def forward(self, input_values: Tensor, labels: Tensor) -> Any:
-        """Return what the model returns, the loss among it."""
-        return self.model(input_values=input_values, labels=labels)
-
-
 def _speech(batch: int, frames: int, target: int) -> Batch:
     generator = seeded(batch, frames, target)
     return {
@@ -77,55 +51,26 @@ def _speech(batch: int, frames: int, target: int) -> Batch:
     }
 
 
-class Llava(nn.Module):
-    """LLaVA: a picture's patches in the place of 16 of its tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        import transformers
-
-        vision: dict[str, Any] = {
-            "image_size": 32,
-            "patch_size": 8,
-            "projection_dim": 16,
-            "hidden_size": 32,
-        }
-        heads: dict[str, Any] = {
-            "num_attention_heads": 4,
-            "num_hidden_layers": 2,
-            "intermediate_size": 64,
-        }
-        config = transformers.LlavaConfig(
-            vision_config=transformers.CLIPVisionConfig(**vision, **heads),
-            text_config=transformers.LlamaConfig(**LLAMA),
-            image_token_index=1,
-        )
-        self.model = transformers.LlavaForConditionalGeneration(config)
-
-    def forward(self, input_ids: Tensor, pixel_values: Tensor, labels: Tensor) -> Any:
-        """Return what the model returns, the loss among it."""
-        return self.model(
-            input_ids=input_ids, pixel_values=pixel_values, labels=labels, use_cache=False
-        )
-
-
-def _pictured(batch: int, length: int) -> Batch:
+def _pictured(batch: int, length: int, image_size: int, patch_size: int) -> Batch:
+    """Sequences in which a picture's patches follow the first token."""
     generator = seeded(batch, length)
     ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
-    ids[:, 1:17] = 1
-    pixels = torch.randn(batch, 3, 32, 32, generator=generator)
+    ids[:, 1 : 1 + (image_size // patch_size) ** 2] = 1
+    pixels = torch.randn(batch, 3, image_size, image_size, generator=generator)
     return {"input_ids": ids, "pixel_values": pixels, "labels": ids.clone()}
 
 
 class Decoder(nn.Module):
     """x-transformers' language model."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, num_tokens: int, max_seq_len: int, **options: Any) -> None:
         super().__init__()
         import x_transformers as x  # pyright: ignore[reportMissingImports]
 
-        layers = x.Decoder(dim=32, depth=2, heads=4, attn_dim_head=8, **options)
-        net = x.TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=LONGEST, attn_layers=layers)
+        layers = x.Decoder(depth=2, **options)
+        net = x.TransformerWrapper(
+            num_tokens=num_tokens, max_seq_len=max_seq_len, attn_layers=layers
+        )
         self.net = x.AutoregressiveWrapper(net)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -133,11 +78,20 @@ class Decoder(nn.Module):
         return self.net(input_ids)
 
 
+_OF_DECODER: dict[str, Any] = {
+    "num_tokens": VOCABULARY,
+    "max_seq_len": LONGEST,
+    "dim": 32,
+    "heads": 4,
+    "attn_dim_head": 8,
+}
+
+
 def _of_x(name: str, **options: Any) -> Entry:
     return Entry(
         name=f"x-transformers, {name}",
         source="x_transformers",
-        make=lambda: Decoder(**options),
+        make=partial(Decoder, **_OF_DECODER, **options),
         batch=_ids,
         ranges={"batch": (1, 8), "length": (3, LONGEST)},
         axes={"input_ids": {0: "batch", 1: "length"}},
@@ -225,6 +179,16 @@ def _seen_by_all(rows: int, parts: int) -> Batch:
     }
 
 
+_PATCHES = {"image_size": 32, "patch_size": 8}
+_VISION = {
+    "model_type": "clip_vision_model",
+    "projection_dim": 16,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    **_PATCHES,
+}
 _BIG = {"block_size": 4, "num_random_blocks": 1}
 _REFORMER = {
     "vocab_size": VOCABULARY,
@@ -391,15 +355,32 @@ OF_TRANSFORMERS = [
     ),
     _other(
         "LLaVA, 3 pictures",  # it makes a list of them
-        Llava,
-        batch=lambda length: _pictured(3, length),
+        built(
+            "Llava",
+            "ForConditionalGeneration",
+            vision_config=_VISION,
+            text_config={"model_type": "llama", "use_cache": False, **LLAMA},
+            image_token_index=1,
+        ),
+        batch=partial(_pictured, 3, **_PATCHES),
         ranges={"length": (18, 40)},
         axes={"input_ids": {1: "length"}, "pixel_values": {}, "labels": {1: "length"}},
         sizes=[(24,), (18,), (40,)],
     ),
     _other(
         "Wav2Vec2, CTC",
-        Speech,
+        built(
+            "Wav2Vec2",
+            "ForCTC",
+            **BASE,
+            conv_dim=(16, 16),
+            conv_stride=(5, 2),
+            conv_kernel=(10, 3),
+            num_feat_extract_layers=2,
+            num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+            apply_spec_augment=False,
+        ),
         batch=_speech,
         ranges={"batch": (1, 4), "frames": (8, 32), "target": (1, 6)},
         axes={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,19 +11,21 @@ from torch.nn import functional as F
 
 from benchmarks.models.entry import Batch, Entry, seeded
 
-FEATURES, CLASSES = 8, 5
+CLASSES = 5
+_FEATURES = {"features": 8}
+_WIDTHS: dict[str, int] = {**_FEATURES, "width": 16}
 
 
 class Nodes(nn.Module):
     """Two layers of one kind, and the cross-entropy of each node's class."""
 
-    def __init__(self, kind: str, **options: Any) -> None:
+    def __init__(self, kind: str, features: int, width: int, **options: Any) -> None:
         super().__init__()
         from torch_geometric import nn as geometric  # pyright: ignore[reportMissingImports]
 
         make = getattr(geometric, kind)
-        self.first = make(FEATURES, 16, **options)
-        self.second = make(16, CLASSES, **options)
+        self.first = make(features, width, **options)
+        self.second = make(width, CLASSES, **options)
 
     def forward(self, x: Tensor, edge_index: Tensor, labels: Tensor) -> Tensor:
         """Return the loss."""
@@ -33,17 +36,17 @@ class Nodes(nn.Module):
 class OfPerceptrons(nn.Module):
     """Layers that PyTorch Geometric makes of a network: GIN, edge convolution."""
 
-    def __init__(self, kind: str, doubled: bool) -> None:
+    def __init__(self, kind: str, features: int, width: int, doubled: bool) -> None:
         super().__init__()
         from torch_geometric import nn as geometric  # pyright: ignore[reportMissingImports]
 
-        def layer(width: int, out: int) -> nn.Module:
+        def layer(before: int, after: int) -> nn.Module:
             inner = nn.Sequential(
-                nn.Linear(width * (1 + doubled), 16), nn.ReLU(), nn.Linear(16, out)
+                nn.Linear(before * (1 + doubled), width), nn.ReLU(), nn.Linear(width, after)
             )
             return getattr(geometric, kind)(inner)
 
-        self.first, self.second = layer(FEATURES, 16), layer(16, CLASSES)
+        self.first, self.second = layer(features, width), layer(width, CLASSES)
 
     def forward(self, x: Tensor, edge_index: Tensor, labels: Tensor) -> Tensor:
         """Return the loss."""
@@ -54,13 +57,13 @@ class OfPerceptrons(nn.Module):
 class Pooled(nn.Module):
     """Graph convolutions and the mean of all nodes of a graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: int, width: int) -> None:
         super().__init__()
         from torch_geometric import nn as geometric  # pyright: ignore[reportMissingImports]
 
-        self.convolution = geometric.GraphConv(FEATURES, 16)
+        self.convolution = geometric.GraphConv(features, width)
         self.pool = geometric.global_mean_pool
-        self.head = nn.Linear(16, CLASSES)
+        self.head = nn.Linear(width, CLASSES)
 
     def forward(self, x: Tensor, edge_index: Tensor, graph: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of the graphs' classes."""
@@ -68,18 +71,18 @@ class Pooled(nn.Module):
         return F.cross_entropy(self.head(self.pool(h, graph, labels.shape[0])), labels)
 
 
-def graphs(nodes: int, edges: int) -> Batch:
+def graphs(nodes: int, edges: int, features: int) -> Batch:
     """A graph with loops and double edges among the others, as they come."""
     generator = seeded(nodes, edges)
     return {
-        "x": torch.randn(nodes, FEATURES, generator=generator),
+        "x": torch.randn(nodes, features, generator=generator),
         "edge_index": torch.randint(0, nodes, (2, edges), generator=generator),
         "labels": torch.randint(0, CLASSES, (nodes,), generator=generator),
     }
 
 
-def _many(nodes: int, edges: int, count: int) -> Batch:
-    found = graphs(nodes, edges)
+def _many(nodes: int, edges: int, count: int, features: int) -> Batch:
+    found = graphs(nodes, edges, features)
     generator = seeded(nodes, count)
     found["graph"] = torch.randint(0, count, (nodes,), generator=generator).sort().values
     found["labels"] = torch.randint(0, CLASSES, (count,), generator=generator)
@@ -87,13 +90,13 @@ def _many(nodes: int, edges: int, count: int) -> Batch:
 
 
 def _of_nodes(
-    kind: str, make: Any = None, least: tuple[int, int] = (1, 1), **options: Any
+    kind: str, make: Any = Nodes, least: tuple[int, int] = (1, 1), **options: Any
 ) -> Entry:
     return Entry(
         name=f"PyG {kind}",
         source="torch_geometric",
-        make=make or (lambda: Nodes(kind, **options)),
-        batch=graphs,
+        make=partial(make, kind, **_WIDTHS, **options),
+        batch=partial(graphs, **_FEATURES),
         ranges={"nodes": (least[0], 64), "edges": (least[1], 256)},
         axes={"x": {0: "nodes"}, "edge_index": {1: "edges"}, "labels": {0: "nodes"}},
         sizes=[(7, 12), least, (64, 256), (30, 41)],
@@ -117,13 +120,13 @@ ENTRIES = [
     _of_nodes("GeneralConv"),
     _of_nodes("ClusterGCNConv"),
     _of_nodes("FeaStConv", heads=2),
-    _of_nodes("GINConv", lambda: OfPerceptrons("GINConv", doubled=False)),
-    _of_nodes("EdgeConv", lambda: OfPerceptrons("EdgeConv", doubled=True)),
+    _of_nodes("GINConv", OfPerceptrons, doubled=False),
+    _of_nodes("EdgeConv", OfPerceptrons, doubled=True),
     Entry(
         name="PyG GraphConv, pooled",
         source="torch_geometric",
-        make=Pooled,
-        batch=_many,
+        make=partial(Pooled, **_WIDTHS),
+        batch=partial(_many, **_FEATURES),
         ranges={"nodes": (1, 64), "edges": (1, 256), "count": (1, 9)},
         axes={
             "x": {0: "nodes"},

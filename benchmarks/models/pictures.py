@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,18 @@ CLASSES = 5
 
 
 class Classifier(nn.Module):
-    """A network of timm with its cross-entropy; of two heads, both."""
+    """A network of timm with its cross-entropy; of two heads, both.
 
-    def __init__(self, name: str, **options: Any) -> None:
+    Parameters
+    ----------
+    name : str
+        Of the network.
+    after_a_pass : bool
+        Have it run once: a first pass may assign positions to a buffer of another shape.  A
+        compiled step warns of such a first pass, and leaves the buffer as it was.
+    """
+
+    def __init__(self, name: str, *, after_a_pass: bool = False, **options: Any) -> None:
         super().__init__()
         import timm  # pyright: ignore[reportMissingImports]
 
@@ -26,6 +36,8 @@ class Classifier(nn.Module):
         for module in self.net.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # what is random cannot be compared
+        if after_a_pass:
+            self(**pictures(1, side=options["img_size"]))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         """Return the loss."""
@@ -34,15 +46,11 @@ class Classifier(nn.Module):
         return torch.stack([F.cross_entropy(head, labels) for head in heads]).mean()
 
 
-def pictures(side: int) -> Callable[..., Batch]:
-    """Return what makes pictures of one size and their classes."""
-
-    def batch(rows: int, high: int = 1, wide: int = 1) -> Batch:
-        generator = seeded(rows, high, wide, side)
-        x = torch.randn(rows, 3, side * high, side * wide, generator=generator)
-        return {"x": x, "labels": torch.randint(0, CLASSES, (rows,), generator=generator)}
-
-    return batch
+def pictures(rows: int, high: int = 1, wide: int = 1, *, side: int) -> Batch:
+    """Pictures of so many times a side and their classes."""
+    generator = seeded(rows, high, wide, side)
+    x = torch.randn(rows, 3, side * high, side * wide, generator=generator)
+    return {"x": x, "labels": torch.randint(0, CLASSES, (rows,), generator=generator)}
 
 
 def _timm(name: str, side: int, **options: Any) -> Entry:
@@ -50,26 +58,12 @@ def _timm(name: str, side: int, **options: Any) -> Entry:
     return Entry(
         name=f"timm {name}",
         source="timm",
-        make=lambda: Classifier(name, **options),
-        batch=pictures(side),
+        make=partial(Classifier, name, **options),
+        batch=partial(pictures, side=side),
         ranges={"rows": (1, 8)},
         axes={"x": {0: "rows"}, "labels": {0: "rows"}},
         sizes=[(3,), (1,), (8,)],
     )
-
-
-def _after_a_pass(entry: Entry, side: int) -> Entry:
-    """Make a network that has run: its first pass assigns positions to a buffer of another shape.
-
-    A compiled step warns of such a first pass, and leaves the buffer as it was.
-    """
-
-    def make() -> nn.Module:
-        model = entry.make()
-        model(**pictures(side)(1))
-        return model
-
-    return replace(entry, make=make)
 
 
 def _any_size(name: str, **options: Any) -> Entry:
@@ -81,8 +75,8 @@ def _any_size(name: str, **options: Any) -> Entry:
     return Entry(
         name=f"timm {name}",
         source="timm",
-        make=lambda: Classifier(name, **options),
-        batch=pictures(32),
+        make=partial(Classifier, name, **options),
+        batch=partial(pictures, side=32),
         ranges={"rows": (1, 4), "high": (2, 4), "wide": (2, 4)},
         axes={"x": {0: "rows", 2: "32*high", 3: "32*wide"}, "labels": {0: "rows"}},
         sizes=[(3, 2, 3), (1, 2, 2), (4, 4, 4), (2, 4, 2)],
@@ -128,7 +122,7 @@ OF_TIMM = [
     _timm("deit_tiny_distilled_patch16_224", 32, depth=2, **_TINY),
     _timm("beit_base_patch16_224", 32, depth=2, **_TINY),
     _timm("cait_xxs24_224", 32, depth=2, **_TINY),
-    _after_a_pass(_timm("convit_tiny", 32, depth=2, **_TINY), 32),
+    _timm("convit_tiny", 32, after_a_pass=True, depth=2, **_TINY),
     # From two pictures on: of one, PyTorch 2.13's own gradient is wrong, as finite differences
     # tell.  Its batch norm takes the strides of a transposed slice of a batch of 1 for
     # channels-last.
@@ -183,26 +177,34 @@ class Compressor(nn.Module):
         return F.mse_loss(decoded, noise) + 1e-3 * found.kl().mean()
 
 
-def _noised(channels: int, words: int = 0, labels: int = 0) -> Callable[..., Batch]:
-    def batch(rows: int, high: int, wide: int) -> Batch:
-        generator = seeded(rows, high, wide)
-        sample = torch.randn(rows, channels, 8 * high, 8 * wide, generator=generator)
-        made = {
-            "sample": sample,
-            "noise": torch.randn(sample.shape, generator=generator),
-            "timestep": torch.randint(0, 1000, (rows,), generator=generator),
-        }
-        if words:
-            made["encoder_hidden_states"] = torch.randn(rows, words, 16, generator=generator)
-        if labels:
-            made["class_labels"] = torch.randint(0, labels, (rows,), generator=generator)
-        return made
-
-    return batch
+def noised(
+    rows: int,
+    high: int,
+    wide: int,
+    *,
+    channels: int,
+    words: int = 0,
+    caption_channels: int = 16,
+    labels: int = 0,
+) -> Batch:
+    """Pictures of ``8 * high`` by ``8 * wide`` with noise and times, and words or classes."""
+    generator = seeded(rows, high, wide)
+    sample = torch.randn(rows, channels, 8 * high, 8 * wide, generator=generator)
+    made = {
+        "sample": sample,
+        "noise": torch.randn(sample.shape, generator=generator),
+        "timestep": torch.randint(0, 1000, (rows,), generator=generator),
+    }
+    if words:
+        shape = (rows, words, caption_channels)
+        made["encoder_hidden_states"] = torch.randn(shape, generator=generator)
+    if labels:
+        made["class_labels"] = torch.randint(0, labels, (rows,), generator=generator)
+    return made
 
 
 def _reconstructed(rows: int, high: int, wide: int) -> Batch:
-    made = _noised(3)(rows, high, wide)
+    made = noised(rows, high, wide, channels=3)
     return {key: made[key] for key in ("sample", "noise")}
 
 
@@ -215,7 +217,7 @@ def _diffusers(
             name=f"diffusers {name}",
             source="diffusers",
             make=make,
-            batch=lambda rows: batch(rows, 2, 2),
+            batch=partial(batch, high=2, wide=2),
             ranges={"rows": (1, 4)},
             axes=axes,
             sizes=[(3,), (1,), (4,)],
@@ -244,18 +246,20 @@ _PATCHED = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, 
 OF_DIFFUSERS = [
     _diffusers(
         "UNet2DModel",
-        lambda: Denoiser(
+        partial(
+            Denoiser,
             "UNet2DModel",
             **_CONVOLUTIONAL,
             down_block_types=("DownBlock2D", "AttnDownBlock2D"),
             up_block_types=("AttnUpBlock2D", "UpBlock2D"),
             attention_head_dim=4,
         ),
-        _noised(3),
+        partial(noised, channels=3),
     ),
     _diffusers(
         "UNet2DConditionModel",
-        lambda: Denoiser(
+        partial(
+            Denoiser,
             "UNet2DConditionModel",
             **_CONVOLUTIONAL,
             down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -263,11 +267,12 @@ OF_DIFFUSERS = [
             cross_attention_dim=16,
             attention_head_dim=2,
         ),
-        _noised(4, words=5),
+        partial(noised, channels=4, words=5, caption_channels=16),
     ),
     _diffusers(
         "AutoencoderKL",
-        lambda: Compressor(
+        partial(
+            Compressor,
             "AutoencoderKL",
             **_CONVOLUTIONAL,
             down_block_types=("DownEncoderBlock2D",) * 2,
@@ -277,15 +282,21 @@ OF_DIFFUSERS = [
     ),
     _diffusers(
         "DiTTransformer2DModel",
-        lambda: Denoiser(
-            "DiTTransformer2DModel", **_PATCHED, in_channels=4, patch_size=2, num_embeds_ada_norm=10
+        partial(
+            Denoiser,
+            "DiTTransformer2DModel",
+            **_PATCHED,
+            in_channels=4,
+            patch_size=2,
+            num_embeds_ada_norm=10,
         ),
-        _noised(4, labels=10),
+        partial(noised, channels=4, labels=10),
         fixed=True,
     ),
     _diffusers(
         "PixArtTransformer2DModel",
-        lambda: Denoiser(
+        partial(
+            Denoiser,
             "PixArtTransformer2DModel",
             **_PATCHED,
             in_channels=4,
@@ -293,7 +304,7 @@ OF_DIFFUSERS = [
             cross_attention_dim=16,
             caption_channels=16,
         ),
-        _noised(4, words=5),
+        partial(noised, channels=4, words=5, caption_channels=16),
         fixed=True,
     ),
 ]

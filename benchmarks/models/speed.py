@@ -20,7 +20,7 @@ from benchmarks.models.entry import Entry
 from benchmarks.models.speed_document import PAGE, speed_table, write_page
 from benchmarks.models.wide import WIDE
 from benchmarks.processes import Worker, WorkerEndedError, machine_cpu_seconds, started
-from benchmarks.record import commit, machine, write_result
+from benchmarks.record import commit, machine, without_folders, write_result
 from relax_disc.vm_builtins import native
 
 _WARM_UP = 2
@@ -59,15 +59,25 @@ def measured(
             for name in names:
                 arguments = [name, entry.name, str(threads), *(["autocast"] if autocast else [])]
                 module = "benchmarks.models.speed_worker"
-                context = started(name, module, arguments, threads, limit_seconds=limit_seconds)
+                # Eager PyTorch compiles nothing that would be timed: it starts beside the next.
+                context = started(
+                    name,
+                    module,
+                    arguments,
+                    threads,
+                    limit_seconds=limit_seconds,
+                    wait=name != "eager",
+                )
                 workers.append(stack.enter_context(context))
-                if "refused" in workers[-1].prepared:
-                    message = workers[-1].prepared["refused"]
+            for worker in workers:
+                if "refused" in worker.prepared:
+                    message = without_folders(worker.prepared["refused"])
                     return {**found, "verdict": "refused", "message": message}
             return {**found, **_measured(workers, entry, rounds)}
     except WorkerEndedError as error:
         if error.worker != "compile":
-            return {**found, "verdict": "failed", "message": str(error)}
+            message = without_folders(str(error))[:600]
+            return {**found, "verdict": "failed", "message": message}
     others = [name for name in names if name != "compile"]
     found = measured(entry, others, rounds, threads, limit_seconds, autocast)
     return {**found, "peer_failed": True}
@@ -119,8 +129,9 @@ def _measured(workers: Sequence[Worker], entry: Entry, rounds: int) -> dict[str,
 
 
 def _has(result: Mapping[str, Any] | None, with_compile: bool) -> bool:
-    if result is None or result["verdict"] == "failed":
-        return False
+    """Whether a model was run; that it failed is a result too, which `--only` takes again."""
+    if result is None or result["verdict"] != "measured":
+        return result is not None
     peer = "peer_failed" in result or "compile" in result.get("compile_seconds", {})
     return peer or not with_compile
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ step over eager PyTorch's (fused AdamW): quartiles over pairs of measurements ta
 processes with as many threads each, of which one waits while the other runs. *Processor time* is
 that of all threads of the same steps: other work on the machine disturbs it less. *Peak* is what
 malloc and mmap held above parameters and optimizer state. Compiling is from scratch, what the first
-calls add included.
+calls add included. The last column is empty where torch.compile was not timed; of recurrent
+layers it makes no graph, but leaves them to eager PyTorch.
 """
 
 
@@ -52,7 +53,8 @@ def page(content: Mapping[str, Any], compiling: Mapping[str, Any]) -> str:
     """Write the files of results, of steps and of compiling, as Markdown."""
     results = content["results"]
     lines = [_INTRODUCTION, _totals(results), "", _row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
-    lines += [_row(cells) for result in results for cells in _cells(result)]
+    whole = {name for name, row in compiling["results"].items() if _is_left_whole(row)}
+    lines += [_row(cells) for result in results for cells in _cells(result, whole)]
     lines.append("")
     missing = [e.name for e in WIDE if e.name not in {r["model"] for r in results}]
     if missing:
@@ -94,6 +96,7 @@ def _compiling(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
             f"{way['seconds']:.1f}" if "seconds" in way else "fails" for way in (ours, theirs)
         ]
         ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
+        ratio = "none: all runs in eager" if _is_left_whole(row) else ratio
         lines.append(_row([name, *seconds, ratio, str(theirs.get("graphs", ""))]))
     lines.append("")
     for name, row in rows.items():
@@ -113,6 +116,11 @@ def _compiling(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "`benchmarks/results/compile_time_models.json`."
     )
     return lines
+
+
+def _is_left_whole(row: Mapping[str, Any]) -> bool:
+    """Whether torch.compile made no graph of a model, as of recurrent layers."""
+    return row["torch.compile"].get("graphs") == 0
 
 
 def _other_work(results: Sequence[Mapping[str, Any]]) -> str:
@@ -168,8 +176,11 @@ def _totals(results: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _cells(result: Mapping[str, Any]) -> list[list[str]]:
-    """Write a row for each shape; those after the first leave out what they share."""
+def _cells(result: Mapping[str, Any], whole: Collection[str] = ()) -> list[list[str]]:
+    """Write a row for each shape; those after the first leave out what they share.
+
+    `whole` are the models that torch.compile leaves to eager PyTorch.
+    """
     if result["verdict"] != "measured":
         return [[result["model"], result["verdict"], *[""] * (len(_COLUMNS) - 2)]]
     rows = []
@@ -177,6 +188,7 @@ def _cells(result: Mapping[str, Any]) -> list[list[str]]:
         times = [shape["ratio"], shape["processor_ratio"]]
         seconds = result["compile_seconds"]
         peer = "fails" if "peer_failed" in result and not rows else ""
+        peer = "no graph: is eager" if result["model"] in whole and not rows else peer
         if "compile_ratio" in shape:
             peer = f"{shape['compile_ratio']:.2f}, {seconds['compile']:.0f}"
         rows.append([

@@ -20,12 +20,13 @@ from benchmarks.models import (
     speed_document,
     worker,
 )
-from benchmarks.models.__main__ import judged, without_folders
+from benchmarks.models.__main__ import judged
 from benchmarks.models.catalogue import ENTRIES, entry_named
 from benchmarks.models.document import PAGE, page, read_results
 from benchmarks.models.numerics import reference, relative_error
 from benchmarks.models.speed import measured
 from benchmarks.models.wide import WIDE
+from benchmarks.record import without_folders
 
 PRINCIPAL = (language, networks, perception, sequences)
 """Families of which nearly all must train; other files hold models that look for what does not."""
@@ -60,6 +61,29 @@ def test_a_step_is_timed_next_to_eager():
         assert abs(eager - ours) < 1e-4
         assert shape["ratio"] == sorted(shape["ratio"])
         assert 0 < shape["planned_bytes"]
+
+
+def test_every_model_of_the_table_has_a_wide_one():
+    wide = {entry.name: entry for entry in WIDE}
+    assert len(wide) == len(WIDE)
+    for entry in ENTRIES:
+        found = wide.get(entry.name) or wide[entry.name.removeprefix(f"{entry.source} ")]
+        assert len(found.sizes) == 2
+        for sizes in found.sizes:
+            limits = found.ranges.values()
+            assert all(low <= n <= high for n, (low, high) in zip(sizes, limits, strict=True))
+
+
+def test_a_model_that_fails_is_a_row_that_says_why():
+    broken = dataclasses.replace(entry_named("MLP"), name="none of that name")
+    for limit, reason in (
+        (600, "ended with 1: StopIteration"),
+        (0.01, "not done within its"),
+    ):
+        found = measured(broken, ("eager",), rounds=2, threads=1, limit_seconds=limit)
+        assert found["verdict"] == "failed"
+        assert reason in found["message"]
+        assert speed_document.speed_table([found]).row_count == 1
 
 
 def test_shapes_are_enough_and_inside_their_ranges():
