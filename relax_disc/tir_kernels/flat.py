@@ -52,7 +52,8 @@ class FlatBuffers:
         """Statements that declare the views used so far."""
         return [tirx.DeclBuffer(view, data=of.data) for (of, _), view in self._views.items()]
 
-    def _view(self, buffer: Any, dtype: str | None = None) -> Any:
+    def view(self, buffer: Any, dtype: str | None = None) -> Any:
+        """Return the flat view of a parameter, as elements of its type or of another."""
         key = buffer, dtype or str(buffer.dtype)
         if key not in self._views:
             name = f"{buffer.name}_flat" if dtype is None else f"{buffer.name}_bits"
@@ -73,21 +74,19 @@ class FlatBuffers:
         """Read one element."""
         if not indices:
             return tirx.BufferLoad(buffer, [])
-        return tirx.BufferLoad(self._view(buffer), [self.address(buffer, indices)])
+        return tirx.BufferLoad(self.view(buffer), [self.address(buffer, indices)])
 
     def store(self, buffer: Any, indices: Sequence[Any], value: Any) -> Any:
         """Write one element, converted to the buffer's type."""
         dtype = str(buffer.dtype)
         if self._bits and indices and dtype == "bfloat16" and str(value.ty.dtype) == "float32":
             bits = to_bfloat16_bits(value)
-            return tirx.BufferStore(
-                self._view(buffer, _BITS), bits, [self.address(buffer, indices)]
-            )
+            return tirx.BufferStore(self.view(buffer, _BITS), bits, [self.address(buffer, indices)])
         if str(value.ty.dtype) != dtype:
             value = tirx.Cast(dtype, value)
         if not indices:
             return tirx.BufferStore(buffer, value, [])
-        return tirx.BufferStore(self._view(buffer), value, [self.address(buffer, indices)])
+        return tirx.BufferStore(self.view(buffer), value, [self.address(buffer, indices)])
 
     def rewrite(self, expr: Any, mapping: Mapping[Any, Any]) -> Any:
         """Replace variables and read parameters through their flat views."""
@@ -96,5 +95,5 @@ class FlatBuffers:
     def _load_wide(self, buffer: Any, indices: Sequence[Any]) -> Any:
         if not indices:
             return self.load(buffer, indices)
-        bits = tirx.BufferLoad(self._view(buffer, _BITS), [self.address(buffer, indices)])
+        bits = tirx.BufferLoad(self.view(buffer, _BITS), [self.address(buffer, indices)])
         return from_bfloat16_bits(bits)

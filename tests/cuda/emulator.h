@@ -178,7 +178,9 @@ EMU_VECTORS(unsigned short, ushort)
 EMU_VECTORS(signed char, char)
 EMU_VECTORS(unsigned char, uchar)
 struct half2 { half x, y; };
+struct alignas(8) half4 { half x, y, z, w; };
 struct nv_bfloat162 { nv_bfloat16 x, y; };
+struct alignas(8) nv_bfloat164 { nv_bfloat16 x, y, z, w; };
 using __nv_bfloat162 = nv_bfloat162;
 
 #define __global__

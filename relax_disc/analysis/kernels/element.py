@@ -95,10 +95,12 @@ def rewrite_loads(
     mapping: Mapping[Any, Any],
     read: Callable[[Any, list[Any]], Any],
     read_wide: Callable[[Any, list[Any]], Any] | None = None,
+    on_call: Callable[[Any, Any], Any] | None = None,
 ) -> Any:
     """Replace variables, and every read of a buffer by ``read(buffer, indices)``.
 
     ``read_wide`` makes float32 of what is read of a bfloat16 buffer and converted at once.
+    ``on_call(call, mutator)`` rewrites calls.
     """
 
     def on_load(load: Any, mutator: Any) -> Any:
@@ -121,6 +123,7 @@ def rewrite_loads(
             (tvm.ir.TensorLoad, on_load),
             (prim.Cast, on_cast),
             (tvm.ir.Var, lambda var, mutator: mapping.get(var, var)),
+            *([] if on_call is None else [(tvm.ir.Call, on_call)]),
         ],
     )
 

@@ -26,8 +26,8 @@ from relax_disc.analysis.kernels.stages import is_buffer
 APART_ATTRIBUTE = "relax_disc.threads_apart"
 """Of a kernel whose rule knows that threads write apart, at places that are read from memory."""
 
-# Less than a warp, and more than one that no power of two divides.
-_SIZES = (3, 70)
+# Less than a warp; more, of a length that is no multiple of a vector's, and of one that is.
+_SIZES = (3, 70, 72)
 # Of loops that have so many around them; what is deeper runs once.
 _TURNS = (4, 4, 2, 2, 2, 2)
 

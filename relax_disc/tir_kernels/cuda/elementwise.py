@@ -1,4 +1,4 @@
-"""CUDA rule: kernels without reductions run as one launch, an element of each output a thread.
+"""CUDA rule: kernels without reductions run as one launch, a vector of each output a thread.
 
 Producers are inlined; outputs over one domain are computed together, all reads before all writes,
 as in the CPU's rule of that name.  Outputs over several domains of fixed sizes are one launch as
@@ -17,8 +17,9 @@ from relax_disc.analysis.kernels.element import Element, Inliner, collapse
 from relax_disc.analysis.kernels.stages import constant, read_stages
 from relax_disc.tir_kernels.cpu.elementwise import APART, emit_element, same_domain, unit_mapping
 from relax_disc.tir_kernels.cuda.threads import at_groups, elements_count, launch, only_where
-from relax_disc.tir_kernels.flat import FlatBuffers, index_const, product
-from relax_disc.tir_kernels.loops import sequence, with_body
+from relax_disc.tir_kernels.cuda.vectors import rolled, vectors_of
+from relax_disc.tir_kernels.flat import FlatBuffers, index_const
+from relax_disc.tir_kernels.loops import loop, sequence, with_body
 
 _THREADS = 256
 
@@ -40,22 +41,75 @@ class Elementwise:
         outputs = inliner.remaining(kernel)
         ends = list(accumulate(int(count) for count in (func.attrs or {}).get(APART, ())))
         parts = [outputs[a:b] for a, b in pairwise([0, *ends])] if ends else [outputs]
-        domains = [inliner.elements(x) for part in parts for x in same_domain(part)]
-        counts = [_blocks_of(elements) for elements in domains]
+        domains = [_Domain(inliner.elements(x), flat) for part in parts for x in same_domain(part)]
+        counts = [constant(domain.blocks) for domain in domains]
         if len(domains) == 1 or None in counts:
-            launches = [_launch(elements, flat) for elements in domains]
+            launches = [domain.launch() for domain in domains]
         else:
-            launches = [_switch(domains, [count or 0 for count in counts], flat)]
+            launches = [_switch(domains, [count or 0 for count in counts])]
         return with_body(func, [*flat.declarations(), *launches])
 
 
-def _blocks_of(elements: list[Element]) -> int | None:
-    """Blocks that elements of a domain take; None where its sizes are not fixed."""
-    total = constant(product([axis.extent for axis in elements[0].stage.axes]))
-    return None if total is None else -(-total // _THREADS)
+class _Domain:
+    """Elements over the same axes, which are dealt out to threads.
+
+    Attributes
+    ----------
+    blocks : expression
+        How many blocks they take.
+    """
+
+    def __init__(self, elements: list[Element], flat: FlatBuffers) -> None:
+        self._elements, self._flat = elements, flat
+        stage = elements[0].stage
+        self._unit = unit_mapping(stage)
+        axes = [axis for axis in stage.axes if constant(axis.extent) != 1]
+        expressions = [expr for element in elements for expr in element.expressions]
+        stores = [[element.stage.buffer, *element.stage.indices] for element in elements]
+        self._groups = collapse(axes, expressions, stores) if axes else []
+        self._vectors = vectors_of(self._groups, flat, self._emit) if axes else None
+        self._count = elements_count(self._groups)
+        own = _THREADS * (self._vectors.lanes if self._vectors else 1)
+        self.blocks = (self._count + (own - 1)) // own
+
+    def launch(self) -> Any:
+        """Launch all blocks."""
+        if not self._groups:
+            return launch(index_const(1), 1, lambda *_: self._emit(self._flat, {}))
+        return launch(self.blocks, _THREADS, self.body)
+
+    def body(self, block: Any, thread: Any) -> list[Any]:
+        """Compute what is a thread's in the n-th block."""
+        index = block * _THREADS + thread
+        if self._vectors is None:
+            return [self._scalar(index)]
+        vectors, rest = self._vectors.count(self._count)
+        statements = [only_where(index < vectors, self._vectors.at(index))]
+        if constant(rest) != 0:
+            # Fewer than a block has, or everything: neighbouring threads have neighbours.
+            lanes = self._vectors.lanes
+            aligned = self._vectors.is_aligned
+            first, threads = vectors * lanes + index, self.blocks * _THREADS
+            turns = (
+                1 if aligned is None else tirx.Select(aligned, index_const(1), index_const(lanes))
+            )
+            left = loop("turn", turns, lambda turn: self._scalar(first + turn * threads))
+            statements.append(rolled(left))
+        return statements
+
+    def _scalar(self, index: Any) -> Any:
+        def emit(mapping: dict[Any, Any]) -> list[Any]:
+            return self._emit(self._flat, mapping)
+
+        if not self._groups:
+            return only_where(index < 1, emit({}))
+        return only_where(index < self._count, at_groups(self._groups, index, "element", emit))
+
+    def _emit(self, flat: Any, mapping: dict[Any, Any]) -> list[Any]:
+        return [emit_element(self._elements, flat, {**self._unit, **mapping})]
 
 
-def _switch(domains: list[list[Element]], counts: list[int], flat: FlatBuffers) -> Any:
+def _switch(domains: list[_Domain], counts: list[int]) -> Any:
     """Launch blocks for all domains, side by side."""
     starts = [0, *accumulate(counts)]
 
@@ -63,7 +117,7 @@ def _switch(domains: list[list[Element]], counts: list[int], flat: FlatBuffers) 
         def among(first: int, last: int) -> list[Any]:
             """Find the domain of a block by halves."""
             if last - first == 1:
-                return _body(domains[first], flat, block - starts[first], thread)
+                return domains[first].body(block - starts[first], thread)
             middle = (first + last) // 2
             halves = (sequence(among(*part)) for part in ((first, middle), (middle, last)))
             return [tirx.IfThenElse(block < starts[middle], *halves)]
@@ -71,34 +125,3 @@ def _switch(domains: list[list[Element]], counts: list[int], flat: FlatBuffers) 
         return among(0, len(domains))
 
     return launch(index_const(starts[-1]), _THREADS, body)
-
-
-def _launch(elements: list[Element], flat: FlatBuffers) -> Any:
-    if all(constant(axis.extent) == 1 for axis in elements[0].stage.axes):
-        unit = unit_mapping(elements[0].stage)
-        return launch(index_const(1), 1, lambda *_: [emit_element(elements, flat, unit)])
-    total = product([axis.extent for axis in elements[0].stage.axes])
-    return launch(
-        (total + (_THREADS - 1)) // _THREADS,
-        _THREADS,
-        lambda block, thread: _body(elements, flat, block, thread),
-    )
-
-
-def _body(elements: list[Element], flat: FlatBuffers, block: Any, thread: Any) -> list[Any]:
-    """Compute the elements of a domain that are a thread's in the domain's n-th block."""
-    stage = elements[0].stage
-    axes = [axis for axis in stage.axes if constant(axis.extent) != 1]
-    unit = unit_mapping(stage)
-    index = block * _THREADS + thread
-    if not axes:
-        return [only_where(index < 1, [emit_element(elements, flat, unit)])]
-    expressions = [expr for element in elements for expr in element.expressions]
-    stores = [[element.stage.buffer, *element.stage.indices] for element in elements]
-    groups = collapse(axes, expressions, stores)
-
-    def element(mapping: dict[Any, Any]) -> list[Any]:
-        return [emit_element(elements, flat, {**unit, **mapping})]
-
-    within = index < elements_count(groups)
-    return [only_where(within, at_groups(groups, index, "element", element))]

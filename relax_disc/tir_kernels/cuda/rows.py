@@ -34,6 +34,7 @@ from relax_disc.tir_kernels.cuda.threads import (
     launch,
     only_where,
 )
+from relax_disc.tir_kernels.cuda.vectors import Body, rolled, vectors_of
 from relax_disc.tir_kernels.flat import FlatBuffers, index_const, product
 from relax_disc.tir_kernels.hoist import hoist
 from relax_disc.tir_kernels.loops import combine, loop, sequence, with_body
@@ -199,20 +200,36 @@ class Row:
         is_first = tirx.EQ(self._turn, index_const(0))
         return is_first if self._is_row is None else tirx.And(is_first, self._is_row)
 
-    def _spread(self, groups: Any, name: str, body: Any) -> Any:
-        """Deal the elements of collapsed axes out to the threads."""
+    def _spread(self, groups: Any, name: str, mapping: dict[Any, Any], body: Body) -> list[Any]:
+        """Deal the elements of collapsed axes, at a row of ``mapping``, out to the threads."""
         count = elements_count(groups)
-        rounds = (count + (self._stride - 1)) // self._stride
+
+        def element(index: Any) -> list[Any]:
+            return at_groups(groups, index, name, lambda at: body(self._flat, at))
+
+        # Rows side by side are read by neighbouring threads.
+        vectors = vectors_of(groups, self._flat, body, mapping) if self._width == 1 else None
+        if vectors is None:
+            return [self._in_turns(f"{name}_turn", count, element)]
+        number, rest = vectors.count(count)
+        done = number * vectors.lanes
+        statements = [self._in_turns(f"{name}_vector", number, vectors.at)]
+        if constant(rest) != 0:
+            left = self._in_turns(f"{name}_turn", rest, lambda at: element(done + at))
+            statements.append(rolled(left))
+        return statements
+
+    def _in_turns(self, name: str, count: Any, body: Callable[[Any], list[Any]]) -> Any:
+        """Run ``body`` for so many numbers, of which each thread has every so-manieth."""
+        exact = constant(count)
 
         def at(turn: Any) -> Any:
             index = turn * self._stride + self._first
-            inside = at_groups(groups, index, name, body)
-            exact = constant(count)
             if exact is not None and exact % self._stride == 0:
-                return sequence(inside)
-            return only_where(index < count, inside)
+                return sequence(body(index))
+            return only_where(index < count, body(index))
 
-        return loop(f"{name}_turn", rounds, at)
+        return loop(name, (count + (self._stride - 1)) // self._stride, at)
 
     def _output(self, element: Element, mapping: dict[Any, Any]) -> list[Any]:
         stage = element.stage
@@ -225,10 +242,10 @@ class Row:
         binds = bind_lets(fixed, self._flat, mapping)
         groups = collapse(axes, element.expressions, [[stage.buffer, *stage.indices]])
 
-        def body(position: dict[Any, Any]) -> list[Any]:
-            return [emit_element([element], self._flat, {**mapping, **position})]
+        def body(flat: Any, position: dict[Any, Any]) -> list[Any]:
+            return [emit_element([element], flat, {**mapping, **position})]
 
-        return [*binds, self._spread(groups, "column", body)]
+        return [*binds, *self._spread(groups, "column", mapping, body)]
 
     def _reduction(
         self, element: Element, mapping: dict[Any, Any], combiner: Combiner
@@ -246,15 +263,15 @@ class Row:
             total = combine(combiner, tirx.BufferLoad(own, [zero]), value)
             return tirx.BufferStore(own, total, [zero])
 
-        def body(position: dict[Any, Any]) -> list[Any]:
-            statements, value = emit_value(element, self._flat, {**mapping, **position})
+        def body(flat: Any, position: dict[Any, Any]) -> list[Any]:
+            statements, value = emit_value(element, flat, {**mapping, **position})
             return [*statements, add(value)]
 
         statements = [*binds, tirx.AllocBuffer(own), tirx.BufferStore(own, stage.init, [zero])]
         if not axes:
-            return [*statements, *body({})], tirx.BufferLoad(own, [zero])
+            return [*statements, *body(self._flat, {})], tirx.BufferLoad(own, [zero])
         groups = collapse(axes, element.expressions, [])
-        statements.append(self._spread(groups, stage.name, body))
+        statements += self._spread(groups, stage.name, mapping, body)
         return [*statements, *self._add_up(own, stage, add)], tirx.BufferLoad(own, [zero])
 
     def _add_up(self, own: Any, stage: Stage, add: Callable[[Any], Any]) -> list[Any]:
