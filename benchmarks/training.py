@@ -5,6 +5,15 @@ float32, AdamW) on batches of the lengths of CodeAlpaca.  Each variant lives in 
 own; every batch goes to all of them in turn, in a random order, so that whatever else the machine
 does hits all alike, and ratios are taken batch by batch.  Memory is what malloc and mmap hold above
 parameters and optimizer state.
+
+What leaving padding out is worth, on padded batches and on those without padding:
+
+    python -m benchmarks.training --variants relax_disc,relax_disc:padded --batch 8,14 \
+        --count 10 --name training_padding
+    python -m benchmarks.training --variants relax_disc,relax_disc:padded --batch 8,14 \
+        --sizes 1b --count 2 --unseen 0 --warm-up 0 --name training_padding_1b
+    python -m benchmarks.training --variants relax_disc,packed,packed-compile:padded --batch 8 \
+        --sizes S --count 10 --unseen 0 --name training_packed
 """
 
 from __future__ import annotations
@@ -27,8 +36,6 @@ from benchmarks.training_report import summarize, summary_table
 from benchmarks.training_worker import SIZES, VARIANTS
 from relax_disc.vm_builtins import native
 
-_WARM_UP = 2
-
 
 @contextmanager
 def started(name: str, size: str, threads: int, tree: Path = ROOT) -> Iterator[Worker]:
@@ -39,17 +46,22 @@ def started(name: str, size: str, threads: int, tree: Path = ROOT) -> Iterator[W
 
 
 def measure(
-    variants: Sequence[Worker], batches: Sequence[list[int]], unseen: int, progress: Progress
+    variants: Sequence[Worker],
+    batches: Sequence[list[int]],
+    unseen: int,
+    progress: Progress,
+    warm_up: int = 2,
 ) -> dict[str, dict[str, Any]]:
-    """Give every batch to every variant in turn, then lengths that none has met, twice each."""
+    """Give every batch to every variant in turn, then lengths that none has met, twice each.
+
+    ``warm_up``: how many of the batches each takes once before.
+    """
     results: dict[str, dict[str, Any]] = {
         v.name: {**v.prepared, "warm_up": [], "steps": [], "unseen": []} for v in variants
     }
     for variant in variants:
-        for number in range(_WARM_UP):
-            results[variant.name]["warm_up"].append(
-                variant.ask(lengths=batches[number], seed=number)
-            )
+        for number, lengths in enumerate(batches[:warm_up]):
+            results[variant.name]["warm_up"].append(variant.ask(lengths=lengths, seed=number))
     for number, lengths in progress.track(list(enumerate(batches)), description="real batches"):
         for variant in _shuffled(variants, number):
             results[variant.name]["steps"].append(variant.ask(lengths=lengths, seed=number))
@@ -78,6 +90,7 @@ def main(
         str, typer.Option(help=f"Of {', '.join(VARIANTS)}; separated by commas.")
     ] = "eager,compile,relax_disc",
     threads: Annotated[int, typer.Option(help="Of every variant.")] = 2,
+    warm_up: Annotated[int, typer.Option(help="Batches that are not counted.")] = 2,
     name: Annotated[str, typer.Option(help="Of the file of results.")] = "training",
 ) -> None:
     """Compare training steps; prints a table, writes benchmarks/results/<name>.json."""
@@ -90,6 +103,7 @@ def main(
     console = Console()
     # The table has ten columns; a pipe would get 80 characters.
     console.width = max(console.width, 150)
+    settings = {"count": count, "unseen": unseen, "threads": threads, "variants": names}
     runs = []
     for size in sizes.split(","):
         for records in map(int, batch.split(",")):
@@ -97,12 +111,11 @@ def main(
             with ExitStack() as stack, Progress(console=console, transient=True) as progress:
                 progress.add_task(f"{size}, batch {records}: compiling", total=None)
                 workers = [stack.enter_context(started(n, size, threads)) for n in names]
-                results = measure(workers, batches, unseen, progress)
+                results = measure(workers, batches, unseen, progress, warm_up)
             summary = summarize(results)
             console.print(summary_table(f"Llama {size}, batch {records}", summary))
             runs.append({"size": size, "batch": records, "summary": summary, "raw": results})
-    settings = {"count": count, "unseen": unseen, "threads": threads, "variants": names}
-    console.print(f"written to {write_result(name, settings, runs)}")
+            console.print(f"written to {write_result(name, settings, runs)}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from rich.table import Table
 from benchmarks.record import RESULTS
 
 _RESAMPLES = 10_000
-_BASES = ("eager", "compile")
+_PADDED = "relax_disc:padded"
+_BASES = ("eager", "compile", _PADDED, "packed", "packed-compile:padded")
 
 
 def median_with_interval(values: Sequence[float]) -> list[float]:
@@ -40,7 +41,8 @@ def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
     -------
     dict of str to dict
         By variant: medians over batches, and `time_ratio` / `peak_ratio` over each base that was
-        measured, as [median, low, high] of the batches' own ratios.
+        measured, as [median, low, high] of the batches' own ratios; `full_ratio` is that of time on
+        batches without padding, over a step that computes all positions.
     """
     return {name: _summary(result, results) for name, result in results.items()}
 
@@ -68,12 +70,26 @@ def _summary(result: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]
             if first
             else None
         ),
+        "full_ratio": _full_ratio(result["unseen"], results),
         "medians_first_over_second": float(np.median(first) / np.median(second)) if first else None,
         "largest_loss_difference": {
             base: max(abs(a["loss"] - b["loss"]) for a, b in zip(steps, of, strict=True))
             for base, of in bases.items()
         },
     }
+
+
+def _full_ratio(
+    unseen: Sequence[Sequence[Mapping[str, Any]]], results: Mapping[str, Mapping[str, Any]]
+) -> list[float] | None:
+    """Compare the second steps of batches without padding; None where there are none to compare."""
+    pairs = zip(unseen, results.get(_PADDED, {}).get("unseen", ()), strict=False)
+    full = [
+        (ours[1], base[1])
+        for ours, base in pairs
+        if ours[1]["tokens"] == ours[1]["records"] * ours[1]["length"]
+    ]
+    return _ratio([a for a, _ in full], [b for _, b in full], "seconds") if full else None
 
 
 def _column(steps: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
@@ -114,7 +130,8 @@ def _line(cells: Sequence[str]) -> str:
 
 def _cells(summary: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
     """Headings, then a row for each variant."""
-    bases = [base for base in _BASES if base in summary]
+    bases = [base for base in _BASES if all(base in row["time_ratio"] for row in summary.values())]
+    has_full = any(row.get("full_ratio") for row in summary.values())
     yield [
         "variant",
         "step, s",
@@ -124,6 +141,7 @@ def _cells(summary: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
         *(f"peak / {base}" for base in bases),
         "compile, s",
         "first / second",
+        *(["without padding: time / padded"] if has_full else []),
     ]
     for name, row in summary.items():
         first = row["first_over_second"]
@@ -136,6 +154,7 @@ def _cells(summary: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
             *(f"{row['peak_ratio'][base][0]:.3f}" for base in bases),
             f"{row['compile_seconds']:.1f}",
             _interval(first) if first else "-",
+            *([_interval(row["full_ratio"])] if has_full else []),
         ]
 
 

@@ -109,6 +109,8 @@ def _results(seconds):
         {
             "seconds": s,
             "cpu_seconds": s,
+            "records": 2,
+            "length": 50,
             "tokens": 100,
             "loss": 1.0,
             "activation_peak_bytes": int(s * 1000),
@@ -135,6 +137,16 @@ def test_summary_pairs_batches():
     lines = markdown([{"size": "S", "batch": 4, "summary": summary}]).splitlines()
     assert len(lines) == 4
     assert lines[3].startswith("| S, 4 | relax_disc | 1.000 | 86 | 0.500 (0.50-0.50) |")
+
+
+def test_batches_without_padding_are_compared():
+    ours, padded = _results([1.0, 3.0]), _results([1.0, 2.0])
+    padded["unseen"].append([{**step, "tokens": 60} for step in padded["steps"]])
+    ours["unseen"].append([{**step, "tokens": 60, "seconds": 9.0} for step in ours["steps"]])
+    summary = summarize({"relax_disc": ours, "relax_disc:padded": padded})
+    assert summary["relax_disc"]["full_ratio"] == [1.5, 1.5, 1.5]
+    assert summary["relax_disc"]["time_ratio"]["relax_disc:padded"][0] == 1.25
+    assert "without padding" in markdown([{"size": "S", "batch": 2, "summary": summary}])
 
 
 def test_result_file_says_commit_and_machine(tmp_path, monkeypatch):
