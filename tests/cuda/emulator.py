@@ -1,6 +1,6 @@
 """Run the CUDA C that TVM emits on the CPU, and find what is wrong with it.
 
-`device.cc` is a CUDA device in host memory; `emulator.h` lets a C++ compiler compile kernels.
+`src/device.cc` is a CUDA device in host memory; `src/emulator.h` lets a C++ compiler compile kernels.
 
 >>> emulator = Emulator.load()
 >>> with emulator.compiling():
@@ -30,7 +30,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-HERE = Path(__file__).parent
+SOURCES = Path(__file__).parent / "src"
 _CPU, _CUDA = 1, 2
 _SMALL_SHARE = 4
 _SCALAR_SECTORS = 16
@@ -144,7 +144,7 @@ class Emulator:
         packages = [Path(module.__file__ or "").parent for module in (tvm, tvm_ffi)]
         flags = [f"-I{package}/include" for package in packages]
         flags += [f"-L{package}/lib" for package in packages] + ["-ltvm_runtime", "-ltvm_ffi"]
-        path = _compiled((HERE / "device.cc").read_text(), ["-O2"], flags)
+        path = _compiled((SOURCES / "device.cc").read_text(), ["-O2"], flags)
         library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         for name in ("emu_take_findings", "emu_traffic"):
             getattr(library, name).restype = ctypes.c_char_p
@@ -320,7 +320,7 @@ class Emulator:
         lines = body.splitlines()
         for match in _SIGNATURE.finditer(body):
             self._sources[match.group(1)] = lines
-        path = _compiled(translate(body), ["-O1", f"-I{HERE}"], [])
+        path = _compiled(translate(body), ["-O1", f"-I{SOURCES}"], [])
         return body, ctypes.CDLL(str(path))
 
 
@@ -404,7 +404,7 @@ def _compiled(code: str, before: list[str], after: list[str]) -> Path:
     """Make a shared library of C++, unless an earlier process has."""
     compiler = shutil.which("g++") or "g++"
     flags = [compiler, "-std=c++17", "-fPIC", "-shared", "-w", "-ffp-contract=off", *before]
-    header = (HERE / "emulator.h").read_text()
+    header = (SOURCES / "emulator.h").read_text()
     key = hashlib.sha256("\0".join([*flags, *after, header, code]).encode()).hexdigest()[:20]
     folder = Path(tempfile.gettempdir()) / "relax_disc_emulator"
     folder.mkdir(exist_ok=True)
@@ -413,7 +413,7 @@ def _compiled(code: str, before: list[str], after: list[str]) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as draft:
             source = Path(draft) / "code.cc"
             source.write_text(code)
-            command = [*flags, f"-I{HERE}", str(source), "-o", f"{draft}/made.so", *after]
+            command = [*flags, f"-I{SOURCES}", str(source), "-o", f"{draft}/made.so", *after]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"the kernels do not compile:\n{done.stderr[:3000]}")

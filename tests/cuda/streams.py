@@ -4,8 +4,8 @@ What the stand-in's device is asked for goes into the queue of the virtual machi
 to and from pinned memory into that of a second one. One of them runs whatever it may, the other
 only what somebody waits for, or chance decides; so what lacks an event runs too early or too late,
 and reads or leaves wrong bits. The package's own calls come here: PyTorch's interface to streams
-and events is answered by `streams.cc`, its copies by a kernel for tensors that claim to be on the
-device.
+and events is answered by `src/streams.cc`, its copies by a kernel for tensors that claim to be on
+the device.
 
 >>> streams = Streams(emulator, "copies")    # run late
 >>> with streams.running():
@@ -161,7 +161,7 @@ class Streams:
 @functools.cache
 def _library() -> ctypes.CDLL:
     pytorch = Path(torch.__file__).parent
-    code = (Path(__file__).parent / "streams.cc").read_text()
+    code = (Path(__file__).parent / "src/streams.cc").read_text()
     flags = [f"-L{pytorch / 'lib'}", "-lc10"]
     path = _compiled(code, ["-std=c++20", f"-isystem{pytorch / 'include'}"], flags)
     library = ctypes.CDLL(str(path))

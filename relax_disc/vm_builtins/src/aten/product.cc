@@ -33,6 +33,11 @@ constexpr int64_t kMklColumns = 2048;
 /*! \brief Most that MKL takes on a thread for so many columns: 9.1 MB of 1,500 products. */
 constexpr int64_t kMklBytes = 9 << 20;
 
+/*! \brief Most that MKL takes from malloc in such products of float32. */
+int64_t MklBytes(const ProductSizes& sizes, int64_t threads) {
+  return sizes.count * sizes.m * sizes.n * sizes.k == 0 ? 0 : threads * kMklBytes;
+}
+
 /*! \brief Bytes that MKL holds. */
 int64_t MklHeld() {
   int count = 0;
@@ -46,15 +51,18 @@ int64_t MklHeld() {
  * bound is counted.
  */
 struct MklScope {
-  explicit MklScope(c10::ScalarType type) : is_needed(type == c10::kFloat || type == c10::kDouble) {
+  MklScope(c10::ScalarType type, const ProductSizes& sizes)
+      : is_needed(type == c10::kFloat || type == c10::kDouble),
+        planned_bytes(MklBytes(sizes, NumThreads())) {
     if (is_needed && MklHeld() > 0) mkl_serv_free_buffers();  // kept by calls that are not ours
   }
   ~MklScope() {
     if (!is_needed || mkl_serv_free_buffers == nullptr) return;
-    CountOverflow(MklHeld() - NumThreads() * kMklBytes);
+    CountOverflow(MklHeld() - planned_bytes);
     mkl_serv_free_buffers();
   }
   bool is_needed;
+  int64_t planned_bytes;
 };
 
 /*! \brief A compact tensor as a matrix whose rows are its first `split` axes, or its transpose. */
@@ -72,10 +80,10 @@ void Matmul(TensorView a_view, TensorView b_view, const TensorView* addend, int6
   const at::Tensor a = MatrixView(a_view, a_split, transpose_a != 0);
   const at::Tensor b = MatrixView(b_view, b_split, transpose_b != 0);
   at::Tensor c = AtenView(c_view).view({a.size(0), b.size(1)});
-  AtenScope scope(
-      AtenProductBytes(c.size(0), c.size(1), a.size(1), c.element_size(), NumThreads()),
-      at::empty({0}));
-  MklScope mkl(c.scalar_type());
+  const ProductSizes sizes{1, c.size(0), c.size(1), a.size(1)};
+  AtenScope scope(AtenProductBytes(sizes.m, sizes.n, sizes.k, c.element_size(), NumThreads()),
+                  at::empty({0}));
+  MklScope mkl(c.scalar_type(), sizes);
   at::Tensor extra;
   if (addend != nullptr) {
     extra = AtenView(*addend);
@@ -134,14 +142,14 @@ void BatchMatmul(TensorView a_view, TensorView b_view, int64_t a_axes, int64_t b
   at::Tensor a = Permuted(a_view, a_axes), b = Permuted(b_view, b_axes);
   const at::Tensor c = Permuted(c_view, c_axes);
   const at::IntArrayRef batch = c.sizes().slice(0, c.dim() - 2);
-  AtenScope scope(AtenProductBytes(c.size(-2), c.size(-1), a.size(-1), c.element_size(),
-                                   NumThreads()),
+  const ProductSizes sizes{c10::multiply_integers(batch), c.size(-2), c.size(-1), a.size(-1)};
+  AtenScope scope(AtenProductBytes(sizes.m, sizes.n, sizes.k, c.element_size(), NumThreads()),
                   at::empty({0}));
-  MklScope mkl(c.scalar_type());
+  MklScope mkl(c.scalar_type(), sizes);
   for (at::Tensor* x : {&a, &b}) {
-    std::vector<int64_t> sizes(batch.begin(), batch.end());
-    sizes.insert(sizes.end(), {x->size(-2), x->size(-1)});
-    *x = x->expand(sizes);
+    std::vector<int64_t> whole(batch.begin(), batch.end());
+    whole.insert(whole.end(), {x->size(-2), x->size(-1)});
+    *x = x->expand(whole);
   }
   Multiply(a, b, c);
 }
@@ -183,10 +191,6 @@ bool TryBatchMatmul(TensorView a, TensorView b, int64_t a_axes, int64_t b_axes, 
   if (!IsLikeOwn({&a, &b, &c})) return false;
   BatchMatmul(a, b, a_axes, b_axes, c_axes, c);
   return true;
-}
-
-int64_t MklBytes(const ProductSizes& sizes, int64_t threads) {
-  return sizes.count * sizes.m * sizes.n * sizes.k == 0 ? 0 : threads * kMklBytes;
 }
 
 }  // namespace

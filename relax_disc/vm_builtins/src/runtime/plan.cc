@@ -9,7 +9,7 @@
 namespace relax_disc {
 
 PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
-                     const std::vector<int64_t>& values, int threads) {
+                     const std::vector<int64_t>& values, int threads, int64_t* library_bytes) {
   PlannerGraph graph;
   const size_t count = metadata.tensors.size();
   graph.bytes.assign(count, 0);
@@ -41,6 +41,9 @@ PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
       const std::vector<int64_t> numbers = ShapeAt(kernel.workspace_numbers, values);
       op.workspace = RoundUp(WorkspaceBytes(kernel.workspace, numbers, threads),
                              metadata.machine.alignment);
+      if (library_bytes != nullptr) {
+        *library_bytes = std::max(*library_bytes, LibraryBytes(kernel.workspace, numbers, threads));
+      }
     }
     for (int32_t tensor : kernel.outputs) {
       const TensorEntry& entry = metadata.tensors[tensor];
@@ -107,7 +110,7 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vec
       plan->escaping_bytes += RoundUp(bytes, metadata.machine.alignment);
     }
   }
-  PlannerGraph graph = GraphAt(metadata, cost, plan->values, threads);
+  PlannerGraph graph = GraphAt(metadata, cost, plan->values, threads, &plan->library_bytes);
   if (state != nullptr) {
     // The most at once is what one kernel has, in any sequence.
     std::vector<int32_t> sequence(metadata.kernels.size());
@@ -117,10 +120,6 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vec
   for (const KernelEntry& kernel : metadata.kernels) {
     plan->is_small.push_back(plan->values[kernel.flops] <= kSmallFlops &&
                              plan->values[kernel.moved_bytes] <= kSmallBytes);
-    if (kernel.workspace.empty()) continue;
-    const std::vector<int64_t> numbers = ShapeAt(kernel.workspace_numbers, plan->values);
-    plan->library_bytes =
-        std::max(plan->library_bytes, LibraryBytes(kernel.workspace, numbers, threads));
   }
   int64_t room = kUnlimited;
   if (budget_bytes >= 0) room = budget_bytes - plan->outside_bytes();

@@ -1,5 +1,5 @@
 /*!
- * \file runtime_plan.h
+ * \file plan.h
  * \brief What one shape under one budget runs: the sequence of kernels, and where each tensor is.
  */
 #ifndef RELAX_DISC_VM_BUILTINS_RUNTIME_PLAN_H_
@@ -67,9 +67,11 @@ using PlanPtr = std::shared_ptr<const Plan>;
 /*!
  * \brief What the planner sees at some values of the programs: outside the arena nothing counts.
  * \param threads That will run it: the workspaces depend on them.
+ * \param library_bytes Raised to the most that a library takes from malloc in any kernel; may be null.
  */
 PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
-                     const std::vector<int64_t>& values, int threads);
+                     const std::vector<int64_t>& values, int threads,
+                     int64_t* library_bytes = nullptr);
 
 /*!
  * \brief Make the plan of a shape; `feasible` says whether it is inside the budget.

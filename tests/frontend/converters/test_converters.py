@@ -11,7 +11,7 @@ from relax_disc.frontend.converters import TABLE
 from relax_disc.frontend.emission import Wanted, emit_functions
 from relax_disc.frontend.importer import refuse_unknown
 from relax_disc.vm_builtins.libraries import install
-from tests.frontend.converter_cases import FAMILIES
+from tests.frontend.converters.converter_cases import FAMILIES
 from tests.frontend.running import Runner
 
 N, M = Dim("n", min=1, max=9), Dim("m", min=5, max=20)

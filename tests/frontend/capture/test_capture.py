@@ -9,7 +9,7 @@ from tvm import relax
 
 from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend import capture_forward, capture_step
-from tests.frontend.models import MLP, VOCABULARY, Llama, dims, mlp_batch, token_batch
+from tests.frontend.models import MLP, Llama, dims, mlp_batch, token_batch
 from tests.frontend.running import check_gradients
 
 SHAPES = [(3, 12), (1, 1), (5, 33), (8, 48)]
@@ -293,4 +293,13 @@ def test_without_a_loss_it_is_refused():
         capture_step(
             nn.Linear(4, 4), None, (torch.randn(3, 4),), dynamic_shapes=({0: Dim("n", max=9)},)
         )
-    assert VOCABULARY
+
+
+def test_two_arguments_may_be_one_tensor_in_the_example():
+    torch.manual_seed(0)
+    model = Llama(whole=False, tied=False, layers=1)
+    ids, _ = token_batch(3, 12)
+    batch, length = dims()
+    shape = {0: batch, 1: length}
+    captured = capture_step(model, None, (ids, ids), dynamic_shapes=(shape, shape))
+    check_gradients(captured, model, [token_batch(2, 9)])
