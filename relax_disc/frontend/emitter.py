@@ -243,8 +243,3 @@ class Emitter:
             f"{line}: {node.target} cannot be translated here: {why}.",
             ((str(node.target), str(line)),),
         )
-
-
-def span_line(span: tvm.ir.Span | None) -> str:
-    """Write the line of a span as ``file:line``, empty when there is none."""
-    return "" if span is None else f"{span.source_name.name}:{span.line}"

@@ -110,11 +110,6 @@ def vector_loop(
     return statements
 
 
-def serial_loop(name: str, extent: Any, body: Body) -> list[Any]:
-    """Run ``body`` for every index, one by one: for what cannot be vectorised."""
-    return [loop(name, extent, body)]
-
-
 def decode(index: Any, extents: Sequence[Any], name: str) -> tuple[list[Any], list[Any]]:
     """Split a fused index into one for each extent.
 
@@ -198,6 +193,10 @@ class Accumulator:
                 tirx.ForKind.VECTORIZED,
             ),
         ]
+
+    def set(self, lane: Any, value: Any) -> Any:
+        """Begin a lane with a value in place of the neutral element."""
+        return tirx.BufferStore(self.buffer, widened(self.combiner, value), [lane])
 
     def add(self, lane: Any, value: Any) -> Any:
         """Accumulate one value in one lane."""

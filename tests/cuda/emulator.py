@@ -1,6 +1,7 @@
 """Run the CUDA C that TVM emits on the CPU, and find what is wrong with it.
 
-`src/device.cc` is a CUDA device in host memory; `src/emulator.h` lets a C++ compiler compile kernels.
+`src/device.cc` is a CUDA device in host memory; `src/emulator.h` lets a C++ compiler compile
+kernels.
 
 >>> emulator = Emulator.load()
 >>> with emulator.compiling():

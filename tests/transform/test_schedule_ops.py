@@ -14,7 +14,8 @@ from relax_disc.analysis import Kernel, SymbolicDim, SymbolicExpr, TensorGraph
 from relax_disc.analysis.memory.peak import peak_bytes
 from relax_disc.analysis.program.extraction import extract
 from relax_disc.analysis.program.workspace import LibraryWorkspace
-from relax_disc.analysis.schedule.order import schedule_ops
+from relax_disc.analysis.schedule.order import points_and_checks, schedule_ops
+from relax_disc.analysis.schedule.problem import problem_of
 from relax_disc.transform.memory.schedule_ops import ScheduleOps, _best_order, _searched
 from tests.relax_programs import Program, call, compile_program, draw_program
 
@@ -185,9 +186,11 @@ def test_an_order_found_without_workspaces_stays_unless_it_needs_more():
             Kernel("join", (1, 2), (3,)),
         )
         graph = TensorGraph((dim,), (64, 40 * n, 8 * n, 4), (0,), (3,), kernels)
-        schedules = [(each, schedule_ops(each)) for each in _searched(graph)]
-        assert len(schedules) == 2 and schedules[1][1].order == (0, 1, 2)
-        assert _best_order(schedules, schedules[0][1].checked) == expected
+        _, without = _searched(graph)
+        assert schedule_ops(without).order == (0, 1, 2)
+        points, checked = points_and_checks(graph, None)
+        problem = problem_of(graph, checked)
+        assert _best_order(graph, problem, points, checked, "main") == expected
 
 
 @settings(max_examples=max(60, settings().max_examples // 4))

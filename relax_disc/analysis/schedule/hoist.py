@@ -16,7 +16,12 @@ import numpy as np
 
 from relax_disc.analysis.memory.peak import check_order
 from relax_disc.analysis.program.tensor_graph import TensorGraph
-from relax_disc.analysis.schedule.problem import peaks_at_points, problem_of, traces_at_points
+from relax_disc.analysis.schedule.problem import (
+    ScheduleProblem,
+    peaks_at_points,
+    problem_of,
+    traces_at_points,
+)
 
 _DEPTH = 2
 """Kernels before a sink that may move with it: a matrix product, and what prepares it."""
@@ -49,6 +54,13 @@ def hoist_sinks(
     problem = problem_of(graph, shapes or [{}])
     if limits is None:
         limits = peaks_at_points(problem, order)
+    return hoisted_within(graph, problem, order, limits)
+
+
+def hoisted_within(
+    graph: TensorGraph, problem: ScheduleProblem, order: Sequence[int], limits: Sequence[int]
+) -> tuple[int, ...]:
+    """`hoist_sinks` with the graph's problem at the shapes of the limits."""
     clusters = _clusters(graph, order)
     kept: set[int] = set()
     while len(kept) < len(clusters):

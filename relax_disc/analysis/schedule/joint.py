@@ -17,12 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from relax_disc.analysis.memory.peak import overlaid_bytes
-from relax_disc.analysis.program.tensor_graph import TensorGraph
 from relax_disc.analysis.schedule.problem import (
     ScheduleProblem,
     at_points,
     peaks_at_points,
-    problem_of,
     rescaled,
 )
 from relax_disc.analysis.schedule.split import Found, split_search
@@ -41,43 +39,36 @@ _SMALL_STATES = 20_000
 class JointSearch:
     """Search for one order; see the module.
 
-    ``problem``: the graph at the shapes to optimise for. ``bounds``: per shape: no order has a
-    smaller peak. ``checked``: shapes at which the order is no worse than the given one.
-    ``timed_out``: whether the time limit ended a search.
+    ``problem``: the graph at all shapes at which the order must be no worse than the given one.
+    ``points``: those of its points to optimise for. ``bounds``: at each of these: no order has a
+    smaller peak. ``timed_out``: whether the time limit ended a search.
     """
 
-    def __init__(
-        self,
-        graph: TensorGraph,
-        shapes: Sequence[Shape],
-        checks: Sequence[Shape],
-        work: int,
-    ) -> None:
-        self.problem = problem_of(graph, shapes)
-        self.bounds = list(self.problem.base)
+    def __init__(self, problem: ScheduleProblem, points: Sequence[int], work: int) -> None:
+        self._judge = problem
+        self._points = tuple(points)
+        self._problem = at_points(problem, points)
+        self.bounds = list(self._problem.base)
         self.timed_out = False
-        self._graph = graph
-        self._shapes = tuple(shapes)
-        self.checked = tuple({tuple(s.items()): s for s in (*shapes, *checks)}.values())
-        self._judge = problem_of(graph, self.checked)
-        self._given = list(range(self.problem.ops))
-        self._limits = peaks_at_points(self._judge, self._given)
-        self._best = [0] * len(shapes)
+        self._given = list(range(problem.ops))
+        self._limits = peaks_at_points(problem, self._given)
+        self._best = [0] * len(points)
         # A search for all shapes at once, and one for each aim, beside those for each shape alone.
-        self._share = work // (len(shapes) + 1 + len(_AIMS)) if len(self.checked) > 1 else work
+        is_alone = problem.points == 1
+        self._share = work if is_alone else work // (len(points) + 1 + len(_AIMS))
 
     def best_order(self) -> list[int]:
         """Return one order for all shapes."""
         candidates = [self._given]
-        for point in range(self.problem.points):
+        for point in range(len(self._points)):
             candidates.append(self._solve_alone(point, candidates[1:]))
-        if len(self.checked) == 1:
+        if self._judge.points == 1:
             return candidates[-1]
-        peaks = [peaks_at_points(self.problem, order) for order in candidates]
+        peaks = [peaks_at_points(self._problem, order) for order in candidates]
         self._best = [max(min(column), 1) for column in zip(*peaks, strict=True)]
         order = min(candidates, key=self._worst_ratio)
         if self._worst_ratio(order) > _ENOUGH:
-            order = self._solve_jointly(self._shapes, self._best, candidates, _ENOUGH)
+            order = self._solve_jointly(self._points, self._best, candidates, _ENOUGH)
         aimed = self._worst_ratio(order)
         violated: tuple[int, ...] = ()
         for growth in _AIMS:
@@ -86,18 +77,18 @@ class JointSearch:
                 return order
             violated = (*violated, excess)
             aim = max(aimed, _ENOUGH) * growth
-            shapes = (*self._shapes, *(self.checked[k] for k in violated))
-            limits = [self._limits[self.checked.index(shape)] for shape in shapes]
+            points = (*self._points, *violated)
+            limits = [self._limits[point] for point in points]
             best = (*self._best, *(self._limits[k] for k in violated))
             divisors = [
                 max(min(own, int(limit / aim)), 1) for own, limit in zip(best, limits, strict=True)
             ]
-            order = self._solve_jointly(shapes, divisors, candidates, aim)
+            order = self._solve_jointly(points, divisors, candidates, aim)
         passing = [order for order in candidates if self._worst_excess(order) is None]
         return min(passing, key=self._worst_ratio)
 
     def _solve_alone(self, point: int, starts: Sequence[list[int]]) -> list[int]:
-        problem = at_points(self.problem, [point])
+        problem = at_points(self._problem, [point])
         found = self._split(problem, starts, 0)
         order, peak, bound = found.order, found.peak, found.bound
         if bound < peak and problem.ops <= _SMALL_OPS:
@@ -111,13 +102,13 @@ class JointSearch:
 
     def _solve_jointly(
         self,
-        shapes: Sequence[Shape],
+        points: Sequence[int],
         divisors: Sequence[int],
         candidates: list[list[int]],
         aim: float,
     ) -> list[int]:
         """Minimise the worst quotient, down to `aim`; the result joins the candidates."""
-        problem = problem_of(self._graph, shapes)
+        problem = at_points(self._judge, points)
         scaled = rescaled(problem, [_SCALE] * problem.points, divisors)
         # Every buffer and op may have been rounded up by one unit.
         target = int(aim * _SCALE) + problem.ops + len(problem.ready)
@@ -134,7 +125,7 @@ class JointSearch:
 
     def _worst_ratio(self, order: Sequence[int]) -> float:
         """Return the greatest ratio over the shapes of an order's peak to the best one found."""
-        peaks = peaks_at_points(self.problem, order)
+        peaks = peaks_at_points(self._problem, order)
         return max(peak / best for peak, best in zip(peaks, self._best, strict=True))
 
     def _worst_excess(self, order: Sequence[int]) -> int | None:
@@ -164,7 +155,7 @@ def exact_order(problem: ScheduleProblem, known_peak: int, max_states: int) -> E
     ``problem``: with one point. ``known_peak``: peak of an order that is known. ``max_states``:
     where to give up.
     """
-    size, extra = problem.size[0], problem.extra[0]
+    size, extra = problem.size[0].tolist(), problem.extra[0].tolist()
     needs = [sum(1 << other for other in row) for row in problem.need]
     users = [sum(1 << op for op in row) for row in problem.users]
     full = (1 << problem.ops) - 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from relax_disc.analysis.program.tensor_graph import TensorGraph, check_shape
 from relax_disc.analysis.schedule.joint import WORK_LIMIT, JointSearch, Shape
-from relax_disc.analysis.schedule.problem import peaks_at_points
+from relax_disc.analysis.schedule.problem import ScheduleProblem, peaks_at_points, problem_of
 from relax_disc.analysis.schedule.shapes import check_shapes, sample_shapes
 from relax_disc.errors import GraphError
 
@@ -103,15 +103,39 @@ def schedule_ops(
     ShapeRangeError
         If a shape does not fit the graph's dims.
     """
-    points = _points(graph, shapes)
-    checks = check_shapes(graph.dims) if shapes is None else ()
-    search = JointSearch(graph, points, checks, work_limit)
+    points, checked = points_and_checks(graph, shapes)
+    return best_schedule(problem_of(graph, checked), points, checked, work_limit)
+
+
+def points_and_checks(
+    graph: TensorGraph, shapes: Shape | Sequence[Shape] | None
+) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
+    """Return the shapes to optimise for, and with them those to be no worse at, each once."""
+    if shapes is None:
+        points, checks = sample_shapes(graph.dims), check_shapes(graph.dims)
+    else:
+        points, checks = (shapes,) if isinstance(shapes, Mapping) else tuple(shapes), ()
+        if not points:
+            raise GraphError("schedule_ops needs at least one shape")
+        for shape in points:
+            check_shape(graph.dims, shape)
+    return points, tuple({tuple(shape.items()): shape for shape in (*points, *checks)}.values())
+
+
+def best_schedule(
+    problem: ScheduleProblem,
+    points: Sequence[Shape],
+    checked: Sequence[Shape],
+    work_limit: int = WORK_LIMIT,
+) -> Schedule:
+    """`schedule_ops` of a graph whose problem at the shapes `checked` is known."""
+    places = [checked.index(shape) for shape in points]
+    search = JointSearch(problem, places, work_limit)
     order = search.best_order()
-    peaks = peaks_at_points(search.problem, order)
-    given = peaks_at_points(search.problem, range(len(graph.kernels)))
+    peaks, given = (peaks_at_points(problem, each) for each in (order, range(problem.ops)))
     facts = tuple(
-        SchedulePoint(dict(shape), peak, bound, before)
-        for shape, peak, bound, before in zip(points, peaks, search.bounds, given, strict=True)
+        SchedulePoint(dict(shape), peaks[place], bound, given[place])
+        for shape, place, bound in zip(points, places, search.bounds, strict=True)
     )
     top = max(facts, key=lambda point: point.peak_bytes)
     return Schedule(
@@ -120,17 +144,6 @@ def schedule_ops(
         lower_bound_bytes=top.lower_bound_bytes,
         is_optimal=all(point.peak_bytes == point.lower_bound_bytes for point in facts),
         points=facts,
-        checked=search.checked,
+        checked=tuple(checked),
         timed_out=search.timed_out,
     )
-
-
-def _points(graph: TensorGraph, shapes: Shape | Sequence[Shape] | None) -> tuple[Shape, ...]:
-    if shapes is None:
-        return sample_shapes(graph.dims)
-    points = (shapes,) if isinstance(shapes, Mapping) else tuple(shapes)
-    if not points:
-        raise GraphError("schedule_ops needs at least one shape")
-    for shape in points:
-        check_shape(graph.dims, shape)
-    return points

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from relax_disc.analysis.memory.peak import overlaid_bytes
 from relax_disc.analysis.program.tensor_graph import TensorGraph, evaluate_sizes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ScheduleProblem:
     """Ops in a legal order, with buffers and precedence."""
 
@@ -32,17 +32,22 @@ class ScheduleProblem:
     # whether each buffer is live from the start, to the end
     ready: list[bool]
     stays: list[bool]
-    # per point: bytes of each buffer; bytes live only while each op runs (negative: in place)
-    size: list[list[int]]
-    extra: list[list[int]]
+    # int64, a row for each point: bytes of each buffer; bytes live only while each op runs
+    # (negative: in place)
+    size: np.ndarray
+    extra: np.ndarray
     base: list[int]  # per point: bytes live throughout
     # the transposes of `touch` and `need`
     users: list[list[int]] = field(default_factory=list)
     next: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "users", _transposed(self.touch, len(self.ready)))
-        object.__setattr__(self, "next", _transposed(self.need, len(self.need)))
+        for name, columns in (("size", len(self.ready)), ("extra", len(self.touch))):
+            rows = np.asarray(getattr(self, name), dtype=np.int64)
+            object.__setattr__(self, name, rows.reshape(len(self.base), columns))
+        if not self.users:
+            object.__setattr__(self, "users", _transposed(self.touch, len(self.ready)))
+            object.__setattr__(self, "next", _transposed(self.need, len(self.need)))
 
     @property
     def ops(self) -> int:
@@ -58,7 +63,7 @@ class ScheduleProblem:
         """Return what C++ makes the problem of."""
         return (
             *(self.touch, self.need, self.pair, self.ready, self.stays),
-            *(self.size, self.extra, self.base),
+            *(self.size.tolist(), self.extra.tolist(), self.base),
         )
 
 
@@ -97,7 +102,6 @@ def problem_of(graph: TensorGraph, shapes: Sequence[Mapping[str, int]] = ({},)) 
             renamed[tensor] = len(renamed)
         else:
             extra[:, producer] += size[:, tensor]
-    rows = size.tolist()
     touch, need, pair = [], [], []
     for index, kernel in enumerate(graph.kernels):
         tensors = {*kernel.inputs, *kernel.outputs}
@@ -110,7 +114,7 @@ def problem_of(graph: TensorGraph, shapes: Sequence[Mapping[str, int]] = ({},)) 
             if source in renamed and source not in keep
         ]
         if all(len(readers[source]) == 1 for source, _ in open_pairs):
-            extra[:, index] -= [overlaid_bytes(row, open_pairs) for row in rows]
+            extra[:, index] -= _overlaid(size, open_pairs)
             open_pairs = []
         pair.append([(renamed[a], renamed[b]) for a, b in open_pairs if b in renamed])
     tensors = list(renamed)
@@ -120,10 +124,24 @@ def problem_of(graph: TensorGraph, shapes: Sequence[Mapping[str, int]] = ({},)) 
         pair=pair,
         ready=[False] * len(tensors),
         stays=[tensor in keep for tensor in tensors],
-        size=size[:, tensors].tolist(),
-        extra=extra.tolist(),
+        size=size[:, tensors],
+        extra=extra,
         base=base.tolist(),
     )
+
+
+def _overlaid(size: np.ndarray, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return `overlaid_bytes` at each point."""
+    saved = np.zeros(len(size), dtype=np.int64)
+    taken: dict[int, np.ndarray] = {}  # per tensor: the points at which it takes part in a pair
+    for source, target in pairs:
+        fits = size[:, source] == size[:, target]
+        for tensor in (source, target):
+            fits = fits & np.logical_not(taken.get(tensor, False))
+        for tensor in (source, target):
+            taken[tensor] = fits | taken.get(tensor, False)
+        saved += np.where(fits, size[:, target], 0)
+    return saved
 
 
 def rescaled(
@@ -135,22 +153,23 @@ def rescaled(
     be compared.  A point's peak is exact up to one unit per live buffer.
     """
 
-    def scale(rows: list[list[int]]) -> list[list[int]]:
+    def scale(rows: list[list[int]]) -> list[list[int]]:  # products may exceed 64 bits
         return [
             [-(-value * up // down) for value in row]
             for row, up, down in zip(rows, numerators, denominators, strict=True)
         ]
 
     base = [row[0] for row in scale([[value] for value in problem.base])]
-    return replace(problem, size=scale(problem.size), extra=scale(problem.extra), base=base)
+    size, extra = (np.array(scale(rows.tolist())) for rows in (problem.size, problem.extra))
+    return replace(problem, size=size, extra=extra, base=base)
 
 
 def at_points(problem: ScheduleProblem, points: Sequence[int]) -> ScheduleProblem:
     """Return the problem at some of its points."""
     return replace(
         problem,
-        size=[problem.size[point] for point in points],
-        extra=[problem.extra[point] for point in points],
+        size=problem.size[list(points)],
+        extra=problem.extra[list(points)],
         base=[problem.base[point] for point in points],
     )
 
@@ -159,37 +178,35 @@ def peaks_at_points(problem: ScheduleProblem, order: Sequence[int]) -> list[int]
     """Return the most live bytes of an order at each point."""
     if problem.ops == 0:
         return list(problem.base)
-    return [int(live.max()) for live in traces_at_points(problem, order)]
+    return traces_at_points(problem, order).max(axis=1).tolist()
 
 
-def traces_at_points(problem: ScheduleProblem, order: Sequence[int]) -> list[np.ndarray]:
-    """Return the live bytes during each step of an order, at each point."""
-    if problem.ops == 0:
-        return [np.zeros(0, dtype=np.int64) for _ in problem.base]
-    position = np.empty(problem.ops, dtype=np.int64)
-    position[np.asarray(order, dtype=np.int64)] = np.arange(problem.ops)
-    buffers = len(problem.ready)
-    lengths = [len(users) for users in problem.users]
-    starts = np.zeros(buffers + 1, dtype=np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    steps = position[np.fromiter((op for users in problem.users for op in users), dtype=np.int64)]
+def traces_at_points(problem: ScheduleProblem, order: Sequence[int]) -> np.ndarray:
+    """Return the live bytes during each step of an order: a row for each point."""
+    ops, buffers = problem.ops, len(problem.ready)
+    live = np.zeros((problem.points, ops), dtype=np.int64)
+    live += np.array(problem.base, dtype=np.int64)[:, None]
+    if ops == 0:
+        return live
+    position = np.empty(ops, dtype=np.int64)
+    position[np.asarray(order, dtype=np.int64)] = np.arange(ops)
+    last = np.zeros(0, dtype=np.int64)
     if buffers:
+        starts = np.cumsum([0, *map(len, problem.users)])
+        steps = position[np.fromiter(chain.from_iterable(problem.users), np.int64, starts[-1])]
         first = np.where(problem.ready, 0, np.minimum.reduceat(steps, starts[:-1]))
-        last = np.where(problem.stays, problem.ops, np.maximum.reduceat(steps, starts[:-1]))
-    else:
-        first = last = np.zeros(0, dtype=np.int64)
-    paired = [op for op in range(problem.ops) if problem.pair[op]]
-    traces = []
-    for size, extra, base in zip(problem.size, problem.extra, problem.base, strict=True):
-        change = np.zeros(problem.ops + 2, dtype=np.int64)
-        sizes = np.array(size, dtype=np.int64)
-        np.add.at(change, first, sizes)
-        np.subtract.at(change, last + 1, sizes)
-        live = base + np.cumsum(change[: problem.ops])
-        live += np.array(extra, dtype=np.int64)[np.asarray(order, dtype=np.int64)]
-        for op in paired:
-            step = int(position[op])
-            dead = [pair for pair in problem.pair[op] if last[pair[0]] == step]
-            live[step] -= overlaid_bytes(size, dead)
-        traces.append(live)
-    return traces
+        last = np.where(problem.stays, ops, np.maximum.reduceat(steps, starts[:-1]))
+        live += _sum_before(problem.size, first, ops) - _sum_before(problem.size, last + 1, ops)
+    live += problem.extra[:, np.asarray(order, dtype=np.int64)]
+    for op, pairs in enumerate(problem.pair):
+        if dead := [pair for pair in pairs if last[pair[0]] == position[op]]:
+            live[:, position[op]] -= _overlaid(problem.size, dead)
+    return live
+
+
+def _sum_before(size: np.ndarray, steps: np.ndarray, count: int) -> np.ndarray:
+    """Return for each of `count` steps the sizes of those whose own step is that or earlier."""
+    order = np.argsort(steps, kind="stable")
+    sums = np.zeros((len(size), size.shape[1] + 1), dtype=np.int64)
+    np.cumsum(size[:, order], axis=1, out=sums[:, 1:])
+    return sums[:, np.searchsorted(steps[order], np.arange(count), side="right")]

@@ -217,7 +217,7 @@ def _trace(
         first = found[0].detach() if isinstance(found[0], Tensor) else found[0]
         return [first, *extras, *changed, *kept]
 
-    fakes = _fakes(program, placeholders, position, arguments)
+    fakes = _fakes(placeholders, position, arguments)
     count = len(arguments)
     arguments = (*arguments, Argument("rng", "rng", "rng", None))
     with next(f.fake_mode for f in fakes if hasattr(f, "fake_mode")):
@@ -384,10 +384,7 @@ def _keep_lines(made: Sequence[Tensor]) -> None:
 
 
 def _fakes(
-    program: ExportedProgram,
-    placeholders: list[fx.Node],
-    position: dict[str, int],
-    arguments: Sequence[Argument],
+    placeholders: list[fx.Node], position: dict[str, int], arguments: Sequence[Argument]
 ) -> list[Any]:
     fakes: list[Any] = [None] * len(arguments)
     for node in placeholders:

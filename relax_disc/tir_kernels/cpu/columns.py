@@ -7,6 +7,7 @@ partial sums: fixed, because the order of a sum must not depend on the number of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm import s_tir, tirx
@@ -29,14 +30,11 @@ from relax_disc.tir_kernels.loops import (
     LANES,
     Accumulator,
     Settings,
-    combine,
     decode,
     group_extent,
     group_mapping,
     loop,
     sequence,
-    vector_loop,
-    widened,
     with_body,
 )
 from relax_disc.tir_kernels.vectorizable import moves_in_vectors, vectorizable
@@ -136,12 +134,7 @@ class _Emitter:
         statements: list[Any] = []
         count, tiled = constant(extent), self.settings.tile_columns
         if count is not None:
-            statements = [
-                loop("tile", index_const(count // tiled), lambda at: tile(at * tiled, tiled), kind)
-            ]
-            if count % tiled:
-                statements.append(tile(index_const(count - count % tiled), count % tiled))
-            return statements
+            return self._tiled(count, tiled, tile, kind)
         # Each pass over the rows takes as many columns as are left: whole tiles, vectors, single.
         done: Any = index_const(0)
         for width in (tiled, LANES, 1):
@@ -182,34 +175,48 @@ class _Emitter:
                 )
                 return sequence([*total.start(), body, *keep])
 
-            width = self.settings.tile_columns if self.vector else 1
-            statements = [
-                loop("tile", index_const(columns // width), lambda at: tile(at * width, width))
-            ]
-            if columns % width:
-                statements.append(tile(index_const(columns - columns % width), columns % width))
-            return sequence(statements)
+            return sequence(self._tiled(columns, self.settings.tile_columns, tile))
 
-        def finish(column: Any) -> Any:
-            combiner = stage.combiner or "add"
-            total = widened(combiner, tirx.BufferLoad(partial, [column]))
-            for index in range(1, CHUNKS):
-                other = tirx.BufferLoad(partial, [column + index * columns])
-                total = combine(combiner, total, widened(combiner, other))
-            dtype = str(stage.init.ty.dtype)
-            if str(total.ty.dtype) != dtype:
-                total = tirx.Cast(dtype, total)
-            return self._write(group_mapping(self.columns, column), total)
+        def finish(base: Any, width: int) -> Any:
+            """Sum the partial sums of a tile, in the order of the chunks, and write the results."""
+            total = self._new_total(width)
 
-        finished = (
-            vector_loop("column", index_const(columns), finish, lanes=self.settings.lanes)
-            if self.vector
-            else [loop("column", index_const(columns), finish)]
-        )
+            def part(index: Any, lane: Any) -> Any:
+                return tirx.BufferLoad(partial, [index * columns + base + lane])
+
+            first = self._lanes(width, lambda lane: total.set(lane, part(0, lane)))
+            others = loop(
+                "part",
+                index_const(CHUNKS - 1),
+                lambda k: sequence(
+                    self._lanes(width, lambda lane: total.add(lane, part(k + 1, lane)))
+                ),
+            )
+            write = self._lanes(
+                width,
+                lambda lane: self._write(group_mapping(self.columns, base + lane), total.at(lane)),
+            )
+            return sequence([tirx.AllocBuffer(total.buffer), *first, others, *write])
+
         return [
             loop("chunk", index_const(CHUNKS), chunk, tirx.ForKind.PARALLEL),
-            *finished,
+            *self._tiled(columns, self.settings.lanes, finish),
         ]
+
+    def _tiled(
+        self,
+        columns: int,
+        width: int,
+        tile: Callable[[Any, int], Any],
+        kind: tirx.ForKind = tirx.ForKind.SERIAL,
+    ) -> list[Any]:
+        """Make ``tile(first column, width)`` for all columns; the last may be narrower."""
+        width = width if self.vector else 1
+        rest = columns % width
+        whole = loop(
+            "tile", index_const(columns // width), lambda at: tile(at * width, width), kind
+        )
+        return [whole, *([tile(index_const(columns - rest), rest)] if rest else [])]
 
     def _new_total(self, width: int) -> Accumulator:
         stage = self.first.stage

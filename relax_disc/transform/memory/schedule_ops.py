@@ -31,10 +31,20 @@ from relax_disc.analysis.program.table import NotPlannableError
 from relax_disc.analysis.program.tensor_graph import TensorGraph
 from relax_disc.analysis.program.workspace import LibraryWorkspace
 from relax_disc.analysis.schedule.bindings import BindingGraph, is_movable
-from relax_disc.analysis.schedule.hoist import hoist_sinks
+from relax_disc.analysis.schedule.hoist import hoisted_within
 from relax_disc.analysis.schedule.joint import Shape
-from relax_disc.analysis.schedule.order import Schedule, schedule_ops
-from relax_disc.analysis.schedule.problem import peaks_at_points, problem_of
+from relax_disc.analysis.schedule.order import (
+    Schedule,
+    best_schedule,
+    points_and_checks,
+    schedule_ops,
+)
+from relax_disc.analysis.schedule.problem import (
+    ScheduleProblem,
+    at_points,
+    peaks_at_points,
+    problem_of,
+)
 from relax_disc.analysis.schedule.settle import settle_peaks
 from relax_disc.errors import GraphError
 from relax_disc.transform.functions import block_like, copy_module, program_functions, with_blocks
@@ -95,10 +105,9 @@ class ScheduleOps:
         bindings = list(block.bindings)
         calls = [k for k, binding in enumerate(bindings) if is_kernel_call(binding.value)]
         graph = _ordered_overwrites(extraction)
-        schedules = [(each, self._schedule(each, name)) for each in _searched(graph)]
-        checked = schedules[0][1].checked
-        best = _best_order(schedules, checked)
-        best = settle_peaks(problem_of(graph, [shape for shape in checked if shape] or [{}]), best)
+        points, checked = points_and_checks(graph, self.shapes)
+        problem = problem_of(graph, checked)
+        best = settle_peaks(problem, _best_order(graph, problem, points, checked, name))
         kernels = [extraction.order[k] for k in best]
         order = [calls[k] for k in kernels if k < len(calls)]
         changed = with_blocks(function, [block_like(block, _in_order(bindings, order))])
@@ -107,7 +116,7 @@ class ScheduleOps:
             result = copy_module(mod)
             result.update_func(variable, changed)
             after = _with_workspaces(extract(result, name))
-            if _exceeds(after, graph, best, checked):
+            if _exceeds(problem_of(after, checked), problem, best):
                 _logger.info("%s keeps its order: copies would raise the peak", name)
                 return function
         return changed
@@ -149,18 +158,18 @@ class ScheduleOps:
             binding.var for binding in run if used_later.get(binding.var, 0) > uses[binding.var]
         ]
         reader = BindingGraph(function, run, escaping)
-        schedule = self._schedule(reader.graph(), name)
+        schedule = _logged(schedule_ops(reader.graph(), self.shapes), name)
         return _in_order(run, [reader.calls[k] for k in schedule.order])
 
-    def _schedule(self, graph: TensorGraph, name: str) -> Schedule:
-        schedule = schedule_ops(graph, self.shapes)
-        for point in schedule.points:
-            _logger.info(
-                "%s at %s: peak %d bytes, was %d, at least %d",
-                name, dict(point.shape), point.peak_bytes, point.given_peak_bytes,
-                point.lower_bound_bytes,
-            )  # fmt: skip
-        return schedule
+
+def _logged(schedule: Schedule, name: str) -> Schedule:
+    for point in schedule.points:
+        _logger.info(
+            "%s at %s: peak %d bytes, was %d, at least %d",
+            name, dict(point.shape), point.peak_bytes, point.given_peak_bytes,
+            point.lower_bound_bytes,
+        )  # fmt: skip
+    return schedule
 
 
 def _is_one_block(function: relax.Function) -> bool:
@@ -180,17 +189,24 @@ def _searched(graph: TensorGraph) -> list[TensorGraph]:
 
 
 def _best_order(
-    schedules: Sequence[tuple[TensorGraph, Schedule]], checked: Sequence[Shape]
+    graph: TensorGraph,
+    problem: ScheduleProblem,
+    points: Sequence[Shape],
+    checked: Sequence[Shape],
+    name: str,
 ) -> Sequence[int]:
-    """Move updates to their gradients; of the orders with and without workspaces return the better.
+    """Search with and without workspaces, move updates to their gradients, return the better order.
 
     That without stays unless it needs more on average over the shapes, which count by the square
     root of what they need, or more than the given order somewhere.
     """
-    orders = [_hoisted(graph, schedule) for graph, schedule in schedules]
+    orders = []
+    for each in _searched(graph):
+        own = problem if each is graph else problem_of(each, checked)
+        schedule = _logged(best_schedule(own, points, checked), name)
+        orders.append(_hoisted(each, own, schedule))
     if len(orders) == 1:
         return orders[0]
-    problem = problem_of(schedules[0][0], [shape for shape in checked if shape] or [{}])
     given = np.array(peaks_at_points(problem, range(problem.ops)))
     whole, plain = (np.array(peaks_at_points(problem, order)) for order in orders)
     if np.any(plain > _SLACK * given):
@@ -201,21 +217,18 @@ def _best_order(
     return orders[0] if gain > _LEAST_GAIN else orders[1]
 
 
-def _hoisted(graph: TensorGraph, schedule: Schedule) -> Sequence[int]:
+def _hoisted(graph: TensorGraph, problem: ScheduleProblem, schedule: Schedule) -> Sequence[int]:
     """Move updates to their gradients, nowhere above the given order's peak."""
-    shapes = [point.shape for point in schedule.points if point.shape]
-    if not schedule.checked:
-        return hoist_sinks(graph, schedule.order, shapes)
+    places = [schedule.checked.index(point.shape) for point in schedule.points]
     limits = _limits(schedule)
-    problem = problem_of(graph, schedule.checked)
     given = peaks_at_points(problem, range(problem.ops))
     while True:
-        order = hoist_sinks(graph, schedule.order, shapes, limits)
+        order = hoisted_within(graph, at_points(problem, places), schedule.order, limits)
         peaks = peaks_at_points(problem, order)
         worse = [k for k, (a, b) in enumerate(zip(peaks, given, strict=True)) if a > b]
         if not worse:
             return order
-        shapes.append(schedule.checked[worse[0]])
+        places.append(worse[0])
         limits.append(given[worse[0]])
 
 
@@ -235,15 +248,10 @@ def _limits(schedule: Schedule) -> list[int]:
     ]
 
 
-def _exceeds(
-    after: TensorGraph, before: TensorGraph, order: Sequence[int], shapes: Sequence[Shape]
-) -> bool:
-    """Whether a graph's peak is above another's, given or reordered as was wanted, at a shape."""
-    if not shapes:
-        return False
-    problem = problem_of(before, shapes)
-    given, wanted = (peaks_at_points(problem, each) for each in (range(problem.ops), order))
-    found = peaks_at_points(problem_of(after, shapes), range(len(after.kernels)))
+def _exceeds(after: ScheduleProblem, before: ScheduleProblem, order: Sequence[int]) -> bool:
+    """Whether a peak is above another problem's, given or reordered as was wanted, at a point."""
+    given, wanted = (peaks_at_points(before, each) for each in (range(before.ops), order))
+    found = peaks_at_points(after, range(after.ops))
     return any(a > max(b, c) for a, b, c in zip(found, given, wanted, strict=True))
 
 
