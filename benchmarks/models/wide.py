@@ -64,8 +64,8 @@ _SIZES: dict[str, tuple[int, int, int]] = {
     "parts": (3, 2, 4),  # of 64
     "high": (6, 4, 12),
     "wide": (5, 7, 12),
-    "nodes": (4000, 3000, 8192),
-    "edges": (18000, 15554, 32768),
+    "nodes": (8000, 6000, 16384),
+    "edges": (36000, 31108, 65536),
     "count": (64, 41, 128),
 }
 """Of the dims: the first shape's size, the second's and the most."""
@@ -84,12 +84,18 @@ _OWN_KEYS: dict[str, dict[str, Any]] = {
     "Mamba 2": {"num_heads": 12},
     "DeepSeek-V3, latent attention": {"num_key_value_heads": 6},
     "Wav2Vec2, CTC": {"conv_dim": (256, 256)},
+    "timm convit_tiny": {"embed_dim": 48, "num_heads": 4},  # a head's width
     "timm swin_tiny_patch4_window7_224": {"embed_dim": 96, "num_heads": (3, 6, 12)},
     "diffusers UNet2DConditionModel": {"attention_head_dim": 8},
     "diffusers DiTTransformer2DModel": {"patch_size": 2},
 }
 """Numbers of one model, where those by name do not go together."""
 
+_NARROW = [
+    entry.name
+    for entry in pictures.ENTRIES
+    if entry.name.startswith(("timm test_", "timm lcnet_035", "timm mobilenetv3_small_050"))
+]
 _OF_PIXELS = {"high": (24, 16, 48), "wide": (20, 28, 48)}
 _OWN_SIZES: dict[str, dict[str, tuple[int, int, int]]] = {
     **{name: _OF_PIXELS for name in ("ConvNeXt", "ResNet", "SegFormer")},
@@ -98,7 +104,8 @@ _OWN_SIZES: dict[str, dict[str, tuple[int, int, int]]] = {
     "CANINE": {"length": (128, 109, 128)},
     "LLaVA, 3 pictures": {"length": (240, 221, 256)},
     "Wav2Vec2, CTC": {"frames": (100, 61, 128), "target": (20, 13, 24), "batch": (2, 3, 8)},
-    "diffusers UNet2DConditionModel": {"high": (8, 7, 12), "wide": (6, 10, 12), "rows": (2, 1, 4)},
+    "diffusers UNet2DConditionModel": {"high": (4, 5, 8), "wide": (6, 4, 8), "rows": (2, 1, 4)},
+    **{name: {"rows": (16, 12, 32)} for name in _NARROW},
 }
 
 
