@@ -38,6 +38,7 @@ class Checked(nn.Module):
         else:
             raise RuntimeError("x")
         torch._assert((x > -50).all(), "too small")
+        torch._check_tensor_all(x != 7, lambda: "seven")
         chosen = torch.distributions.Categorical(logits=h, validate_args=True)
         return -chosen.log_prob(y.clamp(max=2)).mean()
 
@@ -63,6 +64,7 @@ def test_checks_hold_or_nothing_is_written():
             (X.index_fill(1, torch.tensor(0), -60.0), Y),
             r"test_model_checks\.py:\d+.* fails: too small",
         ),
+        ((X.index_fill(1, torch.tensor(0), 7.0), Y), r"fails: torch\._check_tensor_all"),
     ):
         before = copy.deepcopy(model.state_dict())
         with pytest.raises((ValueError, RuntimeError, AssertionError)):

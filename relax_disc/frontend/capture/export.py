@@ -42,7 +42,7 @@ from relax_disc.frontend.capture.export_mode import ExportMode, no_foreign_rando
 from relax_disc.frontend.capture.loops.cut import LoopBody, cut_loops
 from relax_disc.frontend.capture.loops.source import loops_as_steps
 from relax_disc.frontend.capture.loops.steps import LoopRefusal, RecordedLoops, recorded_loops
-from relax_disc.frontend.capture.model_checks import EagerBranches
+from relax_disc.frontend.capture.model_checks import EagerBranches, tensor_checks
 from relax_disc.frontend.capture.model_patches import (
     cumulative_averages,
     hooks_as_before,
@@ -319,6 +319,7 @@ def _recorded(
     while True:
         with (
             eager_branches.answered(),
+            tensor_checks(),
             size_branches() as branches,
             lines_that_fix_sizes() as lines,
             custom_functions() as calls,

@@ -107,6 +107,20 @@ def asserted(condition: Any, message: str) -> str | None:
     return message
 
 
+@contextlib.contextmanager
+def tensor_checks() -> Iterator[None]:
+    """Assert what ``torch._check_tensor_all`` checks; PyTorch's own takes a number out of it."""
+    before = torch._check_tensor_all_with
+
+    def check(error_type: Any, condition: Any, message: Any = None) -> None:
+        if not isinstance(condition, Tensor) or condition.dtype != torch.bool:
+            before(error_type, condition, message)  # raises
+        asserted(condition.all(), "torch._check_tensor_all")
+
+    with patch.object(torch, "_check_tensor_all_with", check):
+        yield
+
+
 class EagerBranches:
     """Answers a model that asks whether it is exported, and nothing else: no."""
 
