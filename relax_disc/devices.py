@@ -60,6 +60,15 @@ TAGS: Mapping[str, DeviceFigures] = {
 }
 """By the name of the tag."""
 
+# Of any GPU of an architecture, the most; data sheets: A100 108, RTX 4090 and L40S 142, H100 132,
+# B200 148, RTX PRO 6000 188.
+_MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 160}
+_MOST_MULTIPROCESSORS = 192
+PRODUCT_WORKSPACE_BYTES = 32 << 20
+"""What cuBLAS keeps for a stream, in PyTorch's allocator: the default of 2.13's
+``aten/src/ATen/cuda/CublasHandlePool.cpp`` from compute capability 9.0 on, and of
+``CUBLAS_WORKSPACE_CONFIG=:4096:8``; before 9.0 the default is 8.1 MiB."""
+
 _THREADS, _WARP, _REGISTERS = 1024, 32, 65536  # of every architecture above, per block
 _STATIC_SHARED_BYTES = 48 * _KIB  # what TVM's code takes without asking the driver for more
 FAST_MATH = {"fast-math-contract": True, "fast-math-nsz": True}
@@ -92,3 +101,9 @@ def register_tags() -> None:
 def device_figures(target: Target) -> DeviceFigures | None:
     """Figures of a target that was made by one of the tags; None for any other."""
     return TAGS.get(str(target.tag))
+
+
+def multiprocessors(target: Target | None) -> int:
+    """Most multiprocessors that a GPU of a target has."""
+    arch = "" if target is None else str(target.attrs.get("arch", ""))
+    return _MULTIPROCESSORS.get(arch.removesuffix("a"), _MOST_MULTIPROCESSORS)

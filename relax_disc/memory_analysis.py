@@ -155,10 +155,11 @@ def _planner(
     module = source if isinstance(source, tvm.IRModule) else source.module
     name = _main_of(module)
     function = module[name]
-    try:
-        extraction = extract(module, name)
-    except NotPlannableError:
-        extraction = extract(_lowered(module, target), name)
+    with resolve_target(target):
+        try:
+            extraction = extract(module, name)
+        except NotPlannableError:
+            extraction = extract(_lowered(module, target), name)
     attrs: Mapping[str, Any] = function.attrs or {}
     kinds = tuple(str(kind) for kind in attrs.get("relax_disc.param_kinds") or ())
     if not kinds:  # a module from elsewhere

@@ -36,9 +36,9 @@ def run_program(program, dims):
     return stack[-1]
 
 
-def workspace_bytes(kernel, values):
-    """What a library kernel asks for beside its arguments."""
-    formula, numbers = kernel.workspace
+def workspace_bytes(metadata, kernel, values):
+    """What a library kernel asks for beside its arguments; on a GPU it takes that from PyTorch."""
+    formula, numbers = kernel.workspace if metadata.machine.is_host else ("", ())
     ask = function("relax_disc.cpu.workspace_bytes")
     return ask(formula, [values[number] for number in numbers]) if formula else 0
 
@@ -52,7 +52,7 @@ def graph_in_units(metadata, dims):
     for kernel in metadata.kernels:
         written = [t for t in kernel.outputs if tensors[t].storage is Storage.OVERWRITE]
         pairs = (*kernel.inplace, *((given[tensors[t].given], t) for t in written))
-        own = -(-workspace_bytes(kernel, values) // metadata.machine.alignment)
+        own = -(-workspace_bytes(metadata, kernel, values) // metadata.machine.alignment)
         ops.append(PlannerOp(1, -1, own, kernel.inputs, kernel.outputs, pairs, kernel.recomputable))
     return PlannerGraph(
         sizes=tuple(
@@ -100,6 +100,9 @@ def check_plan(session, dims, budget=None, buffer=True):
     assert facts.workspace_bytes == max((op.workspace * unit for op in graph.ops), default=0)
     outside = facts.resident_bytes + facts.escaping_bytes + facts.buffer_bytes
     outside += facts.library_bytes
+    if not metadata.machine.is_host:
+        taken = [values[k.workspace[1][1]] for k in metadata.kernels if k.workspace[0]]
+        assert facts.library_bytes == metadata.machine.library_bytes + max(taken, default=0)
     assert (facts.buffer_bytes > 0) == (buffer and bool(facts.transfers))
     assert facts.peak_bytes == outside + facts.arena_bytes
     assert facts.lower_bound_bytes <= outside + facts.live_peak_bytes
@@ -121,7 +124,7 @@ def check_placement(session, dims, budget=None):
     values = [run_program(program, dims) for program in metadata.programs]
     for version in facts.versions:
         if version.tensor < 0:
-            size = workspace_bytes(metadata.kernels[-1 - version.tensor], values)
+            size = workspace_bytes(metadata, metadata.kernels[-1 - version.tensor], values)
         else:
             entry = metadata.tensors[version.tensor]
             size = values[entry.bytes] if entry.storage is Storage.ARENA else 0

@@ -101,6 +101,7 @@ def report(
         "offloaded_state_bytes": plan.offloaded_state_bytes if plan.fits else None,
         "by_rows": plan.by_rows,
         "whole_gradients": [asdict(gradient) for gradient in plan.whole_gradients],
+        "unbounded_calls": list(plan.unbounded_calls),
         "at_peak_bytes": at_peak,
         "lines_at_peak": [
             {"line": line, "bytes": size, "tensors": count, "code": code_of(line)}
@@ -173,5 +174,8 @@ def _show(facts: dict[str, Any]) -> None:
         text = f"{where}  {entry['code']}" if entry["code"] else where
         alive.add_row(format_bytes(entry["bytes"]), str(entry["tensors"]), escape(text))
     console.print(alive)
+    if facts["unbounded_calls"]:
+        names = ", ".join(facts["unbounded_calls"])
+        console.print(escape(f"Note: not all memory that these take is counted: {names}."))
     for gradient in facts["whole_gradients"]:
         console.print(escape(f"Note: {WholeGradient(**gradient)}."))

@@ -158,7 +158,19 @@ def _library(which: int) -> registry.LibraryFunction:
         sizes = (inner.shape[0], inner.shape[-1], outer.shape[-1], groups)
         return "convolution", (which, int(inner.dtype == "float16"), *sizes, *flat)
 
-    return registry.LibraryFunction(flops=flops, workspace=workspace)
+    def device_bytes(views: list[Any], numbers: list[Any], units: int) -> Any:
+        """Bound the result and both forms of the weight; cuDNN's workspace is its own choice.
+
+        ``aten/src/ATen/native/cudnn/Conv_v8.cpp`` of PyTorch 2.13 takes what the first plan of
+        cuDNN's heuristics asks for that there is memory for.
+        """
+        del numbers, units
+        weight = sides(views)[2]
+        return registry.size_bytes(views[-1]) + 2 * registry.size_bytes(weight)
+
+    return registry.LibraryFunction(
+        flops=flops, workspace=workspace, device_bytes=device_bytes, takes_more=True
+    )
 
 
 registry.LIBRARY.update(

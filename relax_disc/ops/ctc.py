@@ -124,9 +124,28 @@ def dispatch(call: relax.Call, site: Site) -> relax.Expr:
     return site.call(name, [*call.args, int(registry.attribute(call, "blank"))], fields)
 
 
+def _device_bytes(views: list[Any], numbers: list[Any], units: int) -> Any:
+    """Bound what ``_ctc_loss`` takes on CUDA: its alpha and loss, and where sequences begin.
+
+    ``aten/src/ATen/native/cuda/LossCTC.cu`` of PyTorch 2.13.
+    """
+    del numbers, units
+    return registry.size_bytes(views[-1]) + 64 * views[-1].shape[0] + registry.SMALL_BYTES
+
+
+def _backward_device_bytes(views: list[Any], numbers: list[Any], units: int) -> Any:
+    """Bound its gradient: the loss again, beta as large as alpha, and the result three times."""
+    del numbers, units
+    log_probs, alpha = views[1], views[6]
+    once = 2 * registry.size_bytes(alpha) + 3 * registry.size_bytes(log_probs)
+    return once + 64 * alpha.shape[0] + registry.SMALL_BYTES
+
+
+registry.LIBRARY["ctc_loss"] = registry.LibraryFunction(device_bytes=_device_bytes)
 # The gradient's scratch: the labels that there is room for.
 registry.LIBRARY["ctc_loss_backward"] = registry.LibraryFunction(
-    workspace=lambda views, _: ("ctc_loss_backward", (views[2].shape[1],))
+    workspace=lambda views, _: ("ctc_loss_backward", (views[2].shape[1],)),
+    device_bytes=_backward_device_bytes,
 )
 
 

@@ -84,9 +84,27 @@ BACKWARD = "relax_disc.cpu.embedding_backward"
 BACKWARD_ADD, BACKWARD_ROWS, BACKWARD_ADD_ROWS = (
     f"{BACKWARD}_{end}" for end in ("add", "rows", "add_rows")
 )
+
+
+def _device_bytes(views: list[Any], numbers: list[Any], units: int) -> Any:
+    """Bound what ``embedding_dense_backward`` takes on CUDA (PyTorch 2.13).
+
+    ``aten/src/ATen/native/cuda/Embedding.cu``: the result, ids sorted with their places.
+    ``EmbeddingBackwardKernel.cu``: four arrays of segments, sums of a row for each id at most, in
+    float32 at least; the sort of CUB has its keys and values twice.
+    """
+    del numbers, units
+    grad, ids, table = views[0], views[1], views[-1]
+    sums = registry.elements(grad.shape) * max(4, registry.itemsize(grad.dtype))
+    segments = 96 * registry.elements(ids.shape)
+    return registry.size_bytes(table) + sums + segments + _SORT_BYTES
+
+
+_SORT_BYTES = 1 << 20  # of CUB's histograms
+registry.LIBRARY["embedding_backward"] = registry.LibraryFunction(device_bytes=_device_bytes)
 for _end, _result in (("add", 4), ("add_rows", 6)):
     registry.LIBRARY[f"embedding_backward_{_end}"] = registry.LibraryFunction(
-        overwrites=frozenset({(2, _result)})
+        overwrites=frozenset({(2, _result)}), device_bytes=_device_bytes
     )
 
 

@@ -271,6 +271,24 @@ def _batch_sizes(views: list[Any], numbers: list[int]) -> tuple[Any, ...]:
     return registry.elements(batch), rows, columns, left.shape[left_axes & 15]
 
 
+def _batch_device_bytes(views: list[Any], numbers: list[Any], units: int) -> Any:
+    """Bound what ``torch.matmul`` takes on CUDA beside cuBLAS's workspace.
+
+    ``aten/src/ATen/native/LinearAlgebra.cpp`` of PyTorch 2.13, ``_matmul_impl``: operands whose
+    batch axes cannot be seen as one are copied, and broadcast ones written out.
+    """
+    del units
+    count, rows, columns, depth = _batch_sizes(views, numbers)
+    elements = count * (rows * depth + depth * columns + rows * columns)
+    return elements * registry.itemsize(views[0].dtype) + registry.SMALL_BYTES
+
+
+def _no_device_bytes(views: list[Any], numbers: list[Any], units: int) -> Any:
+    """``mm`` and ``addmm`` write where they are told; cuBLAS's workspace is the machine's."""
+    del views, numbers, units
+    return registry.SMALL_BYTES
+
+
 def _library(prefix: str, name: str, overwrites: frozenset[tuple[int, int]] = frozenset()) -> None:
     is_batch = name == "batch_matmul"
     sizes = _batch_sizes if is_batch else _sizes
@@ -279,6 +297,7 @@ def _library(prefix: str, name: str, overwrites: frozenset[tuple[int, int]] = fr
         flops=_batch_flops if is_batch else _flops,
         workspace=lambda views, numbers: (formula, sizes(views, numbers)),
         overwrites=overwrites,
+        device_bytes=_batch_device_bytes if is_batch else _no_device_bytes,
     )
 
 

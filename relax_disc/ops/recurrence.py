@@ -191,9 +191,16 @@ def _facts(formula: str, state: int) -> registry.LibraryFunction:
         rows, width = views[state + 1].shape
         return formula, (views[state].shape[1], width, rows)
 
-    return registry.LibraryFunction(flops=flops, workspace=workspace)
+    def device_bytes(views: list[Any], numbers: list[Any], units: int) -> Any:
+        """Bound the arrays of one step of `recurrence_steps`, each of all gates; cuBLAS aside."""
+        del numbers, units
+        gates = views[state].shape[1] * views[state + 1].shape[0]
+        return _STEP_ARRAYS * gates * registry.itemsize(views[0].dtype) + registry.SMALL_BYTES
+
+    return registry.LibraryFunction(flops=flops, workspace=workspace, device_bytes=device_bytes)
 
 
+_STEP_ARRAYS = 6  # that are alive at once in a step at most, counted by the test of device memory
 registry.LIBRARY["recurrence"] = _facts("recurrence", state=1)
 registry.LIBRARY["recurrence_backward"] = _facts("recurrence_backward", state=2)
 

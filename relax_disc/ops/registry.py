@@ -30,6 +30,12 @@ Dispatch = Callable[..., "relax.Expr | None"]
 Workspace = tuple[str, tuple[Any, ...]]
 """A formula of the native library and its parameters, integers or expressions of the dims."""
 
+DeviceBytes = Callable[[list[Any], list[Any], int], Any]
+"""``bound(views, numbers, units)``: see `LibraryFunction.device_bytes`."""
+
+SMALL_BYTES = 1 << 16
+"""Of a call's smallest tensors, each of which PyTorch's allocator gives 512 bytes."""
+
 KEPT: dict[Any, Keep] = {}
 """ATen operators that are traced whole where their rule says so, by overload."""
 
@@ -52,6 +58,11 @@ class LibraryFunction:
     flops: Callable[[list[Any], list[int]], Any] | None = None
     # ``workspace(views, numbers)``: memory beside the arguments on the CPU
     workspace: Callable[[list[Any], list[int]], Workspace] | None = None
+    # ``device_bytes(views, numbers, units)``: what PyTorch's kernels take from its allocator beside
+    # the arguments at most, on a GPU of so many multiprocessors; numbers may be expressions here
+    device_bytes: DeviceBytes | None = None
+    # whether a library takes more there that nobody can tell before it runs
+    takes_more: bool = False
     # arguments (input, output) where the output may be written over the input, on the CPU
     overwrites: frozenset[tuple[int, int]] = frozenset()
 
@@ -106,6 +117,31 @@ def dispatches(*operators: str) -> Callable[[Dispatch], Dispatch]:
 def elements(shape: Sequence[Any]) -> Any:
     """Product of extents."""
     return prod(shape)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    return tvm.DataType(dtype).itemsize
+
+
+def size_bytes(view: Any) -> Any:
+    """Bytes of a view."""
+    return elements(view.shape) * itemsize(view.dtype)
+
+
+def number(extent: Any) -> int:
+    """Return an extent that is a number, whichever way it is written."""
+    return extent if isinstance(extent, int) else extent.as_int()
+
+
+def largest(first: Any, *others: Any) -> Any:
+    """Return the largest of numbers or expressions."""
+    if isinstance(first, int):
+        numbers = [each for each in others if isinstance(each, int)]
+        rest = [each for each in others if not isinstance(each, int)]
+        top = max([first, *numbers])
+        return top if not rest else rest[0].maximum(*rest[1:], top)
+    return first.maximum(*others)
 
 
 def register(name: str, infer_type: InferType, description: str) -> None:

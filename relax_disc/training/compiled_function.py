@@ -399,6 +399,7 @@ class CompiledFunction:
             escaping_bytes=facts.escaping_bytes,
             workspace_bytes=facts.workspace_bytes,
             library_bytes=facts.library_bytes,
+            unbounded_calls=session.metadata.unbounded_calls(),
             time_ratio=facts.time_ns / base_time_ns if base_time_ns else 1.0,
             evicted=tuple(kernels[kernel] for kernel in facts.recomputed),
             offloaded=facts.offloaded(session.metadata),

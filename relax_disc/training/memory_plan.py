@@ -67,7 +67,11 @@ class MemoryPlan:
         Most that a library kernel needs beside its arguments, in the arena while it runs.
     library_bytes : int
         Most that a library takes by itself beside the arena: MKL's packing buffers, where it
-        multiplies float32 (``docs/dependencies.md``).
+        multiplies float32 (``docs/dependencies.md``); on a GPU cuBLAS's workspace, and the most
+        that PyTorch's kernels take from its allocator while one of them runs (``docs/cuda.md``).
+    unbounded_calls : tuple of str
+        Library functions that take more than that, as much as nobody can tell before: cuDNN's
+        convolutions on a GPU.
     time_ratio : float
         Modelled time over the modelled time without a budget; 1.0 = nothing is computed again, and
         no kernel waits for a transfer.
@@ -109,6 +113,7 @@ class MemoryPlan:
     escaping_bytes: int
     workspace_bytes: int
     library_bytes: int
+    unbounded_calls: tuple[str, ...]
     time_ratio: float
     evicted: tuple[str, ...]
     offloaded: tuple[str, ...]

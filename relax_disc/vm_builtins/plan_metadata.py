@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 Program = tuple[int, ...]
 
@@ -68,7 +68,8 @@ class KernelEntry:
     moved_bytes: int = 0
     recomputable: bool = True  # whether it may run again
     # formula of the memory that a library kernel needs beside its arguments, and the programs of
-    # its parameters (`workspace.cc`); ("", ()) for others
+    # its parameters (`workspace.cc`); ("", ()) for others. On a GPU the second parameter is its
+    # bytes, outside the arena, all of them unless the formula is "aten_at_least"
     workspace: tuple[str, tuple[int, ...]] = ("", ())
     # the dim whose size is known once the kernel has run, which returns it; -1: none
     counts: int = -1
@@ -90,6 +91,8 @@ class Machine:
     overhead_ns: float = 3000.0
     # of copies to and from pinned memory of the host; 0: the program runs on the host
     host_bytes_per_ns: float = 0.0
+    # what libraries keep in its memory all the time
+    library_bytes: int = 0
 
     @property
     def is_host(self) -> bool:
@@ -114,6 +117,11 @@ class PlanMetadata:
     # Large gradients that are never made by rows: the parameter, how many of the function's
     # parameters come before it, and why (`split_gradients`).  Only Python reads them.
     whole_gradients: tuple[tuple[str, int, str], ...] = ()
+
+    def unbounded_calls(self) -> tuple[str, ...]:
+        """Name the library functions that take more memory than anybody can tell before."""
+        found = (kernel.name for kernel in self.kernels if kernel.workspace[0] == "aten_at_least")
+        return tuple(sorted(set(found)))
 
     def to_json(self) -> str:
         """Write the table as text."""

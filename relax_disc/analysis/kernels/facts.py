@@ -17,12 +17,13 @@ from relax_disc import ops  # noqa: F401  fills the table
 from relax_disc.analysis.kernels.inplace import inplace_pairs
 from relax_disc.analysis.program.table import FunctionTable, KernelCall, View, dtype_bytes
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.devices import multiprocessors
 from relax_disc.ops import aten, loop
 from relax_disc.ops.registry import LIBRARY, LibraryFunction
 
 Workspace = tuple[str, tuple[SymbolicExpr, ...]]
 
-_CPU = "relax_disc.cpu."
+_CPU, _CUDA = "relax_disc.cpu.", "relax_disc.cuda."
 
 
 class KernelFacts:
@@ -82,10 +83,26 @@ def _library_flops(table: FunctionTable, kernel: KernelCall) -> SymbolicExpr:
 
 
 def _library_workspace(table: FunctionTable, kernel: KernelCall) -> Workspace:
-    """Formula and parameters of a library call on the CPU; ``("", ())`` for any other kernel."""
+    """Formula and parameters of a library call; ``("", ())`` for any other kernel.
+
+    On a GPU the formulas are ``"aten"``, and ``"aten_at_least"`` where nobody can tell all of it.
+    """
     if kernel.name in (aten.CALL, loop.CALL):  # the bytes are its first number
         size = next(value for kind, value in kernel.arguments if kind == "integer")
         return "aten", (SymbolicExpr(1), size)
+    if kernel.name.startswith(_CUDA):
+        known = _known(kernel)
+        if known.device_bytes is None:
+            return "aten_at_least", (SymbolicExpr(1), SymbolicExpr(0))
+        views = [table.views[value] for kind, value in kernel.arguments if kind == "view"]
+        numbers = [
+            value.as_int() if value.is_constant else value
+            for kind, value in kernel.arguments
+            if kind == "integer"
+        ]
+        units = multiprocessors(tvm.target.Target.current(allow_none=True))
+        size = _expression(known.device_bytes(views, numbers, units))
+        return "aten_at_least" if known.takes_more else "aten", (SymbolicExpr(1), size)
     read = _known(kernel).workspace
     if read is None or not kernel.name.startswith(_CPU):
         return "", ()

@@ -7,7 +7,7 @@ the same indices in both, in execution order; so have the tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tvm
@@ -31,7 +31,7 @@ from relax_disc.analysis.program.table import (
 )
 from relax_disc.analysis.program.tensor_graph import Kernel, Size, TensorGraph
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
-from relax_disc.devices import PCIE_4_BYTES_PER_NS, device_figures
+from relax_disc.devices import PCIE_4_BYTES_PER_NS, PRODUCT_WORKSPACE_BYTES, device_figures
 from relax_disc.vm_builtins.plan_metadata import (
     KernelEntry,
     Machine,
@@ -133,6 +133,9 @@ class Extraction:
     def metadata(self, machine: Machine) -> PlanMetadata:
         """Return the table that the run time executes on a machine."""
         table = self.table
+        calls_libraries = any(kernel.name.startswith("relax_disc.") for kernel in table.kernels)
+        if calls_libraries and not machine.is_host:
+            machine = replace(machine, library_bytes=PRODUCT_WORKSPACE_BYTES)
         names = [dim.name for dim in table.dims.values()]
         programs = ProgramTable()
         counts = {k: names.index(name) for k, name in counting_kernels(table).items()}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tvm import relax, tirx
 
 from relax_disc.ops import registry
+from relax_disc.ops.attention import device_memory
 from relax_disc.ops.operand_views import (
     extents_of,
     is_call_of,
@@ -228,7 +229,12 @@ def _restored(field: relax.Expr, order: tuple[int, ...], dtype: str, site: Site)
 
 
 def _facts(
-    formula: str, products: int, key: int, starts: int | None, drops: bool
+    formula: str,
+    products: int,
+    key: int,
+    starts: int | None,
+    drops: bool,
+    device_bytes: registry.DeviceBytes,
 ) -> registry.LibraryFunction:
     """Count so many products of length x length x depth; scratch by the widths of the heads.
 
@@ -250,14 +256,17 @@ def _facts(
         del numbers
         return formula, (views[key].shape[3], views[key + 1].shape[3])
 
-    return registry.LibraryFunction(flops=flops, workspace=workspace)
+    return registry.LibraryFunction(flops=flops, workspace=workspace, device_bytes=device_bytes)
 
 
 for _form in product(("", "packed_"), ("", "_masked", "_trained"), ("", "_dropout")):
     _prefix, _suffix, _drop = _form[0], "".join(_form[1:]), bool(_form[2])
     _starts = 5 if _prefix else None
+    _bounds = [device_memory.bound(_prefix, which, bool(_form[1])) for which in (False, True)]
     if _form[1] != "_trained":
-        registry.LIBRARY[f"{_prefix}attention{_suffix}"] = _facts("attention", 2, 1, _starts, _drop)
+        registry.LIBRARY[f"{_prefix}attention{_suffix}"] = _facts(
+            "attention", 2, 1, _starts, _drop, _bounds[0]
+        )
     registry.LIBRARY[f"{_prefix}attention_backward{_suffix}"] = _facts(
-        "attention_backward", 5, 2, _starts and 8, _drop
+        "attention_backward", 5, 2, _starts and 8, _drop, _bounds[1]
     )

@@ -4,8 +4,8 @@ Which kernel of PyTorch computes it is chosen in `cuda_attention_kernels.py`.  W
 drawn by that kernel, from a seed that is made of the state of the random operators: other numbers
 than the native library's, the same whenever the same step is computed.
 
-Limits: results, copies of grouped keys, padded batches and what kernels take by themselves lie
-beside the arena.
+Results, copies of grouped keys, padded batches and what kernels take by themselves lie beside the
+arena; `relax_disc.ops.attention.device_memory` bounds them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 results pass by DLPack without copies, and the work goes to the stream that the virtual machine
 uses. Attention is in `cuda_attention.py`.
 
-Limits: PyTorch allocates workspaces of its own beside the arena.
+PyTorch allocates results and workspaces beside the arena; `LibraryFunction.device_bytes` of each in
+`relax_disc.ops` bounds them, and plans count that.
 """
 
 from __future__ import annotations

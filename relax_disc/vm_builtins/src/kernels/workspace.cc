@@ -109,7 +109,7 @@ int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n, int64_t 
   if (kind == "recurrence") {
     return RecurrenceBytes<T>(n.at(1), n.at(2), n.at(3), 0, threads);
   }
-  if (kind == "aten") return PieceBytes(n.at(1));  // measured: frontend/aten_workspace.py
+  if (kind == "aten" || kind == "aten_at_least") return PieceBytes(n.at(1));  // measured: frontend/aten_workspace.py
   if (kind == "convolution") {
     return ConvolutionBytes(ConvolutionSizes::Read(n, 3), n.at(1), n.at(0), n.at(2) != 0, threads);
   }

@@ -17,7 +17,7 @@ namespace json = tvm::ffi::json;
 
 namespace {
 
-constexpr int64_t kVersion = 6;
+constexpr int64_t kVersion = 7;
 
 ffi::Any Field(const json::Object& object, const char* name) {
   auto found = object.find(ffi::String(name));
@@ -152,7 +152,9 @@ Metadata Metadata::Parse(const ffi::String& text) {
   result.machine = {Field(machine, "alignment").cast<int64_t>(),
                     Field(machine, "flops_per_ns").cast<double>(),
                     Field(machine, "bytes_per_ns").cast<double>(),
-                    Field(machine, "overhead_ns").cast<double>()};
+                    Field(machine, "overhead_ns").cast<double>(),
+                    Field(machine, "library_bytes").cast<int64_t>(),
+                    Field(machine, "host_bytes_per_ns").cast<double>() == 0};
   return result;
 }
 

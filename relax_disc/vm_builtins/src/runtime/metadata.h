@@ -71,6 +71,9 @@ struct KernelEntry {
 struct Machine {
   int64_t alignment = 64;  // bytes that every size and offset is a multiple of
   double flops_per_ns = 100.0, bytes_per_ns = 10.0, overhead_ns = 3000.0;
+  int64_t library_bytes = 0;  // what libraries keep there all the time
+  // Whether library kernels take their memory from the arena, which PyTorch's on a GPU do not.
+  bool lends_memory = true;
 };
 
 struct Metadata {

@@ -39,10 +39,14 @@ PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
     op.recomputable = kernel.recomputable;
     if (!kernel.workspace.empty()) {
       const std::vector<int64_t> numbers = ShapeAt(kernel.workspace_numbers, values);
-      op.workspace = RoundUp(WorkspaceBytes(kernel.workspace, numbers, threads),
-                             metadata.machine.alignment);
+      const bool lends = metadata.machine.lends_memory;
+      if (lends) {
+        op.workspace = RoundUp(WorkspaceBytes(kernel.workspace, numbers, threads),
+                               metadata.machine.alignment);
+      }
       if (library_bytes != nullptr) {
-        *library_bytes = std::max(*library_bytes, LibraryBytes(kernel.workspace, numbers, threads));
+        const int64_t bytes = lends ? LibraryBytes(kernel.workspace, numbers, threads) : numbers.at(1);
+        *library_bytes = std::max(*library_bytes, bytes);
       }
     }
     for (int32_t tensor : kernel.outputs) {
@@ -121,6 +125,7 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vec
     plan->is_small.push_back(plan->values[kernel.flops] <= kSmallFlops &&
                              plan->values[kernel.moved_bytes] <= kSmallBytes);
   }
+  plan->library_bytes += metadata.machine.library_bytes;
   int64_t room = kUnlimited;
   if (budget_bytes >= 0) room = budget_bytes - plan->outside_bytes();
   for (const PlannerOp& op : graph.ops) {

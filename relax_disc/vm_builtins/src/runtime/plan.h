@@ -40,7 +40,7 @@ struct Plan {
   std::vector<int64_t> workspaces;  // of each kernel, in the arena while it runs
   std::vector<char> is_small;       // of each kernel: it runs on one thread
   int64_t workspace_bytes = 0;      // the largest of them
-  int64_t library_bytes = 0;        // the most that a library takes from malloc in any kernel
+  int64_t library_bytes = 0;        // what libraries keep, and the most that one takes in any kernel
   int64_t planning_ns = 0;
   int64_t base_time_ns = 0;  // modelled, without recomputations
   int64_t buffer_bytes = 0;  // of the tier, where something is transferred
@@ -67,7 +67,7 @@ using PlanPtr = std::shared_ptr<const Plan>;
 /*!
  * \brief What the planner sees at some values of the programs: outside the arena nothing counts.
  * \param threads That will run it: the workspaces depend on them.
- * \param library_bytes Raised to the most that a library takes from malloc in any kernel; may be null.
+ * \param library_bytes Raised to the most that a library takes by itself in any kernel; may be null.
  */
 PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
                      const std::vector<int64_t>& values, int threads,
