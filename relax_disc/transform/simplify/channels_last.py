@@ -2,10 +2,10 @@
 
 The library's convolutions read and write ``[N, *P, C]``, PyTorch's programs speak of
 ``[N, C, *P]``: every convolution stands between two permutations.  The pass follows what they write
-forwards through element-wise operators, reductions, concatenations, permutations, and reshapes that
-split or join axes which lie next to each other (the groups of group norm, the tokens of attention).
-It computes these in the order of the axes in memory too, and so leaves a permutation only where
-something else reads the value.
+forwards through element-wise operators, reductions, concatenations, slices, permutations, and
+reshapes that split or join axes which lie next to each other (the groups of group norm, the tokens
+of attention).  It computes these in the order of the axes in memory too, and so leaves a
+permutation only where something else reads the value.
 
 Limits: a matrix product or a kernel of TE ends the way; one dataflow block at a time.
 """
@@ -231,13 +231,20 @@ class _Block:
             return relax.Call(value.op, args, value.attrs, value.ty_args), known.order
         if name == "relax.concat" and isinstance(value.args[0], relax.Tuple):
             return self._concatenation(value)
-        if name not in (*_REDUCTIONS, "relax.broadcast_to"):
+        if name not in (*_REDUCTIONS, "relax.broadcast_to", "relax.strided_slice"):
             return None
         known = self._leading(value.args[:1], _rank(value.args[0]))
         if known is None:
             return None
         if name in _REDUCTIONS:
             return self._reduction(value, known)
+        if name == "relax.strided_slice":
+            places = [
+                known.order.index(int(axis) % len(known.order)) for axis in value.args[1].fields
+            ]
+            moved = relax.Tuple([tirx.IntImm("int64", place) for place in places])
+            args = [known.tensor, moved, *value.args[2:]]
+            return relax.Call(value.op, args, value.attrs, value.ty_args), known.order
         shape = value.args[1]
         if not isinstance(shape, relax.ShapeExpr) or len(shape.values) != len(known.order):
             return None
