@@ -41,7 +41,7 @@ class FuseKernels:
     Parameters
     ----------
     join : bool
-        Whether kernels that read the same values become one (`relax_disc.transform.join_kernels`).
+        Whether kernels that read the same values become one (`join_kernels`).
     accepts : function of (PrimFunc), optional
         Whether the target's rules take a kernel of several reductions. With it reductions become
         one kernel with what follows them (`relax_disc.transform.fusion.reduction_chains`).

@@ -1,5 +1,5 @@
 /*!
- * \file runtime_arena.h
+ * \file arena.h
  * \brief The memory that sessions keep between calls.
  *
  * It belongs to one session, or to several whose calls take turns.

@@ -1,5 +1,5 @@
 /*!
- * \file runtime_binding.h
+ * \file binding.h
  * \brief The arguments of every kernel of a call, ready to be passed.
  *
  * Plans of different shapes have the same sequence of kernels as long as nothing is computed again,

@@ -1,5 +1,5 @@
 /*!
- * \file runtime_memory.h
+ * \file memory.h
  * \brief Memory of the run time: the arena of a session, tensors that escape, and views of both.
  *
  * On the CPU an arena is a mapping of its own, so that growing and shrinking give pages back to the

@@ -1,5 +1,5 @@
 /*!
- * \file runtime_metadata.h
+ * \file metadata.h
  * \brief The table of kernels of one compiled function, as PlanArena wrote it (plan_metadata.py).
  *
  * Integers that depend on the shape are programs: postfix code over the dims, evaluated once for

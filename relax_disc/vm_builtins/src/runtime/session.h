@@ -1,5 +1,5 @@
 /*!
- * \file runtime_session.h
+ * \file session.h
  * \brief State of one compiled function in one virtual machine, and one call of it.
  *
  * A Session owns the plans and the counters, and an arena that it may share with other sessions; a
