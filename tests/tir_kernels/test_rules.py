@@ -121,6 +121,13 @@ CASES = {
         lambda w, i: w[i],
         lambda n, m: [floats(11, 20), RNG.integers(0, 11, (n, m))],
     ),
+    "concat_of_many_parts": (
+        "Elementwise",
+        [tensor("x", [N, 32]), tensor("y", [N, 16]), tensor("m", [176])],
+        lambda emit, x, y, m: op.subtract(emit(op.concat([x, *9 * [y]], 1)), m),
+        lambda x, y, m: np.concatenate([x, *9 * [y]], 1) - m,
+        lambda n, m: [floats(n, 32), floats(n, 16), floats(176)],
+    ),
     "concat_of_symbolic_parts": (
         "Elementwise",
         [tensor("x", [3, N]), tensor("y", [3, M])],
@@ -341,9 +348,10 @@ def test_long_sums_are_rounded_once(kernels, library, name):
     np.testing.assert_allclose(result, expected, rtol=1.3e-7)
 
 
-def test_no_condition_is_left_beside_a_seam(kernels):
+@pytest.mark.parametrize("name", ["gradients_of_gate_and_up", "concat_of_many_parts"])
+def test_no_condition_is_left_beside_a_seam(kernels, name):
     """Inside one, each lane would call the C library's exp."""
-    text = scheduled(kernels["gradients_of_gate_and_up"]).script()
+    text = scheduled(kernels[name]).script()
     assert "if_then_else" not in text
     assert "sigmoid" not in text
 
