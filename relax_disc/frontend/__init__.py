@@ -13,6 +13,9 @@ The function, ``main`` unless the result says otherwise, carries the attributes
 ``relax_disc.counted``
     Dims whose sizes the function finds out, by name, with the least that is allowed, 0 or 1; a call
     enters them with their bounds.
+``relax_disc.second_half``
+    Of a function in two halves how many of its last parameters are given late, and how many of its
+    last results are made of those: see :mod:`relax_disc.transform.memory.plan_arena`.
 
 and every binding has a span with the line of the model that it stems from.
 """
