@@ -239,12 +239,7 @@ class _Block:
         if name in _REDUCTIONS:
             return self._reduction(value, known)
         if name == "relax.strided_slice":
-            places = [
-                known.order.index(int(axis) % len(known.order)) for axis in value.args[1].fields
-            ]
-            moved = relax.Tuple([tirx.IntImm("int64", place) for place in places])
-            args = [known.tensor, moved, *value.args[2:]]
-            return relax.Call(value.op, args, value.attrs, value.ty_args), known.order
+            return self._slice(value, known)
         shape = value.args[1]
         if not isinstance(shape, relax.ShapeExpr) or len(shape.values) != len(known.order):
             return None
@@ -321,6 +316,16 @@ class _Block:
                 less = self._emit(reduce(source.args[0], inner, False))
                 return op.reshape(less, relax.ShapeExpr(left))
         return reduce(x, axes, keeps)
+
+    def _slice(self, value: Any, known: _Stored) -> tuple[Any, tuple[int, ...]] | None:
+        """Slice the stored tensor along the same axes."""
+        axes, *bounds = value.args[1:]
+        if not isinstance(axes, relax.Tuple):
+            return None
+        places = [known.order.index(int(axis) % len(known.order)) for axis in axes.fields]
+        moved = relax.Tuple([tirx.IntImm("int64", place) for place in places])
+        args = [known.tensor, moved, *bounds]
+        return relax.Call(value.op, args, value.attrs, value.ty_args), known.order
 
     def _concatenation(self, value: Any) -> tuple[Any, tuple[int, ...]] | None:
         parts = list(value.args[0].fields)
