@@ -147,6 +147,8 @@ def compile(
     )
     with phase("export the model"):
         exported = export()
+    if optimizer is None:
+        exported.tell_foreign_parameters()
     [captured], built = _capture_or_recall(exported, target, options)
 
     def accumulation_programs() -> tuple[Program, Program]:

@@ -40,6 +40,12 @@ def outer_of(arguments: Sequence[Argument], state: OuterState) -> Outer:
     return Outer(inputs, tuple(state.guards))
 
 
+def is_foreign_parameter(argument: Argument) -> bool:
+    """Whether eager PyTorch would make a gradient of it, and it is none of the model's."""
+    tensor = argument.tensor
+    return argument.kind == "constant" and isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
 def list_arguments(
     program: ExportedProgram, model: nn.Module, outer: OuterState
 ) -> tuple[tuple[Argument, ...], dict[str, int]]:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch import nn
 
-from relax_disc.errors import InputMismatchError
+from relax_disc.errors import InputMismatchError, RelaxDiscWarning
 from relax_disc.frontend.capture.arguments import (
     Argument,
+    is_foreign_parameter,
     list_arguments,
     outer_of,
 )
 from relax_disc.frontend.capture.export import Exported, export, wrap_forward, wrap_step
 from relax_disc.frontend.capture.fingerprint import fingerprint
 from relax_disc.frontend.capture.refusals import refuse_model
+from relax_disc.frontend.capture.source_lines import callers_depth
 from relax_disc.frontend.capture.state.outer import Outer
 from relax_disc.frontend.capture.trace import Halves, trace_forward, trace_halves, trace_step
 from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.emission import Wanted, emit_functions
 from relax_disc.frontend.importer import refuse_unknown
+from relax_disc.frontend.optimizer.several import owners_of
 from relax_disc.frontend.optimizer.updates import describe_updates
 from relax_disc.frontend.spec import CapturedStep, UpdateGroup
 
@@ -79,6 +83,20 @@ class ExportedStep:
         """Return what the function reads besides the model, the optimizer and the batch."""
         return outer_of(self._arguments()[0], self.exported.outer)
 
+    def tell_foreign_parameters(self) -> None:
+        """Warn that parameters of others get no gradients, though the loss reads them."""
+        names = [str(a.target) for a in self._arguments()[0] if is_foreign_parameter(a)]
+        if names:
+            warnings.warn(
+                f"The loss reads {names[0]}"
+                + (f" and {len(names) - 1} more parameters" if names[1:] else "")
+                + " that the model does not have. Eager PyTorch would make gradients of them, a "
+                "step of its model's alone: compile torch.nn.ModuleList([model, other]) to train "
+                "both, or call requires_grad_(False) on what is not trained.",
+                RelaxDiscWarning,
+                stacklevel=callers_depth(),
+            )
+
     def capture(self) -> CapturedStep:
         """Trace the gradients and make the Relax function ``main``.
 
@@ -124,7 +142,8 @@ class ExportedStep:
 
     def _functions(self, *wanted: Wanted) -> Sequence[CapturedStep]:
         with tracing():
-            traced = trace_step(self.exported, self.model, self.scaled)
+            held = owners_of(self.optimizer)
+            traced = trace_step(self.exported, self.model, self.scaled, held)
         refuse_unknown(traced)
         if not traced.gradients:
             raise InputMismatchError(

@@ -8,9 +8,10 @@ decomposed into the operators that the importer knows.  The optimizer is not tra
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,9 +35,9 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
 from relax_disc.frontend.capture import inner_gradients
-from relax_disc.frontend.capture.arguments import Argument, list_arguments
+from relax_disc.frontend.capture.arguments import Argument, is_foreign_parameter, list_arguments
 from relax_disc.frontend.capture.decompositions import (
     check_where_computed,
     checks_are_traced,
@@ -105,12 +106,17 @@ class _Functional(FunctionalTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def trace_step(exported: Exported, model: nn.Module, scaled: bool = False) -> Traced:
+def trace_step(
+    exported: Exported, model: nn.Module, scaled: bool = False, held: Container[int] = ()
+) -> Traced:
     """Trace the loss, its gradients by every parameter that requires them, and mutated buffers.
 
     ``scaled``: the gradients are those of the loss times a number, an argument of kind "scale".
+    ``held``: the ``id`` of each parameter that the optimizer would update.
+
+    Raises `InputMismatchError`: it would update one that is not the model's.
     """
-    return _trace(exported, model, with_gradients=True, scaled=scaled)
+    return _trace(exported, model, with_gradients=True, scaled=scaled, held=held)
 
 
 def trace_forward(exported: Exported, model: nn.Module) -> Traced:
@@ -129,6 +135,7 @@ def _trace(
     with_gradients: bool,
     halves: Halves | None = None,
     scaled: bool = False,
+    held: Container[int] = (),
 ) -> Traced:
     program = exported.program
     arguments, position = list_arguments(program, model, exported.outer)
@@ -137,6 +144,9 @@ def _trace(
         for index, argument in enumerate(arguments)
         if with_gradients and _is_trained(argument, halves)
     )
+    foreign = [
+        i for i, a in enumerate(arguments) if is_foreign_parameter(a) and id(a.tensor) in held
+    ]
     mutates = _mutates(program.graph_module)
     twice = inner_gradients.has_inner_gradients(program.graph_module)
     place = {id(argument.tensor): index for index, argument in enumerate(arguments)}
@@ -164,11 +174,11 @@ def _trace(
         for index, spec in enumerate(program.graph_signature.output_specs)
         if spec.kind is OutputKind.USER_OUTPUT
     ]
-    outputs: dict[str, Any] = {}
+    outputs: dict[str, Any] = {"missed": []}
 
     def step(*flat: Any) -> list[Any]:
         values = [v.detach() if isinstance(v, Tensor) else v for v in flat]
-        for index in trained:
+        for index in (*trained, *foreign):
             values[index] = values[index].requires_grad_(True)
         if not exported.custom_calls:
             return results(values)
@@ -208,7 +218,10 @@ def _trace(
                 late = [torch.ops.relax_disc.await_gradient(x, early) for x in late]
             if made[0].requires_grad and trained:
                 _keep_lines(made)
-                grads = _gradients(made, [values[index] for index in trained], late or None)
+                wanted = [values[index] for index in (*trained, *foreign)]
+                found_grads = _gradients(made, wanted, late or None)
+                grads = found_grads[: len(trained)]
+                outputs["missed"] = [g is not None for g in found_grads[len(trained) :]]
             else:
                 grads = [None] * len(trained)
         outputs["grads"] = [g is not None for g in grads]
@@ -241,6 +254,7 @@ def _trace(
         with ones, answers(), inner_gradients.differentiated_again(module):
             graph = _make_graph(step, fakes, functionalize=True)
     watch.check(exported.dims)
+    _refuse_foreign_parameters(list(itertools.compress(foreign, outputs["missed"])), arguments)
     counted = find_counted(graph, tuple(exported.dims.specs), outputs["counted"].nonempty)
     _refuse_foreign_tensors(graph, exported.outer)
     check_where_computed(graph)
@@ -260,6 +274,19 @@ def _is_trained(argument: Argument, halves: Halves | None) -> bool:
         and argument.tensor is not None
         and argument.tensor.requires_grad
     )
+
+
+def _refuse_foreign_parameters(missed: Sequence[int], arguments: Sequence[Argument]) -> None:
+    """Refuse an optimizer over parameters that get a gradient and are not the model's."""
+    if missed:
+        names = ", ".join(str(arguments[index].target) for index in missed[:4])
+        more = f" and {len(missed) - 4} more" if len(missed) > 4 else ""
+        raise InputMismatchError(
+            f"The optimizer holds {names}{more}, which the loss reads and which the model does not "
+            "have: a step trains the parameters of its model alone. Compile a module that holds "
+            "both in the model's place, torch.nn.ModuleList([model, other]), with a loss_fn that "
+            "calls them as before."
+        )
 
 
 def _refuse_foreign_tensors(graph: fx.GraphModule, outer: OuterState) -> None:
