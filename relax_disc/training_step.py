@@ -41,6 +41,7 @@ from relax_disc.training.call.loss_scale import (
     LossScale,
     check_scaler,
     mark_loss,
+    watch_backward,
     watch_scalers,
 )
 from relax_disc.training.call.snapshot import restored, without_gradients
@@ -111,6 +112,7 @@ class TrainingStep(CompiledFunction):
     ) -> None:
         members = optimizers_of(optimizer)
         watch_scalers()
+        watch_backward()
         self._watches = [GroupWatch(model, member) for member in members]
         self._counters = [
             StepCounters(group, model, optimizer)

@@ -126,6 +126,18 @@ def test_a_value_that_cannot_be_had_is_refused_with_what_to_do(look):
         compiled(Net(), (X, Y), loss)
 
 
+def test_a_backward_pass_after_the_step_is_told_of(tmp_path):
+    model = Net()
+    loss = compiled(model, (X,), lambda model, x: model(x).mean())(X)
+    for call in (loss.backward, lambda: torch.autograd.backward(loss)):
+        with pytest.raises(InputMismatchError, match="loss of a compiled step"):
+            call()
+    model(X).mean().backward()
+    assert model.layer.weight.grad is not None
+    torch.save({"loss": loss}, tmp_path / "checkpoint.pt")
+    assert torch.load(tmp_path / "checkpoint.pt")["loss"] == loss
+
+
 def test_clipping_by_value_after_the_step_is_told_of():
     model = Net()
     compiled(model, (X,), lambda model, x: model(x).mean())(X)
@@ -339,3 +351,41 @@ def test_transforms_that_pytorch_cannot_trace_are_refused_with_the_line():
 
     with pytest.raises(UnsupportedOperatorError, match=r"test_messages\.py:\d+"):
         compiled(Net(), (X, Y), loss)
+
+
+def test_a_size_as_a_key_is_refused_with_the_line():
+    masks = {}
+
+    def loss(model, x, y):
+        if x.shape[0] not in masks:
+            masks[x.shape[0]] = torch.ones(x.shape[0], 1)
+        return (model(x) * masks[x.shape[0]]).mean()
+
+    with pytest.raises(UnsupportedOperatorError, match=r"test_messages\.py:\d+: .*key of a dict"):
+        compiled(Net(), (X, Y), loss)
+
+
+class Rotary(nn.Module):
+    """Positions as complex numbers, as in Meta's own Llama."""
+
+    def __init__(self, as_pairs):
+        super().__init__()
+        angles = torch.outer(torch.arange(64.0), torch.tensor([1.0, 0.1]))
+        turns = torch.polar(torch.ones_like(angles), angles)
+        self.layer = nn.Linear(4, 4)
+        self.turns = torch.view_as_real(turns) if as_pairs else turns
+
+    def forward(self, x):
+        turns = self.turns if self.turns.is_complex() else torch.view_as_complex(self.turns)
+        pairs = torch.view_as_complex(self.layer(x).reshape(-1, 2, 2))
+        return torch.view_as_real(pairs * turns[: x.shape[0]]).square().sum(2).cos().mean()
+
+
+def test_complex_numbers_go_in_as_pairs():
+    with pytest.raises(UnsupportedOperatorError, match=r"turns is .*complex64.*view_as_real"):
+        compiled(Rotary(as_pairs=False), (X,))
+    model = Rotary(as_pairs=True)
+    step = compiled(model, (X,))
+    for rows in (4, 1):
+        expected = model(X[:rows]).detach()
+        torch.testing.assert_close(step(X[:rows]), expected)

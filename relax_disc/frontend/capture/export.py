@@ -454,6 +454,16 @@ def _export(
             f"{line}: PyTorch cannot trace the model: {_first_part(error)}",
             (("what torch.export cannot trace", str(line)),),
         ) from error
+    except TypeError as error:
+        if "unhashable type: non-nested SymInt" not in str(error):
+            raise  # the model's own
+        line = parse_stack(_traceback(error))
+        raise UnsupportedOperatorError(
+            f"{line}: a size that differs between batches is the key of a dict or a member of a "
+            "set; compute what is kept there each time, or keep it for the greatest size and "
+            "slice that.",
+            (("a size as a key", str(line)),),
+        ) from error
     except ValueError as error:
         trace = _traceback(error)
         if re.search(r"\bs\d+\b", str(error)):  # PyTorch asks for a number, and got a symbol

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
 
 _WRAPPERS = (
     ("torch.nn.parallel", "DistributedDataParallel", "the gradients' exchange between processes"),
@@ -29,9 +29,15 @@ def refuse_model(model: nn.Module, trained: bool, scaled: bool = False) -> None:
     on several devices or on none, is quantised, has parameters in float16 or computes in it without
     loss scaling, or has hooks on its gradients.
     """
+    if not isinstance(model, nn.Module):
+        raise InputMismatchError(f"model must be a torch.nn.Module, got {model!r}.")
     for name, module in model.named_modules():
         where = name or "the model"
         _refuse_wrapper(module, where)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise _refusal(
+                module, where, "is compiled by torch.jit", "pass the module it was made of"
+            )
         if type(module).__module__.startswith(_QUANTISED):
             raise _refusal(module, where, "is quantised", "train the model before it is quantised")
         if trained and (module._backward_hooks or module._backward_pre_hooks):

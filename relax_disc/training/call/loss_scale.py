@@ -91,6 +91,28 @@ def mark_loss(loss: torch.Tensor) -> None:
     setattr(loss, _MARK, True)
 
 
+def watch_backward() -> None:
+    """Let ``loss.backward()`` say that a compiled step has taken the gradients.
+
+    PyTorch's own error names neither the step nor what to do; nothing else changes.
+    """
+    backward = torch.autograd.backward  # what Tensor.backward calls
+    if hasattr(backward, "__wrapped__"):
+        return
+
+    @functools.wraps(backward)
+    def told(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if hasattr(tensors, _MARK) and not tensors.requires_grad:
+            raise InputMismatchError(
+                "loss.backward() was called with the loss of a compiled step, which has taken the "
+                "gradients already, and made the update unless called with update=False: leave "
+                "it out."
+            )
+        backward(tensors, *args, **kwargs)
+
+    setattr(torch.autograd, "backward", told)  # noqa: B010 - a function of PyTorch's
+
+
 def watch_scalers() -> None:
     """Let the eager way of using a GradScaler say what a compiled step does in its place."""
     if hasattr(GradScaler.scale, "__wrapped__"):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
 from relax_disc.frontend import capture_forward, capture_step
 
 SHAPES = ({0: Dim("rows", min=1, max=9)},)
@@ -119,6 +119,15 @@ class Moves(nn.Module):
 
     def forward(self, x):
         return self.layer.to(x.dtype)(x).sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_what_is_no_module_of_pytorchs_own():
+    with pytest.raises(InputMismatchError, match=r"torch\.nn\.Module, got .*Net"):
+        capture(Net)
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(6, 1)))
+    with pytest.raises(UnsupportedOperatorError, match=r"0 .*torch\.jit"):
+        capture(scripted)
 
 
 def test_what_pytorch_cannot_trace_names_the_line():
