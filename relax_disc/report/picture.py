@@ -9,8 +9,8 @@ from typing import Any
 from relax_disc.analysis.memory.timeline import CATEGORIES, Timeline
 from relax_disc.bytes_text import format_bytes
 
-_RESTING = ("#2f4b7c", "#4f6fa5", "#7f9bc8", "#a05195", "#b8c4d9", "#d3d8e0", "#c9b6a0")
-_MOVING = ("#8c8c8c", "#e0d4bd", "#f28e2b", "#59a14f")
+_RESTING = ("#2f4b7c", "#4f6fa5", "#7f9bc8", "#a05195", "#b8c4d9", "#d3d8e0", "#9c8fb0")
+_MOVING = ("#c9b6a0", "#8c8c8c", "#e0d4bd", "#f28e2b", "#59a14f")
 COLOURS = dict(zip(CATEGORIES, (*_RESTING, *_MOVING), strict=True))
 """Of each category, in pictures and pages: what stays in blues and greys."""
 _MOST_GAPS = 40

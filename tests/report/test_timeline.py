@@ -15,6 +15,7 @@ from torch.export import Dim
 
 import relax_disc
 from relax_disc.report.trace import events
+from tests.vm_builtins.test_product_choice import OTHERS, forced, needs_mkl
 
 SHAPES = [3, 64, 200]
 
@@ -72,6 +73,15 @@ def test_bytes_are_the_plans_own(step, rows, tight):
     assert timeline.constant_bytes["batch"] == rows * 32 * 4
 
 
+@needs_mkl
+def test_buffers_of_a_library_have_a_row(step):
+    with forced(OTHERS):
+        plan = step.plan(rows=77)
+    timeline = plan.timeline
+    assert timeline.live_bytes["library buffers"][0] == plan.library_bytes > 0
+    assert max(timeline.total_bytes) + timeline.unused_bytes == plan.peak_bytes
+
+
 def test_lives_do_not_overlap_in_the_arena(plans):
     for plan in plans:
         lives = plan.timeline.lives
@@ -102,6 +112,9 @@ def test_lines_of_the_model_name_what_is_alive(plans):
     lines = timeline.lines(timeline.peak_step)
     assert sum(size for _, size, _ in lines) == plans[0].live_peak_bytes
     assert any("test_timeline.py:" in line for line, _, _ in lines)
+    every = {line for run in range(len(timeline.runs)) for line, _, _ in timeline.lines(run)}
+    assert "the settings of the optimizer, once the batch has been checked" in every
+    assert not any("relax_disc." in line for line in every)
 
 
 def test_accumulating_call_has_its_own_timeline(step):

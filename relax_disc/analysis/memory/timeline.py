@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from relax_disc.analysis.memory.report import graph_of_table
 from relax_disc.analysis.symbolic.dim import SymbolicDim
+from relax_disc.vm_builtins.guard import GUARD
 from relax_disc.vm_builtins.plan_metadata import PlanMetadata, Storage
 from relax_disc.vm_builtins.session import ArenaFacts, Session
 
@@ -27,9 +28,12 @@ _CATEGORY_OF_KIND = {
 }
 CATEGORIES = (
     *_CATEGORY_OF_KIND.values(),
-    *("constants", "outputs", "offload buffer", "workspace", "activations", "gradients"),
+    *("constants", "outputs", "library buffers", "offload buffer"),
+    *("workspace", "activations", "gradients"),
 )
-"""From below to above in a picture; only the last two change while a step runs."""
+"""From below to above in a picture; only the last three change while a step runs."""
+_WITHOUT_LINE = {GUARD: "the settings of the optimizer, once the batch has been checked"}
+"""What kernels make that no line of the model asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +199,8 @@ class Timeline:
         """Return (line of the model, bytes, tensors) of what is in the arena, largest first."""
         sums: dict[str, list[int]] = {}
         for life in self.alive(run):
-            sums.setdefault(life.source or life.made_by, []).append(life.bytes)
+            line = life.source or _WITHOUT_LINE.get(life.made_by, life.made_by)
+            sums.setdefault(line, []).append(life.bytes)
         ordered = sorted(sums.items(), key=lambda entry: -sum(entry[1]))
         return tuple((line, sum(sizes), len(sizes)) for line, sizes in ordered)
 
