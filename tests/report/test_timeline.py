@@ -75,6 +75,7 @@ def test_bytes_are_the_plans_own(step, rows, tight):
 
 @needs_mkl
 def test_buffers_of_a_library_have_a_row(step):
+    step.memory_budget = None
     with forced(OTHERS):
         plan = step.plan(rows=77)
     timeline = plan.timeline

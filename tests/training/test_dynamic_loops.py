@@ -327,6 +327,21 @@ def test_a_loop_that_is_no_step_is_refused_with_the_reason(
     assert "test_dynamic_loops.py:" in str(caught.value)
 
 
+def test_a_loop_whose_source_is_nowhere_is_refused_with_the_reason() -> None:
+    text = """
+def run(self, x):
+    h = torch.zeros(x.shape[0], 8)
+    for t in range(x.shape[1]):
+        h = self.cell(x[:, t], h)
+    return h.unsqueeze(1).expand(-1, x.shape[1], -1)
+"""
+    space: dict[str, Any] = {"torch": torch}
+    exec(text, space)
+    kind = type("OfNoFile", (_Recurrent,), {"run": space["run"]})
+    with pytest.raises(ShapeRangeError, match=r"source of run cannot be read .* file"):
+        _compiled(kind())
+
+
 def test_the_functions_of_a_model_are_its_own_again() -> None:
     before = Appended.run.__code__
     _compiled(Appended())

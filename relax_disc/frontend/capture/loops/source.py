@@ -26,7 +26,7 @@ from typing import Any
 from torch import nn
 
 from relax_disc.frontend.capture.loops.sequences import made_list
-from relax_disc.frontend.capture.loops.steps import dynamic_range, set_modules, steps
+from relax_disc.frontend.capture.loops.steps import dynamic_range, note_unread, set_modules, steps
 
 _RANGE, _STEPS = "__relax_disc_range__", "__relax_disc_steps__"
 _LIST = "__relax_disc_list__"
@@ -35,6 +35,7 @@ _CALLS = {"range": _RANGE, "list": _LIST}
 _FOREIGN = frozenset({"torch", "numpy", "relax_disc", "builtins", "sympy", "typing"})
 _MUTATORS = frozenset({"append", "extend", "insert", "pop", "update", "clear", "remove", "add"})
 _known: dict[CodeType, CodeType | None] = {}
+_unread: set[CodeType] = set()  # of those what has no source
 
 
 @contextlib.contextmanager
@@ -48,6 +49,8 @@ def loops_as_steps(model: nn.Module, *functions: Callable[..., Any] | None) -> I
             changed.append((function, function.__code__))
             function.__code__ = code
             spaces[id(function.__globals__)] = function.__globals__
+        elif function.__code__ in _unread:
+            note_unread(function.__qualname__)
     set_modules(list(model.modules()))
     for space in spaces.values():
         space.update(_HELPERS)
@@ -138,6 +141,7 @@ def _compiled(function: FunctionType) -> CodeType | None:
         # Columns stay as they are in the file, where others look for what a position asks.
         tree: Any = ast.parse("".join(["if True:\n", *lines] if lines[0][0].isspace() else lines))
     except (OSError, SyntaxError, TypeError):
+        _unread.add(code)
         return None
     node = tree.body[0]
     if isinstance(node, ast.If):

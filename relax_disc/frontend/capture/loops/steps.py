@@ -88,6 +88,15 @@ def set_modules(modules: list[nn.Module]) -> None:
         _ACTIVE[-1].modules = modules
 
 
+def note_unread(name: str) -> None:
+    """Remember a function whose loops stay as they are, because its source is nowhere."""
+    if _ACTIVE:
+        _ACTIVE[-1].reasons.append(
+            f"the source of {name} cannot be read (exec, python -c and standard input keep none), "
+            "so no loop in it can be run as one step: put it into a file"
+        )
+
+
 def dynamic_range(*arguments: Any) -> Any:
     """``range``, or a :class:`DynamicRange` where sizes tell its length."""
     symbolic = any(isinstance(argument, torch.SymInt) for argument in arguments)
