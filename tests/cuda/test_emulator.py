@@ -90,6 +90,12 @@ DEFECTS = {
     "shuffle among lanes that are no power of two": (SUM, "total[0] = total[0]", {"block": 6}),
     "divergent shuffle": (SUM.replace("__activemask()", "15"), "total[0] = total[0]", {"block": 8}),
     "misaligned": (SUM.replace("threadIdx.x * 4", "threadIdx.x * 4 + 1"), "float4 v", {"block": 8}),
+    "out of bounds of a vector": (SUM, "float4 v", {"block": 8, "size": 30}),
+    "race of vectors": (
+        SUM.replace("if (threadIdx.x == 0) {", "*(float4*)(out + (threadIdx.x / 2 * 4)) = v; {"),
+        "*(float4*)(out",
+        {"block": 8},
+    ),
     "out of bounds of shared memory": (
         REVERSE.replace("row[63 -", "row[64 -"),
         "out[first + threadIdx.x]",
@@ -116,6 +122,8 @@ _SAME_WHAT = {
     "barriers on two lines": "divergent barrier",
     "a mask of lanes that have ended": "divergent shuffle",
     "out of bounds of shared memory": "out of bounds",
+    "out of bounds of a vector": "out of bounds",
+    "race of vectors": "race",
 }
 
 
