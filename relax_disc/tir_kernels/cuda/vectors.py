@@ -44,8 +44,7 @@ class Vectors:
     lanes : int
         Neighbours, 4 or 8.
     is_aligned : expression or None
-        Holds where all vectors of a launch are aligned; None: it always
-        does.
+        Holds where all vectors of a launch are aligned; None: it always does.
     """
 
     lanes: int
@@ -63,12 +62,12 @@ class Vectors:
     def count(self, elements: Any) -> tuple[Any, Any]:
         """Return how many vectors of so many elements there are, and how many elements are left."""
         whole, none = elements // self.lanes, index_const(0)
+        # Rows side by side are multiples.
+        rest = elements % self.lanes if len(self._extents) == 1 else none
         if self.is_aligned is None:
-            return whole, elements % self.lanes
+            return whole, rest
         vectors = tirx.Select(self.is_aligned, whole, none)
-        if len(self._extents) > 1:  # rows of a multiple
-            return vectors, tirx.Select(self.is_aligned, none, elements)
-        return vectors, tirx.Select(self.is_aligned, elements % self.lanes, elements)
+        return vectors, tirx.Select(self.is_aligned, rest, elements)
 
 
 def vectors_of(
@@ -84,7 +83,7 @@ def vectors_of(
     where some have 16 bits, otherwise four.
     """
     target = Target.current(allow_none=True)
-    if target is not None and target.kind.name != "cuda":  # TVM's code for LLVM casts no pointers
+    if target is not None and target.kind.name != "cuda":  # nothing runs code of ROCm here
         return None
     places = _integers(list((around or {}).values()))
     made = (_vectors(groups, flat, body, places, lanes) for lanes in (8, 4))
@@ -126,7 +125,7 @@ class _Neighbours(GuardDepth):
         self._flat, self._positions, self._lanes = flat, positions, lanes
         self._analyzer = tvm.sym.Analyzer()
         self._analyzer.bind(self.lane, Range(index_const(0), index_const(lanes)))
-        # By buffer and the place of the first neighbour: that place, and the registers.
+        # By buffer and place: the buffer, the place of the first neighbour, and the registers.
         self._read: dict[Any, tuple[Any, Any, Any]] = {}
         self._written: dict[Any, tuple[Any, Any, Any]] = {}
         self._multiples: dict[Any, Any] = {}  # what must be multiples of the lanes
@@ -200,7 +199,7 @@ class _Neighbours(GuardDepth):
             return None
         address = FlatBuffers.address(buffer, indices)
         first = substitute(address, {self.lane: index_const(0)})
-        key = (buffer, tvm_ffi.StructuralKey(first))
+        key = (buffer, tvm_ffi.StructuralKey(address))
         if key not in known:
             if not self._lie_side_by_side(address, first):
                 return None
@@ -220,10 +219,10 @@ class _Neighbours(GuardDepth):
         terms = tvm.sym.detect_linear_equation(first, self._positions)
         if not terms:
             return False
-        for term in map(self._analyzer.simplify, terms):
-            number = constant(term)
-            if number is not None and number % self._lanes:
-                return False
+        terms = [self._analyzer.simplify(term) for term in terms]
+        if any((constant(term) or 0) % self._lanes for term in terms):
+            return False
+        for term in terms:
             self.require_multiple(term)
         return True
 
