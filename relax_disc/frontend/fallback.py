@@ -204,8 +204,8 @@ def _argument(
 
 
 def _encode(emitter: Emitter, recipe: aten.Recipe, fake: Any, argument: Any) -> aten.Encoded:
-    if argument is None:
-        return ["none"]
+    if (encoded := aten.plain(argument)) is not None:
+        return encoded
     if isinstance(argument, list | tuple):
         return [
             "list",
@@ -216,18 +216,6 @@ def _encode(emitter: Emitter, recipe: aten.Recipe, fake: Any, argument: Any) -> 
     if isinstance(argument, relax.Expr) and isinstance(argument.ty, relax.TensorType):
         tensor = emitter.value(fake)
         return recipe.operand("complex" if tensor.is_complex() else "operand", argument, tensor)
-    if isinstance(argument, bool):
-        return ["bool", argument]
-    if isinstance(argument, int):
-        return ["int", argument]
-    if isinstance(argument, float):
-        return ["float", repr(argument)]
-    if isinstance(argument, complex):
-        return ["pair", repr(argument.real), repr(argument.imag)]
-    if isinstance(argument, str):
-        return ["text", argument]
-    if isinstance(argument, torch.dtype):
-        return ["dtype", str(argument).removeprefix("torch.")]
     if isinstance(argument, relax.Expr):
         if "float" in str(argument.ty):
             scalar = torch.empty((), dtype=torch.float64, device="meta")

@@ -38,6 +38,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from tvm import relax
 from tvm.ir import StringImm
 
@@ -45,6 +46,26 @@ CALL = "relax_disc.aten.call"
 VERSION = 2
 
 Encoded = list[Any]
+
+
+def plain(value: Any) -> Encoded | None:
+    """Write an argument that is the same in every call; None where it is of another kind."""
+    match value:
+        case None:
+            return ["none"]
+        case bool():
+            return ["bool", value]
+        case int():
+            return ["int", value]
+        case float():
+            return ["float", repr(value)]
+        case complex():
+            return ["pair", repr(value.real), repr(value.imag)]
+        case str():
+            return ["text", value]
+        case torch.dtype():
+            return ["dtype", str(value).removeprefix("torch.")]
+    return None
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from relax_disc.transform.functions import (
 from relax_disc.transform.fusion.counter_kernels import find_counters
 from relax_disc.transform.fusion.fusion_groups import blocks_of, fuse_ops
 from relax_disc.transform.fusion.fusion_plan import plan_fusion
-from relax_disc.transform.fusion.kernel_graph import Copy, Join
+from relax_disc.transform.fusion.kernel_graph import Copy, Join, dims_of
 from relax_disc.transform.fusion.reduction_chains import find_chains
 from relax_disc.transform.fusion.sibling_kernels import find_joins
 
@@ -282,7 +282,8 @@ class _Writer:
         for member in members:
             call: Any = member.value
             if isinstance(call.op, tvm.ir.GlobalVar):
-                group = _with_sizes_of(self._mod[call.op], call)
+                group = self._mod[call.op]
+                group = group.bind_symbolic_vars(dims_of(group, call))
                 names = {p: outer[x] for p, x in zip(group.params, call.args, strict=True)}
                 inner, result = list(group.body.blocks[0].bindings), group.body.body
             else:
@@ -308,18 +309,6 @@ def _function_of(call: Any) -> tvm.ir.GlobalVar:
 
 def _members(join: Join) -> list[int]:
     return [*join.places, *(copy.place for copy in join.again)]
-
-
-def _with_sizes_of(group: relax.Function, call: relax.Call) -> relax.Function:
-    """Return a fused function in the terms of its caller's dims."""
-    sizes: dict[Any, Any] = {}
-    for parameter, argument in zip(group.params, call.args, strict=True):
-        ours: Any = parameter.ty
-        theirs: Any = argument.ty
-        for dim, size in zip(ours.shape.values, theirs.shape.values, strict=True):
-            if isinstance(dim, tirx.Var):
-                sizes[dim] = size
-    return group.bind_symbolic_vars(sizes)
 
 
 def _with_operands(value: Any, names: Mapping[relax.Var, relax.Var]) -> relax.Expr:

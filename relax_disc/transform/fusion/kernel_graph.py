@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax.analysis import tir_vars_in_type
 
 from relax_disc.ops.operand_views import Uses, operands_of
@@ -119,6 +119,18 @@ def calls_of(mod: tvm.IRModule, value: relax.Call) -> list[relax.Call]:
     else:
         calls = [value]
     return calls if all(_takes_tensors(mod, call) for call in calls) else []
+
+
+def dims_of(group: relax.Function, call: relax.Call) -> dict[Any, Any]:
+    """Map the dims of a fused function to its caller's sizes."""
+    dims: dict[Any, Any] = {}
+    for parameter, argument in zip(group.params, call.args, strict=True):
+        ours: Any = parameter.ty
+        theirs: Any = argument.ty
+        for dim, size in zip(ours.shape.values, theirs.shape.values, strict=True):
+            if isinstance(dim, tirx.Var):
+                dims[dim] = size
+    return dims
 
 
 def _takes_tensors(mod: tvm.IRModule, call: Any) -> bool:

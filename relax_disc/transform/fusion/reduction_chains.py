@@ -26,6 +26,7 @@ from relax_disc.transform.fusion.kernel_graph import (
     Join,
     KernelGraph,
     calls_of,
+    dims_of,
     sizes_are_dims,
     union,
 )
@@ -134,7 +135,7 @@ class _Finder(KernelGraph):
         if len(found) != 1 or not kept:
             return (), None
         if isinstance(call.op, tvm.ir.GlobalVar):
-            dims = _dims_of(self._mod[call.op], call)
+            dims = dims_of(self._mod[call.op], call)
             kept = tuple(substitute(size, dims) for size in kept)
         return kept, found.pop()
 
@@ -184,18 +185,6 @@ def _fits(kernel: _Kernel, first: _Kernel) -> bool:
     if first.direction == "column":
         return _same(kernel.sizes, first.kept)
     return _same(kernel.sizes[: len(first.kept)], first.kept)
-
-
-def _dims_of(group: relax.Function, call: relax.Call) -> dict[Any, Any]:
-    """Map the dims of a fused function to its caller's sizes."""
-    dims: dict[Any, Any] = {}
-    for parameter, argument in zip(group.params, call.args, strict=True):
-        ours: Any = parameter.ty
-        theirs: Any = argument.ty
-        for dim, size in zip(ours.shape.values, theirs.shape.values, strict=True):
-            if isinstance(dim, tirx.Var):
-                dims[dim] = size
-    return dims
 
 
 def _sizes(value: relax.Var) -> tuple[Any, ...]:

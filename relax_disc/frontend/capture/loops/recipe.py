@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from relax_disc.frontend.capture.loops.cut import Place
 from relax_disc.frontend.capture.loops.steps import LoopRefusal
+from relax_disc.ops import aten
 from relax_disc.ops.loop import VERSION, LoopCall
 
 _ATEN = torch.ops.aten
@@ -288,8 +289,8 @@ class RecipeBuilder:
         return ["operand", slot]
 
     def _encode(self, target: Any, value: Any) -> list[Any]:
-        if value is None:
-            return ["none"]
+        if (encoded := aten.plain(value)) is not None:
+            return encoded
         if isinstance(value, list | tuple):
             return ["list", [self._encode(target, x) for x in value]]
         if isinstance(value, Tensor):
@@ -302,18 +303,6 @@ class RecipeBuilder:
             if text not in self._number_slots:
                 self._number_slots[text] = len(self._slots) + len(self._number_slots)
             return ["operand", self._number_slots[text]]
-        if isinstance(value, bool):
-            return ["bool", value]
-        if isinstance(value, int):
-            return ["int", value]
-        if isinstance(value, float):
-            return ["float", repr(value)]
-        if isinstance(value, complex):
-            return ["pair", repr(value.real), repr(value.imag)]
-        if isinstance(value, str):
-            return ["text", value]
-        if isinstance(value, torch.dtype):
-            return ["dtype", str(value).removeprefix("torch.")]
         raise LoopRefusal(
             f"the loop at {self._line} cannot be run as one step: {target} takes "
             f"{type(value).__name__}"

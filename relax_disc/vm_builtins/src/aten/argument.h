@@ -12,8 +12,11 @@
 #include <tvm/ffi/extra/json.h>
 #include <tvm/ffi/tvm_ffi.h>
 
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 namespace relax_disc {
@@ -45,6 +48,17 @@ struct Argument {
 
 /*! \brief Read an argument for a parameter of a type. */
 Argument ParseArgument(const tvm::ffi::json::Array& encoded, c10::TypePtr type);
+
+/*! \brief What a text describes, which is read once in a process. */
+template <typename T>
+const T& Known(const tvm::ffi::String& text) {
+  static std::mutex mutex;
+  static auto* known = new std::unordered_map<std::string, std::unique_ptr<T>>;
+  std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<T>& found = (*known)[std::string(text)];
+  if (found == nullptr) found = std::make_unique<T>(text);
+  return *found;
+}
 
 /*! \brief Call `run`; what PyTorch raises becomes the exception that eager PyTorch's user sees. */
 template <typename Run>

@@ -11,10 +11,7 @@
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/ffi/tvm_ffi.h>
 
-#include <memory>
-#include <mutex>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "aten/argument.h"
@@ -125,17 +122,8 @@ class Recipe {
   int64_t count_ = 0;
 };
 
-const Recipe& Known(const ffi::String& text) {
-  static std::mutex mutex;
-  static auto* known = new std::unordered_map<std::string, std::unique_ptr<Recipe>>;
-  std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Recipe>& recipe = (*known)[std::string(text)];
-  if (recipe == nullptr) recipe = std::make_unique<Recipe>(text);
-  return *recipe;
-}
-
 void Call(ffi::PackedArgs arguments, ffi::Any* nothing) {
-  const Recipe& recipe = Known(arguments[0].cast<ffi::String>());
+  const Recipe& recipe = Known<Recipe>(arguments[0].cast<ffi::String>());
   AsEager(recipe.name(),
           [&] { recipe.Run(arguments[1].cast<int64_t>(), arguments.Slice(2)); });
 }

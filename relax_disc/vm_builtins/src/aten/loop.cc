@@ -10,8 +10,6 @@
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/ffi/tvm_ffi.h>
 
-#include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -314,17 +312,8 @@ class Loop {
   std::vector<int64_t> kept_;  // slots that hold values until their step ends
 };
 
-const Loop& Known(const ffi::String& text) {
-  static std::mutex mutex;
-  static auto* known = new std::unordered_map<std::string, std::unique_ptr<Loop>>;
-  std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Loop>& loop = (*known)[std::string(text)];
-  if (loop == nullptr) loop = std::make_unique<Loop>(text);
-  return *loop;
-}
-
 void Call(ffi::PackedArgs arguments, ffi::Any* nothing) {
-  const Loop& loop = Known(arguments[0].cast<ffi::String>());
+  const Loop& loop = Known<Loop>(arguments[0].cast<ffi::String>());
   AsEager(loop.line(), [&] { loop.Run(arguments[1].cast<int64_t>(), arguments.Slice(2)); });
 }
 
