@@ -44,8 +44,10 @@ def _described(captured: CapturedStep, padding: Padding) -> CapturedStep:
             (starts, "starts", (f"{batch} + 1",)),
         ):
             inputs.append(InputSpec(parameter.name, "packing", role, "", -1, tuple(shape), "int64"))
-        counted, kept = _by_leaf(needed.counted, leaves), _by_leaf(needed.kept, leaves)
-        packings.append(Packing(tokens, batch, length.name, counted, kept, needed.is_prefix))
+        found = needed.counted, needed.kept, needed.shown
+        counted, kept, shown = (_by_leaf(each, leaves) for each in found)
+        which = counted, kept, needed.is_prefix, shown
+        packings.append(Packing(tokens, batch, length.name, *which))
     return replace(captured, inputs=tuple(inputs), packings=tuple(packings))
 
 

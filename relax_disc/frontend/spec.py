@@ -177,6 +177,7 @@ class Packing:
     counted: Any  # true where a label counts
     kept: Any  # true where a mask leaves the row; None: there is no mask
     is_prefix: bool  # whether all rows before the last counted one are computed
+    shown: Any = None  # keys that masks leave which hide by numbers: what sees none reads all
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,30 @@ class Attention(nn.Module):
         return x + out.transpose(1, 2).reshape(b, t, WIDTH)
 
 
+class Written(nn.Module):
+    """Attention as products, a number for what a mask hides, and a softmax."""
+
+    def __init__(self, causal, masked):
+        super().__init__()
+        self.causal, self.masked = causal, masked
+        self.inner = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x, mask):
+        b, t, _ = x.shape
+        parts = self.inner(x).chunk(3, -1)
+        q, k, v = (part.view(b, t, 2, WIDTH // 2).transpose(1, 2) for part in parts)
+        places = torch.arange(t)
+        seen = torch.ones(1, 1, t, t, dtype=torch.bool)
+        if self.masked:
+            seen = seen & mask[:, None, None, :].bool()
+        if self.causal:
+            seen = seen & (places[None, :] <= places[:, None])[None, None]
+        hidden = torch.where(seen, torch.zeros((), dtype=x.dtype), torch.finfo(torch.float32).min)
+        scores = torch.matmul(q, k.transpose(2, 3)) * 0.5 + hidden
+        out = torch.matmul(torch.softmax(scores, -1), v)
+        return x + out.transpose(1, 2).reshape(b, t, WIDTH)
+
+
 class Function(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -81,6 +105,9 @@ ATTENTION = {
     "causal": lambda: Attention(True, False),
     "masked": lambda: Attention(False, True),
     "causal and masked": lambda: Attention(True, True),
+    "causal, written out": lambda: Written(True, False),
+    "masked, written out": lambda: Written(False, True),
+    "causal and masked, written out": lambda: Written(True, True),
 }
 MIXING = {
     "attention to all": lambda: Attention(False, False),
@@ -138,7 +165,52 @@ def shifted(logits, labels, distance=1):
     return F.cross_entropy(shorter.view(-1, CLASSES), labels[..., distance:].reshape(-1))
 
 
+def joined(labels):
+    return torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED)], 1)
+
+
+def rolled(labels):
+    moved = labels.roll(-1, 1)
+    moved[:, -1] = IGNORED
+    return moved
+
+
+def of_labels(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def at(logits, places):
+    return logits[torch.arange(logits.shape[0]), places]
+
+
+def last(counts):
+    return (counts.int() * torch.arange(counts.shape[1], dtype=torch.int32)).argmax(-1)
+
+
+def gathered(logits, places):
+    return logits.gather(1, places[:, None, None].expand(-1, 1, CLASSES))[:, 0]
+
+
+def classified(chosen, labels):
+    return F.cross_entropy(chosen, labels[:, 0].clamp(min=0))
+
+
 LOSSES = {
+    "joined labels": lambda logits, labels, mask, counts: of_labels(logits, joined(labels)),
+    "rolled labels": lambda logits, labels, mask, counts: of_labels(logits, rolled(labels)),
+    "last": lambda logits, labels, mask, counts: classified(at(logits, last(counts)), labels),
+    "last, gathered": lambda logits, labels, mask, counts: classified(
+        gathered(logits, (counts.sum(1) - 1).clamp(min=0)), labels
+    ),
+    "at the end": lambda logits, labels, mask, counts: classified(logits[:, -1], labels),
+    "smooth": lambda logits, labels, mask, counts: (
+        F.smooth_l1_loss(logits[..., 0], labels.to(logits.dtype), reduction="none", beta=0.5) * mask
+    ).sum(),
+    "Huber": lambda logits, labels, mask, counts: (
+        F.huber_loss(logits[..., 0], labels.to(logits.dtype), reduction="none")
+        .masked_fill(~counts, 0.0)
+        .mean()
+    ),
     "shifted": lambda logits, labels, mask, counts: shifted(logits, labels),
     "two shifts": lambda logits, labels, mask, counts: (
         shifted(logits, labels) + (logits[:, :-2, 0].square() * mask[:, 2:]).sum()
@@ -231,7 +303,7 @@ def check(layers, loss):
     model, captured = capture(layers, loss)
     attention = {name for name in layers if name in ATTENTION}
     good = {*PLAIN, *ATTENTION}
-    same = attention in ({"causal"}, {"masked"}, {"causal and masked"})
+    same = len({name.removesuffix(", written out") for name in attention}) == 1
     if same and set(layers) <= good and loss not in ("all activations", "z", *MIXING_LOSSES):
         assert captured.packings, captured.padding
     if not captured.packings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import shutil
 
 import pytest
@@ -41,6 +42,26 @@ class Encoder(nn.Module):
         return F.cross_entropy(self.out((x * kept).sum(1) / kept.sum(1)), labels)
 
 
+class Parts(nn.Module):
+    """Causal; reads the positions but the last, the first, and the last that has a label."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.qkv = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 48)
+        self.out = nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids, labels):
+        x = self.table(ids)
+        heads = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        x = x + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        counts = (labels != -100).to(torch.int32)
+        last = (counts * torch.arange(ids.shape[1], dtype=torch.int32)).argmax(-1)
+        classes, logits = labels[:, 0].clamp(0, VOCABULARY - 1), self.out(x)
+        shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        first = F.cross_entropy(self.out(x[:, 0]), classes)
+        return shifted + first + F.cross_entropy(logits[torch.arange(ids.shape[0]), last], classes)
+
+
 def masked_batch(lengths, seed=0):
     """Ids, a mask with padding on the left of every second text, and a label for each text."""
     generator = torch.Generator().manual_seed(seed)
@@ -52,8 +73,8 @@ def masked_batch(lengths, seed=0):
     return ids, mask, torch.randint(0, 3, shape[:1], generator=generator)
 
 
-def llama_step(model, target, **options):
-    b, s = dims(1, 48)
+def llama_step(model, target, least=1, **options):
+    b, s = dims(least, 48)
     shape = {0: b, 1: s}
     batch = BATCHES["lengths"]
     return relax_disc.compile(
@@ -70,6 +91,11 @@ def encoder_step(model, target, **options):
 
 MODELS = {
     "Llama": (lambda: Llama(whole=True), llama_step, list(BATCHES.values())),
+    "parts": (
+        Parts,
+        functools.partial(llama_step, least=2),
+        [BATCHES[name] for name in ("full", "lengths", "one label", "random")],
+    ),
     "encoder": (
         Encoder,
         encoder_step,
@@ -125,7 +151,7 @@ def test_numbers_are_those_of_the_cpu(both):
 
 def test_attention_is_of_rows_unless_there_is_a_mask(both):
     name, _, _, _, _, kernels, _ = both
-    form = "efficient packed" if name == "Llama" else "efficient"
+    form = "efficient" if name == "encoder" else "efficient packed"
     assert set(kernels) == {form, f"{form} backward"}
 
 

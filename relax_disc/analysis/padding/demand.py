@@ -55,6 +55,7 @@ from relax_disc.analysis.padding.values import (
     replaced,
     simplify,
     size_of,
+    sizes_in,
 )
 from relax_disc.analysis.program.reader import bindings_of
 from relax_disc.ops import registry
@@ -156,7 +157,6 @@ class _Analysis:
         if grid is None:
             return Padding(reasons=tuple(self._reasons))
         self._grid = grid
-        self._moves = self._find_moves()
         kinds = (self._function.attrs or {}).get("relax_disc.param_kinds") or ()
         batch = [
             param
@@ -164,6 +164,7 @@ class _Analysis:
             if str(kind) == "batch" and registry.dtype_name(param.ty) not in ("float16", "bfloat16")
         ]
         self._elements = Elements(self._definitions, batch, self._module, grid)
+        self._moves = self._find_moves()
         seen = find_seen(self._bindings, grid, self._elements, self._kind, self._note)
         if seen is None:
             return Padding(grid, reasons=tuple(self._reasons))
@@ -229,12 +230,15 @@ class _Analysis:
         moves: dict[Any, Move] = {}
         starts: dict[Any, set[int]] = {}
         for binding in self._bindings:
-            move = move_of(binding.value, self._module)
+            move = move_of(binding.value, self._module, self._elements)
             if move is None:
                 continue
             kinds = binding.value.args[1].fields[0].ty, binding.var.ty
             whole = self._grid.rows(kinds[move.kind in ("pad", "spread")])
             if (whole.layout, whole.batch, whole.length) != ("both", 0, move.axis):
+                continue
+            length = self._grid.lengths[self._grid.whole_of(whole.of)].name
+            if move.at == -1 and not sizes_in(move.start) <= {length}:
                 continue
             moves[binding.var] = move
             if move.kind == "cut" and registry.dtype_name(kinds[1]).startswith(("float", "bfloat")):
@@ -307,7 +311,7 @@ class _Analysis:
                 return _Facts((rows,), nothing, True, by_row)
             case "pad" if starts == [move.start, None] and operand.support is not None:
                 return _Facts((rows,), (operand.support,), True, by_row)
-            case "pick" if cuts[0] is None and move.start == 0 and rows == Rows("batch", 0):
+            case "pick" if cuts[0] is None and rows == Rows("batch", 0):
                 return _Facts((rows,), nothing, False, Use("sum"), (operand.rows.of, at_start))
             case "spread" if cuts[1] is None and operand.rows == Rows("batch", 0):
                 return _Facts((rows,), (at_start,), True, by_row)

@@ -1,7 +1,7 @@
 """Kernels that take a part of the positions of each sequence, or put one back among zeros.
 
 ``logits[:, :-1]`` has a position less than the sequence, its gradient one more; of ``states[:, 0]``
-there is one for each sequence.
+there is one for each sequence, as of ``states[arange, last]`` with ``last`` read from the batch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,14 @@ from relax_disc.analysis.kernels.stages import (
     read_stages,
     same_expr,
 )
+from relax_disc.analysis.padding.values import (
+    BATCH,
+    Elements,
+    StageReader,
+    Value,
+    is_readable,
+    mentions_others,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +45,85 @@ class Move:
         there, among zeros.
     axis : int
         Of the positions, in the tensor that has them all.
-    start : int
+    start : int or Value
+        The expression of a position is read from the batch, one for each sequence.
+    at : int
+        Which operand of the call has the positions that are picked; -1: none, `start` is a number.
     """
 
     kind: Literal["cut", "pad", "pick", "spread"]
     axis: int
-    start: int
+    start: Any
+    at: int = -1
 
 
-def move_of(call: Any, module: tvm.IRModule) -> Move | None:
+def move_of(call: Any, module: tvm.IRModule, elements: Elements) -> Move | None:
     """Read the kernel that a call runs; None: it is no call, or its kernel does something else."""
     if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.call_tir":
         return None
-    return find_move(module[call.args[0]])
+    return find_move(module[call.args[0]]) or _move_by_data(call, module, elements)
+
+
+def _move_by_data(call: relax.Call, module: tvm.IRModule, elements: Elements) -> Move | None:
+    """Read a kernel that picks positions which the batch names, one of each sequence."""
+    if not isinstance(call.ty, relax.TensorType):
+        return None
+    kernel, shape = module[call.args[0]], call.ty.shape.values
+    ones = [constant(extent) == 1 for extent in shape]
+    indices = [0 if one else ("index", f"axis {k}") for k, one in enumerate(ones)]
+    indices[:1] = [BATCH]
+    read = read_stages(kernel)
+    reader = elements.reader(call, indices)
+    if reader is None or read is None or len(shape) < 2 or ones[0]:
+        return None
+    (stage,), source = read.stages, kernel.params[0]
+    own = list(stage.indices)
+    if stage.combiner is not None:
+        return None
+    if isinstance(stage.value, tvm.ir.TensorLoad) and stage.value.source.same_as(source):
+        first, place, *rest = stage.value.indices
+        is_one = len(own) == len(rest) + 2 and ones[1]
+        fits = _are(rest, own[2:] if is_one else own[1:]) and reader.value(first) == BATCH
+        return _picked("pick", place, call, kernel, reader) if fits else None
+    if not is_guard(stage.value) or not _is_zero(stage.value.args[2]):
+        return None
+    condition, placed, _ = stage.value.args
+    if not isinstance(condition, prim.EQ) or not isinstance(placed, tvm.ir.TensorLoad):
+        return None
+    loaded = list(placed.indices)
+    if len(loaded) == len(own) and constant(loaded[1]) == 0:
+        del loaded[1]
+    is_there = _are(loaded, [own[0], *own[2:]]) and placed.source.same_as(source)
+    for position, place in ((condition.a, condition.b), (condition.b, condition.a)):
+        if is_there and position.same_as(own[1]):
+            return _picked("spread", place, call, kernel, reader)
+    return None
+
+
+def _picked(
+    kind: Literal["pick", "spread"],
+    place: Any,
+    call: relax.Call,
+    kernel: tirx.PrimFunc,
+    reader: StageReader,
+) -> Move | None:
+    """Take the place of an index for the position, if it is read from the batch or from sizes."""
+    value: Value = reader.value(place)
+    if mentions_others(value, (BATCH,)) or not is_readable(value):
+        return None
+    sources = {load.source for load in loads_of(place)}
+    if not sources:
+        return Move(kind, 1, value) if _is_size(value) else None
+    found = [k for k, param in enumerate(kernel.params) if param in sources]
+    is_one = len(found) == 1 and 0 < found[0] < len(call.args[1].fields)
+    return Move(kind, 1, value, found[0]) if is_one else None
+
+
+def _is_size(value: Value) -> bool:
+    """Whether a position is a number, a size, or a sum or difference of those."""
+    if not isinstance(value, tuple):
+        return isinstance(value, int)
+    return value[0] == "size" or (value[0] in ("add", "sub") and all(map(_is_size, value[1:])))
 
 
 def find_move(kernel: tirx.PrimFunc) -> Move | None:

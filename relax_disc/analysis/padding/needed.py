@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -34,6 +34,7 @@ from relax_disc.analysis.padding.values import (
     is_readable,
     mentions,
     replaced,
+    simplify,
 )
 from relax_disc.ops import registry
 from relax_disc.ops.attention import optional_operands
@@ -62,6 +63,7 @@ class Needed:
     counted: Value  # true where a sum over rows can have a part
     kept: Value | None  # true where a mask leaves the row, a key; None: there is no mask
     is_prefix: bool  # whether all before the last counted row are needed
+    shown: Value | None = None  # keys that every mask leaves which hides by a number; None: all
 
     @property
     def is_all(self) -> bool:
@@ -130,6 +132,7 @@ class Seen:
 
     is_causal: bool = True
     masks: set[Value] | None = None  # that every attention to these rows has
+    shown: set[Value] = field(default_factory=set)  # conditions of masks that hide by a number
 
     def needed(self, counted: Sequence[Value]) -> Needed | str:
         """Return the rows that are needed where some are counted, or why that is not known."""
@@ -138,10 +141,11 @@ class Seen:
             return "there is no loss over the positions that a label or a mask counts, no mask"
         if not masks and not self.is_causal:
             return "attention is neither causal nor has one mask that hides padding"
-        kept = None if not masks else masks[0] if len(masks) == 1 else ("and", *masks)
+        kept, shown = _all_of(masks), _all_of(sorted(self.shown, key=repr))
         if not counted:
-            return Needed(False, kept, is_prefix=False)
-        return Needed(counted[0] if len(counted) == 1 else ("or", *counted), kept, self.is_causal)
+            return Needed(False, kept, False, shown)
+        some = counted[0] if len(counted) == 1 else ("or", *counted)
+        return Needed(some, kept, self.is_causal, shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +174,7 @@ class _Reader:
         if is_causal and is_cross:
             self.note(binding, "attention between two sequences is causal")
             return False
-        found = self._conditions(call)
+        found, is_number = self._conditions(call)
         masks = {
             replaced(each, KEY, LENGTH)
             for each in found
@@ -179,13 +183,22 @@ class _Reader:
         keys = self.seen[rows[1].of]
         keys.is_causal &= not is_cross and (is_causal or any(map(_hides_later, found)))
         keys.masks = masks if keys.masks is None else keys.masks & masks
+        if is_number:
+            rest = [each for each in found if not _is_about_keys(each)]
+            if not all(_shows_own(each) and not is_cross for each in rest):
+                self.note(binding, "its mask may hide all keys of a position, by a number")
+                return False
+            keys.shown |= masks
         return True
 
-    def _conditions(self, call: Any) -> list[Value]:
-        """List what must hold for a query to see a key, as far as a mask can be read."""
+    def _conditions(self, call: Any) -> tuple[list[Value], bool]:
+        """List what must hold for a query to see a key, as far as a mask can be read.
+
+        And whether what is hidden is hidden by a number: where all is, all is read.
+        """
         mask, _ = optional_operands(call, 3)
         if not mask:
-            return []
+            return [], False
         places = [BATCH, ("index", "head"), QUERY, KEY]
         indices = [
             0 if isinstance(n, tirx.IntImm) and int(n) == 1 else place
@@ -193,12 +206,13 @@ class _Reader:
         ]
         value = self.elements.value(mask[0], indices)
         if registry.dtype_name(mask[0].ty) == "bool":
-            return conditions(value)
+            return conditions(value), False
         if isinstance(value, tuple) and value[0] == "choose":
-            hidden = value[3]
-            if isinstance(hidden, int | float) and hidden <= _HIDES:
-                return conditions(value[1])
-        return []
+            _, condition, one, other = value
+            for seen, hidden in ((condition, other), (simplify(("not", condition)), one)):
+                if isinstance(hidden, int | float) and hidden <= _HIDES:
+                    return conditions(seen), hidden > -math.inf
+        return [], False
 
 
 def _hides_later(condition: Value) -> bool:
@@ -208,6 +222,23 @@ def _hides_later(condition: Value) -> bool:
         ("ge", QUERY, KEY),
         ("lt", KEY, QUERY),
         ("gt", QUERY, KEY),
+        ("lt", ("sub", KEY, QUERY), 1),
+        ("le", ("sub", KEY, QUERY), 0),
+    )
+
+
+def _all_of(values: Sequence[Value]) -> Value | None:
+    return None if not values else values[0] if len(values) == 1 else ("and", *values)
+
+
+def _shows_own(condition: Value) -> bool:
+    """Whether a condition of a mask holds for the key at the query's own position."""
+    own = replaced(condition, KEY, QUERY)
+    return own in (
+        ("le", QUERY, QUERY),
+        ("ge", QUERY, QUERY),
+        ("lt", ("sub", QUERY, QUERY), 1),
+        ("le", ("sub", QUERY, QUERY), 0),
     )
 
 

@@ -8,11 +8,14 @@ runs.
 An expression is plain data: a number, or a tuple ``(kind, *parts)``.  ``("index", name)`` is one of
 the indices asked about, ``("size", name)`` a dim, ``("load", parameter, *indices)`` an element of
 the batch, ``("unknown", n)`` what cannot be read, each n being another value, ``("rounded", x)`` x
-in another type; all others are the operators of `OPERATORS` over expressions.
+in another type, ``("argmax", x, n)`` where x, over ``("index", "inner")`` below n, is greatest for
+the first time, ``("sum", x, n)`` and ``("amax", x, n)`` its sum and its greatest value; all others
+are the operators of `OPERATORS` over expressions.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +27,7 @@ from tvm.ir import prim
 from relax_disc.analysis.kernels.element import is_guard
 from relax_disc.analysis.kernels.stages import Stage, constant, is_buffer, read_stages
 from relax_disc.analysis.padding.grid import Grid, Rows, constant_of
-from relax_disc.ops import registry
+from relax_disc.ops import aten, registry
 
 Value = Any
 """An expression, see the module."""
@@ -33,8 +36,11 @@ OPERATORS = frozenset(
     "add sub mul floordiv mod min max lt le gt ge eq ne and or not choose truth".split()
 )
 
-BATCH, LENGTH, QUERY, KEY, ROW = (
-    ("index", name) for name in ("batch", "length", "query", "key", "row")
+OVER = ("argmax", "sum", "amax")
+"""Kinds of expressions that run over an axis."""
+
+BATCH, LENGTH, QUERY, KEY, ROW, INNER = (
+    ("index", name) for name in ("batch", "length", "query", "key", "row", "inner")
 )
 
 _RELAX = {
@@ -71,6 +77,7 @@ _PRIM: dict[type, str] = {
     prim.And: "and",
     prim.Or: "or",
 }
+_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
 _MOST_DEPTH = 200
 
 
@@ -145,6 +152,13 @@ class Elements:
         if name == "relax.concat" and isinstance(value.args[0], relax.Tuple):
             axis = 0 if value.attrs.axis is None else int(value.attrs.axis) % len(indices)
             return self._concat(value.args[0].fields, axis, indices)
+        if name == "relax.call_dps_packed":
+            return self._library(value, indices)
+        if name in ("relax.sum", "relax.max") and len(value.attrs.axis or ()) == 1:
+            kind, (axis,) = "sum" if name == "relax.sum" else "amax", value.attrs.axis
+            is_whole = "int" in registry.dtype_name(value.args[0].ty)
+            keeps = bool(value.attrs.keepdims)
+            return self._over(kind, value.args[0], int(axis), keeps, indices, is_whole)
         if name in _RELAX:
             return simplify((_RELAX[name], *(self._broadcast(a, indices) for a in value.args)))
         return self._anything()
@@ -196,18 +210,63 @@ class Elements:
             full[axis] = index
         return self.value(operand, full)
 
+    def _library(self, call: relax.Call, indices: list[Value]) -> Value:
+        """Read what PyTorch's own kernels make of one operand by its indices alone."""
+        if call.args[0].global_symbol != aten.CALL:
+            return self._anything()
+        text, _, *operands = call.args[1].fields
+        recipe, shape = json.loads(text.value), _shape(operands[0])
+        match recipe["operator"], recipe["arguments"][1:]:
+            case "aten::roll", [["list", [["int", by]]], ["list", [["int", axis]]]]:
+                where = list(indices)
+                where[axis] = ("mod", ("sub", where[axis], by), size_of(shape[axis]))
+                return self.value(operands[0], where)
+            case "aten::fmod", [["operand", 1]]:
+                value, divisor = self.value(operands[0], indices), size_of(operands[1])
+                if _is_natural(value) and _is_natural(divisor):  # else by the sign of the first
+                    return ("mod", value, divisor)
+            case "aten::cat", [["int", axis]]:
+                return self._concat(operands, axis % len(shape), indices)
+            case "aten::argmax", [["int", axis], ["bool", keeps]]:
+                return self._over("argmax", operands[0], axis, keeps, indices)
+        return self._anything()
+
+    def _over(
+        self,
+        kind: str,
+        operand: Any,
+        axis: int,
+        keeps_axis: bool,
+        indices: list[Value],
+        is_whole: bool = True,
+    ) -> Value:
+        """Read what is made of one axis, for each sequence."""
+        shape = _shape(operand)
+        axis %= len(shape)
+        where = [*indices[:axis], INNER, *indices[axis + keeps_axis :]]
+        value = self.value(operand, where)
+        is_nested = any(mentions(value, each) for each in OVER)
+        if not is_whole or is_nested or mentions_others(value, (BATCH, INNER)):
+            return self._anything()
+        return (kind, value, size_of(shape[axis]))
+
     def _kernel(self, call: relax.Call, indices: list[Value]) -> Value:
+        reader = self.reader(call, indices)
+        return self._anything() if reader is None else reader.read()
+
+    def reader(self, call: relax.Call, indices: list[Value]) -> StageReader | None:
+        """Return what reads one element of what a kernel of one stage makes; None: of others."""
         kernel = self._module[call.args[0]]
         read = read_stages(kernel)
         if read is None or len(read.stages) != 1:
-            return self._anything()
+            return None
         (stage,) = read.stages
         buffers = [param for param in kernel.params if is_buffer(param)]
         operands = [arg for arg in call.args[1].fields if isinstance(arg.ty, relax.TensorType)]
         if stage.lets or stage.reduced or len(buffers) != len(operands) + 1:
-            return self._anything()
+            return None
         given = dict(zip(buffers, operands, strict=False))
-        return _StageReader(self, stage, given, self._sizes(kernel, call, operands), indices).read()
+        return StageReader(self, stage, given, self._sizes(kernel, call, operands), indices)
 
     def _sizes(self, kernel: Any, call: relax.Call, operands: list[Any]) -> dict[Any, Value]:
         """What the kernel's own dims are in the caller's."""
@@ -224,7 +283,7 @@ class Elements:
         return sizes
 
 
-class _StageReader:
+class StageReader:
     """Reads one element of a kernel's result."""
 
     def __init__(
@@ -245,18 +304,20 @@ class _StageReader:
                 self._fits = False
 
     def read(self) -> Value:
+        """Read the element itself."""
         if not self._fits:
             return self._elements._anything()
-        return self._value(self._stage.value)
+        return self.value(self._stage.value)
 
-    def _value(self, expr: Any) -> Value:
+    def value(self, expr: Any) -> Value:
+        """Read an expression of the kernel."""
         number = constant(expr)
         if number is not None:
             return number
         if isinstance(expr, prim.FloatImm):
             return float(expr.value)
         if isinstance(expr, tvm.ir.TensorLoad):
-            indices = [self._value(index) for index in expr.indices]
+            indices = [self.value(index) for index in expr.indices]
             if expr.source not in self._operands:
                 return self._elements._anything()
             return self._elements.value(self._operands[expr.source], indices)
@@ -264,18 +325,18 @@ class _StageReader:
             known = self._values.get(expr)
             return self._elements._anything() if known is None else known
         if isinstance(expr, prim.Cast):
-            return self._value(expr.value)
+            return self.value(expr.value)
         if isinstance(expr, prim.Not):
-            return simplify(("not", self._value(expr.a)))
+            return simplify(("not", self.value(expr.a)))
         if isinstance(expr, prim.Select):
             parts = (expr.condition, expr.true_value, expr.false_value)
-            return simplify(("choose", *map(self._value, parts)))
+            return simplify(("choose", *map(self.value, parts)))
         if is_guard(expr):
-            return simplify(("choose", *map(self._value, expr.args)))
+            return simplify(("choose", *map(self.value, expr.args)))
         operator = _PRIM.get(type(expr))
         if operator is None:
             return self._elements._anything()
-        return simplify((operator, self._value(expr.a), self._value(expr.b)))
+        return simplify((operator, self.value(expr.a), self.value(expr.b)))
 
 
 def simplify(value: Value) -> Value:
@@ -286,8 +347,12 @@ def simplify(value: Value) -> Value:
             return False
         rest = [part for part in parts if part is not True and part != 1]
         return True if not rest else rest[0] if len(rest) == 1 else value
-    if kind == "not" and isinstance(parts[0], tuple) and parts[0][0] == "not":
-        return parts[0][1]
+    if kind == "not" and isinstance(parts[0], tuple):
+        inner, *rest = parts[0]
+        if inner == "not":
+            return rest[0]
+        if inner in _OPPOSITE and not mentions(parts[0], "load"):  # of whole numbers
+            return (_OPPOSITE[inner], *rest)
     if kind == "choose" and isinstance(parts[0], bool):
         return parts[1] if parts[0] else parts[2]
     if kind == "lt" and parts[1] == 0 and _is_natural(parts[0]):
@@ -319,12 +384,23 @@ def mentions(value: Value, kind: str) -> bool:
     return value[0] == kind or any(mentions(part, kind) for part in value[1:])
 
 
+def sizes_in(value: Value) -> set[str]:
+    """Name the dims that an expression mentions."""
+    if not isinstance(value, tuple):
+        return set()
+    if value[0] == "size":
+        return {value[1]}
+    return {name for part in value[1:] for name in sizes_in(part)}
+
+
 def mentions_others(value: Value, indices: Sequence[Value]) -> bool:
     """Whether an expression depends on other indices than these."""
     if not isinstance(value, tuple):
         return False
     if value[0] == "index":
         return value not in indices
+    if value[0] in OVER:
+        indices = [*indices, INNER]
     return any(mentions_others(part, indices) for part in value[1:])
 
 
@@ -344,9 +420,11 @@ def replaced(value: Value, old: Value, new: Value) -> Value:
 
 def _is_natural(value: Value) -> bool:
     if isinstance(value, tuple):
-        if value[0] in ("index", "size"):
+        if value[0] in ("index", "size", "argmax", "truth"):
             return True
-        return value[0] in ("add", "mul", "min") and all(map(_is_natural, value[1:]))
+        if value[0] == "sub" and value[2] == 1:
+            return isinstance(value[1], tuple) and value[1][0] == "size"
+        return value[0] in ("add", "mul", "min", "mod") and all(map(_is_natural, value[1:]))
     return value >= 0
 
 

@@ -120,7 +120,16 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     for operator in _KEPT_WHOLE:
         table.pop(operator, None)
     table[_ATEN.stack.default] = _stack
+    table[_ATEN.smooth_l1_loss_backward.default] = _smooth_l1_gradient
     return table
+
+
+def _smooth_l1_gradient(grad: Tensor, x: Tensor, y: Tensor, reduction: int, beta: float) -> Tensor:
+    """Choose by what PyTorch's kernel asks: its decomposition makes 1 of NaN."""
+    difference = x - y
+    slope = torch.where(difference >= beta, 1.0, difference / beta)
+    slope = torch.where(difference <= -beta, -1.0, slope)
+    return slope * (grad / x.numel() if reduction == 1 else grad)
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -57,6 +57,7 @@ from relax_disc.frontend.capture.sizes.guards import GuardWatch
 from relax_disc.frontend.capture.source_lines import source_line
 from relax_disc.frontend.capture.state.outer_state import OuterState
 from relax_disc.frontend.capture.writes import without_writes, writes
+from relax_disc.frontend.capture.written_attention import attention_as_one
 from relax_disc.frontend.random_ops import Randomness
 
 _WITHOUT_GRADIENT = re.compile(r"derivative for (\S+) is not implemented")
@@ -166,6 +167,8 @@ def _trace(
         plain = without_writes(module, names)
         if plain is not None:
             (module, written), mutates = plain, False
+    if not twice:
+        module = attention_as_one(module)
     news = [position[name] for name in written]
     buffers = writable if mutates else tuple(sorted([*reassigned, *news]))
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]

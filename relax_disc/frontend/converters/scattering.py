@@ -54,16 +54,17 @@ def scatter(emitter: Emitter, x: Any, axis: int, index: Any, source: Any) -> Any
         source = emitter.tensor(source, emitter.dtype(x))
         source = emitter.emit(op.broadcast_to(source, relax.ShapeExpr(emitter.shape(index))))
 
-    def one_of_each(x: Any, index: Any, source: Any) -> Any:
-        """Nothing is written twice: each element of ``x`` asks whether it is meant."""
+    def one_of_each(source: Any, index: Any, *around: Any) -> Any:
+        """Nothing is written twice: each element asks whether it is meant."""
 
         def element(*i: Any) -> Any:
             at = [0 if d == axis else k for d, k in enumerate(i)]
             is_meant = i[axis] == index(*at).astype("int64")
-            value = x(*i) + source(*at) if adds else source(*at)
-            return tirx.if_then_else(is_meant, value, x(*i))
+            before = around[0](*i) if is_around else tirx.const(0, source.dtype)
+            value = before + source(*at) if adds and is_around else source(*at)
+            return tirx.if_then_else(is_meant, value, before)
 
-        return te.compute(x.shape, element, name=name)
+        return te.compute(around[-1].shape if is_around else around[-1], element, name=name)
 
     def compute(x: Any, index: Any, source: Any) -> Any:
         def write(inputs: Any, out: Any) -> None:
@@ -79,7 +80,9 @@ def scatter(emitter: Emitter, x: Any, axis: int, index: Any, source: Any) -> Any
 
     once = [1 if d == axis else n for d, n in enumerate(emitter.shape(x))]
     if emitter.same_shape(emitter.shape(index), once):
-        return emitter.te(name, one_of_each, x, index, source)
+        is_around = not _is_zero(emitter.node.args[0])
+        around = x if is_around else relax.ShapeExpr(emitter.shape(x))
+        return emitter.te(name, one_of_each, source, index, around)
     return emitter.te(name, compute, x, index, source, alone=True)
 
 
@@ -98,6 +101,10 @@ def index_put(emitter: Emitter, x: Any, indices: Any, values: Any, accumulate: b
     shape = [*kept[:first], *new, *kept[first:]]
     values = emitter.emit(op.broadcast_to(values, relax.ShapeExpr(shape)))
     rank = len(new)
+    if axes == [0, 1] and rank == 1 and _is_zero(emitter.node.args[0]):
+        if _counts(emitter.node.args[1][0], emitter.value(emitter.node.args[0]).shape[0]):
+            shape = relax.ShapeExpr(emitter.shape(x))
+            return emitter.te("index_put", _one_of_each_row, values, given[1][1], shape)
 
     def compute(x: Any, values: Any, *parts: Any) -> Any:
         def write(inputs: Any, out: Any) -> None:
@@ -123,6 +130,30 @@ def index_put(emitter: Emitter, x: Any, indices: Any, values: Any, accumulate: b
         return _written(x, [values, *parts], "index_put", write)
 
     return emitter.te("index_put", compute, x, values, *(i for _, i in given), alone=True)
+
+
+def _is_zero(node: Any) -> bool:
+    return node.target is torch.ops.aten.full.default and node.args[1] == 0
+
+
+def _counts(node: Any, extent: Any) -> bool:
+    """Whether a node makes 0, 1, .. below an extent."""
+    while node.target is torch.ops.aten._to_copy.default:
+        node = node.args[0]
+    if node.target is not torch.ops.aten.arange.start_step:
+        return False
+    first, _, *step = node.args
+    return first == 0 and step in ([], [1]) and node.meta["val"].shape[0] == extent
+
+
+def _one_of_each_row(values: Any, places: Any, shape: Any) -> Any:
+    """One place of each row is written, once: each element asks whether it is meant."""
+
+    def element(row: Any, place: Any, *rest: Any) -> Any:
+        is_meant = place == broadcast_read(places, [row], shape[1])
+        return tirx.if_then_else(is_meant, values(row, *rest), tirx.const(0, values.dtype))
+
+    return te.compute(shape, element, name="index_put")
 
 
 class _Reader:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # layout for the first operand: as they are, [batch, length, heads, dim], [length, batch, ...].
 _PLAIN = (0, 1, 2, 3)
 _BITS = {_PLAIN: 0, (0, 2, 1, 3): 1, (2, 0, 1, 3): 1 << 8}
-_MOST_DIM = 384  # of the native kernels: one panel of `gemm_tile.h`
+MOST_DIM = 384  # of the native kernels: one panel of `gemm_tile.h`
 # As long as one number takes to draw: 1.5 ns where products run at 100 flops/ns (AVX-512).
 _FLOPS_OF_A_DRAW = 150
 _BACKWARD = tuple(
@@ -101,7 +101,7 @@ def attention_backward(call: relax.Call, site: Site) -> relax.Expr | None:
 def is_computed_by_library(q: relax.Expr, k: relax.Expr, v: relax.Expr) -> bool:
     """Whether the library takes heads like these."""
     dims = [extents_of(operand)[3] for operand in (q, k, v)]
-    known = all(isinstance(dim, tirx.IntImm) and 0 < int(dim) <= _MOST_DIM for dim in dims)
+    known = all(isinstance(dim, tirx.IntImm) and 0 < int(dim) <= MOST_DIM for dim in dims)
     return known and registry.dtype_name(q.ty) in _NATIVE
 
 

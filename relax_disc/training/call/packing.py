@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relax_disc.analysis.padding.values import OVER
 from relax_disc.frontend.spec import Packing
 
 UNIT = 16
@@ -63,6 +64,12 @@ def place_rows(
     if packing.kept is not None:
         kept = read(packing.kept) | counted
         needed = needed & kept if packing.is_prefix else kept
+    if packing.shown is not None:  # a position that sees no key sees all
+        shown = read(packing.shown)
+        blind = needed & (shown.cumsum(1) == 0)
+        if not packing.is_prefix:  # and queries may be those of another length
+            blind = blind | ~shown.any(1, keepdim=True)
+        needed = needed | blind.any(1, keepdim=True)
     sequence, position = needed.nonzero(as_tuple=True)
     count = sequence.numel()
     places = torch.empty(3, rounded(count, batch * length), dtype=torch.int64, device=some.device)
@@ -95,6 +102,13 @@ def _evaluate(
             # A choice evaluates both of its sides: what is outside is not chosen.
             bounds = zip(where, tensor.shape, strict=True)
             known[value] = tensor[tuple(torch.as_tensor(i).clamp(0, n - 1) for i, n in bounds)]
+        elif kind in OVER:
+            indices = {key: index for key, index in known.items() if key[0] == "index"}
+            batch = indices["index", "batch"]
+            inner = torch.arange(_evaluate(parts[1], leaves, sizes, known), device=batch.device)
+            found = _evaluate(parts[0], leaves, sizes, {**indices, ("index", "inner"): inner[None]})
+            found = torch.as_tensor(found, device=batch.device).expand(len(batch), len(inner))
+            known[value] = getattr(found.long(), kind)(1, keepdim=True)
         else:
             arguments = [_evaluate(part, leaves, sizes, known) for part in parts]
             known[value] = _OPERATORS[kind](*arguments)

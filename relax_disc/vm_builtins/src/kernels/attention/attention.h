@@ -94,6 +94,8 @@ inline T MaxLanes(typename Vector<T>::Type value) {
 template <typename T>
 constexpr T kMinusInfinity = -std::numeric_limits<T>::infinity();
 constexpr double kLog2E = 1.4426950408889634;
+/*! \brief Rows whose log-sum-exp is below this see nothing but what numbers of a mask hide. */
+constexpr double kBlind = -1e30;
 constexpr double kLn2 = 0.6931471805599453;
 
 /*! \brief Widest head of the kernels: the whole of it is one panel of a matrix product. */
@@ -248,6 +250,13 @@ struct Mask {
   /*! \brief How far the element of a key is from that. */
   int64_t KeyOffset(int64_t j) const { return (key_places ? key_places[j] : j) * stride[3]; }
 
+  /*! \brief A number of the mask in units of log2, where the least number is no infinity. */
+  static T InLog2(T number) {
+    constexpr T kLeast = std::numeric_limits<T>::lowest();
+    const T scaled = number * static_cast<T>(kLog2E);
+    return number >= kLeast ? std::max(scaled, kLeast) : scaled;
+  }
+
   /*! \brief Add the mask, in units of log2, to `count` scores from column `first` on. */
   void Apply(int64_t b, int64_t h, int64_t i, int64_t first, int64_t count, T* scores) const {
     if (data == nullptr) return;
@@ -261,7 +270,7 @@ struct Mask {
     } else {
       const T* row = reinterpret_cast<const T*>(data) + at;
       for (int64_t j = 0; j < count; ++j) {
-        scores[j] += row[j * stride[3]] * static_cast<T>(kLog2E);
+        scores[j] += InLog2(row[j * stride[3]]);
       }
     }
   }
@@ -274,7 +283,7 @@ struct Mask {
       if (is_bool) {
         scores[j] = data[place] ? scores[j] : kMinusInfinity<T>;
       } else {
-        scores[j] += reinterpret_cast<const T*>(data)[place] * static_cast<T>(kLog2E);
+        scores[j] += InLog2(reinterpret_cast<const T*>(data)[place]);
       }
     }
   }

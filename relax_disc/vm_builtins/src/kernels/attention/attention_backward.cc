@@ -135,15 +135,22 @@ struct Backward {
     for (; j + L <= v.dim; j += L) sums += LoadVector(result + j) * LoadVector(gradient + j);
     for (; j < v.dim; ++j) delta += result[j] * gradient[j];
     delta += SumLanes<T>(sums);
-    T top = lse[(b * q.heads + h) * lse_length + i] * static_cast<T>(kLog2E);
+    const T row_lse = lse[(b * q.heads + h) * lse_length + i];
+    T top = row_lse * static_cast<T>(kLog2E);
     const int64_t padded = RoundUpLanes<T>(visible);
-    if (top == kMinusInfinity<T>) {  // a row that sees nothing
+    if (row_lse == kMinusInfinity<T>) {  // a row that sees nothing
       std::fill(scores, scores + padded, T(0));
       std::fill(dp, dp + padded, T(0));
       return;
     }
+    // Numbers hide all of the row: its scores vanish beside them, and their sum in the log.
+    const bool is_blind = row_lse < static_cast<T>(kBlind);
+    if (is_blind) {
+      std::fill(scores, scores + padded, T(0));
+      top = std::log2(static_cast<T>(is_causal ? std::min(i + 1, k.length) : k.length));
+    }
     const T factor = scale * static_cast<T>(kLog2E);
-    if (mask.data != nullptr) {
+    if (mask.data != nullptr && !is_blind) {
       for (int64_t x = 0; x < padded; x += L) {
         StoreVector<T>(scores + x, LoadVector(scores + x) * factor);
       }
