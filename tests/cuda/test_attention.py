@@ -89,6 +89,8 @@ def make_mask(problem, batch, rows, columns, dtype, generator):
     values = torch.randn(1, 2 * problem["group"], rows, columns, generator=generator)
     is_infinite = problem["seed"] % 2 or dtype == torch.float64  # of which no finite number hides
     hidden = -math.inf if is_infinite else torch.finfo(torch.float32).min
+    if not is_infinite:  # what sees nothing takes the mean on the CPU and zero on CUDA
+        seen |= torch.eye(rows, columns, dtype=torch.bool)
     return values.masked_fill(~seen[:1], hidden).to(dtype)
 
 

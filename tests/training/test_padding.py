@@ -358,12 +358,38 @@ class MeanOfMasked(Pooled):
         return ((values - labels) ** 2).masked_fill(~counts, 0.0).mean()
 
 
-@pytest.mark.parametrize("kind", [Shifted, FirstState, Weighted, MeanOfMasked])
+class Chosen(Pooled):
+    """Moves labels itself, and picks positions that the labels say."""
+
+    def end(self, x, labels):
+        logits, counts = self.head(self.norm(x)), labels != IGNORED
+        following = torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED)], 1)
+        number = (counts.sum(1) - 1).clamp(min=0)
+        some = logits.gather(1, number[:, None, None].expand(-1, 1, VOCABULARY))[:, 0]
+        last = (counts * torch.arange(labels.shape[1])).argmax(-1)
+        classes = labels[:, 0].clamp(min=0)
+        error = F.smooth_l1_loss(logits[..., 0], labels.to(x.dtype), reduction="none", beta=40.0)
+        return (
+            F.cross_entropy(logits.flatten(0, 1), following.flatten())
+            + F.cross_entropy(some, classes)
+            + F.cross_entropy(logits[torch.arange(labels.shape[0]), last], classes)
+            + (error * counts).sum() / counts.sum()
+        )
+
+
+class AtTheEnd(Pooled):
+    """Classifies by the last position: all before it are keys."""
+
+    def end(self, x, labels):
+        return F.cross_entropy(self.head(self.norm(x))[:, -1], labels[:, 0].clamp(min=0))
+
+
+@pytest.mark.parametrize("kind", [Shifted, FirstState, Weighted, MeanOfMasked, Chosen, AtTheEnd])
 def test_losses_of_what_counts_are_those_of_all_positions(kind):
     torch.manual_seed(0)
     model = kind(layers=1)
     exact = copy.deepcopy(model).double()
-    shape = dict(enumerate(dims(2 if kind is Shifted else 1, 48)))
+    shape = dict(enumerate(dims(2 if kind in (Shifted, Chosen) else 1, 48)))
     example = padded([5, 3])
     step = relax_disc.compile(model, None, example, dynamic_shapes=(shape, shape))
     assert step.padding_report().is_left_out, str(step.padding_report())
@@ -374,4 +400,4 @@ def test_losses_of_what_counts_are_those_of_all_positions(kind):
         torch.testing.assert_close(loss.double(), wanted.detach().double(), rtol=1e-5, atol=1e-6)
         assert gradient_error(model, exact) < 3e-6
     assert trained(step, model, padded([9, 2, 30, 17])).isfinite()
-    assert step.memory_report().shape["tokens"] < 4 * 30
+    assert step.memory_report().shape["tokens"] < 4 * 30 or kind is AtTheEnd

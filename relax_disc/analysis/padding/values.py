@@ -215,6 +215,8 @@ class Elements:
         if call.args[0].global_symbol != aten.CALL:
             return self._anything()
         text, _, *operands = call.args[1].fields
+        if not operands or not isinstance(operands[0].ty, relax.TensorType):
+            return self._anything()
         recipe, shape = json.loads(text.value), _shape(operands[0])
         match recipe["operator"], recipe["arguments"][1:]:
             case "aten::roll", [["list", [["int", by]]], ["list", [["int", axis]]]]:

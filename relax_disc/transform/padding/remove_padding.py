@@ -54,6 +54,7 @@ from relax_disc.transform.functions import (
     size_meanings,
     substitute_sizes,
 )
+from relax_disc.transform.padding import picks
 
 _OPAQUE = 8  # of FuseOps: to be fused with nothing
 _WHERE = tvm.ir.Op.get("relax.where")
@@ -313,75 +314,19 @@ class _Rewriter:
         if move.kind in ("cut", "pad"):
             return self._operand(expr)
         rows = self._grid.rows(expr.ty if move.kind == "pick" else kind)
-        packing, axis = self._packing(rows.of), move.axis
+        packing, length = self._packing(rows.of), self._extent(rows.of)
         keeps_axis = len(expr.ty.shape.values) == len(kind.shape.values)
-        if move.kind == "pick":
-
-            def picked(x: te.Tensor, where: te.Tensor, shape: Any) -> te.Tensor:
-                def element(*i: Any) -> Any:
-                    rest = i[axis + keeps_axis :]
-                    return x(0, *i[1:axis], where(i[0]), *rest)
-
-                return te.compute(shape, element, name="picked")
-
-            where = packing.starts  # the first row of each sequence, where that is wanted
-            if move.start != 0:
-                where = self._picked_rows(move, call, packing, rows)
-            shape = relax.ShapeExpr(kind.shape.values)
-            return self._written(picked, "picked", self._operand(expr), where, shape)
-        given, position = self._positions(move, call, rows)
-
-        def spread(x: te.Tensor, places: te.Tensor, starts: te.Tensor, *given: Any) -> te.Tensor:
-            def element(*i: Any) -> Any:
-                row, end = i[axis], starts(starts.shape[0] - 1)
-                sequence = places(1, row)
-                is_there = tirx.all(places(2, row) == position(sequence, *given), row < end)
-                between = [0] if keeps_axis else []
-                value = x(sequence, *i[1:axis], *between, *i[axis + 1 :])
-                return tirx.if_then_else(is_there, value, tirx.const(0, x.dtype))
-
-            shape: list[Any] = [1, *x.shape[1:axis], places.shape[1], *x.shape[axis + keeps_axis :]]
-            return te.compute(shape, element, name="spread")
-
-        return self._alone(spread, "spread", expr, packing.places, packing.starts, *given)
-
-    def _picked_rows(self, move: Move, call: relax.Call, packing: _Packing, rows: Rows) -> Any:
-        """Find the packed row of the position that is picked of each sequence."""
-        given, position = self._positions(move, call, rows)
-
-        def found(places: te.Tensor, starts: te.Tensor, *given: Any) -> te.Tensor:
-            row = te.reduce_axis((0, places.shape[1]), "row")
-            end = starts(starts.shape[0] - 1)
-
-            def element(sequence: Any) -> Any:
-                is_it = tirx.all(
-                    places(1, row) == sequence,
-                    places(2, row) == position(sequence, *given),
-                    row < end,
-                )
-                zero = tirx.IntImm("int64", 0)
-                return te.max(tirx.Select(is_it, row.var.astype("int64"), zero), row)
-
-            return te.compute((starts.shape[0] - 1,), element, name="picked_rows")
-
-        return self._call_alone(found, "picked_rows", packing.places, packing.starts, *given)
-
-    def _positions(
-        self, move: Move, call: relax.Call, rows: Rows
-    ) -> tuple[list[Any], Callable[..., Any]]:
-        """Return operands, and what makes of them the position that is picked of a sequence."""
-        length = relax.prim_value(self._extent(rows.of))
-        if move.at == -1:
-            name = self._grid.lengths[rows.of].name
-            return [length], lambda _, length: _position_of(move.start, name, length)
-        operand = call.args[1].fields[move.at]
-
-        def read(sequence: Any, positions: te.Tensor, length: Any) -> Any:
-            zeros = [0] * (len(positions.shape) - 1)
-            position = positions(sequence, *zeros).astype("int64")
-            return tirx.Select(position < 0, position + length, position)
-
-        return [operand, length], read
+        given: list[Any] = [] if isinstance(move.start, int) else [relax.prim_value(length)]
+        given += [] if move.at == -1 else [call.args[1].fields[move.at]]
+        where = [packing.places, packing.starts, *given]
+        if move.kind == "spread":
+            spread = picks.spread(move, length, keeps_axis)
+            return (self._alone if given else self._written)(spread, "spread", expr, *where)
+        row = packing.starts  # the first row of each sequence, where that is wanted
+        if move.start != 0:
+            row = self._call_alone(picks.rows_of(move, length), "picked_rows", *where)
+        picked, shape = picks.picked(move.axis, keeps_axis), relax.ShapeExpr(kind.shape.values)
+        return self._written(picked, "picked", self._operand(expr), row, shape)
 
     def _kernel(self, call: relax.Call) -> relax.Call:
         kinds = call.ty_args[0]
@@ -605,16 +550,6 @@ class _Rewriter:
         for length, packing in zip(self._grid.lengths, self._packings, strict=True):
             changes[length] = packing.tokens
         return substitute(size, changes)
-
-
-def _position_of(value: Any, name: str, length: Any) -> Any:
-    """Write a position that sizes say, where a length is so called."""
-    if value == ("size", name):
-        return length
-    if not isinstance(value, tuple):
-        return tirx.IntImm("int64", value)
-    left, right = (_position_of(part, name, length) for part in value[1:])
-    return left + right if value[0] == "add" else left - right
 
 
 def _is_before_end(row: Any, places: te.Tensor, starts: te.Tensor) -> Any:
