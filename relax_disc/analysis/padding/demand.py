@@ -338,6 +338,8 @@ class _Analysis:
         of, counts = self._grid.rows(logits.ty).of, self._counts(binding, target)
         if is_mean and counts is None:
             reason = "the labels are not plain parts of the batch"
+            if self._grid.rows(logits.ty).layout == "both":
+                reason = "its classes are the positions: a softmax over all of them"
             return _Facts(rows, nothing, use=Use("any", reason=reason))
         if name == LOSS[0]:
             asks = (of, counts) if is_mean else None
