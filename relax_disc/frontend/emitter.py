@@ -123,6 +123,16 @@ class Emitter:
         """Follow variables to what computes them."""
         return definition(expr, self._builder)
 
+    def before_broadcast(self, x: relax.Expr) -> relax.Expr:
+        """What a tensor is broadcast from along axes of the number one; else itself."""
+        made: Any = self.definition(x)
+        if not isinstance(made, relax.Call) or made.op.name != "relax.broadcast_to":
+            return x
+        source, shape = made.args[0], self.shape(x)
+        ones = [isinstance(n, tirx.IntImm) and int(n) == 1 for n in self.shape(source)]
+        rest = [1 if one else n for one, n in zip(ones, shape, strict=False)]
+        return source if self.same_shape(self.shape(source), rest) else x
+
     def fields(self, call: relax.Call) -> tuple[relax.Var, ...]:
         """Emit a call that returns a tuple, and take the tuple apart."""
         return self.elements(self.emit(call))

@@ -204,6 +204,8 @@ class IndexChecks:
     def _flagged(self, node: fx.Node, use: Use, index: Any) -> relax.Var:
         """Emit a flag, and the index brought into range."""
         emitter = self._emitter
+        # Messages to nodes have one index for all features: as many copies are not looked at.
+        whole, index = emitter.shape(index), emitter.before_broadcast(index)
         extent = emitter.symbols.size(use.extent)
         dtype, zero = emitter.dtype(index), tirx.const(0, "int64")
 
@@ -238,7 +240,10 @@ class IndexChecks:
         least = -extent if use.wraps else zero
         bounds = [relax.prim_value(bound) for bound in (least, extent - 1)]
         self.flags += [outside, *bounds, StringImm(_where(node))]
-        return emitter.te("index_inside", inside, index, *number)
+        safe = emitter.te("index_inside", inside, index, *number)
+        if emitter.same_shape(emitter.shape(safe), whole):
+            return safe
+        return emitter.emit(relax.op.broadcast_to(safe, relax.ShapeExpr(whole)))
 
     def add_assertion(self, node: fx.Node, condition: Any) -> None:
         """Emit the flag of an assertion, and its message; that no value is allowed tells it."""

@@ -344,3 +344,37 @@ def test_position_of_an_extremum_is_inside_the_axis_whatever_the_data():
         if bad == bad:  # of NaN another position is taken than in eager, of the same axis
             torch.testing.assert_close(step(x), loss_fn(model, x).detach())
         assert step(x) < 4 * 3**2 * model.weight.detach().abs().max() ** 2
+
+
+class _Messages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 64)
+
+    def forward(self, x, edges):
+        sent = self.inner(x)[edges[0]]
+        rows = edges[1] + sent.detach().argmax(1) * 0
+        target = rows[:, None].expand(-1, 64)
+        return torch.zeros(x.shape[0], 64).scatter_add(0, target, sent).pow(2).mean()
+
+
+def test_an_index_of_rows_is_not_copied_for_each_of_their_columns():
+    torch.manual_seed(0)
+    model = _Messages()
+    other = copy.deepcopy(model)
+    nodes, edges = torch.export.Dim("nodes", max=64), torch.export.Dim("edges", max=4096)
+    x, pairs = torch.randn(10, 3), torch.randint(0, 10, (2, 1000))
+    step = relax_disc.compile(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        (x, pairs),
+        dynamic_shapes=({0: nodes}, {1: edges}),
+    )
+    loss = other(x, pairs)
+    loss.backward()
+    torch.testing.assert_close(step(x, pairs), loss.detach())
+    expected = other.inner.weight - 0.1 * other.inner.weight.grad
+    torch.testing.assert_close(model.inner.weight, expected)
+    assert step.memory_report().activation_peak_bytes < 2 * 1000 * 64 * 4  # of indices as many
+    with pytest.raises(IndexRangeError, match=r"aten\.scatter_add"):
+        step(x, pairs + torch.tensor([[0], [1]]))

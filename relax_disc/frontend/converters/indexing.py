@@ -19,6 +19,10 @@ def wrapped(index: Any, extent: Any) -> Any:
     return tirx.Select(index < 0, index + extent, index)
 
 
+def _is_one(extent: Any) -> bool:
+    return isinstance(extent, tirx.IntImm) and int(extent) == 1
+
+
 @converts("aten.embedding.default")
 def embedding(
     emitter: Emitter,
@@ -61,14 +65,29 @@ def gather(emitter: Emitter, x: Any, axis: int, index: Any, sparse_grad: bool = 
         return emitter.emit(op.reshape(x, relax.ShapeExpr([])))
     axis = axis_of(emitter, x, axis)
 
+    # A copy of an index of rows for each of their columns is twice as large as what is gathered.
+    narrow, wanted, extents = (
+        emitter.before_broadcast(index),
+        emitter.shape(index),
+        emitter.shape(x),
+    )
+    pairs = zip(emitter.shape(narrow), wanted, strict=True)
+    spread = [_is_one(own) and not _is_one(n) for own, n in pairs]
+    of_x = zip(spread, wanted, extents, strict=False)
+    if not all(emitter.same_shape([n], [m]) for is_spread, n, m in of_x if is_spread):
+        narrow, spread = index, [False] * len(wanted)
+
     def compute(a: Any, index: Any) -> Any:
         def element(*i: Any) -> Any:
-            place = index(*i).astype("int64")
+            at = [0 if is_spread else j for is_spread, j in zip(spread, i, strict=True)]
+            place = index(*at).astype("int64")
             return a(*(place if d == axis else j for d, j in enumerate(i)))
 
-        return te.compute(index.shape, element, name="gather")
+        both = zip(spread, index.shape, a.shape, strict=True)
+        shape = [m if is_spread else n for is_spread, n, m in both]
+        return te.compute(shape, element, name="gather")
 
-    return emitter.te("gather", compute, x, index)
+    return emitter.te("gather", compute, x, narrow)
 
 
 @converts("aten.index.Tensor")
@@ -104,8 +123,7 @@ def index(emitter: Emitter, x: Any, indices: Any) -> Any:
 def broadcast_read(index: Any, position: Any, extent: Any) -> Any:
     """Read an index tensor that broadcasts to the rank of ``position``."""
     tail = position[len(position) - len(index.shape) :]
-    ones = [isinstance(n, tirx.IntImm) and int(n) == 1 for n in index.shape]
-    place = [0 if one else j for one, j in zip(ones, tail, strict=True)]
+    place = [0 if _is_one(n) else j for n, j in zip(index.shape, tail, strict=True)]
     return wrapped(index(*place), extent)
 
 

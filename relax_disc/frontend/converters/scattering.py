@@ -69,10 +69,12 @@ def scatter(emitter: Emitter, x: Any, axis: int, index: Any, source: Any) -> Any
     def compute(x: Any, index: Any, source: Any) -> Any:
         def write(inputs: Any, out: Any) -> None:
             index, source = inputs
-            with T.grid(*index.shape) as loops:
+            with T.grid(*(source if is_spread else index).shape) as loops:
                 at = _list(loops)
                 place = list(at)
-                place[axis] = index[tuple(at)].astype("int64")
+                ones = [isinstance(n, tirx.IntImm) and int(n) == 1 for n in index.shape]
+                read = [0 if one else i for one, i in zip(ones, at, strict=True)]
+                place[axis] = index[tuple(read)].astype("int64")
                 value = source[tuple(at)]
                 T.buffer_store(out, out[tuple(place)] + value if adds else value, place)
 
@@ -83,6 +85,9 @@ def scatter(emitter: Emitter, x: Any, axis: int, index: Any, source: Any) -> Any
         is_around = not _is_zero(emitter.node.args[0])
         around = x if is_around else relax.ShapeExpr(emitter.shape(x))
         return emitter.te(name, one_of_each, source, index, around)
+    is_spread = emitter.same_shape(emitter.shape(index), emitter.shape(source))
+    if is_spread:  # a copy of an index in 64 bits is twice as large as the source
+        index = emitter.before_broadcast(index)
     return emitter.te(name, compute, x, index, source, alone=True)
 
 
