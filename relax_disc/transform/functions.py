@@ -9,6 +9,7 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
+from tvm.sym.analyzer import Analyzer
 
 from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import is_buffer
@@ -128,6 +129,24 @@ def size_meanings(kernel: tirx.PrimFunc, call: Any) -> dict[Any, Any]:
             pairs = zip(parameter.shape, kind.shape.values, strict=True)
             meanings.update((a, b) for a, b in pairs if isinstance(a, tirx.Var))
     return meanings
+
+
+def check_extents(kernel: tirx.PrimFunc, call: Any) -> None:
+    """Raise `GraphError` where the sizes that a `call_tir` gives are not those of its tensors.
+
+    The kernel's loops would leave elements out, or pass their end.
+    """
+    analyzer, sizes = Analyzer(), size_meanings(kernel, call)
+    operands = [*call.args[1].fields, *result_types(call)]
+    for parameter, operand in zip(kernel.params, operands, strict=False):
+        kind: Any = operand if isinstance(operand, relax.TensorType) else operand.ty
+        if not isinstance(kind, relax.TensorType) or not isinstance(kind.shape, relax.ShapeExpr):
+            continue
+        for extent, size in zip(parameter.shape, kind.shape.values, strict=True):
+            given = substitute_sizes(extent, sizes)
+            if not analyzer.can_prove_equal(given, size):
+                name = call.args[0].name_hint
+                raise GraphError(f"the kernel {name} has {given} rows where its tensor has {size}")
 
 
 def substitute_sizes(expr: Any, meanings: Mapping[Any, Any]) -> Any:

@@ -334,6 +334,16 @@ class Shifted(Pooled):
         return F.cross_entropy(logits.view(-1, VOCABULARY), labels[..., 1:].reshape(-1))
 
 
+class Gathered(Pooled):
+    """Picks log-probabilities of all positions but the last, which kernels of their length do."""
+
+    def end(self, x, labels):
+        logits, wanted = self.head(self.norm(x))[:, :-1], labels[:, 1:]
+        counts = wanted != IGNORED
+        logs = logits.log_softmax(-1).gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+        return -(logs + torch.log1p(logs.exp())).where(counts, 0).sum() / counts.sum()
+
+
 class FirstState(Pooled):
     """Classifies by the state of the first position."""
 
@@ -384,12 +394,14 @@ class AtTheEnd(Pooled):
         return F.cross_entropy(self.head(self.norm(x))[:, -1], labels[:, 0].clamp(min=0))
 
 
-@pytest.mark.parametrize("kind", [Shifted, FirstState, Weighted, MeanOfMasked, Chosen, AtTheEnd])
+@pytest.mark.parametrize(
+    "kind", [Shifted, Gathered, FirstState, Weighted, MeanOfMasked, Chosen, AtTheEnd]
+)
 def test_losses_of_what_counts_are_those_of_all_positions(kind):
     torch.manual_seed(0)
     model = kind(layers=1)
     exact = copy.deepcopy(model).double()
-    shape = dict(enumerate(dims(2 if kind in (Shifted, Chosen) else 1, 48)))
+    shape = dict(enumerate(dims(2 if kind in (Shifted, Gathered, Chosen) else 1, 48)))
     example = padded([5, 3])
     step = relax_disc.compile(model, None, example, dynamic_shapes=(shape, shape))
     assert step.padding_report().is_left_out, str(step.padding_report())

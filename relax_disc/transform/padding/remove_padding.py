@@ -31,6 +31,7 @@ import tvm
 import tvm_ffi
 from tvm import relax, te, tirx
 from tvm.relax.utils import gen_call_tir_inputs
+from tvm.sym.analyzer import Analyzer
 
 from relax_disc.analysis.kernels.element import substitute
 from relax_disc.analysis.kernels.stages import is_buffer
@@ -49,12 +50,15 @@ from relax_disc.ops.attention.packed import (
 )
 from relax_disc.transform.functions import (
     at_span,
+    check_extents,
     copy_module,
     program_functions,
+    result_types,
     size_meanings,
     substitute_sizes,
 )
 from relax_disc.transform.padding import picks
+from relax_disc.transform.simplify.canonicalize_extents import with_simple_extents
 
 _OPAQUE = 8  # of FuseOps: to be fused with nothing
 _WHERE = tvm.ir.Op.get("relax.where")
@@ -332,28 +336,50 @@ class _Rewriter:
         kinds = call.ty_args[0]
         fields = list(kinds.fields) if isinstance(kinds, relax.TupleType) else [kinds]
         types = [relax.TensorType(self._shape(kind), kind.dtype) for kind in fields]
-        operands = relax.Tuple(
-            [
-                self._operand(arg, has_zero(arg.ty))
-                if isinstance(arg.ty, relax.TensorType)
-                else self._size(arg)
-                for arg in call.args[1].fields
-            ]
-        )
+        operands = [
+            self._operand(arg, has_zero(arg.ty))
+            if isinstance(arg.ty, relax.TensorType)
+            else self._size(arg)
+            for arg in call.args[1].fields
+        ]
+        kernel, operands = self._of_one(call, operands)
         out = types if isinstance(kinds, relax.TupleType) else types[0]
-        return self._located(relax.call_tir(self._of_one(call), operands, out))
+        result = self._located(relax.call_tir(kernel, relax.Tuple(operands), out))
+        check_extents(self._module[kernel], result)
+        return result
 
-    def _of_one(self, call: relax.Call) -> tvm.ir.GlobalVar:
-        """Return a kernel for a batch of one: FuseTIR wants equal extents."""
-        kernel = self._module[call.args[0]]
+    def _of_one(self, call: relax.Call, operands: list[Any]) -> tuple[tvm.ir.GlobalVar, list[Any]]:
+        """Return a kernel for a batch of one, and its operands: FuseTIR wants equal extents."""
+        kernel = before = self._module[call.args[0]]
         ones = {
             size: tirx.IntImm("int64", 1)
             for size, known in size_meanings(kernel, call).items()
             if isinstance(known, tirx.Var) and known.same_as(self._grid.batch)
         }
-        if not ones or not all(map(is_buffer, kernel.params)):
-            return call.args[0]
-        return self._add_kernel(substitute_sizes(kernel, ones), call.args[0].name_hint)
+        kernel, operands = self._of_cut(kernel, call, operands)
+        if ones and all(map(is_buffer, kernel.params)):
+            kernel = substitute_sizes(kernel, ones)
+        if kernel.same_as(before):
+            return call.args[0], operands
+        return self._add_kernel(kernel, call.args[0].name_hint), operands
+
+    def _of_cut(
+        self, kernel: tirx.PrimFunc, call: relax.Call, operands: list[Any]
+    ) -> tuple[tirx.PrimFunc, list[Any]]:
+        """Let a kernel of cut rows that is given the whole length read the rows from its buffers.
+
+        Its extents are ``length - 1``, and of packed rows there are as many as it was given.
+        """
+        given = [*(arg.ty for arg in call.args[1].fields), *result_types(call)]
+        for of in {rows.of for rows in map(self._grid.rows, given) if rows.has_rows}:
+            length = self._grid.lengths[self._grid.whole_of(of)]
+            left_out = Analyzer().simplify(length - self._extent(of))
+            for k, arg in enumerate(call.args[1].fields):
+                if arg.same_as(length) and isinstance(left_out, tirx.IntImm) and int(left_out):
+                    kept = tirx.Var(f"{length.name}_kept", "int64")
+                    kernel = kernel.specialize({kernel.params[k]: kept + left_out})
+                    return with_simple_extents(kernel), [*operands[:k], *operands[k + 1 :]]
+        return kernel, operands
 
     def _attention(self, call: relax.Call) -> relax.Call:
         build, count = {

@@ -28,23 +28,27 @@ class CanonicalizeExtents:
         result = tvm.IRModule(
             dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
         )
-        analyzer = Analyzer()
-
-        def simplified(expr: Any, mutator: Any) -> Any:
-            del mutator
-            if str(expr.ty) != "int64":
-                return expr
-            # The same object where nothing changes: another one would make another buffer of it.
-            simpler = analyzer.simplify(expr)
-            return expr if tvm_ffi.structural_equal(simpler, expr) else simpler
-
         for variable, function in mod.functions_items():
             if isinstance(function, tirx.PrimFunc) and _has_sum(function):
-                changed = function
-                for kind in _COMPOSITE:
-                    changed = mutate(changed, (kind, simplified))
-                result.update_func(variable, changed)
+                result.update_func(variable, with_simple_extents(function))
         return result
+
+
+def with_simple_extents(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Simplify the integer sums of one kernel."""
+    analyzer = Analyzer()
+
+    def simplified(expr: Any, mutator: Any) -> Any:
+        del mutator
+        if str(expr.ty) != "int64":
+            return expr
+        # The same object where nothing changes: another one would make another buffer of it.
+        simpler = analyzer.simplify(expr)
+        return expr if tvm_ffi.structural_equal(simpler, expr) else simpler
+
+    for kind in _COMPOSITE:
+        kernel = mutate(kernel, (kind, simplified))
+    return kernel
 
 
 def _has_sum(function: tirx.PrimFunc) -> bool:
