@@ -165,6 +165,7 @@ def test_calls_without_a_graph_say_why(device, tmp_path):
     assert len(recorder.graphs) == 1
     # With room for the copy of the batch it is captured, when there is an arena again.
     step.memory_budget += ids.nbytes
+    step.session.release()
     for _ in range(3):
         step(ids)
     assert (step.graph_report().captures, step.graph_report().replays) == (2, 1 + 2)

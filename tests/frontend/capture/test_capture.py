@@ -46,8 +46,9 @@ def test_llama(whole, tied):
     model = Llama(whole=whole, tied=tied, layers=1)
     captured = capture_step(model, None, token_batch(3, 12), dynamic_shapes=two(*dims()))
     names = [getattr(getattr(b.value, "op", None), "name", "") for b in bindings(captured)]
-    assert names.count("relax_disc.attention") == whole
-    assert names.count("relax_disc.attention_backward") == whole
+    # Attention that is written out by hand is found, and is the same operator.
+    assert names.count("relax_disc.attention") == 1
+    assert names.count("relax_disc.attention_backward") == 1
     parameters = [spec for spec in captured.inputs if spec.kind == "parameter"]
     assert len(parameters) == len(list(model.parameters()))
     check_gradients(captured, model, [token_batch(*shape) for shape in SHAPES])
