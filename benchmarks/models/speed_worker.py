@@ -101,7 +101,10 @@ class Worker:
         found = {"activation_peak_bytes": self._counter.peak_bytes() - base}
         if self._compiled is not None:
             planned = self._compiled.memory_report()
-            if planned.peak_bytes != planned.planned_peak_bytes:
+            # What a mask picks, as PyG's loops, is planned by its bound: fewer bytes may be used.
+            is_exact = not any(name.startswith(("selected", "distinct")) for name in planned.shape)
+            less = planned.planned_peak_bytes - planned.peak_bytes
+            if less < 0 or (is_exact and less):
                 raise AssertionError(f"used {planned.peak_bytes}: {planned.planned_peak_bytes=}")
             found["planned_activation_bytes"] = planned.activation_peak_bytes
         return found
