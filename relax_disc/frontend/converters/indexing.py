@@ -123,8 +123,12 @@ def index(emitter: Emitter, x: Any, indices: Any) -> Any:
 def broadcast_read(index: Any, position: Any, extent: Any) -> Any:
     """Read an index tensor that broadcasts to the rank of ``position``."""
     tail = position[len(position) - len(index.shape) :]
-    place = [0 if _is_one(n) else j for n, j in zip(index.shape, tail, strict=True)]
-    return wrapped(index(*place), extent)
+    return wrapped(index(*place_before_broadcast(index, tail)), extent)
+
+
+def place_before_broadcast(index: Any, position: Any) -> list[Any]:
+    """Where an index tensor of the same rank is read that broadcasts to that of ``position``."""
+    return [0 if _is_one(n) else j for n, j in zip(index.shape, position, strict=True)]
 
 
 @converts("aten.index_select.default")

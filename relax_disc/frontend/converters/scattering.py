@@ -14,7 +14,7 @@ from tvm import relax, te, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder
 
-from relax_disc.frontend.converters.indexing import broadcast_read
+from relax_disc.frontend.converters.indexing import broadcast_read, place_before_broadcast
 from relax_disc.frontend.converters.registry import axis_of, converts
 from relax_disc.frontend.emitter import Emitter
 
@@ -72,8 +72,7 @@ def scatter(emitter: Emitter, x: Any, axis: int, index: Any, source: Any) -> Any
             with T.grid(*(source if is_spread else index).shape) as loops:
                 at = _list(loops)
                 place = list(at)
-                ones = [isinstance(n, tirx.IntImm) and int(n) == 1 for n in index.shape]
-                read = [0 if one else i for one, i in zip(ones, at, strict=True)]
+                read = place_before_broadcast(index, at)
                 place[axis] = index[tuple(read)].astype("int64")
                 value = source[tuple(at)]
                 T.buffer_store(out, out[tuple(place)] + value if adds else value, place)
