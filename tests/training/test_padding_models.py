@@ -1,6 +1,8 @@
 """Models of Hugging Face that leave padding out, against eager PyTorch in float64."""
 
 import copy
+import functools
+import math
 from unittest.mock import patch
 
 import pytest
@@ -222,6 +224,46 @@ def test_the_last_token_is_that_of_all_positions(make):
                 assert float((p.grad.double() - q.grad).abs().max()) < 3e-6 * top
         real = int(given["attention_mask"].sum())
         assert step.memory_report().shape["tokens"] <= min(-(-real // 16) * 16 + 16, ids.numel())
+
+
+def gradient_errors(step, model, exact, given):
+    """Greatest and root of the sum of squares of a step's errors, in units of its gradients."""
+    model.zero_grad()
+    step(**given, update=False)
+    pairs = [(p, q) for p, q in zip(model.parameters(), exact.parameters(), strict=True)]
+    differences = [p.grad.double() - q.grad for p, q in pairs if q.grad is not None]
+    top = max(float(difference.abs().max()) for difference in differences)
+    return top, math.sqrt(sum(float(difference.square().sum()) for difference in differences))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one token each", "right", "left"])
+@pytest.mark.parametrize("make", [llama, gpt2, bert, "classifier"])
+def test_errors_are_those_of_all_positions_over_many_seeds(make, name):
+    """A few sums have other terms that are zero: which way each rounds differs, not how far."""
+    is_classifier = make == "classifier"
+    options = {"kind": transformers.LlamaForSequenceClassification, **CLASSES}
+    build = functools.partial(llama, **options) if is_classifier else make
+    model = build()
+    all_positions = PipelineOptions(remove_padding=False)
+    steps = [compiled(model, is_classifier), compiled(model, is_classifier, options=all_positions)]
+    assert [step.padding_report().is_left_out for step in steps] == [True, False]
+    logs = []
+    for seed in range(24):
+        torch.manual_seed(seed)
+        model.load_state_dict(build().state_dict())
+        given = batch(BATCHES[name]["attention_mask"], seed=seed)
+        if is_classifier:
+            given = classified(given)
+            given["input_ids"] = given["input_ids"].clamp(min=1) * given["attention_mask"]
+        elif name == "one token each":
+            given["labels"] = batch(right([2, 2, 2], width=8), seed=seed)["labels"]
+        exact = copy.deepcopy(model).double()
+        in_double(exact, given).loss.backward()
+        packed, padded = (gradient_errors(step, model, exact, given) for step in steps)
+        logs.append([math.log(a / b) for a, b in zip(packed, padded, strict=True)])
+    means = torch.tensor(logs).mean(0).exp()
+    assert (means < 1.1).all(), means
 
 
 class Sentences(nn.Module):
