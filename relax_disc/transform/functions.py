@@ -131,8 +131,8 @@ def size_meanings(kernel: tirx.PrimFunc, call: Any) -> dict[Any, Any]:
     return meanings
 
 
-def check_extents(kernel: tirx.PrimFunc, call: Any) -> None:
-    """Raise `GraphError` where the sizes that a `call_tir` gives are not those of its tensors.
+def size_misfit(kernel: tirx.PrimFunc, call: Any) -> str | None:
+    """Say where the sizes that a `call_tir` gives are not those of its tensors; None: nowhere.
 
     The kernel's loops would leave elements out, or pass their end.
     """
@@ -146,7 +146,8 @@ def check_extents(kernel: tirx.PrimFunc, call: Any) -> None:
             given = substitute_sizes(extent, sizes)
             if not analyzer.can_prove_equal(given, size):
                 name = call.args[0].name_hint
-                raise GraphError(f"the kernel {name} has {given} rows where its tensor has {size}")
+                return f"the kernel {name} has {given} rows where its tensor has {size}"
+    return None
 
 
 def substitute_sizes(expr: Any, meanings: Mapping[Any, Any]) -> Any:

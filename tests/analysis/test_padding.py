@@ -21,6 +21,8 @@ from relax_disc.frontend import capture_step
 from relax_disc.frontend.padding import without_padding
 from relax_disc.tir_kernels.target import resolve_target
 from relax_disc.training.call.packing import place_rows
+from relax_disc.transform.padding import remove_padding
+from relax_disc.transform.padding.remove_padding import MISFIT
 
 WIDTH, CLASSES, LONGEST, IGNORED = 8, 5, 9, -100
 
@@ -308,6 +310,7 @@ def check(layers, loss):
         assert captured.packings, captured.padding
     if not captured.packings:
         assert captured.padding
+        assert not any(each.reason.startswith(MISFIT) for each in captured.padding)
         return
     assert loss not in ("all activations", "z")
     generator = torch.Generator().manual_seed(1)
@@ -362,6 +365,17 @@ def test_attention_to_all_keeps_all(loss):
 @pytest.mark.parametrize("loss", ["first", "shifted states", *LOSSES, *MIXING_LOSSES])
 def test_losses_need_what_they_count(loss):
     check(["causal", "gelu"], loss)
+
+
+def test_what_would_not_fit_keeps_its_padding_and_says_so(monkeypatch):
+    before = set(capture(["causal", "gelu"], "plain")[1].module.functions)
+    monkeypatch.setattr(remove_padding, "size_misfit", lambda *_: "3 rows where there are 4")
+    _, captured = capture(["causal", "gelu"], "plain")
+    assert not captured.packings
+    (why,) = (each for each in captured.padding if each.reason.startswith(MISFIT))
+    assert "test_padding.py" in why.line and "3 rows where there are 4" in why.reason
+    names = {name.name_hint for name in captured.module.functions}
+    assert names < {name.name_hint for name in before}, "parts of what was begun are left"
 
 
 def kernel(value, *numbers):

@@ -16,6 +16,7 @@ from relax_disc.frontend import capture_step
 from relax_disc.frontend.padding import without_padding
 from relax_disc.tir_kernels.target import resolve_target
 from relax_disc.training.call.packing import place_rows
+from relax_disc.transform.padding.remove_padding import MISFIT
 from tests.analysis.test_padding import (
     CLASSES,
     IGNORED,
@@ -142,6 +143,7 @@ def check(encoder, decoder):
         assert not any(packing.counted is True for packing in captured.packings)
     if not captured.packings:
         assert captured.padding
+        assert not any(each.reason.startswith(MISFIT) for each in captured.padding)
         return
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):

@@ -442,10 +442,15 @@ class _Analysis:
         return use is not None and use.effect == "sum"
 
     def _note(self, binding: Any, reason: str) -> None:
-        span = None if binding is None else getattr(binding.value, "span", None) or binding.span
-        line = "" if span is None else f"{span.source_name.name}:{span.line}"
-        what = "" if binding is None else str(operator_of(binding.value) or binding.var.name)
-        self._reasons.append(Whole(line, what.removeprefix("relax."), reason))
+        self._reasons.append(whole_at(binding, reason))
+
+
+def whole_at(binding: Any, reason: str) -> Whole:
+    """Say why a binding, or the function where it is None, needs all rows."""
+    span = None if binding is None else getattr(binding.value, "span", None) or binding.span
+    line = "" if span is None else f"{span.source_name.name}:{span.line}"
+    what = "" if binding is None else str(operator_of(binding.value) or binding.var.name)
+    return Whole(line, what.removeprefix("relax."), reason)
 
 
 def _has_payload(kind: Any, rows: Rows) -> bool:

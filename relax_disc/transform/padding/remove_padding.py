@@ -35,13 +35,12 @@ from tvm.sym.analyzer import Analyzer
 
 from relax_disc.analysis.kernels.element import substitute
 from relax_disc.analysis.kernels.stages import is_buffer
-from relax_disc.analysis.padding.demand import Padding, find_padding
-from relax_disc.analysis.padding.grid import Grid, Rows, constant_of
+from relax_disc.analysis.padding.demand import Padding, Whole, find_padding, whole_at
+from relax_disc.analysis.padding.grid import Grid, Rows
 from relax_disc.analysis.padding.moves import Move
 from relax_disc.analysis.padding.needed import ATTENTION, LOSS
 from relax_disc.analysis.padding.operators import has_zero, reads_zero
 from relax_disc.analysis.program.reader import bindings_of
-from relax_disc.ops import registry
 from relax_disc.ops.attention import optional_operands
 from relax_disc.ops.attention.packed import (
     packed_attention,
@@ -50,19 +49,27 @@ from relax_disc.ops.attention.packed import (
 )
 from relax_disc.transform.functions import (
     at_span,
-    check_extents,
     copy_module,
     program_functions,
     result_types,
     size_meanings,
+    size_misfit,
     substitute_sizes,
 )
 from relax_disc.transform.padding import picks
+from relax_disc.transform.padding.zeros_behind import zeros_behind
 from relax_disc.transform.simplify.canonicalize_extents import with_simple_extents
 
 _OPAQUE = 8  # of FuseOps: to be fused with nothing
-_WHERE = tvm.ir.Op.get("relax.where")
 TOKENS, PLACES, STARTS = "tokens", "places", "starts"
+MISFIT = "a kernel of the rows that are needed would not fit them"
+"""So starts the reason where padding is kept though the proof holds, which is a fault of ours."""
+
+
+class _Misfit(Exception):
+    def __init__(self, whole: Whole) -> None:
+        super().__init__(whole.reason)
+        self.whole = whole
 
 
 @tvm.transform.module_pass(opt_level=0, name="RemovePadding")
@@ -88,47 +95,14 @@ def remove_padding(
         function = zeros_behind(function)
         padding = found[variable.name_hint] = find_padding(function, mod, kind)
         if padding.needed is not None:
-            _Rewriter(result, function, padding, kind).run(variable)
+            draft = copy_module(result)
+            try:
+                _Rewriter(draft, function, padding, kind).run(variable)
+                result = draft
+            except _Misfit as misfit:
+                reasons = (*padding.reasons, misfit.whole)
+                found[variable.name_hint] = Padding(padding.grid, reasons=reasons)
     return relax.transform.Normalize()(result), found
-
-
-def zeros_behind(function: relax.Function) -> relax.Function:
-    """Choose zero where a condition does not hold, instead of where it holds.
-
-    ``loss.masked_fill(labels == -100, 0)`` is zero wherever the condition that is computed then is
-    false, as it is in rows that fill up.
-    """
-    (block,), bindings = function.body.blocks, []
-    known = {binding.var: binding.value for binding in bindings_of(function)}
-    for binding in bindings_of(function):
-        value = binding.value
-        if isinstance(value, relax.Call) and value.op == _WHERE:
-            condition, held, other = value.args
-            is_float = registry.dtype_name(value.ty).startswith(("float", "bfloat"))
-            if is_float and constant_of(known.get(held, held)) == 0.0:
-                # By bits: TVM takes not (a < b) for a >= b, whatever a NaN is.
-                for call in (
-                    lambda x: relax.op.astype(x, "int8"),
-                    lambda x: relax.op.bitwise_xor(x, relax.const(1, "int8")),
-                    lambda x: relax.op.astype(x, "bool"),
-                ):
-                    bits = relax.BlockBuilder().normalize(call(condition))
-                    condition = relax.DataflowVar("fails", bits.ty)
-                    bindings.append(relax.VarBinding(condition, bits, binding.span))
-                args = [condition, other, held]
-                value = relax.Call(_WHERE, args, value.attrs, span=value.span)
-                value = relax.BlockBuilder().normalize(value)
-                binding = relax.VarBinding(binding.var, value, binding.span)
-        bindings.append(binding)
-    body = relax.SeqExpr([type(block)(bindings, block.span)], function.body.body)
-    return relax.Function(
-        function.params,
-        body,
-        function.ret_ty,
-        function.is_pure,
-        attrs=function.attrs,
-        span=function.span,
-    )
 
 
 @dataclass(frozen=True)
@@ -345,7 +319,9 @@ class _Rewriter:
         kernel, operands = self._of_one(call, operands)
         out = types if isinstance(kinds, relax.TupleType) else types[0]
         result = self._located(relax.call_tir(kernel, relax.Tuple(operands), out))
-        check_extents(self._module[kernel], result)
+        misfit = size_misfit(self._module[kernel], result)
+        if misfit is not None:
+            raise _Misfit(whole_at(self._binding, f"{MISFIT}: {misfit}"))
         return result
 
     def _of_one(self, call: relax.Call, operands: list[Any]) -> tuple[tvm.ir.GlobalVar, list[Any]]:
