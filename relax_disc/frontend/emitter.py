@@ -6,7 +6,7 @@ A converter gets an `Emitter`, set to the node that it translates: it reads what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -143,18 +143,26 @@ class Emitter:
         return tuple(self.emit(relax.TupleGetItem(whole, k)) for k in range(count))
 
     def te(
-        self, name: str, compute: Callable[..., Any], *args: Any, alone: bool = False
+        self,
+        name: str,
+        compute: Callable[..., Any],
+        *args: Any,
+        alone: bool = False,
+        attrs: Mapping[str, Any] | None = None,
     ) -> relax.Var:
         """Emit a kernel written in TE; sizes that ``compute`` uses must be among ``args``.
 
         A kernel with a symbolic number among its arguments stays alone: FuseTIR mistakes the number
         when it fuses such a kernel with one whose extents are compound (``b * 4``). So does, if
         ``alone`` is set, a kernel written in loops, of which it mistakes the buffers.
+        ``attrs``: further attributes of the kernel.
         """
         alone = alone or any(_is_symbolic_number(arg) for arg in args)
-        attrs = {"op_pattern": OPAQUE} if alone else None
+        attrs = {**(attrs or {}), **({"op_pattern": OPAQUE} if alone else {})}
         return self.emit(
-            self._builder.call_te(compute, *args, primfunc_name_hint=name, primfunc_attrs=attrs)
+            self._builder.call_te(
+                compute, *args, primfunc_name_hint=name, primfunc_attrs=attrs or None
+            )
         )
 
     def kernel(

@@ -14,6 +14,7 @@ from tvm import relax, te, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder
 
+from relax_disc.analysis.kernels.inplace import INPLACE_ATTRIBUTE
 from relax_disc.frontend.converters.indexing import broadcast_read, place_before_broadcast
 from relax_disc.frontend.converters.registry import axis_of, converts
 from relax_disc.frontend.emitter import Emitter
@@ -24,20 +25,41 @@ T: Any = builder
 Body = Callable[[Sequence[Any], Any], None]
 
 
-def _written(x: Any, sources: Sequence[Any], name: str, write: Body) -> Any:
-    """Make a kernel that copies ``x`` and lets ``write(inputs, output)`` change the copy."""
+def _written(emitter: Emitter, name: str, x: Any, sources: Sequence[Any], write: Body) -> relax.Var:
+    """Emit a kernel that copies ``x`` and lets ``write(inputs, output)`` change the copy.
 
-    def body(inputs: Any, outputs: Any) -> Any:
-        with IRBuilder() as made:
-            with T.seq_scope():
-                with T.grid(*x.shape) as loops:
-                    place = _list(loops)
-                    T.buffer_store(outputs[0], inputs[0][tuple(place)], place)
-                write(inputs[1:], outputs[0])
-        return made.get()
+    Of one number everywhere there is no tensor to copy.  Of another the copy may be its own memory:
+    nothing else reads it.
+    """
+    dtype, node = emitter.dtype(x), emitter.node.args[0]
+    is_filled = node.target is torch.ops.aten.full.default and isinstance(
+        node.args[1], bool | int | float
+    )
 
-    out = tirx.decl_buffer(x.shape, x.dtype, "out")
-    return te.extern([x.shape], [x, *sources], body, dtype=x.dtype, out_buffers=[out], name=name)
+    def compute(x: Any, *sources: Any) -> Any:
+        shape = x if is_filled else x.shape
+        read = [*sources] if is_filled else [x, *sources]
+
+        def body(inputs: Any, outputs: Any) -> Any:
+            with IRBuilder() as made:
+                with T.seq_scope():
+                    with T.grid(*shape) as loops:
+                        place = _list(loops)
+                        value = (
+                            tirx.const(node.args[1], dtype)
+                            if is_filled
+                            else inputs[0][tuple(place)]
+                        )
+                        T.buffer_store(outputs[0], value, place)
+                    write(inputs[-len(sources) :], outputs[0])
+            return made.get()
+
+        out = tirx.decl_buffer(shape, dtype, "out")
+        return te.extern([shape], read, body, dtype=dtype, out_buffers=[out], name=name)
+
+    pairs = [] if is_filled else [[0, 1 + len(sources)]]
+    start = relax.ShapeExpr(emitter.shape(x)) if is_filled else x
+    return emitter.te(name, compute, start, *sources, alone=True, attrs={INPLACE_ATTRIBUTE: pairs})
 
 
 def _list(loops: Any) -> list[Any]:
@@ -66,18 +88,15 @@ def scatter(emitter: Emitter, x: Any, axis: int, index: Any, source: Any) -> Any
 
         return te.compute(around[-1].shape if is_around else around[-1], element, name=name)
 
-    def compute(x: Any, index: Any, source: Any) -> Any:
-        def write(inputs: Any, out: Any) -> None:
-            index, source = inputs
-            with T.grid(*(source if is_spread else index).shape) as loops:
-                at = _list(loops)
-                place = list(at)
-                read = place_before_broadcast(index, at)
-                place[axis] = index[tuple(read)].astype("int64")
-                value = source[tuple(at)]
-                T.buffer_store(out, out[tuple(place)] + value if adds else value, place)
-
-        return _written(x, [index, source], "scatter", write)
+    def write(inputs: Any, out: Any) -> None:
+        index, source = inputs
+        with T.grid(*(source if is_spread else index).shape) as loops:
+            at = _list(loops)
+            place = list(at)
+            read = place_before_broadcast(index, at)
+            place[axis] = index[tuple(read)].astype("int64")
+            value = source[tuple(at)]
+            T.buffer_store(out, out[tuple(place)] + value if adds else value, place)
 
     once = [1 if d == axis else n for d, n in enumerate(emitter.shape(x))]
     if emitter.same_shape(emitter.shape(index), once):
@@ -87,7 +106,7 @@ def scatter(emitter: Emitter, x: Any, axis: int, index: Any, source: Any) -> Any
     is_spread = emitter.same_shape(emitter.shape(index), emitter.shape(source))
     if is_spread:  # a copy of an index in 64 bits is twice as large as the source
         index = emitter.before_broadcast(index)
-    return emitter.te(name, compute, x, index, source, alone=True)
+    return _written(emitter, name, x, [index, source], write)
 
 
 @converts("aten.index_put.default")
@@ -110,30 +129,27 @@ def index_put(emitter: Emitter, x: Any, indices: Any, values: Any, accumulate: b
             shape = relax.ShapeExpr(emitter.shape(x))
             return emitter.te("index_put", _one_of_each_row, values, given[1][1], shape)
 
-    def compute(x: Any, values: Any, *parts: Any) -> Any:
-        def write(inputs: Any, out: Any) -> None:
-            values, *parts = inputs
-            extents = list(values.shape)
-            order = [*range(first, first + rank), *range(first), *range(first + rank, len(extents))]
-            with T.grid(*(extents[k] for k in order)) as loops:
-                named = dict(zip(order, _list(loops), strict=True))
-                at = [named[k] for k in range(len(extents))]
-                rest = [*at[:first], *at[first + rank :]]
-                reads = [_Reader(part) for part in parts]
-                position = at[first : first + rank]
-                place = []
-                for d in range(len(out.shape)):
-                    if d in axes:
-                        read = reads[axes.index(d)]
-                        place.append(broadcast_read(read, position, out.shape[d]))
-                    else:
-                        place.append(rest.pop(0))
-                value = values[tuple(at)]
-                T.buffer_store(out, out[tuple(place)] + value if accumulate else value, place)
+    def write(inputs: Any, out: Any) -> None:
+        values, *parts = inputs
+        extents = list(values.shape)
+        order = [*range(first, first + rank), *range(first), *range(first + rank, len(extents))]
+        with T.grid(*(extents[k] for k in order)) as loops:
+            named = dict(zip(order, _list(loops), strict=True))
+            at = [named[k] for k in range(len(extents))]
+            rest = [*at[:first], *at[first + rank :]]
+            reads = [_Reader(part) for part in parts]
+            position = at[first : first + rank]
+            place = []
+            for d in range(len(out.shape)):
+                if d in axes:
+                    read = reads[axes.index(d)]
+                    place.append(broadcast_read(read, position, out.shape[d]))
+                else:
+                    place.append(rest.pop(0))
+            value = values[tuple(at)]
+            T.buffer_store(out, out[tuple(place)] + value if accumulate else value, place)
 
-        return _written(x, [values, *parts], "index_put", write)
-
-    return emitter.te("index_put", compute, x, values, *(i for _, i in given), alone=True)
+    return _written(emitter, "index_put", x, [values, *(i for _, i in given)], write)
 
 
 def _is_zero(node: Any) -> bool:
