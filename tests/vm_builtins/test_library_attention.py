@@ -192,6 +192,24 @@ def test_rows_that_see_nothing_are_zero(kind):
     assert all(np.isfinite(x).all() for x in (out, dq, dk, dv))
 
 
+@pytest.mark.parametrize(
+    ("kind", "trained"), [*((kind, False) for kind in LIBRARIES), ("native", True)]
+)
+def test_rows_that_numbers_hide_take_the_mean_of_what_they_hide_least(kind, trained):
+    """As where one mask hides the future, another padding, and both are added: -inf in places."""
+    generator = np.random.default_rng(0)
+    q, k, v, grad = (generator.standard_normal((2, 3, 70, 8)).astype("float32") for _ in range(4))
+    mask = generator.choice([0.0, -1.5], (2, 3, 70, 70)).astype("float32")
+    mask[:, :, 3] = mask[0, :, 60] = np.finfo("float32").min
+    mask[:, :, 3, 5:65:2] = -np.inf
+    mask[:, 0, 60, :50] = np.finfo("float32").min / 8
+    options = mask, 0.5, False
+    exact = exact_attention(*(x.astype("float64") for x in (q, k, v, grad)), *options, 0.0, trained)
+    results = attend(kind, q, k, v, grad, *options, [0] * 8, trained=trained)
+    del exact[1], results[1]  # the log of what vanishes
+    assert_attention(results, exact, "float32")
+
+
 def test_not_a_number_is_not_hidden():
     ones = np.ones((1, 1, 20, 8), "float32")
     q = ones.copy()

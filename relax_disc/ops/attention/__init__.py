@@ -47,7 +47,7 @@ def attention(
     mask : relax.Expr, optional
         Broadcastable to ``[B, H, Tq, Tk]``, rank 4; bool (True takes part) or added to the scores,
         where the least number of float32 hides a key as ``-inf`` does, but in a row of which all
-        is hidden so: on the CPU that takes the mean of ``v``, as in PyTorch's own arithmetic.
+        is hidden so: that takes the mean of ``v``, as in PyTorch's own arithmetic.
     rng : relax.Expr, optional
         Seed and offset of the random operators, int64 ``[2]``; present if there is dropout.
     scale : float

@@ -16,7 +16,7 @@ and PyTorch 2.13's sources of these, all in ``aten/src/ATen/native/transformers/
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from relax_disc.ops import registry
@@ -36,7 +36,7 @@ class Sizes:
     """Extents of a call, numbers or expressions; widths are numbers.
 
     ``mask``: elements of the mask, its elements without the last axis, and of its first two axes;
-    None without a mask.
+    None without a mask. ``is_added``: whether it is of numbers.
     """
 
     batch: Any
@@ -49,6 +49,7 @@ class Sizes:
     dtype: str
     is_causal: bool
     mask: tuple[Any, Any, Any] | None = None
+    is_added: bool = False
 
     @property
     def _element(self) -> int:
@@ -92,6 +93,12 @@ class Sizes:
             made.append(self._flash(is_backward, units))
         if _is_efficient(self.width, self.value_width, self.dtype):
             made.append(self._efficient(is_backward))
+            if self.is_added and is_backward:  # rows that numbers hide stand beside the others
+                beside = replace(self, width=2 * self.width)
+                copies = 2 * (beside._query + beside._widened) * self._element
+                made = [beside._efficient(is_backward) + copies]
+            elif self.is_added:
+                made = [made[0] + self._query * self._element]
         else:
             made.append(self._math(is_backward))
         total = made[0] if len(made) == 1 else registry.largest(*made)
@@ -136,6 +143,8 @@ class Sizes:
         elements, rows, planes = self.mask
         seen = planes * self.queries * self.keys if self.is_causal else elements
         as_added = rows * (self.keys + 16) + elements
+        if self.is_added:  # minus the greatest of a row
+            as_added = as_added + 2 * seen + 2 * elements
         return as_added * self._element + 2 * elements + 2 * seen + self._out * self._element
 
 
@@ -155,11 +164,11 @@ def bound(prefix: str, is_backward: bool, is_masked: bool) -> registry.DeviceByt
         sizes = [_extents(views[at], layout, at) for at in range(query, query + 3)]
         (batch, queries, heads, _), (_, keys, key_heads, _), _ = sizes
         width, _, value_width = (registry.number(each[3]) for each in sizes)
-        mask = None
+        mask, is_added = None, False
         if is_masked:
             # Behind the operands, of a gradient the log of the sums, and where packed rows lie.
             position = (6 if is_backward else 3) + (4 if prefix else 0)
-            shape = views[position].shape
+            shape, is_added = views[position].shape, views[position].dtype != "bool"
             mask = (
                 registry.elements(shape),
                 registry.elements(shape[:3]),
@@ -170,7 +179,7 @@ def bound(prefix: str, is_backward: bool, is_masked: bool) -> registry.DeviceByt
         def of(batch: Any, queries: Any, keys: Any) -> Any:
             return Sizes(
                 batch, queries, keys, heads, key_heads, width, value_width, dtype,
-                bool(is_causal), mask,
+                bool(is_causal), mask, is_added,
             ).bytes(is_backward, units)  # fmt: skip
 
         if starts is None:

@@ -136,7 +136,7 @@ def _attention_backward(builder: relax.BlockBuilder, call: relax.Call) -> relax.
     mask, rng = optional_operands(call, 6)
     heads = _Heads(builder, call.attrs, q, k)
     queries, keys, grads = heads.queries(q), heads.keys(k), heads.queries(grad)
-    weights = heads.weights(heads.scores(queries, keys, mask), heads.statistics(lse))
+    weights = _weights_again(heads, heads.scores(queries, keys, mask), lse, mask)
     product = heads.emit(_OP.multiply(grads, heads.queries(out)))
     delta = heads.emit(_OP.sum(product, -1, keepdims=True))
     by_weight = heads.dropped(heads.product(grads, heads.swapped(heads.keys(v))), rng)
@@ -153,6 +153,19 @@ def _attention_backward(builder: relax.BlockBuilder, call: relax.Call) -> relax.
     if call.op.name.endswith("_trained"):
         results.append((heads.merged(by_sum, heads.rows, heads.columns), mask[0]))
     return relax.Tuple([heads.narrow(x, like) for x, like in results])
+
+
+def _weights_again(
+    heads: _Heads, scores: relax.Expr, lse: relax.Expr, mask: list[relax.Expr]
+) -> relax.Expr:
+    """Weights from the log of their sums, or where that is lost beside numbers of a mask, anew."""
+    if not mask or registry.dtype_name(mask[0].ty) == "bool":
+        return heads.weights(scores, heads.statistics(lse))
+    weights = heads.weights(scores, heads.emit(_OP.max(scores, -1, keepdims=True)))
+    total = heads.emit(_OP.sum(weights, -1, keepdims=True))
+    empty = heads.emit(_OP.equal(total, heads.zero))
+    one = relax.const(1.0, heads.dtype)
+    return heads.emit(_OP.divide(weights, heads.emit(_OP.where(empty, one, total))))
 
 
 def _hide_later_columns(scores: te.Tensor) -> te.Tensor:

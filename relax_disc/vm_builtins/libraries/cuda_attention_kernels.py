@@ -39,7 +39,9 @@ _BIAS_ELEMENTS = 16
 _MATH_ROWS = 1024
 """Rows of scores at a time, for the log of their sums."""
 _HIDDEN = torch.finfo(torch.float32).min / math.log2(math.e)
-"""Numbers of a mask up to this hide a key, as -inf does and as in the native kernels."""
+"""Numbers of a mask up to this hide a key beside others, as -inf does; see the native kernels."""
+_BLIND = -1e30
+"""Beside greater numbers of a mask the scores of a row vanish; all of its keys are hidden so."""
 _aten = torch.ops.aten
 
 
@@ -104,9 +106,11 @@ class Problem:
             out = self._composite(query, key, value)
         else:
             wide = _repeated(query, key, value)
+            blind = self._blind(query, key)
+            asking = query if blind is None else query.masked_fill(_by_row(blind), 0)
             with self._drawing(query):
                 out, sums, *_ = _aten._efficient_attention_forward(
-                    query, *wide, self._bias(query, key), None, None, None, None, self.dropout,
+                    asking, *wide, self._bias(query, key), None, None, None, None, self.dropout,
                     int(self.is_causal), True, scale=self.scale,
                 )  # fmt: skip
             sums = sums[:, :, : query.shape[1]]
@@ -114,7 +118,7 @@ class Problem:
             return out, sums
         # PyTorch's kernels differ in what a row that sees nothing gets.
         return (
-            out.masked_fill(empty.transpose(1, 2)[..., None], 0),
+            out.masked_fill(_by_row(empty), 0),
             sums.masked_fill(empty, -math.inf),
         )
 
@@ -141,9 +145,18 @@ class Problem:
         hidden = sums.isneginf()
         padded = _padded_sums(sums.masked_fill(hidden, math.inf))
         # A row that sees nothing gives nothing, whatever stands in its gradient.
-        grad = grad.masked_fill(hidden.transpose(1, 2)[..., None], 0)
+        grad = grad.masked_fill(_by_row(hidden), 0)
         bias, numbers = self._bias(query, key), (None, None, *lengths)
-        return self._efficient_backward(grad, query, key, value, out, bias, numbers, padded)
+        blind = self._blind(query, key)
+        if blind is None:
+            return self._efficient_backward(grad, query, key, value, out, bias, numbers, padded)
+        # Blind rows stand beside the others, where keys are zero: their scores vanish, and what
+        # they add to the gradient of keys is found there.
+        rows, width = _by_row(blind), query.shape[3]
+        query = torch.cat([query.masked_fill(rows, 0), query.masked_fill(~rows, 0)], 3)
+        key = torch.nn.functional.pad(key, (0, width))
+        dq, dk, dv = self._efficient_backward(grad, query, key, value, out, bias, numbers, padded)
+        return dq[..., :width], dk[..., :width] + dk[..., width:], dv
 
     def packed_forward(
         self,
@@ -257,23 +270,40 @@ class Problem:
 
     # -- masks ---------------------------------------------------------------------------------
 
-    def _seen(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Which keys rows see, ``[B|1, H|1, Tq, Tk]`` bool."""
+    def _top(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """The greatest number, or the truth, of what rows see, ``[B|1, H|1, Tq|1]``."""
         mask = self.mask
         assert mask is not None
-        seen = mask if mask.dtype == torch.bool else mask > _HIDDEN
-        seen = seen.expand(*seen.shape[:2], query.shape[1], key.shape[1])
-        return seen.tril() if self.is_causal else seen
+        if self.is_causal:
+            lowest = False if mask.dtype == torch.bool else -math.inf
+            mask = mask.expand(*mask.shape[:2], query.shape[1], key.shape[1])
+            mask = mask.masked_fill(_later(query, key), lowest)
+        return mask.amax(-1)
 
     def _sees_nothing(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-        """Rows that see no key, ``[B|1, H|1, Tq]``; None: there are none."""
-        return None if self.mask is None else ~self._seen(query, key).any(-1)
+        """Rows that see no key, ``[B|1, H|1, Tq|1]``; None: there are none."""
+        if self.mask is None:
+            return None
+        top = self._top(query, key)
+        return ~top if top.dtype == torch.bool else top.isneginf()
+
+    def _blind(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+        """Rows of which numbers hide all keys, ``[B|1, H|1, Tq|1]``; None: there are none.
+
+        Such a row takes the mean over the keys of its greatest number, as in PyTorch's arithmetic.
+        """
+        if self.mask is None or self.mask.dtype == torch.bool:
+            return None
+        return _is_blind(self._top(query, key))
 
     def _bias(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
         """The mask as the memory-efficient kernels take it: added, whole, its rows aligned."""
         mask = self.mask
         if mask is None:
             return None
+        if mask.dtype != torch.bool:
+            top = self._top(query, key)
+            mask = mask - top.masked_fill(~_is_blind(top), 0)[..., None]
         columns = key.shape[1]
         rows = query.new_empty(*mask.shape[:3], _rounded(columns, _BIAS_ELEMENTS))[..., :columns]
         if mask.dtype == torch.bool:
@@ -289,9 +319,11 @@ class Problem:
     ) -> torch.Tensor:
         mask = self.mask
         if mask is not None:
-            seen = self._seen(query, key)
             is_bool = mask.dtype == torch.bool
-            mask = seen if is_bool else mask.to(query.dtype).masked_fill(~seen, -math.inf)
+            mask = mask if is_bool else mask.to(query.dtype)
+            if self.is_causal:
+                mask = mask.expand(*mask.shape[:2], query.shape[1], key.shape[1])
+                mask = mask.masked_fill(_later(query, key), False if is_bool else -math.inf)
         with sdpa_kernel(SDPBackend.MATH), self._drawing(query):
             return torch.nn.functional.scaled_dot_product_attention(
                 query.transpose(1, 2),
@@ -312,7 +344,7 @@ class Problem:
         value: torch.Tensor,
         sums: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        empty = sums.isneginf().transpose(1, 2)[..., None]
+        empty = _by_row(sums.isneginf())
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (query, key, value)]
             result = self._composite(leaves[0], leaves[1], leaves[2])
@@ -346,6 +378,21 @@ class Problem:
 def _capability(device: torch.device) -> int:
     """Major compute capability; 0: it is no CUDA device, and has no such kernels."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+def _later(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Keys behind each row, ``[Tq, Tk]``."""
+    rows, columns = (torch.arange(x.shape[1], device=x.device) for x in (query, key))
+    return columns > rows[:, None]
+
+
+def _is_blind(top: torch.Tensor) -> torch.Tensor:
+    return (top < _BLIND) & ~top.isneginf()
+
+
+def _by_row(flags: torch.Tensor) -> torch.Tensor:
+    """Flags ``[batch, heads, length]`` for tensors of rows."""
+    return flags.transpose(1, 2)[..., None]
 
 
 def _rounded(count: int, unit: int) -> int:

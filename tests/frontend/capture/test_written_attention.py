@@ -82,6 +82,32 @@ def test_gradients_are_those_of_what_is_written(hide, blind):
         assert float((p.grad.double() - q.grad).abs().max()) < 3e-6 * float(q.grad.abs().max())
 
 
+class Wide(nn.Module):
+    """Heads that no library takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 3 * 392)
+
+    def forward(self, x, seen):
+        heads = self.qkv(x).unflatten(-1, (3, 1, 392)).permute(2, 0, 3, 1, 4)
+        mask = added(torch.zeros((), dtype=x.dtype), seen[:, None, None])
+        return nn.functional.scaled_dot_product_attention(*heads, mask).square().mean()
+
+
+def test_gradients_of_plain_attention_are_those_of_the_mean():
+    torch.manual_seed(0)
+    model, (x, seen) = Wide(), example([1])
+    exact = copy.deepcopy(model).double()
+    step = relax_disc.compile(model, None, (x, seen), dynamic_shapes=shapes())
+    step(x, seen, update=False)
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        loss = exact(x.double(), seen)
+    loss.backward()
+    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+        assert float((p.grad.double() - q.grad).abs().max()) < 3e-6 * float(q.grad.abs().max())
+
+
 @pytest.mark.parametrize(
     "model", [Written(weakly), Written(with_numbers), Written(added, returns=True)]
 )

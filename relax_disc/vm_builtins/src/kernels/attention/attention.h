@@ -10,6 +10,7 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "kernels/argument_reader.h"
 #include "kernels/attention/attention_workspace.h"
@@ -273,6 +274,20 @@ struct Mask {
         scores[j] += InLog2(row[j * stride[3]]);
       }
     }
+  }
+
+  /*! \brief The greatest number of a row, in units of log2, and how many of its keys have it. */
+  std::pair<T, int64_t> Top(int64_t b, int64_t h, int64_t i, int64_t count) const {
+    const T* row = reinterpret_cast<const T*>(data) + RowOffset(b, h, i);
+    T top = kMinusInfinity<T>;
+    int64_t times = 0;
+    for (int64_t j = 0; j < count; ++j) {
+      const T number = InLog2(row[KeyOffset(j)]);
+      if (number > top) times = 0;
+      top = std::max(top, number);
+      times += number == top;
+    }
+    return {top, times};
   }
 
   void ApplyPacked(int64_t b, int64_t h, int64_t i, int64_t first, int64_t count,

@@ -144,10 +144,16 @@ struct Backward {
       return;
     }
     // Numbers hide all of the row: its scores vanish beside them, and their sum in the log.
-    const bool is_blind = row_lse < static_cast<T>(kBlind);
+    const bool is_blind = mask.data != nullptr && row_lse < static_cast<T>(kBlind);
     if (is_blind) {
+      const auto [greatest, times] =
+          mask.Top(b, h, i, is_causal ? std::min(i + 1, k.length) : k.length);
       std::fill(scores, scores + padded, T(0));
-      top = std::log2(static_cast<T>(is_causal ? std::min(i + 1, k.length) : k.length));
+      mask.Apply(b, h, i, block.first, limit, scores);
+      for (int64_t j = 0; j < limit; ++j) {
+        scores[j] = scores[j] < greatest ? kMinusInfinity<T> : T(0);
+      }
+      top = std::log2(static_cast<T>(times));
     }
     const T factor = scale * static_cast<T>(kLog2E);
     if (mask.data != nullptr && !is_blind) {
