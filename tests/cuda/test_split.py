@@ -25,13 +25,14 @@ def kernel_of(params, build):
     return lambda: fused_kernel(params, build)
 
 
-def norms_of_columns():
+def norms_of_columns(columns):
     """Sums down columns and what is computed of them, which chains of reductions make."""
-    six = tirx.IntImm("int64", 6)
-    x = te.placeholder((N, six), "float32", "x")
+    count = tirx.IntImm("int64", columns)
+    x = te.placeholder((N, count), "float32", "x")
     row = te.reduce_axis((0, N))
-    total = te.compute((six,), lambda c: te.sum(x[row, c] * x[row, c], row), "total")
-    return te.create_prim_func([x, te.compute((six,), lambda c: te.sqrt(total[c] * 0.5), "norm")])
+    total = te.compute((count,), lambda c: te.sum(x[row, c] * x[row, c], row), "total")
+    norm = te.compute((count,), lambda c: te.sqrt(total[c] * 0.5), "norm")
+    return te.create_prim_func([x, norm])
 
 
 # kernel, reference, shapes and how many blocks they are: more than the first's in two launches
@@ -42,9 +43,14 @@ KERNELS = {
         [((1, 24), 3), ((2048, 24), 3), ((2049, 24), 3 * 64), ((6000, 24), 3 * 64)],
     ),
     "columns, and what is computed of them": (
-        norms_of_columns,
+        lambda: norms_of_columns(6),
         lambda x: x.square().sum(0).mul(0.5).sqrt(),
         [((1, 6), 1), ((9000, 6), 64)],
+    ),
+    "columns of 16 bytes, and what is computed of them": (
+        lambda: norms_of_columns(12),
+        lambda x: x.square().sum(0).mul(0.5).sqrt(),
+        [((1, 12), 1), ((9000, 12), 64)],
     ),
     "everything": (
         kernel_of([tensor("x", [N, M])], lambda emit, x: op.sum(x)),

@@ -79,7 +79,7 @@ def compiled(params, make):
     kernel = schedule_kernel(fused_kernel(params, make), target, rules_for(target))
     module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
     with emulator.compiling():
-        return emulator, tvm.compile(announced(module), target)
+        return emulator, tvm.compile(announced(module), target), kernel
 
 
 def aligned(values):
@@ -98,7 +98,7 @@ def test_results_at_any_size(name, dtype):
         pytest.skip("TVM has no layer norm of bfloat16; captured programs have it in float32")
     kind = str(dtype).removeprefix("torch.")
     params = [tensor(x.name, x.ty.shape.values, kind) for x in params]
-    emulator, program = compiled(params, make)
+    emulator, program, _ = compiled(params, make)
     torch.manual_seed(0)
     for shape in shapes:
         ranks = [len(param.ty.shape.values) for param in params]
@@ -110,6 +110,42 @@ def test_results_at_any_size(name, dtype):
         program["main"](*map(emulator.tensor, (*inputs, found)))
         bound = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
         torch.testing.assert_close(found.double(), wanted, rtol=bound, atol=bound)
+    findings = emulator.take_findings()
+    assert not findings, "\n".join(map(str, findings))
+
+
+# Shape after rows, shapes of the operand, and whether vectors are moved
+COLUMNS = {
+    "whole sectors": ([32], [(1, 32), (5, 32), (600, 32)], True),
+    "one vector": ([8], [(1, 8), (700, 8)], True),
+    "vectors that are no whole sectors": ([40], [(3, 40), (300, 40)], True),
+    "an odd number": ([7], [(3, 7), (300, 7)], False),
+    "dynamic, a multiple": ([M, 8], [(3, 1, 8), (70, 5, 8)], True),
+    "dynamic": ([M], [(3, 5), (70, 8)], False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_sums_of_columns_side_by_side(name, dtype):
+    extents, shapes, is_moved = COLUMNS[name]
+
+    def scaled_sum(emit, x, y):
+        wide = emit(op.astype(x, "float32"))
+        return op.sum(emit(op.multiply(wide, emit(op.astype(y, "float32")))), [0])
+
+    kind = str(dtype).removeprefix("torch.")
+    params = [tensor("x", [N, *extents], kind), tensor("y", [N, *[1] * len(extents)], kind)]
+    emulator, program, kernel = compiled(params, scaled_sum)
+    assert ("T.vectorized" in kernel.script()) == is_moved
+    torch.manual_seed(0)
+    for shape in shapes:
+        x, y = torch.randn(shape), torch.randn(shape[0], *[1] * len(extents))
+        x, y, found = map(aligned, (x.to(dtype), y.to(dtype), torch.full(shape[1:], float("nan"))))
+        emulator.seed += 1
+        program["main"](*map(emulator.tensor, (x, y, found)))
+        wanted = (x.double() * y.double()).sum(0)
+        torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=2e-5)
     findings = emulator.take_findings()
     assert not findings, "\n".join(map(str, findings))
 

@@ -2,24 +2,30 @@
 
 Gradients of biases and of norms' weights, statistics of a batch: a block takes as many columns as a
 sector of memory has, whose threads take turns along them and add up by shuffles and in shared
-memory, always in the same order.  Several sums of the same columns are one launch.
+memory, always in the same order.  A thread has the columns of 16 bytes where they are aligned.
+Several sums of the same columns are one launch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import tvm
 from tvm import s_tir, tirx
 from tvm.target import Target
 
-from relax_disc.analysis.kernels.element import collapse
-from relax_disc.analysis.kernels.stages import constant, loads_of
-from relax_disc.tir_kernels.cpu.reductions import RowKernel, read_rows, reads_along
+from relax_disc.analysis.kernels.element import Element, collapse
+from relax_disc.analysis.kernels.stages import Axis, constant, loads_of
+from relax_disc.tir_kernels.cpu.elementwise import unit_mapping
+from relax_disc.tir_kernels.cpu.reductions import RowKernel, emit_value, read_rows, reads_along
 from relax_disc.tir_kernels.cuda.rows import Row, overlaid_inputs, part_of
 from relax_disc.tir_kernels.cuda.split import split_long
 from relax_disc.tir_kernels.cuda.threads import WARP, at_groups, elements_count, launch, only_where
+from relax_disc.tir_kernels.cuda.vectors import at_vector, vectors_of
 from relax_disc.tir_kernels.flat import FlatBuffers, index_const, product
-from relax_disc.tir_kernels.loops import with_body
+from relax_disc.tir_kernels.loops import group_extent, with_body
 
 _THREADS = 512
 _SECTOR = 32  # bytes
@@ -43,35 +49,64 @@ class Columns:
         stores = [[element.stage.buffer, *element.stage.indices] for element in kernel.elements]
         groups = collapse(kernel.rows, expressions, stores)
         count = elements_count(groups)
-        most = _shape(kernel, constant(count))
+        most = _shape(kernel, constant(count), _lanes(kernel, groups))
 
         def grid(kernel: RowKernel, part: Any = None, parts: int = 1, totals: bool = False) -> Any:
-            threads, width = (_THREADS, _THREADS) if totals else most
+            threads, width, lanes = (_THREADS, _THREADS, 1) if totals else most
+            side, units = width // lanes, count // lanes
 
             def body(block: Any, thread: Any) -> list[Any]:
-                if width == threads:
-                    column = block * width + thread
-                    alone = Row(kernel, overlaid, flat, thread, threads, width)
-                    inside = at_groups(groups, column, "column", alone.emit)
-                    return [only_where(column < count, inside)]
                 at, own = part_of(block, parts)
-                column = at * width + tirx.FloorMod(thread, index_const(width))
-                is_there = column < count
-                tile = Row(kernel, overlaid, flat, thread, threads, width, is_there, own, parts)
+                is_alone = side == threads
+                unit = at * side + (
+                    thread if is_alone else tirx.FloorMod(thread, index_const(side))
+                )
+                is_there = unit < units
+                tile = Row(
+                    *(kernel, overlaid, flat, thread, threads, side),
+                    *(None if is_alone else is_there, own, parts, lanes),
+                )
 
                 def emit(mapping: dict[Any, Any]) -> list[Any]:
                     return tile.emit(mapping if part is None else {**mapping, part: own})
 
-                # Threads without a column read the last one, so that all of them meet at barriers.
-                return at_groups(groups, tirx.Min(column, count - 1), "column", emit)
+                if not is_alone:
+                    # Threads without a column read the last one, so that all meet at barriers.
+                    unit = tirx.Min(unit, units - 1)
+                if lanes == 1:
+                    inside = at_groups(groups, unit, "column", emit)
+                else:
+                    inside = at_vector(groups, unit, lanes, tile.lane, emit)
+                return [only_where(is_there, inside)] if is_alone else inside
 
             return launch((count + (width - 1)) // width * parts, threads, body)
 
-        threads, width = most
+        threads, width, _ = most
         columns = constant(count)
         blocks = None if columns is None else -(-columns // width)
         launches, scratch = split_long(kernel, blocks, threads // width, _MOST_PARTS, grid)
         return with_body(func, [*flat.declarations(), *launches], scratch)
+
+
+def _lanes(kernel: RowKernel, groups: Sequence[Sequence[Axis]]) -> int:
+    """Columns side by side that a thread takes: as many as 16 bytes have, where that is proved."""
+    extent, most = group_extent(groups[-1]), 8
+    for element in kernel.elements:
+        if element.stage.combiner is None:
+            continue
+        around = {axis.var: axis.var for axis in element.stage.reduced}
+        vectors = vectors_of(groups, FlatBuffers(), partial(_term, element), around)
+        if vectors is None or vectors.is_aligned is not None:
+            return 1
+        most = min(most, vectors.lanes)
+    rest = tirx.floormod(extent, index_const(most))
+    return most if tvm.sym.Analyzer().can_prove_equal(rest, index_const(0)) else 1
+
+
+def _term(element: Element, flat: Any, mapping: dict[Any, Any]) -> list[Any]:
+    """Evaluate what a reduction adds up."""
+    statements, value = emit_value(element, flat, {**unit_mapping(element.stage), **mapping})
+    return [*statements, tirx.Evaluate(value)]
 
 
 def _is_by_columns(kernel: RowKernel) -> bool:
@@ -86,16 +121,16 @@ def _is_by_columns(kernel: RowKernel) -> bool:
     return True
 
 
-def _shape(kernel: RowKernel, count: int | None) -> tuple[int, int]:
-    """Threads of a block, and its columns.
+def _shape(kernel: RowKernel, count: int | None, lanes: int) -> tuple[int, int, int]:
+    """Threads of a block, its columns, and how many of these a thread has.
 
-    Columns are those of a sector, more where they do not lie in whole ones; short columns have a
-    thread each.
+    Columns are those of a sector, more where they do not lie in whole ones; short columns are a
+    thread's alone.
     """
     reductions = [element for element in kernel.elements if element.stage.combiner is not None]
     lengths = [constant(product([x.extent for x in e.stage.reduced])) for e in reductions]
     if all(length is not None and length <= _SHORT for length in lengths):
-        return _THREADS, _THREADS
+        return _THREADS, _THREADS * lanes, lanes
     sizes = [
         load.source.dtype.bits // 8
         for element in reductions
@@ -107,4 +142,4 @@ def _shape(kernel: RowKernel, count: int | None) -> tuple[int, int]:
         width = WARP
     while count is not None and width // 2 >= count:
         width //= 2
-    return _THREADS, width
+    return _THREADS, width, lanes

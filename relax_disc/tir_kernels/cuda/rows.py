@@ -34,8 +34,15 @@ from relax_disc.tir_kernels.cuda.threads import (
     launch,
     only_where,
 )
-from relax_disc.tir_kernels.cuda.vectors import Body, rolled, vectors_of
-from relax_disc.tir_kernels.flat import FlatBuffers, index_const, product
+from relax_disc.tir_kernels.cuda.vectors import (
+    Body,
+    Neighbours,
+    for_each,
+    integers_of,
+    rolled,
+    vectors_of,
+)
+from relax_disc.tir_kernels.flat import INDEX, FlatBuffers, index_const, product
 from relax_disc.tir_kernels.hoist import hoist
 from relax_disc.tir_kernels.loops import combine, loop, sequence, with_body
 
@@ -117,7 +124,8 @@ class Row:
 
     With ``width`` a block has that many rows side by side: a power of two up to 32, lanes of a
     warp, or one for each thread; ``is_row`` is the condition that a thread's row exists.  Of
-    ``parts`` of the rows' elements it takes one.
+    ``parts`` of the rows' elements it takes one.  With ``lanes`` each of these is so many rows that
+    lie side by side, of which ``lane`` is one.
     ``overlaid``: by output, the inputs whose memory it may be.  Before it is written, all threads
     have read those.
     """
@@ -133,7 +141,10 @@ class Row:
         is_row: Any = None,
         part: Any = 0,
         parts: int = 1,
+        lanes: int = 1,
     ) -> None:
+        self.lane = index_const(0) if lanes == 1 else tirx.Var("lane", INDEX)
+        self._lanes = lanes
         self._kernel, self._overlaid, self._flat = kernel, overlaid, flat
         self._thread, self._threads = thread, threads
         self._width, self._is_row = width, is_row
@@ -171,9 +182,9 @@ class Row:
             if stage.combiner is not None:
                 made, total = self._reduction(element, mapping, stage.combiner)
             else:
-                made, total = emit_value(element, self._flat, {**unit_mapping(stage), **mapping})
+                made, total = self._value(element, {**unit_mapping(stage), **mapping})
             var = tirx.Var(stage.name, str(total.ty.dtype))
-            kept, mapping[var] = keep(stage.name, total)
+            kept, mapping[var] = keep(stage.name, total) if self._lanes == 1 else ([], total)
             statements += [*made, *kept]
             totals[stage.buffer] = var
             if stage.buffer in outputs:
@@ -195,6 +206,38 @@ class Row:
         has_own = any(x.var not in rows and constant(x.extent) != 1 for x in stage.axes)
         return not has_own and element.value.ty.dtype == stage.buffer.dtype
 
+    def _each(self, mapping: dict[Any, Any], body: Callable[[Any], list[Any]]) -> list[Any]:
+        """Run ``body(flat)``, where ``mapping`` places axes, for the rows side by side."""
+        if self._lanes == 1:
+            return body(self._flat)
+        places = integers_of(list(mapping.values()))
+        neighbours = Neighbours(self._flat, places, self._lanes, self.lane, asks=False)
+        return neighbours.around(body(neighbours))
+
+    def _value(self, element: Element, mapping: dict[Any, Any]) -> tuple[list[Any], Any]:
+        """Evaluate an element, for each of the rows side by side."""
+        if self._lanes == 1:
+            return emit_value(element, self._flat, mapping)
+        dtype = str(element.value.ty.dtype)
+        held = tirx.decl_buffer((self._lanes,), dtype, element.stage.name, scope="local")
+
+        def body(flat: Any) -> list[Any]:
+            statements, value = emit_value(element, flat, mapping)
+            return [*statements, tirx.BufferStore(held, value, [self.lane])]
+
+        statements = [tirx.AllocBuffer(held), *self._each(mapping, body)]
+        return statements, tirx.BufferLoad(held, [self.lane])
+
+    def _fixed(self, lets: Any, stage: Stage, mapping: dict[Any, Any]) -> list[Any]:
+        """Evaluate what is fixed along a row, and enter what stands for it in ``mapping``."""
+        if self._lanes == 1:
+            return bind_lets(lets, self._flat, mapping)
+        statements: list[Any] = []
+        for var, expr in lets:
+            made, mapping[var] = self._value(Element(stage, (), expr), mapping)
+            statements += made
+        return statements
+
     def _is_writer(self) -> Any:
         """Return the condition that a thread writes what is one number of a row."""
         is_first = tirx.EQ(self._turn, index_const(0))
@@ -205,10 +248,19 @@ class Row:
         count = elements_count(groups)
 
         def element(index: Any) -> list[Any]:
-            return at_groups(groups, index, name, lambda at: body(self._flat, at))
+            if self._lanes == 1:
+                return at_groups(groups, index, name, lambda at: body(self._flat, at))
+            number = tirx.Var(name, INDEX)  # of which places are linear
+
+            def rows(at: dict[Any, Any]) -> list[Any]:
+                return self._each({**mapping, **at}, lambda flat: body(flat, at))
+
+            return [tirx.Bind(number, index), *at_groups(groups, number, name, rows)]
 
         # Rows side by side are read by neighbouring threads.
-        vectors = vectors_of(groups, self._flat, body, mapping) if self._width == 1 else None
+        vectors = None
+        if self._width == 1 and self._lanes == 1:
+            vectors = vectors_of(groups, self._flat, body, mapping)
         if vectors is None:
             return [self._in_turns(f"{name}_turn", count, element)]
         number, rest = vectors.count(count)
@@ -236,8 +288,8 @@ class Row:
         mapping = {**unit_mapping(stage), **mapping}
         axes = [axis for axis in stage.axes if axis.var not in mapping]
         if not axes:
-            store = emit_element([element], self._flat, mapping)
-            return [only_where(self._is_writer(), [store])]
+            stores = self._each(mapping, lambda flat: [emit_element([element], flat, mapping)])
+            return [only_where(self._is_writer(), stores)]
         fixed, (element,) = hoist([element], {axis.var for axis in axes})
         binds = bind_lets(fixed, self._flat, mapping)
         groups = collapse(axes, element.expressions, [[stage.buffer, *stage.indices]])
@@ -254,57 +306,67 @@ class Row:
         mapping = {**mapping, **unit_mapping(stage)}
         axes = [axis for axis in stage.reduced if constant(axis.extent) != 1]
         fixed, (element,) = hoist([element], {axis.var for axis in axes})
-        binds = bind_lets(fixed, self._flat, mapping)
-        dtype = str(stage.init.ty.dtype)
-        zero = index_const(0)
-        own = tirx.decl_buffer((1,), dtype, f"{stage.name}_own", scope="local")
+        binds = self._fixed(fixed, stage, mapping)
+        dtype, at = str(stage.init.ty.dtype), [self.lane]
+        own = tirx.decl_buffer((self._lanes,), dtype, f"{stage.name}_own", scope="local")
 
         def add(value: Any) -> Any:
-            total = combine(combiner, tirx.BufferLoad(own, [zero]), value)
-            return tirx.BufferStore(own, total, [zero])
+            total = combine(combiner, tirx.BufferLoad(own, at), value)
+            return tirx.BufferStore(own, total, at)
 
         def body(flat: Any, position: dict[Any, Any]) -> list[Any]:
             statements, value = emit_value(element, flat, {**mapping, **position})
             return [*statements, add(value)]
 
-        statements = [*binds, tirx.AllocBuffer(own), tirx.BufferStore(own, stage.init, [zero])]
+        start = self._alone([tirx.BufferStore(own, stage.init, at)])
+        statements = [*binds, tirx.AllocBuffer(own), *start]
+        total = tirx.BufferLoad(own, at)
         if not axes:
-            return [*statements, *body(self._flat, {})], tirx.BufferLoad(own, [zero])
+            return [*statements, *self._each(mapping, lambda flat: body(flat, {}))], total
         groups = collapse(axes, element.expressions, [])
         statements += self._spread(groups, stage.name, mapping, body)
-        return [*statements, *self._add_up(own, stage, add)], tirx.BufferLoad(own, [zero])
+        return [*statements, *self._add_up(own, stage, add)], total
+
+    def _alone(self, statements: list[Any]) -> list[Any]:
+        """Run statements that touch no operand for the rows side by side."""
+        return statements if self._lanes == 1 else [for_each(self.lane, self._lanes, statements)]
 
     def _add_up(self, own: Any, stage: Stage, add: Callable[[Any], Any]) -> list[Any]:
-        """Leave in ``own[0]`` of a row's threads the total over them, ``add`` adding to it."""
+        """Leave in ``own`` of a row's threads the total over them, ``add`` adding to it."""
         if self._turns == 1:
             return []
-        dtype, zero, width = str(own.dtype), index_const(0), self._width
+        dtype, zero, width, lanes = str(own.dtype), index_const(0), self._width, self._lanes
+        mine = tirx.BufferLoad(own, [self.lane])
         statements: list[Any] = []
         for distance in (16, 8, 4, 2, 1):
             if distance >= width:
                 # The exclusive or gives all lanes the total, so that nobody has to be told.
-                other = self._from_lane(tirx.BufferLoad(own, [zero]), distance, dtype)
-                statements.append(add(other))
+                statements += self._alone([add(self._from_lane(mine, distance, dtype))])
         if self._threads == WARP:
             return statements
         warps = self._threads // WARP
-        partial = tirx.decl_buffer((warps * width,), dtype, f"{stage.name}_warps", scope="shared")
-        lane = tirx.FloorMod(self._thread, index_const(WARP))
+        size = warps * width * lanes
+        partial = tirx.decl_buffer((size,), dtype, f"{stage.name}_warps", scope="shared")
+        thread = tirx.FloorMod(self._thread, index_const(WARP))
         row = zero if width == 1 else tirx.FloorMod(self._thread, index_const(width))
         warp = tirx.FloorDiv(self._thread, index_const(WARP))
-        store = tirx.BufferStore(partial, tirx.BufferLoad(own, [zero]), [warp * width + row])
-        totals = [tirx.BufferLoad(partial, [row + w * width]) for w in range(warps)]
+
+        def place(warp: Any) -> list[Any]:
+            return [(warp * width + row) * lanes + self.lane]
+
+        store = self._alone([tirx.BufferStore(partial, mine, place(warp))])
+        totals = [tirx.BufferLoad(partial, place(index_const(w))) for w in range(warps)]
         # TVM lets totals share memory, and fails to part them in a launch that the host chooses.
         before = self._meet() if self._has_met else []
         self._has_met = True
+        first = tirx.BufferStore(own, totals[0], [self.lane])
         return [
             *statements,
             tirx.AllocBuffer(partial),
             *before,
-            store if width == WARP else only_where(lane < width, [store]),
+            *(store if width == WARP else [only_where(thread < width, store)]),
             *self._meet(),
-            tirx.BufferStore(own, totals[0], [zero]),
-            *map(add, totals[1:]),
+            *self._alone([first, *map(add, totals[1:])]),
         ]
 
     def _from_lane(self, value: Any, distance: int, dtype: str) -> Any:

@@ -85,7 +85,7 @@ def vectors_of(
     target = Target.current(allow_none=True)
     if target is not None and target.kind.name != "cuda":  # nothing runs code of ROCm here
         return None
-    places = _integers(list((around or {}).values()))
+    places = integers_of(list((around or {}).values()))
     made = (_vectors(groups, flat, body, places, lanes) for lanes in (8, 4))
     return next((vectors for vectors in made if vectors is not None), None)
 
@@ -103,26 +103,64 @@ def _vectors(
     if size is not None and (size < lanes or (outer and size % lanes)):
         return None
     positions = [tirx.Var(f"at_{k}", INDEX) for k in range(len(groups))]
-    neighbours = _Neighbours(flat, [*positions, *places], lanes)
-    mapping: dict[Any, Any] = {}
-    for group, position in zip(outer, positions, strict=False):
-        mapping.update(group_mapping(group, position))
-    mapping.update(group_mapping(inner, positions[-1] * lanes + neighbours.lane))
+    neighbours = Neighbours(flat, [*positions, *places], lanes)
+    mapping = _neighbour(groups, positions, lanes, neighbours.lane)
     statements = neighbours.around(body(neighbours, mapping))
-    if statements is None:
+    if not neighbours.moves:
         return None
     if outer:
         neighbours.require_multiple(extent)
-    extents = [*map(group_extent, outer), extent // lanes]
+    extents = vector_extents(groups, lanes)
     return Vectors(lanes, neighbours.is_aligned(), extents, positions, statements)
 
 
-class _Neighbours(GuardDepth):
-    """Stands for `FlatBuffers` in the code of one of several neighbouring elements."""
+def vector_extents(groups: Sequence[Sequence[Axis]], lanes: int) -> list[Any]:
+    """Extents of collapsed axes, so many neighbours of the last taken as one."""
+    return [*map(group_extent, groups[:-1]), group_extent(groups[-1]) // lanes]
 
-    def __init__(self, flat: FlatBuffers, positions: Sequence[Any], lanes: int) -> None:
-        self.lane = tirx.Var("lane", INDEX)
-        self._flat, self._positions, self._lanes = flat, positions, lanes
+
+def at_vector(
+    groups: Sequence[Sequence[Axis]],
+    index: Any,
+    lanes: int,
+    lane: Any,
+    body: Callable[[dict[Any, Any]], Sequence[Any]],
+) -> list[Any]:
+    """Run ``body(mapping)`` where ``mapping`` is neighbour ``lane`` of a vector with a number."""
+    positions = [tirx.Var(f"at_{k}", INDEX) for k in range(len(groups))]
+    places = split(index, vector_extents(groups, lanes))
+    binds = [tirx.Bind(var, at) for var, at in zip(positions, places, strict=True)]
+    return [*binds, *body(_neighbour(groups, positions, lanes, lane))]
+
+
+def _neighbour(
+    groups: Sequence[Sequence[Axis]], positions: Sequence[Any], lanes: int, lane: Any
+) -> dict[Any, Any]:
+    """Place collapsed axes at a neighbour of the vector whose number is the last position."""
+    *outer, last = positions
+    mapping: dict[Any, Any] = {}
+    for group, position in zip(groups, [*outer, last * lanes + lane], strict=True):
+        mapping.update(group_mapping(group, position))
+    return mapping
+
+
+class Neighbours(GuardDepth):
+    """Stands for `FlatBuffers` in the code of one of several neighbouring elements.
+
+    ``positions``: variables of which places are made, but for ``lane``, which is the neighbour's
+    number.  Unless ``asks``, vectors that only a launch knows to be aligned are not moved as such.
+    """
+
+    def __init__(
+        self,
+        flat: FlatBuffers,
+        positions: Sequence[Any],
+        lanes: int,
+        lane: Any = None,
+        asks: bool = True,
+    ) -> None:
+        self.lane = tirx.Var("lane", INDEX) if lane is None else lane
+        self._flat, self._positions, self._lanes, self._asks = flat, positions, lanes, asks
         self._analyzer = tvm.sym.Analyzer()
         self._analyzer.bind(self.lane, Range(index_const(0), index_const(lanes)))
         # By buffer and place: the buffer, the place of the first neighbour, and the registers.
@@ -143,25 +181,22 @@ class _Neighbours(GuardDepth):
             value = tirx.Cast(str(buffer.dtype), value)
         return tirx.BufferStore(registers, value, [self.lane])
 
-    def around(self, body: Sequence[Any]) -> list[Any] | None:
+    @property
+    def moves(self) -> bool:
+        """Whether anything is moved 16 bytes at a time."""
+        bits = {registers.dtype.bits for *_, registers in self._moved}
+        return bool(bits) and (self._lanes < 8 or 16 in bits)
+
+    @property
+    def _moved(self) -> list[tuple[Any, Any, Any]]:
+        return [*self._read.values(), *self._written.values()]
+
+    def around(self, body: Sequence[Any]) -> list[Any]:
         """Put loads in front of the code of the neighbours, and stores behind it."""
-        moved = [*self._read.values(), *self._written.values()]
-        bits = {registers.dtype.bits for *_, registers in moved}
-        if not moved or (self._lanes == 8 and 16 not in bits):
-            return None
-        each = tirx.For(
-            self.lane,
-            index_const(0),
-            index_const(self._lanes),
-            tirx.ForKind.UNROLLED,
-            sequence(list(body)),
-            # By the compiler: TVM would write the code out so many times.
-            annotations={"pragma_unroll_explicit": False},
-        )
         return [
-            *(tirx.AllocBuffer(registers) for *_, registers in moved),
+            *(tirx.AllocBuffer(registers) for *_, registers in self._moved),
             *(self._move(*one, is_load=True) for one in self._read.values()),
-            each,
+            for_each(self.lane, self._lanes, body),
             *(self._move(*one, is_load=False) for one in self._written.values()),
         ]
 
@@ -222,6 +257,8 @@ class _Neighbours(GuardDepth):
         terms = [self._analyzer.simplify(term) for term in terms]
         if any((constant(term) or 0) % self._lanes for term in terms):
             return False
+        if not self._asks and any(constant(term) is None for term in terms):
+            return False
         for term in terms:
             self.require_multiple(term)
         return True
@@ -252,6 +289,20 @@ class _Neighbours(GuardDepth):
         )
 
 
+def for_each(lane: Any, lanes: int, body: Sequence[Any]) -> Any:
+    """Run statements for each neighbour, of which ``lane`` is the number."""
+    own = tirx.Var("lane", INDEX)  # of this loop alone
+    return tirx.For(
+        own,
+        index_const(0),
+        index_const(lanes),
+        tirx.ForKind.UNROLLED,
+        substitute(sequence(list(body)), {lane: own}),
+        # By the compiler: TVM would write the code out so many times.
+        annotations={"pragma_unroll_explicit": False},
+    )
+
+
 def rolled(statement: Any) -> Any:
     """Keep the compiler from unrolling the loop over what vectors leave: it would spill."""
     if not isinstance(statement, tirx.For):
@@ -268,7 +319,8 @@ def _variables(expr: Any) -> list[Any]:
     return [var for var in found if isinstance(var.ty, tvm.ir.PrimType)]
 
 
-def _integers(expr: Any) -> list[Any]:
+def integers_of(expr: Any) -> list[Any]:
+    """Whole numbers that are variables of an expression, or of several."""
     return list(dict.fromkeys(v for v in _variables(expr) if "int" in str(v.ty.dtype)))
 
 
