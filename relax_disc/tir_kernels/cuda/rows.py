@@ -6,7 +6,7 @@ shuffles, warps through shared memory, always in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tvm import s_tir, tirx
@@ -206,10 +206,10 @@ class Row:
         has_own = any(x.var not in rows and constant(x.extent) != 1 for x in stage.axes)
         return not has_own and element.value.ty.dtype == stage.buffer.dtype
 
-    def _each(self, mapping: dict[Any, Any], body: Callable[[Any], list[Any]]) -> list[Any]:
+    def _each(self, mapping: dict[Any, Any], body: Callable[[Any], Sequence[Any]]) -> list[Any]:
         """Run ``body(flat)``, where ``mapping`` places axes, for the rows side by side."""
         if self._lanes == 1:
-            return body(self._flat)
+            return list(body(self._flat))
         places = integers_of(list(mapping.values()))
         neighbours = Neighbours(self._flat, places, self._lanes, self.lane, asks=False)
         return neighbours.around(body(neighbours))
@@ -257,10 +257,11 @@ class Row:
 
             return [tirx.Bind(number, index), *at_groups(groups, number, name, rows)]
 
+        if self._lanes > 1:
+            # Unrolled by nvcc, some spill; so they take 32 registers, and threads hide latency.
+            return [rolled(self._in_turns(f"{name}_turn", count, element))]
         # Rows side by side are read by neighbouring threads.
-        vectors = None
-        if self._width == 1 and self._lanes == 1:
-            vectors = vectors_of(groups, self._flat, body, mapping)
+        vectors = vectors_of(groups, self._flat, body, mapping) if self._width == 1 else None
         if vectors is None:
             return [self._in_turns(f"{name}_turn", count, element)]
         number, rest = vectors.count(count)
