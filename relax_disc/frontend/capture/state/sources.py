@@ -256,13 +256,14 @@ def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]
     """List the variables from outside that a function's code names."""
     codes = [function.__code__]
     loaded: dict[str, None] = {}
+    stored: set[str] = set()  # variables of closures
     for code in codes:  # grows
         found.names.update(code.co_names)  # of attributes, too
-        loaded |= dict.fromkeys(
-            str(instruction.argval)
-            for instruction in dis.get_instructions(code)
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        )
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                loaded[str(instruction.argval)] = None
+            elif instruction.opname == "STORE_DEREF":
+                stored.add(str(instruction.argval))
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 codes.append(constant)
@@ -270,9 +271,16 @@ def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]
                 found.names.add(constant)
             elif isinstance(constant, tuple):
                 found.names.update(part for part in constant if isinstance(part, str))
-    for name in function.__code__.co_freevars:
-        yield "closure", name
-    if not _is_installed(function):
+    if _is_installed(function):
+        # Settings of a decorator, and the class that super() needs, stay as they are.
+        names = function.__code__.co_freevars
+        yield from (
+            ("closure", name)
+            for name, cell in zip(names, function.__closure__ or (), strict=True)
+            if name in stored or not _is_fixed(cell)
+        )
+    else:
+        yield from (("closure", name) for name in function.__code__.co_freevars)
         yield from (("global", name) for name in loaded if name in function.__globals__)
     defaults = function.__defaults__ or ()
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -285,6 +293,15 @@ def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]
 def _is_installed(function: types.FunctionType) -> bool:
     """Say whether a function is a library's, whose globals are its own affair."""
     return any(f"/{name}-packages/" in function.__code__.co_filename for name in ("site", "dist"))
+
+
+def _is_fixed(cell: types.CellType) -> bool:
+    """Say whether a variable that nobody assigns again holds nothing that can change."""
+    try:
+        value = cell.cell_contents
+    except ValueError:  # no value yet
+        return False
+    return is_plain(value) or (isinstance(value, type) and _is_library(value))
 
 
 @functools.cache
