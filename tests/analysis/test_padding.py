@@ -42,10 +42,14 @@ class Attention(nn.Module):
         self.causal, self.masked = causal, masked
         self.inner = nn.Linear(WIDTH, 3 * WIDTH)
 
-    def forward(self, x, mask):
+    def heads(self, x):
         b, t, _ = x.shape
         parts = self.inner(x).chunk(3, -1)
-        q, k, v = (part.view(b, t, 2, WIDTH // 2).transpose(1, 2) for part in parts)
+        return (part.view(b, t, 2, WIDTH // 2).transpose(1, 2) for part in parts)
+
+    def forward(self, x, mask):
+        b, t, _ = x.shape
+        q, k, v = self.heads(x)
         if not self.masked:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         else:
@@ -57,18 +61,12 @@ class Attention(nn.Module):
         return x + out.transpose(1, 2).reshape(b, t, WIDTH)
 
 
-class Written(nn.Module):
+class Written(Attention):
     """Attention as products, a number for what a mask hides, and a softmax."""
-
-    def __init__(self, causal, masked):
-        super().__init__()
-        self.causal, self.masked = causal, masked
-        self.inner = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x, mask):
         b, t, _ = x.shape
-        parts = self.inner(x).chunk(3, -1)
-        q, k, v = (part.view(b, t, 2, WIDTH // 2).transpose(1, 2) for part in parts)
+        q, k, v = self.heads(x)
         places = torch.arange(t)
         seen = torch.ones(1, 1, t, t, dtype=torch.bool)
         if self.masked:

@@ -149,19 +149,25 @@ def trained(request):
     return model, compiled(model)
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_gradients_are_those_of_all_positions(trained, name):
-    model, step = trained
+def assert_exact(step, model, given):
+    """A step's loss and gradients are those of the model in float64."""
     exact = copy.deepcopy(model).double()
+    exact.zero_grad()
     model.zero_grad()
-    loss = step(**BATCHES[name], update=False)
-    wanted = in_double(exact, BATCHES[name]).loss
+    found = step(**given, update=False), in_double(exact, given)
+    loss, wanted = (x if isinstance(x, torch.Tensor) else x[0] for x in found)
     wanted.backward()
     torch.testing.assert_close(loss.double(), wanted.detach().double(), rtol=1e-5, atol=1e-6)
     top = max(float(p.grad.abs().max()) for p in exact.parameters() if p.grad is not None)
     for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
         if q.grad is not None:
             assert float((p.grad.double() - q.grad).abs().max()) < 3e-6 * top, name
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_gradients_are_those_of_all_positions(trained, name):
+    model, step = trained
+    assert_exact(step, model, BATCHES[name])
 
 
 def test_masked_positions_are_not_computed(trained):
@@ -205,23 +211,13 @@ def test_dropout_drops_what_it_drops_of_all_positions(make):
 def test_the_last_token_is_that_of_all_positions(make):
     torch.manual_seed(0)
     model = make(kind=transformers.LlamaForSequenceClassification, **CLASSES)
-    exact = copy.deepcopy(model).double()
     step = compiled(model, class_of_each=True)
     assert step.padding_report().is_left_out, str(step.padding_report())
     for name in ("full", "right", "left", "one token each", "holes in the mask"):
         given = classified(BATCHES[name])
         # Padding has the id by which the model finds its last token.
         ids = given["input_ids"] = given["input_ids"].clamp(min=1) * given["attention_mask"]
-        model.zero_grad()
-        exact.zero_grad()
-        loss, wanted = step(**given, update=False), in_double(exact, given).loss
-        wanted.backward()
-        loss = loss[0] if isinstance(loss, tuple) else loss
-        torch.testing.assert_close(loss.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
-        top = max(float(p.grad.abs().max()) for p in exact.parameters() if p.grad is not None)
-        for p, q in zip(model.parameters(), exact.parameters(), strict=True):
-            if q.grad is not None:
-                assert float((p.grad.double() - q.grad).abs().max()) < 3e-6 * top
+        assert_exact(step, model, given)
         real = int(given["attention_mask"].sum())
         assert step.memory_report().shape["tokens"] <= min(-(-real // 16) * 16 + 16, ids.numel())
 
@@ -283,20 +279,11 @@ class Sentences(nn.Module):
 def test_masked_means_are_those_of_all_positions():
     torch.manual_seed(0)
     model = Sentences()
-    exact = copy.deepcopy(model).double()
     step = compiled(model, class_of_each=True)
     assert step.padding_report().is_left_out, str(step.padding_report())
     for name in ("full", "right", "left", "one token each", "holes in the mask"):
         given = classified(BATCHES[name])
-        model.zero_grad()
-        exact.zero_grad()
-        loss, wanted = step(**given, update=False), exact(**given)
-        wanted.backward()
-        torch.testing.assert_close(loss.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
-        top = max(float(p.grad.abs().max()) for p in exact.parameters() if p.grad is not None)
-        for p, q in zip(model.parameters(), exact.parameters(), strict=True):
-            if q.grad is not None:
-                assert float((p.grad.double() - q.grad).abs().max()) < 3e-6 * top
+        assert_exact(step, model, given)
         real = int(given["attention_mask"].sum())
         tokens = step.memory_report().shape["tokens"]
         assert tokens == min(-(-real // 16) * 16, given["input_ids"].numel())

@@ -15,6 +15,7 @@ from torch.nn import functional
 import relax_disc
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.loops.sequences import DynamicList
+from tests.frontend.capture.squares import assert_trains_as_eager, compiled
 
 _SHAPES = ((3, 12), (1, 4), (2, 5), (1, 31), (4, 16))
 
@@ -42,32 +43,9 @@ class Pooled(nn.Module):
         return weights.softmax(1) @ x
 
 
-def _loss(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-def _compiled(model: nn.Module) -> Any:
-    shape = {0: Dim("batch", min=1, max=4), 1: Dim("length", min=4, max=31)}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    example = (torch.randn(3, 12, 5),)
-    return relax_disc.compile(model, optimizer, example, dynamic_shapes=(shape,), loss_fn=_loss)
-
-
 def test_positions_from_lists_train_at_every_length() -> None:
     torch.manual_seed(0)
-    model = Pooled()
-    eager = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
-    step = _compiled(model)
-    for batch, length in _SHAPES:
-        x = torch.randn(batch, length, 5)
-        loss = step(x)
-        optimizer.zero_grad()
-        expected = _loss(eager, x)
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(model.distances.weight, eager.distances.weight)
+    assert_trains_as_eager(Pooled(), 5, _SHAPES, min=4, max=31)
 
 
 class Everywhere(nn.Module):
@@ -81,7 +59,7 @@ class Everywhere(nn.Module):
 
 def test_an_element_that_is_not_always_there_is_refused() -> None:
     with pytest.raises(UnsupportedOperatorError, match=r"test_dynamic_lists.py:\d+: .*\[9\]"):
-        _compiled(Everywhere())
+        compiled(Everywhere(), 5, min=4, max=31)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
 
-import relax_disc
 from relax_disc.errors import UnsupportedOperatorError
+from tests.frontend.capture.squares import assert_trains_as_eager, compiled
 
 einx = pytest.importorskip("einx")
 
@@ -31,32 +27,9 @@ class Distances(nn.Module):
         return scores.softmax(-1).mean(0) @ streams
 
 
-def _loss(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-def _compiled(model: nn.Module) -> Any:
-    shape = {0: Dim("batch", min=1, max=4), 1: Dim("length", min=1, max=32)}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    example = (torch.randn(3, 12, 3),)
-    return relax_disc.compile(model, optimizer, example, dynamic_shapes=(shape,), loss_fn=_loss)
-
-
 def test_einx_trains_at_every_size() -> None:
     torch.manual_seed(0)
-    model = Distances()
-    eager = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
-    step = _compiled(model)
-    for batch, length in ((3, 12), (1, 1), (4, 7), (1, 32)):
-        x = torch.randn(batch, length, 3)
-        loss = step(x)
-        optimizer.zero_grad()
-        expected = _loss(eager, x)
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(model.slope, eager.slope)
+    assert_trains_as_eager(Distances(), 3, ((3, 12), (1, 1), (4, 7), (1, 32)), min=1, max=32)
 
 
 class Joined(nn.Module):
@@ -70,11 +43,11 @@ class Joined(nn.Module):
 
 def test_a_size_that_is_a_sum_is_refused() -> None:
     with pytest.raises(UnsupportedOperatorError, match=r"test_einx.py:\d+: einx makes a size"):
-        _compiled(Joined())
+        compiled(Joined(), 3, min=1, max=32)
 
 
 def test_einx_sees_plain_numbers_again() -> None:
     from einx._src.frontend.impl import torch as home
 
-    _compiled(Distances())
+    compiled(Distances(), 3, min=1, max=32)
     assert "int" not in vars(home)
