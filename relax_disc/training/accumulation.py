@@ -14,10 +14,15 @@ from typing import Any
 import torch
 
 from relax_disc.errors import InputMismatchError, OutOfMemoryError, RelaxDiscWarning
+from relax_disc.frontend.optimizer.several import groups_of
 from relax_disc.training.cache.saved_step import Program
 from relax_disc.training.compiled_function import CompiledFunction, bind_vector
 
 Programs = tuple[Program, Program]
+
+_WAITING = "_relax_disc_waiting"
+"""Attribute of a gradient that calls with ``update=False``, of whichever step, have added to: True
+while it waits for an update, False once an update has used it."""
 
 
 class Summing(CompiledFunction):
@@ -95,6 +100,17 @@ def _begin_sums(parameters: Sequence[torch.nn.Parameter]) -> None:
             ) from error
 
 
+def _mark(parameters: Sequence[torch.nn.Parameter], *, waiting: bool) -> None:
+    """Note on gradients whether they wait for an update."""
+    for gradient in (p.grad for p in parameters):
+        if gradient is not None:
+            setattr(gradient, _WAITING, waiting)
+
+
+def _is_used(gradient: torch.Tensor) -> bool:
+    return getattr(gradient, _WAITING, None) is False
+
+
 class Accumulation:
     """The functions of a step that sum gradients, made when they are first needed.
 
@@ -122,12 +138,13 @@ class Accumulation:
         self._compile = programs if callable(programs) else None
         self.programs = None if callable(programs) else programs
         self.started = False
-        self._unwarned = [
+        self._trained = [
             step._model.get_parameter(out.name)
             for out in step._captured.outputs
-            if out.kind == "parameter"
+            if out.kind in ("parameter", "gradient")
         ]
-        self._kept: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._held = [p for _, group in groups_of(optimizer) for p in group["params"]]
+        self._has_warned = False
 
     def known(self) -> tuple[SummingFunction, ...]:
         """Return the functions, if they have been needed."""
@@ -141,7 +158,8 @@ class Accumulation:
         InputMismatchError
             The functions are needed and cannot be made: the step was saved without them, or the
             model is not as it was when the step was compiled; or there is nothing to update, or
-            gradients shall be kept where others lie.
+            gradients shall be kept where others lie; or another step's sums wait for an update of
+            parameters that this step does not train.
         """
         if self._optimizer is None:
             if update:
@@ -151,15 +169,17 @@ class Accumulation:
                     "zero_grad()."
                 )
             return self._step
-        # Where all have been cleared the sum has ended: what is in p.grad later is another's.
+        # Where all have been cleared, or another step's update has used them, the sum has ended:
+        # what is in p.grad later is another's.
         self.started = self.started and any(
-            p.grad is not None for p in self._functions()[0].parameters()
+            p.grad is not None and not _is_used(p.grad) for p in self._functions()[0].parameters()
         )
-        if update and not self.started:
+        others = update and self._others_wait()
+        if update and not self.started and not others:
             if not keep:
                 self._warn_of_others()
                 return self._step
-            if self._holds_others(self._functions()[0].parameters()):
+            if self._holds_others():
                 raise InputMismatchError(
                     "p.grad holds gradients that this step has not made, of a backward() of yours "
                     "perhaps; with keep_gradients=True they would be added to its own. Clear them "
@@ -167,16 +187,32 @@ class Accumulation:
                 )
         return self._functions()[int(update)]
 
-    def _holds_others(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether gradients lie in ``p.grad`` that no call has added."""
-        kept = {id(gradient) for _, gradient in self._kept}
-        return any(p.grad is not None and id(p.grad) not in kept for p in parameters)
+    def _others_wait(self) -> bool:
+        """Whether another step has summed gradients that the optimizer's update would use.
+
+        Raises `InputMismatchError`: some are of parameters that this step does not train.
+        """
+        waiting = [p for p in self._held if p.grad is not None and getattr(p.grad, _WAITING, False)]
+        trained = set(map(id, self._trained)) if waiting else set()
+        if beyond := {id(p) for p in waiting if id(p) not in trained}:
+            named = [name for name, p in self._step._model.named_parameters() if id(p) in beyond]
+            raise InputMismatchError(
+                f"p.grad of {named[0] if named else 'a parameter'} holds gradients that another "
+                "step has added with update=False, and this step does not train it: its update "
+                "would leave them out. Call this step with update=False, too, then the optimizer's "
+                "own step() and zero_grad(); or clear them (`zero_grad()`)."
+            )
+        return bool(waiting)
+
+    def _holds_others(self) -> bool:
+        """Whether gradients lie in ``p.grad`` of which no update that left them there knows."""
+        return any(p.grad is not None and not _is_used(p.grad) for p in self._trained)
 
     def _warn_of_others(self) -> None:
-        """Say once that gradients in ``p.grad`` which no call has added are not used."""
-        if not self._holds_others(self._unwarned):
+        """Say once that gradients in ``p.grad`` which no step has made are not used."""
+        if self._has_warned or not self._holds_others():
             return
-        self._unwarned = []
+        self._has_warned = True
         warnings.warn(
             "p.grad holds gradients that this step has not made, of a backward() of yours perhaps: "
             "the step leaves them out, and leaves them there. Clear them (`zero_grad()`) if they "
@@ -188,32 +224,30 @@ class Accumulation:
 
     def note(self, function: CompiledFunction, keep: bool = False) -> bool:
         """Do what is due after a call: drop the sums when they were used; return if it updated."""
-        if self._made is None or function is self._step:
-            return self._optimizer is not None
-        if function is self._made[0]:
-            self.started = True
+        if isinstance(function, Summing) and (self._made is None or function is self._made[0]):
+            self.started = self._made is not None
+            _mark(function.parameters(), waiting=True)
             return False
+        if self._made is None or function is self._step:
+            return True
         parameters = self._made[0].parameters()
-        self._kept = [(p, p.grad) for p in parameters if p.grad is not None]
+        _mark(parameters, waiting=False)
         self.started = False
         if not keep:
             self.drop_kept()
         return True
 
     def drop_kept(self) -> None:
-        """Drop the gradients of an earlier update, but none that others have put there."""
-        if not self._kept:
-            return
-        for parameter, gradient in self._kept:
-            if parameter.grad is gradient:
-                parameter.grad = None
-        self._kept = []
-        self.forget_gradients()
+        """Drop the gradients that an earlier update has used, of whichever step."""
+        used = [p for p in self._trained if p.grad is not None and _is_used(p.grad)]
+        for parameter in used:
+            parameter.grad = None
+        if used:
+            self.forget_gradients()
 
     def keeps(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Say whether some of these are gradients that an update has used and left."""
-        kept = {id(gradient) for _, gradient in self._kept}
-        return any(id(gradient) in kept for gradient in gradients)
+        return any(map(_is_used, gradients))
 
     def forget_gradients(self) -> None:
         """Let go of the sums' memory, which their owner has dropped or put aside."""

@@ -105,6 +105,62 @@ def test_gradients_of_others_are_left_out_after_a_sum_was_cleared():
     close(step.model, other.model)
 
 
+def _entropy(model, x):
+    return torch.tanh(model.first(x)).square().mean() + model.second.weight.square().sum()
+
+
+@pytest.mark.parametrize("norm", [None, 0.05])
+def test_another_steps_sums_are_part_of_the_update(norm):
+    first = make("adamw", max_grad_norm=norm)
+    model, twin = first.model, copy.deepcopy(first.model)
+    theirs = OPTIMIZERS["adamw"](twin.parameters())
+    example, shapes = batches(1, 4), ({0: Dim("rows", min=1, max=64)},)
+    options = {"dynamic_shapes": shapes, "max_grad_norm": norm}
+
+    def every(model, x):  # all parameters, whatever the bias of the last layer does
+        return _entropy(model, x) + model.second.bias.square().sum()
+
+    second = relax_disc.compile(model, first.optimizer, example, loss_fn=every, **options)
+    for x in batches(3, 5):
+        first(x, update=False)
+        second(x, keep_gradients=True)
+        for loss in (quarter, every):
+            loss(twin, x).backward()
+        _update(theirs, twin, norm)
+        first(x)  # the gradients kept are used, and no sum
+        quarter(twin, x).backward()
+        _update(theirs, twin, norm)
+        close(model, twin)
+
+
+def _update(optimizer, model, norm):
+    if norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_another_steps_sums_that_an_update_would_leave_out_are_refused():
+    first = make("momentum")
+    model = first.model
+    shapes = ({0: Dim("rows", min=1, max=64)},)
+    (x,) = batches(1, 5)
+    second = relax_disc.compile(
+        model, first.optimizer, (x,), dynamic_shapes=shapes, loss_fn=_entropy
+    )
+    first(x, update=False)
+    before = copy.deepcopy(model)
+    with pytest.raises(InputMismatchError, match=r"second\.bias holds gradients that another step"):
+        second(x)
+    close(model, before)
+    second(x, update=False)  # what the message says
+    first.optimizer.step()
+    first.optimizer.zero_grad()
+    (quarter(before, x) + _entropy(before, x)).backward()
+    OPTIMIZERS["momentum"](before.parameters()).step()
+    close(model, before)
+
+
 def test_four_batches_equal_one_of_four_times_the_size():
     parts = batches(4, 5)
     step, whole = make(), make(loss_fn=None)

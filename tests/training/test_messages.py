@@ -215,6 +215,29 @@ def test_one_token_has_no_next_and_its_mean_is_eagers_nan():
         torch.testing.assert_close(step(ids, update=False), expected, equal_nan=True)
 
 
+def test_the_shortest_batch_may_be_the_example():
+    """A curriculum begins with it; of two tokens one has a next, which PyTorch takes for a size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 8), nn.GRU(8, 8, batch_first=True))
+    eager = copy.deepcopy(model)
+
+    def loss(model, ids):
+        states, _ = model(ids)
+        return F.cross_entropy(states[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, eager)]
+    shapes = ({0: Dim("batch", min=1, max=8), 1: Dim("length", min=2, max=16)},)
+    ids = [torch.arange(rows * n).reshape(rows, n) % 8 for rows, n in ((1, 2), (3, 5), (2, 16))]
+    step = relax_disc.compile(model, optimizers[0], (ids[0],), dynamic_shapes=shapes, loss_fn=loss)
+    for batch in ids:
+        expected = loss(eager, batch)
+        torch.testing.assert_close(step(batch), expected.detach())
+        expected.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())
+
+
 def test_a_branch_on_three_tokens_is_still_seen():
     class Branch(NextToken):
         def forward(self, ids):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +54,6 @@ from relax_disc.frontend.capture.sizes.branches import (
     SizeBranches,
     lines_that_fix_sizes,
     overlaps_by_stride,
-    places,
     size_branches,
 )
 from relax_disc.frontend.capture.sizes.counted import merge_equal_masks, refuse_other_sizes
@@ -69,6 +67,15 @@ from relax_disc.frontend.capture.sizes.stand_ins import stand_ins
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
 from relax_disc.frontend.capture.state.live_number import LiveNumber
 from relax_disc.frontend.capture.state.outer_state import OuterState
+from relax_disc.frontend.capture.torch_errors import (
+    contradiction,
+    data_dependent,
+    first_part,
+    is_of_torch,
+    traceback_text,
+    translated,
+    untraceable,
+)
 
 _MOST_EXAMPLES = 3
 """A program of one size may rely on what fails at others, and be right for all when made there."""
@@ -249,7 +256,7 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
     try:
         declared = declared_dims(combined, dynamic_shapes)
     except UserError as error:
-        raise _translate(error) from error
+        raise translated(error) from error
     except RelaxDiscError:
         raise
     except ValueError as error:
@@ -259,26 +266,30 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
     leaves, structure = pytree.tree_flatten((args, kwargs))
     sizes: dict[str, int] = {}
     first: ShapeRangeError | None = None
+    equals = False  # whether the example's sizes were equal where others are not
     for left in reversed(range(_MOST_EXAMPLES)):
         example = _enlarged((args, kwargs), declared, sizes)
         try:
-            run = _recorded(wrapped, example, dynamic_shapes, leaves, first is not None)
+            run = _recorded(wrapped, example, dynamic_shapes, leaves, equals)
             _erase_unread(run.program.graph_module)
             refuse_other_sizes(run.program)
             merge_equal_masks(run.program.graph_module)
             table = dim_table(run.program, leaves, declared)
             check_assertions(run.program, table, run.branches)
             check_derived_dims(run.program, table, run.branches, run.lines)
-            if first is not None:
+            if equals:
                 check_asked(run.program, table, run.branches)
             break
         except Exception as error:
-            if not isinstance(error, ShapeRangeError) or not error.dims or not left:
+            fixed = isinstance(error.__cause__, UserError)  # torch.export took sizes for numbers
+            again = isinstance(error, ShapeRangeError) and error.dims and left
+            if not again or (fixed and first is not None):
                 if first is None:
                     raise
                 raise first from None
+            equals = equals or not fixed
             first = first or error
-            sizes |= error.fails_at
+            sizes |= _in_range(error.fails_at, declared)
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     batch = BatchSpec(structure, fixed, _positional(wrapped.forward))
     wrapped.outer.warn(run.example.deciding)
@@ -392,6 +403,16 @@ def _enlarged(
     )
 
 
+def _in_range(
+    sizes: Mapping[str, int], declared: Mapping[int, Mapping[int, Any]]
+) -> dict[str, int]:
+    """Cut sizes of dims, by name, to the greatest that is declared for each."""
+    dims = (dim for by_axis in declared.values() for dim in by_axis.values())
+    roots = (getattr(dim, "root", dim) for dim in dims)
+    most = {root.__name__: root.max for root in roots if isinstance(root, torch.export.Dim)}
+    return {name: int(min(size, most.get(name, size))) for name, size in sizes.items()}
+
+
 def _export(
     wrapped: nn.Module,
     args: tuple[Any, ...],
@@ -439,25 +460,25 @@ def _export(
         DataDependentOutputException,
         DynamicOutputShapeException,
     ) as error:
-        raise _data_dependent(error) from error
+        raise data_dependent(error) from error
     except UnsupportedOperatorException as error:
-        raise _untraceable(error) from error
+        raise untraceable(error) from error
     except UserError as error:
-        raise _translate(error, lines) from error
+        raise translated(error, lines) from error
     except (RelaxDiscError, LoopRefusal):
         raise
     except (RuntimeError, AttributeError) as error:
-        if isinstance(error, AttributeError) and not _is_of_torch(error):
+        if isinstance(error, AttributeError) and not is_of_torch(error):
             raise  # the model's own
-        line = parse_stack(_traceback(error))
+        line = parse_stack(traceback_text(error))
         raise UnsupportedOperatorError(
-            f"{line}: PyTorch cannot trace the model: {_first_part(error)}",
+            f"{line}: PyTorch cannot trace the model: {first_part(error)}",
             (("what torch.export cannot trace", str(line)),),
         ) from error
     except TypeError as error:
         if "unhashable type: non-nested SymInt" not in str(error):
             raise  # the model's own
-        line = parse_stack(_traceback(error))
+        line = parse_stack(traceback_text(error))
         raise UnsupportedOperatorError(
             f"{line}: a size that differs between batches is the key of a dict or a member of a "
             "set; compute what is kept there each time, or keep it for the greatest size and "
@@ -465,11 +486,11 @@ def _export(
             (("a size as a key", str(line)),),
         ) from error
     except ValueError as error:
-        trace = _traceback(error)
+        trace = traceback_text(error)
         if re.search(r"\bs\d+\b", str(error)):  # PyTorch asks for a number, and got a symbol
             line = parse_stack(trace)
             raise UnsupportedOperatorError(
-                f"{line}: PyTorch cannot trace the model with symbolic sizes: {_first_part(error)}",
+                f"{line}: PyTorch cannot trace the model with symbolic sizes: {first_part(error)}",
                 (("what torch.export cannot trace", str(line)),),
             ) from error
         if ", in make_fake_inputs" not in trace:  # the model's own
@@ -477,49 +498,13 @@ def _export(
         raise InputMismatchError(f"example_inputs cannot be exported: {error}") from error
     except AssertionError as error:
         # torch's own, made while it words what the model asks of the dims; the model's stay.
-        if "/torch/" not in _traceback(error).splitlines()[-1]:
+        if "/torch/" not in traceback_text(error).splitlines()[-1]:
             raise
         reason = (
             f"it branches on a size in a way that torch.export cannot put into words ({error}), "
             "such as `if length % 5`; pad or cut outside the model"
         )
-        raise _contradiction(reason, lines) from error
-
-
-def _translate(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
-    if error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
-        least = _LEAST.findall(str(error).partition("Suggested fixes:")[2])
-        if least:
-            dims = ", ".join(
-                f"Dim({name!r}, min={low}{f', max={high}' if high else ''})"
-                for name, low, high in least
-            )
-            reason = f"shorter batches than that do not go through it: give {dims}"
-        elif multiples := _MULTIPLE.findall(str(error).partition("Suggested fixes:")[2]):
-            name, divisor = multiples[0]
-            reason = (
-                f"the remainder of {name} by {divisor} decides which way it goes: give an example "
-                f"whose {name} is a multiple of {divisor}, declare it as {divisor} * Dim(...), and "
-                "pad batches to multiples"
-            )
-        elif fixed := _FIXED.findall(str(error).partition("Suggested fixes:")[2]):
-            dims = " and ".join(f"{name} becomes the number {size}" for name, size in fixed)
-            reason = (
-                f"{dims}, by a Python loop over it or another use of its value; write that with "
-                "operators over the whole axis, declare the dim static and give one size always, "
-                'or use torch.compile(model, backend="relax_disc"), which makes a program for each '
-                "size"
-            )
-        else:
-            reason = _first_part(error)
-        return _contradiction(reason, lines)
-    if error.error_type is UserErrorType.INVALID_INPUT:
-        return InputMismatchError(f"dynamic_shapes do not fit the example inputs: {error}")
-    return _data_dependent(error)
-
-
-def _contradiction(reason: str, lines: Sequence[SourceLine]) -> ShapeRangeError:
-    return ShapeRangeError(f"The model contradicts dynamic_shapes{places(lines)}: {reason}")
+        raise contradiction(reason, lines) from error
 
 
 def _erase_unread(module: fx.GraphModule) -> None:
@@ -538,55 +523,3 @@ def _erase_unread(module: fx.GraphModule) -> None:
         if node in of_data and unread:
             graph.erase_node(node)
     module.recompile()
-
-
-_ADVICE_OF_TORCH = re.compile(
-    r"The error above occurred.*|While executing %.*|Use tlparse to see.*"
-    r"|For more information, run with TORCH_LOGS\S*"
-    r"|(Please )?file an issue on github\.?|For the potential source, you can refer[^.]*\.",
-    re.IGNORECASE | re.DOTALL,
-)
-_FIXED = re.compile(r"^\s*(\w+) = (\d+)\s*$", re.MULTILINE)
-_MULTIPLE = re.compile(r"^\s*(\w+) = (\d+)\*_\w+(?: [+-] \d+)?\s*$", re.MULTILINE)
-_LEAST = re.compile(r"(\w+) = Dim\('\w+', min=(\d+)(?:, max=(\d+))?\)")
-
-
-def _first_part(error: Exception) -> str:
-    """Cut torch's advice about tools of its own off an error's message."""
-    return _ADVICE_OF_TORCH.sub("", str(error)).strip()
-
-
-def _data_dependent(error: Exception) -> UnsupportedOperatorError:
-    line, trace = parse_stack(str(error)), _traceback(error)
-    if not line.file:
-        line = parse_stack(trace)
-    if "/torch/distributions/" in trace:
-        advice = (
-            "torch.distributions checks its arguments so; say validate_args=False, or "
-            "torch.distributions.Distribution.set_default_validate_args(False) before compile"
-        )
-    else:
-        advice = "leave the branch out, write it with torch.where, or compute it in loss_fn"
-    return UnsupportedOperatorError(
-        f"{line}: the model decides from data (control flow or a shape that depends on the values "
-        f"of a tensor), which one compiled program cannot follow; {advice}.",
-        (("data-dependent control flow", str(line)),),
-    )
-
-
-def _untraceable(error: UnsupportedOperatorException) -> UnsupportedOperatorError:
-    line, name = parse_stack(_traceback(error)), str(error.func)
-    return UnsupportedOperatorError(
-        f"{line}: PyTorch cannot trace {name} with symbolic sizes.", ((name, str(line)),)
-    )
-
-
-def _is_of_torch(error: BaseException) -> bool:
-    """Say whether PyTorch's own code raised an error."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return last.filename.startswith(torch.__path__[0])
-
-
-def _traceback(error: BaseException) -> str:
-    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
-    return "".join(f'File "{f.filename}", line {f.lineno}, in {f.function}\n' for f in frames)

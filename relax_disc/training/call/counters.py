@@ -142,8 +142,8 @@ class StepCounters:
         if not all(missing):
             name = self._group.targets[missing.index(True)]
             raise InputMismatchError(
-                f"The optimizer's state of {name} is gone and that of other parameters of its "
-                "group is there; compile the step again, or clear all of it."
+                f"The optimizer has no state of {name}, but has one of others of its group, which "
+                f"had as many updates as it when the step was compiled. {_APART}"
             )
         self._pending = True
         again = self._created or [{}] * len(self._parameters)
@@ -177,7 +177,7 @@ class StepCounters:
                 raise InputMismatchError(
                     f"The optimizer's step counts ({scalar.key}) of {self._group.targets[0]} and "
                     f"others of its parameter group differ ({sorted(numbers)[:4]}), but they "
-                    "agreed when the step was compiled; compile the step again."
+                    f"agreed when the step was compiled. {_APART}"
                 )
             self._now[scalar.key] = numbers.pop()
         self._remember()
@@ -264,6 +264,13 @@ class GroupWatch:
 
 
 _NO_STATE: dict[str, Any] = {}
+_APART = (
+    "Does another step, or a backward() of yours, train only some of them (the head of one task, "
+    "say)? Give those a parameter group of their own before compiling: "
+    'AdamW([{"params": shared}, {"params": head}]). Was state loaded or cleared for some of them? '
+    "Do so for all, or compile the step again."
+)
+"""What to do where one vector of hyper-parameters would have to hold several counts."""
 
 
 def _is_fixed(value: Any) -> bool:
