@@ -10,7 +10,7 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm import tirx
+from tvm import relax, tirx
 from tvm.sym.analyzer import Analyzer
 
 from relax_disc.analysis.kernels.mutate import mutate
@@ -29,17 +29,18 @@ class CanonicalizeExtents:
             dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
         )
         for variable, function in mod.functions_items():
-            if isinstance(function, tirx.PrimFunc) and _has_sum(function):
+            if isinstance(function, relax.Function) or _has_sum(function):
                 result.update_func(variable, with_simple_extents(function))
         return result
 
 
-def with_simple_extents(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Simplify the integer sums of one kernel."""
+def with_simple_extents(function: Any) -> Any:
+    """Simplify the integer sums of one kernel, or those in the types of one Relax function."""
     analyzer = Analyzer()
 
     def simplified(expr: Any, mutator: Any) -> Any:
-        del mutator
+        # What lies below as well: a load of a float, of a buffer that has become another one.
+        expr = mutator.default_mutate(expr)
         if str(expr.ty) != "int64":
             return expr
         # The same object where nothing changes: another one would make another buffer of it.
@@ -47,12 +48,12 @@ def with_simple_extents(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
         return expr if tvm_ffi.structural_equal(simpler, expr) else simpler
 
     for kind in _COMPOSITE:
-        kernel = mutate(kernel, (kind, simplified))
-    return kernel
+        function = mutate(function, (kind, simplified))
+    return function
 
 
-def _has_sum(function: tirx.PrimFunc) -> bool:
-    return any(
+def _has_sum(function: Any) -> bool:
+    return isinstance(function, tirx.PrimFunc) and any(
         isinstance(extent, _COMPOSITE) for buffer in function.params for extent in _shape(buffer)
     )
 
