@@ -282,8 +282,8 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
             break
         except Exception as error:
             fixed = isinstance(error.__cause__, UserError)  # torch.export took sizes for numbers
-            again = isinstance(error, ShapeRangeError) and error.dims and left
-            if not again or (fixed and first is not None):
+            last = not left or (fixed and first is not None)
+            if not isinstance(error, ShapeRangeError) or not error.dims or last:
                 if first is None:
                     raise
                 raise first from None
