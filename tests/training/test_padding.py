@@ -102,6 +102,26 @@ def test_gradients_are_those_of_all_positions(llama, name):
     assert gradient_error(model, exact) < 2e-6
 
 
+class Scaled(Llama):
+    """Looks up a number of each sequence by its place in the batch, as chunked masks do."""
+
+    def forward(self, ids, labels):
+        counts = (labels != IGNORED).sum(1)
+        picked = counts[torch.arange(ids.shape[0])[:, None]]
+        return super().forward(ids, labels) * picked.float().mean()
+
+
+def test_numbers_of_sequences_may_be_looked_up():
+    torch.manual_seed(0)
+    model = Scaled(whole=True)
+    step = compiled(model)
+    for name in ("lengths", "one sequence of one", "one label"):
+        exact = copy.deepcopy(model).double()
+        exact(*BATCHES[name]).backward()
+        trained(step, model, BATCHES[name])
+        assert gradient_error(model, exact) < 2e-6
+
+
 def test_positions_behind_the_last_label_are_not_computed(llama):
     _, step = llama
     assert step.padding_report().is_left_out

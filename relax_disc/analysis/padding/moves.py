@@ -81,6 +81,8 @@ def _move_by_data(call: relax.Call, module: tvm.IRModule, elements: Elements) ->
     if stage.combiner is not None:
         return None
     if isinstance(stage.value, tvm.ir.TensorLoad) and stage.value.source.same_as(source):
+        if len(stage.value.indices) < 2:
+            return None
         first, place, *rest = stage.value.indices
         is_one = len(own) == len(rest) + 2 and ones[1]
         fits = _are(rest, own[2:] if is_one else own[1:]) and reader.value(first) == BATCH
