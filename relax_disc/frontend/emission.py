@@ -19,7 +19,12 @@ from relax_disc.frontend.capture.sizes.counted import reaches_results
 from relax_disc.frontend.capture.trace import Traced
 from relax_disc.frontend.emitter import Emitter
 from relax_disc.frontend.importer import Parameters, declare, translate
-from relax_disc.frontend.index_checks import Guards, IndexChecks, normalization_checks
+from relax_disc.frontend.index_checks import (
+    Guards,
+    IndexChecks,
+    branch_checks,
+    normalization_checks,
+)
 from relax_disc.frontend.optimizer.gradients import declare_gradients, emit_sums
 from relax_disc.frontend.optimizer.updates import emit_updates, plan_updates
 from relax_disc.frontend.spec import (
@@ -124,7 +129,11 @@ def _emit(
         plain_extras=plain,
         function=wanted.function,
         index_checks=tuple(checks.at_entry),
-        size_checks=(*checks.sizes, *normalization_checks(exported.program, symbols)),
+        size_checks=(
+            *checks.sizes,
+            *normalization_checks(exported.program, symbols),
+            *branch_checks(exported.size_branches, symbols),
+        ),
         outer=outer_of(traced.arguments, exported.outer),
         counted=counted,
     )

@@ -13,13 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 from tvm import relax, te, tirx
 from tvm.ir import StringImm
 
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.errors import GraphError, ShapeRangeError
 from relax_disc.frontend.capture.arguments import Argument
+from relax_disc.frontend.capture.sizes.guards import SizeBranch
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.emitter import Emitter
 from relax_disc.frontend.index_ranges import IndexRanges, Interval, Size, required
@@ -318,6 +322,44 @@ def normalization_checks(program: ExportedProgram, symbols: SymbolTranslator) ->
         extents = f"[{extents}]" if "group" in name else f"torch.Size([{extents}])"
         message = f"{text} when training, got input size {extents}{_at_line(node)}"
         checks.append(SizeCheck(size, "!=", 1, message, tuple(shape)))
+    return checks
+
+
+def branch_checks(branches: Sequence[SizeBranch], symbols: SymbolTranslator) -> list[SizeCheck]:
+    """Write what calls must fulfil to go the example's way where the model branches on sizes.
+
+    Raises `ShapeRangeError`: a condition is none between whole numbers.
+    """
+    checks = []
+    for branch in branches:
+        less, more = branch.condition.args
+        if isinstance(branch.condition, sympy.Ge | sympy.Gt):
+            less, more = more, less
+        if isinstance(branch.condition, sympy.Gt | sympy.Lt):
+            less += 1
+        text = [symbols.arithmetic(side) for side in (less, more)]
+        asked = symbols.arithmetic(branch.condition)
+        try:
+            for side in text:
+                SymbolicExpr.parse(side)
+        except GraphError as error:
+            raise ShapeRangeError(
+                f"{branch.line}: the model goes one way where {asked} and another elsewhere, which "
+                "calls cannot check; write it without division and max, or declare ranges that "
+                "decide it."
+            ) from error
+        message = (
+            (
+                f"the model branches at {branch.line}, and goes the example's way where {asked}. "
+                "Crop or pad the batch, or compile a second step with such a batch as the example."
+            )
+            .replace("{", "{{")
+            .replace("}", "}}")
+        )
+        is_unequal = isinstance(branch.condition, sympy.Ne)
+        checks.append(SizeCheck(text[0], "!=" if is_unequal else "<=", text[1], message))
+        if isinstance(branch.condition, sympy.Eq):
+            checks.append(SizeCheck(text[1], "<=", text[0], message))
     return checks
 
 

@@ -80,8 +80,16 @@ class SymbolTranslator:
         """Write a size with the dims' own names, such as ``"8*k"``; a constant stays a number."""
         if isinstance(value, int) or value.node.expr.is_Integer:
             return int(value)
-        expr = value.node.expr
+        return self.arithmetic(value.node.expr)
+
+    def arithmetic(self, expr: sympy.Basic) -> str:
+        """Write an expression, or a condition, with the dims' own names and Python's operators."""
         renamed = {s: sympy.Symbol(self._dims[s].name, integer=True) for s in expr.free_symbols}
+        for kind in _MODULI:
+            expr = expr.replace(kind, lambda x, by: x - by * torch_sympy.FloorDiv(x, by))
+        if isinstance(expr, sympy.Eq | sympy.Ne):
+            sign = "==" if isinstance(expr, sympy.Eq) else "!="
+            return f"{self.arithmetic(expr.lhs)} {sign} {self.arithmetic(expr.rhs)}"
         return str(expr.xreplace(renamed))
 
     def shape(self, sizes: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import relax_disc
-from relax_disc.errors import BranchError, UnsupportedOperatorError
+from relax_disc.errors import BranchError, ShapeRangeError, UnsupportedOperatorError
 
 X, Y = torch.linspace(-1, 1, 20).reshape(5, 4), torch.tensor([0, 2, 1, -100, 2])
 EMPTY = torch.full((5,), -100)
@@ -175,3 +175,45 @@ def test_what_no_batch_tells_is_refused():
     for loss_fn in (drawn, repeated):
         with pytest.raises(UnsupportedOperatorError, match="decides from data"):
             compiled(Net(), (X,), loss_fn)
+
+
+class OnSizes(nn.Module):
+    """Takes another way for pictures that are square, as wide as high, or of 16 patches."""
+
+    def __init__(self, asks):
+        super().__init__()
+        self.linear, self.asks = nn.Linear(4, 4), asks
+
+    def forward(self, x):
+        h = self.linear(x).square().mean()
+        return 2 * h if self.asks(x.shape[1], x.shape[2]) else h
+
+
+@pytest.mark.parametrize(
+    ("asks", "kind"),
+    [
+        (lambda high, wide: high == wide, "plain"),
+        (lambda high, wide: high == wide, "multiple"),
+        (lambda high, wide: (high // 8) * (wide // 8) == 16 and high == wide, "plain"),
+        (lambda high, wide: (high // 8) * (wide // 8) == 16 and high == wide, "multiple"),
+        (lambda high, wide: high > wide, "plain"),
+    ],
+)
+def test_a_branch_on_two_sizes_is_checked_at_each_call(asks, kind):
+    """torch.export watches each dim by itself, and lets two differ in the example and be equal."""
+    model = OnSizes(asks)
+    if kind == "plain":
+        shapes = {1: Dim("high", min=8, max=64), 2: Dim("wide", min=8, max=64)}
+    else:
+        shapes = {1: 8 * Dim("p", min=1, max=8), 2: 8 * Dim("q", min=1, max=8)}
+    example = torch.randn(1, 40, 48, 4)
+    step = relax_disc.compile(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), (example,), dynamic_shapes=(shapes,)
+    )
+    for high, wide in ((40, 48), (24, 64), (32, 32), (56, 40)):
+        batch = torch.randn(1, high, wide, 4)
+        if asks(high, wide) == asks(40, 48):
+            torch.testing.assert_close(step(batch), model(batch).detach())
+        else:
+            with pytest.raises(ShapeRangeError, match=r"branches at \S+:\d+, and goes the example"):
+                step(batch)

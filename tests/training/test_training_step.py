@@ -378,3 +378,34 @@ def test_refuses_a_loss_that_is_not_finite_when_asked(kind):
     assert torch.isfinite(step(x, y))
     step.check_finite = False
     assert torch.isnan(step(x, y * float("nan")))
+
+
+@pytest.mark.parametrize("ids_first", [True, False])
+def test_a_size_that_is_declared_as_one_less_is_not_taken_for_the_dim(ids_first):
+    """Log-probabilities of the next token, given beside the ids, as in PPO."""
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+
+    def ratio(model, ids, old):
+        new = model(ids)[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])
+        return (new.squeeze(2) - old).exp().mean()
+
+    def batch(length):
+        pair = torch.arange(3 * length).reshape(3, length) % 9, torch.zeros(3, length - 1)
+        return pair if ids_first else pair[::-1]
+
+    rows, length = Dim("rows", min=1, max=8), Dim("length", min=2, max=16)
+    shapes = {0: rows, 1: length}, {0: rows, 1: length - 1}
+    loss_fn = ratio if ids_first else lambda model, old, ids: ratio(model, ids, old)
+    step = relax_disc.compile(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        batch(9),
+        dynamic_shapes=shapes if ids_first else shapes[::-1],
+        loss_fn=loss_fn,
+    )
+    for size in (2, 9, 16):
+        torch.testing.assert_close(step(*batch(size)), loss_fn(model, *batch(size)).detach())
+        assert step.shape_of(*batch(size)) == {"rows": 3, "length": size}
+        assert step.plan(rows=3, length=size).peak_bytes == step.memory_report().peak_bytes
+    with pytest.raises(ShapeRangeError):
+        step(*batch(17))

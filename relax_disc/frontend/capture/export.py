@@ -57,11 +57,19 @@ from relax_disc.frontend.capture.sizes.branches import (
     size_branches,
 )
 from relax_disc.frontend.capture.sizes.counted import merge_equal_masks, refuse_other_sizes
-from relax_disc.frontend.capture.sizes.dims import DimTable, declared_dims, dim_table, enlarge
+from relax_disc.frontend.capture.sizes.dims import (
+    DimTable,
+    declared_dims,
+    dim_table,
+    enlarge,
+    roots_stay,
+)
 from relax_disc.frontend.capture.sizes.guards import (
+    SizeBranch,
     check_asked,
     check_assertions,
     check_derived_dims,
+    varying_branches,
 )
 from relax_disc.frontend.capture.sizes.stand_ins import stand_ins
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
@@ -96,6 +104,7 @@ class Exported:
     outer: OuterState
     loops: tuple[LoopBody, ...] = ()
     ones_are_general: bool = False
+    size_branches: tuple[SizeBranch, ...] = ()
 
 
 class _Wrapped(nn.Module):
@@ -270,13 +279,15 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
     for left in reversed(range(_MOST_EXAMPLES)):
         example = _enlarged((args, kwargs), declared, sizes)
         try:
-            run = _recorded(wrapped, example, dynamic_shapes, leaves, equals)
+            with roots_stay(wrapped, args, kwargs, declared):
+                run = _recorded(wrapped, example, dynamic_shapes, leaves, equals)
             _erase_unread(run.program.graph_module)
             refuse_other_sizes(run.program)
             merge_equal_masks(run.program.graph_module)
             table = dim_table(run.program, leaves, declared)
-            check_assertions(run.program, table, run.branches)
-            check_derived_dims(run.program, table, run.branches, run.lines)
+            varying = varying_branches(run.program, table, run.branches)
+            check_assertions(run.program, table, run.branches, varying)
+            check_derived_dims(run.program, table, run.branches, run.lines, varying)
             if equals:
                 check_asked(run.program, table, run.branches)
             break
@@ -302,6 +313,7 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
         wrapped.outer,
         tuple(run.bodies),
         run.branches.ones_are_general,
+        varying,
     )
 
 

@@ -50,13 +50,13 @@ class SizeBranches:
         """Note a condition, whether it held or not, and the line that asked."""
         self.asked.setdefault(condition, line)
         for equality in condition.atoms(sympy.Eq, sympy.Ne):
-            self._differences.setdefault(_difference(equality), line)
+            self._differences.setdefault(difference_of(equality), line)
         for inequality in condition.atoms(sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt):
             self._inequalities |= {inequality.canonical, inequality.negated.canonical}
 
     def line(self, condition: Any) -> SourceLine:
         """Return the line that asked for a condition; one without a file where none is known."""
-        found = (_difference(e) for e in condition.atoms(sympy.Eq, sympy.Ne))
+        found = (difference_of(e) for e in condition.atoms(sympy.Eq, sympy.Ne))
         return next((self._differences[d] for d in found if d in self._differences), _UNKNOWN)
 
     def decides(self, condition: Any) -> bool:
@@ -68,7 +68,7 @@ class SizeBranches:
             return True
         if 1 in condition.args and not self.ones_are_general:
             return True
-        return _difference(condition) in self._differences
+        return difference_of(condition) in self._differences
 
     def required(self, condition: Any) -> Any:
         """What must hold of a condition; the code of the model is taken by its word."""
@@ -100,7 +100,7 @@ def general(condition: Any) -> Any:
     return size >= 1 if least == 2 else condition
 
 
-def _difference(equality: Any) -> Any:
+def difference_of(equality: Any) -> Any:
     """Bring an equality into a form that does not depend on how it was written."""
     left, right = equality.args
     _, difference = sympy.expand(left - right).primitive()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import sympy
 import torch
+from torch._dynamo.source import TensorProperty, TensorPropertySource
+from torch._export.non_strict_utils import key_path_to_source, make_sourced_prefixes
 from torch.export import ExportedProgram
 from torch.export.dynamic_shapes import _DerivedDim, _tree_map_with_path
-from torch.utils._pytree import keystr
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend.capture.sizes.counted import CountedSize
@@ -92,6 +97,47 @@ def declared_dims(combined: Mapping[str, Any], dynamic_shapes: Any) -> dict[int,
     return found
 
 
+@contextlib.contextmanager
+def roots_stay(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    declared: Mapping[int, Mapping[int, Any]],
+) -> Iterator[None]:
+    """Let sizes that are declared as ``T - 1`` be written in ``T``, never the other way round.
+
+    torch.export solves for the larger of two sizes that prove to be related, and the smaller one's
+    symbol would be taken for the dim ``T``.
+    """
+    prefixes = make_sourced_prefixes(module, args, kwargs)
+    derived = {
+        TensorPropertySource(key_path_to_source(path, prefixes), TensorProperty.SIZE, axis).name
+        for path, leaf in tree_flatten_with_path((args, kwargs))[0]
+        for axis, dim in declared.get(id(leaf), {}).items()
+        if isinstance(dim, _DerivedDim)
+    }
+    before: Any = ShapeEnv._set_replacement
+
+    def replacing(self: Any, symbol: Any, value: Any, *reason: Any, **named: Any) -> Any:
+        def is_derived(size: Any) -> bool:
+            return any(source.name in derived for source in self.var_to_sources.get(size, ()))
+
+        others = list(getattr(value, "free_symbols", ()))
+        if len(others) == 1 and is_derived(others[0]) and not is_derived(symbol):
+            difference = value - others[0]
+            if difference.is_Integer:
+                symbol, value = others[0], symbol - difference
+                # Kept apart from 1, which T - 1 may be, it would not be replaced.
+                self.size_like.discard(symbol)
+        return before(self, symbol, value, *reason, **named)
+
+    with patch.object(ShapeEnv, "_set_replacement", replacing) if derived else _AS_IT_IS:
+        yield
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
 def _check_example(path: Any, leaf: torch.Tensor, axis: int, dim: Any) -> None:
     """Refuse an example outside the declared range: torch.export would blame the model."""
     if isinstance(dim, _DerivedDim):
@@ -137,6 +183,16 @@ def _note(
     specs: dict[str, DimSpec],
 ) -> None:
     root = dim.root if isinstance(dim, _DerivedDim) else dim
+    if (
+        root is dim
+        and isinstance(dim, torch.export.Dim)
+        and not expr.is_Symbol
+        and expr.free_symbols
+    ):
+        raise ShapeRangeError(
+            f"The model relates {dim.__name__} to another size, as {expr}; declare that one by "
+            f"{dim.__name__}, such as {dim.__name__} - 1, or crop it inside the model."
+        )
     for symbol in sorted(expr.free_symbols, key=str):
         key = str(symbol)
         named = isinstance(root, torch.export.Dim) and len(expr.free_symbols) == 1

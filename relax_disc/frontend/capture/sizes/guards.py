@@ -11,16 +11,23 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import sympy
 import torch
+from sympy.core.relational import Relational
 from torch.export import ExportedProgram
 from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError, narrower
-from relax_disc.frontend.capture.sizes.branches import SizeBranches, general, places
+from relax_disc.frontend.capture.sizes.branches import (
+    SizeBranches,
+    difference_of,
+    general,
+    places,
+)
 from relax_disc.frontend.capture.sizes.counted import depends_on_data
 from relax_disc.frontend.capture.sizes.dims import DimTable
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
@@ -54,8 +61,52 @@ _FOLDS: tuple[tuple[Any, Callable[[Any, Any], Any]], ...] = (
 )
 
 
-def check_assertions(program: ExportedProgram, dims: DimTable, branches: SizeBranches) -> None:
+@dataclass(frozen=True, slots=True)
+class SizeBranch:
+    """A condition on several dims on which the model's own code branched, as the example has it."""
+
+    condition: Any  # what holds at the example's sizes, over PyTorch's symbols
+    line: SourceLine
+
+
+def varying_branches(
+    program: ExportedProgram, dims: DimTable, branches: SizeBranches
+) -> tuple[SizeBranch, ...]:
+    """List what a call must fulfil so that the model's own code would go the example's way.
+
+    torch.export watches a dim by itself, but lets two differ and be equal, and one be the larger.
+    """
+    fakes = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
+    env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
+    found = []
+    for condition, line in branches.asked.items() if env is not None else ():
+        condition = condition.xreplace(env.replacements)
+        symbols = {str(symbol) for symbol in condition.free_symbols}
+        if not isinstance(condition, Relational) or not symbols <= set(dims.names):
+            continue
+        if len({dims.names[symbol] for symbol in symbols}) < 2:
+            continue
+        at_example = {s: env.backed_var_to_val.get(s, s) for s in condition.free_symbols}
+        taken = condition.xreplace(at_example)
+        if taken not in (sympy.true, sympy.false):
+            continue
+        condition = condition if taken == sympy.true else condition.negated
+        try:
+            _check(condition, dims, line)
+        except ShapeRangeError:
+            found.append(SizeBranch(condition, line))
+    return tuple(found)
+
+
+def check_assertions(
+    program: ExportedProgram,
+    dims: DimTable,
+    branches: SizeBranches,
+    varying: Sequence[SizeBranch] = (),
+) -> None:
     """Check every deferred assertion of an exported program that has to hold.
+
+    ``varying``: what calls check.
 
     Raises `ShapeRangeError`: a condition fails at some size in range; names the sizes and the line.
     """
@@ -67,12 +118,27 @@ def check_assertions(program: ExportedProgram, dims: DimTable, branches: SizeBra
         if not isinstance(expr, sympy.Basic) or not expr.free_symbols:
             continue
         # What is relied on of sizes that depend on data is known in the trace, where masks are one.
-        if not depends_on_data(value) and branches.decides(expr):
+        if depends_on_data(value) or _is_left_to_calls(expr, varying):
+            continue
+        if branches.decides(expr):
             _check(branches.required(expr), dims, source_line(node))
 
 
+def _is_left_to_calls(condition: Any, varying: Sequence[SizeBranch]) -> bool:
+    """Whether a condition is one that calls check."""
+    return isinstance(condition, sympy.Ne) and any(
+        isinstance(branch.condition, sympy.Ne)
+        and difference_of(branch.condition) == difference_of(condition)
+        for branch in varying
+    )
+
+
 def check_derived_dims(
-    program: ExportedProgram, dims: DimTable, branches: SizeBranches, fixing: Sequence[SourceLine]
+    program: ExportedProgram,
+    dims: DimTable,
+    branches: SizeBranches,
+    fixing: Sequence[SourceLine],
+    varying: Sequence[SizeBranch] = (),
 ) -> None:
     """Check what torch.export takes for granted where a dim is a multiple such as ``8 * h``.
 
@@ -104,6 +170,8 @@ def check_derived_dims(
         if not condition.free_symbols or not known:
             continue
         # As in a trace of operators, PyTorch's own "not equal" is the general way.
+        if _is_left_to_calls(condition, varying):
+            continue
         if line.file or not isinstance(condition, sympy.Ne):
             _check(condition, dims, line)
 
