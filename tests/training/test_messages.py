@@ -376,6 +376,30 @@ def test_transforms_that_pytorch_cannot_trace_are_refused_with_the_line():
         compiled(Net(), (X, Y), loss)
 
 
+def test_gradients_of_each_sample_are_refused_with_a_way_out():
+    def loss(model, x, y):
+        weights = dict(model.named_parameters())
+        of_row = torch.func.grad(
+            lambda w, row: torch.func.functional_call(model, w, (row[None],)).square().sum()
+        )
+        gradients = torch.vmap(of_row, in_dims=(None, 0))(weights, x)
+        return sum(gradient.square().mean() for gradient in gradients.values())
+
+    with pytest.raises(UnsupportedOperatorError, match=r"test_messages\.py:\d+.*beside the step"):
+        compiled(Net(), (X, Y), loss)
+
+
+def test_arrays_are_refused_with_what_to_do():
+    def loss(model, x, y):
+        return model(x).square().mean()
+
+    with pytest.raises(InputMismatchError, match="NumPy array; convert it"):
+        compiled(Net(), (X.numpy(), Y.numpy()), loss)
+    step = compiled(Net(), (X, Y), loss)
+    with pytest.raises(InputMismatchError, match="got ndarray; convert it"):
+        step(X.numpy(), Y)
+
+
 def test_a_size_as_a_key_is_refused_with_the_line():
     masks = {}
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import UserError, UserErrorType
@@ -254,6 +255,10 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
     args, kwargs = split_example(example_inputs)
     register_containers((args, kwargs))
     _name_keywords(wrapped, kwargs)
+    if any(isinstance(leaf, np.ndarray) for leaf in pytree.tree_leaves((args, kwargs))):
+        raise InputMismatchError(
+            "example_inputs hold a NumPy array; convert it with `torch.as_tensor`, in calls too."
+        )
     args, kwargs = _distinct((args, kwargs))
     try:
         combined = _combine_args(wrapped, args, kwargs)
@@ -483,8 +488,15 @@ def _export(
         if isinstance(error, AttributeError) and not is_of_torch(error):
             raise  # the model's own
         line = parse_stack(traceback_text(error))
+        reason = first_part(error)
+        if "Batching rule not implemented for relax_disc::inner_gradient" in reason:
+            reason = (
+                "gradients of each sample (torch.func.grad inside vmap) are not compiled; take the "
+                "gradient of a sum by torch.autograd.grad, or compute them beside the step, on the "
+                "model itself"
+            )
         raise UnsupportedOperatorError(
-            f"{line}: PyTorch cannot trace the model: {first_part(error)}",
+            f"{line}: PyTorch cannot trace the model: {reason}",
             (("what torch.export cannot trace", str(line)),),
         ) from error
     except TypeError as error:

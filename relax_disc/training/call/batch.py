@@ -106,7 +106,7 @@ class BatchSchema:
         if not isinstance(value, torch.Tensor):
             raise InputMismatchError(
                 f"{leaf.name} must be a torch.Tensor of dtype {leaf.dtype}, "
-                f"got {type(value).__name__}."
+                f"got {type(value).__name__}; convert it with `torch.as_tensor`."
             )
         if value.dim() != len(leaf.shape):
             raise InputMismatchError(
