@@ -70,6 +70,26 @@ def test_resolutions_and_channels_share_kernels():
         assert all(isinstance(size, tirx.Var) for size in sizes) and len(set(sizes)) == 4
 
 
+def test_multiples_of_dims_share_kernels():
+    def last(emit, *xs):
+        return [emit(relax.op.mean(x, [0, 1, 2])) for x in xs]
+
+    sides = ((H * 8, W * 8), (H * 2, W * 2), (H, W))
+    after = shared(fused(program(last, *((N, *side, 64) for side in sides))))
+    (kernel,) = after.values()
+    sizes = kernel.params[0].shape
+    assert all(isinstance(size, tirx.Var) for size in sizes[:3]) and int(sizes[3]) == 64
+
+
+def test_a_multiple_of_what_is_a_size_too_stays_one():
+    def joined(emit, *xs):
+        return [emit(relax.op.concat(list(xs), 1))]
+
+    (kernel,) = shared(fused(program(joined, (N, H, 64), (N, H * 3, 64)))).values()
+    assert isinstance(kernel.params[0].shape[1], tirx.Var)
+    assert not isinstance(kernel.params[1].shape[1], tirx.Var)
+
+
 @pytest.mark.parametrize("n, h, w", [(1, 1, 1), (3, 7, 10), (2, 33, 16)])
 def test_results_are_what_numpy_computes(machine, n, h, w):
     generator = np.random.default_rng(n * h * w)

@@ -1,10 +1,10 @@
 """Let calls of kernels that differ in sizes only run one kernel, which is compiled once.
 
 Layers of a network repeat at other resolutions and with other numbers of channels.  Here every size
-of a kernel that is an expression, such as ``(height - 1) // 4 + 1``, becomes a dim of the kernel
-itself, and so does a number that another kernel, otherwise equal, has another one in place of.
-Kernels that are then equal become one; their index arithmetic is short, which is most of the time
-that TVM's passes take.
+of a kernel that is an expression, such as ``(height - 1) // 4 + 1``, or ``height * 4`` where the
+height itself is no size, becomes a dim of the kernel itself, and so does a number that another
+kernel, otherwise equal, has another one in place of.  Kernels that are then equal become one; their
+index arithmetic is short, which is most of the time that TVM's passes take.
 
 A number stays one where a schedule needs it: along the last axis of the largest operands, where
 vector loops run; below 16 (windows, heads); where indices are divided by it; and in sums over
@@ -187,7 +187,7 @@ def _generalize(kernel: tirx.PrimFunc, results: int) -> _General:
             sizes[known[key]] = size
         return known[key]
 
-    def on_division(expr: Any, mutator: Any) -> Any:
+    def on_size(expr: Any, mutator: Any) -> Any:
         return named(expr) if _is_over(expr, free) else mutator.default_mutate(expr)
 
     def on_sum(expr: Any, mutator: Any) -> Any:
@@ -200,9 +200,18 @@ def _generalize(kernel: tirx.PrimFunc, results: int) -> _General:
         return named(number) if int(number.value) in numbers and _is_index(number) else number
 
     if _divisions(kernel):
-        rules = [(kind, on_division) for kind in _DIVISIONS]
+        rules = [(kind, on_size) for kind in _DIVISIONS]
         rules += [(kind, on_sum) for kind in (prim.Add, prim.Sub)]
         kernel = _without_needless_divisions(mutate(kernel, rules))
+    shapes = _large_sizes(kernel)
+    # Vector loops need to know the factor of a multiple, and divisions what it is a multiple of.
+    if all(constant(size) for *_, size in filter(None, shapes)) and not _divisions(kernel):
+        scaled: list[Any] = []
+        multiples = [size for shape in shapes for size in shape if isinstance(size, prim.Mul)]
+        tvm_ffi.structural_walk(multiples, (tirx.Var, scaled.append))
+        changed = mutate(kernel, (prim.Mul, on_size))
+        if not {*scaled} & {*_variables(changed)}:  # else `h * 4` would be nothing to `h`
+            kernel = changed
     if numbers := _free_numbers(kernel):
         elements = _most_elements(_large_sizes(kernel))
         if elements is not None and elements <= SERIAL_ELEMENTS:
@@ -252,6 +261,14 @@ def _free_dims(kernel: tirx.PrimFunc) -> set[Any]:
     shapes = [list(param.shape) for param in kernel.params if is_buffer(param)]
     tvm_ffi.structural_walk(shapes, (tirx.Var, found.append))
     return set(found)
+
+
+def _variables(kernel: tirx.PrimFunc) -> list[Any]:
+    """Variables in the shapes and the body of a kernel, as they occur."""
+    found: list[Any] = []
+    shapes = [list(param.shape) for param in kernel.params if is_buffer(param)]
+    tvm_ffi.structural_walk([*shapes, kernel.body], (tirx.Var, found.append))
+    return found
 
 
 def _free_numbers(kernel: tirx.PrimFunc) -> set[int]:
@@ -309,10 +326,7 @@ def _with_integers(kernel: tirx.PrimFunc, results: int, sizes: dict[Any, Any]) -
     buffers = [param for param in kernel.params if is_buffer(param)]
     bound = {size for buffer in buffers for size in buffer.shape if isinstance(size, tirx.Var)}
     possible = {*(param for param in kernel.params if not is_buffer(param)), *sizes, *bound}
-    used: list[Any] = []
-    shapes = [list(buffer.shape) for buffer in buffers]
-    tvm_ffi.structural_walk([*shapes, kernel.body], (tirx.Var, used.append))
-    dims = [var for var in dict.fromkeys(used) if var in possible]
+    dims = [var for var in dict.fromkeys(_variables(kernel)) if var in possible]
     integers = [var for var in dims if var not in bound]
     operands = len(buffers) - results
     params = [*buffers[:operands], *integers, *buffers[operands:]]
