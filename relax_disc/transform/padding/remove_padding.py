@@ -131,6 +131,8 @@ class _Rewriter:
         self._targets: dict[tuple[Any, int], Any] = {}
         self._cuts: dict[int, Any] = {}
         self._kernels: dict[Any, tvm.ir.GlobalVar] = {}
+        self._values: dict[Any, Any] = {}  # whole tensors by what they are bound to
+        self._firsts: dict[Any, Any] = {}  # for each the first that is equal
         self._builder = relax.BlockBuilder()
         self._bindings: list[Any] = []
         self._binding: Any = None
@@ -207,6 +209,9 @@ class _Rewriter:
         """Write the binding at hand: as it was, over packed rows, or both."""
         var, value = self._binding.var, self._binding.value
         if var in self._padding.whole:
+            if isinstance(value, relax.Call):
+                # Layers slice the same table of angles; its rows are taken once.
+                self._firsts[var] = self._values.setdefault(tvm_ffi.StructuralKey(value), var)
             if var in self._padding.sums and not self._is_element_of_whole(value):
                 value = self._builder.normalize(self._over_packed(value, var.ty))
             self._bindings.append(relax.VarBinding(var, value, self._binding.span))
@@ -399,6 +404,7 @@ class _Rewriter:
             return expr
         if expr in self._packed:
             return self._packed[expr]
+        expr = self._firsts.get(expr, expr)
         key = expr, is_filled and expr in self._padding.zeros
         if key not in self._gathered:
             self._gathered[key] = self._gather(expr, rows, is_filled=key[1])
