@@ -203,6 +203,19 @@ LOSSES = {
         gathered(logits, (counts.sum(1) - 1).clamp(min=0)), labels
     ),
     "at the end": lambda logits, labels, mask, counts: classified(logits[:, -1], labels),
+    "first with none": lambda logits, labels, mask, counts: classified(
+        at(logits, ((~counts).int().argmax(-1) - 1) % counts.shape[1]), labels
+    ),
+    "a value at the last": lambda logits, labels, mask, counts: (
+        (at(logits.sum(-1), last(counts)) - labels[:, 0]).square().mean()
+    ),
+    "a value at the last, gathered": lambda logits, labels, mask, counts: (
+        logits.sum(-1).gather(1, last(counts)[:, None]).sigmoid().sum()
+    ),
+    "a value at the end": lambda logits, labels, mask, counts: logits.sum(-1)[:, -1].exp().mean(),
+    "values before a gap": lambda logits, labels, mask, counts: (
+        (logits.sum(-1) * mask * (1 - F.pad(mask[:, 1:], (0, 1)))).sum(1).square().mean()
+    ),
     "smooth": lambda logits, labels, mask, counts: (
         F.smooth_l1_loss(logits[..., 0], labels.to(logits.dtype), reduction="none", beta=0.5) * mask
     ).sum(),

@@ -414,8 +414,23 @@ class AtTheEnd(Pooled):
         return F.cross_entropy(self.head(self.norm(x))[:, -1], labels[:, 0].clamp(min=0))
 
 
+class Valued(Pooled):
+    """Gives each position a number, as reward models do, and takes that of the last label."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.value = nn.Linear(32, 1, bias=False)
+
+    def end(self, x, labels):
+        values, counts = self.value(self.norm(x)).squeeze(-1), labels != IGNORED
+        last = (counts * torch.arange(labels.shape[1])).argmax(-1)
+        before = ((~counts).int().argmax(-1) - 1) % labels.shape[1]
+        some = values[torch.arange(labels.shape[0]), last] - values.gather(1, before[:, None])[:, 0]
+        return F.softplus(some).mean() + (values * counts).sum(1).square().mean()
+
+
 @pytest.mark.parametrize(
-    "kind", [Shifted, Gathered, FirstState, Weighted, MeanOfMasked, Chosen, AtTheEnd]
+    "kind", [Shifted, Gathered, FirstState, Weighted, MeanOfMasked, Chosen, Valued, AtTheEnd]
 )
 def test_losses_of_what_counts_are_those_of_all_positions(kind):
     torch.manual_seed(0)

@@ -155,7 +155,7 @@ class _Analysis:
     def run(self) -> Padding:
         grid = find_grid(self._bindings, self._note)
         if grid is None:
-            return Padding(reasons=tuple(self._reasons))
+            return Padding(reasons=self._why())
         self._grid = grid
         kinds = (self._function.attrs or {}).get("relax_disc.param_kinds") or ()
         batch = [
@@ -167,7 +167,7 @@ class _Analysis:
         self._moves = self._find_moves()
         seen = find_seen(self._bindings, grid, self._elements, self._kind, self._note)
         if seen is None:
-            return Padding(grid, reasons=tuple(self._reasons))
+            return Padding(grid, reasons=self._why())
         needed, packed, whole = self._settle(seen)
         dear = [
             binding
@@ -177,7 +177,7 @@ class _Analysis:
         if not dear:
             self._note(None, "no matrix product or attention has rows that can be left out")
         if needed is None or not dear or any(binding.var in whole for binding in dear):
-            return Padding(grid, reasons=tuple(self._reasons))
+            return Padding(grid, reasons=self._why())
         sums = {var for var in whole if self._is_sum(var)}
         zeros = {
             var
@@ -192,7 +192,7 @@ class _Analysis:
             frozenset(sums),
             frozenset(zeros),
             {var: move for var, move in self._moves.items() if self._facts[var].use is not None},
-            tuple(self._reasons),
+            self._why(),
         )
 
     def _settle(self, seen: list[Seen]) -> tuple[tuple[Needed, ...] | None, set[Any], set[Any]]:
@@ -283,10 +283,11 @@ class _Analysis:
             each.has_rows and _has_payload(part, each)
             for part, each in zip(fields, rows, strict=True)
         )
-        if not reads_packable and not (is_large and operands):
+        move = self._moves.get(binding.var)
+        is_put = move is not None and move.kind == "spread"  # the gradient of what is picked
+        if not reads_packable and not is_put and not (is_large and operands):
             is_small = isinstance(kind, relax.TensorType) and not is_large
             return self._small(binding.var, (value, operands)) if is_small else nothing
-        move = self._moves.get(binding.var)
         if move is not None and rows[0].layout != "odd":
             return self._moved(move, operands[0], rows[0])
         use = describe(value, operands, self._grid, self._module)
@@ -361,13 +362,13 @@ class _Analysis:
         """What is computed for all rows whatever is left out: labels, masks, weights."""
         rows = self._grid.rows(var.ty)
         facts = _Facts((rows,), (None,))
-        if (rows.layout, rows.batch) == ("both", 0):
-            indices: list[Value] = [("index", f"axis {k}") for k in range(len(var.ty.shape.values))]
-            indices[rows.batch], indices[rows.length] = BATCH, LENGTH
-        elif rows.layout == "merged" and len(var.ty.shape.values) == 1:
-            indices = [ROW]
-        else:
+        if not rows.has_rows:
             return facts
+        indices: list[Value] = [("index", f"axis {k}") for k in range(len(var.ty.shape.values))]
+        if (rows.layout, rows.batch) == ("both", 0):
+            indices[rows.batch], indices[rows.length] = BATCH, LENGTH
+        elif rows.layout == "merged" and len(indices) == 1:
+            indices = [ROW]
         value = self._elements.value(var, indices)
         facts.support = (self._in_whole(support_of(value), var),)
         if facts.support == (None,) and bound is not None:
@@ -440,6 +441,9 @@ class _Analysis:
     def _is_sum(self, var: Any) -> bool:
         use = self._facts[var].use
         return use is not None and use.effect == "sum"
+
+    def _why(self) -> tuple[Whole, ...]:
+        return tuple(dict.fromkeys(self._reasons))  # layers say the same
 
     def _note(self, binding: Any, reason: str) -> None:
         self._reasons.append(whole_at(binding, reason))

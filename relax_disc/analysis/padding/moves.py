@@ -74,7 +74,7 @@ def _move_by_data(call: relax.Call, module: tvm.IRModule, elements: Elements) ->
     indices[:1] = [BATCH]
     read = read_stages(kernel)
     reader = elements.reader(call, indices)
-    if reader is None or read is None or len(shape) < 2 or ones[0]:
+    if reader is None or read is None or not shape or ones[0]:
         return None
     (stage,), source = read.stages, kernel.params[0]
     own = list(stage.indices)

@@ -227,6 +227,10 @@ class Elements:
                 value, divisor = self.value(operands[0], indices), size_of(operands[1])
                 if _is_natural(value) and _is_natural(divisor):  # else by the sign of the first
                     return ("mod", value, divisor)
+            case "aten::remainder", [["operand", 1]]:
+                value, divisor = self.value(operands[0], indices), size_of(operands[1])
+                if "int" in registry.dtype_name(call.ty) and _is_natural(divisor):
+                    return ("mod", value, divisor)
             case "aten::cat", [["int", axis]]:
                 return self._concat(operands, axis % len(shape), indices)
             case "aten::argmax", [["int", axis], ["bool", keeps]]:
