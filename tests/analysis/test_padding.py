@@ -213,6 +213,10 @@ LOSSES = {
         logits.sum(-1).gather(1, last(counts)[:, None]).sigmoid().sum()
     ),
     "a value at the end": lambda logits, labels, mask, counts: logits.sum(-1)[:, -1].exp().mean(),
+    "classes of a weight": lambda logits, labels, mask, counts: (
+        F.cross_entropy(logits[:, -1], (first := labels[:, 0].clamp(min=0)), reduction="none")
+        * torch.linspace(0, 1, CLASSES)[first]
+    ).sum(),
     "values before a gap": lambda logits, labels, mask, counts: (
         (logits.sum(-1) * mask * (1 - F.pad(mask[:, 1:], (0, 1)))).sum(1).square().mean()
     ),

@@ -233,6 +233,12 @@ def chunk_heads(x, b, t):
     return x.view(b, t, 4, 24).transpose(1, 2).chunk(3, -1)
 
 
+def one_key_head(x, b, t):
+    """Multi-query attention: keys and values have one head, which is spread."""
+    q, k, v, _ = x.split([32, 8, 8, 48], 2)
+    return q.view(b, t, 4, 8).transpose(1, 2), k[:, None], v[:, None]
+
+
 class Dropping(nn.Module):
     """One linear layer for queries, keys and values; dropout of all that GPT-2 drops."""
 
@@ -263,7 +269,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "parts", [split_qkv, unbind_permuted, unbind_third, index_third, chunk_heads]
+    "parts", [split_qkv, unbind_permuted, unbind_third, index_third, chunk_heads, one_key_head]
 )
 def test_dropout_and_joint_projections_are_those_of_all_positions(parts):
     """What is dropped is drawn by the reference of the random operators, for all positions."""

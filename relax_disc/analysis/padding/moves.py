@@ -87,7 +87,7 @@ def _move_by_data(call: relax.Call, module: tvm.IRModule, elements: Elements) ->
         is_one = len(own) == len(rest) + 2 and ones[1]
         fits = _are(rest, own[2:] if is_one else own[1:]) and reader.value(first) == BATCH
         return _picked("pick", place, call, kernel, reader) if fits else None
-    if not is_guard(stage.value) or not _is_zero(stage.value.args[2]):
+    if len(own) < 2 or not is_guard(stage.value) or not _is_zero(stage.value.args[2]):
         return None
     condition, placed, _ = stage.value.args
     if not isinstance(condition, prim.EQ) or not isinstance(placed, tvm.ir.TensorLoad):

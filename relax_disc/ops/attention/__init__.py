@@ -259,7 +259,9 @@ def whole_attention(
     """
     if not query.dim() == key.dim() == value.dim() == 4:
         return None
-    if query.shape[0] != key.shape[0] or (query.shape[1] != key.shape[1] and not enable_gqa):
+    # One head of keys for all, as in multi-query attention, is spread like any axis of one.
+    is_grouped = enable_gqa or key.shape[1] == value.shape[1] == 1
+    if query.shape[0] != key.shape[0] or (query.shape[1] != key.shape[1] and not is_grouped):
         return None
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
