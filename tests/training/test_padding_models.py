@@ -262,6 +262,63 @@ def test_errors_are_those_of_all_positions_over_many_seeds(make, name):
     assert (means < 1.1).all(), means
 
 
+class Preference(nn.Module):
+    """Prefers one answer to another, by the sums of their log-probabilities, as DPO does."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = llama()
+
+    def score(self, ids, mask, labels):
+        logits = self.model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+        wanted = labels[:, 1:]
+        counts = wanted != IGNORED
+        logs = logits.log_softmax(-1).gather(2, wanted.clamp(min=0)[..., None])[..., 0]
+        return (logs * counts).sum(-1)
+
+    def forward(self, ids, mask, labels, other_ids, other_mask, other_labels):
+        chosen = self.score(ids, mask, labels)
+        return -nn.functional.logsigmoid(
+            0.1 * (chosen - self.score(other_ids, other_mask, other_labels))
+        ).mean()
+
+
+@pytest.mark.slow
+def test_two_answers_are_packed_each_by_itself():
+    torch.manual_seed(0)
+    model = Preference()
+    rows = Dim("batch", min=1, max=8)
+    shapes = [{0: rows, 1: Dim(name, min=2, max=LONGEST)} for name in ("chosen", "rejected")]
+    shapes = [shape for shape in shapes for _ in range(3)]
+
+    def pair(one, other):
+        given = [batch(one, seed=1), batch(other, seed=2)]
+        for each in given:  # padding has an id of its own
+            each["input_ids"] = each["input_ids"].clamp(min=1) * each["attention_mask"]
+        return [x for each in given for x in each.values()]
+
+    example = pair(right([6, 4, 5]), right([7, 3, 2]))
+    step = relax_disc.compile(model, None, tuple(example), dynamic_shapes=tuple(shapes))
+    assert step.padding_report().tokens == ("chosen_tokens", "rejected_tokens")
+    for given in (
+        example,
+        pair(right([20, 3]), right([5, 31])),
+        pair(right([9, 9]), right([9, 9])),
+    ):
+        exact = copy.deepcopy(model).double()
+        with torch.no_grad():
+            model.model.model.embed_tokens.weight[0] = float("nan")
+        model.zero_grad()
+        loss, wanted = step(*given, update=False), exact(*given)
+        wanted.backward()
+        with torch.no_grad():
+            model.model.model.embed_tokens.weight[0] = exact.model.model.embed_tokens.weight[0]
+        torch.testing.assert_close(loss.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
+        top = max(float(p.grad.abs().max()) for p in exact.parameters())
+        for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+            assert float((p.grad.double() - q.grad).abs().max()) < 3e-6 * top
+
+
 class Sentences(nn.Module):
     """Classify sentences by the mean over their positions, as sentence-transformers does."""
 
