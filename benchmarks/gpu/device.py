@@ -49,6 +49,14 @@ class Device:
         if self.kind == "cuda":
             torch.cuda.synchronize()
 
+    def answers(self) -> bool:
+        """Say whether the device still works: after some errors it answers only with them."""
+        try:
+            self.wait()
+        except RuntimeError:
+            return False
+        return True
+
     def used_bytes(self) -> int:
         """Bytes of tensors on the device now; 0 on the host, which does not count them."""
         return torch.cuda.memory_allocated() if self.kind == "cuda" else 0

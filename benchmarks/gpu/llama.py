@@ -41,7 +41,8 @@ Step = Callable[[Tensor, Tensor], Tensor]
 def make_model(sizes: LlamaSizes, device: Device, *, seed: int = 0) -> Llama:
     """Make a model on the device, with the same weights for the same seed."""
     torch.manual_seed(seed)
-    return device.place(Llama(sizes))
+    with torch.device(device.kind):  # a billion numbers take long to draw on a host
+        return Llama(sizes)
 
 
 def batch_of(lengths: list[int], device: Device, sizes: LlamaSizes) -> tuple[Tensor, Tensor]:
@@ -91,6 +92,8 @@ def way_of_training(
     if kind == "checkpoint":
         for block in model.blocks:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    # Else a model of the same class runs what was compiled before, under another budget.
+    torch.compiler.reset()
     functorch_config.activation_memory_budget = float(budget or 1.0)
     run: Any = torch.compile(model, dynamic=True) if kind == "compile" else model
 

@@ -13,12 +13,14 @@ sanitizer  the smoke part under compute-sanitizer
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import statistics
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from tempfile import gettempdir
 from typing import Any
 
@@ -40,8 +42,8 @@ from benchmarks.gpu.llama import (
     way_of_training,
 )
 from benchmarks.gpu.rows import Rows
+from benchmarks.models.__main__ import told_by
 from benchmarks.models.catalogue import ENTRIES
-from benchmarks.models.worker import judge
 from benchmarks.record import machine
 from benchmarks.training_batches import real_batches
 from relax_disc import FileTier, HostTier
@@ -56,31 +58,34 @@ _OFFLOADED = (0.5, 0.4)
 _LINK_BYTES = 1 << 28
 _COPY_BYTES = 1 << 31
 _SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
+_SANITIZER_SECONDS = 230  # of each of two checks
+_TOGETHER = 8  # processes of models; each takes half a gigabyte of the GPU for itself
+_MODEL_SECONDS = 240.0
 
 
 def smoke(device: Device, rows: Rows, sizes: LlamaSizes = TINY) -> None:
     """Tell the versions, and whether a layer and a small Llama train as PyTorch's do."""
-    if rows.wanted("versions"):
-        rows.add("versions", **machine(), cuda=torch.version.cuda)
-    if rows.wanted("layer"):
-        torch.manual_seed(0)
-        model = device.place(nn.Linear(16, 8))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x = device.place(torch.randn(4, 16))
-        loss = model(x).square().mean()
-        step = relax_disc.compile(
-            *(model, optimizer, (x,)),
-            dynamic_shapes=({0: Dim("rows", min=1, max=64)},),
-            loss_fn=lambda model, x: model(x).square().mean(),
-            target=device.target,
-        )
-        rows.add("layer", loss=loss.item(), ours=step(x).item())
-    if rows.wanted("attention"):
-        rows.add("attention", calls=attention_errors(device))
-    if rows.wanted("llama"):
-        rows.add("llama", lengths=llama_errors(device, sizes, (17, 5)))
-    if rows.wanted("graphs"):
-        rows.add("graphs", **_guarded(lambda: compare_graphs(device, sizes)))
+    rows.measure("versions", lambda: {**machine(), "cuda": torch.version.cuda})
+    rows.measure("layer", lambda: compare_layer(device))
+    rows.measure("attention", lambda: {"calls": attention_errors(device)})
+    rows.measure("llama", lambda: {"lengths": llama_errors(device, sizes, (17, 5))})
+    rows.measure("graphs", lambda: compare_graphs(device, sizes))
+
+
+def compare_layer(device: Device) -> dict[str, float]:
+    """Compile one layer, and compare its loss with PyTorch's."""
+    torch.manual_seed(0)
+    model = device.place(nn.Linear(16, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = device.place(torch.randn(4, 16))
+    loss = model(x).square().mean()
+    step = relax_disc.compile(
+        *(model, optimizer, (x,)),
+        dynamic_shapes=({0: Dim("rows", min=1, max=64)},),
+        loss_fn=lambda model, x: model(x).square().mean(),
+        target=device.target,
+    )
+    return {"loss": loss.item(), "ours": step(x).item()}
 
 
 def compare_graphs(device: Device, sizes: LlamaSizes, calls: int = 5) -> dict[str, Any]:
@@ -145,15 +150,35 @@ def _relative(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 def numbers(
     device: Device, rows: Rows, sizes: LlamaSizes = MIDDLE, models: Sequence[Any] = ENTRIES
 ) -> None:
-    """Compare with float64, the models of docs/models.md included."""
+    """Compare with float64, the models of docs/models.md included.
+
+    Models have processes of their own, several at a time: most of their time is a compiler's.
+    """
     for autocast in (False, True):
-        row = "llama, bf16 autocast" if autocast else "llama"
-        if rows.wanted(row):
-            rows.add(row, lengths=llama_errors(device, sizes, _LENGTHS, autocast=autocast))
-    for entry in models:
-        if rows.wanted(entry.name):
-            rows.add(entry.name, **_guarded(lambda entry=entry: judge(entry, device)))
-            device.clear()
+        rows.measure(
+            "llama, bf16 autocast" if autocast else "llama",
+            lambda autocast=autocast: {
+                "lengths": llama_errors(device, sizes, _LENGTHS, autocast=autocast)
+            },
+        )
+    device.clear()
+    with ThreadPoolExecutor(max(1, min(_TOGETHER, (os.cpu_count() or 1) // 2))) as pool:
+        begun = [
+            pool.submit(rows.measure, entry.name, partial(_judged_apart, device, entry.name))
+            for entry in models
+        ]
+        for each in begun:
+            each.result()
+
+
+def _judged_apart(device: Device, name: str) -> dict[str, Any]:
+    found = told_by(
+        *("benchmarks.gpu.suite", "--model", name),
+        *(["--rehearse"] if device.target == "llvm" else []),
+        limit_seconds=_MODEL_SECONDS,
+        OMP_NUM_THREADS="1",
+    )
+    return {"failed": found["message"]} if found["verdict"] == "failed" else found
 
 
 def paper(
@@ -169,25 +194,27 @@ def paper(
         for batch in batches:
             for way in ways:
                 row = f"batch {batch}, {'bf16 autocast' if autocast else 'float32'}, {way}"
-                if rows.wanted(row):
-                    lengths = real_batches(batch, count)
-                    run = _train(device, sizes, way, lengths, autocast=autocast)
-                    rows.add(row, **_guarded(run))
-                    gc.collect()
-                    device.clear()
+                lengths = real_batches(batch, count)
+                rows.measure(row, _train(device, sizes, way, lengths, autocast=autocast))
+                gc.collect()
+                device.clear()
 
 
 def _train(
     device: Device, sizes: LlamaSizes, way: str, batches: list[list[int]], *, autocast: bool
 ) -> Callable[[], dict[str, Any]]:
     def run() -> dict[str, Any]:
+        before = device.used_bytes()
         model = make_model(sizes, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         step = way_of_training(way, model, optimizer, device, autocast=autocast)
         given = [batch_of(lengths, device, sizes) for lengths in batches]
         compile_ms = sum(device.milliseconds(lambda b=b: step(*b)) for b in given[:2])
         state = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
-        peaks = [device.peak_bytes(lambda b=b: step(*b)) for b in given]
+        peaks = [device.peak_bytes(lambda b=b: step(*b)) - before for b in given]
+        if way.endswith("graphs"):  # the second call of a shape captures it
+            for b in given:
+                step(*b)
         times = [device.milliseconds(lambda b=b: step(*b)) for b in given]
         seconds = sum(times) / 1e3
         found: dict[str, Any] = {
@@ -197,6 +224,7 @@ def _train(
             "peak_bytes": max(peaks),
             "activation_peak_bytes": max(peaks) - state,
             "first_two_steps_ms": compile_ms,
+            "bytes_before": before,
         }
         if isinstance(step, relax_disc.TrainingStep):
             shapes: list[dict[str, Any]] = [step.shape_of(*b) for b in given]
@@ -208,15 +236,19 @@ def _train(
 
 def bandwidth(device: Device, rows: Rows, sizes: LlamaSizes = MIDDLE, records: int = 32) -> None:
     """Compare the bytes that each kernel must move, and its time, with a copy."""
-    if rows.wanted("copy"):
-        size = _COPY_BYTES if device.kind == "cuda" else 1 << 24
-        source = device.place(torch.empty(size, dtype=torch.uint8))
-        target = torch.empty_like(source)
-        times = [device.milliseconds(lambda: target.copy_(source)) for _ in range(9)]
-        rows.add("copy", bytes_per_s=2e3 * size / statistics.median(times))
-        del source, target
-    if not rows.wanted("kernels"):
-        return
+    rows.measure("copy", lambda: _copy_speed(device))
+    rows.measure("kernels", lambda: _kernel_speeds(device, sizes, records))
+
+
+def _copy_speed(device: Device) -> dict[str, float]:
+    size = _COPY_BYTES if device.kind == "cuda" else 1 << 24
+    source = device.place(torch.empty(size, dtype=torch.uint8))
+    target = torch.empty_like(source)
+    times = [device.milliseconds(lambda: target.copy_(source)) for _ in range(9)]
+    return {"bytes_per_s": 2e3 * size / statistics.median(times)}
+
+
+def _kernel_speeds(device: Device, sizes: LlamaSizes, records: int) -> dict[str, Any]:
     model = make_model(sizes, device)
     step = compiled(model, torch.optim.AdamW(model.parameters(), lr=1e-4), device)
     batch = batch_of([512] * records, device, sizes)
@@ -235,14 +267,13 @@ def bandwidth(device: Device, rows: Rows, sizes: LlamaSizes = MIDDLE, records: i
             {"kernel": kernel.name, "bytes": moved, "ns": each, "bytes_per_s": 1e9 * moved / each}
         )
     kernels.sort(key=lambda kernel: -kernel["ns"])
-    rows.add("kernels", note="each waited for, launch included", kernels=kernels)
+    return {"note": "each waited for, launch included", "kernels": kernels}
 
 
 def budgets(device: Device, rows: Rows, sizes: LlamaSizes = MIDDLE, records: int = 16) -> None:
     """Hold the plan of each budget against a run: peak, time, and the loss to the last bit."""
-    if device.kind == "cuda" and rows.wanted("copies to the host"):
-        out, back = host_copy_times(torch.device(device.kind), _LINK_BYTES, 9)
-        rows.add("copies to the host", bytes_per_ns=[_LINK_BYTES / out, _LINK_BYTES / back])
+    if device.kind == "cuda":
+        rows.measure("copies to the host", lambda: _host_copy_speeds(device))
     cases = {f"{fraction}": (fraction, False) for fraction in (1.0, *_FRACTIONS)}
     cases |= {f"{fraction}, offloaded": (fraction, True) for fraction in _OFFLOADED}
     if not any(map(rows.wanted, cases)):
@@ -257,7 +288,8 @@ def budgets(device: Device, rows: Rows, sizes: LlamaSizes = MIDDLE, records: int
     shape: dict[str, Any] = step.shape_of(*batch)
     step.calibrate(*batch)
     free = step.plan(**shape)
-    for row, (fraction, offloaded) in cases.items():
+
+    def case(fraction: float, offloaded: bool) -> dict[str, Any]:
         step.offload_to = tier if offloaded else None
         with step.restored():
             if fraction < 1.0:
@@ -273,44 +305,43 @@ def budgets(device: Device, rows: Rows, sizes: LlamaSizes = MIDDLE, records: int
             times = [device.milliseconds(lambda: step(*batch)) for _ in range(7)]
         with step.restored():
             loss = step(*batch).item()
-        rows.add(
-            row,
-            budget_bytes=step.memory_budget,
-            planned_arena_bytes=plan.arena_bytes,
-            planned_peak_bytes=plan.peak_bytes,
-            measured_growth_bytes=peak - before,
-            milliseconds=statistics.median(times),
-            modelled_time_ratio=plan.time_ratio,
-            modelled_stall_ratio=plan.stall_ratio,
-            reloaded_bytes=plan.reloaded_bytes,
-            offload_space_bytes=plan.offload_space_bytes,
-            loss=loss.hex(),
-        )
+        return {
+            "budget_bytes": step.memory_budget,
+            "planned_arena_bytes": plan.arena_bytes,
+            "planned_peak_bytes": plan.peak_bytes,
+            "measured_growth_bytes": peak - before,
+            "milliseconds": statistics.median(times),
+            "modelled_time_ratio": plan.time_ratio,
+            "modelled_stall_ratio": plan.stall_ratio,
+            "reloaded_bytes": plan.reloaded_bytes,
+            "offload_space_bytes": plan.offload_space_bytes,
+            "loss": loss.hex(),
+        }
+
+    for row, (fraction, offloaded) in cases.items():
+        rows.measure(row, partial(case, fraction, offloaded))
+
+
+def _host_copy_speeds(device: Device) -> dict[str, Any]:
+    out, back = host_copy_times(torch.device(device.kind), _LINK_BYTES, 9)
+    return {"bytes_per_ns": [_LINK_BYTES / out, _LINK_BYTES / back]}
 
 
 def sanitizer(device: Device, rows: Rows) -> None:
     """Run the smoke part under compute-sanitizer's memcheck and racecheck."""
     tool = shutil.which("compute-sanitizer") or shutil.which(_SANITIZER)
     for check in ("memcheck", "racecheck"):
-        if not rows.wanted(check):
-            continue
-        if tool is None or device.kind != "cuda":
-            rows.add(check, skipped="no compute-sanitizer, or no GPU, here")
-            continue
-        command = [tool, "--tool", check, sys.executable, "-m", "benchmarks.gpu.suite", "--inner"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-        rows.add(check, code=done.returncode, end=(done.stdout + done.stderr)[-2000:])
+        rows.measure(check, partial(_sanitized, device, tool, check))
 
 
-def _guarded(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what failed as a row, so that the next one comes."""
-    try:
-        return run()
-    except Exception as error:
-        return {
-            "failed": f"{type(error).__name__}: {error}"[:2000],
-            "where": traceback.format_exc(limit=-4)[-2000:],
-        }
+def _sanitized(device: Device, tool: str | None, check: str) -> dict[str, Any]:
+    if tool is None or device.kind != "cuda":
+        return {"skipped": "no compute-sanitizer, or no GPU, here"}
+    command = [tool, "--tool", check, sys.executable, "-m", "benchmarks.gpu.suite", "--inner"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_SANITIZER_SECONDS, check=False
+    )
+    return {"code": done.returncode, "end": (done.stdout + done.stderr)[-2000:]}
 
 
 PARTS: dict[str, Callable[[Device, Rows], None]] = {

@@ -2,14 +2,19 @@
 
 `scripts/gpu_suite.sh` calls it.  Every part has a process of its own and writes each row into
 ``benchmarks/results/gpu_<gpu>_<part>.json`` at once; a part that is run again measures what is
-missing.  With ``--rehearse`` the same code runs on the host, with small models.
+missing.  A part whose process ends is run again, without a row that ended it twice.  With
+``--rehearse`` the same code runs on the host, with small models.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import time
+import warnings
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,15 +24,16 @@ from benchmarks.gpu import device as devices
 from benchmarks.gpu.llama import TINY
 from benchmarks.gpu.parts import PARTS, bandwidth, budgets, llama_errors, numbers, paper
 from benchmarks.gpu.rows import Rows
-from benchmarks.models.catalogue import ENTRIES
+from benchmarks.models.catalogue import ENTRIES, entry_named
+from benchmarks.models.worker import judge
 
 PART_SECONDS = 540
+_LAST_ROW_SECONDS = 60  # that a row may take which begins last
+_MOST_RUNS = 5  # of a part whose process ends
 
 
-def run_part(part: str, *, rehearse: bool) -> None:
+def run_part(part: str, rows: Rows, device: devices.Device, *, rehearse: bool) -> None:
     """Run one part in this process."""
-    device = devices.host() if rehearse else devices.gpu()
-    rows = Rows(device, part, PART_SECONDS - 60)
     if not rehearse:
         PARTS[part](device, rows)
     elif part == "numbers":
@@ -42,42 +48,79 @@ def run_part(part: str, *, rehearse: bool) -> None:
         PARTS[part](device, rows)
 
 
+def judge_model(name: str, device: devices.Device) -> None:
+    """Judge a model of the table; the answer is a line of JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print goes to stderr
+    warnings.simplefilter("ignore")
+    print(json.dumps(judge(entry_named(name), device)), file=answers, flush=True)
+
+
+def _ended(name: str, options: list[str], seconds: float) -> int | str:
+    """Run a part in a process of its own until it ends well; return how it ended."""
+    until = time.monotonic() + min(PART_SECONDS, seconds)
+    code: int | str = 0
+    for _ in range(_MOST_RUNS):
+        left = until - time.monotonic()
+        if left <= 0:
+            return code
+        here = ["--parts", name, "--here", f"{left - min(_LAST_ROW_SECONDS, left / 2)}"]
+        command = [sys.executable, "-m", "benchmarks.gpu.suite", *here, *options]
+        try:
+            code = subprocess.run(command, timeout=left, check=False).returncode
+        except subprocess.TimeoutExpired:
+            return "out of time; run it again to go on"
+        if code == 0:
+            break
+    return code
+
+
 def main(
     parts: Annotated[
         str, typer.Option(help=f"Of {', '.join(PARTS)}; separated by commas.")
     ] = ",".join(PARTS),
-    seconds: Annotated[int, typer.Option(help="No part begins after so many.")] = 10**6,
-    rehearse: Annotated[bool, typer.Option(help="On the host, with small models.")] = False,
-    inner: Annotated[bool, typer.Option(help="Only a small Llama, printed.")] = False,
-    here: Annotated[bool, typer.Option(help="In this process: one part.")] = False,
+    seconds: Annotated[float, typer.Option(help="After so many the run has ended.")] = 1e6,
+    copy_to: Annotated[
+        Path | None, typer.Option(help="A folder that gets every row at once, too.")
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure again what has failed.")] = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="On the host, with small models.")
+    ] = False,
+    inner: Annotated[bool, typer.Option("--inner", help="Only a small Llama, printed.")] = False,
+    model: Annotated[str, typer.Option(help="Only one model of the table, printed.")] = "",
+    here: Annotated[float, typer.Option(help="In this process, within so many seconds.")] = 0.0,
+    spent: Annotated[float, typer.Option(help="Of the seconds, spent already.")] = 0.0,
 ) -> None:
     """Run parts one after the other; a part that fails does not keep the next from running."""
+    start = time.monotonic() - spent
     console = Console()
     names = parts.split(",")
     for name in names:
         if name not in PARTS:
             raise typer.BadParameter(f"{name!r} is none of {', '.join(PARTS)}")
-    if inner:
+    if inner or model or here:
         device = devices.host() if rehearse else devices.gpu()
-        console.print(llama_errors(device, TINY, (17, 5)))
+        if inner:
+            console.print(llama_errors(device, TINY, (17, 5)))
+        elif model:
+            judge_model(model, device)
+        for name in names if here else ():
+            rows = Rows(device, name, here, retry=retry, copy_to=copy_to)
+            run_part(name, rows, device, rehearse=rehearse)
         return
-    if here:
-        for name in names:
-            run_part(name, rehearse=rehearse)
-        return
-    start, failed = time.monotonic(), []
+    failed = []
+    options = ["--rehearse"] * rehearse + ["--retry"] * retry
+    if copy_to is not None:
+        copy_to.mkdir(parents=True, exist_ok=True)
+        options += ["--copy-to", str(copy_to)]
     for name in names:
-        if time.monotonic() - start > seconds:
-            console.print(f"{name}: no time left")
+        left = seconds - (time.monotonic() - start)
+        if left < _LAST_ROW_SECONDS:
+            console.print(f"{name}: no time left; run it again to go on")
             continue
         console.rule(name)
-        command = [sys.executable, "-m", "benchmarks.gpu.suite", "--here", "--parts", name]
-        try:
-            code = subprocess.run(
-                command + ["--rehearse"] * rehearse, timeout=PART_SECONDS, check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = "out of time; run it again to go on"
+        code = _ended(name, options, left)
         if code != 0:
             failed.append(name)
             console.print(f"{name}: {code}")

@@ -162,7 +162,8 @@ def _library(which: int) -> registry.LibraryFunction:
         """Bound the result and both forms of the weight; cuDNN's workspace is its own choice.
 
         ``aten/src/ATen/native/cudnn/Conv_v8.cpp`` of PyTorch 2.13 takes what the first plan of
-        cuDNN's heuristics asks for that there is memory for.
+        cuDNN's heuristics asks for that there is memory for.  No setting that is documented for
+        that interface bounds it (``docs/cuda.md``).
         """
         del numbers, units
         weight = sides(views)[2]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from relax_disc.ops.philox import MANTISSA_BITS
+from relax_disc.vm_builtins.capturing import is_capturing
 from relax_disc.vm_builtins.libraries import cuda_attention_kernels, random_seeds
 from tests.philox import philox
 
@@ -123,7 +124,8 @@ def _spans(starts: Tensor | None, count: int, longest: int) -> list[slice]:
     if starts is None:
         return [slice(None)] * count
     assert starts.dtype == torch.int32 and starts.dim() == 1 and starts.is_contiguous()
-    ends = starts.tolist()
+    # In a capture what makes them has not run.
+    ends = [0] * len(starts) if is_capturing() else starts.tolist()
     assert all(0 <= b - a <= longest for a, b in itertools.pairwise(ends)), "longest"
     return [slice(a, b) for a, b in itertools.pairwise(ends)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import subprocess
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 from benchmarks import record
+from benchmarks.gpu import device as devices
 from benchmarks.gpu import parts, suite
 from benchmarks.gpu.attention import attention_errors
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.rows import Rows
+from benchmarks.gpu.llama import batch_of, make_model, way_of_training
+from benchmarks.gpu.rows import LOST, Rows
 from relax_disc.tir_kernels.target import cuda_target
 from tests.cuda import attention_kernels
 from tests.cuda.emulator import Emulator
@@ -47,6 +50,11 @@ def results(monkeypatch, tmp_path):
     return read
 
 
+def run(part):
+    device = devices.host()
+    suite.run_part(part, Rows(device, part), device, rehearse=True)
+
+
 def check_llama(lengths):
     for row in lengths:
         assert row["gradient_error"] <= 2 * row["torch_gradient_error"] + 1e-6
@@ -68,7 +76,7 @@ def check_attention(calls):
     ],
 )
 def test_a_part_runs_and_goes_on_where_it_ended(results, monkeypatch, part):
-    suite.run_part(part, rehearse=True)
+    run(part)
     found = results("rehearsal", part)
     assert set(found) == ROWS[part]
     assert not any("failed" in row for row in found.values()), found
@@ -88,7 +96,7 @@ def test_a_part_runs_and_goes_on_where_it_ended(results, monkeypatch, part):
         raise AssertionError("it was there already")
 
     monkeypatch.setattr(Rows, "add", measured_again)
-    suite.run_part(part, rehearse=True)
+    run(part)
 
 
 def test_attention_is_checked_by_the_kernels_of_a_gpu():
@@ -111,11 +119,67 @@ def test_rows_of_another_commit_are_measured_again(results, monkeypatch):
     assert not Rows(device, "smoke", seconds=-1).wanted("versions")
 
 
-def test_what_fails_is_a_row():
+def test_what_fails_is_a_row(results, tmp_path):
     def out_of_memory():
         raise torch.OutOfMemoryError("no memory")
 
-    assert parts._guarded(out_of_memory)["failed"] == "OutOfMemoryError: no memory"
+    device, copies = Device("old", "cpu", "llvm"), tmp_path / "copies"
+    copies.mkdir()
+    Rows(device, "paper", copy_to=copies).measure("eager", out_of_memory)
+    assert results("old", "paper")["eager"]["failed"] == "OutOfMemoryError: no memory"
+    assert (copies / "gpu_old_paper.json").is_file()
+    assert not Rows(device, "paper").wanted("eager")
+    assert Rows(device, "paper", retry=True).wanted("eager")
+
+
+def test_a_row_that_ends_its_process_is_begun_twice(results):
+    def ends():
+        raise KeyboardInterrupt  # as a fault of the process, no row can catch it
+
+    device = Device("old", "cpu", "llvm")
+    for _ in range(2):
+        assert Rows(device, "paper").wanted("graphs")
+        with pytest.raises(KeyboardInterrupt):
+            Rows(device, "paper").measure("graphs", ends)
+    assert not Rows(device, "paper").wanted("graphs")
+    assert results("old", "paper")["graphs"]["begun"] == 2
+
+
+def test_a_lost_device_ends_the_process(results, monkeypatch):
+    def fault():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    device = Device("old", "cpu", "llvm")
+    monkeypatch.setattr(Device, "wait", lambda self: fault())
+    with pytest.raises(SystemExit) as ended:
+        Rows(device, "paper").measure("relax_disc", fault)
+    assert ended.value.code == LOST
+    assert "illegal" in results("old", "paper")["relax_disc"]["failed"]
+
+
+def test_a_part_goes_on_in_another_process(monkeypatch):
+    codes = [LOST, -11, 0]
+    commands = []
+
+    def run(command, timeout, check):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, codes[len(commands) - 1])
+
+    monkeypatch.setattr(suite.subprocess, "run", run)
+    assert suite._ended("paper", ["--rehearse"], 100.0) == 0
+    assert [command[3:5] for command in commands] == [["--parts", "paper"]] * 3
+
+
+def test_ways_of_compiling_do_not_share_code(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    counts = torch._dynamo.utils.counters["stats"]
+    for way in ("compile", "compile:0.3"):
+        model = make_model(parts.TINY, devices.host())
+        optimizer = torch.optim.SGD(model.parameters())
+        counts.clear()
+        step = way_of_training(way, model, optimizer, devices.host(), autocast=False)
+        step(*batch_of([3, 2], devices.host(), parts.TINY))
+        assert counts["unique_graphs"] == 1
 
 
 def test_wheels_are_packed_and_whole_again(repository, tmp_path):
