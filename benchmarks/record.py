@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("results")
-_FOLDERS = re.compile(rf"/[^\s\"':]*/site-packages/|{re.escape(str(RESULTS.parents[1]))}/")
+_PACKAGES_IN = r"[^\s\"':]*/site-packages/"
+_FOLDERS = re.compile(  # the checkout's own path may have spaces
+    rf"{re.escape(str(RESULTS.parents[1]))}/({_PACKAGES_IN})?|/{_PACKAGES_IN}"
+)
 _PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy", "torch")
 
 
