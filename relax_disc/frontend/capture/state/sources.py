@@ -271,16 +271,15 @@ def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]
                 found.names.add(constant)
             elif isinstance(constant, tuple):
                 found.names.update(part for part in constant if isinstance(part, str))
-    if _is_installed(function):
-        # Settings of a decorator, and the class that super() needs, stay as they are.
-        names = function.__code__.co_freevars
-        yield from (
-            ("closure", name)
-            for name, cell in zip(names, function.__closure__ or (), strict=True)
-            if name in stored or not _is_fixed(cell)
-        )
-    else:
-        yield from (("closure", name) for name in function.__code__.co_freevars)
+    installed = _is_installed(function)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    # A library's settings of a decorator, and the class that super() needs, stay as they are.
+    yield from (
+        ("closure", name)
+        for name, cell in cells
+        if not installed or name in stored or not _is_fixed(cell)
+    )
+    if not installed:
         yield from (("global", name) for name in loaded if name in function.__globals__)
     defaults = function.__defaults__ or ()
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
