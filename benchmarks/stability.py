@@ -2,10 +2,12 @@
 
     python -m benchmarks.stability --runs 3
 
-Each run has processes of its own and takes what `python -m benchmarks.training` takes for the
-table's rows.  The spread of a ratio is its highest median over its lowest, less 1.  How many cores
-other processes took is recorded with every run: figures count on a quiet machine only.  Runs are
-written as they come; `--resume` goes on where an interrupted command stopped.
+Each run takes what `python -m benchmarks.training` takes for the table's rows, by several sets of
+processes in turn: one process of torch.compile differs from another of the same program by up to
+7 % of its time, whichever batches it gets.  The spread of a ratio is its highest median over its
+lowest, less 1.  How many cores other processes took is recorded with every run: figures count on a
+quiet machine only.  Runs are written as they come; `--resume` goes on where an interrupted command
+stopped.
 """
 
 from __future__ import annotations
@@ -45,26 +47,34 @@ def spreads(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _run(size: str, records: int, count: int, threads: int, progress: Progress) -> dict[str, Any]:
+def _run(
+    size: str, records: int, count: int, starts: int, threads: int, progress: Progress
+) -> dict[str, Any]:
     """Measure one row once; ratios are medians over batches, other work is in cores."""
     batches = real_batches(records, count)
-    with ExitStack() as stack:
-        workers = [stack.enter_context(started(name, size, threads)) for name in VARIANTS]
-        own = sum(worker.cpu_seconds() for worker in workers)
-        all_of_it, start = machine_cpu_seconds(), time.perf_counter()
-        results = measure(workers, batches, 0, progress)
-        own = sum(worker.cpu_seconds() for worker in workers) - own
-        other = machine_cpu_seconds() - all_of_it - own
-        other /= time.perf_counter() - start
+    results: dict[str, dict[str, Any]] = {}
+    other = seconds = 0.0
+    for start in range(starts):
+        with ExitStack() as stack:
+            workers = [stack.enter_context(started(name, size, threads)) for name in VARIANTS]
+            own = sum(worker.cpu_seconds() for worker in workers)
+            all_of_it, began = machine_cpu_seconds(), time.perf_counter()
+            part = measure(workers, batches[start::starts], 0, progress)
+            own = sum(worker.cpu_seconds() for worker in workers) - own
+            other += machine_cpu_seconds() - all_of_it - own
+            seconds += time.perf_counter() - began
+        for name, result in part.items():
+            results.setdefault(name, {**result, "steps": []})["steps"] += result["steps"]
     summary = summarize(results)["relax_disc"]
     ratios = {f"step / {base}": summary["time_ratio"][base][0] for base in VARIANTS[:2]}
     ratios |= {f"peak / {base}": summary["peak_ratio"][base][0] for base in VARIANTS[:2]}
-    return {"row": f"{size}, {records}", "ratios": ratios, "other_work": max(0.0, other)}
+    return {"row": f"{size}, {records}", "ratios": ratios, "other_work": max(0.0, other / seconds)}
 
 
 def main(
     runs: Annotated[int, typer.Option(min=2, help="Of every row.")] = 3,
     count: Annotated[int, typer.Option(help="Batches of real lengths.")] = 40,
+    starts: Annotated[int, typer.Option(min=1, help="Processes of each way that share them.")] = 3,
     threads: Annotated[int, typer.Option(help="Of every variant.")] = 2,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the file's runs.")] = False,
     rows: Annotated[str, typer.Option(help="Size:batch, separated by commas.")] = ",".join(
@@ -75,7 +85,7 @@ def main(
     """Measure the rows several times; exit code 1 where a ratio is not stable."""
     native.load()  # built once per machine: no part of a compilation
     console = Console()
-    settings = {"count": count, "threads": threads}
+    settings = {"count": count, "starts": starts, "threads": threads}
     done: list[dict[str, Any]] = []
     if resume and result_path(name).exists():
         kept = read_results(name)
@@ -87,7 +97,7 @@ def main(
             if sum(run["row"] == f"{size}, {batch}" for run in done) > number:
                 continue
             with Progress(console=console, transient=True) as progress:
-                run = _run(size, int(batch), count, threads, progress)
+                run = _run(size, int(batch), count, starts, threads, progress)
             done.append({"commit": commit(), **run})
             console.print(run)
             write_result(name, settings, {"runs": done, "spreads": spreads(done)})

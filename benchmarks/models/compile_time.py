@@ -29,7 +29,7 @@ import relax_disc
 from benchmarks.compile_time import Clock
 from benchmarks.models.document import read_results, result_path
 from benchmarks.models.entry import Entry
-from benchmarks.models.speed_document import write_page
+from benchmarks.models.speed_document import RECORDED, write_page
 from benchmarks.models.wide import WIDE
 from benchmarks.record import commit, machine, write_result
 from relax_disc.vm_builtins import native
@@ -145,7 +145,8 @@ def _order(entries: Sequence[Entry]) -> list[Entry]:
     """Sort by what compiling took when the models were timed; unknown ones come last."""
     known = {
         result["model"]: result.get("compile_seconds", {}).get("relax_disc")
-        for result in read_results("models_speed")["results"]
+        for name in RECORDED
+        for result in read_results(name)["results"]
     }
     return sorted(entries, key=lambda entry: known.get(entry.name) or float("inf"))
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from benchmarks.models.document import read_results, result_path
 from benchmarks.models.entry import Entry
-from benchmarks.models.speed_document import PAGE, speed_table, write_page
+from benchmarks.models.speed_document import PAGE, RECORDED, speed_table, write_page
 from benchmarks.models.wide import WIDE
 from benchmarks.processes import Worker, WorkerEndedError, machine_cpu_seconds, started
 from benchmarks.record import commit, machine, without_folders, write_result
@@ -222,6 +222,6 @@ def run(
         write_result(name, settings, [found[e.name] for e in WIDE if e.name in found])
         console.print(speed_table([result]))
     console.print(speed_table(measured_now))
-    if name == "models_speed":
+    if name in RECORDED:
         write_page()
         console.print(f"written to {PAGE}")

@@ -49,16 +49,28 @@ torch.compile(dynamic=True) made; with none all runs in eager PyTorch.
 """
 
 
-def page(content: Mapping[str, Any], compiling: Mapping[str, Any]) -> str:
-    """Write the files of results, of steps and of compiling, as Markdown."""
-    results = content["results"]
-    lines = [_INTRODUCTION, _totals(results), "", _row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
+RECORDED = ("models_speed_epyc", "models_speed")
+"""Files of results, one of each kind of processor, that the page shows."""
+
+
+def page(files: Mapping[str, Mapping[str, Any]], compiling: Mapping[str, Any]) -> str:
+    """Write the files of results, of steps (by name) and of compiling, as Markdown."""
     whole = {name for name, row in compiling["results"].items() if _is_left_whole(row)}
+    sections = [_measured(name, content["results"], whole) for name, content in files.items()]
+    lines = [_INTRODUCTION, *(line for section in sections for line in section)]
+    return "\n".join([*lines, *_compiling(compiling["results"])]) + "\n"
+
+
+def _measured(name: str, results: Sequence[Mapping[str, Any]], whole: Collection[str]) -> list[str]:
+    """Write the section of one file of results; rows that lost or failed are in it."""
+    processors = ", ".join(dict.fromkeys(r["processor"] for r in results))
+    lines = [f"## On {processors}", "", _totals(results), ""]
+    lines += [_row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
     lines += [_row(cells) for result in results for cells in _cells(result, whole)]
     lines.append("")
     missing = [e.name for e in WIDE if e.name not in {r["model"] for r in results}]
     if missing:
-        lines += [f"Not measured yet, {len(missing)}: {', '.join(missing)}.", ""]
+        lines += [f"Not measured there, {len(missing)}: {', '.join(missing)}.", ""]
     for result in results:
         if result["verdict"] != "measured":
             lines += [f"- **{result['model']}** {result['verdict']}: {result['message']}", ""]
@@ -67,14 +79,15 @@ def page(content: Mapping[str, Any], compiling: Mapping[str, Any]) -> str:
     processes = [p for r in results for p in r.get("processes", {}).values()]
     policies = " or ".join(dict.fromkeys(p["wait_policy"] for p in processes))
     cores = " or ".join(dict.fromkeys(str(len(p["affinity"])) for p in processes))
+    option = "" if name == "models_speed" else f" --name {name}"
     lines.append(
-        f"Measured by `python -m benchmarks.models --speed` at commits {', '.join(commits)} on "
-        f"{', '.join(dict.fromkeys(r['processor'] for r in results))}, "
+        f"Measured by `python -m benchmarks.models --speed{option}` at commits "
+        f"{', '.join(commits)}, "
         f"processes that may run on {cores} cores, OMP_WAIT_POLICY {policies}; a process that "
-        f"waited took at most {busiest:.2f} of a core. {_other_work(results)} This page is "
-        "made of `benchmarks/results/models_speed.json`."
+        f"waited took at most {busiest:.2f} of a core. {_other_work(results)} This section is "
+        f"made of `benchmarks/results/{name}.json`."
     )
-    return "\n".join([*lines, "", *_compiling(compiling["results"])]) + "\n"
+    return [*lines, ""]
 
 
 def _compiling(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -137,7 +150,8 @@ def _other_work(results: Sequence[Mapping[str, Any]]) -> str:
 
 def write_page() -> None:
     """Write docs/models-speed.md from the recorded results."""
-    PAGE.write_text(page(read_results("models_speed"), read_results("compile_time_models")))
+    files = {name: read_results(name) for name in RECORDED}
+    PAGE.write_text(page(files, read_results("compile_time_models")))
 
 
 def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:

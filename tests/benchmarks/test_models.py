@@ -45,8 +45,9 @@ def test_the_page_says_what_was_recorded():
 
 
 def test_the_page_of_step_times_says_what_was_recorded():
-    recorded = [read_results(name) for name in ("models_speed", "compile_time_models")]
-    assert speed_document.PAGE.read_text() == speed_document.page(*recorded)
+    files = {name: read_results(name) for name in speed_document.RECORDED}
+    compiling = read_results("compile_time_models")
+    assert speed_document.PAGE.read_text() == speed_document.page(files, compiling)
     assert {entry.name for file in PRINCIPAL for entry in file.ENTRIES} < {e.name for e in WIDE}
 
 
