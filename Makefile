@@ -23,7 +23,7 @@ JOBS ?= 2
 PARALLEL := $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
 
 help:
-	@echo "make demo       fine-tune a small Llama on the source code of Python itself (2 minutes)"
+	@echo "make demo       fine-tune a small Llama on the source code of Python itself (some minutes)"
 	@echo "make test       the fast tier of tests; make test-full runs everything"
 	@echo "make test-wheel build a wheel and train from it without a compiler (3 minutes)"
 	@echo "make lint       ruff, pyright and the direction of imports; make format rewrites"

@@ -160,7 +160,7 @@ def _show(facts: dict[str, Any]) -> None:
             table.add_row(f"offloaded {name}", format_bytes(facts[key]))
     table.add_row("least budget for this shape", format_bytes(facts["least_bytes"]))
     if facts["by_rows"]:
-        table.add_row("largest gradients", "by rows")
+        table.add_row("largest gradients", "made and used in blocks of rows")
     for name, size in facts["largest"].items():
         table.add_row(f"largest {name} in the budget", str(size) if size else "none fits")
     console.print(table)
