@@ -12,14 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import relax_disc
+from relax_disc.ops.attention import device_memory
 from relax_disc.tir_kernels.target import cuda_target
 from relax_disc.training.call.packing import rounded
 from relax_disc.vm_builtins.libraries import cuda_library
+from relax_disc.vm_builtins.libraries.cuda_attention_kernels import Problem
 from relax_disc.vm_builtins.libraries.install import install
 from tests.cuda import attention_kernels
 from tests.cuda.emulator import Emulator
 from tests.cuda.stand_in import cuda_stand_in
-from tests.frontend.capture.test_written_attention import Written, added, example, shapes
+from tests.frontend.capture.test_written_attention import LEAST, Written, added, example, shapes
 
 install("llvm")
 LAYOUTS = {0: (0, 1, 2, 3), 1: (0, 2, 1, 3), 256: (2, 0, 1, 3)}
@@ -62,7 +64,7 @@ def problems(draw):
         "lengths": lengths,
         "longest": max(1, max(lengths) + draw(st.integers(0, 5))),
         "is_causal": draw(st.booleans()),
-        "mask": draw(st.sampled_from([None, "bool", "keys", "added", "hides all"])),
+        "mask": draw(st.sampled_from([None, "bool", "keys", "added", "sighted", "hides all"])),
         "dropout": draw(st.sampled_from([0.0, 0.0, 0.3])),
         "layout": draw(st.lists(st.sampled_from(list(LAYOUTS)), min_size=8, max_size=8)),
         "major": draw(st.sampled_from([7, 9])),
@@ -93,6 +95,10 @@ def make_mask(problem, batch, rows, columns, dtype, generator):
         seen[:, :, ::2] = False
         return seen
     values = torch.randn(1, 2 * problem["group"], rows, columns, generator=generator)
+    if kind == "sighted":
+        least = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+        seen[:, :, :, 0] = True
+        return values.masked_fill(~seen[:1], least).to(dtype)
     if problem["seed"] % 2 == 0:  # numbers hide, of some rows all
         seen[:, :, ::3] = False
         least = torch.finfo(torch.float32).min
@@ -143,6 +149,7 @@ def check(problem, is_packed):
     bits = problem["layout"]
     name = ("packed_" if is_packed else "") + "attention"
     suffix = "" if mask is None else "_masked"
+    sight = device_memory.SIGHTED if problem["mask"] == "sighted" else 0
     scale, lengths = 1 / math.sqrt(dim), [longest, longest] if is_packed else []
     states = []
     if problem["dropout"] and not is_packed and expected_kernel(problem):
@@ -166,7 +173,7 @@ def check(problem, is_packed):
 
     # The library for CUDA, stored in any order; what is not written stays NaN.
     masks = [*([] if mask is None else [mask]), *states]
-    layout = sum(b << i for i, b in enumerate(bits[:4]))
+    layout = sum(b << i for i, b in enumerate(bits[:4])) | sight
     target = stored(torch.full_like(q, math.nan), bits[3])
     sums = torch.full((outer, heads, count), math.nan, dtype=wide)
     operands = [stored(x, b) for x, b in zip((q, k, v), bits, strict=False)]
@@ -179,7 +186,7 @@ def check(problem, is_packed):
     # Of rows that numbers hide the log has no digits beside these, or is that of what they add up.
     blind = (lse < -1e30) & ~lse.isneginf()
     close(sums.masked_fill(blind, 0), lse.masked_fill(blind, 0), problem["dtype"])
-    layout = sum(b << i for i, b in enumerate(bits))
+    layout = sum(b << i for i, b in enumerate(bits)) | sight
     given = [stored(x, b) for x, b in zip((grad, q, k, v, out.to(dtype)), bits, strict=False)]
     found = [
         stored(torch.full_like(x, math.nan), b) for x, b in zip((q, k, v), bits[5:], strict=True)
@@ -266,19 +273,41 @@ def test_the_deterministic_setting_of_the_user_stays(is_set):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("blind", [[], [1]])
-def test_a_step_gives_rows_that_numbers_hide_the_mean(blind):
+def least_of_the_future(scores, seen):
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores + torch.zeros(()).masked_fill(later, LEAST).to(scores.dtype)
+
+
+# How keys are hidden, whose sequences wholly, and how wide the heads of the gradient are
+HIDING = {
+    "padding": (added, [], 16),
+    "padding, of some all": (added, [1], 16),
+    "the future": (least_of_the_future, [], 8),
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_a_step_gives_rows_that_numbers_hide_the_mean(name, monkeypatch):
+    hide, blind, width = HIDING[name]
     torch.manual_seed(0)
-    model, batch = Written(added), example(blind)
+    model, batch = Written(hide), example(blind)
     exact, twin = copy.deepcopy(model).double(), copy.deepcopy(model)
     exact(batch[0].double(), batch[1]).backward()
-    with cuda_stand_in(Emulator.load()), pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RELAX_DISC_COMPILE_CACHE", "0")
+    widths, backward = [], Problem._efficient_backward
+
+    def noted(problem, grad, query, *rest):
+        widths.append(query.shape[3])
+        return backward(problem, grad, query, *rest)
+
+    monkeypatch.setattr(Problem, "_efficient_backward", noted)
+    monkeypatch.setenv("RELAX_DISC_COMPILE_CACHE", "0")
+    with cuda_stand_in(Emulator.load()):
         step = relax_disc.compile(
             twin, None, batch, dynamic_shapes=shapes(), target=cuda_target("sm_90")
         )
         attention_kernels.calls.clear()
         step(*batch, update=False)
         assert attention_kernels.calls == ["efficient", "efficient backward"]
+    assert widths == [width]
     for p, q in zip(twin.parameters(), exact.parameters(), strict=True):
         assert float((p.grad.double() - q.grad).abs().max()) < 5e-6 * float(q.grad.abs().max())

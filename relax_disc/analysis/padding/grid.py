@@ -163,9 +163,10 @@ def constant_of(expr: Any) -> float | None:
     """Return the number that a constant without axes is; None for anything else."""
     if not isinstance(expr, tvm.ir.GenericConst) or not hasattr(expr.value, "numpy"):
         return None
-    if "bfloat16" in str(expr.value.dtype) or expr.ty.ndim != 0:
+    if expr.ty.ndim != 0:
         return None
-    return expr.value.numpy().item()
+    number = expr.value.numpy()
+    return (number.astype("float32") if "bfloat16" in str(number.dtype) else number).item()
 
 
 def product(extents: Sequence[Any]) -> SymbolicExpr:

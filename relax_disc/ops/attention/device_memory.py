@@ -29,6 +29,8 @@ _SPLIT_ROWS, _SPLIT_ROUNDS = 64, 7  # rows of a block of flash forward; rounds o
 # or float64, and as the operands with a head of keys for each of the queries'.
 _MATH_SCORES = {False: 3, True: 4}
 _MATH_OPERANDS = {False: 2, True: 3}
+SIGHTED = 1 << 16
+"""Bit of a layout: no row is hidden wholly by numbers of the mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Sizes:
     """Extents of a call, numbers or expressions; widths are numbers.
 
     ``mask``: elements of the mask, its elements without the last axis, and of its first two axes;
-    None without a mask. ``is_added``: whether it is of numbers.
+    None without a mask. ``is_added``: whether it is of numbers that may hide all of a row.
     """
 
     batch: Any
@@ -168,7 +170,8 @@ def bound(prefix: str, is_backward: bool, is_masked: bool) -> registry.DeviceByt
         if is_masked:
             # Behind the operands, of a gradient the log of the sums, and where packed rows lie.
             position = (6 if is_backward else 3) + (4 if prefix else 0)
-            shape, is_added = views[position].shape, views[position].dtype != "bool"
+            shape = views[position].shape
+            is_added = views[position].dtype != "bool" and not layout & SIGHTED
             mask = (
                 registry.elements(shape),
                 registry.elements(shape[:3]),

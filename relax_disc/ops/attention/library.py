@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+import tvm_ffi
 from tvm import relax, tirx
 
 from relax_disc.ops import registry
@@ -52,7 +53,7 @@ def attention(call: relax.Call, site: Site) -> relax.Expr | None:
             [
                 *operands,
                 *_in_type(rest, wide, site),
-                *_parameters(call, layout | _BITS[order] << 3, site),
+                *_parameters(call, layout | _BITS[order] << 3 | _sight(call, wide, 3, site), site),
             ],
             [out_type, kinds[1]],
         )
@@ -73,6 +74,7 @@ def attention_backward(call: relax.Call, site: Site) -> relax.Expr | None:
     orders = [_wanted_order(site, index) for index in range(3)] + [_PLAIN] * (len(kinds) - 3)
     for index, order in enumerate(orders):
         layout |= _BITS[order] << 5 + index
+    layout |= _sight(call, wide, 6, site)
     results = site.builder.emit(
         site.call(
             _function_of(call, 6),
@@ -164,6 +166,25 @@ def _in_type(exprs: list[relax.Expr], dtype: str, site: Site) -> list[relax.Expr
         else site.builder.emit(relax.op.astype(expr, dtype))
         for expr in tensors
     ]
+
+
+def _sight(call: relax.Call, dtype: str, operands: int, site: Site) -> int:
+    """What the layout says of a mask behind so many operands, which is computed in ``dtype``.
+
+    Over packed rows no key of a padded batch is sure to be there.
+    """
+    is_packed = _is_packed(call)
+    if not site.is_cuda or "masked" not in _function_of(call, operands):
+        return 0
+    mask = site.original.args[operands + (4 if is_packed else 0)]
+    if registry.dtype_name(mask.ty) == "bool":
+        return 0
+    q, k = (extents_of(operand)[2] for operand in call.args[operands // 6 :][:2])
+    is_own_key_seen = not is_packed and tvm_ffi.structural_equal(q, k)
+    hides = dtype != "float16" and site.may_hide_rows(
+        mask, is_own_key_seen=is_own_key_seen, is_first_key_seen=not is_packed
+    )
+    return 0 if hides else device_memory.SIGHTED
 
 
 def _parameters(call: relax.Call, layout: int, site: Site) -> list[Any]:

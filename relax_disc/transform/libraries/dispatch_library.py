@@ -18,6 +18,7 @@ from tvm import relax
 from tvm.sym.analyzer import Analyzer
 
 from relax_disc import ops  # noqa: F401  fills the table of rules
+from relax_disc.analysis.padding.masked_rows import may_hide_rows
 from relax_disc.ops.operand_views import Uses, definition, is_call_of, permutation_of
 from relax_disc.ops.registry import DISPATCH
 from relax_disc.transform.functions import at_span
@@ -44,6 +45,18 @@ class Site:
     def definition(self, expr: relax.Expr) -> relax.Expr:
         """Follow variables of the rewritten function to what computes them."""
         return definition(expr, self.builder)
+
+    def may_hide_rows(
+        self, mask: relax.Expr, *, is_own_key_seen: bool, is_first_key_seen: bool
+    ) -> bool:
+        """Whether numbers of an attention's mask, as before the pass, may hide all of a row."""
+        return may_hide_rows(
+            mask,
+            self.uses.definitions,
+            self.builder.get(),
+            is_own_key_seen=is_own_key_seen,
+            is_first_key_seen=is_first_key_seen,
+        )
 
     def call(
         self, name: str, arguments: list[Any], result: tvm.ir.Type | list[tvm.ir.Type]

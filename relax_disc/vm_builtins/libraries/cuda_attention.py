@@ -73,7 +73,8 @@ def _form(core: _Core, operands: int, is_masked: bool, drops: bool) -> Callable[
         if state is not None:
             p, stream, *rest = rest
             seed = random_seeds.seed_of(state, stream)
-        core(Problem(scale, bool(is_causal), mask, p, seed), layout, given, rest)
+        is_sighted = bool(layout >> 16 & 1)
+        core(Problem(scale, bool(is_causal), mask, p, seed, is_sighted), layout, given, rest)
 
     return run
 

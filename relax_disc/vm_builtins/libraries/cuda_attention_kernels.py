@@ -21,7 +21,7 @@ import functools
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Problem:
     mask: torch.Tensor | None  # [B|1, H|1, Tq|1, Tk|1], bool or added
     dropout: float = 0.0  # probability; not of packed rows
     seed: int = 0  # that dropout draws from, of 63 bits
+    is_sighted: bool = False  # numbers of the mask hide no row wholly
 
     def _hiding(self, keys: PackedRows) -> Problem:
         """The same over the padded batch, where keys that are not packed are hidden."""
@@ -64,7 +65,7 @@ class Problem:
             mask = self.mask & kept
         else:
             mask = self.mask.masked_fill(~kept, -math.inf)
-        return Problem(self.scale, self.is_causal, mask)
+        return replace(self, mask=mask)
 
     def kernel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
         """Choose "flash", "efficient" or "math" for operands ``[batch, length, heads, dim]``."""
@@ -292,7 +293,7 @@ class Problem:
 
         Such a row takes the mean over the keys of its greatest number, as in PyTorch's arithmetic.
         """
-        if self.mask is None or self.mask.dtype == torch.bool:
+        if self.mask is None or self.mask.dtype == torch.bool or self.is_sighted:
             return None
         return _is_blind(self._top(query, key))
 
@@ -301,7 +302,7 @@ class Problem:
         mask = self.mask
         if mask is None:
             return None
-        if mask.dtype != torch.bool:
+        if mask.dtype != torch.bool and not self.is_sighted:
             top = self._top(query, key)
             mask = mask - top.masked_fill(~_is_blind(top), 0)[..., None]
         columns = key.shape[1]

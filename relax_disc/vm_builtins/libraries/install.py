@@ -50,7 +50,8 @@ the last. On the CPU they are float32 or float64 alike within a call.
   and lse, the first at the lowest bit: 0 if the tensor is stored [batch, heads, length, dim], 1 if
   it is stored [batch, length, heads, dim]; the same bit of the second byte is 1 if it is stored
   [length, batch, heads, dim]. `lse` is always [batch, heads, length]. The mask is bool
-  (True takes part) or added to the scores, [B|1, H|1, Tq|1, Tk|1]. A row that sees nothing has
+  (True takes part) or added to the scores, [B|1, H|1, Tq|1, Tk|1]; bit 16 tells CUDA's that finite
+  numbers of it hide no row wholly. A row that sees nothing has
   out = 0 and lse = -inf. Dropout draws the numbers of a tensor [B, H, Tq, Tk] of
   `frontend/random_ops.py` with the seed and offset `rng` [2], int64.
 * The integers of `ctc_loss` are int64. A loss is infinite where no path gives the target; its
