@@ -21,8 +21,8 @@ from torch.export import Dim
 
 import relax_disc
 from benchmarks.record import write_result
-from benchmarks.training_batches import LONGEST, VOCABULARY, make_batch
-from benchmarks.training_worker import peer_llama
+from benchmarks.training.batches import LONGEST, VOCABULARY, make_batch
+from benchmarks.training.worker import peer_llama
 from relax_disc.frontend.index_checks import IndexChecks
 
 ROUNDS, GUARD_CALLS = 41, 1000

@@ -39,8 +39,8 @@ def _model(name: str) -> tuple[Any, Any, Any]:
 
     torch.manual_seed(0)
     if name == "llama":
-        from benchmarks.training_batches import LONGEST, make_batch
-        from benchmarks.training_worker import peer_llama
+        from benchmarks.training.batches import LONGEST, make_batch
+        from benchmarks.training.worker import peer_llama
 
         shape = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=LONGEST)}
         return peer_llama("S"), make_batch([24, 16], seed=0), {"ids": shape, "labels": shape}

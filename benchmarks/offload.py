@@ -31,8 +31,8 @@ from torch.export import Dim
 
 import relax_disc
 from benchmarks.record import write_result
-from benchmarks.training_batches import make_batch
-from benchmarks.training_worker import peer_llama
+from benchmarks.training.batches import make_batch
+from benchmarks.training.worker import peer_llama
 from relax_disc import FileTier
 from relax_disc.analysis import TensorGraph
 from relax_disc.analysis.memory.rematerialization import planner_graph

@@ -19,7 +19,7 @@ True) without and with an ``activation_memory_budget``, compiled at the first ba
 Memory is exact: the peak of every batch is planned, and that of the longest without a budget is
 counted in a dry run of the compiled step, for which address space is reserved; PyTorch's peaks are
 counted in dry runs, too (`benchmarks.dry_pytorch`).  No kernel runs: times are those of the plans'
-model of a GPU (`benchmarks.memory_full_size`), good for comparison with each other alone; for
+model of a GPU (`benchmarks.memory.full_size`), good for comparison with each other alone; for
 PyTorch's kernels there is no such model, so their column is empty.
 """
 
@@ -36,10 +36,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.dry_pytorch import CompiledStep, EagerStep
-from benchmarks.memory_full_size import SIZES, full_size_model, full_size_step
+from benchmarks.memory.full_size import SIZES, full_size_model, full_size_step
 from benchmarks.models.document import read_results
 from benchmarks.record import commit, machine, write_result
-from benchmarks.training_batches import epoch_lengths
+from benchmarks.training.batches import epoch_lengths
 from relax_disc.bytes_text import format_bytes, parse_bytes
 from relax_disc.pipeline import PipelineOptions
 from relax_disc.training.call.packing import rounded

@@ -20,8 +20,8 @@ from torch.export import Dim
 import relax_disc
 from benchmarks.processes import ROOT, started
 from benchmarks.record import RESULTS, write_result
-from benchmarks.training_batches import LONGEST, make_batch
-from benchmarks.training_worker import peer_llama
+from benchmarks.training.batches import LONGEST, make_batch
+from benchmarks.training.worker import peer_llama
 
 NAME = "picture"
 PICTURE = ROOT / "docs" / "images" / "memory.png"
@@ -77,7 +77,7 @@ def peaks(way: str, variant: str, threads: int) -> dict[str, list[dict[str, Any]
         limit = {"activation_bytes": BUDGET_MIB * _MIB} if way != variant else {}
         budget = {"budget": limit}
     found: dict[str, list[dict[str, Any]]] = {}
-    with started(way, "benchmarks.training_worker", arguments, threads) as worker:
+    with started(way, "benchmarks.training.worker", arguments, threads) as worker:
         worker.ask(lengths=[40, 30], seed=0, **budget)
         shapes = {"length": [(BATCH, n) for n in LENGTHS], "batch": [(n, LENGTH) for n in BATCHES]}
         for axis, sizes in shapes.items():

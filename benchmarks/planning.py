@@ -23,12 +23,12 @@ import torch
 import tvm_ffi
 import typer
 
-from benchmarks.memory_full_size import compile_llama
-from benchmarks.planner_peak import planner_peak
+from benchmarks.memory.full_size import compile_llama
+from benchmarks.memory.planner_peak import planner_peak
 from benchmarks.record import write_result
-from benchmarks.scheduling_graphs import OWN_GRAPHS, lstm_step, transformer_step
-from benchmarks.training_batches import LONGEST
-from benchmarks.training_worker import peer_llama
+from benchmarks.scheduling.graphs import OWN_GRAPHS, lstm_step, transformer_step
+from benchmarks.training.batches import LONGEST
+from benchmarks.training.worker import peer_llama
 from relax_disc.analysis import TensorGraph, peak_bytes, schedule_ops
 from relax_disc.analysis.memory.offsets import plan_offsets
 from relax_disc.analysis.memory.rematerialization import (

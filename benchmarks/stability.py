@@ -25,9 +25,9 @@ from rich.table import Table
 from benchmarks.models.document import read_results, result_path
 from benchmarks.processes import machine_cpu_seconds
 from benchmarks.record import commit, machine, write_result
-from benchmarks.training import measure, started
-from benchmarks.training_batches import real_batches
-from benchmarks.training_report import summarize
+from benchmarks.training.batches import real_batches
+from benchmarks.training.measure import measure, started
+from benchmarks.training.report import summarize
 from relax_disc.vm_builtins import native
 
 NAME = "stability"

@@ -17,8 +17,8 @@ from typing import Annotated
 import typer
 
 from benchmarks.record import write_result
-from benchmarks.training import started
-from benchmarks.training_batches import real_batches
+from benchmarks.training.batches import real_batches
+from benchmarks.training.measure import started
 
 _WARM_UP = 5
 _ROOT = Path(__file__).parents[1]

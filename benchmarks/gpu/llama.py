@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import relax_disc
 from benchmarks.gpu.device import Device
-from benchmarks.training_batches import LONGEST, VOCABULARY, make_batch
+from benchmarks.training.batches import LONGEST, VOCABULARY, make_batch
 from tutorials._llama import Llama, LlamaSizes
 
 # Four layers of Llama-2-7B's dimensions, the paper's model; and small ones for checks.

@@ -45,7 +45,7 @@ from benchmarks.gpu.rows import Rows
 from benchmarks.models.__main__ import told_by
 from benchmarks.models.catalogue import ENTRIES
 from benchmarks.record import machine
-from benchmarks.training_batches import real_batches
+from benchmarks.training.batches import real_batches
 from relax_disc import FileTier, HostTier
 from relax_disc.vm_builtins.libraries.cuda_memory import host_copy_times
 from tutorials._llama import LlamaSizes

@@ -2,11 +2,11 @@
 
 import pytest
 
-from benchmarks.memory_report import summarize_sweep, sweep_table
-from benchmarks.memory_sweep import BUDGETS, UNLIMITED
-from benchmarks.partitioner import replayed
-from benchmarks.partitioner_values import alike, carried_over
-from benchmarks.planner_peak import planner_peak
+from benchmarks.memory.partitioner import replayed
+from benchmarks.memory.partitioner_values import alike, carried_over
+from benchmarks.memory.planner_peak import planner_peak
+from benchmarks.memory.report import summarize_sweep, sweep_table
+from benchmarks.memory.sweep import BUDGETS, UNLIMITED
 from relax_disc.analysis import Kernel
 from relax_disc.vm_builtins.planner import PlannerGraph, PlannerOp, plan_rematerialization
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.memory_full_size import compile_llama
+from benchmarks.memory.full_size import compile_llama
 from benchmarks.paper import (
     count_pytorch,
     count_unlimited,

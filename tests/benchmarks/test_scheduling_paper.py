@@ -1,6 +1,6 @@
 """The paper's rule: least symbolic impact first, lifetime where sizes do not compare."""
 
-from benchmarks.scheduling_paper import paper_order
+from benchmarks.scheduling.paper import paper_order
 from relax_disc.analysis import Kernel, SymbolicDim, SymbolicExpr, TensorGraph
 
 N, M = SymbolicDim("n", 1, 100), SymbolicDim("m", 1, 100)

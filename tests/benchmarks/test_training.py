@@ -11,9 +11,9 @@ import torch
 
 from benchmarks import record
 from benchmarks.malloc_counter import MallocCounter, preload_environment
-from benchmarks.packed_llama import PackedLlama, places
-from benchmarks.training_batches import IGNORED, make_batch, real_batches, unseen_lengths
-from benchmarks.training_report import markdown, median_with_interval, summarize, summary_table
+from benchmarks.training.batches import IGNORED, make_batch, real_batches, unseen_lengths
+from benchmarks.training.packed_llama import PackedLlama, places
+from benchmarks.training.report import markdown, median_with_interval, summarize, summary_table
 from tutorials._llama import Llama, LlamaSizes
 
 _COUNTING = """

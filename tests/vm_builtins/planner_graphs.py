@@ -5,7 +5,7 @@ import itertools
 import random
 from typing import Any
 
-from benchmarks.planner_peak import planner_peak
+from benchmarks.memory.planner_peak import planner_peak
 from relax_disc.vm_builtins.planner import PlannerGraph, PlannerOp
 
 ALIGNMENT = 4

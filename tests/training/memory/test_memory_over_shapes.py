@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import relax_disc
-from benchmarks.memory_shapes import footprint
+from benchmarks.memory.shapes import footprint
 from relax_disc.frontend import capture_step
 from relax_disc.memory_analysis import analyze_memory
 from relax_disc.pipeline import PipelineOptions

@@ -1,33 +1,21 @@
-"""Peaks of live memory under orders by different rules, against a bound that no order can beat.
-
-For each graph and shape: the given order, the rule of BladeDISC++, torch inductor's three rules
-(written anew from their description), list scheduling, and `schedule_ops`.  Graphs with dims get
-one order for all shapes from the paper's rule and from ours, as both are symbolic; the other rules
-see the sizes of the last shape.  Graphs of numbers are also scheduled from three shuffled orders.
-
-Run ``python -m benchmarks.scheduling [--quick] [--capture]``; writes
-benchmarks/results/scheduling.json.  Graphs in ../shared/graphs/recorded take part where that folder
-is there.
-"""
+"""Order one graph by every rule; measure the peaks of live memory."""
 
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import write_result
-from benchmarks.scheduling_graphs import LLAMA_STEP, OWN_GRAPHS
-from benchmarks.scheduling_rules import order_by_rule
+from benchmarks.scheduling.graphs import OWN_GRAPHS
+from benchmarks.scheduling.rules import order_by_rule
 from relax_disc.analysis import TensorGraph, schedule_ops
 from relax_disc.analysis.schedule.order import Schedule
 from relax_disc.analysis.schedule.problem import peaks_at_points, problem_of
 
-RECORDED = Path(__file__).parents[2] / "shared" / "graphs" / "recorded"
+RECORDED = Path(__file__).parents[3] / "shared" / "graphs" / "recorded"
 RULES = (
     "paper", "inductor_lpmf", "inductor_bfs", "inductor_dfs", "list", "list_backward",
 )  # fmt: skip
@@ -134,31 +122,6 @@ def print_row(row: Mapping[str, Any]) -> None:
     )
 
 
-def main(*options: str) -> None:
-    """Measure, print the table, write the figures."""
-    if "--capture" in options:
-        capture_llama().save(LLAMA_STEP)
-    print(
-        f"{'graph':15s}{'kernels':>6s} {'shape':22s}{'given MiB':>9s}"
-        + "".join(f"{head:>9s}" for head in (*HEADS, "ours", "bound"))
-        + f"{'s':>8s} ours from shuffled orders"
-    )
-    rows = []
-    for name, graph in graphs("--quick" in options):
-        for row in measure(name, graph):
-            print_row(row)
-            rows.append(row)
-    grid = grid_check(OWN_GRAPHS["llama step"]())
-    print(
-        f"llama step, one order over {grid['shapes']} shapes: worst {grid['worst_to_alone']:.4f} "
-        f"of the best for each shape alone, which is {grid['worst_alone_to_bound']:.4f} of its "
-        f"bound; at most {grid['worst_to_given']:.4f} of the given order"
-    )
-    settings = {"quick": "--quick" in options, "shuffles": SHUFFLES}
-    path = write_result("scheduling", settings, {"rows": rows, "llama_grid": grid})
-    print(f"peaks as multiples of the given order's; written to {path}")
-
-
 def capture_llama() -> TensorGraph:
     """Compile the 4-layer Llama step up to kernels, and return its graph in program order."""
     import torch
@@ -198,7 +161,3 @@ def capture_llama() -> TensorGraph:
     graph = extract(lowered, "main").graph()
     kernels = tuple(replace(kernel, source="") for kernel in graph.kernels)
     return replace(graph, kernels=kernels, origin="Llama step, 4 layers of 256, AdamW, fused")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

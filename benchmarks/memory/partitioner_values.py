@@ -21,7 +21,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.export import Dim
 
 import relax_disc
-from benchmarks.training_batches import make_batch
+from benchmarks.training.batches import make_batch
 from relax_disc.analysis import Kernel
 from relax_disc.vm_builtins.plan_metadata import Storage
 from relax_disc.vm_builtins.runtime import function

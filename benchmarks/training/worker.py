@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 import relax_disc
 from benchmarks.malloc_counter import MallocCounter
-from benchmarks.packed_llama import Kind, PackedLlama, places
 from benchmarks.processes import serve
-from benchmarks.training_batches import LONGEST, VOCABULARY, make_batch
+from benchmarks.training.batches import LONGEST, VOCABULARY, make_batch
+from benchmarks.training.packed_llama import Kind, PackedLlama, places
 from relax_disc.integrations import torch_compile
 from relax_disc.pipeline import PipelineOptions
 from relax_disc.training.memory_plan import MemoryPlan

@@ -25,11 +25,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.memory_full_size import full_size_step, plan_full_size
-from benchmarks.memory_report import print_rows
-from benchmarks.memory_shapes import EPOCH_BATCH, STATIC_SHAPES, against_static, over_epoch
-from benchmarks.memory_sweep import sweep
-from benchmarks.partitioner import compare_plans
+from benchmarks.memory.full_size import full_size_step, plan_full_size
+from benchmarks.memory.partitioner import compare_plans
+from benchmarks.memory.report import print_rows
+from benchmarks.memory.shapes import EPOCH_BATCH, STATIC_SHAPES, against_static, over_epoch
+from benchmarks.memory.sweep import sweep
 from benchmarks.record import write_result
 from relax_disc.vm_builtins import native
 

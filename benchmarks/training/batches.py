@@ -14,7 +14,7 @@ from torch import Tensor
 IGNORED = -100
 LONGEST = 512
 VOCABULARY = 32_000
-_LENGTHS = Path(__file__).with_name("data") / "code_alpaca_lengths.npz"
+_LENGTHS = Path(__file__).parents[1] / "data" / "code_alpaca_lengths.npz"
 
 
 def real_batches(batch: int, count: int, *, seed: int = 0) -> list[list[int]]:

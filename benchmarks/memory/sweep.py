@@ -19,11 +19,11 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.memory_report import sweep_table
+from benchmarks.memory.report import sweep_table
 from benchmarks.processes import Worker
 from benchmarks.record import RESULTS, write_result
-from benchmarks.training import started
-from benchmarks.training_batches import real_batches
+from benchmarks.training.batches import real_batches
+from benchmarks.training.measure import started
 
 BASE = "compile"
 UNLIMITED = "no budget"
@@ -65,7 +65,7 @@ def sweep(
     count : int
         Batches of real lengths.
     variants : sequence of str
-        PyTorch's ways, as `benchmarks.training_worker` names them.
+        PyTorch's ways, as `benchmarks.training.worker` names them.
     threads : int
         Of every variant.
     time_limit : float

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from relax_disc.analysis import Kernel, SymbolicDim, SymbolicExpr, TensorGraph
 
-LLAMA_STEP = Path(__file__).with_name("data") / "llama_step.json.gz"
+LLAMA_STEP = Path(__file__).parents[1] / "data" / "llama_step.json.gz"
 _FLOAT = 4
 
 

@@ -15,7 +15,7 @@ import functools
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.scheduling_paper import paper_order
+from benchmarks.scheduling.paper import paper_order
 from relax_disc.analysis import TensorGraph
 from relax_disc.analysis.schedule.problem import ScheduleProblem, problem_of
 

@@ -1,6 +1,6 @@
 """Medians of paired ratios with their intervals, from the measurements of `benchmarks.training`.
 
-`python -m benchmarks.training_report [file.json]` prints a file of results as Markdown.
+`python -m benchmarks.training.report [file.json]` prints a file of results as Markdown.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.training_report import median_with_interval
+from benchmarks.training.report import median_with_interval
 
 MIB, GIB = 2**20, 2**30
 
@@ -20,7 +20,7 @@ def summarize_sweep(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Parameters
     ----------
     rows : sequence of mappings
-        As `benchmarks.memory_sweep` makes them.
+        As `benchmarks.memory.sweep` makes them.
 
     Returns
     -------

@@ -17,7 +17,7 @@ import torch
 from torch.export import Dim
 
 import relax_disc
-from benchmarks.training_batches import VOCABULARY, make_batch
+from benchmarks.training.batches import VOCABULARY, make_batch
 from relax_disc.compiler import build_or_reuse
 from relax_disc.frontend import capture_step
 from relax_disc.pipeline import PipelineOptions

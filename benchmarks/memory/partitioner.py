@@ -2,10 +2,10 @@
 
 The min-cut partitioner decides, for a budget between 0 and 1, which tensors of the forward pass are
 kept for the backward pass; the others are computed again.  Its choices for four layers of
-Llama-2-7B are carried over to the tensors of our step (see `benchmarks.partitioner_values`) and
-replayed: forward as it is; in the backward pass whatever is read and was not kept runs again, once,
-as late as possible, and stays to its last reader.  Peak and time of that sequence are counted by
-the same rules and costs as those of our own plan within that peak.
+Llama-2-7B are carried over to the tensors of our step (see `benchmarks.memory.partitioner_values`)
+and replayed: forward as it is; in the backward pass whatever is read and was not kept runs again,
+once, as late as possible, and stays to its last reader.  Peak and time of that sequence are counted
+by the same rules and costs as those of our own plan within that peak.
 
 Part ``partitioner`` of `python -m benchmarks.memory`.
 """
@@ -22,9 +22,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
-from benchmarks.memory_full_size import BYTES_PER_NS, FLOPS_PER_NS, KERNEL_NS, full_size_model
-from benchmarks.partitioner_values import Digest, alike, carried_over, our_digests, torch_digests
-from benchmarks.planner_peak import planner_peak
+from benchmarks.memory.full_size import BYTES_PER_NS, FLOPS_PER_NS, KERNEL_NS, full_size_model
+from benchmarks.memory.partitioner_values import (
+    Digest,
+    alike,
+    carried_over,
+    our_digests,
+    torch_digests,
+)
+from benchmarks.memory.planner_peak import planner_peak
 from relax_disc.analysis import Kernel
 from relax_disc.training_step import TrainingStep
 from relax_disc.vm_builtins.planner import PlannerGraph, plan_rematerialization

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from benchmarks.training_batches import LONGEST, epoch_lengths, make_batch
-from benchmarks.training_worker import peer_llama
+from benchmarks.training.batches import LONGEST, epoch_lengths, make_batch
+from benchmarks.training.worker import peer_llama
 from relax_disc.frontend import capture_step
 from relax_disc.memory_analysis import analyze_memory
 from relax_disc.training.memory_plan import MemoryPlan

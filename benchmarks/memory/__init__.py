@@ -1,0 +1,1 @@
+"""What a memory budget costs and what it saves."""

@@ -1,0 +1,1 @@
+"""Peaks of live memory under orders by different rules."""

@@ -1,0 +1,1 @@
+"""A whole training step next to eager PyTorch and torch.compile."""
