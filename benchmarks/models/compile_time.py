@@ -7,16 +7,22 @@ first training step at a model's first shape, less a later step's.  Each way of 
 process of its own with empty caches, and compiles a small model first: imports, and what a machine
 is asked once, are left out for both.  Models that compile fast come first; results are written
 as they come, and docs/models-speed.md shows them.
+
+With ``--stop-after 3`` torch.compile is stopped when it has taken three times as long as we did and
+is not done: its time is recorded as "at least".
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import torch
@@ -83,8 +89,8 @@ def _small() -> Entry:
     )
 
 
-def measure(way: str, entry: Entry) -> dict[str, Any]:
-    """Compile in this process.
+def measure(way: str, entry: Entry, stop_seconds: float = math.inf) -> dict[str, Any]:
+    """Compile in this process, which ends when the first step has taken `stop_seconds`.
 
     Returns
     -------
@@ -100,7 +106,8 @@ def measure(way: str, entry: Entry) -> dict[str, Any]:
         torch.compiler.reset()
         counters.clear()
         start = Clock.now()
-        step()
+        with _ending(start + stop_seconds if each is entry else math.inf):
+            step()
         first, later = Clock.now() - start, []
         for _ in range(2):  # torch.compile may compile again in the second step
             start = Clock.now()
@@ -111,8 +118,34 @@ def measure(way: str, entry: Entry) -> dict[str, Any]:
     return {**found, "graphs": counters["stats"]["unique_graphs"]} if way != WAYS[0] else found
 
 
-def _told(way: str, entry: Entry, limit_seconds: float) -> dict[str, Any]:
-    """Measure in a process of its own; return what `measure` does, or ``failed``: the reason."""
+@contextmanager
+def _ending(at_seconds: float) -> Iterator[None]:
+    """End the process, with a line about it, when it has computed so long inside the block."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.2):
+            if Clock.now() >= at_seconds:
+                print(json.dumps({"stopped": True}), flush=True)
+                os._exit(0)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    if at_seconds < math.inf:
+        watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _told(
+    way: str, entry: Entry, limit_seconds: float, stop_seconds: float = math.inf
+) -> dict[str, Any]:
+    """Measure in a process of its own.
+
+    Returns what `measure` does, ``at_least`` the seconds after which it was stopped, or ``failed``:
+    the reason.
+    """
     with tempfile.TemporaryDirectory() as cache:
         settings = {
             "HF_HUB_OFFLINE": "1",
@@ -124,7 +157,10 @@ def _told(way: str, entry: Entry, limit_seconds: float) -> dict[str, Any]:
         before = Clock.now()
         try:
             done = subprocess.run(
-                [sys.executable, "-m", __spec__.name, "--worker", way, "--only", entry.name],
+                [
+                    *(sys.executable, "-m", __spec__.name, "--worker", way, "--only", entry.name),
+                    *("--stop-seconds", str(stop_seconds)),
+                ],
                 env={**os.environ, **settings},
                 capture_output=True,
                 text=True,
@@ -138,7 +174,8 @@ def _told(way: str, entry: Entry, limit_seconds: float) -> dict[str, Any]:
         lines = [line for line in done.stderr.splitlines() if line and not line[0].isspace()]
         told = [line for line in lines if "Error" in line or "Exception" in line] or lines
         return {"failed": told[-1][:200] if told else f"ended with {done.returncode}"}
-    return json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {"at_least": round(stop_seconds, 2)} if "stopped" in found else found
 
 
 def _order(entries: Sequence[Entry]) -> list[Entry]:
@@ -155,7 +192,11 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Name of a model; again for more.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Only what has no results.")] = False,
     limit_seconds: Annotated[float, typer.Option(help="Of one way of one model.")] = 600.0,
+    stop_after: Annotated[
+        float, typer.Option(min=1.0, help="Stop torch.compile after so many times our seconds.")
+    ] = math.inf,
     worker: Annotated[str, typer.Option(hidden=True)] = "",
+    stop_seconds: Annotated[float, typer.Option(hidden=True)] = math.inf,
 ) -> None:
     """Measure models; writes benchmarks/results/compile_time_models.json and the page of docs."""
     entries = [entry for entry in WIDE if not only or entry.name in only]
@@ -163,7 +204,7 @@ def main(
     if unknown:
         raise typer.BadParameter(f"no model is called {sorted(unknown)}")
     if worker:
-        print(json.dumps(measure(worker, entries[0])))
+        print(json.dumps(measure(worker, entries[0], stop_seconds)))
         return
     native.load()  # built once per machine: no part of a compilation
     console = Console()
@@ -171,8 +212,13 @@ def main(
     for entry in _order(entries):
         if resume and entry.name in found:
             continue
-        row: dict[str, Any] = {way: _told(way, entry, limit_seconds) for way in WAYS}
-        if "seconds" in row[WAYS[0]] and row[WAYS[1]].get("graphs"):
+        ours = _told(WAYS[0], entry, limit_seconds)
+        stop = stop_after * ours.get("seconds", math.inf)
+        row: dict[str, Any] = {
+            WAYS[0]: ours,
+            WAYS[1]: _told(WAYS[1], entry, limit_seconds, stop),
+        }
+        if "seconds" in ours and row[WAYS[1]].get("graphs"):
             row["ratio"] = round(row[WAYS[0]]["seconds"] / row[WAYS[1]]["seconds"], 3)
         found[entry.name] = {"commit": commit(), "processor": machine()["processor"], **row}
         console.print(entry.name, row)
