@@ -21,6 +21,7 @@ from tvm import relax, te, tirx
 
 from relax_disc.ops import registry
 from relax_disc.ops.operand_views import is_call_of
+from relax_disc.ops.registry import Kind
 
 if TYPE_CHECKING:
     from relax_disc.transform.libraries.dispatch_library import Site
@@ -32,142 +33,31 @@ _DTYPE = "dtype"
 """Attribute: type of the loss and of the gradient, where it is not the logits'."""
 
 
-def cross_entropy(
-    logits: relax.Expr,
-    target: relax.Expr,
-    weight: relax.Expr | None = None,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> relax.Call:
-    """Build ``relax_disc.cross_entropy``.
-
-    Parameters
-    ----------
-    logits : relax.Expr
-        ``[N, V]``.
-    target : relax.Expr
-        ``[N]``, int64 class indices; rows whose index is ``ignore_index`` do not count.
-    weight : relax.Expr, optional
-        ``[V]``, a factor for each class.
-    ignore_index : int
-        Index of the rows left out; PyTorch's default is -100.
-    label_smoothing : float
-        Share of the target spread evenly over the classes.
-    reduction : {"mean", "sum", "none"}
-        ``"mean"`` divides by the sum of the weights of the counted rows, as PyTorch does: NaN when
-        there is none.
-
-    Returns
-    -------
-    relax.Call
-        Of type ``Tuple(loss, lse [N], count [])``: the loss is a scalar (``[N]`` for ``"none"``) in
-        the logits' type; ``lse`` and ``count`` (what ``"mean"`` divides by) are float32, float64
-        for float64 logits.
-    """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}.")
-    attrs = _attrs(ignore_index, label_smoothing, reduction)
-    args = [logits, target] if weight is None else [logits, target, weight]
-    return registry.call("relax_disc.cross_entropy", args, attrs)
+_OPTIONS = "SymInt ignore_index, float label_smoothing, str reduction"
 
 
-def cross_entropy_backward(
-    grad_loss: relax.Expr,
-    logits: relax.Expr,
-    target: relax.Expr,
-    lse: relax.Expr,
-    count: relax.Expr,
-    weight: relax.Expr | None = None,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> relax.Call:
-    """Build ``relax_disc.cross_entropy_backward``: the gradient of the logits, ``[N, V]``.
-
-    Parameters
-    ----------
-    grad_loss : relax.Expr
-        Gradient of the loss, a scalar (``[N]`` for ``"none"``).
-    logits, target, weight, ignore_index, label_smoothing, reduction
-        As given to :func:`cross_entropy`.
-    lse, count : relax.Expr
-        Results of :func:`cross_entropy`.
-
-    Returns
-    -------
-    relax.Call
-        A tensor of the logits' type.
-    """
-    attrs = _attrs(ignore_index, label_smoothing, reduction)
-    args = [grad_loss, logits, target, lse, count]
-    if weight is not None:
-        args.append(weight)
-    return registry.call("relax_disc.cross_entropy_backward", args, attrs)
+def _results(logits: Kind, *_: Kind, **attrs: Any) -> list[tuple[Any, str]]:
+    rows, dtype = logits.shape[:1], str(attrs.get(_DTYPE, logits.dtype))
+    loss = rows if attrs["reduction"] == _NONE else ()
+    return [(loss, dtype), (rows, logits.statistics), ((), logits.statistics)]
 
 
-def _attrs(ignore_index: int, label_smoothing: float, reduction: str) -> dict[str, object]:
-    return {
-        "ignore_index": int(ignore_index),
-        "label_smoothing": float(label_smoothing),
-        "reduction": reduction,
-    }
+cross_entropy_backward = registry.operator(
+    "cross_entropy_backward(Tensor grad_loss, Tensor logits:2, Tensor target, Tensor lse,"
+    f" Tensor count, Tensor? weight, {_OPTIONS}) -> Tensor",
+    """Gradient of the cross-entropy of class indices by the logits.
 
-
-def _infer_cross_entropy(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
-    logits = registry.tensor_type(call.args[0], "relax_disc.cross_entropy: logits", 2)
-    registry.tensor_type(call.args[1], "relax_disc.cross_entropy: target", 1)
-    rows = registry.extents(logits)[0]
-    statistics = registry.statistics_dtype(logits)
-    loss_shape = [rows] if registry.attribute(call, "reduction") == "none" else []
-    return relax.TupleType(
-        [
-            relax.TensorType(loss_shape, _result_dtype(call, logits)),
-            relax.TensorType([rows], statistics),
-            relax.TensorType([], statistics),
-        ]
-    )
-
-
-def _infer_cross_entropy_backward(
-    call: relax.Call, builder: relax.BlockBuilder
-) -> relax.TensorType:
-    logits = registry.tensor_type(call.args[1], "relax_disc.cross_entropy_backward: logits", 2)
-    return relax.TensorType(registry.extents(logits), _result_dtype(call, logits))
+    ``grad_loss``: gradient of the loss, a scalar (``[N]`` for ``"none"``). ``lse``, ``count``:
+    results of :func:`cross_entropy`. All else is as given to it; the result has the logits' type.
+    """,
+    lambda grad_loss, logits, *_, **attrs: [(logits.shape, str(attrs.get(_DTYPE, logits.dtype)))],
+    choices={"reduction": REDUCTIONS},
+)
 
 
 def _result_dtype(call: relax.Call, logits: relax.TensorType) -> str:
     attrs: Any = call.attrs
     return str(attrs[_DTYPE]) if _DTYPE in attrs.keys() else registry.dtype_name(logits)
-
-
-registry.register(
-    "relax_disc.cross_entropy", _infer_cross_entropy, "Cross-entropy of class indices."
-)
-registry.register(
-    "relax_disc.cross_entropy_backward",
-    _infer_cross_entropy_backward,
-    "Gradient of the cross-entropy of class indices by the logits.",
-)
-_OPTIONS = ("ignore_index", "label_smoothing", "reduction")
-
-
-def _fake_cross_entropy(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows, kind = logits.shape[:1], registry.torch_statistics_dtype(logits)
-    loss = logits.new_empty(rows if rest[-1] == _NONE else ())
-    return loss, logits.new_empty(rows, dtype=kind), logits.new_empty((), dtype=kind)
-
-
-registry.traced(
-    "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse,"
-    " Tensor count, Tensor? weight, SymInt ignore_index, float label_smoothing, str reduction)"
-    " -> Tensor",
-    lambda grad_loss, logits, *_: logits.new_empty(logits.shape),
-    cross_entropy_backward,
-    _OPTIONS,
-)
 
 
 _IGNORED = -100  # PyTorch's own choice; a label of no class
@@ -215,12 +105,23 @@ def _cross_entropy_gradient(
     return grad, None, None, None, None, None
 
 
-registry.traced(
-    "cross_entropy(Tensor logits, Tensor target, Tensor? weight, SymInt ignore_index,"
-    " float label_smoothing, str reduction) -> (Tensor, Tensor, Tensor)",
-    _fake_cross_entropy,
-    cross_entropy,
-    _OPTIONS,
+cross_entropy = registry.operator(
+    f"cross_entropy(Tensor logits:2, Tensor target:1, Tensor? weight, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor)",
+    """Cross-entropy of class indices.
+
+    ``logits`` are ``[N, V]``, ``target`` is ``[N]``, int64 class indices; rows whose index is
+    ``ignore_index`` do not count (PyTorch's default is -100).  ``weight``, ``[V]``, has a factor
+    for each class.  ``label_smoothing``: share of the target spread evenly over the classes.
+    ``reduction``: ``"mean"`` divides by the sum of the weights of the counted rows, as PyTorch
+    does: NaN when there is none; or ``"sum"`` or ``"none"``.
+
+    Of type ``Tuple(loss, lse [N], count [])``: the loss is a scalar (``[N]`` for ``"none"``) in the
+    logits' type; ``lse`` and ``count`` (what ``"mean"`` divides by) are float32, float64 for
+    float64 logits.
+    """,
+    _results,
+    choices={"reduction": REDUCTIONS},
     gradient=(_cross_entropy_gradient, _save_cross_entropy),
 )
 

@@ -10,108 +10,33 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tvm import relax, tirx
+from tvm import relax
 
 from relax_disc.ops import registry
+from relax_disc.ops.registry import Kind
 
 if TYPE_CHECKING:
     from relax_disc.transform.libraries.dispatch_library import Site
 
 
-def ctc_loss(
-    log_probs: relax.Expr,
-    targets: relax.Expr,
-    input_lengths: relax.Expr,
-    target_lengths: relax.Expr,
-    *,
-    blank: int,
-) -> relax.Call:
-    """Build ``relax_disc.ctc_loss``.
-
-    Parameters
-    ----------
-    log_probs : relax.Expr
-        ``[T, N, C]``, float32 or float64.
-    targets : relax.Expr
-        ``[N, S]``, int64 labels, padded by anything.
-    input_lengths, target_lengths : relax.Expr
-        ``[N]``, int64.
-    blank : int
-        The label of no label.
-
-    Returns
-    -------
-    relax.Call
-        Of type ``Tuple(loss [N], alpha [N, T, 2 S + 1])``: the loss is infinite where no path
-        gives the target; ``alpha`` is what the gradient needs.
-    """
-    args = [log_probs, targets, input_lengths, target_lengths]
-    return registry.call("relax_disc.ctc_loss", args, {"blank": int(blank)})
+_INPUTS = "Tensor targets:2, Tensor input_lengths, Tensor target_lengths"
 
 
-def ctc_loss_backward(
-    grad: relax.Expr,
-    log_probs: relax.Expr,
-    targets: relax.Expr,
-    input_lengths: relax.Expr,
-    target_lengths: relax.Expr,
-    loss: relax.Expr,
-    alpha: relax.Expr,
-    *,
-    blank: int,
-) -> relax.Call:
-    """Build ``relax_disc.ctc_loss_backward``: the gradient of ``log_probs``.
-
-    Parameters
-    ----------
-    grad : relax.Expr
-        Gradient by ``loss``, ``[N]``.
-    log_probs, targets, input_lengths, target_lengths, blank
-        As given to :func:`ctc_loss`.
-    loss, alpha : relax.Expr
-        Results of :func:`ctc_loss`.
-    """
-    args = [grad, log_probs, targets, input_lengths, target_lengths, loss, alpha]
-    return registry.call("relax_disc.ctc_loss_backward", args, {"blank": int(blank)})
+def _results(log_probs: Kind, targets: Kind, *_: Kind, **__: Any) -> list[tuple[Any, str]]:
+    steps, count, _classes = log_probs.shape
+    states = targets.shape[1] * 2 + 1
+    return [((count,), log_probs.dtype), ((count, steps, states), log_probs.dtype)]
 
 
-def _infer(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
-    log_probs = registry.tensor_type(call.args[0], "relax_disc.ctc_loss: log_probs", 3)
-    targets = registry.tensor_type(call.args[1], "relax_disc.ctc_loss: targets", 2)
-    steps, count, _ = registry.extents(log_probs)
-    labels = registry.extents(targets)[1]
-    one, two = (tirx.IntImm("int64", k) for k in (1, 2))
-    states = labels * two + one
-    dtype = registry.dtype_name(log_probs)
-    return relax.TupleType(
-        [relax.TensorType([count], dtype), relax.TensorType([count, steps, states], dtype)]
-    )
+ctc_loss_backward = registry.operator(
+    f"ctc_loss_backward(Tensor grad, Tensor log_probs:3, {_INPUTS}, Tensor loss, Tensor alpha,"
+    " SymInt blank) -> Tensor",
+    """Gradient of connectionist temporal classification by ``log_probs``.
 
-
-def _infer_backward(call: relax.Call, builder: relax.BlockBuilder) -> relax.TensorType:
-    return registry.tensor_type(call.args[1], "relax_disc.ctc_loss_backward: log_probs", 3)
-
-
-registry.register("relax_disc.ctc_loss", _infer, "Connectionist temporal classification.")
-registry.register(
-    "relax_disc.ctc_loss_backward",
-    _infer_backward,
-    "Gradient of connectionist temporal classification by the logarithms of probabilities.",
-)
-
-
-def _fake_ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    steps, count = log_probs.shape[:2]
-    alpha = log_probs.new_empty((count, steps, 2 * targets.shape[1] + 1))
-    return log_probs.new_empty((count,)), alpha
-
-
-_INPUTS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths"
-registry.traced(
-    f"ctc_loss_backward(Tensor grad, {_INPUTS}, Tensor loss, Tensor alpha, SymInt blank) -> Tensor",
-    lambda grad, log_probs, *_: log_probs.new_empty(log_probs.shape),
-    ctc_loss_backward,
-    ("blank",),
+    ``grad``: gradient by ``loss``, ``[N]``. ``loss``, ``alpha``: results of :func:`ctc_loss`. All
+    else is as given to it.
+    """,
+    lambda grad, log_probs, *_, **__: [log_probs],
 )
 
 
@@ -160,10 +85,16 @@ def _gradient(ctx: Any, grad: Tensor, _alpha: Tensor) -> Any:
     return result, None, None, None, None
 
 
-registry.traced(
-    f"ctc_loss({_INPUTS}, SymInt blank) -> (Tensor, Tensor)",
-    _fake_ctc_loss,
-    ctc_loss,
-    ("blank",),
+ctc_loss = registry.operator(
+    f"ctc_loss(Tensor log_probs:3, {_INPUTS}, SymInt blank) -> (Tensor, Tensor)",
+    """Connectionist temporal classification.
+
+    ``log_probs`` are ``[T, N, C]``, float32 or float64, ``targets`` ``[N, S]``, int64 labels,
+    padded by anything, both lengths ``[N]``, int64.  ``blank``: the label of no label.
+
+    Of type ``Tuple(loss [N], alpha [N, T, 2 S + 1])``: the loss is infinite where no path gives the
+    target; ``alpha`` is what the gradient needs.
+    """,
+    _results,
     gradient=(_gradient, _save),
 )

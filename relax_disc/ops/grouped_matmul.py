@@ -16,6 +16,7 @@ from tvm.tirx.script import builder as script
 
 from relax_disc.ops import registry
 from relax_disc.ops.operand_views import permuted_view
+from relax_disc.ops.registry import Kind
 
 if TYPE_CHECKING:
     from relax_disc.transform.libraries.dispatch_library import Site
@@ -23,63 +24,32 @@ if TYPE_CHECKING:
 T: Any = script
 
 
-def grouped_matmul(
-    rows: relax.Expr, weights: relax.Expr, ends: relax.Expr, *, transposed: bool = False
-) -> relax.Call:
-    """Build ``relax_disc.grouped_matmul``: each row times the matrix of its expert.
-
-    Parameters
-    ----------
-    rows : relax.Expr
-        ``[S, K]``, sorted by expert.
-    weights : relax.Expr
-        ``[E, K, N]``, or ``[E, N, K]`` if ``transposed``; of the rows' type.
-    ends : relax.Expr
-        ``[E]``, int32 or int64, ascending: where each expert's rows end.
-    transposed : bool
-        Multiply by the transposed matrices.
-
-    Returns
-    -------
-    relax.Call
-        ``[S, N]``; sums are kept in float32, float64 for float64.
-    """
-    attrs = {"transposed": int(transposed)}
-    return registry.call("relax_disc.grouped_matmul", [rows, weights, ends], attrs)
+def _results(rows: Kind, weights: Kind, *_: Kind, transposed: Any) -> list[tuple[Any, str]]:
+    return [((rows.shape[0], weights.shape[1 if transposed else 2]), rows.dtype)]
 
 
-def grouped_outer(left: relax.Expr, right: relax.Expr, ends: relax.Expr) -> relax.Call:
-    """Build ``relax_disc.grouped_outer``: for each expert ``left[its rows]^T @ right[its rows]``.
+grouped_matmul = registry.operator(
+    "grouped_matmul(Tensor rows:2, Tensor weights:3, Tensor ends:1, SymInt transposed=0) -> Tensor",
+    """Products of row groups with a matrix each: that of their expert.
 
-    Parameters
-    ----------
-    left, right : relax.Expr
-        ``[S, K]`` and ``[S, N]`` of one type.
-    ends : relax.Expr
-        As of :func:`grouped_matmul`.
+    ``rows`` are ``[S, K]``, sorted by expert, ``weights`` ``[E, K, N]``, or ``[E, N, K]`` if
+    ``transposed``, of the rows' type.  ``ends``, ``[E]``, int32 or int64, ascending, says where
+    each expert's rows end.  The result is ``[S, N]``; sums are kept in float32, or
+    float64 for float64.
+    """,
+    _results,
+    is_traced=False,
+)
+grouped_outer = registry.operator(
+    "grouped_outer(Tensor left:2, Tensor right:2, Tensor ends:1) -> Tensor",
+    """Outer products summed by row group: ``left[its rows]^T @ right[its rows]``, ``[E, K, N]``.
 
-    Returns
-    -------
-    relax.Call
-        ``[E, K, N]``.
-    """
-    return registry.call("relax_disc.grouped_outer", [left, right, ends], {})
-
-
-def _infer(call: relax.Call, builder: relax.BlockBuilder) -> relax.TensorType:
-    rows = registry.tensor_type(call.args[0], "relax_disc.grouped_matmul: rows", 2)
-    weights = registry.tensor_type(call.args[1], "relax_disc.grouped_matmul: weights", 3)
-    wide = registry.extents(weights)[1 if registry.attribute(call, "transposed") else 2]
-    return relax.TensorType([registry.extents(rows)[0], wide], registry.dtype_name(rows))
-
-
-def _infer_outer(call: relax.Call, builder: relax.BlockBuilder) -> relax.TensorType:
-    left, right, ends = (
-        registry.tensor_type(arg, f"relax_disc.grouped_outer: {name}", rank)
-        for arg, name, rank in zip(call.args, ("left", "right", "ends"), (2, 2, 1), strict=True)
-    )
-    shape = [registry.extents(kind)[k] for kind, k in ((ends, 0), (left, 1), (right, 1))]
-    return relax.TensorType(shape, registry.dtype_name(left))
+    ``left`` and ``right`` are ``[S, K]`` and ``[S, N]`` of one type, ``ends`` is as of
+    :func:`grouped_matmul`.
+    """,
+    lambda left, right, ends: [((ends.shape[0], left.shape[1], right.shape[1]), left.dtype)],
+    is_traced=False,
+)
 
 
 def _expert_of_row(builder: relax.BlockBuilder, rows: relax.Expr, ends: relax.Expr) -> relax.Var:
@@ -158,8 +128,6 @@ def _legalize_outer(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr
     return sums if dtype == wide else relax.op.astype(builder.emit(sums), dtype)
 
 
-registry.register("relax_disc.grouped_matmul", _infer, "Products of row groups with a matrix each.")
-registry.register("relax_disc.grouped_outer", _infer_outer, "Outer products summed by row group.")
 registry.register_legalization("relax_disc.grouped_matmul", _legalize)
 registry.register_legalization("relax_disc.grouped_outer", _legalize_outer)
 

@@ -15,49 +15,6 @@ from tvm import relax, te, tirx
 from relax_disc.ops import registry
 
 
-def logsumexp(x: relax.Expr) -> relax.Call:
-    """Build ``relax_disc.logsumexp``.
-
-    Parameters
-    ----------
-    x : relax.Expr
-        ``[N, V]``.
-
-    Returns
-    -------
-    relax.Call
-        ``[N]``, in float32, float64 for float64.
-    """
-    return registry.call("relax_disc.logsumexp", [x], {})
-
-
-def logsumexp_backward(grad: relax.Expr, x: relax.Expr, lse: relax.Expr) -> relax.Call:
-    """Build ``relax_disc.logsumexp_backward``: the gradient of x, ``grad * exp(x - lse)``.
-
-    Parameters
-    ----------
-    grad : relax.Expr
-        ``[N]``, gradient of the result of :func:`logsumexp`, in its type.
-    x, lse : relax.Expr
-        Argument and result of :func:`logsumexp`.
-
-    Returns
-    -------
-    relax.Call
-        ``[N, V]``, of x's type.
-    """
-    return registry.call("relax_disc.logsumexp_backward", [grad, x, lse], {})
-
-
-def _infer_logsumexp(call: relax.Call, builder: relax.BlockBuilder) -> relax.TensorType:
-    kind = registry.tensor_type(call.args[0], "relax_disc.logsumexp: x", 2)
-    return relax.TensorType(registry.extents(kind)[:1], registry.statistics_dtype(kind))
-
-
-def _infer_logsumexp_backward(call: relax.Call, builder: relax.BlockBuilder) -> relax.TensorType:
-    return registry.tensor_type(call.args[1], "relax_disc.logsumexp_backward: x", 2)
-
-
 def _rows(x: Any) -> Any:
     wide = "float64" if str(x.dtype) == "float64" else "float32"
     rows, columns = x.shape
@@ -94,18 +51,14 @@ def _legalize_backward(builder: relax.BlockBuilder, call: relax.Call) -> relax.E
     return builder.call_te(_gradient, *call.args, primfunc_name_hint="logsumexp_gradient")
 
 
-registry.register("relax_disc.logsumexp", _infer_logsumexp, "Log of the sum of exponentials.")
-registry.register(
-    "relax_disc.logsumexp_backward",
-    _infer_logsumexp_backward,
-    "Gradient of the log of the sum of exponentials.",
-)
-registry.register_legalization("relax_disc.logsumexp", _legalize)
-registry.register_legalization("relax_disc.logsumexp_backward", _legalize_backward)
-registry.traced(
-    "logsumexp_backward(Tensor grad, Tensor x, Tensor lse) -> Tensor",
-    lambda grad, x, lse: x.new_empty(x.shape),
-    logsumexp_backward,
+logsumexp_backward = registry.operator(
+    "logsumexp_backward(Tensor grad, Tensor x:2, Tensor lse) -> Tensor",
+    """Gradient of the log of the sum of exponentials by x, ``grad * exp(x - lse)``, in x's type.
+
+    ``grad``, ``[N]``: gradient of the result of :func:`logsumexp`, in its type; ``x`` and ``lse``
+    are its argument and its result.
+    """,
+    lambda grad, x, lse: [x],
 )
 
 
@@ -128,9 +81,14 @@ def _logsumexp_gradient(ctx: Any, grad: Tensor) -> Tensor:
     return torch.ops.relax_disc.logsumexp_backward(grad, *ctx.saved_tensors)
 
 
-registry.traced(
-    "logsumexp(Tensor x) -> Tensor",
-    lambda x: x.new_empty(x.shape[:1], dtype=registry.torch_statistics_dtype(x)),
-    logsumexp,
+logsumexp = registry.operator(
+    "logsumexp(Tensor x:2) -> Tensor",
+    """Log of the sum of exponentials of each row.
+
+    ``x`` is ``[N, V]``, the result ``[N]``, in float32, float64 for float64.
+    """,
+    lambda x: [(x.shape[:1], x.statistics)],
     gradient=(_logsumexp_gradient, _save_logsumexp),
 )
+registry.register_legalization("relax_disc.logsumexp", _legalize)
+registry.register_legalization("relax_disc.logsumexp_backward", _legalize_backward)

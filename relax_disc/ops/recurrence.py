@@ -12,160 +12,47 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tvm import relax, tirx
+from tvm import relax
 
 from relax_disc.ops import registry
 from relax_disc.ops.recurrence_steps import KINDS
+from relax_disc.ops.registry import Kind
 
 if TYPE_CHECKING:
     from relax_disc.transform.libraries.dispatch_library import Site
 
 
-def recurrence(
-    projected: relax.Expr,
-    state: relax.Expr,
-    weight: relax.Expr,
-    bias: relax.Expr,
-    *,
-    kind: str,
-    batch_first: bool,
-    reverse: bool,
-) -> relax.Call:
-    """Build ``relax_disc.recurrence``.
-
-    Parameters
-    ----------
-    projected : relax.Expr
-        Input times input weights plus their bias: ``[T, B, gates H]``, ``[B, T, gates H]`` if
-        ``batch_first``.
-    state : relax.Expr
-        First state ``[states, B, H]``: hidden, and for ``"lstm"`` the cell.
-    weight, bias : relax.Expr
-        Of the recurrent product, ``[gates H, H]`` and ``[gates H]``, gates in PyTorch's order.
-    kind : {"rnn_tanh", "rnn_relu", "gru", "lstm"}
-        What a step computes; :data:`relax_disc.ops.recurrence_steps.KINDS` has the counts.
-    batch_first, reverse : bool
-        Order of the first two axes; whether time runs from the end to the start.
-
-    Returns
-    -------
-    relax.Call
-        Of type ``Tuple(out [T, B, H], last [states, B, H], reserve [T, B, reserve H])``.
-    """
-    attrs = _attrs(kind, batch_first, reverse)
-    return registry.call("relax_disc.recurrence", [projected, state, weight, bias], attrs)
+_OPTIONS = "str kind, bool batch_first, bool reverse"
 
 
-def recurrence_backward(
-    grad_out: relax.Expr,
-    grad_last: relax.Expr,
-    state: relax.Expr,
-    weight: relax.Expr,
-    out: relax.Expr,
-    reserve: relax.Expr,
-    *,
-    kind: str,
-    batch_first: bool,
-    reverse: bool,
-) -> relax.Call:
-    """Build ``relax_disc.recurrence_backward``.
-
-    Parameters
-    ----------
-    grad_out, grad_last : relax.Expr
-        Gradients of the loss by ``out`` and ``last``.
-    state, weight, kind, batch_first, reverse
-        As given to :func:`recurrence`.
-    out, reserve : relax.Expr
-        Results of :func:`recurrence`.
-
-    Returns
-    -------
-    relax.Call
-        Of type ``Tuple(gradients [T, B, gradients H], grad_state [states, B, H])``: the gradients
-        before the activations, their order in :mod:`relax_disc.ops.recurrence_steps`.
-    """
-    args = [grad_out, grad_last, state, weight, out, reserve]
-    return registry.call("relax_disc.recurrence_backward", args, _attrs(kind, batch_first, reverse))
-
-
-def _attrs(kind: str, batch_first: bool, reverse: bool) -> dict[str, object]:
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {tuple(KINDS)}, got {kind!r}.")
-    return {"kind": kind, "batch_first": bool(batch_first), "reverse": bool(reverse)}
-
-
-def _infer_recurrence(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
-    projected, state, weight = (
-        registry.tensor_type(arg, f"relax_disc.recurrence: {name}", rank)
-        for arg, name, rank in zip(
-            call.args[:3], ("projected", "state", "weight"), (3, 3, 2), strict=True
-        )
-    )
-    registry.tensor_type(call.args[3], "relax_disc.recurrence: bias", 1)
-    first, second, _ = registry.extents(projected)
-    width = registry.extents(weight)[1]
-    reserve = KINDS[registry.attribute(call, "kind")].reserve
-    dtype = registry.dtype_name(projected)
-    return relax.TupleType(
-        [
-            relax.TensorType([first, second, width], dtype),
-            state,
-            relax.TensorType([first, second, _times(reserve, width)], dtype),
-        ]
-    )
-
-
-def _infer_recurrence_backward(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
-    grad = registry.tensor_type(call.args[0], "relax_disc.recurrence_backward: grad_out", 3)
-    state = registry.tensor_type(call.args[2], "relax_disc.recurrence_backward: state", 3)
-    first, second, width = registry.extents(grad)
-    parts = KINDS[registry.attribute(call, "kind")].gradients
-    dtype = registry.dtype_name(grad)
-    return relax.TupleType([relax.TensorType([first, second, _times(parts, width)], dtype), state])
-
-
-def _times(count: int, width: tirx.PrimExpr) -> tirx.PrimExpr:
-    if isinstance(width, tirx.IntImm):
-        return tirx.IntImm("int64", count * int(width))
-    return count * width
-
-
-registry.register(
-    "relax_disc.recurrence", _infer_recurrence, "Recurrent part of an RNN, GRU or LSTM layer."
-)
-registry.register(
-    "relax_disc.recurrence_backward",
-    _infer_recurrence_backward,
-    "Gradient of the recurrent part of an RNN, GRU or LSTM layer.",
-)
-
-
-def _fake_recurrence(
-    projected: Tensor, state: Tensor, weight: Tensor, bias: Tensor, kind: str, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _results(
+    projected: Kind, state: Kind, weight: Kind, *_: Kind, **attrs: Any
+) -> tuple[Kind, ...]:
     first, second, width = *projected.shape[:2], weight.shape[1]
-    return (
-        projected.new_empty((first, second, width)),
-        state.new_empty(state.shape),
-        projected.new_empty((first, second, KINDS[kind].reserve * width)),
-    )
+    reserve = Kind((first, second, width * KINDS[attrs["kind"]].reserve), projected.dtype)
+    return Kind((first, second, width), projected.dtype), state, reserve
 
 
-def _fake_recurrence_backward(
-    grad_out: Tensor, grad_last: Tensor, state: Tensor, weight: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    parts = KINDS[rest[2]].gradients * weight.shape[1]
-    return grad_out.new_empty((*grad_out.shape[:2], parts)), state.new_empty(state.shape)
+def _backward_results(
+    grad: Kind, _: Kind, state: Kind, *__: Kind, **attrs: Any
+) -> tuple[Kind, ...]:
+    first, second, width = grad.shape
+    return Kind((first, second, width * KINDS[attrs["kind"]].gradients), grad.dtype), state
 
 
-_OPTIONS = ("kind", "batch_first", "reverse")
-registry.traced(
-    "recurrence_backward(Tensor grad_out, Tensor grad_last, Tensor state, Tensor weight,"
-    " Tensor out, Tensor reserve, str kind, bool batch_first, bool reverse) -> (Tensor, Tensor)",
-    _fake_recurrence_backward,
-    recurrence_backward,
-    _OPTIONS,
+recurrence_backward = registry.operator(
+    "recurrence_backward(Tensor grad_out:3, Tensor grad_last, Tensor state:3, Tensor weight,"
+    f" Tensor out, Tensor reserve, {_OPTIONS}) -> (Tensor, Tensor)",
+    """Gradient of the recurrent part of an RNN, GRU or LSTM layer.
+
+    ``grad_out``, ``grad_last``: gradients of the loss by ``out`` and ``last``. ``out``,
+    ``reserve``: results of :func:`recurrence`. All else is as given to it.
+
+    Of type ``Tuple(gradients [T, B, gradients H], grad_state [states, B, H])``: the gradients
+    before the activations, their order in :mod:`relax_disc.ops.recurrence_steps`.
+    """,
+    _backward_results,
+    choices={"kind": KINDS},
 )
 
 
@@ -173,7 +60,9 @@ registry.traced(
 def dispatch(call: relax.Call, site: Site) -> relax.Expr:
     """Call the library, float32 and float64: there is no other form."""
     name = call.op.name.removeprefix("relax_disc.")
-    kind, batch_first, reverse = (registry.attribute(call, key) for key in _OPTIONS)
+    kind, batch_first, reverse = (
+        registry.attribute(call, key) for key in ("kind", "batch_first", "reverse")
+    )
     flags = (tuple(KINDS).index(kind), int(batch_first), int(reverse))
     return site.call(name, [*call.args, *flags], list(site.original.ty.fields))
 
@@ -234,11 +123,22 @@ def _gradient(ctx: Any, grad_out: Tensor, grad_last: Tensor, _reserve: Tensor) -
     return grad_projected, grad_state, grad_weight, grad_bias, None, None, None
 
 
-registry.traced(
-    "recurrence(Tensor projected, Tensor state, Tensor weight, Tensor bias, str kind,"
-    " bool batch_first, bool reverse) -> (Tensor, Tensor, Tensor)",
-    _fake_recurrence,
-    recurrence,
-    _OPTIONS,
+recurrence = registry.operator(
+    f"recurrence(Tensor projected:3, Tensor state:3, Tensor weight:2, Tensor bias:1, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor)",
+    """Recurrent part of an RNN, GRU or LSTM layer.
+
+    ``projected``: input times input weights plus their bias: ``[T, B, gates H]``, ``[B, T, gates
+    H]`` if ``batch_first``.  ``state``: first state ``[states, B, H]``: hidden, and for ``"lstm"``
+    the cell.  ``weight``, ``bias``: of the recurrent product, ``[gates H, H]`` and ``[gates H]``,
+    gates in PyTorch's order.  ``kind``: what a step computes, ``"rnn_tanh"``, ``"rnn_relu"``,
+    ``"gru"`` or ``"lstm"``; :data:`relax_disc.ops.recurrence_steps.KINDS` has the counts.
+    ``batch_first``, ``reverse``: order of the first two axes; whether time runs from the end to the
+    start.
+
+    Of type ``Tuple(out [T, B, H], last [states, B, H], reserve [T, B, reserve H])``.
+    """,
+    _results,
+    choices={"kind": KINDS},
     gradient=(_gradient, _save),
 )

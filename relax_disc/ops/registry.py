@@ -9,10 +9,14 @@ TVM keeps operators in a table of the process and refuses a name that is there a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import tvm
@@ -77,20 +81,119 @@ def kept(operator: Any) -> Callable[[Keep], Keep]:
     return enter
 
 
+class Kind(NamedTuple):
+    """Shape and element type of a tensor of torch or of Relax."""
+
+    shape: tuple[Any, ...]
+    dtype: str
+
+    @property
+    def statistics(self) -> str:
+        """Name the type in which sums over the tensor are kept."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+
+Results = Callable[..., Iterable[tuple[Sequence[Any], str]]]
+"""From kinds of the operands that are there, and all else by name, to shapes and types."""
+"""From the kinds of operands that are there, and all numbers by name, to shapes and types."""
+
+Gradient = tuple[Callable[..., Any], Callable[..., None]]
+"""``backward`` and ``setup_context`` of `torch.library.register_autograd`."""
+
+_PARAMETER = re.compile(r"(Tensor\??|float|bool|str|SymInt) (\w+)(?::(\d))?(?:=([^,)]+))?")
+_NUMBERS = {"float": float, "bool": bool, "str": str, "SymInt": int}
+
+
+def operator(
+    schema: str,
+    doc: str,
+    results: Results,
+    *,
+    gradient: Gradient | None = None,
+    choices: Mapping[str, Iterable[str]] = MappingProxyType({}),
+    is_traced: bool = True,
+) -> Callable[..., relax.Call]:
+    """Register an operator of ours with TVM and torch; return what builds its call in Relax.
+
+    ``schema``: as torch writes it, also with the ranks of tensors and defaults of what is none,
+    such as ``"sum(Tensor x:2, SymInt axis=0) -> Tensor"``; the call takes these by keyword. A type
+    that does not fit is a `TypeError`. ``choices``: of texts; another one is a `ValueError`.
+    ``is_traced``: whether torch knows it; it never runs it.
+    """
+    name = schema.split("(", 1)[0]
+    full, found = f"relax_disc.{name}", _PARAMETER.findall(schema)
+    numbers = {key: _NUMBERS[kind] for kind, key, _, _ in found if kind in _NUMBERS}
+    tensors = [
+        (key, int(rank) if rank else None) for _, key, rank, _ in found if key not in numbers
+    ]
+    parameter = inspect.Parameter
+    signature = inspect.Signature(
+        [
+            parameter(
+                key,
+                parameter.KEYWORD_ONLY if key in numbers else parameter.POSITIONAL_OR_KEYWORD,
+                default=ast.literal_eval(text or "None")
+                if text or "?" in kind
+                else parameter.empty,
+                annotation=numbers.get(key, relax.Expr),
+            )
+            for kind, key, _, text in found
+        ]
+    )
+
+    def infer(call: relax.Call, builder: relax.BlockBuilder) -> relax.TensorType | relax.TupleType:
+        del builder
+        types = (
+            tensor_type(operand, f"{full}: {key}", rank)
+            for operand, (key, rank) in zip(call.args, tensors, strict=False)
+        )
+        kinds = [Kind(tuple(extents(each)), dtype_name(each)) for each in types]
+        attrs = dict(call.attrs.items()) if call.attrs else {}
+        made = [relax.TensorType(list(shape), dtype) for shape, dtype in results(*kinds, **attrs)]
+        return made[0] if len(made) == 1 else relax.TupleType(made)
+
+    def fake(*args: Any) -> Any:
+        given = [x for x in args[: len(tensors)] if x is not None]
+        kinds = [Kind(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in given]
+        values = dict(zip(numbers, args[len(tensors) :], strict=True))
+        made = tuple(
+            given[0].new_empty(shape, dtype=getattr(torch, dtype))
+            for shape, dtype in results(*kinds, **values)
+        )
+        return made[0] if len(made) == 1 else made
+
+    def build(*args: Any, **named: Any) -> relax.Call:
+        bound = signature.bind(*args, **named)
+        bound.apply_defaults()
+        values = bound.arguments
+        for key, known in choices.items():
+            if values[key] not in known:
+                raise ValueError(f"{key} must be one of {tuple(known)}, got {values[key]!r}.")
+        operands = [values[key] for key, _ in tensors if values[key] is not None]
+        return call(full, operands, {key: kind(values[key]) for key, kind in numbers.items()})
+
+    vars(build).update(__signature__=signature)
+    build.__name__ = build.__qualname__ = name
+    build.__doc__ = f"Build ``{full}``: {doc}"
+    register(full, infer, doc.split("\n", 1)[0])
+    if is_traced:
+        traced(_PARAMETER.sub(r"\1 \2", schema), fake, build, tuple(numbers), gradient)
+    return build
+
+
 def traced(
     schema: str,
     fake: Callable[..., Any],
     build: Callable[..., relax.Call] | None = None,
     keywords: Sequence[str] = (),
-    gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None,
+    gradient: Gradient | None = None,
 ) -> None:
     """Define a torch operator of ours, which is traced and never run by PyTorch.
 
     ``schema``: such as ``"sum(Tensor x) -> Tensor"``. ``fake``: from the operator's arguments to
     tensors with the shapes and types of its results. ``build``: ``build(*tensors, **keywords)``:
     its call in Relax; without it, a converter translates it. ``keywords``: what its last arguments
-    are called, those that are no tensors. ``gradient``: ``backward`` and ``setup_context`` of
-    `torch.library.register_autograd`.
+    are called, those that are no tensors.
     """
     name, signature = schema.split("(", 1)
     if not hasattr(torch.ops.relax_disc, name):
@@ -208,9 +311,4 @@ def dtype_name(kind: relax.TensorType) -> str:
 
 def statistics_dtype(kind: relax.TensorType) -> str:
     """Name the type in which sums over a tensor are kept: float32, or float64 for float64."""
-    return "float64" if dtype_name(kind) == "float64" else "float32"
-
-
-def torch_statistics_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Like `statistics_dtype`, of a torch tensor."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return Kind((), dtype_name(kind)).statistics

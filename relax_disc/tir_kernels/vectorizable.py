@@ -18,7 +18,7 @@ from tvm.ir import prim
 
 from relax_disc.analysis.kernels.element import Element, is_guard, is_short_load
 from relax_disc.analysis.kernels.mutate import mutate
-from relax_disc.analysis.kernels.stages import Axis, constant
+from relax_disc.analysis.kernels.stages import Axis, constant, nodes_of
 from relax_disc.tir_kernels.vector_math import has_formula
 
 # Functions of which TVM and LLVM make vectors, in all float types, and what is widened anyway.
@@ -56,20 +56,13 @@ def _uses(expr: Any, var: Any) -> bool:
     return uses_any(expr, {var})
 
 
-def _calls(expressions: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
-    for expr in expressions:
-        tvm_ffi.structural_walk(expr, (tvm.ir.Call, found.append))
-    return found
-
-
 def _has_vector_form(call: Any) -> bool:
     return getattr(call.op, "name", "") in _VECTOR_CALLS or has_formula(call)
 
 
 def vectorizable(expressions: Sequence[Any], var: Any) -> bool:
     """Whether the loop over ``var`` that evaluates ``expressions`` may become vectors."""
-    for call in _calls(expressions):
+    for call in nodes_of(tvm.ir.Call, list(expressions)):
         if not _has_vector_form(call):
             return False
         if is_guard(call) and _uses(call.args[0], var):
@@ -115,7 +108,7 @@ def segments(expressions: Sequence[Any], inner: Sequence[Axis]) -> list[tuple[in
         return None
     var = inner[-1].var
     seams = {0, extent}
-    for call in _calls(expressions):
+    for call in nodes_of(tvm.ir.Call, list(expressions)):
         if not _has_vector_form(call):
             return None
         if is_guard(call) and _uses(call.args[0], var):
@@ -130,10 +123,8 @@ def segments(expressions: Sequence[Any], inner: Sequence[Axis]) -> list[tuple[in
 
 def _operations(expressions: Sequence[Any]) -> int:
     """Count what a part writes and computes, indices and guards left out."""
-    found: list[Any] = []
-    for expr in expressions:
-        tvm_ffi.structural_walk(expr, (_ARITHMETIC, found.append))
-    calls = sum(not is_guard(call) for call in _calls(expressions))
+    calls = sum(not is_guard(call) for call in nodes_of(tvm.ir.Call, list(expressions)))
+    found = nodes_of(_ARITHMETIC, list(expressions))
     return 1 + calls + sum(str(node.ty) != "int64" for node in found)
 
 

@@ -84,11 +84,16 @@ def is_buffer(var: object) -> bool:
     return isinstance(var, tvm.ir.Var) and isinstance(var.ty, tirx.BufferType)
 
 
+def nodes_of(kind: object, expr: object) -> list[Any]:
+    """Return the nodes of a kind, or kinds, inside an expression or several, in post-order."""
+    found: list[Any] = []
+    tvm_ffi.structural_walk(expr, (kind, found.append))
+    return found
+
+
 def loads_of(expr: object) -> list[Any]:
     """Return every read of a buffer inside an expression, in post-order, with repetitions."""
-    found: list[Any] = []
-    tvm_ffi.structural_walk(expr, (tvm.ir.TensorLoad, found.append))
-    return found
+    return nodes_of(tvm.ir.TensorLoad, expr)
 
 
 def same_expr(left: object, right: object) -> bool:

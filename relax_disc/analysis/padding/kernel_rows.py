@@ -21,6 +21,7 @@ from relax_disc.analysis.kernels.stages import (
     Stage,
     constant,
     is_buffer,
+    nodes_of,
     read_stages,
     same_expr,
 )
@@ -51,7 +52,7 @@ def kernel_rows(
         var
         for buffer, each in rows.items()
         for axis in each.axes
-        for var in _variables(buffer.shape[axis])
+        for var in nodes_of(tvm.ir.Var, buffer.shape[axis])
     }
     # Numbers that it is given may be sizes, too: packed rows would come with others.
     sizes |= {param for param in kernel.params if not is_buffer(param)}
@@ -86,7 +87,7 @@ class _Reader:
             return False
         rest = [self._without_rows(expr) for expr in stage.expressions]
         hidden = set(place.values()) | self._sizes
-        if any(var in hidden for expr in rest for var in _variables(expr)):
+        if any(var in hidden for expr in rest for var in nodes_of(tvm.ir.Var, expr)):
             return False
         if known is None:
             axes = {role: _axis_of(stage.indices, var) for role, var in place.items()}
@@ -98,7 +99,7 @@ class _Reader:
             for axis, index in enumerate(stage.indices)
             if axis not in self._rows[stage.buffer].axes
         ]
-        if any(var in hidden for index in others for var in _variables(index)):
+        if any(var in hidden for index in others for var in nodes_of(tvm.ir.Var, index)):
             return False
         starts_zero = stage.combiner == "add" and _support(stage.init, {}) == NOWHERE
         if not stage.lets and (stage.combiner is None or starts_zero):
@@ -165,12 +166,6 @@ def _rows(axes: dict[str, Any]) -> Rows:
 def _axis_of(indices: Sequence[Any], var: Any) -> int | None:
     places = [axis for axis, index in enumerate(indices) if index.same_as(var)]
     return places[0] if len(places) == 1 else None
-
-
-def _variables(expr: Any) -> list[Any]:
-    found: list[Any] = []
-    tvm_ffi.structural_walk(expr, (tvm.ir.Var, found.append))
-    return found
 
 
 def _support(expr: Any, known: Mapping[Any, Support]) -> Support:

@@ -20,64 +20,7 @@ from torch import Tensor
 from tvm import relax
 
 from relax_disc.ops import registry
-
-
-def attention(
-    q: relax.Expr,
-    k: relax.Expr,
-    v: relax.Expr,
-    mask: relax.Expr | None = None,
-    rng: relax.Expr | None = None,
-    *,
-    scale: float,
-    is_causal: bool,
-    dropout: float = 0.0,
-    stream: int = 0,
-) -> relax.Call:
-    """Build ``relax_disc.attention``.
-
-    Parameters
-    ----------
-    q : relax.Expr
-        ``[B, H, Tq, D]``.
-    k : relax.Expr
-        ``[B, Hk, Tk, D]`` with ``H`` divisible by ``Hk``.
-    v : relax.Expr
-        ``[B, Hk, Tk, Dv]``.
-    mask : relax.Expr, optional
-        Broadcastable to ``[B, H, Tq, Tk]``, rank 4; bool (True takes part) or added to the scores,
-        where the least number of float32 hides a key as ``-inf`` does, but in a row of which all
-        is hidden so: that takes the mean of ``v``, as in PyTorch's own arithmetic.
-    rng : relax.Expr, optional
-        Seed and offset of the random operators, int64 ``[2]``; present if there is dropout.
-    scale : float
-        Factor of the scores.
-    is_causal : bool
-        Row ``i`` sees columns ``j <= i`` (aligned to the top left, as PyTorch does).
-    dropout : float
-        Probability, in [0, 1), with which a weight is dropped; others grow by ``1 / (1 - p)``.
-    stream : int
-        Which operator of the model draws: numbers are those of a tensor ``[B, H, Tq, Tk]``.
-
-    Returns
-    -------
-    relax.Call
-        Of type ``Tuple(out [B, H, Tq, Dv], lse [B, H, Tq] float32)``; the ``lse`` of float64 inputs
-        is float64.  A row that sees nothing has ``out = 0`` and ``lse = -inf``.
-    """
-    args = [q, k, v, *_there(mask, rng)]
-    attrs = attributes(scale, is_causal, dropout, stream)
-    return registry.call("relax_disc.attention", args, attrs)
-
-
-def attributes(scale: float, is_causal: bool, dropout: float, stream: int) -> dict[str, Any]:
-    """Attributes of all operators of attention."""
-    known: dict[str, Any] = {"scale": float(scale), "is_causal": bool(is_causal)}
-    return known | {"dropout": float(dropout), "stream": int(stream)}
-
-
-def _there(*operands: relax.Expr | None) -> list[relax.Expr]:
-    return [operand for operand in operands if operand is not None]
+from relax_disc.ops.registry import Kind
 
 
 def optional_operands(call: relax.Call, count: int) -> tuple[list[relax.Expr], list[relax.Expr]]:
@@ -87,141 +30,37 @@ def optional_operands(call: relax.Call, count: int) -> tuple[list[relax.Expr], l
     return (rest[:-1], rest[-1:]) if drops else (rest, [])
 
 
-def attention_backward(
-    grad_out: relax.Expr,
-    q: relax.Expr,
-    k: relax.Expr,
-    v: relax.Expr,
-    out: relax.Expr,
-    lse: relax.Expr,
-    mask: relax.Expr | None = None,
-    rng: relax.Expr | None = None,
-    *,
-    scale: float,
-    is_causal: bool,
-    dropout: float = 0.0,
-    stream: int = 0,
-) -> relax.Call:
-    """Build ``relax_disc.attention_backward``: the gradients of q, k and v, in their shapes.
-
-    Parameters
-    ----------
-    grad_out : relax.Expr
-        Gradient of the loss by ``out``, ``[B, H, Tq, Dv]``.
-    q, k, v, mask, rng, scale, is_causal, dropout, stream
-        As given to :func:`attention`.
-    out, lse : relax.Expr
-        The two results of :func:`attention`.
-
-    Returns
-    -------
-    relax.Call
-        Of type ``Tuple(dq, dk, dv)``; the mask gets no gradient here.
-    """
-    args = [grad_out, q, k, v, out, lse, *_there(mask, rng)]
-    attrs = attributes(scale, is_causal, dropout, stream)
-    return registry.call("relax_disc.attention_backward", args, attrs)
+_OPTIONS = "float scale, bool is_causal, float dropout=0.0, SymInt stream=0"
+_OPERANDS = "Tensor grad_out, Tensor q:4, Tensor k:4, Tensor v:4, Tensor out, Tensor lse"
 
 
-def attention_backward_trained(
-    grad_out: relax.Expr,
-    q: relax.Expr,
-    k: relax.Expr,
-    v: relax.Expr,
-    out: relax.Expr,
-    lse: relax.Expr,
-    mask: relax.Expr,
-    rng: relax.Expr | None = None,
-    *,
-    scale: float,
-    is_causal: bool,
-    dropout: float = 0.0,
-    stream: int = 0,
-) -> relax.Call:
-    """Build ``relax_disc.attention_backward_trained``: the gradients of q, k, v and of the mask.
+def _results(q: Kind, k: Kind, v: Kind, *rest: Kind, **_: Any) -> tuple[Any, ...]:
+    if len({kind.dtype for kind in (q, k, v)}) != 1:
+        raise TypeError(f"relax_disc.attention: q, k and v differ in type: {q}, {k}, {v}.")
+    if any(len(kind.shape) not in (4, 1) for kind in rest):
+        raise TypeError(f"relax_disc.attention: a mask must have rank 4, a state 1, got {rest}.")
+    return ((*q.shape[:3], v.shape[3]), q.dtype), (q.shape[:3], q.statistics)
+
+
+attention_backward = registry.operator(
+    f"attention_backward({_OPERANDS}, Tensor? mask, Tensor? rng, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor)",
+    """Gradients of scaled dot-product attention by q, k and v, in their shapes.
+
+    ``grad_out`` is the gradient of the loss by ``out``, ``out`` and ``lse`` are the results of
+    :func:`attention`, all else is as given to it.  The mask gets no gradient here.
+    """,
+    lambda grad_out, q, k, v, *_, **__: (q, k, v),
+)
+attention_backward_trained = registry.operator(
+    f"attention_backward_trained({_OPERANDS}, Tensor mask:4, Tensor? rng, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    """Gradients of scaled dot-product attention, that of its mask among them, as the last.
 
     The mask, as a trained bias by position, is ``[B, H, Tq, Tk]`` of the type of q; all else is as
-    given to :func:`attention_backward`.  Of type ``Tuple(dq, dk, dv, dmask)``.
-    """
-    args = [grad_out, q, k, v, out, lse, *_there(mask, rng)]
-    attrs = attributes(scale, is_causal, dropout, stream)
-    return registry.call("relax_disc.attention_backward_trained", args, attrs)
-
-
-def _infer_attention(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
-    q, k, v = (
-        registry.tensor_type(arg, f"relax_disc.attention: {name}", 4)
-        for name, arg in zip("qkv", call.args[:3], strict=True)
-    )
-    masks, states = optional_operands(call, 3)
-    for mask in masks:
-        registry.tensor_type(mask, "relax_disc.attention: mask", 4)
-    for state in states:
-        registry.tensor_type(state, "relax_disc.attention: seed and offset", 1)
-    if len({registry.dtype_name(kind) for kind in (q, k, v)}) != 1:
-        raise TypeError(f"relax_disc.attention: q, k and v differ in type: {q}, {k}, {v}.")
-    batch, heads, rows, _ = registry.extents(q)
-    return relax.TupleType(
-        [
-            relax.TensorType([batch, heads, rows, registry.extents(v)[3]], registry.dtype_name(q)),
-            relax.TensorType([batch, heads, rows], registry.statistics_dtype(q)),
-        ]
-    )
-
-
-def _infer_attention_backward(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
-    return relax.TupleType(
-        [
-            registry.tensor_type(arg, f"relax_disc.attention_backward: {name}", 4)
-            for name, arg in zip("qkv", call.args[1:4], strict=True)
-        ]
-    )
-
-
-def _infer_attention_backward_trained(
-    call: relax.Call, builder: relax.BlockBuilder
-) -> relax.TupleType:
-    gradients = list(_infer_attention_backward(call, builder).fields)
-    (mask,), _ = optional_operands(call, 6)
-    name = "relax_disc.attention_backward_trained: mask"
-    return relax.TupleType([*gradients, registry.tensor_type(mask, name, 4)])
-
-
-registry.register("relax_disc.attention", _infer_attention, "Scaled dot-product attention.")
-registry.register(
-    "relax_disc.attention_backward",
-    _infer_attention_backward,
-    "Gradients of scaled dot-product attention.",
-)
-registry.register(
-    "relax_disc.attention_backward_trained",
-    _infer_attention_backward_trained,
-    "Gradients of scaled dot-product attention, that of its mask among them.",
-)
-
-
-def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:3], dtype=registry.torch_statistics_dtype(q))
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse
-
-
-registry.traced(
-    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
-    " Tensor? mask, Tensor? rng, float scale, bool is_causal, float dropout, int stream)"
-    " -> (Tensor, Tensor, Tensor)",
-    lambda grad_out, *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]),
-    attention_backward,
-    ("scale", "is_causal", "dropout", "stream"),
-)
-registry.traced(
-    "attention_backward_trained(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out,"
-    " Tensor lse, Tensor mask, Tensor? rng, float scale, bool is_causal, float dropout, int stream)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda grad_out, q, k, v, out, lse, mask, *_: tuple(
-        x.new_empty(x.shape) for x in (q, k, v, mask)
-    ),
-    attention_backward_trained,
-    ("scale", "is_causal", "dropout", "stream"),
+    given to :func:`attention_backward`.
+    """,
+    lambda grad_out, q, k, v, out, lse, mask, *_, **__: (q, k, v, mask),
 )
 
 
@@ -295,12 +134,25 @@ def _attention_gradient(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> Any:
     return (*grads, *(None,) * (9 - len(grads)))
 
 
-registry.traced(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? rng, float scale,"
-    " bool is_causal, float dropout, int stream) -> (Tensor, Tensor)",
-    _fake_attention,
-    attention,
-    ("scale", "is_causal", "dropout", "stream"),
+attention = registry.operator(
+    f"attention(Tensor q:4, Tensor k:4, Tensor v:4, Tensor? mask, Tensor? rng, {_OPTIONS})"
+    " -> (Tensor, Tensor)",
+    """Scaled dot-product attention.
+
+    ``q`` is ``[B, H, Tq, D]``, ``k`` ``[B, Hk, Tk, D]`` with ``H`` divisible by ``Hk``, ``v``
+    ``[B, Hk, Tk, Dv]``.  ``mask``, broadcastable to ``[B, H, Tq, Tk]`` and of rank 4, is bool (True
+    takes part) or added to the scores, where the least number of float32 hides a key as ``-inf``
+    does, but in a row of which all is hidden so: that takes the mean of ``v``, as in PyTorch's own
+    arithmetic.  ``rng``, int64 ``[2]``, is seed and offset of the random operators; it is there if
+    there is dropout.  ``scale``: factor of the scores.  ``is_causal``: row ``i`` sees columns
+    ``j <= i`` (aligned to the top left, as PyTorch does).  ``dropout``: probability, in [0, 1),
+    with which a weight is dropped; others grow by ``1 / (1 - p)``.  ``stream``: which operator of
+    the model draws: numbers are those of a tensor ``[B, H, Tq, Tk]``.
+
+    Of type ``Tuple(out [B, H, Tq, Dv], lse [B, H, Tq] float32)``; the ``lse`` of float64 inputs is
+    float64.  A row that sees nothing has ``out = 0`` and ``lse = -inf``.
+    """,
+    _results,
     gradient=(_attention_gradient, _save_attention),
 )
 

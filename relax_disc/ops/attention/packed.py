@@ -11,98 +11,40 @@ A mask is that of the padded batch, ``[B|1, H|1, T|1, T|1]``: it is read at the 
 rows, so nothing of the size of packed rows by packed rows exists.  Dropout, too, draws the numbers
 of the padded batch.
 
+Operands of ``relax_disc.packed_attention``: ``q [1, H, N, D]``, ``k [1, Hk, M, D]``, ``v [1, Hk, M,
+Dv]``; of the queries ``starts [B + 1]`` int64 and ``places [3, N]`` int64, whose last row is the
+position of each row in its sequence; the same of the keys, ``[B + 1]`` and ``[3, M]``; the mask, if
+there is one; with dropout the state of the random operators; the lengths of queries and keys of the
+padded batch, integers.  The gradients' begin with ``grad_out``, and ``out`` and ``lse`` follow
+``v``.  The trained mask's gradient is one of the padded batch, ``[B, H, T, T]``, and zero where
+rows are left out.
+
 Only libraries compute these operators: the native kernels, and PyTorch's on CUDA but for dropout
 and the gradient of a mask; `RemovePadding` emits them where those do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from tvm import relax
 
 from relax_disc.ops import registry
-
-
-def packed_attention(
-    operands: Sequence[relax.Expr], rest: Sequence[relax.Expr], attrs: Mapping[str, Any]
-) -> relax.Call:
-    """Build ``relax_disc.packed_attention``.
-
-    Parameters
-    ----------
-    operands : sequence of relax.Expr
-        ``q [1, H, N, D]``, ``k [1, Hk, M, D]``, ``v [1, Hk, M, Dv]``; of the queries ``starts
-        [B + 1]`` int64 and ``places [3, N]`` int64, whose last row is the position of each row in
-        its sequence; the same of the keys, ``[B + 1]`` and ``[3, M]``.
-    rest : sequence of relax.Expr
-        The mask, if there is one; with dropout the state of the random operators; the lengths of
-        queries and keys of the padded batch, integers.
-    attrs : mapping
-        Of `attention`.
-
-    Returns
-    -------
-    relax.Call
-        Of type ``Tuple(out [1, H, N, Dv], lse [1, H, N])``.
-    """
-    return registry.call("relax_disc.packed_attention", [*operands, *rest], attrs)
-
-
-def packed_attention_backward(
-    operands: Sequence[relax.Expr], rest: Sequence[relax.Expr], attrs: Mapping[str, Any]
-) -> relax.Call:
-    """Build ``relax_disc.packed_attention_backward``: gradients of q, k and v, in their shapes.
-
-    Parameters
-    ----------
-    operands : sequence of relax.Expr
-        ``grad_out``, ``q``, ``k``, ``v``, ``out``, ``lse``, and starts and places of queries and
-        keys.
-    rest, attrs
-        As given to `packed_attention`.
-    """
-    return registry.call("relax_disc.packed_attention_backward", [*operands, *rest], attrs)
-
-
-def packed_attention_backward_trained(
-    operands: Sequence[relax.Expr], rest: Sequence[relax.Expr], attrs: Mapping[str, Any]
-) -> relax.Call:
-    """Build ``relax_disc.packed_attention_backward_trained``, with the gradient of the mask.
-
-    That is one of the padded batch, ``[B, H, T, T]``, and zero where rows are left out.
-    """
-    return registry.call("relax_disc.packed_attention_backward_trained", [*operands, *rest], attrs)
 
 
 def _infer(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
     del builder
     q, _, v = (registry.tensor_type(arg, "relax_disc.packed_attention", 4) for arg in call.args[:3])
     registry.tensor_type(call.args[3], "relax_disc.packed_attention: starts", 1)
-    shape = registry.extents(q)
-    return relax.TupleType(
-        [
-            relax.TensorType([*shape[:3], registry.extents(v)[3]], registry.dtype_name(q)),
-            relax.TensorType(shape[:3], registry.statistics_dtype(q)),
-        ]
-    )
+    shape, dtype = registry.extents(q), registry.dtype_name(q)
+    out = relax.TensorType([*shape[:3], registry.extents(v)[3]], dtype)
+    return relax.TupleType([out, relax.TensorType(shape[:3], registry.statistics_dtype(q))])
 
 
 def _infer_backward(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
     del builder
-    registry.tensor_type(call.args[6], "relax_disc.packed_attention_backward: starts", 1)
-    return relax.TupleType(
-        [
-            registry.tensor_type(arg, "relax_disc.packed_attention_backward", 4)
-            for arg in call.args[1:4]
-        ]
-    )
-
-
-def _infer_backward_trained(call: relax.Call, builder: relax.BlockBuilder) -> relax.TupleType:
-    mask = registry.tensor_type(call.args[10], "relax_disc.packed_attention_backward: mask", 4)
-    return relax.TupleType([*_infer_backward(call, builder).fields, mask])
+    name = call.op.name
+    registry.tensor_type(call.args[6], f"{name}: starts", 1)
+    masks = call.args[10:11] if name.endswith("_trained") else []
+    return relax.TupleType([registry.tensor_type(x, name, 4) for x in (*call.args[1:4], *masks)])
 
 
 registry.register("relax_disc.packed_attention", _infer, "Attention over packed sequences.")
@@ -113,6 +55,6 @@ registry.register(
 )
 registry.register(
     "relax_disc.packed_attention_backward_trained",
-    _infer_backward_trained,
+    _infer_backward,
     "Gradients of attention over packed sequences, that of its mask among them.",
 )

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import tvm
-import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.mutate import mutate
+from relax_disc.analysis.kernels.stages import nodes_of
 from relax_disc.tir_kernels.vectorizable import uses_any
 
 
@@ -50,8 +50,7 @@ class RawLoops:
 
 def _races(nest: Any) -> bool:
     """Whether two iterations of a loop may write the same element."""
-    stores: list[Any] = []
-    tvm_ffi.structural_walk(nest.body, (tirx.BufferStore, stores.append))
+    stores = nodes_of(tirx.BufferStore, nest.body)
     return any(not _uses_directly(store.indices, nest.loop_var) for store in stores)
 
 

@@ -22,7 +22,7 @@ from tvm.ir import Range
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.element import GuardDepth, is_guard, rewrite_loads, substitute
-from relax_disc.analysis.kernels.stages import Axis, constant
+from relax_disc.analysis.kernels.stages import Axis, constant, nodes_of
 from relax_disc.tir_kernels.cuda.threads import split
 from relax_disc.tir_kernels.flat import INDEX, FlatBuffers, index_const
 from relax_disc.tir_kernels.loops import group_extent, group_mapping, loop, sequence
@@ -314,9 +314,7 @@ def rolled(statement: Any) -> Any:
 
 
 def _variables(expr: Any) -> list[Any]:
-    found: list[Any] = []
-    tvm_ffi.structural_walk(expr, (tvm.ir.Var, found.append))
-    return [var for var in found if isinstance(var.ty, tvm.ir.PrimType)]
+    return [var for var in nodes_of(tvm.ir.Var, expr) if isinstance(var.ty, tvm.ir.PrimType)]
 
 
 def integers_of(expr: Any) -> list[Any]:

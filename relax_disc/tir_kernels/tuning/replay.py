@@ -17,11 +17,10 @@ from dataclasses import fields
 from typing import Any
 
 import tvm
-import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.target import Target
 
-from relax_disc.analysis.kernels.stages import constant
+from relax_disc.analysis.kernels.stages import constant, nodes_of
 from relax_disc.tir_kernels import rules_for
 from relax_disc.tir_kernels.cpu import cpu_rules
 from relax_disc.tir_kernels.flat import index_const, product
@@ -65,8 +64,7 @@ def replay(func: tirx.PrimFunc, trace: Any, target: Target) -> s_tir.Schedule | 
 
 
 def _sums_symbolic_extents(func: tirx.PrimFunc) -> bool:
-    axes: list[Any] = []
-    tvm_ffi.structural_walk(func.body, (s_tir.SBlock, lambda block: axes.extend(block.iter_vars)))
+    axes = (axis for block in nodes_of(s_tir.SBlock, func.body) for axis in block.iter_vars)
     reduced = [axis for axis in axes if axis.iter_type == tirx.IterVar.CommReduce]
     return any(constant(axis.dom.extent) is None for axis in reduced)
 

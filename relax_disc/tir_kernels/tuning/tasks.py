@@ -19,7 +19,7 @@ from tvm.sym.analyzer import Analyzer
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.mutate import mutate
-from relax_disc.analysis.kernels.stages import constant, is_buffer
+from relax_disc.analysis.kernels.stages import constant, is_buffer, nodes_of
 from relax_disc.tir_kernels import rules_for
 from relax_disc.tir_kernels.tuning.database import kernel_key
 from relax_disc.transform.functions import (
@@ -143,8 +143,7 @@ def _rule_of(kernel: tirx.PrimFunc, target: Target) -> Any:
 
 def value_at(expr: Any, shape: Mapping[str, int]) -> int | None:
     """Evaluate an expression of a step's dims; None where it has others."""
-    found: list[Any] = []
-    tvm_ffi.structural_walk(expr, (tirx.Var, found.append))
+    found = nodes_of(tirx.Var, expr)
     if any(var.name not in shape for var in found):
         return None
     numbers = {var: prim.IntImm(str(var.ty.dtype), shape[var.name]) for var in found}

@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 import tvm
-import tvm_ffi
 from tvm import ir, relax, tirx
 
+from relax_disc.analysis.kernels.stages import nodes_of
 from relax_disc.analysis.program.table import dtype_bytes, dtype_name
 from relax_disc.analysis.symbolic.comparison.compare import Order, compare
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
@@ -48,12 +48,8 @@ def work_of(mod: tvm.IRModule, value: relax.Expr) -> int:
 
 @functools.lru_cache(maxsize=1024)  # several passes ask about the same kernels
 def _work_in(body: tirx.Stmt) -> int:
-    found: list[Any] = []
-    tvm_ffi.structural_walk(body, (_ARITHMETIC, found.append))
-    work = sum(str(node.ty) != "int64" for node in found)
-    found.clear()
-    tvm_ffi.structural_walk(body, (ir.Call, found.append))
-    names = [getattr(node.op, "name", "") for node in found]
+    work = sum(str(node.ty) != "int64" for node in nodes_of(_ARITHMETIC, body))
+    names = [getattr(node.op, "name", "") for node in nodes_of(ir.Call, body)]
     return work + _CALL_WORK * sum(not name.endswith("if_then_else") for name in names)
 
 

@@ -26,7 +26,7 @@ from tvm.ir import prim
 from tvm.sym.analyzer import Analyzer
 
 from relax_disc.analysis.kernels.mutate import mutate
-from relax_disc.analysis.kernels.stages import constant, is_buffer
+from relax_disc.analysis.kernels.stages import constant, is_buffer, nodes_of
 from relax_disc.tir_kernels.cpu.elementwise import APART, FEW_ELEMENTS, SERIAL_ELEMENTS
 from relax_disc.transform.functions import (
     block_like,
@@ -206,10 +206,9 @@ def _generalize(kernel: tirx.PrimFunc, results: int) -> _General:
     shapes = _large_sizes(kernel)
     # Vector loops need to know the factor of a multiple, and divisions what it is a multiple of.
     if all(constant(size) for *_, size in filter(None, shapes)) and not _divisions(kernel):
-        scaled: list[Any] = []
         multiples = [size for shape in shapes for size in shape if isinstance(size, prim.Mul)]
-        tvm_ffi.structural_walk(multiples, (tirx.Var, scaled.append))
         changed = mutate(kernel, (prim.Mul, on_size))
+        scaled = nodes_of(tirx.Var, multiples)
         if not {*scaled} & {*_variables(changed)}:  # else `h * 4` would be nothing to `h`
             kernel = changed
     if numbers := _free_numbers(kernel):
@@ -221,11 +220,8 @@ def _generalize(kernel: tirx.PrimFunc, results: int) -> _General:
 
 
 def _divisions(kernel: tirx.PrimFunc) -> list[Any]:
-    found: list[Any] = []
     shapes = [list(param.shape) for param in kernel.params if is_buffer(param)]
-    visits = [(kind, found.append) for kind in _DIVISIONS]
-    tvm_ffi.structural_walk([*shapes, kernel.body], visits)
-    return found
+    return nodes_of(_DIVISIONS, [*shapes, kernel.body])
 
 
 def _without_needless_divisions(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -250,8 +246,7 @@ def _is_index(expr: Any) -> bool:
 
 def _is_over(expr: Any, free: set[Any]) -> bool:
     """Whether an index expression is made of dims (and numbers) only."""
-    found: list[Any] = []
-    tvm_ffi.structural_walk(expr, (tirx.Var, found.append))
+    found = nodes_of(tirx.Var, expr)
     return _is_index(expr) and bool(found) and all(var in free for var in found)
 
 
@@ -259,16 +254,13 @@ def _free_dims(kernel: tirx.PrimFunc) -> set[Any]:
     """Dims and integers that a kernel takes."""
     found = [param for param in kernel.params if not is_buffer(param)]
     shapes = [list(param.shape) for param in kernel.params if is_buffer(param)]
-    tvm_ffi.structural_walk(shapes, (tirx.Var, found.append))
-    return set(found)
+    return {*found, *nodes_of(tirx.Var, shapes)}
 
 
 def _variables(kernel: tirx.PrimFunc) -> list[Any]:
     """Variables in the shapes and the body of a kernel, as they occur."""
-    found: list[Any] = []
     shapes = [list(param.shape) for param in kernel.params if is_buffer(param)]
-    tvm_ffi.structural_walk([*shapes, kernel.body], (tirx.Var, found.append))
-    return found
+    return nodes_of(tirx.Var, [*shapes, kernel.body])
 
 
 def _free_numbers(kernel: tirx.PrimFunc) -> set[int]:
@@ -316,9 +308,7 @@ def _most_elements(shapes: list[list[Any]]) -> int | None:
 
 def _sums(kernel: tirx.PrimFunc) -> bool:
     """Whether anything is summed (or otherwise combined)."""
-    found: list[Any] = []
-    tvm_ffi.structural_walk(kernel.body, (s_tir.SBlock, lambda block: found.append(block.init)))
-    return any(init is not None for init in found)
+    return any(block.init is not None for block in nodes_of(s_tir.SBlock, kernel.body))
 
 
 def _with_integers(kernel: tirx.PrimFunc, results: int, sizes: dict[Any, Any]) -> _General:

@@ -15,9 +15,9 @@ from math import prod
 from typing import Any
 
 import tvm
-import tvm_ffi
 from tvm import relax, s_tir, tirx
 
+from relax_disc.analysis.kernels.stages import nodes_of
 from relax_disc.analysis.program.table import dtype_bytes
 from relax_disc.transform.functions import (
     copy_module,
@@ -115,9 +115,7 @@ def _workspace_types(
     meanings = size_meanings(mod[call.args[0]], call)
     types = []
     for buffer in hoisted[call.args[0]]:
-        dims: list[Any] = []
-        tvm_ffi.structural_walk(list(buffer.shape), (tirx.Var, dims.append))
-        if any(dim not in meanings for dim in dims):
+        if any(dim not in meanings for dim in nodes_of(tirx.Var, list(buffer.shape))):
             return None
         shape = [substitute_sizes(extent, meanings) for extent in buffer.shape]
         types.append(relax.TensorType(shape, str(buffer.dtype)))

@@ -41,12 +41,8 @@ from relax_disc.analysis.padding.moves import Move
 from relax_disc.analysis.padding.needed import ATTENTION, LOSS
 from relax_disc.analysis.padding.operators import has_zero, reads_zero
 from relax_disc.analysis.program.reader import bindings_of
+from relax_disc.ops import registry
 from relax_disc.ops.attention import optional_operands
-from relax_disc.ops.attention.packed import (
-    packed_attention,
-    packed_attention_backward,
-    packed_attention_backward_trained,
-)
 from relax_disc.transform.functions import (
     at_span,
     copy_module,
@@ -363,11 +359,7 @@ class _Rewriter:
         return kernel, operands
 
     def _attention(self, call: relax.Call) -> relax.Call:
-        build, count = {
-            ATTENTION[0]: (packed_attention, 3),
-            ATTENTION[1]: (packed_attention_backward, 6),
-            ATTENTION[2]: (packed_attention_backward_trained, 6),
-        }[call.op.name]
+        count = 3 if call.op.name == ATTENTION[0] else 6
         operands = [self._operand(arg) for arg in call.args[:count]]
         # A mask stays that of the padded batch, and is read at the places of rows.
         mask, rng = optional_operands(call, count)
@@ -376,9 +368,9 @@ class _Rewriter:
         packings = [self._packing(of) for of in kinds]
         lengths = [relax.prim_value(self._grid.lengths[of]) for of in kinds]
         where = [x for packing in packings for x in (packing.starts, packing.places)]
-        return self._located(
-            build([*operands, *where], [*mask, *rng, *lengths], dict(call.attrs.items()))
-        )
+        name = call.op.name.replace("attention", "packed_attention")
+        args = [*operands, *where, *mask, *rng, *lengths]
+        return self._located(registry.call(name, args, dict(call.attrs.items())))
 
     def _loss(self, call: relax.Call, target: int) -> relax.Call:
         ignored, of = int(call.attrs["ignore_index"]), self._grid.rows(call.args[target].ty).of
