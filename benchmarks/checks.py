@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import typer
 from torch.export import Dim
 
 import relax_disc
@@ -139,4 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
