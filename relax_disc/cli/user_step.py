@@ -25,7 +25,8 @@ from relax_disc.errors import InputMismatchError, OffloadError
 from relax_disc.training_step import check_offload
 from relax_disc.vm_builtins.tier import FileTier
 
-CONTRACT = """FUNCTION takes no arguments and returns a dict of the arguments of relax_disc.compile:
+CONTRACT = """FUNCTION takes no arguments, and calls relax_disc.compile or returns a dict of its
+arguments:
 
     def step():
         model = MyModel()
@@ -63,8 +64,8 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="FILE.py:FUNCTION",
-        help="A function without arguments that returns a dict of the arguments of "
-        "relax_disc.compile: model, optimizer, example_inputs, dynamic_shapes, ...",
+        help="A function without arguments that calls relax_disc.compile, or returns a dict of "
+        "its arguments: model, optimizer, example_inputs, dynamic_shapes, ...",
     ),
 ]
 Sizes = Annotated[
@@ -137,8 +138,11 @@ def load(source: str) -> Callable[[], dict[str, Any]]:
         )
 
     def arguments() -> dict[str, Any]:
-        with _told(file):
-            found = function()
+        try:
+            with _told(file), _instead_of_compile():
+                found = function()
+        except _Compiles as call:
+            found = call.arguments
         if not isinstance(found, Mapping):
             raise UserCodeError(f"{source} returned a {type(found).__name__}. {CONTRACT}")
         unknown = sorted(set(found) - set(_PARAMETERS))
@@ -152,6 +156,28 @@ def load(source: str) -> Callable[[], dict[str, Any]]:
         return dict(found)
 
     return arguments
+
+
+class _Compiles(BaseException):
+    """Leaves the user's function where it compiles a step: the command does that itself."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+@contextmanager
+def _instead_of_compile() -> Iterator[None]:
+    """Have ``relax_disc.compile`` raise its arguments inside the block."""
+
+    def told(*args: Any, **kwargs: Any) -> None:
+        raise _Compiles(inspect.signature(original).bind(*args, **kwargs).arguments)
+
+    original, relax_disc.compile = relax_disc.compile, told  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        relax_disc.compile = original
 
 
 @contextmanager

@@ -62,6 +62,12 @@ def number():
 def leaves():
     raise SystemExit(5)
 
+def compiles():
+    import relax_disc
+    found = step()
+    model, optimizer = found.pop("model"), found.pop("optimizer")
+    return relax_disc.compile(model, optimizer, **found)
+
 def talks():
     print("what a user's code prints")
     return step()
@@ -133,6 +139,13 @@ def test_report_tells_the_plan(command, user_file):
     assert code == 0 and facts["fits"] and facts["kernels_run_again"] > 0
     assert facts["peak_bytes"] <= free.least_bytes < facts["peak_without_budget_bytes"]
     assert facts["largest"] == {"rows": step.largest("rows", memory_budget=free.least_bytes)}
+
+
+def test_a_function_that_compiles_gives_the_same_as_its_arguments(command):
+    words = ("--dim", "rows=300", "--budget", "64MiB", "--json")
+    reports = [command("report", f"FILE:{name}", *words) for name in ("step", "compiles")]
+    assert reports[0] == reports[1] and reports[0][0] == 0
+    assert relax_disc.compile.__name__ == "compile"
 
 
 def test_report_tells_which_large_gradients_stay_whole(command):
@@ -219,7 +232,7 @@ def test_wrong_usage(command, words, told):
         ("raises", ("KeyError: 'no such key'", 'my_step.py:30: return step()["no such key"]')),
         ("lacks", ("lacks optimizer, example_inputs, dynamic_shapes and holds lerning_rate",)),
         ("leaves", ("SystemExit: 5", "my_step.py:44: raise SystemExit(5)")),
-        ("number", ("returned a int", "dict of the arguments of relax_disc.compile")),
+        ("number", ("returned a int", "returns a dict of its arguments")),
         ("wrong_batch", ("must be Tensor, not dict", "my_step.py:13", "example_inputs is a tuple")),
     ],
 )
