@@ -30,6 +30,7 @@ from relax_disc.transform.fusion.rewrite_reshapes import RewriteReshapes
 from relax_disc.transform.fusion.share_kernels import ShareKernels
 from relax_disc.transform.libraries.chunk_vocabulary_head import ChunkVocabularyHead
 from relax_disc.transform.libraries.dispatch_library import DispatchLibrary
+from relax_disc.transform.memory.count_at_entry import CountAtEntry
 from relax_disc.transform.memory.hoist_workspace import HoistWorkspace
 from relax_disc.transform.memory.plan_arena import PlanArena
 from relax_disc.transform.memory.rematerialization import (
@@ -150,7 +151,7 @@ def phases(target: tvm.target.Target, options: PipelineOptions) -> dict[str, lis
     split = options.split_gradients and options.plan_arena and target.kind.name == "llvm"
     runtime.load()  # before code is loaded that the passes make: it takes the pool of threads there
     return {
-        "simplify": simplify_passes(),
+        "simplify": [*([CountAtEntry()] if options.plan_arena else []), *simplify_passes()],
         "libraries": library_passes(target, options),
         "fusion": [*legalize_passes(target, options), *alias_passes()],
         "kernels": [

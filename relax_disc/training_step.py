@@ -462,7 +462,7 @@ class TrainingStep(CompiledFunction):
                 "a loss."
             )
         self._check_mode()
-        tensors, values = function._schema.bind(batch, named)
+        tensors, values = function._bind(batch, named)
         for watch in self._watches:
             watch.check()
         self._last = function

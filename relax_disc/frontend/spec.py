@@ -44,7 +44,10 @@ class DimSpec:
 
 @dataclass(frozen=True, slots=True)
 class CountedDim:
-    """A dim whose size the function finds out while it runs; it is entered with its bound.
+    """A dim whose size the function finds out while it runs.
+
+    It is entered with its bound, or with no less than the batch tells
+    (`relax_disc.transform.memory.count_at_entry`).
 
     ``bound``: an expression over the dims, and over the counted dims before it. ``least``: 0, or 1
     where a call that counts nothing is refused.

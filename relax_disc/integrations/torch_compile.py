@@ -37,10 +37,11 @@ from relax_disc.frontend.capture.trace import Halves
 from relax_disc.frontend.spec import InputSpec
 from relax_disc.integrations.dynamo_graph import GraphLayout
 from relax_disc.progress import phase
+from relax_disc.training.call.batch import batch_argument, placed
 from relax_disc.training.call.binding import as_runtime
 from relax_disc.training.call.interrupt import deferred_interrupt
 from relax_disc.training.call.streams import on_current_stream
-from relax_disc.training.compiled_function import CompiledFunction, batch_argument, placed
+from relax_disc.training.compiled_function import CompiledFunction
 from relax_disc.transform.memory.plan_arena import backward_name
 from relax_disc.vm_builtins.tier import Tier
 

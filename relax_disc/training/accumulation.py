@@ -60,8 +60,7 @@ class Summing(CompiledFunction):
         missing = [p for p in self.parameters() if p.grad is None]
         if missing:
             # Before their memory is taken: what does not fit must not be there for a moment.
-            sizes = self._with_bounds(values)
-            self._variants.check_budget(self._values(sizes))
+            self._variants.check_budget(self._values(values))
         try:
             _begin_sums(missing)
             return super()._execute(tensors, values)

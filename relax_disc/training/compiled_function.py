@@ -20,8 +20,9 @@ from relax_disc.bytes_text import parse_bytes
 from relax_disc.errors import InputMismatchError, ShapeRangeError
 from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep, SizeOutput
-from relax_disc.training.call.batch import describe_batch
+from relax_disc.training.call.batch import batch_argument, describe_batch
 from relax_disc.training.call.binding import Binding, as_runtime
+from relax_disc.training.call.counted_dims import CountedDims
 from relax_disc.training.call.hooks import HookWatch
 from relax_disc.training.call.interrupt import OneAtATime, deferred_interrupt
 from relax_disc.training.call.loss_scale import LossScale
@@ -85,8 +86,8 @@ class CompiledFunction:
         self._batch_places = [places[leaf.position] for leaf in schema.leaves]
         self._batch_places += [k for k, x in enumerate(captured.inputs) if x.kind == "packing"]
         shapes = [spec for spec in captured.inputs if spec.kind == "shape"]
-        self._bounds = [(dim.name, SymbolicExpr.parse(str(dim.bound))) for dim in captured.counted]
         self._shape_names = tuple(str(name) for name in shapes[0].shape) if shapes else ()
+        self._counted = CountedDims(captured, self._machine, self._variants)
         self._written = sorted(
             {out.replaces for out in captured.outputs if out.replaces is not None}
         )
@@ -110,6 +111,7 @@ class CompiledFunction:
             if session is not shared._session:
                 session.share_arena(shared._session)
                 session.memory_budget = shared.memory_budget
+        self._counted.share_arena(shared._session)
         if sibling is not None:
             self._use_offload(sibling._tier, sibling._offload, sibling._state_file)
 
@@ -224,7 +226,8 @@ class CompiledFunction:
         ----------
         **dims : int
             A size for every dim, by its name; where padding is left out ``tokens`` may say how many
-            positions are computed, else all are planned for.
+            positions are computed, else all are planned for. So it is with sizes that the batch
+            tells (`shape_of` names them).
 
         Raises
         ------
@@ -234,11 +237,13 @@ class CompiledFunction:
         return self._plan(dims, self.memory_budget)
 
     def shape_of(self, *batch: Any, **named: Any) -> dict[str, int]:
-        """Return the sizes of a batch, as `plan` takes them; runs nothing.
+        """Return the sizes of a batch, as `plan` takes them; of the program it runs nothing.
 
         Raises `InputMismatchError` or `ShapeRangeError`: the batch is not like the example's.
         """
-        return self._schema.bind(batch, named)[1]
+        with self._lock:
+            tensors, sizes = self._schema.bind(batch, named)
+            return {**sizes, **self._counted.told_by(tensors, sizes)}
 
     def largest(
         self, dim: str, *, memory_budget: int | str | None = None, **other_dims: int
@@ -252,7 +257,7 @@ class CompiledFunction:
         memory_budget : int, str or None
             Budget to use instead of the present one.
         **other_dims : int
-            Sizes of all other dims; ``tokens`` as for `plan`.
+            Sizes of all other dims; ``tokens`` as for `plan`. What a batch tells is bounded.
 
         Returns
         -------
@@ -262,8 +267,13 @@ class CompiledFunction:
         Raises
         ------
         ShapeRangeError
-            The dim is unknown or has no upper bound, or the others are not all given.
+            The dim is unknown or has no upper bound, or the others are not all given, or one that
+            the batch tells is.
         """
+        if told := sorted(self._counted.at_entry & other_dims.keys()):
+            raise ShapeRangeError(
+                f"largest() answers for whatever a batch may hold; leave out {', '.join(told)}."
+            )
         budget = self.memory_budget if memory_budget is None else parse_bytes(memory_budget)
         found = bounded_dim(self.dims, dim)
 
@@ -340,7 +350,14 @@ class CompiledFunction:
         """
         with self._lock, self._alone, deferred_interrupt():
             self._check_mode()
-            return self._execute(*self._schema.bind(args, named or {}))
+            return self._execute(*self._bind(args, named or {}))
+
+    def _bind(
+        self, args: Sequence[Any], named: Mapping[str, Any]
+    ) -> tuple[list[torch.Tensor], dict[str, int]]:
+        """Return a batch's tensors and the sizes to enter with; raises as `run`."""
+        tensors, sizes = self._schema.bind(args, named)
+        return tensors, self._counted.complete(sizes, self._counted.told_by(tensors, sizes))
 
     def check_unchanged(self) -> None:
         """Refuse a model or an optimizer that no longer fits what was compiled.
@@ -455,7 +472,8 @@ class CompiledFunction:
         Raises `ShapeRangeError`: a size is missing, unknown or outside its range.
         """
         packings = self._captured.packings
-        told = {packing.tokens for packing in packings}
+        counts = {name: dims[name] for name in self._counted.at_entry if name in dims}
+        told = {packing.tokens for packing in packings}.union(counts)
         sizes = {name: value for name, value in dims.items() if name not in told}
         self._check_dims(sizes)
         for packing in packings:
@@ -467,14 +485,7 @@ class CompiledFunction:
                     f"{packing.length}: the positions of the batch that are computed."
                 )
             sizes[packing.tokens] = rounded(count, most)
-        return self._with_bounds(sizes)
-
-    def _with_bounds(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Add the dims that the function counts, as large as they can be."""
-        result = dict(sizes)
-        for name, bound in self._bounds:
-            result[name] = int(bound.evaluate(result))
-        return result
+        return self._counted.complete(sizes, counts)
 
     def _fits(self, dims: Mapping[str, int], budget: int) -> bool:
         return self._plan_facts(dims, budget).feasible
@@ -492,7 +503,7 @@ class CompiledFunction:
     def _call(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int]) -> list[Any]:
         """Run the program; return the outputs that replace nothing, as torch tensors."""
         arguments = self._arguments
-        self._sizes = values = self._with_bounds(values) if self._bounds else values
+        self._sizes = values
         if self._shape_names:
             arguments[0] = tvm.runtime.ShapeTuple([values[name] for name in self._shape_names])
         if self._rng is not None:
@@ -506,7 +517,7 @@ class CompiledFunction:
                 arguments[place] = None
         if self._rng is not None:
             self._rng.end()
-        if self._bounds:
+        if self._captured.counted:
             facts = self._variants.ran.session.report()
             self._sizes = dict(zip(self._session.metadata.dims, facts.dims, strict=True))
         self._variants.ran.forget_result()
@@ -570,17 +581,3 @@ def bind_vector(binding: Binding, index: int, length: int, dtype: str) -> torch.
     vector = torch.zeros(length, dtype=getattr(torch, dtype))
     binding.arguments[index] = as_runtime(vector, "hyper-parameters")
     return vector
-
-
-def placed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a batch tensor as programs take it; one with odd strides or address is copied."""
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
-    if tensor.numel() and tensor.data_ptr() % 64:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
-
-
-def batch_argument(tensor: torch.Tensor) -> tvm.runtime.Tensor:
-    """Share a batch tensor with the program, or a copy: see `placed`."""
-    return tvm.runtime.from_dlpack(placed(tensor))

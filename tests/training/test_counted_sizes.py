@@ -191,19 +191,83 @@ def test_the_plan_tells_the_bound_and_the_report_the_count():
     assert report.peak_bytes <= report.planned_peak_bytes
     step(*_batch(4, 7, "all"))
     assert step.memory_report().peak_bytes == step.plan(batch=4, length=7).peak_bytes
-    assert step.shape_of(ids, labels) == {"batch": 4, "length": 7}
+    assert step.shape_of(ids, labels) == report.shape
 
 
-def _deep(model, ids, labels):
-    mask = labels >= 0
+def test_a_call_is_planned_for_what_the_batch_tells():
+    step = _compiled(_deep, _Model(64, 6))
+    bound = step.plan(batch=16, length=64)
+    peaks = {}
+    for count in (0, 1, 16, 160, 544, 1024):
+        labels = torch.full((16, 64), -1)
+        labels.view(-1)[torch.randperm(1024)[:count]] = 3
+        batch = torch.randint(0, _WORDS, (16, 64)), labels
+        shape = step.shape_of(*batch)
+        assert shape == {"batch": 16, "length": 64, "selected": count}
+        plan = step.plan(**shape)
+        step.memory_budget = plan.least_bytes
+        assert step.plan(**shape).fits
+        assert step.plan(batch=16, length=64).fits == (count == 1024)
+        with step.restored():
+            tight = step(*batch).clone()
+            assert step.memory_report().peak_bytes <= plan.least_bytes
+        step.memory_budget = None
+        with step.restored():
+            torch.testing.assert_close(step(*batch), tight, rtol=0, atol=0, equal_nan=True)
+        report = step.memory_report()
+        assert report.planned_peak_bytes == plan.peak_bytes
+        assert report.peak_bytes <= plan.peak_bytes
+        if count in (16, 160, 544, 1024):  # others are rounded up
+            assert report.peak_bytes == plan.peak_bytes
+        peaks[count] = plan.peak_bytes
+    assert peaks[0] == peaks[1] == peaks[16] < peaks[160] < peaks[544] < peaks[1024]
+    assert peaks[1024] == bound.peak_bytes
+    with pytest.raises(ShapeRangeError, match=r"selected=1025; allowed is 0 \.\. 1024"):
+        step.plan(batch=16, length=64, selected=1025)
+    with pytest.raises(ShapeRangeError, match="leave out selected"):
+        step.largest("batch", length=64, selected=3)
+
+
+def test_what_parameters_tell_is_planned_at_its_bound():
+    def positive_rows(model, ids, labels):
+        x = model(ids)
+        return x[(labels >= 0) & (x[..., 0] > 0)].square().sum() + x[labels >= 2].cos().sum()
+
+    step = _compiled(positive_rows)
+    batch = _batch(4, 9)
+    shape = step.shape_of(*batch)
+    counts = {int((batch[1] >= 2).sum())}
+    assert {value for name, value in shape.items() if name.startswith("selected")} == counts
+    _check(step, positive_rows, batch)
+    with pytest.raises(ShapeRangeError, match="Give one size for each of the dims"):
+        step.plan(batch=4, length=9, selected=3, selected_2=3)
+
+
+def test_sums_of_gradients_are_planned_for_what_the_batch_tells():
+    step = _compiled(_deep, _Model(64, 6))
+    batch = _batch(16, 64, "one")
+    step.memory_budget = step.plan(**step.shape_of(*batch), update=False).peak_bytes
+    assert not step.plan(batch=16, length=64, update=False).fits
+    step(*batch, update=False)
+    assert step.memory_report().planned_peak_bytes <= step.memory_budget
+
+
+def _deep(model, ids, labels, mask=None):
+    mask = labels >= 0 if mask is None else mask
     x = model.table(ids)[mask]
     for layer in model.layers:
         x = F.gelu(layer(x)) * x.sigmoid()
     return F.cross_entropy(model.head(x), labels[mask])
 
 
-def test_budgets_change_no_bit_whatever_is_selected():
-    step = _compiled(_deep, _Model(64, 6))
+def _deep_by_parameters(model, ids, labels):
+    """What the same labels select, but a call knows it only when a parameter has been read."""
+    return _deep(model, ids, labels, (labels >= 0) & (model.table.weight[0, 0] < 9))
+
+
+@pytest.mark.parametrize("loss_fn", [_deep, _deep_by_parameters])
+def test_budgets_change_no_bit_whatever_is_selected(loss_fn):
+    step = _compiled(loss_fn, _Model(64, 6))
     plan = step.plan(batch=16, length=64)
     assert plan.least_bytes < plan.peak_bytes
     recomputed = 0
@@ -227,7 +291,7 @@ def test_budgets_change_no_bit_whatever_is_selected():
 
 
 def test_what_the_bound_asks_to_compute_again_is_kept_where_less_was_selected():
-    step = _compiled(_deep, _Model(64, 6))
+    step = _compiled(_deep_by_parameters, _Model(64, 6))
     step.memory_budget = step.plan(batch=16, length=64).least_bytes
     plan = step.plan(batch=16, length=64)
     recomputed = {}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import tvm
 
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
@@ -190,6 +191,20 @@ class BatchSchema:
                 text = check.message.format(size=size, limit=limit, shape=shape)
                 raise ShapeRangeError(f"At {sizes}: {text}" if sizes else text)
         return values
+
+
+def placed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a batch tensor as programs take it; one with odd strides or address is copied."""
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    if tensor.numel() and tensor.data_ptr() % 64:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def batch_argument(tensor: torch.Tensor) -> tvm.runtime.Tensor:
+    """Share a batch tensor with the program, or a copy: see `placed`."""
+    return tvm.runtime.from_dlpack(placed(tensor))
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

@@ -24,8 +24,8 @@ many of its last results need those) becomes two, planned as one::
 Between the calls the frame holds the arena; dropping it gives that back.
 
 A dim that the function counts itself (attribute ``relax_disc.counted``) is entered with its bound,
-for which the arena is planned; the kernel that counts it returns its size, and views that are made
-of it get that size where they are.
+or with what `CountAtEntry`'s function counted, for which the arena is planned; the kernel that
+counts it returns its size, and views that are made of it get that size where they are.
 
 Limits: functions with control flow or with other shapes known only while they run are left as they
 are, for the stock passes.
