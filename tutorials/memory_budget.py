@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from relax_disc import TrainingStep
 from relax_disc.bytes_text import format_bytes
+from relax_disc.training.memory_plan import MemoryPlan
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks.malloc_counter import MallocCounter, preload_environment
@@ -49,11 +50,17 @@ class Phase:
     measured_bytes: int
 
 
+def plans_of(step: TrainingStep, batches: Sequence[Batch]) -> list[MemoryPlan]:
+    """Plan for what each batch holds: padding is left out, so that lengths alone say too much."""
+    shapes: list[dict[str, Any]] = [step.shape_of(batch.ids, batch.labels) for batch in batches]
+    return [step.plan(**shape) for shape in shapes]
+
+
 def run_phase(
     step: TrainingStep, batches: Sequence[Batch], counter: MallocCounter, base: int
 ) -> Phase:
     """Take a step with every batch; meanwhile measure memory above `base` from outside."""
-    plans = [step.plan(batch=b.ids.shape[0], length=b.ids.shape[1]) for b in batches]
+    plans = plans_of(step, batches)
     counter.reset_peak()
     start = time.perf_counter()
     losses = [step(batch.ids, batch.labels).item() for batch in batches]
@@ -89,13 +96,10 @@ def main(
 
     # The budget counts everything: what must be there anyway, and the share of the activations,
     # or the least that a plan was found for.
-    longest = max(batches, key=lambda batch: batch.ids.numel()).ids.shape
-    plan = step.plan(batch=longest[0], length=longest[1])
+    plans = plans_of(step, batches)
+    plan = max(plans, key=lambda each: each.peak_bytes)
     budget = plan.peak_bytes - int((1 - share) * plan.activation_peak_bytes)
-    step.memory_budget = budget
-    held = step.plan(batch=longest[0], length=longest[1])
-    if not held.fits:
-        budget = step.memory_budget = held.least_bytes
+    budget = step.memory_budget = max(budget, *(each.least_bytes for each in plans))
     step(batches[0].ids, batches[0].labels)  # makes the optimizer's state, as PyTorch does
     step.session.release()
     initial = [tensor.clone() for tensor in tensors_of(model, optimizer)]
@@ -113,7 +117,7 @@ def main(
         for tensor, value in zip(tensors_of(model, optimizer), initial, strict=True):
             tensor.copy_(value)
         step.memory_budget, step.offload_to = limit, place
-        peaks.append(step.plan(batch=longest[0], length=longest[1]))
+        peaks.append(max(plans_of(step, batches), key=lambda each: each.peak_bytes))
         phases.append(run_phase(step, batches, counter, base))
         bound = plan.peak_bytes if limit is None else limit
         fitting.append(step.largest("batch", length=settings.longest, memory_budget=bound))
