@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from tvm import s_tir, tirx
 from tvm.ir import prim
@@ -46,6 +46,19 @@ class Settings:
 
 
 DEFAULTS = Settings()
+
+Scheduled: TypeAlias = "s_tir.Schedule | None"
+"""What a rule makes of a kernel."""
+
+
+class TunedRule:
+    """A schedule rule that goes by some settings, those that ``tunes`` names."""
+
+    tunes: tuple[str, ...]
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self.settings = settings
+
 
 Body = Callable[[Any], Any]
 

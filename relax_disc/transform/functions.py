@@ -20,9 +20,10 @@ from relax_disc.ops.operand_views import operands_of
 from relax_disc.ops.reshape import IS_RESHAPE
 
 
-def copy_module(mod: tvm.IRModule) -> tvm.IRModule:
-    """Return a module with the same functions, whose changes do not reach the first."""
-    return tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
+def copy_module(mod: tvm.IRModule, functions: Mapping[Any, Any] | None = None) -> tvm.IRModule:
+    """Return a module with the same functions, or others; its changes do not reach the first."""
+    functions = dict(mod.functions_items()) if functions is None else functions
+    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
 def program_functions(mod: tvm.IRModule) -> Iterator[tuple[tvm.ir.GlobalVar, relax.Function]]:
@@ -68,10 +69,14 @@ def at_span(call: relax.Call, span: tvm.ir.Span | None) -> relax.Call:
     return relax.Call(call.op, call.args, call.attrs, call.ty_args, span)
 
 
-def with_blocks(function: relax.Function, blocks: Sequence[relax.BindingBlock]) -> relax.Function:
-    """Return the function with other blocks of bindings."""
-    body = relax.SeqExpr(list(blocks), function.body.body)
-    return relax.Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
+def with_blocks(
+    function: relax.Function, blocks: Sequence[relax.BindingBlock], result: Any = None
+) -> relax.Function:
+    """Return the function with other blocks of bindings, and another result where one is given."""
+    result = function.body.body if result is None else result
+    body = relax.SeqExpr(list(blocks), result, function.body.span)
+    kept = function.params, body, function.ret_ty, function.is_pure
+    return relax.Function(*kept, attrs=function.attrs, span=function.span)
 
 
 def block_like(block: relax.BindingBlock, bindings: Sequence[relax.Binding]) -> relax.BindingBlock:
@@ -97,12 +102,7 @@ def without_unused(function: relax.Function) -> relax.Function:
                 kept.append(binding)
                 used.update(operands_of(binding.value))
         blocks.append(type(block)(kept[::-1], block.span))
-    body = relax.SeqExpr(blocks[::-1], function.body.body, function.body.span)
-    return relax.Function(
-        *(function.params, body, function.ret_ty, function.is_pure),
-        attrs=function.attrs,
-        span=function.span,
-    )
+    return with_blocks(function, blocks[::-1])
 
 
 def _is_needed(binding: relax.Binding, used: set[relax.Var]) -> bool:

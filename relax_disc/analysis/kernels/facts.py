@@ -15,11 +15,11 @@ from tvm import tirx
 
 from relax_disc import ops  # noqa: F401  fills the table
 from relax_disc.analysis.kernels.inplace import inplace_pairs
-from relax_disc.analysis.program.table import FunctionTable, KernelCall, View, dtype_bytes
+from relax_disc.analysis.program.table import FunctionTable, KernelCall, View
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.devices import multiprocessors
 from relax_disc.ops import aten, loop
-from relax_disc.ops.registry import LIBRARY, LibraryFunction
+from relax_disc.ops.registry import LIBRARY, LibraryFunction, itemsize
 
 Workspace = tuple[str, tuple[SymbolicExpr, ...]]
 
@@ -108,7 +108,7 @@ def _library_workspace(table: FunctionTable, kernel: KernelCall) -> Workspace:
         return "", ()
     views, numbers = _arguments(table, kernel)
     formula, parameters = read(views, numbers)
-    return formula, (SymbolicExpr(dtype_bytes(views[0].dtype)), *map(_expression, parameters))
+    return formula, (SymbolicExpr(itemsize(views[0].dtype)), *map(_expression, parameters))
 
 
 def _library_overwrites(kernel: KernelCall) -> frozenset[tuple[int, int]]:

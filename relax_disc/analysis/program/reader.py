@@ -21,10 +21,9 @@ from relax_disc.analysis.program.table import (
     Joined,
     KernelCall,
     NotPlannableError,
-    dtype_bytes,
-    dtype_name,
 )
 from relax_disc.analysis.symbolic.dim import SymbolicDim
+from relax_disc.ops.registry import dtype_name, itemsize
 from relax_disc.vm_builtins.plan_metadata import Storage
 
 ALIASES = frozenset(
@@ -209,7 +208,7 @@ class FunctionReader:
         whole = self.table.buffers[view.buffer]
         if whole.storage is not Storage.GIVEN:
             raise NotPlannableError(f"{self.table.name}: rows of {whole.name}, which is not given")
-        row = dtype_bytes(view.dtype)
+        row = itemsize(view.dtype)
         for extent in view.shape[1:]:
             row *= extent.as_int()
         key = (whole.given, begin * row)

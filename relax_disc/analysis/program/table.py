@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import tvm
 import tvm_ffi
 from tvm import relax
 
@@ -14,6 +13,7 @@ from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.analysis.symbolic.from_tirx import from_tirx
 from relax_disc.errors import GraphError, RelaxDiscError
+from relax_disc.ops.registry import dtype_name, itemsize
 from relax_disc.vm_builtins.plan_metadata import Storage
 
 
@@ -132,7 +132,7 @@ class FunctionTable:
         if key not in self._kinds:
             dtype = dtype_name(kind)
             shape = tuple(self.expr(extent) for extent in kind.shape.values)
-            size = SymbolicExpr.constant(dtype_bytes(dtype))
+            size = SymbolicExpr.constant(itemsize(dtype))
             for extent in shape:
                 size = size * extent
             self._kinds[key] = dtype, shape, size
@@ -184,14 +184,3 @@ def leaves(structure: Any) -> Iterable[Any]:
             yield from leaves(part)
     else:
         yield structure
-
-
-def dtype_name(kind: Any) -> str:
-    """Name the element type of a tensor type."""
-    return str(kind.dtype.dtype if hasattr(kind.dtype, "dtype") else kind.dtype)
-
-
-def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element."""
-    kind = tvm.DataType(dtype)
-    return (kind.bits * kind.lanes + 7) // 8

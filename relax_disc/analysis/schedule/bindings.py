@@ -21,11 +21,12 @@ import tvm
 from tvm import relax
 
 from relax_disc.analysis.program.reader import function_dims, inplace_pairs, source_line
-from relax_disc.analysis.program.table import dtype_bytes, dtype_name, leaves
+from relax_disc.analysis.program.table import leaves
 from relax_disc.analysis.program.tensor_graph import Kernel, Size, TensorGraph
 from relax_disc.analysis.symbolic.expr import SymbolicDim, SymbolicExpr
 from relax_disc.analysis.symbolic.from_tirx import from_tirx
 from relax_disc.errors import GraphError
+from relax_disc.ops.registry import dtype_name, itemsize
 
 _VIEWS = frozenset(
     {
@@ -132,7 +133,7 @@ class BindingGraph:
             return ()
         if not isinstance(kind.shape, relax.ShapeExpr):
             raise GraphError(f"the shape of {name} is not known")
-        size = SymbolicExpr.constant(dtype_bytes(dtype_name(kind)))
+        size = SymbolicExpr.constant(itemsize(dtype_name(kind)))
         for extent in kind.shape.values:
             size = size * from_tirx(extent, self._dims)
         self._sizes.append(size.as_int() if size.is_constant else size)

@@ -7,6 +7,7 @@ from typing import Any
 from tvm import relax, te, tirx
 
 from relax_disc import ops
+from relax_disc.analysis.kernels.stages import constant
 from relax_disc.frontend.converters.registry import axis_of, converts
 from relax_disc.frontend.emitter import Emitter
 
@@ -17,10 +18,6 @@ def wrapped(index: Any, extent: Any) -> Any:
     """Count a negative position from the end."""
     index = index.astype("int64")
     return tirx.Select(index < 0, index + extent, index)
-
-
-def _is_one(extent: Any) -> bool:
-    return isinstance(extent, tirx.IntImm) and int(extent) == 1
 
 
 @converts("aten.embedding.default")
@@ -72,7 +69,7 @@ def gather(emitter: Emitter, x: Any, axis: int, index: Any, sparse_grad: bool = 
         emitter.shape(x),
     )
     pairs = zip(emitter.shape(narrow), wanted, strict=True)
-    spread = [_is_one(own) and not _is_one(n) for own, n in pairs]
+    spread = [constant(own) == 1 and constant(n) != 1 for own, n in pairs]
     of_x = zip(spread, wanted, extents, strict=False)
     if not all(emitter.same_shape([n], [m]) for is_spread, n, m in of_x if is_spread):
         narrow, spread = index, [False] * len(wanted)
@@ -128,7 +125,7 @@ def broadcast_read(index: Any, position: Any, extent: Any) -> Any:
 
 def place_before_broadcast(index: Any, position: Any) -> list[Any]:
     """Where an index tensor of the same rank is read that broadcasts to that of ``position``."""
-    return [0 if _is_one(n) else j for n, j in zip(index.shape, position, strict=True)]
+    return [0 if constant(n) == 1 else j for n, j in zip(index.shape, position, strict=True)]
 
 
 @converts("aten.index_select.default")

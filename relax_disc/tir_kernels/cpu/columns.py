@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.element import Element, collapse
@@ -26,10 +26,11 @@ from relax_disc.tir_kernels.cpu.reductions import (
 from relax_disc.tir_kernels.cpu.rows import finished_stage, with_totals
 from relax_disc.tir_kernels.flat import FlatBuffers, as_index, index_const, product
 from relax_disc.tir_kernels.loops import (
-    DEFAULTS,
     LANES,
     Accumulator,
+    Scheduled,
     Settings,
+    TunedRule,
     decode,
     group_extent,
     group_mapping,
@@ -46,17 +47,12 @@ MOST_CHUNKED_COLUMNS = 4096
 _FEWEST_CHUNKED_ROWS = 64
 
 
-class Columns:
+class Columns(TunedRule):
     """Schedule rule for one reduction down columns and what is computed from its result."""
 
     tunes = ("lanes", "tile_columns")
 
-    def __init__(self, settings: Settings = DEFAULTS) -> None:
-        self.settings = settings
-
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
-    ) -> s_tir.Schedule | None:
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool = False) -> Scheduled:
         """Return the scheduled kernel, or None when it is another rule's."""
         kernel = read_rows(func)
         if kernel is None:

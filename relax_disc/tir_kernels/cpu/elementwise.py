@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.element import Element, Inliner, collapse
@@ -20,7 +20,9 @@ from relax_disc.tir_kernels.hoist import hoist
 from relax_disc.tir_kernels.loops import (
     DEFAULTS,
     LANES,
+    Scheduled,
     Settings,
+    TunedRule,
     decode,
     group_extent,
     group_mapping,
@@ -40,17 +42,12 @@ FEW_ELEMENTS = "relax_disc.few_elements"
 APART = "relax_disc.outputs_apart"
 
 
-class Elementwise:
+class Elementwise(TunedRule):
     """Schedule rule for kernels without reductions."""
 
     tunes = ("lanes",)
 
-    def __init__(self, settings: Settings = DEFAULTS) -> None:
-        self.settings = settings
-
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
-    ) -> s_tir.Schedule | None:
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool = False) -> Scheduled:
         """Return the scheduled kernel, or None when it is another rule's."""
         kernel = read_stages(func)
         if kernel is None or any(stage.combiner is not None for stage in kernel.stages):

@@ -14,14 +14,13 @@ from tvm.target import Target
 
 from relax_disc.analysis.kernels.stages import constant
 from relax_disc.tir_kernels.cpu.elementwise import SERIAL_ELEMENTS
+from relax_disc.tir_kernels.loops import Scheduled
 
 
 class ParallelBlocks:
     """Schedule rule for any kernel whose blocks have data-parallel outer loops."""
 
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
-    ) -> s_tir.Schedule | None:
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool = False) -> Scheduled:
         """Return the scheduled kernel, or None when there is nothing to spread."""
         schedule = s_tir.Schedule(func)
         root = schedule.get_sblock("root") if _has_root(func) else None

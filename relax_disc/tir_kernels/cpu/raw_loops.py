@@ -17,15 +17,14 @@ from tvm.target import Target
 
 from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import nodes_of
+from relax_disc.tir_kernels.loops import Scheduled
 from relax_disc.tir_kernels.vectorizable import uses_any
 
 
 class RawLoops:
     """Schedule rule for kernels outside of block form."""
 
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
-    ) -> s_tir.Schedule | None:
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool = False) -> Scheduled:
         """Return the kernel with safe loops, or None when it has none that need a change."""
         changed = False
         depth = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.element import Element, collapse
@@ -25,20 +25,15 @@ from relax_disc.tir_kernels.cpu.reductions import (
     reads_along,
 )
 from relax_disc.tir_kernels.flat import FlatBuffers, product
-from relax_disc.tir_kernels.loops import DEFAULTS, Settings, with_body
+from relax_disc.tir_kernels.loops import Scheduled, Settings, TunedRule, with_body
 
 
-class Rows:
+class Rows(TunedRule):
     """Schedule rule for row kernels."""
 
     tunes = ("lanes", "reduction_lanes")
 
-    def __init__(self, settings: Settings = DEFAULTS) -> None:
-        self.settings = settings
-
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
-    ) -> s_tir.Schedule | None:
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool = False) -> Scheduled:
         """Return the scheduled kernel, or None when it is another rule's."""
         rows = read_rows(func)
         if rows is None or any(

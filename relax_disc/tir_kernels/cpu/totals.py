@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.element import Element, collapse
@@ -28,9 +28,10 @@ from relax_disc.tir_kernels.cpu.rows import finished_stage, with_totals
 from relax_disc.tir_kernels.flat import FlatBuffers, as_index, index_const, product
 from relax_disc.tir_kernels.hoist import hoist
 from relax_disc.tir_kernels.loops import (
-    DEFAULTS,
     Accumulator,
+    Scheduled,
     Settings,
+    TunedRule,
     decode,
     group_extent,
     group_mapping,
@@ -46,17 +47,12 @@ CHUNKS = 64
 _MOST_ROWS = 8
 
 
-class Totals:
+class Totals(TunedRule):
     """Schedule rule for one reduction with (almost) nothing left of its operand."""
 
     tunes = ("reduction_lanes",)
 
-    def __init__(self, settings: Settings = DEFAULTS) -> None:
-        self.settings = settings
-
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
-    ) -> s_tir.Schedule | None:
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool = False) -> Scheduled:
         """Return the scheduled kernel, or None when it is another rule's."""
         kernel = read_rows(func)
         if kernel is None:

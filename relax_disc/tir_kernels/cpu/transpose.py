@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.element import Element, Inliner
@@ -21,8 +21,9 @@ from relax_disc.tir_kernels.cpu.elementwise import (
 )
 from relax_disc.tir_kernels.flat import FlatBuffers, as_index, index_const, product
 from relax_disc.tir_kernels.loops import (
-    DEFAULTS,
+    Scheduled,
     Settings,
+    TunedRule,
     group_mapping,
     loop,
     sequence,
@@ -35,17 +36,12 @@ from relax_disc.tir_kernels.vectorizable import moves_in_vectors, vectorizable
 _SHORTEST = 8
 
 
-class Transpose:
+class Transpose(TunedRule):
     """Schedule rule for one output, written along one axis and read along another."""
 
     tunes = ("lanes", "tile_rows")
 
-    def __init__(self, settings: Settings = DEFAULTS) -> None:
-        self.settings = settings
-
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
-    ) -> s_tir.Schedule | None:
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool = False) -> Scheduled:
         """Return the scheduled kernel, or None when it is another rule's."""
         kernel = read_stages(func)
         if kernel is None or any(stage.combiner is not None for stage in kernel.stages):

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.element import Element, collapse
@@ -25,7 +25,7 @@ from relax_disc.tir_kernels.cuda.split import split_long
 from relax_disc.tir_kernels.cuda.threads import WARP, at_groups, elements_count, launch, only_where
 from relax_disc.tir_kernels.cuda.vectors import at_vector, vectors_of
 from relax_disc.tir_kernels.flat import FlatBuffers, index_const, product
-from relax_disc.tir_kernels.loops import group_extent, with_body
+from relax_disc.tir_kernels.loops import Scheduled, group_extent, with_body
 
 _THREADS = 512
 _SECTOR = 32  # bytes
@@ -36,9 +36,7 @@ _MOST_PARTS = 64  # of a column, which one thread adds up
 class Columns:
     """Schedule rule for kernels that reduce along columns and write a number for each."""
 
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
-    ) -> s_tir.Schedule | None:
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool = False) -> Scheduled:
         """Return the scheduled kernel, or None when it is another rule's."""
         kernel = read_rows(func)
         if kernel is None or not kernel.rows or not _is_by_columns(kernel):

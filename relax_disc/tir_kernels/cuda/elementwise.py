@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 from typing import Any
 
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.element import Element, Inliner, collapse
@@ -19,7 +19,7 @@ from relax_disc.tir_kernels.cpu.elementwise import APART, emit_element, same_dom
 from relax_disc.tir_kernels.cuda.threads import at_groups, elements_count, launch, only_where
 from relax_disc.tir_kernels.cuda.vectors import rolled, vectors_of
 from relax_disc.tir_kernels.flat import FlatBuffers, index_const
-from relax_disc.tir_kernels.loops import loop, sequence, with_body
+from relax_disc.tir_kernels.loops import Scheduled, loop, sequence, with_body
 
 _THREADS = 256
 
@@ -27,9 +27,7 @@ _THREADS = 256
 class Elementwise:
     """Schedule rule for kernels without reductions."""
 
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
-    ) -> s_tir.Schedule | None:
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool = False) -> Scheduled:
         """Return the scheduled kernel, or None when it is another rule's."""
         kernel = read_stages(func)
         if kernel is None or any(stage.combiner is not None for stage in kernel.stages):

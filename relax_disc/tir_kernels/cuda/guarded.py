@@ -9,6 +9,8 @@ import tvm
 from tvm import s_tir, tirx
 from tvm.target import Target
 
+from relax_disc.tir_kernels.loops import Scheduled
+
 _logger = logging.getLogger(__name__)
 
 # What dlight's rules raise on kernels that they were not written for.
@@ -37,9 +39,7 @@ class Guarded:
     def __init__(self, rule: Any) -> None:
         self.rule = rule
 
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
-    ) -> s_tir.Schedule | None:
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool = False) -> Scheduled:
         """Return the scheduled kernel, or None when the rule does not take it or fails on it."""
         try:
             schedule = self.rule.apply(func, target, tunable)

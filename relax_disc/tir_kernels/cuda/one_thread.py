@@ -10,14 +10,13 @@ from tvm.target import Target
 from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.tir_kernels.cuda.threads import launch
 from relax_disc.tir_kernels.flat import index_const
+from relax_disc.tir_kernels.loops import Scheduled
 
 
 class OneThread:
     """Schedule rule for anything: slow and right."""
 
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
-    ) -> s_tir.Schedule | None:
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool = False) -> Scheduled:
         """Return the kernel with serial loops inside one thread of one block."""
         root = func.body
         if not isinstance(root, s_tir.SBlockRealize) or root.block.iter_vars:

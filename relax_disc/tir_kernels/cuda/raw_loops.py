@@ -22,7 +22,7 @@ from relax_disc.analysis.kernels.races import APART_ATTRIBUTE
 from relax_disc.analysis.kernels.stages import constant, loads_of, same_expr
 from relax_disc.tir_kernels.cuda.threads import WARP, hold, launch, only_where, shuffle, split
 from relax_disc.tir_kernels.flat import index_const, product
-from relax_disc.tir_kernels.loops import loop, narrow, sequence, with_body
+from relax_disc.tir_kernels.loops import Scheduled, loop, narrow, sequence, with_body
 from relax_disc.tir_kernels.vectorizable import uses_any
 
 _THREADS = 256
@@ -36,9 +36,7 @@ _SCANNED = ("float32", "float64", "int32", "int64")
 class RawLoops:
     """Schedule rule for kernels outside of block form."""
 
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
-    ) -> s_tir.Schedule | None:
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool = False) -> Scheduled:
         """Return the scheduled kernel, or None when two iterations may touch the same.
 
         That launches touch the same only in their order follows from which loops are owned.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.target import Target
 
 from relax_disc.analysis.kernels.element import Element, collapse
@@ -44,7 +44,7 @@ from relax_disc.tir_kernels.cuda.vectors import (
 )
 from relax_disc.tir_kernels.flat import INDEX, FlatBuffers, index_const, product
 from relax_disc.tir_kernels.hoist import hoist
-from relax_disc.tir_kernels.loops import combine, loop, sequence, with_body
+from relax_disc.tir_kernels.loops import Scheduled, combine, loop, sequence, with_body
 
 _MOST_THREADS = 512
 _MOST_PARTS = 256  # of a row
@@ -53,9 +53,7 @@ _MOST_PARTS = 256  # of a row
 class Rows:
     """Schedule rule for row kernels."""
 
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool = False
-    ) -> s_tir.Schedule | None:
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool = False) -> Scheduled:
         """Return the scheduled kernel, or None when it is another rule's."""
         kernel = read_rows(func)
         if kernel is None or any(

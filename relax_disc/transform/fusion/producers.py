@@ -9,10 +9,10 @@ import tvm
 from tvm import ir, relax, tirx
 
 from relax_disc.analysis.kernels.stages import nodes_of
-from relax_disc.analysis.program.table import dtype_bytes, dtype_name
 from relax_disc.analysis.symbolic.comparison.compare import Order, compare
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.errors import GraphError
+from relax_disc.ops.registry import dtype_name, itemsize
 from relax_disc.transform.functions import elements
 
 # TVM's kinds of kernels: one element for each element of operands that may be smaller or permuted;
@@ -68,7 +68,7 @@ def elements_of(variable: relax.Var) -> SymbolicExpr | None:
 def bytes_of(variable: relax.Var) -> SymbolicExpr | None:
     """Size of a tensor in bytes; None where it is not known as a polynomial."""
     size = elements_of(variable)
-    return None if size is None else size * dtype_bytes(dtype_name(variable.ty))
+    return None if size is None else size * itemsize(dtype_name(variable.ty))
 
 
 def at_most(left: SymbolicExpr | None, right: SymbolicExpr | None) -> bool:

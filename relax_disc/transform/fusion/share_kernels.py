@@ -30,6 +30,7 @@ from relax_disc.analysis.kernels.stages import constant, is_buffer, nodes_of
 from relax_disc.tir_kernels.cpu.elementwise import APART, FEW_ELEMENTS, SERIAL_ELEMENTS
 from relax_disc.transform.functions import (
     block_like,
+    copy_module,
     is_reshape,
     program_functions,
     result_types,
@@ -73,8 +74,7 @@ class ShareKernels:
             ]
             if blocks:
                 functions[variable] = with_blocks(function, blocks)
-        result = tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
-        return relax.transform.Normalize()(result)
+        return relax.transform.Normalize()(copy_module(mod, functions))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from relax_disc.ops.operand_views import (
     matrix_view,
     same_shape,
 )
-from relax_disc.transform.functions import at_span
+from relax_disc.transform.functions import at_span, copy_module
 from relax_disc.transform.libraries.lse_factor import LseTerm, late_definitions, lse_term
 from relax_disc.vm_builtins.libraries.install import install
 
@@ -76,9 +76,7 @@ class ChunkVocabularyHead:
         """Rewrite every Relax function."""
         del ctx
         install("llvm")
-        result = tvm.IRModule(
-            dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
-        )
+        result = copy_module(mod)
         for variable, function in mod.functions_items():
             if not isinstance(function, relax.Function) or (function.attrs or {}).get("Primitive"):
                 continue

@@ -21,7 +21,7 @@ from relax_disc import ops  # noqa: F401  fills the table of rules
 from relax_disc.analysis.padding.masked_rows import may_hide_rows
 from relax_disc.ops.operand_views import Uses, definition, is_call_of, permutation_of
 from relax_disc.ops.registry import DISPATCH
-from relax_disc.transform.functions import at_span
+from relax_disc.transform.functions import at_span, copy_module
 from relax_disc.vm_builtins.libraries import install as libraries
 
 
@@ -86,9 +86,7 @@ class DispatchLibrary:
         if self._family is None:
             return mod
         libraries.install(self._family.removeprefix("relax_disc."))
-        result = tvm.IRModule(
-            dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
-        )
+        result = copy_module(mod)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function) and not (function.attrs or {}).get("Primitive"):
                 result[variable] = _Dispatcher(mod, function, self._family).run()

@@ -18,13 +18,14 @@ import tvm
 from tvm import relax, s_tir, tirx
 
 from relax_disc.analysis.kernels.stages import nodes_of
-from relax_disc.analysis.program.table import dtype_bytes
+from relax_disc.ops.registry import itemsize
 from relax_disc.transform.functions import (
     copy_module,
     program_functions,
     result_types,
     size_meanings,
     substitute_sizes,
+    with_blocks,
 )
 
 _LEAST_BYTES = 1 << 16
@@ -74,7 +75,7 @@ def _buffers(function: tirx.PrimFunc, least_bytes: int) -> list[Any]:
         extents = list(buffer.shape)
         is_constant = all(isinstance(extent, tirx.IntImm) for extent in extents)
         size = prod(int(extent.value) for extent in extents) if is_constant else None
-        if size is None or size * dtype_bytes(str(buffer.dtype)) >= least_bytes:
+        if size is None or size * itemsize(str(buffer.dtype)) >= least_bytes:
             found.append(buffer)
     return found
 
@@ -155,8 +156,7 @@ def _rewrite_calls(
             bindings += [relax.VarBinding(n, p) for n, p in zip(names, parts, strict=True)]
             bindings.append(relax.VarBinding(binding.var, relax.Tuple(names)))
         blocks.append(type(block)(bindings))
-    body = relax.SeqExpr(blocks, function.body.body)
-    return relax.Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
+    return with_blocks(function, blocks)
 
 
 def _with_parameters(function: tirx.PrimFunc, buffers: list[Any]) -> tirx.PrimFunc:

@@ -31,7 +31,7 @@ from relax_disc.analysis.program.extraction import Extraction, extract
 from relax_disc.analysis.program.reader import bindings_of, is_kernel_call, read_function
 from relax_disc.analysis.program.table import NotPlannableError
 from relax_disc.ops import evict, regenerate
-from relax_disc.transform.functions import copy_module, program_functions
+from relax_disc.transform.functions import copy_module, program_functions, with_blocks
 
 _MARKS = ("relax_disc.evict", "relax_disc.regenerate")
 
@@ -100,14 +100,7 @@ class _Marker:
                     evicted[used] = self._bind(marked, kind, f"{used.name}_evicted", call)
                 index += 1
             blocks.append(type(block)(marked))
-        body = relax.SeqExpr(blocks, self._function.body.body)
-        return relax.Function(
-            self._function.params,
-            body,
-            self._function.ret_ty,
-            self._function.is_pure,
-            self._function.attrs,
-        )
+        return with_blocks(self._function, blocks)
 
     def _operand(self, call: relax.Call, buffer: int) -> relax.Var | None:
         """The first operand of a kernel that stands for a buffer."""

@@ -34,7 +34,14 @@ from relax_disc.analysis.program.reader import bindings_of, inplace_pairs
 from relax_disc.analysis.program.table import NotPlannableError
 from relax_disc.ops import embedding, join_rows, registry, rows, vocabulary_head
 from relax_disc.ops.operand_views import Uses, is_call_of, operands_of
-from relax_disc.transform.functions import at_span, block_like, program_functions, result_types
+from relax_disc.transform.functions import (
+    at_span,
+    block_like,
+    copy_module,
+    program_functions,
+    result_types,
+    with_blocks,
+)
 
 PARTS, LEAST_BYTES = 8, 1 << 20
 WHOLE_GRADIENTS = "relax_disc.whole_gradients"
@@ -65,8 +72,7 @@ class SplitGradients:
             if made is not None:
                 name = by_rows_name(variable.name_hint)
                 builder.add_func(made.with_attr("global_symbol", name), name)
-        functions = dict(builder.get().functions_items())
-        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+        return copy_module(mod, dict(builder.get().functions_items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +142,7 @@ class _Splitter:
                     self._bindings.append(self._renewed(binding))
             blocks.append(block_like(block, self._bindings))
             self._bindings = []
-        function = self._function
-        body = relax.SeqExpr(blocks, function.body.body)
-        return relax.Function(
-            function.params, body, function.ret_ty, function.is_pure, function.attrs
-        )
+        return with_blocks(self._function, blocks)
 
     def whole(self) -> list[tuple[str, int, str]]:
         """Parameters whose gradients stay whole, with their places and the reasons."""

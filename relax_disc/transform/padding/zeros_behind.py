@@ -8,6 +8,7 @@ from tvm import relax
 from relax_disc.analysis.padding.grid import constant_of
 from relax_disc.analysis.program.reader import bindings_of
 from relax_disc.ops import registry
+from relax_disc.transform.functions import with_blocks
 
 _WHERE = tvm.ir.Op.get("relax.where")
 
@@ -40,12 +41,4 @@ def zeros_behind(function: relax.Function) -> relax.Function:
                 value = relax.BlockBuilder().normalize(value)
                 binding = relax.VarBinding(binding.var, value, binding.span)
         bindings.append(binding)
-    body = relax.SeqExpr([type(block)(bindings, block.span)], function.body.body)
-    return relax.Function(
-        function.params,
-        body,
-        function.ret_ty,
-        function.is_pure,
-        attrs=function.attrs,
-        span=function.span,
-    )
+    return with_blocks(function, [type(block)(bindings, block.span)])

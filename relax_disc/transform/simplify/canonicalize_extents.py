@@ -14,6 +14,7 @@ from tvm import relax, tirx
 from tvm.sym.analyzer import Analyzer
 
 from relax_disc.analysis.kernels.mutate import mutate
+from relax_disc.transform.functions import copy_module
 
 _COMPOSITE = (tirx.Add, tirx.Sub, tirx.Mul)
 
@@ -25,9 +26,7 @@ class CanonicalizeExtents:
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Rewrite every function in which an extent is a sum."""
         del ctx
-        result = tvm.IRModule(
-            dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos
-        )
+        result = copy_module(mod)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function) or _has_sum(function):
                 result.update_func(variable, with_simple_extents(function))

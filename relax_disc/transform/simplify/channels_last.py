@@ -22,8 +22,10 @@ import tvm
 from tvm import relax, tirx
 from tvm.sym.analyzer import Analyzer
 
-from relax_disc.transform.functions import without_unused
-from relax_disc.transform.simplify.rules import is_call, shape_of
+from relax_disc.analysis.kernels.stages import constant
+from relax_disc.ops.operand_views import is_call_of
+from relax_disc.transform.functions import copy_module, with_blocks, without_unused
+from relax_disc.transform.simplify.rules import shape_of
 
 op: Any = relax.op
 
@@ -53,8 +55,7 @@ class ChannelsLast:
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function) and isinstance(function.body, relax.SeqExpr):
                 functions[variable] = _rewritten(function)
-        result = tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
-        return relax.transform.Normalize()(result)
+        return relax.transform.Normalize()(copy_module(mod, functions))
 
 
 def _to_first(rank: int) -> list[int]:
@@ -65,30 +66,16 @@ def _inverse(axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(axes.index(axis) for axis in range(len(axes)))
 
 
-def _is_one(extent: Any) -> bool:
-    return isinstance(extent, tirx.IntImm) and int(extent) == 1
-
-
 def _count(extents: Sequence[Any]) -> Any:
     return prod(extents, start=tirx.IntImm("int64", 1))
 
 
 def _rewritten(function: relax.Function) -> relax.Function:
-    body = function.body
     blocks = [
         _Block(block).run() if isinstance(block, relax.DataflowBlock) else block
-        for block in body.blocks
+        for block in function.body.blocks
     ]
-    return without_unused(
-        relax.Function(
-            function.params,
-            relax.SeqExpr(blocks, body.body, body.span),
-            function.ret_ty,
-            function.is_pure,
-            attrs=function.attrs,
-            span=function.span,
-        )
-    )
+    return without_unused(with_blocks(function, blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +109,9 @@ class _Block:
 
     def _visit(self, binding: Any) -> None:
         value = binding.value
-        if is_call(value, "relax.permute_dims"):
+        if is_call_of(value, "relax.permute_dims"):
             value = self._permutation(binding.var, value)
-        elif is_call(value, "relax.reshape"):
+        elif is_call_of(value, "relax.reshape"):
             value = self._reshape(binding.var, value)
         elif isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
             moved = self._moved(value)
@@ -138,7 +125,7 @@ class _Block:
         value = self._typed(value)
         shape = shape_of(value)
         assert shape is not None
-        large = [axis for axis, extent in zip(order, shape, strict=True) if not _is_one(extent)]
+        large = [axis for axis, extent in zip(order, shape, strict=True) if constant(extent) != 1]
         if list(order) == sorted(order):
             return value
         stored = self._emit(value)
@@ -190,10 +177,10 @@ class _Block:
         runs = self._runs(before, after)
         if runs is None:
             return None
-        order = [axis for axis in order if not _is_one(before[axis])]
+        order = [axis for axis in order if constant(before[axis]) != 1]
         found: dict[int, range] = {}  # from the first large axis before to the axes after
         for old, new in runs:
-            large = [axis for axis in old if not _is_one(before[axis])]
+            large = [axis for axis in old if constant(before[axis]) != 1]
             if large:
                 first = order.index(large[0])
                 if order[first : first + len(large)] != large:
@@ -215,7 +202,7 @@ class _Block:
                 return None
             runs.append((range(i, k), range(j, m)))
             i, j = k, m
-        return runs if all(map(_is_one, (*before[i:], *after[j:]))) else None
+        return runs if all(constant(n) == 1 for n in (*before[i:], *after[j:])) else None
 
     def _moved(self, value: Any) -> tuple[Any, tuple[int, ...]] | None:
         """Write a call of stored values so that its result is stored so; with that order."""
@@ -277,7 +264,7 @@ class _Block:
         axes = {int(axis) % rank for axis in axes}
         gone = [place for place, axis in enumerate(order) if axis in axes]
         runs: list[list[int]] = [[]]
-        for place in (place for place in range(rank) if not _is_one(shape[place])):
+        for place in (place for place in range(rank) if constant(shape[place]) != 1):
             if place in gone:
                 runs[-1].append(place)
             elif runs[-1]:
@@ -301,7 +288,7 @@ class _Block:
         source: Any = self._values.get(x)
         shape = shape_of(x)
         assert shape is not None
-        if is_call(source, "relax.reshape"):
+        if is_call_of(source, "relax.reshape"):
             before = shape_of(source.args[0])
             runs = None if before is None else self._runs(before, shape)
             ends = [] if runs is None else [(old, set(new) <= set(axes), new) for old, new in runs]

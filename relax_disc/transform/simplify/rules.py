@@ -13,6 +13,9 @@ import tvm
 from tvm import relax
 from tvm.sym.analyzer import Analyzer
 
+from relax_disc.ops.operand_views import is_call_of
+from relax_disc.ops.registry import dtype_name
+
 op = relax.op
 
 # Views that cost nothing, or next to nothing, and so are worth sharing at any distance.
@@ -41,12 +44,6 @@ def shape_of(expr: Any) -> list[Any] | None:
     return kind.shape.values[:]
 
 
-def dtype_of(expr: Any) -> str:
-    """Element type of a tensor."""
-    dtype = expr.ty.dtype
-    return str(dtype.dtype if hasattr(dtype, "dtype") else dtype)
-
-
 def same_shape(left: Sequence[Any] | None, right: Sequence[Any] | None) -> bool:
     """Whether two shapes are known and provably equal."""
     if left is None or right is None or len(left) != len(right):
@@ -62,11 +59,6 @@ def scalar(expr: Any) -> float | None:
         return None
     value = expr.value.numpy()
     return float(value.reshape(())) if value.size == 1 else None
-
-
-def is_call(expr: Any, name: str) -> bool:
-    """Whether an expression calls the operator ``name``."""
-    return isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == name
 
 
 def _axes(call: Any, rank: int) -> list[int]:
@@ -85,7 +77,7 @@ def compose_permutations(call: Any, graph: Any) -> Any:
         return None
     axes = _axes(call, len(shape))
     inner = graph.definition(x)
-    if is_call(inner, "relax.permute_dims"):
+    if is_call_of(inner, "relax.permute_dims"):
         first = _axes(inner, len(shape))
         return op.permute_dims(inner.args[0], [first[axis] for axis in axes])
     return x if axes == sorted(axes) else None
@@ -114,7 +106,7 @@ def compose_reshapes(call: Any, graph: Any) -> Any:
     """Two reshapes are one; one to the same shape is none."""
     x, shape = call.args
     inner = graph.definition(x)
-    if is_call(inner, "relax.reshape"):
+    if is_call_of(inner, "relax.reshape"):
         return op.reshape(inner.args[0], shape)
     if isinstance(shape, relax.ShapeExpr) and same_shape(shape_of(x), list(shape.values)):
         return x
@@ -139,8 +131,8 @@ def full_as_broadcast(call: Any, graph: Any) -> Any:
         shape = None if extents is None else relax.ShapeExpr(extents)
     if not isinstance(shape, relax.ShapeExpr):
         return None
-    dtype = dtype_of(_typed(call))
-    if dtype_of(value) != dtype:
+    dtype = dtype_name(_typed(call).ty)
+    if dtype_name(value.ty) != dtype:
         value = graph.emit(op.astype(value, dtype))
     return op.broadcast_to(value, shape)
 
@@ -161,11 +153,15 @@ def drop_neutral(call: Any, graph: Any) -> Any:
     left, right = call.args
     neutral = 1.0 if call.op.name in ("relax.multiply", "relax.divide") else 0.0
     wanted = shape_of(_typed(call))
-    dtype = dtype_of(_typed(call))
-    if scalar(right) == neutral and dtype_of(left) == dtype and same_shape(shape_of(left), wanted):
+    dtype = dtype_name(_typed(call).ty)
+    if (
+        scalar(right) == neutral
+        and dtype_name(left.ty) == dtype
+        and same_shape(shape_of(left), wanted)
+    ):
         return left
     commutes = call.op.name in ("relax.multiply", "relax.add")
-    if commutes and scalar(left) == neutral and dtype_of(right) == dtype:
+    if commutes and scalar(left) == neutral and dtype_name(right.ty) == dtype:
         return right if same_shape(shape_of(right), wanted) else None
     return None
 
@@ -175,7 +171,9 @@ def skip_broadcast(call: Any, graph: Any) -> Any:
     wanted = shape_of(_typed(call))
     for at, other in ((0, 1), (1, 0)):
         inner = graph.definition(call.args[at])
-        if is_call(inner, "relax.broadcast_to") and same_shape(shape_of(call.args[other]), wanted):
+        if is_call_of(inner, "relax.broadcast_to") and same_shape(
+            shape_of(call.args[other]), wanted
+        ):
             args = list(call.args)
             args[at] = inner.args[0]
             return relax.Call(call.op, args, call.attrs)
@@ -186,7 +184,7 @@ def broadcast_late(call: Any, graph: Any) -> Any:
     """Arithmetic with a scalar comes before a broadcast, on fewer elements."""
     for at, other in ((0, 1), (1, 0)):
         inner = graph.definition(call.args[at])
-        if is_call(inner, "relax.broadcast_to") and shape_of(call.args[other]) == []:
+        if is_call_of(inner, "relax.broadcast_to") and shape_of(call.args[other]) == []:
             args = list(call.args)
             args[at] = inner.args[0]
             small = graph.emit(relax.Call(call.op, args, call.attrs))
@@ -199,7 +197,7 @@ def power_as_product(call: Any, graph: Any) -> Any:
     x, exponent = call.args
     value = scalar(exponent)
     shape = shape_of(x)
-    if value is None or shape is None or dtype_of(exponent) != dtype_of(x):
+    if value is None or shape is None or dtype_name(exponent.ty) != dtype_name(x.ty):
         return None
     if len(shape_of(exponent) or []) > len(shape):
         return None
@@ -212,28 +210,28 @@ def power_as_product(call: Any, graph: Any) -> Any:
     if value == 4.0:
         square = graph.emit(op.multiply(x, x))
         return op.multiply(square, square)
-    if "float" not in dtype_of(x):
+    if "float" not in dtype_name(x.ty):
         return None
     if value == 0.5:
         return op.sqrt(x)
     if value == -0.5:
         return op.rsqrt(x)
     if value == -1.0:
-        return op.divide(relax.const(1.0, dtype_of(x)), x)
+        return op.divide(relax.const(1.0, dtype_name(x.ty)), x)
     return None
 
 
 def compose_casts(call: Any, graph: Any) -> Any:
     """A cast to the same type is none; a cast after a lossless one starts from the source."""
     (x,) = call.args
-    dtype = dtype_of(_typed(call))
-    if dtype_of(x) == dtype:
+    dtype = dtype_name(_typed(call).ty)
+    if dtype_name(x.ty) == dtype:
         return x
     inner = graph.definition(x)
-    if is_call(inner, "relax.astype"):
+    if is_call_of(inner, "relax.astype"):
         (source,) = inner.args
-        if dtype_of(x) in _WIDER.get(dtype_of(source), ()):
-            return source if dtype_of(source) == dtype else op.astype(source, dtype)
+        if dtype_name(x.ty) in _WIDER.get(dtype_name(source.ty), ()):
+            return source if dtype_name(source.ty) == dtype else op.astype(source, dtype)
     return None
 
 

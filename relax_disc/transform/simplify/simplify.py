@@ -18,7 +18,7 @@ from tvm import relax
 
 from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.ops.operand_views import operands_of
-from relax_disc.transform.functions import at_span, without_unused
+from relax_disc.transform.functions import at_span, copy_module, with_blocks, without_unused
 from relax_disc.transform.simplify.rules import RULES, SHARED
 
 # Each rule may make room for another; chains longer than this do not occur.
@@ -36,8 +36,7 @@ class Simplify:
             if isinstance(func, relax.Function):
                 func = _simplify_function(func)
             functions[var] = func
-        result = tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
-        return relax.transform.Normalize()(result)
+        return relax.transform.Normalize()(copy_module(mod, functions))
 
 
 def _simplify_function(func: relax.Function) -> relax.Function:
@@ -45,12 +44,7 @@ def _simplify_function(func: relax.Function) -> relax.Function:
         return func
     graph = Graph()
     blocks = [graph.block(block) for block in func.body.blocks]
-    body = relax.SeqExpr(blocks, graph.replaced(func.body.body), func.body.span)
-    return without_unused(
-        relax.Function(
-            func.params, body, func.ret_ty, func.is_pure, attrs=func.attrs, span=func.span
-        )
-    )
+    return without_unused(with_blocks(func, blocks, graph.replaced(func.body.body)))
 
 
 class Graph:
