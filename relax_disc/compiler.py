@@ -19,11 +19,7 @@ from relax_disc.bytes_text import parse_bytes
 from relax_disc.devices import device_figures
 from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
 from relax_disc.forward_function import ForwardFunction
-from relax_disc.frontend import (
-    ExportedStep,
-    capture_forward,
-    export_step,
-)
+from relax_disc.frontend import ExportedStep, capture_forward, export_step
 from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.padding import without_padding

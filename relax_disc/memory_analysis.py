@@ -16,12 +16,7 @@ import tvm
 from tvm import relax
 
 from relax_disc import pipeline
-from relax_disc.analysis.memory.report import (
-    MemoryAnalysis,
-    Shape,
-    graph_of_table,
-    report_memory,
-)
+from relax_disc.analysis.memory.report import MemoryAnalysis, Shape, graph_of_table, report_memory
 from relax_disc.analysis.program.extraction import extract, machine_of
 from relax_disc.analysis.program.table import NotPlannableError
 from relax_disc.analysis.program.tensor_graph import TensorGraph, check_shape
@@ -40,10 +35,7 @@ if TYPE_CHECKING:
 
 
 def analyze_memory(
-    source: Source,
-    shapes: Shape | Sequence[Shape],
-    *,
-    target: str | tvm.target.Target = "llvm",
+    source: Source, shapes: Shape | Sequence[Shape], *, target: str | tvm.target.Target = "llvm"
 ) -> MemoryAnalysis:
     """Tell what a program needs of memory at some shapes, and where, without running it.
 
@@ -127,10 +119,7 @@ def largest(
 
 
 def step_graph(
-    source: Source,
-    *,
-    scheduled: bool = True,
-    target: str | tvm.target.Target = "llvm",
+    source: Source, *, scheduled: bool = True, target: str | tvm.target.Target = "llvm"
 ) -> TensorGraph:
     """Return the tensor graph of the kernels that a program comes down to.
 

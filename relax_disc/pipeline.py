@@ -240,10 +240,7 @@ def kernel_passes(target: tvm.target.Target, options: PipelineOptions | None = N
     database = load(target, chosen.tuning_database)
     tuned = [Tuned(database)] if database is not None and database.decisions() else []
     rules = [*tuned, *rules_for(target)] if tuned else None
-    return [
-        ShareKernels(),
-        ScheduleKernels(target, verify=chosen.verify_schedules, rules=rules),
-    ]
+    return [ShareKernels(), ScheduleKernels(target, verify=chosen.verify_schedules, rules=rules)]
 
 
 def unscheduled(

@@ -56,8 +56,7 @@ def report(
     offload: Offload = None,
     lines: Annotated[int, typer.Option(min=0, help="Lines of the model to name.")] = 10,
     plot: Annotated[
-        Path | None,
-        typer.Option(help="Write a picture: .png, .svg, .pdf.", callback=_picture),
+        Path | None, typer.Option(help="Write a picture: .png, .svg, .pdf.", callback=_picture)
     ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Write a page to look into, offline.", callback=writable)

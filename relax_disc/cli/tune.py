@@ -76,8 +76,7 @@ def tune(
         ),
     ] = None,
     for_target: Annotated[
-        str | None,
-        typer.Option("--target", help="Such as relax_disc/h100; by default the step's."),
+        str | None, typer.Option("--target", help="Such as relax_disc/h100; by default the step's.")
     ] = None,
     cost_model: Annotated[
         CostModels, typer.Option(help="What chooses candidates.")

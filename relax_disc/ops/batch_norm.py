@@ -20,24 +20,13 @@ from relax_disc.ops import registry
 
 
 @registry.kept(torch.ops.aten.batch_norm.default)
-def keep_batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor | None:
+def keep_batch_norm(x: Tensor, *rest: Any) -> Tensor | None:
     """Keep a batch norm that normalises by the batch's own statistics."""
+    weight, bias, running_mean, running_var, training, *_ = rest
     tensors = [t for t in (x, weight, bias, running_mean, running_var) if t is not None]
     if not training or (running_mean is None) != (running_var is None) or not is_kept(tensors):
         return None
-    out, mean, variance = batch_norm_and_statistics(
-        x, weight, bias, running_mean, running_var, training, momentum, eps
-    )
+    out, mean, variance = batch_norm_and_statistics(x, *rest[:-1])
     if running_mean is not None and running_var is not None:
         running_mean.copy_(mean)
         running_var.copy_(variance)

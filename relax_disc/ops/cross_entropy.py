@@ -233,9 +233,7 @@ def _legalize_forward(builder: relax.BlockBuilder, call: relax.Call) -> relax.Ex
 def _row_losses(parts: _Rows, dtype: str) -> list[Any]:
     column = te.reduce_axis((0, parts.classes), "column")
     largest = te.compute(
-        (parts.rows,),
-        lambda row: te.max(parts.logit(row, column), axis=column),
-        name="row_max",
+        (parts.rows,), lambda row: te.max(parts.logit(row, column), axis=column), name="row_max"
     )
     total = parts.over_classes(
         lambda row, column: tirx.exp(parts.logit(row, column) - largest[row]), "row_sum"

@@ -14,12 +14,7 @@ from tvm.target import Target
 
 from relax_disc.errors import InputMismatchError
 from relax_disc.tir_kernels.cpu import cpu_rules
-from relax_disc.tir_kernels.target import (
-    GPUS,
-    cpu_target,
-    cuda_target,
-    resolve_target,
-)
+from relax_disc.tir_kernels.target import GPUS, cpu_target, cuda_target, resolve_target
 
 
 def rules_for(target: Target) -> list[Any]:
@@ -54,11 +49,4 @@ def accepts_chain(target: Target) -> Callable[[tirx.PrimFunc], bool] | None:
     return lambda kernel: any(rule.apply(kernel, target) is not None for rule in rules)
 
 
-__all__ = [
-    "accepts_chain",
-    "cpu_rules",
-    "cpu_target",
-    "cuda_target",
-    "resolve_target",
-    "rules_for",
-]
+__all__ = ["accepts_chain", "cpu_rules", "cpu_target", "cuda_target", "resolve_target", "rules_for"]

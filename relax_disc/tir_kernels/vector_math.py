@@ -236,8 +236,7 @@ def use_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
         return tirx.SeqStmt(flat)
 
     body = mutate(
-        func.body,
-        [((tirx.Bind, tirx.BufferStore), on_statement), (tirx.SeqStmt, on_sequence)],
+        func.body, [((tirx.Bind, tirx.BufferStore), on_statement), (tirx.SeqStmt, on_sequence)]
     )
     return func if body.same_as(func.body) else func.with_body(body)
 

@@ -169,9 +169,7 @@ def build(sources: Path, cache: Path) -> Path:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             jobs = [
                 pool.submit(
-                    _run,
-                    [compiler, *chain.flags_of(path), f"-I{sources}", "-c", str(path)],
-                    target,
+                    _run, [compiler, *chain.flags_of(path), f"-I{sources}", "-c", str(path)], target
                 )
                 for path, target in missing
             ]

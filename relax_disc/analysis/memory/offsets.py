@@ -17,10 +17,7 @@ from relax_disc.vm_builtins.runtime import function
 
 
 def plan_offsets(
-    lower: Sequence[int],
-    upper: Sequence[int],
-    size: Sequence[int],
-    capacity: int | None = None,
+    lower: Sequence[int], upper: Sequence[int], size: Sequence[int], capacity: int | None = None
 ) -> tuple[list[int], int]:
     """Place buffers so that none that live at the same time overlap.
 

@@ -37,13 +37,7 @@ from relax_disc.analysis.padding.needed import (
     operator_of,
 )
 from relax_disc.analysis.padding.operators import Operand, Use, describe
-from relax_disc.analysis.padding.support import (
-    AT_NEEDED,
-    NEEDED,
-    Support,
-    in_all,
-    support_of,
-)
+from relax_disc.analysis.padding.support import AT_NEEDED, NEEDED, Support, in_all, support_of
 from relax_disc.analysis.padding.values import (
     BATCH,
     LENGTH,

@@ -16,13 +16,7 @@ from tvm.ir import prim
 from tvm.sym.analyzer import Analyzer
 
 from relax_disc.analysis.kernels.element import is_guard
-from relax_disc.analysis.kernels.stages import (
-    constant,
-    is_buffer,
-    loads_of,
-    read_stages,
-    same_expr,
-)
+from relax_disc.analysis.kernels.stages import constant, is_buffer, loads_of, read_stages, same_expr
 from relax_disc.analysis.padding.values import (
     BATCH,
     Elements,

@@ -89,11 +89,7 @@ class Elements:
     """
 
     def __init__(
-        self,
-        definitions: Mapping[Any, Any],
-        batch: Sequence[Any],
-        module: tvm.IRModule,
-        grid: Grid,
+        self, definitions: Mapping[Any, Any], batch: Sequence[Any], module: tvm.IRModule, grid: Grid
     ) -> None:
         self._definitions, self._module, self._grid = definitions, module, grid
         self._batch = {var: var.name for var in batch}

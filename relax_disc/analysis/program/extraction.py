@@ -15,12 +15,7 @@ from tvm import relax
 
 from relax_disc.analysis.kernels.facts import KernelFacts
 from relax_disc.analysis.program.counted import counting_kernels
-from relax_disc.analysis.program.reader import (
-    halves,
-    inplace_pairs,
-    read_function,
-    whole_gradients,
-)
+from relax_disc.analysis.program.reader import halves, inplace_pairs, read_function, whole_gradients
 from relax_disc.analysis.program.storage import execution_order, order_halves, place_results
 from relax_disc.analysis.program.table import (
     FunctionTable,

@@ -16,12 +16,7 @@ import tvm
 from tvm import relax, tirx
 
 from relax_disc.analysis.program.counted import counted_dims, order_behind_counts
-from relax_disc.analysis.program.table import (
-    FunctionTable,
-    Joined,
-    KernelCall,
-    NotPlannableError,
-)
+from relax_disc.analysis.program.table import FunctionTable, Joined, KernelCall, NotPlannableError
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.ops.registry import dtype_name, itemsize
 from relax_disc.vm_builtins.plan_metadata import Storage

@@ -64,8 +64,7 @@ def place_results(
             and not only_copies
             and maker not in guarded_by
             and _can_write(
-                *(table, maker, buffer, target, may_overwrite),
-                [*readers.get(target, ()), *rest],
+                *(table, maker, buffer, target, may_overwrite), [*readers.get(target, ()), *rest]
             )
         ):
             entry = table.buffers[buffer]
@@ -93,10 +92,7 @@ def place_results(
 
 
 def _placed(
-    table: FunctionTable,
-    results: Sequence[Any],
-    pairs: Mapping[int, int],
-    given: Mapping[int, int],
+    table: FunctionTable, results: Sequence[Any], pairs: Mapping[int, int], given: Mapping[int, int]
 ) -> Iterator[tuple[int | None, int, int]]:
     """List the results with the buffers that they replace, or -1: position, view, buffer.
 

@@ -52,11 +52,7 @@ def settle_peaks(problem: ScheduleProblem, order: Sequence[int]) -> tuple[int, .
 
 
 def _best_move(
-    problem: ScheduleProblem,
-    order: list[int],
-    top: int,
-    here: Sequence[int],
-    peaks: Sequence[int],
+    problem: ScheduleProblem, order: list[int], top: int, here: Sequence[int], peaks: Sequence[int]
 ) -> tuple[list[int] | None, int]:
     """Return the order after the move that lowers the peaks at `top` most, and the work done."""
     part = at_points(problem, here)

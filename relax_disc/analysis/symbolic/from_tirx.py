@@ -137,9 +137,4 @@ _CONDITIONS = {
     tirx.EQ: ((Order.EQUAL,), (Order.LESS, Order.GREATER)),
     tirx.NE: ((Order.LESS, Order.GREATER), (Order.EQUAL,)),
 }
-_TO_TIRX = {
-    "floordiv": tirx.floordiv,
-    "mod": tirx.floormod,
-    "min": tirx.min,
-    "max": tirx.max,
-}
+_TO_TIRX = {"floordiv": tirx.floordiv, "mod": tirx.floormod, "min": tirx.min, "max": tirx.max}

@@ -462,10 +462,5 @@ def _drop_unchanged(
     graph.recompile()
     extras = program.call_spec.out_spec
     return Traced(
-        graph,
-        arguments,
-        extras,
-        extra_count,
-        tuple(index for index, _ in changed),
-        gradients,
+        graph, arguments, extras, extra_count, tuple(index for index, _ in changed), gradients
     )

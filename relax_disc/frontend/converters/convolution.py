@@ -35,12 +35,22 @@ def product(emitter: Emitter, x: Any, y: Any) -> Any:
 op: Any = relax.op
 
 
-def _geometry(rank: int, stride: Any, padding: Any, dilation: Any, groups: int) -> Geometry:
+def _geometry(
+    rank: int,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> tuple[Geometry, bool]:
+    """Read the settings that both operators of PyTorch have; also whether it is transposed."""
+
     def spread(values: Any) -> tuple[int, ...]:
         values = [int(v) for v in values]
         return tuple(values * rank if len(values) == 1 else values)
 
-    return Geometry(spread(stride), spread(padding), spread(dilation), int(groups))
+    return Geometry(spread(stride), spread(padding), spread(dilation), int(groups)), transposed
 
 
 def _stored(shape: Sequence[Any]) -> list[Any]:
@@ -48,21 +58,9 @@ def _stored(shape: Sequence[Any]) -> list[Any]:
 
 
 @converts("aten.convolution.default")
-def convolution(
-    emitter: Emitter,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-) -> Any:
+def convolution(emitter: Emitter, x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
     """Convolution with an optional bias; output padding is in the result's shape."""
-    rank = len(emitter.shape(x)) - 2
-    geometry = _geometry(rank, stride, padding, dilation, groups)
+    geometry, transposed = _geometry(len(emitter.shape(x)) - 2, *settings)
     shape = _stored(emitter.wanted_shape)
     last = emitter.channels_last(x)
     if not transposed:
@@ -75,22 +73,12 @@ def convolution(
 
 @converts("aten.convolution_backward.default")
 def convolution_backward(
-    emitter: Emitter,
-    grad: Any,
-    x: Any,
-    weight: Any,
-    bias_sizes: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-    wanted: Any,
+    emitter: Emitter, grad: Any, x: Any, weight: Any, bias_sizes: Any, *settings: Any
 ) -> Any:
     """Gradients of a convolution by input, weight and bias; those not wanted are ``None``."""
+    *own, wanted = settings
     rank = len(emitter.shape(x)) - 2
-    geometry = _geometry(rank, stride, padding, dilation, groups)
+    geometry, transposed = _geometry(rank, *own)
     last = emitter.channels_last(grad)
     dx = dw = db = None
     if wanted[0]:

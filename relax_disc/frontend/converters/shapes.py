@@ -221,9 +221,7 @@ def split(emitter: Emitter, x: Any, sizes: Any, axis: int = 0) -> Any:
 
     def compute(a: Any, first: Any, shape: Any) -> Any:
         return te.compute(
-            shape,
-            lambda *i: a(*i[:axis], i[axis] + first, *i[axis + 1 :]),
-            name="split",
+            shape, lambda *i: a(*i[:axis], i[axis] + first, *i[axis + 1 :]), name="split"
         )
 
     for value in emitter.wanted:

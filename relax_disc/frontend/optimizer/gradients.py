@@ -123,10 +123,7 @@ def _rows_not_finite(x: Any) -> Any:
 
 
 def emit_coefficient(
-    emitter: Emitter,
-    clip: relax.Expr | None,
-    inverse: relax.Expr,
-    overflow: relax.Expr,
+    emitter: Emitter, clip: relax.Expr | None, inverse: relax.Expr, overflow: relax.Expr
 ) -> relax.Expr:
     """Emit what an update multiplies its gradient with: NaN tells it to leave all as it was."""
     emitter.locate("coefficient", SourceLine("", 0))

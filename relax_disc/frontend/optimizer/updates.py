@@ -114,12 +114,7 @@ def plan_updates(
             "made for this model?"
         )
     return Updates(
-        tuple(items),
-        tuple(groups),
-        parameters.specs,
-        parameters.variables,
-        targets,
-        max_grad_norm,
+        tuple(items), tuple(groups), parameters.specs, parameters.variables, targets, max_grad_norm
     )
 
 

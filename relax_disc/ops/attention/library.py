@@ -10,12 +10,7 @@ from tvm import relax, tirx
 
 from relax_disc.ops import registry
 from relax_disc.ops.attention import device_memory
-from relax_disc.ops.operand_views import (
-    extents_of,
-    is_call_of,
-    permutation_of,
-    permuted_view,
-)
+from relax_disc.ops.operand_views import extents_of, is_call_of, permutation_of, permuted_view
 
 if TYPE_CHECKING:
     from relax_disc.transform.libraries.dispatch_library import Site
@@ -47,17 +42,9 @@ def attention(call: relax.Call, site: Site) -> relax.Expr | None:
     operands, layout = _operands((q, k, v), wide, site)
     order = _wanted_order(site, 0)
     out_type = _stored_type(kinds[0], order, wide)
-    results = site.builder.emit(
-        site.call(
-            _function_of(call, 3),
-            [
-                *operands,
-                *_in_type(rest, wide, site),
-                *_parameters(call, layout | _BITS[order] << 3 | _sight(call, wide, 3, site), site),
-            ],
-            [out_type, kinds[1]],
-        )
-    )
+    numbers = _parameters(call, layout | _BITS[order] << 3 | _sight(call, wide, 3, site), site)
+    args = [*operands, *_in_type(rest, wide, site), *numbers]
+    results = site.builder.emit(site.call(_function_of(call, 3), args, [out_type, kinds[1]]))
     out = _restored(site.builder.emit(relax.TupleGetItem(results, 0)), order, dtype, site)
     return relax.Tuple([out, site.builder.emit(relax.TupleGetItem(results, 1))])
 
@@ -75,22 +62,9 @@ def attention_backward(call: relax.Call, site: Site) -> relax.Expr | None:
     for index, order in enumerate(orders):
         layout |= _BITS[order] << 5 + index
     layout |= _sight(call, wide, 6, site)
-    results = site.builder.emit(
-        site.call(
-            _function_of(call, 6),
-            [
-                grad,
-                q,
-                k,
-                v,
-                out,
-                lse,
-                *_in_type(rest, wide, site),
-                *_parameters(call, layout, site),
-            ],
-            [_stored_type(kind, order, wide) for kind, order in zip(kinds, orders, strict=True)],
-        )
-    )
+    types = [_stored_type(kind, order, wide) for kind, order in zip(kinds, orders, strict=True)]
+    args = [grad, q, k, v, out, lse, *_in_type(rest, wide, site), *_parameters(call, layout, site)]
+    results = site.builder.emit(site.call(_function_of(call, 6), args, types))
     fields = [site.builder.emit(relax.TupleGetItem(results, index)) for index in range(len(kinds))]
     return relax.Tuple(
         [

@@ -17,12 +17,7 @@ from relax_disc.analysis.kernels.element import Element, collapse
 from relax_disc.analysis.kernels.stages import Axis, constant
 from relax_disc.tir_kernels.binding import keep
 from relax_disc.tir_kernels.cpu.elementwise import emit_element, emit_outer, unit_mapping
-from relax_disc.tir_kernels.cpu.reductions import (
-    RowKernel,
-    emit_value,
-    read_rows,
-    reads_along,
-)
+from relax_disc.tir_kernels.cpu.reductions import RowKernel, emit_value, read_rows, reads_along
 from relax_disc.tir_kernels.cpu.rows import finished_stage, with_totals
 from relax_disc.tir_kernels.flat import FlatBuffers, as_index, index_const, product
 from relax_disc.tir_kernels.loops import (

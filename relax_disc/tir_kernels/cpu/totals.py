@@ -153,9 +153,7 @@ def _sum_chunk(
 
     def at_inner(position: dict[Any, Any], base: Any, extent: Any) -> Any:
         return total.loops(
-            "at",
-            extent,
-            lambda at: value_at({**position, **group_mapping(inner, base + at)}),
+            "at", extent, lambda at: value_at({**position, **group_mapping(inner, base + at)})
         )
 
     def at_outer(at: Any) -> Any:

@@ -140,10 +140,7 @@ def describe_optimizer(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]
 
 
 def check_optimizer(
-    path: object,
-    saved: dict[str, Any],
-    optimizer: Any,
-    model: torch.nn.Module,
+    path: object, saved: dict[str, Any], optimizer: Any, model: torch.nn.Module
 ) -> None:
     """Refuse an optimizer that differs from the one that the step was compiled for.
 

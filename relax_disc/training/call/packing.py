@@ -84,10 +84,7 @@ def place_rows(
 
 
 def _evaluate(
-    value: Any,
-    leaves: Mapping[int, Tensor],
-    sizes: Mapping[str, int],
-    known: dict[Any, Any],
+    value: Any, leaves: Mapping[int, Tensor], sizes: Mapping[str, int], known: dict[Any, Any]
 ) -> Any:
     """Evaluate an expression of `relax_disc.analysis.padding.values` for all rows at once."""
     if not isinstance(value, tuple):

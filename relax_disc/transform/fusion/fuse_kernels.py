@@ -265,10 +265,7 @@ class _Writer:
         return not isinstance(binding.var, relax.DataflowVar) or not readers <= {*join.places}
 
     def _fused(
-        self,
-        members: list[relax.Binding],
-        arguments: list[relax.Var],
-        results: list[relax.Var],
+        self, members: list[relax.Binding], arguments: list[relax.Var], results: list[relax.Var]
     ) -> relax.Function:
         """Make one function of several, with some of the values as its results.
 

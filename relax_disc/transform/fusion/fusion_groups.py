@@ -15,12 +15,7 @@ from tvm import ir, relax, tirx
 from tvm.tirx.analysis import undefined_vars
 from tvm_ffi import structural_hash
 
-from relax_disc.transform.functions import (
-    block_like,
-    copy_module,
-    program_functions,
-    with_blocks,
-)
+from relax_disc.transform.functions import block_like, copy_module, program_functions, with_blocks
 
 OPAQUE = 8  # TVM's kind of a kernel that fuses with none
 
@@ -33,9 +28,7 @@ class FusionGroup:
     bindings: tuple[relax.Binding, ...]  # the operators, as they were before fusion, in order
 
 
-def fuse_ops(
-    mod: tvm.IRModule,
-) -> tuple[tvm.IRModule, dict[ir.GlobalVar, list[FusionGroup]]]:
+def fuse_ops(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[ir.GlobalVar, list[FusionGroup]]]:
     """Run `FuseOps`; return its module, and for each program the groups that it made."""
     fused = relax.transform.FuseOps()(_fills_alone(mod))
     groups = {

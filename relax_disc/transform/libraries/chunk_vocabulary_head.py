@@ -24,13 +24,7 @@ from tvm import relax, tirx
 from tvm.sym.analyzer import Analyzer
 
 from relax_disc.ops import registry, vocabulary_head
-from relax_disc.ops.operand_views import (
-    Uses,
-    extents_of,
-    is_call_of,
-    matrix_view,
-    same_shape,
-)
+from relax_disc.ops.operand_views import Uses, extents_of, is_call_of, matrix_view, same_shape
 from relax_disc.transform.functions import at_span, copy_module
 from relax_disc.transform.libraries.lse_factor import LseTerm, late_definitions, lse_term
 from relax_disc.vm_builtins.libraries.install import install

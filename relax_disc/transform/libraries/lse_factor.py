@@ -74,10 +74,7 @@ def _shaped(expr: relax.Expr, shape: Sequence[tvm.ir.Expr]) -> relax.Expr:
 
 
 def late_definitions(
-    wanted: Iterable[relax.Expr],
-    place: relax.Var,
-    order: dict[relax.Var, int],
-    uses: Uses,
+    wanted: Iterable[relax.Expr], place: relax.Var, order: dict[relax.Var, int], uses: Uses
 ) -> tuple[relax.Var, ...] | None:
     """List what has to be computed earlier so that `wanted` is known at a place.
 

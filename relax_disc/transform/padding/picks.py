@@ -57,10 +57,7 @@ def spread(move: Move, length: Any, keeps_axis: bool) -> Compute:
         def element(*i: Any) -> Any:
             row, sequence = i[axis], places(1, i[axis])
             position = _position(move, length, sequence, *given)
-            is_there = tirx.all(
-                places(2, row) == position,
-                row < starts(starts.shape[0] - 1),
-            )
+            is_there = tirx.all(places(2, row) == position, row < starts(starts.shape[0] - 1))
             between = [0] if keeps_axis else []
             value = x(sequence, *i[1:axis], *between, *i[axis + 1 :])
             return tirx.if_then_else(is_there, value, tirx.const(0, x.dtype))

@@ -418,11 +418,7 @@ class _Rewriter:
         return self._spread[expr, rows]
 
     def _gather(
-        self,
-        expr: Any,
-        rows: Rows,
-        found_at: dict[int, int] | None = None,
-        is_filled: bool = False,
+        self, expr: Any, rows: Rows, found_at: dict[int, int] | None = None, is_filled: bool = False
     ) -> Any:
         """Take the rows that are kept from a whole tensor.
 

@@ -118,10 +118,7 @@ class Problem:
         if empty is None:
             return out, sums
         # PyTorch's kernels differ in what a row that sees nothing gets.
-        return (
-            out.masked_fill(_by_row(empty), 0),
-            sums.masked_fill(empty, -math.inf),
-        )
+        return (out.masked_fill(_by_row(empty), 0), sums.masked_fill(empty, -math.inf))
 
     def backward(
         self,

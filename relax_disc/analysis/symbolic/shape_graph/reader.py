@@ -212,9 +212,7 @@ class ModuleReader:
             return OtherFact()
         known = self.facts.get
         return fact_of_type(
-            expr.ty,
-            lambda size: self.size(function, size),
-            lambda var: known(var, OtherFact()),
+            expr.ty, lambda size: self.size(function, size), lambda var: known(var, OtherFact())
         )
 
     def _never_one(self, size: SymbolicExpr) -> bool:

@@ -227,8 +227,7 @@ class _Prepare(ast.NodeTransformer):
             ast.Constant(node.lineno + self._shift),
         ]
         make = ast.Assign(
-            [ast.Name(name, ast.Store())],
-            ast.Call(ast.Name(_STEPS, ast.Load()), arguments, []),
+            [ast.Name(name, ast.Store())], ast.Call(ast.Name(_STEPS, ast.Load()), arguments, [])
         )
         node.iter = ast.Name(name, ast.Load())
         if not found.why_not:

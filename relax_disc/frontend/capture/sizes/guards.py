@@ -22,12 +22,7 @@ from torch.export import ExportedProgram
 from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError, narrower
-from relax_disc.frontend.capture.sizes.branches import (
-    SizeBranches,
-    difference_of,
-    general,
-    places,
-)
+from relax_disc.frontend.capture.sizes.branches import SizeBranches, difference_of, general, places
 from relax_disc.frontend.capture.sizes.counted import depends_on_data
 from relax_disc.frontend.capture.sizes.dims import DimTable
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
