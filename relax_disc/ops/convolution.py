@@ -39,18 +39,9 @@ def convolution(
 ) -> relax.Call:
     """Build ``relax_disc.convolution``.
 
-    Parameters
-    ----------
-    x : relax.Expr
-        The inner side, ``[N, *P, C]``.
-    weight : relax.Expr
-        ``[O, C / groups, *K]``.
-    bias : relax.Expr or None
-        ``[O]``.
-    shape : sequence
-        Extents of the result, the outer side: ``[N, *Q, O]``.
-    geometry : Geometry
-        Strides, padding, dilation, groups.
+    ``x``: the inner side, ``[N, *P, C]``. ``weight``: ``[O, C / groups, *K]``. ``bias``: ``[O]``.
+    ``shape``: extents of the result, the outer side: ``[N, *Q, O]``. ``geometry``: strides,
+    padding, dilation, groups.
     """
     return _call("convolution", [x, weight, *([] if bias is None else [bias])], shape, geometry)
 

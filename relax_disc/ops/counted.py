@@ -20,17 +20,8 @@ COUNTING = frozenset({NONZERO, UNIQUE})
 def nonzero(mask: relax.Expr, count: Any) -> relax.Call:
     """Build the call that lists the true elements of a mask.
 
-    Parameters
-    ----------
-    mask : relax.Expr
-        ``[n]``, bool.
-    count : tirx.Var
-        The dim of the result.
-
-    Returns
-    -------
-    relax.Call
-        ``[count]`` int64: the positions, in order.
+    ``mask``: ``[n]``, bool. ``count``: the dim of the result. Returned: ``[count]`` int64: the
+    positions, in order.
     """
     return relax.call_dps_packed(NONZERO, [mask], relax.TensorType([count], "int64"))
 
@@ -38,18 +29,9 @@ def nonzero(mask: relax.Expr, count: Any) -> relax.Call:
 def unique(x: relax.Expr, count: Any) -> relax.Call:
     """Build the call that lists the distinct values of a tensor.
 
-    Parameters
-    ----------
-    x : relax.Expr
-        ``[n]``: float32, float64, int32 or int64.
-    count : tirx.Var
-        The dim of the result.
-
-    Returns
-    -------
-    relax.Call
-        Values ``[count]`` in order, NaN last and each by itself; int64: ``[n]``, where each
-        element's value is among them; ``[count]``, how often each is there; ``[n]``, scratch.
+    ``x``: ``[n]``: float32, float64, int32 or int64. ``count``: the dim of the result. Returned:
+    values ``[count]`` in order, NaN last and each by itself; int64: ``[n]``, where each element's
+    value is among them; ``[count]``, how often each is there; ``[n]``, scratch.
     """
     kind: Any = x.ty
     flat, found = list(kind.shape.values), [count]

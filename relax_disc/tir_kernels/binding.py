@@ -15,12 +15,7 @@ from relax_disc.tir_kernels.flat import STACK
 def keep(name: str, value: Any) -> tuple[list[Any], Any]:
     """Evaluate a value once, for use in the statements that follow.
 
-    Returns
-    -------
-    statements : list
-        To be executed before uses.
-    kept : expression
-        What stands for the value.
+    Returned: statements to be executed before uses, and what stands for the value.
     """
     var = tirx.Var(name, str(value.ty.dtype))
     return [tirx.Bind(var, value)], var

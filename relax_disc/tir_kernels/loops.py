@@ -24,19 +24,11 @@ LANES = 16
 class Settings:
     """Numbers of the rules that change a kernel's speed alone, or the order of its sums.
 
-    Attributes
-    ----------
-    lanes : int
-        Elements of a vector of an element-wise loop.
-    reduction_lanes : int
-        Partial totals of a sum along a row. Two registers hide the latency of an addition; more
-        spill when exponentials are inlined.
-    tile_rows : int
-        Rows of a transpose that share what was read: two cache lines of float32. Sixteen lanes of
-        them are 2 KiB.
-    tile_columns : int
-        Columns that are summed at a time. Four AVX-512 registers: 256 bytes of a row, what one
-        prefetch stream likes.
+    ``lanes``: elements of a vector of an element-wise loop. ``reduction_lanes``: partial totals of
+    a sum along a row. Two registers hide the latency of an addition; more spill when exponentials
+    are inlined. ``tile_rows``: rows of a transpose that share what was read: two cache lines of
+    float32. Sixteen lanes of them are 2 KiB. ``tile_columns``: columns that are summed at a time.
+    Four AVX-512 registers: 256 bytes of a row, what one prefetch stream likes.
     """
 
     lanes: int = LANES

@@ -116,12 +116,8 @@ class Accumulation:
     ``programs`` are that which adds and that which updates, of one executable, or what makes them;
     ``ready`` gets each function when it has been made.
 
-    Attributes
-    ----------
-    programs : pair of Program or None
-        What was compiled or loaded.
-    started : bool
-        Whether gradients were added since the last update.
+    ``programs``: what was compiled or loaded. ``started``: whether gradients were added since the
+    last update.
     """
 
     def __init__(
@@ -152,13 +148,10 @@ class Accumulation:
     def function_for(self, update: bool, keep: bool = False) -> CompiledFunction:
         """Choose what a call runs: the plain step where no gradients wait or shall be kept.
 
-        Raises
-        ------
-        InputMismatchError
-            The functions are needed and cannot be made: the step was saved without them, or the
-            model is not as it was when the step was compiled; or there is nothing to update, or
-            gradients shall be kept where others lie; or another step's sums wait for an update of
-            parameters that this step does not train.
+        Raises `InputMismatchError`: the functions are needed and cannot be made: the step was
+        saved without them, or the model is not as it was when the step was compiled; or there is
+        nothing to update, or gradients shall be kept where others lie; or another step's sums wait
+        for an update of parameters that this step does not train.
         """
         if self._optimizer is None:
             if update:

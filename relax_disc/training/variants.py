@@ -28,12 +28,8 @@ class Variant:
 class Variants:
     """The plain function, and that which makes the largest gradients by rows, if there is one.
 
-    Attributes
-    ----------
-    plain, ran : Variant
-        The first; that which ran last.
-    replayed : CallReport or None
-        Of the last call, if that was the replay of one that had been captured.
+    ``plain``, ``ran``: the first; that which ran last. ``replayed``: of the last call, if that was
+    the replay of one that had been captured.
     """
 
     def __init__(self, machine: relax.VirtualMachine, name: str) -> None:

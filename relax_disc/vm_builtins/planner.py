@@ -169,15 +169,9 @@ def plan_arena(
 def plan_remainder(graph: PlannerGraph, plan: ArenaPlan, position: int) -> ArenaPlan:
     """Leave out what a plan computes again behind a position, as far as it fits now.
 
-    Parameters
-    ----------
-    graph : PlannerGraph
-        Sizes as they are known at the position, in whole units of the alignment and none larger
-        than the plan's.
-    plan : ArenaPlan
-        Without transfers.
-    position : int
-        The last kernel that has run.
+    ``graph``: sizes as they are known at the position, in whole units of the alignment and none
+    larger than the plan's. ``plan``: without transfers. ``position``: the last kernel that has
+    run.
     """
     versions = [astuple(version) for version in plan.versions]
     facts = plain(

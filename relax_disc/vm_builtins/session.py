@@ -150,12 +150,8 @@ class Session:
     def of(machine: Any, name: str = "main") -> Session:
         """Open the session of a function.
 
-        Parameters
-        ----------
-        machine : tvm.relax.VirtualMachine
-            The machine; its state is its own.
-        name : str
-            Name of a function that `PlanArena` lowered.
+        ``machine``: the machine; its state is its own. ``name``: name of a function that
+        `PlanArena` lowered.
         """
         load()
         return Session(machine[f"{name}__session"]())
@@ -203,12 +199,7 @@ class Session:
     def plan(self, dims: Sequence[int], budget_bytes: int | None = None) -> ArenaFacts:
         """Make or find the plan of a shape under a budget, running nothing.
 
-        Parameters
-        ----------
-        dims : sequence of int
-            Values of `metadata.dims`.
-        budget_bytes : int, optional
-            None is no limit.
+        ``dims``: values of `metadata.dims`. ``budget_bytes``: None is no limit.
         """
         shape = tvm_ffi.Shape(tuple(int(dim) for dim in dims))
         return ArenaFacts(
@@ -249,15 +240,9 @@ class Session:
     def measure(self, dims: Sequence[int]) -> CallReport:
         """Count the memory of a call of any size by a dry run, without inputs and results.
 
-        Parameters
-        ----------
-        dims : sequence of int
-            Values of `metadata.dims`; the session's budget holds.
+        ``dims``: values of `metadata.dims`; the session's budget holds.
 
-        Raises
-        ------
-        MemoryBudgetError
-            If the shape does not fit.
+        Raises `MemoryBudgetError`: if the shape does not fit.
         """
         nothing = tvm_ffi.convert(lambda *_: None)
         with self.dry_run():
@@ -267,12 +252,8 @@ class Session:
     def rehearse(self, dims: Sequence[int], kernels: Sequence[Any]) -> float:
         """Run a plan with other functions as kernels, on tensors without memory; return seconds.
 
-        Parameters
-        ----------
-        dims : sequence of int
-            Values of `metadata.dims`; the session's budget holds.
-        kernels : sequence of tvm_ffi.Function
-            One for each kernel; they get its arguments.
+        ``dims``: values of `metadata.dims`; the session's budget holds. ``kernels``: one for each
+        kernel; they get its arguments.
         """
         enter, before, kernel, leave, reserve = (
             function(f"relax_disc.{name}")
@@ -326,10 +307,8 @@ class Session:
 
         Drops all plans.
 
-        Parameters
-        ----------
-        flops_per_ns, bytes_per_ns, overhead_ns : float
-            work = max(flops / flops_per_ns, bytes / bytes_per_ns); time = work + overhead_ns.
+        ``flops_per_ns``, ``bytes_per_ns``, ``overhead_ns``: work = max(flops / flops_per_ns, bytes
+        / bytes_per_ns); time = work + overhead_ns.
         """
         self._ask("set_machine", float(flops_per_ns), float(bytes_per_ns), float(overhead_ns))
 
@@ -340,12 +319,8 @@ class Session:
 
         Drops all plans.
 
-        Parameters
-        ----------
-        factors, fixed_ns : sequence of float
-            One for each kernel, or none.
-        threads : int
-            Number of threads that it holds for; 0: any number, in place of all models so far.
+        ``factors``, ``fixed_ns``: one for each kernel, or none. ``threads``: number of threads
+        that it holds for; 0: any number, in place of all models so far.
         """
         lists = ([float(number) for number in values] for values in (factors, fixed_ns))
         self._ask("set_kernel_times", threads, *lists)
@@ -362,10 +337,7 @@ class Session:
     def check_budget(self, dims: Sequence[int]) -> None:
         """Plan a shape under the present budget, running nothing.
 
-        Raises
-        ------
-        MemoryBudgetError
-            If the shape does not fit.
+        Raises `MemoryBudgetError`: if the shape does not fit.
         """
         self._ask("check_budget", tvm_ffi.Shape(tuple(int(dim) for dim in dims)))
 

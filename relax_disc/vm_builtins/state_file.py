@@ -19,15 +19,9 @@ from relax_disc.vm_builtins.runtime import function
 class StateFile:
     """A file without a name, which ends with the process.
 
-    Parameters
-    ----------
-    folder : str
-        On a disk that is fast.
+    ``folder``: on a disk that is fast.
 
-    Raises
-    ------
-    OffloadError
-        The folder is not there, or no file can be made in it.
+    Raises `OffloadError`: the folder is not there, or no file can be made in it.
     """
 
     LEAST_BYTES = 1 << 16

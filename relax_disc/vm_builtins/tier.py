@@ -26,14 +26,9 @@ from relax_disc.vm_builtins.runtime import function
 class TierFigures:
     """What plans go by.
 
-    Attributes
-    ----------
-    write_bytes_per_s, read_bytes_per_s : float
-        Speeds.
-    latency_ns : int
-        Time of a transfer beside its bytes.
-    buffer_bytes : int
-        Memory that the transfers of a call take; it counts as a part of its peak.
+    ``write_bytes_per_s``, ``read_bytes_per_s``: speeds. ``latency_ns``: time of a transfer beside
+    its bytes. ``buffer_bytes``: memory that the transfers of a call take; it counts as a part of
+    its peak.
     """
 
     write_bytes_per_s: float
@@ -166,17 +161,10 @@ TierName: TypeAlias = Tier | str | os.PathLike[str] | None
 def tier_for(value: TierName, *, on_host: bool) -> Tier | None:
     """Make a tier of what `offload_to` is given.
 
-    Parameters
-    ----------
-    value : FileTier, HostTier, path-like or None
-        The text ``"host"`` is pinned memory; a folder of this name is ``"./host"``.
-    on_host : bool
-        Whether the program runs on the host's processor.
+    ``value``: the text ``"host"`` is pinned memory; a folder of this name is ``"./host"``.
+    ``on_host``: whether the program runs on the host's processor.
 
-    Raises
-    ------
-    OffloadError
-        The folder is not there, or what runs there cannot use the tier.
+    Raises `OffloadError`: the folder is not there, or what runs there cannot use the tier.
     """
     if value is None:
         return None

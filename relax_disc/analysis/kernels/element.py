@@ -34,14 +34,9 @@ _GUARDS = ("prim.if_then_else", "tirx.if_then_else")
 class Element:
     """A stage whose value reads parameters and reduced buffers only.
 
-    Attributes
-    ----------
-    stage : Stage
-        The stage as it was; its axes are the free variables here.
-    lets : tuple of (Var, expression)
-        Intermediate values in the order of evaluation.
-    value : expression
-        The element, in terms of the axes, the lets and reads of buffers.
+    ``stage``: the stage as it was; its axes are the free variables here. ``lets``: intermediate
+    values in the order of evaluation. ``value``: the element, in terms of the axes, the lets and
+    reads of buffers.
     """
 
     stage: Stage

@@ -84,19 +84,9 @@ class _Launch:
 def racing(func: tirx.PrimFunc, pairs: Iterable[tuple[int, int]]) -> tuple[bool, list[Any]]:
     """Tell whether threads race as a kernel stands, and which results race over which operands.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        Lowered to loops; no barrier is left to be put in by TVM.
-    pairs : iterable of (int, int)
-        Operands and the results that may be written over them, as of `inplace_pairs`.
-
-    Returns
-    -------
-    races : bool
-        With all buffers apart.
-    overlaid : list of (int, int)
-        Those of ``pairs`` of which the result may not lie over the operand.
+    ``func``: lowered to loops; no barrier is left to be put in by TVM. ``pairs``: operands and the
+    results that may be written over them, as of `inplace_pairs`. Returned: whether they race with
+    all buffers apart, and those of ``pairs`` of which the result may not lie over the operand.
     """
     races, overlaid = False, []
     pairs = list(pairs)

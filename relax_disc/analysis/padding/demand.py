@@ -71,24 +71,13 @@ class Whole:
 class Padding:
     """What is known of the padding of a function's batch.
 
-    Attributes
-    ----------
-    grid : Grid or None
-        Dims of the batch; None where they were not found.
-    needed : tuple of Needed or None
-        The rows that the step needs, by length of the grid; None: all.
-    packed : frozenset of Var
-        Tensors, and tuples of tensors, of which the rows needed are enough.
-    whole : frozenset of Var
-        Those that are computed as they were.
-    sums : frozenset of Var
-        Those of ``whole`` that are sums over rows, computed from those needed.
-    zeros : frozenset of Var
-        Those of ``whole`` that are zero in the rows that are left out.
-    moves : mapping of Var to Move
-        What takes a part of the positions of rows, or puts one back.
-    reasons : tuple of Whole
-        Why rows that do not count are needed, in the order of the program.
+    ``grid``: dims of the batch; None where they were not found. ``needed``: the rows that the step
+    needs, by length of the grid; None: all. ``packed``: tensors, and tuples of tensors, of which
+    the rows needed are enough. ``whole``: those that are computed as they were. ``sums``: those of
+    ``whole`` that are sums over rows, computed from those needed. ``zeros``: those of ``whole``
+    that are zero in the rows that are left out. ``moves``: what takes a part of the positions of
+    rows, or puts one back. ``reasons``: why rows that do not count are needed, in the order of the
+    program.
     """
 
     grid: Grid | None = None

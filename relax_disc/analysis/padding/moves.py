@@ -31,18 +31,11 @@ from relax_disc.analysis.padding.values import (
 class Move:
     """What a kernel does with the positions of its operand.
 
-    Attributes
-    ----------
-    kind : str
-        ``"cut"``: it takes those from ``start`` on, as many as it has; ``"pad"``: it puts them at
-        ``start``, among zeros; ``"pick"``: it takes the one at ``start``; ``"spread"``: it puts one
-        there, among zeros.
-    axis : int
-        Of the positions, in the tensor that has them all.
-    start : int or Value
-        The expression of a position is read from the batch, one for each sequence.
-    at : int
-        Which operand of the call has the positions that are picked; -1: none, `start` is a number.
+    ``kind``: ``"cut"``: it takes those from ``start`` on, as many as it has; ``"pad"``: it puts
+    them at ``start``, among zeros; ``"pick"``: it takes the one at ``start``; ``"spread"``: it
+    puts one there, among zeros. ``axis``: of the positions, in the tensor that has them all.
+    ``start``: the expression of a position is read from the batch, one for each sequence. ``at``:
+    which operand of the call has the positions that are picked; -1: none, `start` is a number.
     """
 
     kind: Literal["cut", "pad", "pick", "spread"]

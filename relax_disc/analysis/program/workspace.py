@@ -22,12 +22,8 @@ from relax_disc.vm_builtins import runtime
 class LibraryWorkspace:
     """Bytes of a kernel's workspace on the present number of threads.
 
-    Attributes
-    ----------
-    formula : str
-        Of the native library: `kernels/workspace.h`.
-    numbers : tuple of SymbolicExpr
-        The formula's parameters.
+    ``formula``: of the native library: `kernels/workspace.h`. ``numbers``: the formula's
+    parameters.
     """
 
     formula: str

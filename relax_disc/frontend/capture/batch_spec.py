@@ -23,15 +23,9 @@ from relax_disc.errors import InputMismatchError
 class BatchSpec:
     """The structure of a batch: its arguments, which leaves are tensors, and what the others were.
 
-    Attributes
-    ----------
-    structure : TreeSpec
-        Of ``(args, kwargs)``.
-    fixed : mapping of int to object
-        Leaves that are no tensors, by index; a batch must repeat them.
-    parameters : tuple of str
-        Names of the positional parameters, so that an argument may be given either way; empty
-        where the function takes ``*args``.
+    ``structure``: of ``(args, kwargs)``. ``fixed``: leaves that are no tensors, by index; a batch
+    must repeat them. ``parameters``: names of the positional parameters, so that an argument may
+    be given either way; empty where the function takes ``*args``.
     """
 
     structure: pytree.TreeSpec
@@ -41,11 +35,8 @@ class BatchSpec:
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """List the leaves of a batch in the order in which ``InputSpec.target`` counts.
 
-        Raises
-        ------
-        InputMismatchError
-            Arguments are missing or too many, the structure of one differs from the example's, or
-            a leaf that is no tensor changed.
+        Raises `InputMismatchError`: arguments are missing or too many, the structure of one
+        differs from the example's, or a leaf that is no tensor changed.
         """
         batch = self._arranged(tuple(args), kwargs)
         leaves, structure = pytree.tree_flatten(batch)

@@ -37,18 +37,8 @@ ADDING, UPDATING = "add_gradients", "update_from_sum"
 class ExportedStep:
     """A model and its loss as PyTorch exports them, before their gradients are traced.
 
-    Attributes
-    ----------
-    exported : Exported
-        The forward pass.
-    model : torch.nn.Module
-        As given.
-    optimizer : torch.optim.Optimizer, list of them or None
-        As given.
-    max_grad_norm : float or None
-        As given.
-    scaled : bool
-        Whether the gradients are those of the loss times a scale, an input of the function.
+    ``exported``: the forward pass. ``scaled``: whether the gradients are those of the loss times a
+    scale, an input of the function. All else is as given.
     """
 
     exported: Exported
@@ -118,18 +108,10 @@ class ExportedStep:
         Both take the optimizer's state, so that it counts as memory of the call, and the sums,
         which they write in place.
 
-        Parameters
-        ----------
-        groups : sequence of UpdateGroup, optional
-            Update groups of the function of `capture`; by default as that would make them.
-
-        Returns
-        -------
-        adding : CapturedStep
-            ``(loss, *extras, *buffers, *sums)``; updates nothing else.
-        updating : CapturedStep
-            ``(loss, *extras[, norm][, overflow], *buffers, *sums, *parameters, *states)``: the sums
-            include this batch's gradients; they are clipped, and the update is made from them.
+        ``groups``: update groups of the function of `capture`; by default as that would make them.
+        The first returns ``(loss, *extras, *buffers, *sums)`` and updates nothing else; the second
+        ``(loss, *extras[, norm][, overflow], *buffers, *sums, *parameters, *states)``: the sums
+        include this batch's gradients; they are clipped, and the update is made from them.
         """
         common: Any = {"optimizer": self.optimizer, "groups": groups, "accumulate": True}
         adding = Wanted(function=ADDING, update=False, **common)
@@ -233,12 +215,8 @@ def capture_halves(
 
     Everything that ``function`` reads is an argument of it; it has no tensors of its own.
 
-    Returns
-    -------
-    CapturedStep
-        ``(*outputs, *arguments that it writes, *gradients)``; inputs of kind
-        ``"output_gradient"`` come last and late: see
-        :mod:`relax_disc.transform.memory.plan_arena`.
+    Returned: ``(*outputs, *arguments that it writes, *gradients)``; inputs of kind
+    ``"output_gradient"`` come last and late: see :mod:`relax_disc.transform.memory.plan_arena`.
     """
     with tracing():
         exported = export(wrap_forward(function), example_inputs, dynamic_shapes)

@@ -55,10 +55,7 @@ class Programs:
     def of(self, group: Mapping[str, Any], parameter: torch.Tensor) -> UpdateProgram:
         """Return the program that updates a parameter under a group's settings as they are.
 
-        Raises
-        ------
-        UnsupportedOperatorError
-            The optimizer's step, or a flag, cannot be followed.
+        Raises `UnsupportedOperatorError`: the optimizer's step, or a flag, cannot be followed.
         """
         optimizer = self._optimizer()
         assert optimizer is not None

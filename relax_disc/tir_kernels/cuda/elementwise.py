@@ -51,10 +51,7 @@ class Elementwise:
 class _Domain:
     """Elements over the same axes, which are dealt out to threads.
 
-    Attributes
-    ----------
-    blocks : expression
-        How many blocks they take.
+    ``blocks``: how many blocks they take.
     """
 
     def __init__(self, elements: list[Element], flat: FlatBuffers) -> None:

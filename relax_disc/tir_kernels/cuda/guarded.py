@@ -28,13 +28,7 @@ _NOT_MINE = (
 
 
 class Guarded:
-    """A dlight rule that never raises and never leaves a loop unbound.
-
-    Parameters
-    ----------
-    rule : dlight.ScheduleRule
-        The rule.
-    """
+    """A dlight rule that never raises and never leaves a loop unbound."""
 
     def __init__(self, rule: Any) -> None:
         self.rule = rule

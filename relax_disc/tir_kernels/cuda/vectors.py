@@ -39,12 +39,8 @@ Body = Callable[[Any, dict[Any, Any]], Sequence[Any]]
 class Vectors:
     """Elements of collapsed axes, so many neighbours at a time.
 
-    Attributes
-    ----------
-    lanes : int
-        Neighbours, 4 or 8.
-    is_aligned : expression or None
-        Holds where all vectors of a launch are aligned; None: it always does.
+    ``lanes``: neighbours, 4 or 8. ``is_aligned``: holds where all vectors of a launch are aligned;
+    None: it always does.
     """
 
     lanes: int

@@ -37,14 +37,10 @@ USER = "user"
 class TuningDatabase:
     """Decisions for kernels, and where they hold.
 
-    Attributes
-    ----------
-    environment : mapping
-        Target, threads and versions, as `environment` tells them.
-    kernels : mapping of str to mapping
-        By `kernel_key`: ``name``, ``trace`` (of MetaSchedule, as JSON; None: the rule is better),
-        ``from`` (a parameter and its elements, from which on the trace is better; None: always),
-        ``reason`` and ``measured`` (a list, one entry for each shape).
+    ``environment``: target, threads and versions, as `environment` tells them. ``kernels``: by
+    `kernel_key`: ``name``, ``trace`` (of MetaSchedule, as JSON; None: the rule is better),
+    ``from`` (a parameter and its elements, from which on the trace is better; None: always),
+    ``reason`` and ``measured`` (a list, one entry for each shape).
     """
 
     environment: Mapping[str, Any]
@@ -138,19 +134,12 @@ def _read(path: Path, modified: int) -> TuningDatabase:
 def load(target: Target, chosen: str | os.PathLike[str] | None) -> TuningDatabase | None:
     """Find the database for a compilation.
 
-    Parameters
-    ----------
-    target : tvm.target.Target
-        What is compiled for.
-    chosen : path-like or None
-        ``"user"``: the user's own, if there is one that can be read; for processors alone, because
-        no times of other devices are measured yet. None: none.
+    ``target``: what is compiled for. ``chosen``: ``"user"``: the user's own, if there is one that
+    can be read; for processors alone, because no times of other devices are measured yet. None:
+    none.
 
-    Raises
-    ------
-    ArtefactError
-        A file that was named is missing, damaged, or made for another target, number of threads
-        or version; names what differs.
+    Raises `ArtefactError`: a file that was named is missing, damaged, or made for another target,
+    number of threads or version; names what differs.
     """
     if chosen is None:
         return None

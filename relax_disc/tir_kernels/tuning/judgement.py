@@ -38,18 +38,10 @@ _SAMPLE_SECONDS = 3e-4
 class Timing:
     """Times at one shape.
 
-    Attributes
-    ----------
-    shape : mapping of str to int
-        Of the step.
-    rule_us, tuned_us : float
-        Medians, in microseconds.
-    ratio, low, high : float
-        Median of tuned / rule of the pairs, and the 95 % interval of that median.
-    noise : float
-        How far the median of the rule against itself is from 1.
-    modelled : bool
-        Nothing was measured: a model told the times.
+    ``shape``: of the step. ``rule_us``, ``tuned_us``: medians, in microseconds. ``ratio``,
+    ``low``, ``high``: median of tuned / rule of the pairs, and the 95 % interval of that median.
+    ``noise``: how far the median of the rule against itself is from 1. ``modelled``: nothing was
+    measured: a model told the times.
     """
 
     shape: Mapping[str, int]

@@ -46,14 +46,8 @@ _PER_ROUND = 8
 class Search:
     """How to search.
 
-    Attributes
-    ----------
-    trials : int
-        Candidates that are timed at most, in each design space.
-    cost_model : str
-        What says which candidates are worth a measurement.
-    seed : int
-        Of the candidates that are drawn.
+    ``trials``: candidates that are timed at most, in each design space. ``cost_model``: what says
+    which candidates are worth a measurement. ``seed``: of the candidates that are drawn.
     """
 
     trials: int = 32
@@ -130,27 +124,12 @@ def search(
 ) -> list[tuple[float, Any]]:
     """Time candidates of one kernel.
 
-    Parameters
-    ----------
-    kernel : tvm.tirx.PrimFunc
-        Of fixed sizes, with a root block.
-    target : tvm.target.Target
-        What `processes` stands for.
-    space : str
-        Which design space.
-    tunes : tuple of str
-        Fields of `Settings` that the rule of the kernel uses, for the space ``"rules"``.
-    folder : path
-        For MetaSchedule's own records; those of an earlier search there count.
-    how : Search
-        How many candidates, and how they are chosen.
-    processes : Processes
-        What makes and times them; for one search after the other.
-
-    Returns
-    -------
-    list of (float, trace)
-        Seconds and traces as JSON, the fastest first.
+    ``kernel``: of fixed sizes, with a root block. ``target``: what `processes` stands for.
+    ``space``: which design space. ``tunes``: fields of `Settings` that the rule of the kernel
+    uses, for the space ``"rules"``. ``folder``: for MetaSchedule's own records; those of an
+    earlier search there count. ``how``: how many candidates, and how they are chosen.
+    ``processes``: what makes and times them; for one search after the other. Returned: seconds and
+    traces as JSON, the fastest first.
     """
     # MetaSchedule takes half a second to import.
     from tvm.s_tir import meta_schedule as ms

@@ -39,16 +39,9 @@ Sizes = Mapping[Any, int]
 class Task:
     """One kernel of a step.
 
-    Attributes
-    ----------
-    name, key : str
-        In the module; by structure.
-    kernel : tvm.tirx.PrimFunc
-        As `ScheduleKernels` meets it.
-    tunes : tuple of str
-        Fields of `Settings` that its rule uses; empty for a rule without any.
-    calls : tuple of mapping
-        For each call what the kernel's dims and integers are, in the step's dims.
+    ``name``, ``key``: in the module; by structure. ``kernel``: as `ScheduleKernels` meets it.
+    ``tunes``: fields of `Settings` that its rule uses; empty for a rule without any. ``calls``:
+    for each call what the kernel's dims and integers are, in the step's dims.
     """
 
     name: str

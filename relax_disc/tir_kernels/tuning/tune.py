@@ -62,18 +62,9 @@ class Verdict:
 class Plan:
     """What to tune at.
 
-    Attributes
-    ----------
-    shape : mapping of str to int
-        Sizes of the step's dims to search at.
-    others : sequence of mapping
-        Shapes at which a candidate is timed as well.
-    ranges : mapping of str to (int, int)
-        Least and greatest sizes, for the shapes at which values are compared.
-    spaces : tuple of str
-        Design spaces, in order.
-    search : Search
-        How to search in each.
+    ``shape``: sizes of the step's dims to search at. ``others``: shapes at which a candidate is
+    timed as well. ``ranges``: least and greatest sizes, for the shapes at which values are
+    compared. ``spaces``: design spaces, in order. ``search``: how to search in each.
     """
 
     shape: Mapping[str, int]
@@ -95,23 +86,11 @@ def tune_kernels(
 ) -> TuningDatabase:
     """Tune kernels and write the database after each, so that an interrupted run goes on there.
 
-    Parameters
-    ----------
-    tasks : sequence of Task
-        What to tune; kernels that the database knows are passed over, unless ``again``.
-    target : tvm.target.Target
-        The machine's processor, or another of a kind in `BENCHES`.
-    plan : Plan
-        Shapes, design spaces, trials.
-    database, path : TuningDatabase, path
-        What is known, and the file for it. The searches' own records lie beside it.
-    on_verdict : callable
-        Told of each kernel.
-
-    Returns
-    -------
-    TuningDatabase
-        With an entry for each kernel.
+    ``tasks``: what to tune; kernels that the database knows are passed over, unless ``again``.
+    ``target``: the machine's processor, or another of a kind in `BENCHES`. ``plan``: shapes,
+    design spaces, trials. ``database``, ``path``: what is known, and the file for it. The
+    searches' own records lie beside it. ``on_verdict``: told of each kernel. Returned: the
+    database, with an entry for each kernel.
     """
     require(plan.search.cost_model)
     runtime.load()

@@ -53,10 +53,7 @@ def save(
 ) -> None:
     """Write programs, and what they were made with and for, into one file.
 
-    Raises
-    ------
-    ArtefactError
-        A batch holds something that cannot be saved.
+    Raises `ArtefactError`: a batch holds something that cannot be saved.
     """
     parts: dict[str, bytes] = {}
     facts = {}

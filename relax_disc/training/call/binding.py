@@ -111,10 +111,7 @@ class Number:
 class _Unchanged:
     """Compares what was bound with what is there in loops that Python runs quickly.
 
-    Attributes
-    ----------
-    others : list of _Slot
-        Those that are not compared here.
+    ``others``: those that are not compared here.
     """
 
     def __init__(self, slots: Sequence[_Slot], in_file: frozenset[int]) -> None:

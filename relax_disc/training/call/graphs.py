@@ -116,19 +116,8 @@ class StepGraphs:
     ) -> Any:
         """Run a call by its graph, or plainly.
 
-        Parameters
-        ----------
-        tensors, values
-            The batch, and its sizes.
-        check : bool
-            Whether values must be finite.
-        plain : callable
-            Runs the program on a batch.
-
-        Returns
-        -------
-        list
-            What the program returns.
+        ``tensors``, ``values``: the batch, and its sizes. ``check``: whether values must be
+        finite. ``plain``: runs the program on a batch. Returned: what the program returns.
         """
         if self._function.memory_budget != self._budget:
             self._graphs.clear()

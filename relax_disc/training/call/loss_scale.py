@@ -26,14 +26,8 @@ _DRIVEN: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 class LossScale:
     """What the functions of one step share: the scale as their programs read it, and the scaler.
 
-    Attributes
-    ----------
-    tensor : torch.Tensor
-        The scale, float32 without axes, where the kernels run.
-    scaler : torch.amp.GradScaler
-        The user's.
-    skipped : int
-        How many updates were left out because a gradient was not finite.
+    ``tensor``: the scale, float32 without axes, where the kernels run. ``scaler``: the user's.
+    ``skipped``: how many updates were left out because a gradient was not finite.
     """
 
     def __init__(self, scaler: GradScaler, device: torch.device, *, drives: bool) -> None:

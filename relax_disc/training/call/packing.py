@@ -28,21 +28,10 @@ def place_rows(
 ) -> tuple[Tensor, Tensor]:
     """Make the two tensors that say where the rows of a packed batch come from.
 
-    Parameters
-    ----------
-    packing : Packing
-        Which rows are needed.
-    leaves : mapping of int to torch.Tensor
-        The batch, by the places of its leaves.
-    sizes : mapping of str to int
-        The dims of the batch.
-
-    Returns
-    -------
-    places : torch.Tensor
-        ``[3, tokens]`` int64: row, sequence and position of each row that is computed.
-    starts : torch.Tensor
-        ``[batch + 1]`` int64: the first of each sequence, and the end of the last.
+    ``packing``: which rows are needed. ``leaves``: the batch, by the places of its leaves.
+    ``sizes``: the dims of the batch. Returned: places, ``[3, tokens]`` int64: row, sequence and
+    position of each row that is computed; starts, ``[batch + 1]`` int64: the first of each
+    sequence, and the end of the last.
     """
     batch, length = sizes[packing.batch], sizes[packing.length]
     some = next(iter(leaves.values()))

@@ -295,19 +295,11 @@ def find_counted(
 
     Masks of which the graph relies on that they select as much as each other have one dim.
 
-    Parameters
-    ----------
-    graph : fx.GraphModule
-        The trace.
-    taken : sequence of str
-        Names that the dims must not have.
-    nonempty : set of sympy.Symbol
-        Those that must not be 0.
+    ``graph``: the trace. ``taken``: names that the dims must not have. ``nonempty``: those that
+    must not be 0.
 
-    Raises
-    ------
-    UnsupportedOperatorError
-        An operator makes a size that has no bound here, or the trace relies on more of it.
+    Raises `UnsupportedOperatorError`: an operator makes a size that has no bound here, or the
+    trace relies on more of it.
     """
     names, found = set(taken), []
     needed = set(nonempty)

@@ -39,12 +39,8 @@ class Guard:
 class Outer:
     """What a compiled function reads besides the model, the optimizer and the batch.
 
-    Attributes
-    ----------
-    inputs : mapping of str to OuterTensor
-        By the targets of the inputs of kinds ``"constant"`` and ``"number"``.
-    guards : tuple of Guard
-        Values that the program relies on.
+    ``inputs``: by the targets of the inputs of kinds ``"constant"`` and ``"number"``. ``guards``:
+    values that the program relies on.
     """
 
     inputs: Mapping[str, OuterTensor] = field(default_factory=dict)
