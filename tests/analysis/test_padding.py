@@ -79,6 +79,38 @@ class Written(Attention):
         return x + out.transpose(1, 2).reshape(b, t, WIDTH)
 
 
+class Biased(Attention):
+    """Attention with a trained bias by distance, or distances alone by heads as ALiBi has them."""
+
+    def __init__(self, causal, masked, trained):
+        super().__init__(causal, masked)
+        self.distances = nn.Embedding(2 * LONGEST, 2) if trained else None
+
+    def forward(self, x, mask):
+        b, t, _ = x.shape
+        q, k, v = self.heads(x)
+        places = torch.arange(t)
+        seen = torch.ones(1, 1, t, t, dtype=torch.bool)
+        if self.masked:
+            seen = seen & mask[:, None, None, :].bool()
+        if self.causal:
+            seen = seen & (places[None, :] <= places[:, None])[None, None]
+        hidden = torch.where(seen, torch.zeros((), dtype=x.dtype), torch.finfo(torch.float32).min)
+        if self.distances is not None:
+            bias = self.distances(places[None] - places[:, None] + LONGEST).permute(2, 0, 1)
+            scores = torch.matmul(q, k.transpose(2, 3)) * 0.5 + bias + hidden
+            out = torch.matmul(torch.softmax(scores, -1), v)
+        else:
+            slopes = torch.full((), 0.5).pow(torch.arange(1, 3))[:, None]
+            far = slopes * ((mask.cumsum(1) - 1) * mask)[:, None]
+            far = far.reshape(b * 2, 1, t).to(x.dtype)
+            q, k, v = (part.reshape(b * 2, t, -1) for part in (q, k, v))
+            scores = far.baddbmm(q, k.transpose(1, 2), beta=1.0, alpha=0.5).view(b, 2, t, t)
+            weights = torch.softmax(scores + hidden, -1).view(b * 2, t, t)
+            out = torch.bmm(weights, v).view(b, 2, t, WIDTH // 2)
+        return x + out.transpose(1, 2).reshape(b, t, WIDTH)
+
+
 class Function(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -108,6 +140,11 @@ ATTENTION = {
     "causal, written out": lambda: Written(True, False),
     "masked, written out": lambda: Written(False, True),
     "causal and masked, written out": lambda: Written(True, True),
+    "causal, biased": lambda: Biased(True, False, True),
+    "masked, biased": lambda: Biased(False, True, True),
+    "causal and masked, biased": lambda: Biased(True, True, True),
+    "masked, by distance": lambda: Biased(False, True, False),
+    "causal and masked, by distance": lambda: Biased(True, True, False),
 }
 MIXING = {
     "attention to all": lambda: Attention(False, False),
@@ -196,6 +233,10 @@ def classified(chosen, labels):
 
 
 LOSSES = {
+    "picked": lambda logits, labels, mask, counts: F.cross_entropy(logits[counts], labels[counts]),
+    "picked, shifted": lambda logits, labels, mask, counts: F.cross_entropy(
+        logits[:, :-1][counts[:, 1:]].float(), labels[:, 1:][counts[:, 1:]], reduction="sum"
+    ),
     "joined labels": lambda logits, labels, mask, counts: of_labels(logits, joined(labels)),
     "rolled labels": lambda logits, labels, mask, counts: of_labels(logits, rolled(labels)),
     "last": lambda logits, labels, mask, counts: classified(at(logits, last(counts)), labels),
@@ -320,7 +361,7 @@ def check(layers, loss):
     model, captured = capture(layers, loss)
     attention = {name for name in layers if name in ATTENTION}
     good = {*PLAIN, *ATTENTION}
-    same = len({name.removesuffix(", written out") for name in attention}) == 1
+    same = len({name.split(",")[0] for name in attention}) == 1
     if same and set(layers) <= good and loss not in ("all activations", "z", *MIXING_LOSSES):
         assert captured.packings, captured.padding
     if not captured.packings:

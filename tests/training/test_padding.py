@@ -370,6 +370,18 @@ class Gathered(Pooled):
         return -(logs + torch.log1p(logs.exp())).where(counts, 0).sum() / counts.sum()
 
 
+class Picked(Pooled):
+    """Picks logits and labels by a mask of booleans."""
+
+    def end(self, x, labels):
+        logits, counts = self.head(self.norm(x)), labels != IGNORED
+        flat, wanted = logits.view(-1, VOCABULARY), labels.view(-1)
+        some = wanted > 3
+        return F.cross_entropy(logits[counts], labels[counts]) + F.cross_entropy(
+            flat[some].float(), wanted[some], reduction="sum", label_smoothing=0.1
+        )
+
+
 class FirstState(Pooled):
     """Classifies by the state of the first position."""
 
@@ -436,7 +448,8 @@ class Valued(Pooled):
 
 
 @pytest.mark.parametrize(
-    "kind", [Shifted, Gathered, FirstState, Weighted, MeanOfMasked, Chosen, Valued, AtTheEnd]
+    "kind",
+    [Shifted, Gathered, Picked, FirstState, Weighted, MeanOfMasked, Chosen, Valued, AtTheEnd],
 )
 def test_losses_of_what_counts_are_those_of_all_positions(kind):
     torch.manual_seed(0)

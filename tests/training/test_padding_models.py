@@ -67,6 +67,29 @@ def bert(dropout=0.0, kind=transformers.BertForMaskedLM, **options):
     return kind(config)
 
 
+def mpnet():
+    """Make an encoder with a trained bias by distance, added to scores that are written out."""
+    config = transformers.MPNetConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LONGEST + 2,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.MPNetForMaskedLM(config)
+
+
+def bloom():
+    """Make a model whose scores have a number for each distance, by heads (ALiBi)."""
+    config = transformers.BloomConfig(
+        vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, use_cache=False
+    )
+    return transformers.BloomForCausalLM(config)
+
+
 def in_double(exact, given):
     """Run a reference; Hugging Face's softmax goes back to float32, where its masks overflow."""
     with patch.object(nn.functional, "softmax", lambda x, dim, dtype=None: torch.softmax(x, dim)):
@@ -116,9 +139,9 @@ def classified(given):
     return {**given, "labels": given["labels"][:, 0].clamp(min=0) % 5}
 
 
-def compiled(model, class_of_each=False, **options):
+def compiled(model, class_of_each=False, example=None, **options):
     shape = {0: Dim("batch", min=1, max=8), 1: Dim("length", min=2, max=LONGEST)}
-    example = batch(right([6, 4, 5]))
+    example = batch(right([6, 4, 5])) if example is None else example
     shapes = dict.fromkeys(example, shape)
     if class_of_each:
         example, shapes = classified(example), {**shapes, "labels": {0: shape[0]}}
@@ -129,6 +152,8 @@ MODELS = {
     "llama": llama,
     "gpt2": gpt2,
     "bert": bert,
+    "mpnet": mpnet,
+    "bloom": bloom,
     "llama, written out": written_out(llama),
     "gpt2, written out": written_out(gpt2),
     "bert, written out": written_out(bert),
@@ -136,7 +161,7 @@ MODELS = {
         kind=transformers.BertForTokenClassification, num_labels=VOCABULARY
     ),
 }
-SLOW = ("gpt2, written out", "bert, written out", "bert, classes of tokens")
+SLOW = ("mpnet", "bloom", "gpt2, written out", "bert, written out", "bert, classes of tokens")
 
 
 @pytest.fixture(
@@ -170,12 +195,30 @@ def test_gradients_are_those_of_all_positions(trained, name):
     assert_exact(step, model, BATCHES[name])
 
 
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_masks_of_other_types_are_read(kind):
+    torch.manual_seed(0)
+    model = llama()
+
+    def given(name):
+        return {**BATCHES[name], "attention_mask": BATCHES[name]["attention_mask"].to(kind)}
+
+    step = compiled(model, example=given("right"))
+    assert step.padding_report().is_left_out, str(step.padding_report())
+    for name in ("right", "left", "holes in the mask"):
+        assert_exact(step, model, given(name))
+        assert name != "right" or step.memory_report().shape["tokens"] == 48
+
+
 def test_masked_positions_are_not_computed(trained):
     model, step = trained
     assert step.padding_report().is_left_out, str(step.padding_report())
     # Padding before the first token predicts it. It sees nothing: by numbers, the mean of all.
-    is_causal = not isinstance(model, transformers.BertPreTrainedModel)
-    is_blind = is_causal and model.config._attn_implementation == "eager"
+    encoders = transformers.BertPreTrainedModel, transformers.MPNetPreTrainedModel
+    is_causal = not isinstance(model, encoders)
+    is_blind = is_causal and (
+        model.config._attn_implementation == "eager" or model.config.model_type == "bloom"
+    )
     for name in ("right", "left"):
         shape = step.shape_of(**BATCHES[name])
         # Causal models predict the next token: without a label behind it the last is not needed.

@@ -141,12 +141,15 @@ class _Analysis:
             return Padding(reasons=self._why())
         self._grid = grid
         kinds = (self._function.attrs or {}).get("relax_disc.param_kinds") or ()
-        batch = [
-            param
-            for param, kind in zip(self._function.params, kinds, strict=False)
-            if str(kind) == "batch" and registry.dtype_name(param.ty) not in ("float16", "bfloat16")
+        named = [
+            (str(kind), each) for each, kind in zip(self._function.params, kinds, strict=False)
         ]
-        self._elements = Elements(self._definitions, batch, self._module, grid)
+        halves = ("float16", "bfloat16")
+        batch = [
+            x for kind, x in named if kind == "batch" and registry.dtype_name(x.ty) not in halves
+        ]
+        tables = [x for kind, x in named if kind == "parameter"]
+        self._elements = Elements(self._definitions, batch, self._module, grid, tables)
         self._moves = self._find_moves()
         seen = find_seen(self._bindings, grid, self._elements, self._kind, self._note)
         if seen is None:

@@ -207,6 +207,8 @@ class _Reader:
         value = self.elements.value(mask[0], indices)
         if registry.dtype_name(mask[0].ty) == "bool":
             return conditions(value), False
+        if isinstance(value, tuple) and value[0] == "biased":
+            value = value[1]
         if isinstance(value, tuple) and value[0] == "choose":
             _, condition, one, other = value
             for seen, hidden in ((condition, other), (simplify(("not", condition)), one)):

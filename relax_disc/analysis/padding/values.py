@@ -9,14 +9,16 @@ An expression is plain data: a number, or a tuple ``(kind, *parts)``.  ``("index
 the indices asked about, ``("size", name)`` a dim, ``("load", parameter, *indices)`` an element of
 the batch, ``("unknown", n)`` what cannot be read, each n being another value, ``("rounded", x)`` x
 in another type, ``("argmax", x, n)`` where x, over ``("index", "inner")`` below n, is greatest for
-the first time, ``("sum", x, n)`` and ``("amax", x, n)`` its sum and its greatest value; all others
-are the operators of `OPERATORS` over expressions.
+the first time, ``("sum", x, n)`` and ``("amax", x, n)`` its sum and its greatest value;
+``("biased", x)`` is x plus some number that is small beside what hides a key; all others are the
+operators of `OPERATORS` over expressions.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -27,6 +29,7 @@ from tvm.ir import prim
 from relax_disc.analysis.kernels.element import is_guard
 from relax_disc.analysis.kernels.stages import Stage, constant, is_buffer, read_stages
 from relax_disc.analysis.padding.grid import Grid, Rows, constant_of
+from relax_disc.analysis.padding.small import is_small
 from relax_disc.ops import aten, registry
 
 Value = Any
@@ -78,6 +81,7 @@ _PRIM: dict[type, str] = {
     prim.Or: "or",
 }
 _OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
+_COMPARED = {kind: getattr(operator, kind) for kind in _OPPOSITE}
 _MOST_DEPTH = 200
 
 
@@ -85,13 +89,20 @@ class Elements:
     """Reads elements of the tensors of one function.
 
     ``definitions``: what each variable is bound to. ``batch``: the parameters that a caller gives
-    anew each time. ``module``: holds the kernels.
+    anew each time. ``module``: holds the kernels. ``tables``: the parameters that are the
+    model's; None: a bias is read as any other number.
     """
 
     def __init__(
-        self, definitions: Mapping[Any, Any], batch: Sequence[Any], module: tvm.IRModule, grid: Grid
+        self,
+        definitions: Mapping[Any, Any],
+        batch: Sequence[Any],
+        module: tvm.IRModule,
+        grid: Grid,
+        tables: Container[Any] | None = None,
     ) -> None:
         self._definitions, self._module, self._grid = definitions, module, grid
+        self._tables = tables
         self._batch = {var: var.name for var in batch}
         self._unknown = 0
         self._depth = 0
@@ -115,7 +126,8 @@ class Elements:
             number = constant_of(expr)
             return self._anything() if number is None else number
         if expr in self._batch:
-            return ("load", self._batch[expr], *indices)
+            element = ("load", self._batch[expr], *indices)
+            return ("truth", element) if registry.dtype_name(expr.ty) == "bool" else element
         value: Any = self._definitions.get(expr) if isinstance(expr, relax.Var) else expr
         if isinstance(value, relax.Var | tvm.ir.GenericConst):
             return self.value(value, indices)
@@ -155,6 +167,11 @@ class Elements:
             is_whole = "int" in registry.dtype_name(value.args[0].ty)
             keeps = bool(value.attrs.keepdims)
             return self._over(kind, value.args[0], int(axis), keeps, indices, is_whole)
+        if name == "relax.add" and self._tables is not None and _is_float(value):
+            known = self._definitions, self._tables, self._module
+            biases = [is_small(arg, *known) for arg in value.args]
+            if biases in ([True, False], [False, True]):
+                return ("biased", self._broadcast(value.args[biases[0]], indices))
         if name in _RELAX:
             return simplify((_RELAX[name], *(self._broadcast(a, indices) for a in value.args)))
         return self._anything()
@@ -363,6 +380,11 @@ def simplify(value: Value) -> Value:
         return True
     if kind == "le" and parts[0] == 0 and _is_natural(parts[1]):
         return True
+    if kind in _OPPOSITE and isinstance(parts[0], tuple) and parts[0][0] == "choose":
+        condition, *sides = parts[0][1:]
+        if all(isinstance(each, int | float) for each in (*sides, parts[1])):
+            yes, no = (_COMPARED[kind](side, parts[1]) for side in sides)
+            return yes if yes == no else condition if yes else simplify(("not", condition))
     if kind in ("add", "sub") and parts[1] == 0:
         return parts[0]
     if kind == "add" and parts[0] == 0:
@@ -408,7 +430,7 @@ def mentions_others(value: Value, indices: Sequence[Value]) -> bool:
 
 def is_readable(value: Value) -> bool:
     """Whether a value can be computed from the batch, exactly."""
-    return not (mentions(value, "unknown") or mentions(value, "rounded"))
+    return not any(mentions(value, kind) for kind in ("unknown", "rounded", "biased"))
 
 
 def replaced(value: Value, old: Value, new: Value) -> Value:
@@ -448,6 +470,10 @@ def size_of(extent: Any) -> Value:
     if operator in ("add", "sub", "mul"):
         return simplify((operator, size_of(extent.a), size_of(extent.b)))
     return ("unknown", 0)
+
+
+def _is_float(expr: Any) -> bool:
+    return registry.dtype_name(expr.ty).startswith("float")
 
 
 def _shape(expr: Any) -> list[Any]:

@@ -47,6 +47,7 @@ from relax_disc.frontend.capture.decompositions import (
 from relax_disc.frontend.capture.export import Exported
 from relax_disc.frontend.capture.interpreter import StepInterpreter
 from relax_disc.frontend.capture.loops.programs import Loops
+from relax_disc.frontend.capture.picked_losses import with_ignored_labels
 from relax_disc.frontend.capture.sizes.counted import (
     CountedSize,
     CountedSizes,
@@ -168,7 +169,8 @@ def _trace(
         if plain is not None:
             (module, written), mutates = plain, False
     if not twice:
-        module = attention_as_one(module)
+        tables = {name for name, k in position.items() if arguments[k].kind == "parameter"}
+        module = with_ignored_labels(attention_as_one(module, tables))
     news = [position[name] for name in written]
     buffers = writable if mutates else tuple(sorted([*reassigned, *news]))
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]

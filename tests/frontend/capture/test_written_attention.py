@@ -82,6 +82,51 @@ def test_gradients_are_those_of_what_is_written(hide, blind):
         assert float((p.grad.double() - q.grad).abs().max()) < 3e-6 * float(q.grad.abs().max())
 
 
+class Biased(nn.Module):
+    """Adds a trained bias by distance before the mask; ``hides``: what else it adds."""
+
+    def __init__(self, merged=False, hides=0.0):
+        super().__init__()
+        self.qkv, self.table = nn.Linear(16, 48), nn.Embedding(33, 2)
+        self.merged, self.hides = merged, hides
+
+    def forward(self, x, seen):
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        places = torch.arange(t)
+        bias = self.table(places[None] - places[:, None] + 16).permute(2, 0, 1)
+        if self.merged:  # as BLOOM and Falcon do
+            q, k, v = (part.reshape(b * 2, t, 8) for part in (q, k, v))
+            far = bias.expand(b, 2, t, t).reshape(b * 2, t, t)
+            scores = far.baddbmm(q, k.transpose(1, 2), beta=1.0, alpha=0.3).view(b, 2, t, t) * 1.2
+            weights = torch.softmax(added(scores, seen[:, None, None]), -1)
+            out = torch.bmm(weights.view(b * 2, t, t), v).view(b, 2, t, 8)
+        else:
+            scores = (torch.matmul(q, k.transpose(-1, -2)) + bias) / 3
+            scores = scores + self.hides if self.hides else scores
+            out = torch.matmul(torch.softmax(added(scores, seen[:, None, None]), -1), v)
+        return out.square().mean() + out.sin().sum()
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_gradients_of_biases_are_those_of_what_is_written(merged):
+    """A position that sees nothing has a part in the gradient of a bias, too."""
+    torch.manual_seed(0)
+    model = Biased(merged)
+    exact = copy.deepcopy(model).double()
+    assert is_one(model)
+    step = relax_disc.compile(model, None, example(), dynamic_shapes=shapes())
+    for x, seen in (example(), example([1]), example([0, 1, 2])):
+        model.zero_grad()
+        exact.zero_grad()
+        loss, wanted = step(x, seen, update=False), exact(x.double(), seen)
+        wanted.backward()
+        torch.testing.assert_close(loss.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+        top = max(float(q.grad.abs().max()) for q in exact.parameters())
+        for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+            assert float((p.grad.double() - q.grad).abs().max()) < 3e-6 * top
+
+
 class Wide(nn.Module):
     """Heads that no library takes."""
 
@@ -109,7 +154,8 @@ def test_gradients_of_plain_attention_are_those_of_the_mean():
 
 
 @pytest.mark.parametrize(
-    "model", [Written(weakly), Written(with_numbers), Written(added, returns=True)]
+    "model",
+    [Written(weakly), Written(with_numbers), Written(added, returns=True), Biased(hides=-1e9)],
 )
 def test_anything_else_stays_as_it_is_written(model):
     assert not is_one(model)

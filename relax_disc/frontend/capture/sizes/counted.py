@@ -154,7 +154,7 @@ def merge_equal_masks(graph: fx.GraphModule) -> None:
     ``logits[labels >= 0]`` and ``labels[labels >= 0]`` have one size only if it is one mask.
     """
     nodes = list(graph.graph.nodes)
-    if any(_is_impure(node) for node in nodes):
+    if any(_writes(node) for node in nodes):
         return
     wanted = {source for node in nodes if _counts(node) for source in node.all_input_nodes}
     for node in reversed(nodes):
@@ -162,7 +162,7 @@ def merge_equal_masks(graph: fx.GraphModule) -> None:
             wanted.update(node.all_input_nodes)
     known: dict[Any, fx.Node] = {}
     for node in nodes:
-        if node.op != "call_function" or node not in wanted:
+        if node.op != "call_function" or node not in wanted or _draws(node):
             continue
         key = (str(node.target), str(node.args), str(node.kwargs))
         first = known.setdefault(key, node)
@@ -176,15 +176,19 @@ def _counts(node: fx.Node) -> bool:
     return node.target in _COUNTING and bool(node.meta.get("unbacked_bindings"))
 
 
-def _is_impure(node: fx.Node) -> bool:
-    """Whether a second call may give something else, or change what others read."""
+def _writes(node: fx.Node) -> bool:
+    """Whether a node may change what others read."""
     if node.op != "call_function":
         return False
     schema = getattr(node.target, "_schema", None)
     if schema is None:  # arithmetic on sizes, members of tuples; or a nested graph
         return isinstance(node.target, torch._ops.HigherOrderOperator)
-    seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return schema.is_mutable or seeded
+    return schema.is_mutable
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a second call may give something else."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 class CountedSizes:
