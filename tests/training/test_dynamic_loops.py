@@ -197,8 +197,8 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return functional.mse_loss(model(x), y)
 
 
-def _compiled(model: nn.Module) -> Any:
-    batch, length = Dim("batch", min=1, max=8), Dim("length", min=1, max=_LONGEST)
+def _compiled(model: nn.Module, least: int = 1) -> Any:
+    batch, length = Dim("batch", min=1, max=8), Dim("length", min=least, max=_LONGEST)
     shapes = ({0: batch, 1: length}, {0: batch, 1: length})
     example = (torch.randn(4, 12, 6), torch.randn(4, 12, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -325,6 +325,16 @@ def test_a_loop_that_is_no_step_is_refused_with_the_reason(
         _compiled(kind())
     assert why in str(caught.value)
     assert "test_dynamic_loops.py:" in str(caught.value)
+
+
+def test_a_loop_from_the_second_element_trains_from_two_on() -> None:
+    torch.manual_seed(0)
+    model = MayHaveNoStep()
+    step = _compiled(model, least=2)
+    for length in (2, 3, 7):
+        x, y = torch.randn(3, length, 6), torch.randn(3, length, 3)
+        expected = _loss(model, x, y).detach()
+        torch.testing.assert_close(step(x, y), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_loop_whose_source_is_nowhere_is_refused_with_the_reason() -> None:

@@ -309,6 +309,12 @@ def test_a_generator_is_refused_with_its_line():
         compiled(Net(), (X, Y), loss)
 
 
+def test_an_axis_that_the_example_does_not_have_is_refused():
+    shape = {0: Dim("batch", min=1, max=64), 2: Dim("length", min=1, max=64)}
+    with pytest.raises(InputMismatchError, match=r"name axis 2 of .*shape \(4, 4\)"):
+        compiled(Net(), (X, X), F.mse_loss, shapes=(shape, shape))
+
+
 def test_an_empty_example_is_refused():
     with pytest.raises(InputMismatchError, match=r"empty tensor of shape \(0, 4\)"):
         compiled(Net(), (X[:0], Y[:0]), nn.CrossEntropyLoss())

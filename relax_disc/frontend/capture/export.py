@@ -62,7 +62,9 @@ from relax_disc.frontend.capture.sizes.dims import (
     DimTable,
     declared_dims,
     dim_table,
+    dims_by_source,
     enlarge,
+    least_size,
     roots_stay,
 )
 from relax_disc.frontend.capture.sizes.guards import (
@@ -278,14 +280,15 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
             f"dynamic_shapes do not fit the example inputs: {error}"
         ) from error
     leaves, structure = pytree.tree_flatten((args, kwargs))
+    by_source = dims_by_source(wrapped, args, kwargs, declared)
     sizes: dict[str, int] = {}
     first: ShapeRangeError | None = None
     equals = False  # whether the example's sizes were equal where others are not
     for left in reversed(range(_MOST_EXAMPLES)):
         example = _enlarged((args, kwargs), declared, sizes)
         try:
-            with roots_stay(wrapped, args, kwargs, declared):
-                run = _recorded(wrapped, example, dynamic_shapes, leaves, equals)
+            with roots_stay(by_source):
+                run = _recorded(wrapped, example, dynamic_shapes, leaves, equals, by_source)
             _erase_unread(run.program.graph_module)
             refuse_other_sizes(run.program)
             merge_equal_masks(run.program.graph_module)
@@ -340,10 +343,12 @@ def _recorded(
     dynamic_shapes: Any,
     leaves: Sequence[Any],
     ones_are_general: bool,
+    by_source: Mapping[str, Any],
 ) -> _Recording:
     """Export; where a loop cannot be one step, once more as it is written."""
     args, kwargs = enlarged
     loops, eager_branches = RecordedLoops(), EagerBranches()
+    loops.least = {name: least_size(dim) for name, dim in by_source.items()}
     while True:
         with (
             eager_branches.answered(),

@@ -17,7 +17,12 @@ from relax_disc.frontend.capture.custom_functions import CustomCalls
 from relax_disc.frontend.capture.decompositions import RULES, under_autocast
 from relax_disc.frontend.capture.loops.programs import Loops
 from relax_disc.frontend.capture.refusals import refuse_autocast
-from relax_disc.frontend.capture.rewrites import REWRITES, alike_complex, whole_complex
+from relax_disc.frontend.capture.rewrites import (
+    REWRITES,
+    alike_complex,
+    is_whole_complex,
+    whole_complex,
+)
 from relax_disc.frontend.capture.sizes.counted import CountedSizes
 from relax_disc.frontend.capture.source_lines import source_line
 from relax_disc.frontend.random_ops import Randomness
@@ -114,11 +119,16 @@ class StepInterpreter(fx.Interpreter):
             device, dtype, enabled, cache = args[:4]
             with torch.autocast(device, dtype, enabled, cache):
                 return self._enter(args[4], args[5:])
-        args, kwargs = alike_complex((args, kwargs))
+        schema = getattr(target, "_schema", None)
+        is_writing = schema is not None and schema.is_mutable
+        if is_writing and is_whole_complex(args[0]):  # what is written into a copy is lost
+            args, kwargs = whole_complex((args, kwargs))
+        else:
+            args, kwargs = alike_complex((args, kwargs))
         try:
             return super().call_function(target, args, kwargs)
         except TypeError as error:
-            if "Multiple dispatch failed" not in str(error):
+            if "Multiple dispatch failed" not in str(error) or is_writing:
                 raise
             return super().call_function(target, *whole_complex((args, kwargs)))
 

@@ -209,10 +209,14 @@ def alike_complex(arguments: Any) -> Any:
         return arguments
 
     def parted(x: Tensor) -> Tensor:
-        whole = x.is_complex() and not isinstance(x, ComplexTensor)
-        return ComplexTensor.from_interleaved(x) if whole else x
+        return ComplexTensor.from_interleaved(x) if is_whole_complex(x) else x
 
     return pytree.tree_map_only(Tensor, parted, arguments)
+
+
+def is_whole_complex(x: Any) -> bool:
+    """Say whether something is a complex tensor that is no pair of parts."""
+    return isinstance(x, Tensor) and x.is_complex() and not isinstance(x, ComplexTensor)
 
 
 def whole_complex(arguments: Any) -> Any:

@@ -396,6 +396,14 @@ def _gradients(
             "size that depends on data. Weigh by a mask instead of picking by it.",
             (("a size that depends on data", "the gradient"),),
         ) from error
+    except TypeError as error:
+        if "Multiple dispatch failed" not in str(error):
+            raise
+        raise UnsupportedOperatorError(
+            "PyTorch cannot trace the gradient of a complex tensor that is written in place: write "
+            "what was changed with torch.where or torch.cat, or with real and imaginary parts.",
+            (("a complex tensor that is written", "the gradient"),),
+        ) from error
     except RuntimeError as error:
         found = _WITHOUT_GRADIENT.search(str(error))
         if found is None:

@@ -41,13 +41,14 @@ def describe_captured(captured: CapturedStep) -> dict[str, Any]:
     names = [str(spec.target) for spec in captured.inputs if spec.kind in ("constant", "number")]
     inputs = {name: captured.outer.inputs[name] for name in names}
     known = [guard for guard in captured.outer.guards if guard.source is not None]
+    known = [g for g in known if not g.part or _literal(g.value) is not None]
     return {
         "captured": _encode(replace(captured, module=None, outer=None)),
         "inputs": {
             name: [_path(x.source), x.is_number, list(x.tensor.shape), _dtype(x.tensor)]
             for name, x in inputs.items()
         },
-        "guards": [[guard.what, _path(guard.source), _literal(guard.value)] for guard in known],
+        "guards": [[g.what, _path(g.source), _literal(g.value), g.part] for g in known],
     }
 
 
@@ -97,11 +98,11 @@ def restore_outer(
         else:
             tensor = torch.zeros((), dtype=torch.float64) if is_number else place.get()
         inputs[name] = OuterTensor(tensor, source, place, is_number)
-    for what, path, literal in facts["guards"]:
+    for what, path, literal, part in facts["guards"]:
         source, place = place_of(path)
         # Functions are known by their paths alone.
         value = place.get() if literal is None else ast.literal_eval(literal)
-        guards.append(Guard(what, source, place, value))
+        guards.append(Guard(what, source, place, value, part=part))
     return Outer(inputs, tuple(guards))
 
 

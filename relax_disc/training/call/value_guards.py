@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.capture.state.outer import Guard
+from relax_disc.frontend.capture.state.outer import ABSENT, Guard
 from relax_disc.frontend.capture.state.sources import is_plain
 
-_ABSENT = object()
 _CONTAINERS = (list, set, dict, np.ndarray)
 
 
@@ -32,7 +31,16 @@ class ValueGuards:
         self._shadowed = [
             (guard.shadow, guard.place.key, guard) for guard in guards if guard.shadow is not None
         ]
+        self._absent = [(g.place.container, g.place.key, g) for g in guards if g.value is ABSENT]
+        self._sizes: list[tuple[Any, int, Guard]] = []
+        self._keys: list[list[Any]] = []
         for guard in guards:
+            if guard.part == "length":
+                self._sizes.append((guard.place.get, guard.value, guard))
+            elif guard.part == "keys":
+                self._keys.append([guard.place.get, guard.value, guard])
+            if guard.part or guard.value is ABSENT:
+                continue
             holder, value = guard.place.container, guard.value
             is_cell = isinstance(holder, types.CellType)
             if type(value) in _CONTAINERS:
@@ -44,7 +52,8 @@ class ValueGuards:
         self._autocast, self._default = _autocast(), torch.get_default_dtype()
 
     def __len__(self) -> int:
-        return len(self._entries) + len(self._cells) + len(self._copies)
+        compared = (self._entries, self._cells, self._copies, self._absent, self._sizes, self._keys)
+        return sum(map(len, compared))
 
     def check(self) -> None:
         """Compare all values.
@@ -62,9 +71,17 @@ class ValueGuards:
                 now = holder[guard.place.key] if get is None else get()
                 if not _holds_the_same(now, value):
                     _compare(guard, now)
+            for get, length, guard in self._sizes:
+                if len(now := get()) != length:
+                    _refuse_length(guard, len(now))
+            for entry in self._keys:
+                get, keys, guard = entry
+                if (now := tuple(get())) != keys:
+                    _compare_keys(guard, now)
+                    entry[1] = now
         except (LookupError, ValueError):
-            _compare(guard, _ABSENT)  # pyright: ignore[reportPossiblyUnboundVariable]
-        for shadow, key, guard in self._shadowed:
+            _compare(guard, ABSENT)  # pyright: ignore[reportPossiblyUnboundVariable]
+        for shadow, key, guard in (*self._shadowed, *self._absent):
             if key in shadow:
                 _compare(guard, shadow[key])
         if self._autocast != (now := _autocast()):
@@ -116,8 +133,35 @@ def _equal(now: Any, was: Any) -> bool:
     return bool(now == was or (now != now and was != was))
 
 
+def _refuse_length(guard: Guard, length: int) -> None:
+    raise InputMismatchError(
+        f"{guard.what} had {guard.value} elements when the step was compiled and has {length} now: "
+        "compile again, or take the new ones out."
+    )
+
+
+def _compare_keys(guard: Guard, now: tuple[Any, ...]) -> None:
+    was = guard.value
+    if guard.names:
+        was, now = (tuple(key for key in keys if key in guard.names) for keys in (was, now))
+    if was == now:
+        return
+    more, less = set(now) - set(was), set(was) - set(now)
+    changes = [f"has {key!r} now, and had not" for key in sorted(more, key=str)[:3]]
+    changes += [f"had {key!r}, and has not now" for key in sorted(less, key=str)[:3]]
+    raise InputMismatchError(
+        f"{guard.what} {', '.join(changes) or 'has another order'}, when the step was compiled: "
+        "compile again, or put it back."
+    )
+
+
 def _compare(guard: Guard, now: Any) -> None:
     was = guard.value
+    if was is ABSENT:
+        raise InputMismatchError(
+            f"{guard.what} was not there when the step was compiled and is {now!r} now: compile "
+            "again, or take it away."
+        )
     known = is_plain(was) or type(was) in _CONTAINERS
     if known and _equal(now, was):
         return
@@ -128,7 +172,7 @@ def _compare(guard: Guard, now: Any) -> None:
             f"now; call `.{mode}()` or compile again."
         )
     if known:
-        found = "is gone" if now is _ABSENT else f"is {now!r} now"
+        found = "is gone" if now is ABSENT else f"is {now!r} now"
         remedy = "make it a tensor or a buffer" if isinstance(was, int | float) else "set it back"
         raise InputMismatchError(
             f"{guard.what} was {was!r} when the step was compiled and {found}: compile again, or "

@@ -114,6 +114,33 @@ class Determinants(nn.Module):
         return (h.det().square() + torch.linalg.slogdet(h + 3 * torch.eye(2))[1] + h.mT.det()).sum()
 
 
+class KeptModes(nn.Module):
+    """A layer of a Fourier neural operator: its modes are written into zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x):
+        modes = torch.fft.rfft(x)
+        kept = torch.zeros_like(modes)
+        kept[:, :3] = modes[:, :3] * torch.view_as_complex(self.weight)
+        return torch.fft.irfft(kept, n=x.shape[1]).square().mean()
+
+
+def test_what_is_written_into_complex_tensors_stays():
+    torch.manual_seed(0)
+    model = KeptModes()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    shapes = ({0: Dim("batch", min=1, max=64), 1: Dim("length", min=4, max=64)},)
+    step = relax_disc.compile(model, optimizer, (torch.randn(2, 8),), dynamic_shapes=shapes)
+    for x in (torch.randn(2, 8), torch.randn(1, 9), torch.randn(3, 16)):
+        expected = model(x)
+        (gradient,) = torch.autograd.grad(expected, [model.weight])
+        torch.testing.assert_close(step(x, keep_gradients=True), expected.detach())
+        torch.testing.assert_close(model.weight.grad, gradient)
+
+
 def test_gradients_of_determinants_do_not_depend_on_strides():
     torch.manual_seed(0)
     trained_as_eager(Determinants(), (3, 20, 2), 6, **ROUNDED)

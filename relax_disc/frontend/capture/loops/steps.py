@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class RecordedLoops:
         self.inside: SourceLine | None = None  # of the loop whose step is being recorded
         self.is_off = False
         self.modules: list[nn.Module] = []
+        self.least: Mapping[str, int] = {}  # declared sizes, by the sources of their symbols
 
     def give_up(self, error: Exception) -> bool:
         """Whether to export once more with each loop as it is written."""
@@ -110,10 +111,16 @@ def dynamic_range(*arguments: Any) -> Any:
 
 def _fewest(count: torch.SymInt) -> int:
     """Return the steps at the least sizes; PyTorch notes 2 for a declared 1."""
-    ranges: Any = count.node.shape_env.var_to_range
+    env: Any = count.node.shape_env
     expression: Any = count.node.expr
-    least = {s: int(ranges[s].lower) for s in expression.free_symbols}
-    return int(expression.xreplace({s: 1 if low <= 2 else low for s, low in least.items()}))
+    least = _ACTIVE[-1].least
+    sizes = {}
+    for symbol in expression.free_symbols:
+        sources = (source.name for source in env.var_to_sources.get(symbol, ()))
+        low = int(env.var_to_range[symbol].lower)
+        declared = [least[name] for name in sources if name in least]
+        sizes[symbol] = low if low > 2 else max(declared, default=1)
+    return int(expression.xreplace(sizes))
 
 
 class _Plain:
@@ -152,7 +159,7 @@ def steps(
             f"dynamic length ({where}); write one of them with operators over the whole axis"
         )
     if _fewest(values.length()) < 1:
-        why_not = why_not or "at some length it has no step; give the dim min=3 or more"
+        why_not = why_not or "at some length it has no step; give the dim a larger min"
     if why_not:
         loops.reasons.append(f"the loop at {where} cannot be run as one step: {why_not}")
         return _Plain(values)

@@ -89,33 +89,51 @@ def declared_dims(combined: Mapping[str, Any], dynamic_shapes: Any) -> dict[int,
                     f"example_inputs hold an empty tensor of shape {tuple(leaf.shape)}; give a "
                     "batch with something in it."
                 )
+            beyond = [axis for axis in by_axis if axis >= leaf.dim()]
+            if beyond:
+                raise InputMismatchError(
+                    f"dynamic_shapes name axis {beyond[0]} of {keystr(path)}, whose example of "
+                    f"shape {tuple(leaf.shape)} has no such axis: the first one is 0."
+                )
             for axis, dim in found[id(leaf)].items():
-                if axis < leaf.dim() and isinstance(dim, torch.export.Dim):
+                if isinstance(dim, torch.export.Dim):
                     _check_example(path, leaf, axis, dim)
 
     _tree_map_with_path(note, dict(combined), dict(dynamic_shapes), tree_name="inputs")
     return found
 
 
-@contextlib.contextmanager
-def roots_stay(
+def dims_by_source(
     module: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     declared: Mapping[int, Mapping[int, Any]],
-) -> Iterator[None]:
+) -> dict[str, Any]:
+    """Return what is declared of each axis, by the name that PyTorch has for its size."""
+    prefixes = make_sourced_prefixes(module, args, kwargs)
+    found = {}
+    for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
+        tensor = key_path_to_source(path, prefixes)
+        for axis, dim in declared.get(id(leaf), {}).items():
+            found[TensorPropertySource(tensor, TensorProperty.SIZE, axis).name] = dim
+    return found
+
+
+def least_size(dim: Any) -> int:
+    """Return the least size that a declaration allows; 1 where it does not say."""
+    if isinstance(dim, _DerivedDim):
+        return int(dim.fn(least_size(dim.root)))
+    return max(int(getattr(dim, "min", 1)), 1)
+
+
+@contextlib.contextmanager
+def roots_stay(by_source: Mapping[str, Any]) -> Iterator[None]:
     """Let sizes that are declared as ``T - 1`` be written in ``T``, never the other way round.
 
     torch.export solves for the larger of two sizes that prove to be related, and the smaller one's
     symbol would be taken for the dim ``T``.
     """
-    prefixes = make_sourced_prefixes(module, args, kwargs)
-    derived = {
-        TensorPropertySource(key_path_to_source(path, prefixes), TensorProperty.SIZE, axis).name
-        for path, leaf in tree_flatten_with_path((args, kwargs))[0]
-        for axis, dim in declared.get(id(leaf), {}).items()
-        if isinstance(dim, _DerivedDim)
-    }
+    derived = {name for name, dim in by_source.items() if isinstance(dim, _DerivedDim)}
     before: Any = ShapeEnv._set_replacement
 
     def replacing(self: Any, symbol: Any, value: Any, *reason: Any, **named: Any) -> Any:

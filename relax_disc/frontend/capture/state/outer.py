@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -23,9 +23,13 @@ class OuterTensor:
     is_number: bool = False  # what lies there is a Python number
 
 
+ABSENT = object()
+"""Value of a guard of what was not there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A Python value that the trace read."""
+    """A Python value that the trace read, or a part of it."""
 
     what: str  # what messages call it
     source: Source | None  # the path to it
@@ -33,6 +37,8 @@ class Guard:
     value: Any  # as it was; a list, dict or set is copied
     # for an attribute of a class the instance's own, which must not get one of that name
     shadow: dict[str, Any] | None = None
+    part: Literal["", "length", "keys"] = ""  # what `value` is of the container at the place
+    names: frozenset[str] = frozenset()  # the keys that count; empty: all
 
 
 @dataclass(frozen=True, slots=True)

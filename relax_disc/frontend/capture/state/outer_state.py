@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import types
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo.exc import UserError
 from torch._guards import detect_fake_mode
@@ -38,16 +36,16 @@ from relax_disc.errors import RelaxDiscError, RelaxDiscWarning, UnsupportedOpera
 from relax_disc.frontend.capture.source_lines import SourceLine, callers_depth, calling_line
 from relax_disc.frontend.capture.state.live_number import LiveNumber, live_everywhere, with_tensors
 from relax_disc.frontend.capture.state.outer import Guard, OuterTensor
+from relax_disc.frontend.capture.state.relied_on import Trace, guards_of, is_recorded, may_read
 from relax_disc.frontend.capture.state.sources import (
     CONTAINERS,
+    NAMESPACES,
     Place,
     Reachable,
     Source,
     is_foreign,
     is_layer,
-    is_plain,
     reachable,
-    resolve,
 )
 
 _OF_THE_MODEL = (
@@ -61,9 +59,8 @@ _OF_THE_MODEL = (
 _INTERNAL = frozenset(nn.Module().__dict__) | {"forward", "__dict__", "__class__"}
 _HIDDEN = _INTERNAL | {"_flat_weights", "_flat_weight_refs"}  # of PyTorch's recurrent layers
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _SET_DATA = Tensor.data.__set__  # pyright: ignore
-_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # pyright: ignore
 _LOOKS = {
     Tensor.item: ".item()",
     Tensor.tolist: ".tolist()",
@@ -123,6 +120,8 @@ class OuterState:
         self._proxies: dict[tuple[int, int], Any] = {}
         self._changed: set[tuple[int, Any]] = set()
         self._reads: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._absent: dict[tuple[int, str], Any] = {}
+        self._flags: dict[int, Tensor] = {}
         self._touched: set[int] = set()
         self._fake_mode: FakeTensorMode | None = None
 
@@ -142,7 +141,7 @@ class OuterState:
 
     def _is_read(self, index: int) -> bool:
         source, place, holder = self._known.plain[index]
-        return (id(holder), place.key) in self._reads or self._may_read(source, holder)
+        return (id(holder), place.key) in self._reads or may_read(self._known, source, holder)
 
     def warn(self, deciding: Container[SourceLine | None]) -> None:
         """Tell what does nothing in a compiled step; numbers of ``deciding`` lines do something."""
@@ -213,6 +212,9 @@ class OuterState:
         """Make one call of torch in the trace."""
         if func in _LOOKS:
             self._warn_of_look(_LOOKS[func])
+        if func == _REQUIRES_GRAD and type(args[0]) in _TENSORS and id(args[0]) not in self._own:
+            self._flags[id(args[0])] = args[0]
+            return func(*args)
         args = [self._stand_in(arg) for arg in args]
         if kwargs:
             kwargs = {key: self._stand_in(value) for key, value in kwargs.items()}
@@ -294,6 +296,8 @@ class OuterState:
                 continue
             if source.root == "model" and not isinstance(holder, nn.Module):
                 continue
+            if not place.is_writable or any(kind == "cached" for kind, _ in source.steps):
+                continue
             if type(value) is int and is_layer(holder):
                 continue
             tensor = torch.tensor(value, dtype=torch.float64)
@@ -314,79 +318,28 @@ class OuterState:
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[None]:
         """Note the attributes that are read of modules, and of other objects that were found."""
-        found = [type(value) for _, value in self._known.containers if _is_recorded(value)]
+        found = [type(value) for _, value in self._known.containers if is_recorded(value)]
         with contextlib.ExitStack() as stack:
             for kind in (torch.SymFloat, torch.SymInt):
                 stack.enter_context(patch.object(kind, "__format__", lambda of, digits: str(of)))
             for kind in dict.fromkeys([nn.Module, *found]):
-                recorder = _recorder(kind.__getattribute__, self._reads)
+                recorder = _recorder(kind.__getattribute__, self._reads, self._absent)
                 stack.enter_context(patch.object(kind, "__getattribute__", recorder))
             yield
 
     def _collect(self) -> None:
         """Make guards of what was read."""
-        inside = {id(module) for module in self._model.modules()}
-        sources = {id(value): source for source, value in self._known.containers}
-        sources |= {key: source for key, (source, _) in self._known.modules.items()}
-        for (key, name), (module, value) in self._reads.items():
-            if isinstance(module, fx.GraphModule):  # the trace's own
-                continue
-            source = sources.get(key)
-            if name == "training":
-                if key not in inside:
-                    path = None if source is None else source.to("attribute", name)
-                    what = str(source or type(module).__name__)
-                    self.guards.append(Guard(what, path, Place(module.__dict__, name), value))
-                continue
-            place = _attribute(module, name)
-            if place is not None and (id(place.container), name) in self._changed:
-                continue
-            if place is None or place.get() is not value:  # a property
-                continue
-            if not (_comparable(value) or type(value) in _FUNCTIONS):
-                continue
-            what = f"{source or type(module).__name__}.{name}"
-            path = None if source is None else source.to("attribute", name)
-            shadow = None if name in module.__dict__ else module.__dict__
-            self.guards.append(Guard(what, path, place, _copied(value), shadow))
-        for index, (source, place, holder) in enumerate(self._known.plain):
-            if index in self._numbers:
-                read = index in self._pinned
-            else:
-                read = self._may_read(source, holder)
-            if read and (id(place.container), place.key) not in self._changed:
-                inherits = isinstance(holder, type) and place.key not in vars(holder)
-                shadow: Any = vars(holder) if inherits else None
-                self.guards.append(Guard(str(source), source, place, _copied(place.get()), shadow))
-        for source, place in self._known.cells:
-            if source.root == "loss_fn" and callable(value := place.get()):
-                self.guards.append(Guard(str(source), source, place, value))
-        paths = [guard.source for guard in self.guards]
-        paths += [outer.source for outer, _ in self._inputs.values()]
-        self.guards += self._links(path for path in paths if path is not None)
-
-    def _links(self, paths: Iterable[Source]) -> Iterator[Guard]:
-        """Guard the objects on the way to what was read: closures and attributes that hold them."""
-        wanted = {
-            Source(path.root, path.steps[:n])
-            for path in paths
-            for n in range(1, len(path.steps))
-            if path.steps[n - 1][0] not in ("method", "member", "default")
-        }
-        for source in sorted(wanted, key=str):
-            place = resolve(source, self._model, self._loss_fn)
-            if (id(place.container), place.key) not in self._changed:
-                yield Guard(str(source), source, place, place.get())
-
-    def _may_read(self, source: Source, holder: Any) -> bool:
-        """Say whether the functions may read a value that is no attribute of a module."""
-        kind, key = source.steps[-1]
-        if kind == "attribute" and _is_recorded(holder):
-            return False
-        if kind == "item" and isinstance(holder, dict):
-            names = self._known.names
-            return key in names or not any(other in names for other in holder)
-        return kind != "attribute" or key in self._known.names
+        trace = Trace(
+            self._known,
+            self._reads,
+            self._absent,
+            self._flags,
+            self._changed,
+            self._numbers,
+            self._pinned,
+        )
+        used = [outer.source for outer, _ in self._inputs.values() if outer.source is not None]
+        self.guards += guards_of(self._model, self._loss_fn, trace, used)
 
     # -- writes --------------------------------------------------------------------------------
 
@@ -397,10 +350,14 @@ class OuterState:
             kind = "internal" if is_foreign(type(module).__module__) else "attributes"
             saved.append((kind, source, module.__dict__, dict(module.__dict__)))
         for source, value in self._known.containers:
-            if type(value) in CONTAINERS:
+            if isinstance(value, dict):
+                saved.append(("container", source, value, dict(dict.items(value))))
+            elif type(value) in CONTAINERS:
                 saved.append(("container", source, value, value.copy()))
-            else:
-                saved.append(("attributes", source, value.__dict__, dict(value.__dict__)))
+            if hasattr(value, "__dict__"):
+                strange = is_foreign(type(value).__module__) and type(value) not in NAMESPACES
+                kind = "internal" if strange else "attributes"
+                saved.append((kind, source, value.__dict__, dict(value.__dict__)))
         for source, place in self._known.cells:
             with contextlib.suppress(LookupError, ValueError):
                 saved.append(("variable", source, place, place.get()))
@@ -423,8 +380,11 @@ class OuterState:
                 ]
                 if len(where) < len(before):
                     self._warn_of_write(str(source))
+                if where.keys() != before.keys():
+                    self._changed.add((id(where), None))
             else:
                 if not _same(where, before):
+                    self._changed.add((id(where), None))
                     self._refuse_lost(str(source), before)
                     self._warn_of_write(str(source))
                 continue
@@ -530,16 +490,16 @@ class _Call:
             ] = None
 
 
-def _is_recorded(holder: Any) -> bool:
-    """Say whether reads of an object's attributes can be noted."""
-    if isinstance(holder, type | types.ModuleType) or type(holder) in CONTAINERS:
-        return False
-    return not type(holder).__flags__ & _IMMUTABLE
-
-
-def _recorder(original: Any, reads: dict[tuple[int, str], tuple[Any, Any]]) -> Any:
+def _recorder(
+    original: Any, reads: dict[tuple[int, str], tuple[Any, Any]], absent: dict[tuple[int, str], Any]
+) -> Any:
     def read(holder: Any, name: str) -> Any:
-        value = original(holder, name)
+        try:
+            value = original(holder, name)
+        except AttributeError:
+            if name[:2] != "__":
+                absent.setdefault((id(holder), name), holder)
+            raise
         if name == "training" or (name not in _INTERNAL and name[:2] != "__"):
             reads.setdefault((id(holder), name), (holder, value))
         return value
@@ -549,29 +509,6 @@ def _recorder(original: Any, reads: dict[tuple[int, str], tuple[Any, Any]]) -> A
 
 def _maker(state: OuterState, tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: state.input(tensor)
-
-
-def _attribute(module: Any, name: str) -> Place | None:
-    if name in module.__dict__:
-        return Place(module.__dict__, name)
-    for kind in type(module).__mro__:
-        if name in kind.__dict__:
-            return None if is_foreign(kind.__module__) else Place(vars(kind), name)
-    return None
-
-
-def _comparable(value: Any) -> bool:
-    if is_plain(value) or type(value) is np.ndarray:
-        return True
-    if type(value) in (tuple, list, set, frozenset):
-        return len(value) <= 1000 and all(map(_comparable, value))
-    if type(value) is dict:
-        return len(value) <= 1000 and all(map(_comparable, value.values()))
-    return False
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, list | set | dict | np.ndarray) else value
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dis
+import enum
 import functools
 import sys
 import types
@@ -30,7 +31,9 @@ _INTERNAL = frozenset(nn.Module().__dict__)
 _MOST_ELEMENTS = 10_000
 CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, list, set, collections.deque)
 """Whose elements are looked at; subclasses may compute them."""
-_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_LATER = (types.ModuleType, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _MEMBERS = ("__self__", "__func__", "func", "args", "keywords")
 
 
@@ -67,6 +70,20 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class AttributesOf:
+    """The attributes of an object that keeps them in no dict, as one; read only."""
+
+    holder: Any
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an attribute; LookupError where it has no value."""
+        try:
+            return getattr(self.holder, name)
+        except AttributeError as error:
+            raise LookupError(name) from error
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where an object holds another: an entry of a dict or list, or the cell of a closure."""
 
@@ -78,6 +95,14 @@ class Place:
         if isinstance(self.container, types.CellType):
             return self.container.cell_contents
         return self.container[self.key]
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether something else can be put there for a while, which nobody notices."""
+        if isinstance(self.container, AttributesOf):
+            return False
+        kind = type(self.container)
+        return not isinstance(self.container, dict) or kind.__setitem__ is dict.__setitem__
 
     def put(self, value: Any) -> None:
         """Put something else there."""
@@ -124,6 +149,8 @@ def _step(holder: Any, kind: str, key: Any) -> Place:
         return Place(holder.__kwdefaults__, key)
     if kind == "method":
         return Place([getattr(type(holder), key)], 0)
+    if kind == "slot":
+        return Place(AttributesOf(holder), key)
     return Place([getattr(holder, key)], 0)  # "member"
 
 
@@ -141,14 +168,24 @@ class Reachable:
     # variables of closures and globals that functions name
     cells: list[tuple[Source, Place]] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # all names and texts in the code of the functions
+    texts: set[str] = field(default_factory=set)  # the texts alone
+
+    def may_name(self, key: Any) -> bool:
+        """Say whether the code names a key, or has the first part of a name to put together."""
+        if key in self.names or not isinstance(key, str):
+            return key in self.names
+        return any(len(text) > 2 and key.startswith(text) for text in self.texts)
 
 
 def is_plain(value: Any) -> bool:
     """Say whether a value can be compared and written down: a number, a text, None, a tuple."""
     if type(value) is tuple:
         return len(value) <= _MOST_ELEMENTS and all(map(is_plain, value))
-    kinds = (bool, int, float, str, torch.dtype, torch.device)
-    return value is None or type(value) in kinds or isinstance(value, np.generic)
+    if type(value) in (slice, range):
+        return True
+    if type(value) is frozenset:
+        return all(map(is_plain, value))
+    return value is None or type(value) in _PLAIN or isinstance(value, np.generic | enum.Enum)
 
 
 def reachable(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Reachable:
@@ -158,29 +195,64 @@ def reachable(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Reachable
     queue: collections.deque[tuple[Any, Source]] = collections.deque([(model, Source("model"))])
     if loss_fn is not None:
         queue.append((loss_fn, Source("loss_fn")))
-    while queue:
+    later: list[tuple[Any, Source]] = []
+    entered: set[tuple[int, Step]] = set()
+    while True:
+        if not queue:  # all functions are known that may name what modules hold, and the like
+            for holder, source in later:
+                for step in _named(holder, found.names):
+                    if (id(holder), step) not in entered:
+                        entered.add((id(holder), step))
+                        _follow(holder, source, step, found, queue)
+        if not queue:
+            return found
         value, source = queue.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        for kind, key in _members(value, source, found):
-            further = source.to(kind, key)
-            place = _step(value, kind, key)
-            try:
-                member = place.get()
-            except (LookupError, ValueError):  # a variable without a value yet
-                continue
-            if kind in ("closure", "global"):
-                found.cells.append((further, place))
-            if isinstance(member, Tensor):
-                found.tensors.setdefault(id(member), (further, place))
-            elif is_plain(member) or type(member) is np.ndarray:
-                # Attributes of libraries' layers are noted when they are read.
-                if kind != "default" and (not source.steps or not is_layer(value)):
-                    found.plain.append((further, place, value))
-            else:
-                queue.append((member, further))
-    return found
+        if isinstance(value, _LATER):
+            later.append((value, source))
+        for step in _members(value, source, found):
+            _follow(value, source, step, found, queue)
+
+
+def _follow(
+    value: Any,
+    source: Source,
+    step: Step,
+    found: Reachable,
+    queue: collections.deque[tuple[Any, Source]],
+) -> None:
+    """Note what lies one step further, or put it into the queue."""
+    kind, key = step
+    further = source.to(kind, key)
+    place = _step(value, kind, key)
+    try:
+        member = place.get()
+    except (LookupError, ValueError):  # a variable without a value yet
+        return
+    if kind in ("closure", "global"):
+        found.cells.append((further, place))
+    if isinstance(member, Tensor):
+        found.tensors.setdefault(id(member), (further, place))
+    elif is_plain(member) or type(member) is np.ndarray:
+        # Attributes of libraries' layers are noted when they are read.
+        if kind != "default" and (not source.steps or not is_layer(value)):
+            found.plain.append((further, place, value))
+    else:
+        queue.append((member, further))
+
+
+def _named(value: Any, names: set[str]) -> Iterator[Step]:
+    """List what is entered of an object of `_LATER`, if code names it."""
+    if isinstance(value, types.ModuleType):
+        if not is_foreign(value.__name__):
+            yield from [("attribute", name) for name in vars(value) if name in names]
+    elif isinstance(value, torch.optim.Optimizer):
+        if "param_groups" in names:
+            yield "attribute", "param_groups"
+    elif {"get_last_lr", "last_epoch"} & names:
+        yield from (("attribute", name) for name in ("_last_lr", "last_epoch"))
 
 
 def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
@@ -202,40 +274,62 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
             yield from _variables(value, found)
     elif isinstance(value, types.MethodType | functools.partial):
         yield from (("member", name) for name in _MEMBERS if hasattr(value, name))
-    elif type(value) in (dict, collections.OrderedDict, collections.defaultdict):
+    elif isinstance(value, dict) and type(value).__getitem__ is dict.__getitem__:
         found.containers.append((source, value))
         if len(value) <= _MOST_ELEMENTS:
-            yield from (("item", key) for key in value if isinstance(key, str | int))
-    elif isinstance(value, list | tuple):
-        if type(value) is list:
+            yield from (("item", key) for key in dict.keys(value) if isinstance(key, str | int))
+        if type(value) not in CONTAINERS and not is_foreign(type(value).__module__):
+            yield from (("attribute", key) for key in getattr(value, "__dict__", ()))
+    elif isinstance(value, list | tuple | collections.deque):
+        if type(value) in CONTAINERS:
             found.containers.append((source, value))
         if len(value) <= _MOST_ELEMENTS:
             yield from (("item", index) for index in range(len(value)))
-    elif type(value) in (set, collections.deque):
+    elif type(value) is set:
         found.containers.append((source, value))
     elif isinstance(value, type):
         kinds: tuple[type, ...] = ()
         if issubclass(value, torch.autograd.Function):  # its gradient is the user's code
             kinds = (staticmethod,)
-        elif source.steps[-1][0] not in ("closure", "global") and _is_library(value):
+        elif source.steps[-1][0] not in ("closure", "global") and is_library(value):
             return
         own = [kind for kind in value.__mro__ if not is_foreign(kind.__module__)]
         members = {k: v for kind in reversed(own) for k, v in vars(kind).items()}
         for name, member in members.items():
-            inner = isinstance(member, type) and not _is_library(member)
+            inner = isinstance(member, type) and not is_library(member)
             if is_plain(member) or inner or isinstance(member, kinds):
                 yield "attribute", name
     elif isinstance(value, staticmethod):
         yield "member", "__func__"
-    elif isinstance(value, types.ModuleType):
-        if not is_foreign(value.__name__):
-            yield from (("attribute", k) for k in vars(value) if k in found.names)
-    elif hasattr(value, "__dict__") and (
-        type(value) in _NAMESPACES or is_dataclass(value) or not is_foreign(type(value).__module__)
-    ):
+    elif isinstance(value, functools._lru_cache_wrapper):
+        yield "cached", "__wrapped__"
+    elif isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
         found.containers.append((source, value))
-        yield from (("attribute", key) for key in value.__dict__)
+    elif isinstance(value, _LATER):
+        return
+    elif _is_entered(value):
+        if hasattr(value, "__dict__"):
+            found.containers.append((source, value))
+            yield from (("attribute", key) for key in value.__dict__)
+        yield from (("slot", key) for key in _slots(type(value)))
         yield from _methods(value)
+
+
+def _is_entered(value: Any) -> bool:
+    """Say whether the walk looks at the attributes of an object."""
+    known = isinstance(value, (*NAMESPACES, torch.distributions.Distribution)) or is_dataclass(
+        value
+    )
+    return known or not is_foreign(type(value).__module__)
+
+
+def _slots(kind: type) -> list[str]:
+    """List the attributes that instances of a class keep in no dict."""
+    found = []
+    for base in kind.__mro__:
+        slots = () if is_foreign(base.__module__) else vars(base).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in found if name[:2] != "__"]
 
 
 def _methods(value: Any) -> Iterator[Step]:
@@ -267,10 +361,9 @@ def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 codes.append(constant)
-            elif isinstance(constant, str):
-                found.names.add(constant)
-            elif isinstance(constant, tuple):
-                found.names.update(part for part in constant if isinstance(part, str))
+            parts = constant if isinstance(constant, tuple) else (constant,)
+            found.texts.update(part for part in parts if isinstance(part, str))
+    found.names |= found.texts
     installed = _is_installed(function)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     # A library's settings of a decorator, and the class that super() needs, stay as they are.
@@ -285,6 +378,7 @@ def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     yield from (("default", name) for name in names[len(names) - len(defaults) :])
     yield from (("default", name) for name in function.__kwdefaults__ or ())
+    yield from (("attribute", name) for name in vars(function) if name in found.names)
     if hasattr(function, "__wrapped__"):
         yield "member", "__wrapped__"
 
@@ -300,11 +394,12 @@ def _is_fixed(cell: types.CellType) -> bool:
         value = cell.cell_contents
     except ValueError:  # no value yet
         return False
-    return is_plain(value) or (isinstance(value, type) and _is_library(value))
+    return is_plain(value) or (isinstance(value, type) and is_library(value))
 
 
 @functools.cache
-def _is_library(kind: type) -> bool:
+def is_library(kind: type) -> bool:
+    """Say whether a class is one that a library defines."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return is_foreign(kind.__module__) or any(f"/{n}-packages/" in file for n in ("site", "dist"))
 
@@ -314,7 +409,7 @@ def is_layer(holder: Any) -> bool:
     if not isinstance(holder, nn.Module):
         return False
     kinds = holder.__class__.__mro__  # of a weakref.proxy, as Lightning keeps: what it stands for
-    return any(map(_is_library, kinds[: kinds.index(nn.Module)]))
+    return any(map(is_library, kinds[: kinds.index(nn.Module)]))
 
 
 def is_foreign(module: str | None) -> bool:

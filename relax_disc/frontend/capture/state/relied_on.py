@@ -1,0 +1,300 @@
+"""What a compiled step relies on: guards of the Python values that a trace has read.
+
+What was read is known for attributes of modules and of objects whose class can be watched; of
+variables, elements of containers and slots it is taken from the names in the code.  Containers are
+compared by their lengths and keys, too, and what is looked for and is not there must stay away.
+"""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, fx, nn
+
+from relax_disc.frontend.capture.state.outer import ABSENT, Guard
+from relax_disc.frontend.capture.state.sources import (
+    CONTAINERS,
+    NAMESPACES,
+    AttributesOf,
+    Place,
+    Reachable,
+    Source,
+    is_foreign,
+    is_library,
+    is_plain,
+    resolve,
+)
+
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
+_ITERATING = frozenset({"items", "values", "keys"})
+_MOST_COMPARED = 1000
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one trace has read and changed of what was `known`."""
+
+    known: Reachable
+    reads: Mapping[tuple[int, str], tuple[Any, Any]]  # attributes, by the id of who holds them
+    absent: Mapping[tuple[int, str], Any]  # who was asked for an attribute that it does not have
+    frozen_flags: Mapping[int, Tensor]  # of which ``requires_grad`` was read
+    changed: Collection[tuple[int, Any]]  # places, and containers with None
+    live: Collection[int]  # numbers of ``known.plain`` that are inputs
+    pinned: Collection[int]  # those of them that are fixed none the less
+
+
+def guards_of(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, trace: Trace, used: Iterable[Source]
+) -> list[Guard]:
+    """List what the program relies on; ``used``: paths to its inputs."""
+    guards = [*_of_attributes(model, trace), *_of_plain(trace), *_of_variables(trace)]
+    paths = [guard.source for guard in guards]
+    more = list(_of_containers(model, loss_fn, trace))
+    paths += [guard.source for guard in more if not guard.part]
+    guards += [*more, *_of_absent(trace), *_of_module_lists(trace), *_of_flags(trace)]
+    wanted = [path for path in [*paths, *used] if path is not None]
+    return guards + list(_links(model, loss_fn, trace, wanted))
+
+
+def may_read(known: Reachable, source: Source, holder: Any) -> bool:
+    """Say whether the functions may read a value that is no attribute of a module."""
+    kind, key = source.steps[-1]
+    if kind == "attribute" and is_recorded(holder):
+        return False
+    if kind == "item" and isinstance(holder, dict):
+        return known.may_name(key) or not any(other in known.names for other in holder)
+    return kind not in ("attribute", "slot") or known.may_name(key)
+
+
+def is_recorded(holder: Any) -> bool:
+    """Say whether reads of an object's attributes can be noted."""
+    if isinstance(holder, type | types.ModuleType) or type(holder) in CONTAINERS:
+        return False
+    return not type(holder).__flags__ & _IMMUTABLE
+
+
+def _of_attributes(model: nn.Module, trace: Trace) -> Iterator[Guard]:
+    inside = {id(module) for module in model.modules()}
+    sources = {id(value): source for source, value in trace.known.containers}
+    sources |= {key: source for key, (source, _) in trace.known.modules.items()}
+    for (key, name), (holder, value) in trace.reads.items():
+        if isinstance(holder, fx.GraphModule):  # the trace's own
+            continue
+        source = sources.get(key)
+        path = None if source is None else source.to("attribute", name)
+        if name == "training":
+            if key not in inside:
+                what = str(source or type(holder).__name__)
+                yield Guard(what, path, Place(holder.__dict__, name), value)
+            continue
+        kind, place = _attribute(holder, name)
+        if place is None or (id(place.container), name) in trace.changed:
+            continue
+        if isinstance(value, types.MethodType) and type(place.get()) is types.FunctionType:
+            if kind is not None and is_library(kind):
+                continue
+            value = place.get()  # a method
+        elif place.get() is not value:  # a property
+            continue
+        elif not (_comparable(value) or type(value) in FUNCTIONS or _is_object(value)):
+            continue
+        shadow = None if name in holder.__dict__ else holder.__dict__
+        what = f"{source or type(holder).__name__}.{name}"
+        yield Guard(what, path, place, _copied(value), shadow)
+
+
+def _of_absent(trace: Trace) -> Iterator[Guard]:
+    """Guard what the user's code looked for by ``hasattr`` or ``getattr``, and did not find."""
+    for (_, name), holder in trace.absent.items():
+        own = vars(holder)
+        if name not in trace.known.names:
+            continue
+        if (id(own), name) in trace.changed:
+            continue
+        tables = [own] + ([own[t] for t in _TABLES] if isinstance(holder, nn.Module) else [])
+        if not any(name in table for table in tables):
+            what = f"{type(holder).__name__}.{name}"
+            yield from (Guard(what, None, Place(table, name), ABSENT) for table in tables)
+
+
+def _of_plain(trace: Trace) -> Iterator[Guard]:
+    for index, (source, place, holder) in enumerate(trace.known.plain):
+        read = index in trace.pinned
+        if index not in trace.live:
+            read = may_read(trace.known, source, holder)
+        if read and (id(place.container), place.key) not in trace.changed:
+            inherits = isinstance(holder, type) and place.key not in vars(holder)
+            shadow: Any = vars(holder) if inherits else None
+            yield Guard(str(source), source, place, _copied(place.get()), shadow)
+
+
+def _of_variables(trace: Trace) -> Iterator[Guard]:
+    for source, place in trace.known.cells:
+        value = place.get()
+        if (source.root == "loss_fn" and callable(value)) or _is_object(value):
+            yield Guard(str(source), source, place, value)
+
+
+def _of_flags(trace: Trace) -> Iterator[Guard]:
+    for tensor in trace.frozen_flags.values():
+        source, _ = trace.known.tensors.get(id(tensor), (None, None))
+        place = Place(AttributesOf(tensor), "requires_grad")
+        yield Guard(f"{source or 'a tensor'}.requires_grad", None, place, tensor.requires_grad)
+
+
+def _of_module_lists(trace: Trace) -> Iterator[Guard]:
+    """Guard how many modules there are where code goes through all of them."""
+    iterates = bool(_ITERATING & trace.known.names)
+    for source, module in trace.known.modules.values():
+        table = "_parameters" if isinstance(module, nn.ParameterList) else "_modules"
+        listed = isinstance(module, nn.Sequential | nn.ModuleList | nn.ParameterList)
+        if listed or (iterates and isinstance(module, nn.ModuleDict)):
+            path, place = source.to("attribute", table), Place(vars(module), table)
+            yield Guard(str(source), path, place, tuple(place.get()), part="keys")
+
+
+def _of_containers(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, trace: Trace
+) -> Iterator[Guard]:
+    """Guard how many elements containers have, by which keys, and objects among them."""
+    holders: dict[Source, Any] = dict(trace.known.containers)
+    holders |= dict(trace.known.modules.values())
+    read_ids = {id(value) for _, value in trace.reads.values()}
+    for source, value in trace.known.containers:
+        if not source.steps or (id(value), None) in trace.changed:
+            continue
+        if not _is_read(trace, source, value, holders, read_ids):
+            continue
+        try:
+            place = resolve(source, model, loss_fn)
+        except LookupError:  # inside a tuple that was made for the walk
+            continue
+        guard = _of_container(trace, source, place, value)
+        if guard is not None and not (id(value) in read_ids and _comparable(value)):
+            yield guard
+        for key, element in _elements(value):
+            further = source.to("item", key)
+            if (type(element) in FUNCTIONS or _is_object(element)) and may_read(
+                trace.known, further, value
+            ):
+                yield Guard(str(further), further, Place(value, key), element)
+
+
+def _of_container(trace: Trace, source: Source, place: Place, value: Any) -> Guard | None:
+    what = str(source)
+    if isinstance(value, dict):
+        names = _names_of_keys(trace, value)
+        path = None if names else source
+        return Guard(what, path, place, tuple(value), part="keys", names=names)
+    if isinstance(value, list | collections.deque):
+        return Guard(what, source, place, len(value), part="length")
+    if isinstance(value, set) and _comparable(value):
+        return Guard(what, source, place, value.copy())
+    if type(value) in NAMESPACES and not is_recorded(value):
+        names = frozenset(trace.known.names)
+        return Guard(what, None, Place([vars(value)], 0), tuple(vars(value)), None, "keys", names)
+    return None
+
+
+def _names_of_keys(trace: Trace, value: Mapping[Any, Any]) -> frozenset[str]:
+    """Return which keys may come and go only if named; none: all count."""
+    names = trace.known.names
+    by_name = not value or any(key in names for key in value)
+    return frozenset() if _ITERATING & names or not by_name else frozenset(names)
+
+
+def _is_read(
+    trace: Trace,
+    source: Source,
+    value: Any,
+    holders: Mapping[Source, Any],
+    read_ids: Collection[int],
+) -> bool:
+    """Say whether the functions may read a container."""
+    if not source.steps:
+        return True
+    kind, key = source.steps[-1]
+    parent = Source(source.root, source.steps[:-1])
+    holder = holders.get(parent)
+    if kind in ("closure", "global"):
+        return True
+    if kind in ("attribute", "slot"):
+        if holder is not None and is_recorded(holder):
+            return id(value) in read_ids
+        return trace.known.may_name(key)
+    if holder is None:
+        return True
+    if not may_read(trace.known, source, holder):
+        return False
+    return _is_read(trace, parent, holder, holders, read_ids)
+
+
+def _links(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    trace: Trace,
+    paths: Iterable[Source],
+) -> Iterator[Guard]:
+    """Guard the objects on the way to what was read: closures and attributes that hold them."""
+    wanted = {
+        Source(path.root, path.steps[:n])
+        for path in paths
+        for n in range(1, len(path.steps))
+        if path.steps[n - 1][0] not in ("method", "member", "default", "cached")
+    }
+    for source in sorted(wanted, key=str):
+        place = resolve(source, model, loss_fn)
+        if (id(place.container), place.key) not in trace.changed:
+            yield Guard(str(source), source, place, place.get())
+
+
+def _attribute(holder: Any, name: str) -> tuple[type | None, Place | None]:
+    """Find where an attribute lies; the class where one has it."""
+    if name in holder.__dict__:
+        return None, Place(holder.__dict__, name)
+    for kind in type(holder).__mro__:
+        if name in kind.__dict__:
+            return kind, None if is_foreign(kind.__module__) else Place(vars(kind), name)
+    return None, None
+
+
+def _elements(value: Any) -> Iterable[tuple[Any, Any]]:
+    if len(getattr(value, "__dict__", ())) and not isinstance(value, dict | list):
+        return ()
+    if isinstance(value, dict):
+        pairs = dict.items(value)
+    elif isinstance(value, list | collections.deque):
+        pairs = enumerate(value)
+    else:
+        return ()
+    return [pair for pair, _ in zip(pairs, range(_MOST_COMPARED), strict=False)]
+
+
+def _is_object(value: Any) -> bool:
+    """Say whether a value is an object that the walk does not look into: it must stay the same."""
+    if isinstance(value, Tensor | nn.Module | types.ModuleType | types.MethodType | tuple):
+        return False
+    if type(value) in CONTAINERS or is_plain(value) or type(value) is np.ndarray:
+        return False
+    return is_foreign(type(value).__module__) and type(value) not in NAMESPACES
+
+
+def _comparable(value: Any) -> bool:
+    if is_plain(value) or type(value) is np.ndarray:
+        return True
+    if type(value) in (tuple, list, set, frozenset):
+        return len(value) <= _MOST_COMPARED and all(map(_comparable, value))
+    if type(value) is dict:
+        return len(value) <= _MOST_COMPARED and all(map(_comparable, value.values()))
+    return False
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, list | set | dict | np.ndarray) else value
