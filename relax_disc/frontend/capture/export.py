@@ -72,6 +72,7 @@ from relax_disc.frontend.capture.sizes.guards import (
     check_asked,
     check_assertions,
     check_derived_dims,
+    check_numbers,
     varying_branches,
 )
 from relax_disc.frontend.capture.sizes.stand_ins import stand_ins
@@ -298,6 +299,7 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
             check_derived_dims(run.program, table, run.branches, run.lines, varying)
             if equals:
                 check_asked(run.program, table, run.branches)
+            check_numbers(run.program, table, run.branches)
             break
         except Exception as error:
             fixed = isinstance(error.__cause__, UserError)  # torch.export took sizes for numbers
@@ -521,6 +523,13 @@ def _export(
             raise UnsupportedOperatorError(
                 f"{line}: PyTorch cannot trace the model with symbolic sizes: {first_part(error)}",
                 (("what torch.export cannot trace", str(line)),),
+            ) from error
+        if isinstance(error, fx.proxy.TraceError) and branches.numbers:
+            line = next(iter(branches.numbers.values()))
+            raise UnsupportedOperatorError(
+                f"{line}: a Python number is made of sizes that differ between batches; compute it "
+                "with tensors or with torch.sym_int, torch.sym_float and torch.sym_sqrt.",
+                (("a number made of sizes", str(line)),),
             ) from error
         if ", in make_fake_inputs" not in trace:  # the model's own
             raise

@@ -1,12 +1,14 @@
 """Comparisons of sizes: the model's own must hold over the range, PyTorch's own need not."""
 
+import math
+
 import pytest
 import sympy
 import torch
 from torch import nn
 from torch.export import Dim
 
-from relax_disc.errors import ShapeRangeError
+from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend import capture_step
 from relax_disc.frontend.capture.sizes.branches import SizeBranches
 from tests.frontend.running import check_gradients
@@ -178,3 +180,40 @@ def test_one_condition_or_another():
     expected = sympy.Or(size >= 1, sympy.Eq(sympy.Min(32, size), size))
     assert branches.required(either) == expected
     assert branches.required(sympy.true) == sympy.true
+
+
+class Picking(nn.Module):
+    """Keeps a part of the positions, as masked autoencoders and mining of hard examples do."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.layer, self.count = nn.Linear(4, 1), count
+
+    def forward(self, x):
+        return self.layer(x)[..., 0].topk(self.count(x.shape[1]), dim=1).values.mean()
+
+
+class Weighed(Picking):
+    def forward(self, x):
+        return self.layer(x).mean() * self.count(x.shape[1])
+
+
+def test_a_number_made_of_sizes_is_the_examples_own():
+    model = Weighed(lambda n: max(1, int(n * 0.5)))
+    with pytest.raises(ShapeRangeError, match=r"test_size_branches.*int\(\).*torch.sym_int"):
+        capture_step(model, None, batch(3, 6), dynamic_shapes=SHAPES)
+    model = Weighed(lambda n: math.log(n / 2))
+    with pytest.raises(UnsupportedOperatorError, match="a Python number is made of sizes"):
+        capture_step(model, None, batch(3, 6), dynamic_shapes=SHAPES)
+
+
+def test_a_number_that_is_the_same_at_all_sizes_may_be_made_of_them():
+    model = Picking(lambda n: 1 + int(n / 100))
+    captured = capture_step(model, None, batch(3, 6), dynamic_shapes=SHAPES)
+    check_gradients(captured, model, [batch(*size) for size in ((3, 6), (1, 1), (2, 9))])
+
+
+def test_a_part_of_a_size_computed_with_sizes():
+    model = Picking(lambda n: torch.sym_max(1, torch.sym_int(0.5 * n)))
+    captured = capture_step(model, None, batch(3, 6), dynamic_shapes=SHAPES)
+    check_gradients(captured, model, [batch(*size) for size in ((3, 6), (1, 1), (2, 9))])

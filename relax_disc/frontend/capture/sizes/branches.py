@@ -44,6 +44,7 @@ class SizeBranches:
         self._differences: dict[Any, SourceLine] = {}
         self._inequalities: set[Any] = set()
         self.asked: dict[Any, SourceLine] = {}
+        self.numbers: dict[Any, SourceLine] = {}  # that `int` or `float` made of an expression
         self.ones_are_general = False
 
     def add(self, condition: Any, line: SourceLine) -> None:
@@ -129,8 +130,33 @@ def size_branches() -> Iterator[SizeBranches]:
                 raise
             return truth
 
-    with patch.object(torch.SymBool, "__bool__", noting):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(torch.SymBool, "__bool__", noting))
+        for kind, name in (
+            (torch.SymInt, "__int__"),
+            (torch.SymInt, "__index__"),
+            (torch.SymFloat, "__float__"),
+        ):
+            numbering = _numbering(getattr(kind, name), found)
+            stack.enter_context(patch.object(kind, name, numbering))
         yield found
+
+
+def _numbering(before: Any, found: SizeBranches) -> Any:
+    """Return a conversion that notes which number the user's code made of which sizes."""
+
+    def number(self: Any) -> Any:
+        value = before(self)
+        frame = sys._getframe(1)
+        outer = frame.f_back if frame.f_code.co_name == "__int__" else frame  # of a SymFloat
+        file = "" if outer is None else outer.f_code.co_filename
+        if outer is not None and not file.startswith(_INSIDE):
+            if isinstance(self.node.expr, sympy.Basic):
+                made = sympy.Eq(self.node.expr, sympy.sympify(value), evaluate=False)
+                found.numbers.setdefault(made, SourceLine(file, outer.f_lineno))
+        return value
+
+    return number
 
 
 @contextlib.contextmanager

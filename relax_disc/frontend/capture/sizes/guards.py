@@ -56,6 +56,14 @@ _FOLDS: tuple[tuple[Any, Callable[[Any, Any], Any]], ...] = (
 )
 
 
+_ROUNDED: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (torch_sympy.TruncToInt, np.trunc),
+    (torch_sympy.FloorToInt, np.floor),
+    (torch_sympy.CeilToInt, np.ceil),
+    (torch_sympy.RoundToInt, np.round),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class SizeBranch:
     """A condition on several dims on which the model's own code branched, as the example has it."""
@@ -188,6 +196,30 @@ def check_asked(program: ExportedProgram, dims: DimTable, branches: SizeBranches
                 _check(sympy.Not(condition), dims, line)
 
 
+def check_numbers(program: ExportedProgram, dims: DimTable, branches: SizeBranches) -> None:
+    """Check that numbers which the model's own code made of sizes are the same at all sizes.
+
+    Raises `ShapeRangeError`: ``int(0.5 * length)``, say, is a number of the example alone.
+    """
+    fakes = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
+    env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
+    for condition, line in branches.numbers.items():
+        size, number = condition.args
+        size = size if env is None else size.xreplace(env.replacements)
+        symbols = {str(symbol) for symbol in size.free_symbols}
+        if not symbols or not symbols <= set(dims.names):
+            continue
+        try:
+            _check(sympy.Eq(size, number, evaluate=False), dims, line)
+        except ShapeRangeError as error:
+            words = size.xreplace({s: sympy.Symbol(dims[s].name) for s in size.free_symbols})
+            raise ShapeRangeError(
+                f"{line}: int() or float() makes a number of the example's sizes, {number} of "
+                f"{words}, which differs at others: compute with the sizes themselves "
+                "(torch.sym_int for int, // for a floor)."
+            ) from error
+
+
 class GuardWatch:
     """Finds what a trace has come to rely on since the watch began."""
 
@@ -310,6 +342,9 @@ def evaluate(expr: Any, values: Mapping[sympy.Symbol, np.ndarray]) -> Any:
     args = [evaluate(arg, values) for arg in expr.args]
     if isinstance(expr, sympy.Not):
         return np.logical_not(args[0])
+    for kind, rounded in _ROUNDED:
+        if isinstance(expr, kind):
+            return rounded(args[0])
     if isinstance(expr, sympy.Pow) and expr.args[1].is_Integer and expr.args[1] >= 0:
         return functools.reduce(operator.mul, itertools.repeat(args[0], int(expr.args[1])))
     for classes, combine in _FOLDS:
