@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import functools
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def of_tensors():
 
 
 def of_function_in_dict():
-    parts = {"loss": distance}
+    parts: dict[str, Any] = {"loss": distance}
     return lambda m, x: parts["loss"](m, x), lambda: parts.update(loss=lambda m, x: m(x).mean())
 
 
@@ -186,10 +187,10 @@ def of_deque():
 
 
 def of_counter():
-    counts = collections.Counter(seen=1.0)
+    counts = collections.Counter(seen=1)
 
     def change():
-        return counts.update(seen=2.0)
+        return counts.update(seen=2)
 
     return lambda m, x: distance(m, x) * counts["seen"], change
 
