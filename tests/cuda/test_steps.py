@@ -192,3 +192,39 @@ def test_a_product_is_rounded_before_it_is_added_to():
         matmul_add(*tensors, 1, 1, 0, 0, emulator.tensor(result))
     exact = addend.double() + left.double() @ right.double()
     assert (result - exact).norm() < 5e-8 * exact.norm()
+
+
+class Decaying(nn.Module):
+    """A loop over the length, which PyTorch's operators run, step by step, with scratch memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = nn.Parameter(torch.linspace(-1, 1, 8))
+
+    def forward(self, x):
+        state, states = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = state * self.rate.sigmoid() + x[:, t]
+            states.append(state)
+        return torch.stack(states, 1).square().mean()
+
+
+def test_a_loop_of_pytorchs_operators_takes_memory_beside_the_arena(monkeypatch):
+    monkeypatch.setenv("RELAX_DISC_COMPILE_CACHE", "0")
+    torch.manual_seed(0)
+    model, emulator = Decaying(), Emulator.load()
+    shape = {0: Dim("rows", min=1, max=64), 1: Dim("length", min=2, max=64)}
+    with cuda_stand_in(emulator):
+        step = relax_disc.compile(
+            model, None, (torch.randn(3, 5, 8),), dynamic_shapes=(shape,),
+            target=cuda_target("sm_90"),
+        )  # fmt: skip
+        for rows, length in [(3, 5), (1, 2), (7, 30)]:
+            x = torch.randn(rows, length, 8)
+            wanted = model(x)
+            (gradient,) = torch.autograd.grad(wanted, [model.rate])
+            model.zero_grad()
+            torch.testing.assert_close(step(x, update=False), wanted.detach())
+            torch.testing.assert_close(model.rate.grad, gradient)
+    assert "library aten.loop" in emulator.events
+    assert not emulator.take_findings()

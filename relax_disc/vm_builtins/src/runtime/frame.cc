@@ -2,6 +2,7 @@
 #include <tvm/ffi/error.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "runtime/session.h"
 #include "kernels/parallel.h"
@@ -157,7 +158,10 @@ void Frame::Call(const Step& step, const Step& next) {
     CopyBytes(values[i].cast<ffi::Tensor>(), values[i + 1].cast<ffi::Tensor>());
   }
   SerialScope serial(plan_->is_small[step.kernel]);
-  LentWorkspace lent(arena_->base() + step.workspace_offset, plan_->workspaces[step.kernel]);
+  std::optional<LentWorkspace> lent;
+  if (session_->metadata().machine.lends_memory) {
+    lent.emplace(arena_->base() + step.workspace_offset, plan_->workspaces[step.kernel]);
+  }
   const ffi::Function& function = session_->functions_[step.kernel];
   ffi::PackedArgs arguments(values + step.first_argument, next.first_copy - step.first_argument);
   ffi::Any result;
