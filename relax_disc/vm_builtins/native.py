@@ -191,7 +191,8 @@ def _toolchain() -> Toolchain:
     )
     link: list[str] = ["-pthread"]
     for folder, name in libraries:
-        link += [f"-L{folder}", f"-Wl,-rpath,{folder}", f"-l{name}"]
+        # -Wl would cut a path at its commas.
+        link += [f"-L{folder}", "-Xlinker", "-rpath", "-Xlinker", str(folder), f"-l{name}"]
     versions = (torch.__version__, tvm_ffi.__version__)
     return Toolchain(
         (*_COMPILE_FLAGS, native, *(f"-I{path}" for path in libinfo.include_paths())),

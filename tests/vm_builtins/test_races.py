@@ -66,7 +66,7 @@ def test_no_two_threads_touch_one_place(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_one, sources))
     folder = Path(libinfo.find_libtvm_ffi()).parent
-    link = [f"-L{folder}", f"-Wl,-rpath,{folder}", "-ltvm_ffi", "-pthread"]
+    link = [f"-L{folder}", "-Xlinker", "-rpath", "-Xlinker", str(folder), "-ltvm_ffi", "-pthread"]
     program = tmp_path / "race"
     subprocess.run(
         [compiler, "-fsanitize=thread", *objects, *link, "-o", str(program)],
