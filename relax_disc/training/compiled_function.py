@@ -243,7 +243,7 @@ class CompiledFunction:
         """
         with self._lock:
             tensors, sizes = self._schema.bind(batch, named)
-            return {**sizes, **self._counted.told_by(tensors, sizes)}
+            return {**sizes, **self._counts(tensors, sizes)}
 
     def largest(
         self, dim: str, *, memory_budget: int | str | None = None, **other_dims: int
@@ -357,7 +357,24 @@ class CompiledFunction:
     ) -> tuple[list[torch.Tensor], dict[str, int]]:
         """Return a batch's tensors and the sizes to enter with; raises as `run`."""
         tensors, sizes = self._schema.bind(args, named)
-        return tensors, self._counted.complete(sizes, self._counted.told_by(tensors, sizes))
+        return tensors, self._counted.complete(sizes, self._counts(tensors, sizes))
+
+    def _counts(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the sizes that a batch tells; none where the budget has room for bounds alone.
+
+        Planning is no monotone function of sizes: a budget that `plan` promises for whatever a
+        batch may hold may be a few bytes short of what is found for less.
+        """
+        counts = self._counted.told_by(tensors, sizes)
+        if not counts or self.memory_budget is None:
+            return counts
+        told, bounds = (
+            self._variants.plan(
+                self._values(self._counted.complete(sizes, found)), self.memory_budget
+            )[1]
+            for found in (counts, {})
+        )
+        return {} if bounds.feasible and not told.feasible else counts
 
     def check_unchanged(self) -> None:
         """Refuse a model or an optimizer that no longer fits what was compiled.
