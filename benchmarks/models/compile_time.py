@@ -37,7 +37,7 @@ from benchmarks.models.document import read_results, result_path
 from benchmarks.models.entry import Entry
 from benchmarks.models.speed_document import RECORDED, write_page
 from benchmarks.models.wide import WIDE
-from benchmarks.record import commit, machine, write_result
+from benchmarks.record import commit, machine, without_folders, write_result
 from relax_disc.vm_builtins import native
 
 NAME = "compile_time_models"
@@ -173,7 +173,8 @@ def _told(
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line and not line[0].isspace()]
         told = [line for line in lines if "Error" in line or "Exception" in line] or lines
-        return {"failed": told[-1][:200] if told else f"ended with {done.returncode}"}
+        reason = without_folders(told[-1])[:200] if told else f"ended with {done.returncode}"
+        return {"failed": reason}
     found = json.loads(done.stdout.splitlines()[-1])
     return {"at_least": round(stop_seconds, 2)} if "stopped" in found else found
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scheduling.graphs import OWN_GRAPHS
+from benchmarks.scheduling.graphs import OWN_GRAPHS, dependencies
 from benchmarks.scheduling.rules import order_by_rule
 from relax_disc.analysis import TensorGraph, schedule_ops
 from relax_disc.analysis.schedule.order import Schedule
@@ -40,14 +40,7 @@ def graphs(quick: bool) -> Iterator[tuple[str, TensorGraph]]:
 def shuffled(graph: TensorGraph, seed: int) -> TensorGraph:
     """Return the program in a random valid order."""
     rng = random.Random(seed)
-    made = graph.producers()
-    left, followers = [], [[] for _ in graph.kernels]
-    for index, kernel in enumerate(graph.kernels):
-        need = {p for tensor in kernel.inputs if (p := made[tensor]) is not None}
-        need |= set(kernel.after)
-        left.append(len(need))
-        for other in sorted(need):
-            followers[other].append(index)
+    left, followers = dependencies(graph)
     ready = [index for index, count in enumerate(left) if count == 0]
     order = []
     while ready:

@@ -224,3 +224,16 @@ OWN_GRAPHS: Mapping[str, Callable[[], TensorGraph]] = {
     "irregular 300": lambda: irregular(3000, 300.0, 2),
     "irregular 3000": lambda: irregular(3000, 3000.0, 3),
 }
+
+
+def dependencies(graph: TensorGraph) -> tuple[list[int], list[list[int]]]:
+    """Return how many kernels each waits for, and which wait for it, in ascending order."""
+    made = graph.producers()
+    waits: list[int] = []
+    following: list[list[int]] = [[] for _ in graph.kernels]
+    for index, kernel in enumerate(graph.kernels):
+        need = {p for t in kernel.inputs if (p := made[t]) is not None} | set(kernel.after)
+        waits.append(len(need))
+        for other in sorted(need):
+            following[other].append(index)
+    return waits, following

@@ -11,6 +11,7 @@ operator to the last reader of what it makes.
 
 from __future__ import annotations
 
+from benchmarks.scheduling.graphs import dependencies
 from relax_disc.analysis.program.tensor_graph import Size, TensorGraph
 from relax_disc.analysis.symbolic.comparison.compare import Order, compare
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
@@ -33,14 +34,7 @@ def paper_order(graph: TensorGraph) -> tuple[int, ...]:
         Numeric or symbolic; the one order holds for every shape.
     """
     rule = _Rule(graph)
-    made = graph.producers()
-    waits: list[int] = []
-    following: list[list[int]] = [[] for _ in graph.kernels]
-    for index, kernel in enumerate(graph.kernels):
-        need = {p for t in kernel.inputs if (p := made[t]) is not None} | set(kernel.after)
-        waits.append(len(need))
-        for other in sorted(need):
-            following[other].append(index)
+    waits, following = dependencies(graph)
     ready = [index for index, count in enumerate(waits) if count == 0]
     order = []
     while ready:

@@ -366,15 +366,14 @@ class CompiledFunction:
         batch may hold may be a few bytes short of what is found for less.
         """
         counts = self._counted.told_by(tensors, sizes)
-        if not counts or self.memory_budget is None:
+        if not counts or self.memory_budget is None or self._has_room(sizes, counts):
             return counts
-        told, bounds = (
-            self._variants.plan(
-                self._values(self._counted.complete(sizes, found)), self.memory_budget
-            )[1]
-            for found in (counts, {})
-        )
-        return {} if bounds.feasible and not told.feasible else counts
+        return {} if self._has_room(sizes, {}) else counts
+
+    def _has_room(self, sizes: Mapping[str, int], counts: Mapping[str, int]) -> bool:
+        """Say whether the budget has room for what is counted, or for bounds where nothing is."""
+        values = self._values(self._counted.complete(sizes, counts))
+        return self._variants.plan(values, self.memory_budget)[1].feasible
 
     def check_unchanged(self) -> None:
         """Refuse a model or an optimizer that no longer fits what was compiled.

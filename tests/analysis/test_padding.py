@@ -64,22 +64,26 @@ class Attention(nn.Module):
 class Written(Attention):
     """Attention as products, a number for what a mask hides, and a softmax."""
 
-    def forward(self, x, mask):
-        b, t, _ = x.shape
-        q, k, v = self.heads(x)
+    def hidden(self, x, mask):
+        t = x.shape[1]
         places = torch.arange(t)
         seen = torch.ones(1, 1, t, t, dtype=torch.bool)
         if self.masked:
             seen = seen & mask[:, None, None, :].bool()
         if self.causal:
             seen = seen & (places[None, :] <= places[:, None])[None, None]
-        hidden = torch.where(seen, torch.zeros((), dtype=x.dtype), torch.finfo(torch.float32).min)
+        return torch.where(seen, torch.zeros((), dtype=x.dtype), torch.finfo(torch.float32).min)
+
+    def forward(self, x, mask):
+        b, t, _ = x.shape
+        q, k, v = self.heads(x)
+        hidden = self.hidden(x, mask)
         scores = torch.matmul(q, k.transpose(2, 3)) * 0.5 + hidden
         out = torch.matmul(torch.softmax(scores, -1), v)
         return x + out.transpose(1, 2).reshape(b, t, WIDTH)
 
 
-class Biased(Attention):
+class Biased(Written):
     """Attention with a trained bias by distance, or distances alone by heads as ALiBi has them."""
 
     def __init__(self, causal, masked, trained):
@@ -89,13 +93,7 @@ class Biased(Attention):
     def forward(self, x, mask):
         b, t, _ = x.shape
         q, k, v = self.heads(x)
-        places = torch.arange(t)
-        seen = torch.ones(1, 1, t, t, dtype=torch.bool)
-        if self.masked:
-            seen = seen & mask[:, None, None, :].bool()
-        if self.causal:
-            seen = seen & (places[None, :] <= places[:, None])[None, None]
-        hidden = torch.where(seen, torch.zeros((), dtype=x.dtype), torch.finfo(torch.float32).min)
+        places, hidden = torch.arange(t), self.hidden(x, mask)
         if self.distances is not None:
             bias = self.distances(places[None] - places[:, None] + LONGEST).permute(2, 0, 1)
             scores = torch.matmul(q, k.transpose(2, 3)) * 0.5 + bias + hidden

@@ -24,7 +24,7 @@ from relax_disc.vm_builtins.session import Session
 _MOST_SHAPES = 1024
 
 
-def rounded(count: int, most: int) -> int:
+def _rounded(count: int, most: int) -> int:
     """Round a count up to 16 or by less than a sixteenth, so that plans are used again."""
     unit = 1 << max(4, count.bit_length() - 5)
     return min(-(-max(count, 1) // unit) * unit, most)
@@ -75,7 +75,7 @@ class CountedDims:
             count = (counts or {}).get(name, most)
             if not 0 <= count <= most:
                 raise ShapeRangeError(f"{name}={count}; allowed is 0 .. {most} = {bound}.")
-            result[name] = rounded(count, most)
+            result[name] = _rounded(count, most)
         return result
 
     def told_by(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> dict[str, int]:
