@@ -88,7 +88,7 @@ def test_killed_run_leaves_a_whole_file(repository, finetune, tmp_path):
     run = ("--engine", "eager", "--history", history)
     command = _arguments(repository, *run, "--save", state, "--save-every", 1)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 500
         while not state.exists() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)

@@ -2,7 +2,9 @@
 
 import json
 from importlib.util import find_spec
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import tvm
@@ -201,16 +203,71 @@ def test_a_candidate_that_may_not_lie_over_its_operand_is_found():
     assert found is not None and "over operand 0" in found
 
 
-def test_slower_and_faster_are_told():
+class Stopwatch:
+    """Time that passes by kernels' calls only: some microseconds each, and what disturbs them."""
+
+    def __init__(self, monkeypatch, microseconds, disturbed):
+        self.now = 0.0
+        self.microseconds = microseconds
+        self.disturbed = disturbed
+        self.generator = np.random.default_rng(0)
+        monkeypatch.setattr(judgement, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(judgement.workers, "compiled", self.compiled)
+
+    def compiled(self, kernels, target):
+        del target
+        return {name: self.run(name) for name in kernels}
+
+    def run(self, name):
+        def call(*arguments):
+            del arguments
+            factor = 1 + self.disturbed * self.generator.standard_normal()
+            if self.generator.random() < 0.01:
+                factor += 50  # another process has the core
+            self.now += self.microseconds[name] * 1e-6 * max(factor, 0.1)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("rule", "tuned", "disturbed", "verdict"),
+    [
+        (100, 60, 0.02, "faster"),
+        (100, 170, 0.02, "slower"),
+        (100, 95, 0.01, "faster"),
+        (100, 106, 0.01, "slower"),
+        (100, 100, 0.01, None),
+        (100, 99, 0.001, None),  # not worth another kernel, however sure
+        (100, 101, 0.001, None),
+        (100, 95, 0.3, None),  # nobody can tell on such a machine
+        (100, 106, 0.3, None),
+        (100, 30, 0.3, "faster"),
+    ],
+)
+def test_slower_and_faster_are_told(rule, tuned, disturbed, verdict, monkeypatch):
+    kernel = softmax()
+    shapes = [({"n": 64, "m": 256}, sizes_of(kernel, 64, 256))]
+    Stopwatch(monkeypatch, {"rule": rule, "again": rule, "tuned": tuned}, disturbed)
+    (timing,) = judgement.time_kernels(kernel, kernel, kernel, TARGET, shapes)
+    assert (timing.faster, timing.slower) == (verdict == "faster", verdict == "slower")
+    assert timing.low <= timing.ratio <= timing.high
+    assert timing.shape == {"n": 64, "m": 256} and not timing.modelled
+    if disturbed <= 0.02:
+        assert timing.rule_us == pytest.approx(rule, rel=0.05)
+        assert timing.tuned_us == pytest.approx(tuned, rel=0.05)
+        assert timing.ratio == pytest.approx(tuned / rule, rel=0.02)
+
+
+def test_kernels_are_timed():
+    """The machine's own stopwatch: on a busy one its figures may be anything."""
     set_threads(1)
     kernel = softmax()
+    sizes = sizes_of(kernel, 64, 256)
     rule = scheduled(kernel)
     slow = kernel.with_attr("tirx.is_scheduled", True)
-    shapes = [({"n": 64, "m": 256}, sizes_of(kernel, 64, 256))]
-    (timing,) = judgement.time_kernels(kernel, rule, slow, TARGET, shapes)
-    assert timing.slower and not timing.faster and timing.ratio > 1.5
-    (timing,) = judgement.time_kernels(kernel, slow, rule, TARGET, shapes)
-    assert timing.faster and timing.low <= timing.ratio <= timing.high < 0.9
+    (timing,) = judgement.time_kernels(kernel, rule, slow, TARGET, [({"n": 64}, sizes)])
+    assert 0 < timing.rule_us and 0 < timing.tuned_us
+    assert 0 < timing.low <= timing.ratio <= timing.high and timing.noise >= 0
 
 
 def test_a_database_is_kept_and_refused_elsewhere(tmp_path):

@@ -39,6 +39,10 @@ def error(grads, exact):
     return (difference / sum(float(g.pow(2).sum()) for g in exact.values())) ** 0.5
 
 
+def root_mean_square(values):
+    return (sum(value**2 for value in values) / len(values)) ** 0.5
+
+
 def llama_with_labels():
     model = hugging_face_llama(
         hidden_size=32,
@@ -108,6 +112,7 @@ class BatchNorms(torch.nn.Module):
 
 
 def test_batch_norm_sums_a_million_pixels_as_well_as_torch():
+    """Over several batches: of one, the rounding of three numbers is luck."""
     torch.manual_seed(0)
     model = BatchNorms().train()
     n, side = Dim("n", min=2, max=64), Dim("side", min=2, max=256)
@@ -118,22 +123,27 @@ def test_batch_norm_sums_a_million_pixels_as_well_as_torch():
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
     step = compile(model, optimizer, tuple(batch(4, 8)), dynamic_shapes=(axes, axes))
-    for sizes in [(32, 192), (16, 112), (3, 5)]:
-        args = batch(*sizes)
-        exact, theirs = (copy.deepcopy(model).to(t) for t in (torch.float64, torch.float32))
-        exact(*[a.double() for a in args]).backward()
-        theirs(*args).backward()
-        for state in optimizer.state.values():
-            state["momentum_buffer"].zero_()
-        step(*args)
-        found = {n: optimizer.state[p]["momentum_buffer"] for n, p in model.named_parameters()}
-        found |= dict(model.named_buffers())
-        own = {n: p.grad for n, p in theirs.named_parameters()} | dict(theirs.named_buffers())
-        right = {n: p.grad for n, p in exact.named_parameters()} | dict(exact.named_buffers())
-        for name, value in right.items():
-            if value.is_floating_point():
-                bound = max(2 * error(own, {name: value}), 2e-7)
-                assert error(found, {name: value}) <= bound, (sizes, name)
+    for draws, *sizes in [(6, 32, 192), (16, 16, 112), (48, 3, 5)]:
+        ours, torchs = {}, {}
+        for _ in range(draws):
+            args = batch(*sizes)
+            exact, theirs = (copy.deepcopy(model).to(t) for t in (torch.float64, torch.float32))
+            exact(*[a.double() for a in args]).backward()
+            theirs(*args).backward()
+            for state in optimizer.state.values():
+                state["momentum_buffer"].zero_()
+            step(*args)
+            found = {n: optimizer.state[p]["momentum_buffer"] for n, p in model.named_parameters()}
+            found |= dict(model.named_buffers())
+            own = {n: p.grad for n, p in theirs.named_parameters()} | dict(theirs.named_buffers())
+            right = {n: p.grad for n, p in exact.named_parameters()} | dict(exact.named_buffers())
+            for name, value in right.items():
+                if value.is_floating_point():
+                    ours.setdefault(name, []).append(error(found, {name: value}))
+                    torchs.setdefault(name, []).append(error(own, {name: value}))
+        for name, errors in ours.items():
+            bound = max(2 * root_mean_square(torchs[name]), 2e-7)
+            assert root_mean_square(errors) <= bound, (sizes, name)
 
 
 def test_batch_norm_averages_over_all_batches():

@@ -329,7 +329,7 @@ def test_nothing_is_left_of_a_process_that_was_killed(repository, tmp_path):
         assert child.stdout is not None
         while "now" not in child.stdout.readline():
             pass
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 500
         while not _writes_into(child.pid, tmp_path) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert _writes_into(child.pid, tmp_path)

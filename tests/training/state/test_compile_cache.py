@@ -162,7 +162,7 @@ def train_together(meeting):
 
     def write_together(*arguments):
         Path(meeting, str(os.getpid())).touch()
-        end = time.monotonic() + 100
+        end = time.monotonic() + 500
         while len(list(Path(meeting).iterdir())) < 2:
             assert time.monotonic() < end, "the other process does not write"
             time.sleep(0.001)

@@ -297,7 +297,8 @@ int64_t ConvolutionBytes(const ConvolutionSizes& s, int64_t which, int64_t eleme
   }
   if (element == 2) elements += 32768 * threads + weight;  // sums and conversions in float32
   if (element == 2 && !is_half && HasTiles()) elements += threads * TileElements(s, which);
-  if (is_half && !OneDnnComputes(c10::kHalf)) {
+  if (element == 2 && !OneDnnComputes(is_half ? c10::kHalf : c10::kBFloat16)) {
+    // All operands and the result in float32.
     elements += weight + s.outer_channels + 2 * s.batch * (inner_sample + outer_sample) + 16384;
   }
   return PieceBytes(4 * elements);

@@ -24,7 +24,8 @@ struct ConvolutionSizes {
  * (`tests/vm_builtins/test_aten_convolution.py` draws others).  They are close for the layers of the
  * usual networks and generous for rare ones: three axes, dilation, strides beyond two, wide windows.
  * \param element Bytes of an element: 8 is computed by ATen's own kernels, others by oneDNN.
- * \param is_half Elements are float16, which few processors have kernels for.
+ * \param is_half Elements of two bytes are float16, which few processors have kernels for; others
+ *   are bfloat16, which those without AVX-512 have none for.
  */
 int64_t ConvolutionBytes(const ConvolutionSizes& sizes, int64_t which, int64_t element,
                          bool is_half, int64_t threads);
