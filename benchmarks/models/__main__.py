@@ -109,7 +109,7 @@ def main(
     autocast: Annotated[
         bool, typer.Option("--autocast", help="With --speed: forward passes in bfloat16.")
     ] = False,
-    rounds: Annotated[int, typer.Option(help="With --speed: measurements of a shape.")] = 8,
+    rounds: Annotated[int, typer.Option(min=2, help="With --speed: measurements of a shape.")] = 8,
     threads: Annotated[int, typer.Option(help="With --speed: of each process.")] = 2,
 ) -> None:
     """Judge the models; prints a table, writes benchmarks/results/<name>.json as it goes.
