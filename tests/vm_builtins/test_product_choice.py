@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -265,6 +266,48 @@ def test_a_measurement_covers_its_probes_and_names_the_processor(monkeypatch):
     assert set(choice.gains) == {probe.index for probe in probes}
     assert all(gain > 0 for gain in choice.gains.values())
     assert choice.processor in product_choice.native.processor_identity()
+
+
+class Clock:
+    """Timings of our kernel and PyTorch's, by threads; some are disturbed, by up to 20 times."""
+
+    def __init__(self, monkeypatch, times, disturbed):
+        self.times = times  # threads -> (ours, PyTorch's)
+        self.disturbed = disturbed  # threads -> share of the timings
+        self.generator = torch.Generator().manual_seed(0)
+        self.rounds = 0
+        probes = list(product_choice.probes())[:20]
+        monkeypatch.setattr(product_choice, "probes", lambda: iter(probes))
+        monkeypatch.setattr(product_choice, "_timed", self.timed)
+        monkeypatch.setattr(product_choice, "_call", lambda probe, prefix: lambda: prefix)
+
+    def timed(self, function, repeats, clock):
+        count = torch.get_num_threads()
+        assert (clock is time.thread_time_ns) == (count == 1)
+        self.rounds += 1
+        chance, factor = torch.rand(2, generator=self.generator).tolist()
+        wait = 1 + (20 * factor if chance < self.disturbed[count] else factor / 50)
+        return int(repeats * 1e6 * self.times[count][function() == "aten_"] * wait)
+
+
+@pytest.mark.parametrize(("ours", "other"), [(100, 80), (100, 95), (100, 300), (900, 300)])
+@pytest.mark.parametrize("disturbed", [0.0, 0.6])
+def test_the_least_time_is_waited_for(ours, other, disturbed, monkeypatch):
+    clock = Clock(monkeypatch, {2: (ours, other), 1: (ours, other)}, {2: disturbed, 1: 0.0})
+    with threads(2):
+        choice = product_choice.measure(2)
+    assert len(choice.gains) == 20
+    assert list(choice.gains.values()) == pytest.approx([ours / other] * 20, rel=0.05)
+    assert clock.rounds < 20 * 40 or disturbed > 0
+
+
+@pytest.mark.parametrize(("alone", "chosen"), [((100, 100), 0), ((100, 50), 20)])
+def test_what_wins_by_the_wall_clock_alone_is_not_chosen(alone, chosen, monkeypatch):
+    Clock(monkeypatch, {2: (900, 100), 1: alone}, {2: 1.0, 1: 0.0})
+    with threads(2):
+        choice = product_choice.measure(2)
+        assert torch.get_num_threads() == 2
+    assert len(choice.classes()) == chosen
 
 
 def test_an_unknown_pin_is_refused(monkeypatch):
