@@ -122,7 +122,9 @@ def test_what_mkl_takes_is_bounded(m, n, k, layout):
     b = torch.ones(n, k).T if layout == 1 else torch.ones(k, n)
     for count in (1, 2):
         with threads(count), forced(OTHERS):
-            size = library("relax_disc.cpu.library_bytes")("matmul", tvm_ffi.Shape([4, m, n, k]))
+            size = library("relax_disc.cpu.library_bytes")(
+                "matmul", tvm_ffi.Shape([4, m, n, k]), False
+            )
             library("relax_disc.cpu.matmul")(
                 *(tvm_ffi.from_dlpack(x) for x in (torch.ones(3, 3), torch.ones(3, 3))),
                 *(1, 1, 0, 0),
@@ -189,8 +191,10 @@ index = library("relax_disc.cpu.product_class")(1, 96, 80, 1000, 0)
 own, other = tvm_ffi.Shape([]), tvm_ffi.Shape([index])
 torch.set_num_threads(2)
 print(choose(2, other), choose(2, other), choose(2, own))
-print(size("matmul", tvm_ffi.Shape([4, 96, 80, 1000])) > 0)
-print(size("matmul", tvm_ffi.Shape([4, 20, 20, 20])) == 0)
+print(size("matmul", tvm_ffi.Shape([4, 96, 80, 1000]), False) > 0)
+print(size("matmul", tvm_ffi.Shape([4, 20, 20, 20]), False) == 0)
+print(size("matmul", tvm_ffi.Shape([4, 2000, 80, 1000]), False) == 0)
+print(size("matmul", tvm_ffi.Shape([4, 2000, 80, 1000]), True) > 0)  # 96 rows may be counted
 from tests.vm_builtins.test_product_choice import both
 print(*(torch.equal(both()[0], x) for x in both()[1:]))
 torch.set_num_threads(1)
@@ -205,12 +209,44 @@ def test_a_table_holds_for_its_threads_and_its_class_and_never_changes():
     found = child(TABLES)
     assert found == [
         *("True", "True", "False"),  # set, set again, another one
-        *("True", "True"),  # memory of the class, and of no other
+        *("True", "True", "True"),  # memory of the class, and of no other...
+        "True",  # ...unless its sizes are bounds
         *("False", "True"),  # PyTorch's kernel
         *("True", "False"),  # ours on other threads...
         "False",  # ...for good, once they ran
         *("True", "False"),
     ]
+
+
+COUNTED = """
+import torch, tvm_ffi
+from torch.export import Dim
+import relax_disc
+from relax_disc.vm_builtins import native, product_choice
+native.load()
+product_choice.choose = lambda: None  # nothing is measured here
+library = tvm_ffi.get_global_func
+torch.set_num_threads(2)
+index = library("relax_disc.cpu.product_class")(1, 30, 40, 40, 0)
+library("relax_disc.cpu.choose_products")(2, tvm_ffi.Shape([index]))
+torch.manual_seed(0)
+model = torch.nn.Linear(40, 40, bias=False)
+step = relax_disc.compile(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), (torch.randn(64, 40),),
+    dynamic_shapes=({0: Dim("rows", min=2, max=4096)},),
+    loss_fn=lambda model, x: model(x[torch.tanh(x[:, 0]) > 0.9]).square().sum(),
+)
+x = torch.randn(2000, 40)
+x[:, 0] = 0.0
+x[:30, 0] = 3.0
+step(x)
+print(step.plan(rows=2000).library_bytes > 0, library("relax_disc.cpu.take_overflow")() == 0)
+"""
+
+
+@needs_mkl
+def test_rows_that_a_step_counts_may_be_few_enough_for_mkl():
+    assert child(COUNTED) == ["True", "True"]
 
 
 def fake(monkeypatch, cache, gains):

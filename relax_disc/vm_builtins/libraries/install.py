@@ -33,7 +33,8 @@
                                              batch_first, reverse, gradients, grad_state
 `relax_disc.cpu.vocabulary_head`             see `vocabulary_head`, also for the suffixes
 `relax_disc.cpu.workspace_bytes`             formula, parameters -> bytes beside the arguments
-`relax_disc.cpu.library_bytes`               formula, parameters -> bytes that MKL takes beside them
+`relax_disc.cpu.library_bytes`               formula, parameters, whether they are bounds -> bytes
+                                             that MKL takes beside them
 `relax_disc.cpu.multiplies`                  name of a type -> whether the processor has products
                                              of it
 `relax_disc.cpu.own_workspace_bytes`         () -> bytes kept for calls that were lent none

@@ -177,13 +177,15 @@ int64_t WorkspaceBytes(const std::string& kind, const std::vector<int64_t>& numb
                             : BytesOf<float>(kind, numbers, threads);
 }
 
-int64_t LibraryBytes(const std::string& kind, const std::vector<int64_t>& numbers,
+int64_t LibraryBytes(const std::string& kind, const std::vector<int64_t>& numbers, bool or_smaller,
                      int64_t threads) {
   const std::vector<int64_t>& n = numbers;
   if (n.at(0) != 4) return 0;
-  if (kind == "matmul") return ChosenProductBytes({1, n.at(1), n.at(2), n.at(3)}, threads);
+  if (kind == "matmul") {
+    return ChosenProductBytes({1, n.at(1), n.at(2), n.at(3)}, or_smaller, threads);
+  }
   if (kind == "batch_matmul") {
-    return ChosenProductBytes({n.at(1), n.at(2), n.at(3), n.at(4)}, threads);
+    return ChosenProductBytes({n.at(1), n.at(2), n.at(3), n.at(4)}, or_smaller, threads);
   }
   return 0;
 }
@@ -196,8 +198,8 @@ TVM_FFI_STATIC_INIT_BLOCK() {
              return WorkspaceBytes(kind, {numbers.begin(), numbers.end()}, NumThreads());
            })
       .def("relax_disc.cpu.library_bytes",
-           [](const tvm::ffi::String& kind, const tvm::ffi::Shape& numbers) {
-             return LibraryBytes(kind, {numbers.begin(), numbers.end()}, NumThreads());
+           [](const tvm::ffi::String& kind, const tvm::ffi::Shape& numbers, bool or_smaller) {
+             return LibraryBytes(kind, {numbers.begin(), numbers.end()}, or_smaller, NumThreads());
            })
       .def_packed("relax_disc.cpu.call_with_workspace",  // as the run time calls a kernel; for tests
                   [](tvm::ffi::PackedArgs args, tvm::ffi::Any* result) {

@@ -75,8 +75,10 @@ int64_t WorkspaceBytes(const std::string& kind, const std::vector<int64_t>& numb
  * \brief Most that a library takes by itself meanwhile, from malloc: MKL's packing buffers.
  *
  * Nothing can lend it that memory, so it lies beside the arena.  Parameters as above.
+ * \param or_smaller Sizes are bounds of what is known when the kernel runs.
  */
-int64_t LibraryBytes(const std::string& kind, const std::vector<int64_t>& numbers, int64_t threads);
+int64_t LibraryBytes(const std::string& kind, const std::vector<int64_t>& numbers, bool or_smaller,
+                     int64_t threads);
 
 }  // namespace relax_disc
 

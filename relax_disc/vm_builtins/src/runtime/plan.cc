@@ -29,6 +29,9 @@ PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
     }
   }
   graph.ops.resize(metadata.kernels.size());
+  // What is counted meanwhile is planned with its bound: a smaller product may go to a library.
+  const bool or_smaller = std::any_of(metadata.kernels.begin(), metadata.kernels.end(),
+                                      [](const KernelEntry& kernel) { return kernel.counts >= 0; });
   for (size_t k = 0; k < metadata.kernels.size(); ++k) {
     const KernelEntry& kernel = metadata.kernels[k];
     PlannerOp& op = graph.ops[k];
@@ -45,7 +48,8 @@ PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
                                metadata.machine.alignment);
       }
       if (library_bytes != nullptr) {
-        const int64_t bytes = lends ? LibraryBytes(kernel.workspace, numbers, threads) : numbers.at(1);
+        const int64_t bytes =
+            lends ? LibraryBytes(kernel.workspace, numbers, or_smaller, threads) : numbers.at(1);
         *library_bytes = std::max(*library_bytes, bytes);
       }
     }

@@ -80,7 +80,11 @@ const OtherProducts* ChosenProducts(const ProductSizes& sizes, Operands operands
   return TableOf(threads).test(ProductClass(sizes, operands)) ? others : nullptr;
 }
 
-int64_t ChosenProductBytes(const ProductSizes& sizes, int64_t threads) {
+int64_t ChosenProductBytes(const ProductSizes& sizes, bool or_smaller, int64_t threads) {
+  const OtherProducts* offer = offered;
+  if (or_smaller && offer != nullptr && forced < 0 && TableOf(threads).any()) {
+    return offer->bytes(sizes, threads);
+  }
   for (Operands operands : {Operands::kPlain, Operands::kTransposedB, Operands::kTransposedA}) {
     const OtherProducts* others = ChosenProducts(sizes, operands, threads);
     if (others != nullptr) return others->bytes(sizes, threads);

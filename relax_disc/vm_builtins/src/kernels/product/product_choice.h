@@ -43,8 +43,11 @@ void OfferProducts(const OtherProducts& others);
 /*! \brief The others if they multiply such a product of float32 on this many threads, else null. */
 const OtherProducts* ChosenProducts(const ProductSizes& sizes, Operands operands, int64_t threads);
 
-/*! \brief Bytes from malloc of a product of float32 if others multiply it in any layout, else 0. */
-int64_t ChosenProductBytes(const ProductSizes& sizes, int64_t threads);
+/*!
+ * \brief Bytes from malloc of a product of float32 if others multiply it in any layout, else 0.
+ * \param or_smaller The sizes are bounds: it may be a product of another class.
+ */
+int64_t ChosenProductBytes(const ProductSizes& sizes, bool or_smaller, int64_t threads);
 
 }  // namespace relax_disc
 
