@@ -3,7 +3,7 @@
 Neither wins everywhere: MKL is slower than our products on AMD's processors and faster on Intel's,
 and on both it depends on the sizes.  Products fall into classes of layout, narrowest extent and
 work (``product_class`` of the library).  The first compile on a processor with a number of threads
-times one product of each class both ways, about a second, and keeps the result in the folder
+times one product of each class both ways, in some seconds, and keeps the result in the folder
 `products` of the cache directory; PyTorch's kernels take the classes in which they are faster by
 more than 15 percent.
 
