@@ -134,7 +134,7 @@ def _emit(
             *normalization_checks(exported.program, symbols),
             *branch_checks(exported.size_branches, symbols),
         ),
-        outer=outer_of(traced.arguments, exported.outer),
+        outer=outer_of(traced.arguments, exported),
         counted=counted,
     )
 

@@ -10,8 +10,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture.export import MODEL
-from relax_disc.frontend.capture.state.outer import Outer, OuterTensor
+from relax_disc.frontend.capture.export import MODEL, Exported
+from relax_disc.frontend.capture.state.outer import Layouts, Outer, OuterTensor, strides_of
 from relax_disc.frontend.capture.state.outer_state import OuterState
 
 
@@ -30,14 +30,20 @@ class Argument:
     outer: OuterTensor | None = None
 
 
-def outer_of(arguments: Sequence[Argument], state: OuterState) -> Outer:
+def outer_of(arguments: Sequence[Argument], exported: Exported) -> Outer:
     """Say where the inputs lie that are neither the model's own nor the batch's."""
+    state = exported.outer
     inputs = {
         str(a.target): a.outer or OuterTensor(a.tensor, None, None)
         for a in arguments
         if a.kind in ("constant", "number") and a.tensor is not None
     }
-    return Outer(inputs, tuple(state.guards))
+    layouts = None
+    if state.layout_line is not None:
+        leaves = enumerate(exported.leaves)
+        strides = {k: strides_of(leaf) for k, leaf in leaves if isinstance(leaf, Tensor)}
+        layouts = Layouts(str(state.layout_line), strides)
+    return Outer(inputs, tuple(state.guards), layouts)
 
 
 def is_foreign_parameter(argument: Argument) -> bool:

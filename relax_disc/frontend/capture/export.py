@@ -38,7 +38,7 @@ from relax_disc.errors import (
 from relax_disc.frontend.capture.batch_spec import BatchSpec, register_containers, shapes_as_lists
 from relax_disc.frontend.capture.custom_functions import CustomCalls, custom_functions
 from relax_disc.frontend.capture.example_values import example_values
-from relax_disc.frontend.capture.export_mode import ExportMode, no_foreign_randomness
+from relax_disc.frontend.capture.export_mode import ExportMode
 from relax_disc.frontend.capture.loops.cut import LoopBody, cut_loops
 from relax_disc.frontend.capture.loops.source import loops_as_steps
 from relax_disc.frontend.capture.loops.steps import LoopRefusal, RecordedLoops, recorded_loops
@@ -79,6 +79,7 @@ from relax_disc.frontend.capture.sizes.stand_ins import stand_ins
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
 from relax_disc.frontend.capture.state.live_number import LiveNumber
 from relax_disc.frontend.capture.state.outer_state import OuterState
+from relax_disc.frontend.capture.state.randomness import no_foreign_randomness
 from relax_disc.frontend.capture.torch_errors import (
     contradiction,
     data_dependent,
@@ -438,7 +439,7 @@ def _in_range(
 
 
 def _export(
-    wrapped: nn.Module,
+    wrapped: _Wrapped,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dynamic_shapes: Any,
@@ -450,7 +451,12 @@ def _export(
     def attempt(deferred: bool) -> ExportedProgram:
         # nn.LSTM and its like keep their weights in a list beside the parameters.
         warnings.filterwarnings("ignore", message="The tensor attributes .* were assigned")
-        with ExportMode(), stand_ins(), no_foreign_randomness(), hooks_as_before(wrapped):
+        with (
+            ExportMode(),
+            stand_ins(),
+            no_foreign_randomness(wrapped.outer.moving),
+            hooks_as_before(wrapped),
+        ):
             return torch.export.export(
                 wrapped,
                 args,

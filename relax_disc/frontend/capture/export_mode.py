@@ -8,20 +8,16 @@ What is put in their place gives the same values for every size.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
-from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture import example_values, inner_gradients, model_checks
 from relax_disc.frontend.capture.loops.sequences import as_tensor
 from relax_disc.frontend.capture.loops.steps import set_item
@@ -53,33 +49,6 @@ class ExportMode(TorchFunctionMode):
             if func is Tensor.item and example is not None:
                 example.take(args[0], result)
         return result
-
-
-@contextlib.contextmanager
-def no_foreign_randomness() -> Iterator[None]:
-    """Refuse a model that draws numbers of Python or NumPy: the program would keep the one draw.
-
-    Raises `UnsupportedOperatorError`: the state of one of their global generators is another one
-    afterwards.
-    """
-    python, numpy = random.getstate(), np.random.get_state(legacy=False)
-    yield
-    name = "random" if random.getstate() != python else "numpy.random"
-    if name != "random" and _same_state(numpy, np.random.get_state(legacy=False)):
-        return
-    raise UnsupportedOperatorError(
-        f"The model or loss_fn draws numbers by Python's `{name}` while it runs, as LayerDrop and "
-        "masks of spectrograms do; a compiled step would repeat the one draw forever. Draw with "
-        "torch (torch.rand, and torch.where to choose), or draw in your loop and give the step a "
-        "tensor of the batch.",
-        ((name, "the model"),),
-    )
-
-
-def _same_state(one: Any, other: Any) -> bool:
-    """Compare two states of NumPy's global generator."""
-    left, right = one["state"], other["state"]
-    return left["pos"] == right["pos"] and np.array_equal(left["key"], right["key"])
 
 
 def _data(x: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ import functools
 import re
 import sys
 import traceback
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,6 +18,7 @@ from torch import fx
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]*)')
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[2])
+_STANDARD = str(Path(contextlib.__file__).parent)
 _ENTRY = str(Path(__file__).with_name("export.py"))  # its forward() calls the user's functions
 
 
@@ -57,6 +60,35 @@ def calling_line() -> SourceLine:
     return (
         SourceLine("", 0) if frame is None else SourceLine(frame.f_code.co_filename, frame.f_lineno)
     )
+
+
+def users_line(through: Container[str] = ()) -> SourceLine | None:
+    """Return the line of the user's code that is being run, None where another's asks.
+
+    ``through``: top names of modules to look past. Others than the user are PyTorch, Python's own
+    library and what is installed.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_PACKAGE) and _top(frame.f_globals) not in through:
+            return None if _is_of_others(file) else SourceLine(file, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def _top(namespace: dict[str, Any]) -> str:
+    return str(namespace.get("__name__", "")).partition(".")[0]
+
+
+@functools.cache
+def _is_of_others(file: str) -> bool:
+    return file.startswith((_TORCH, _STANDARD, "<frozen")) or is_installed(file)
+
+
+def is_installed(file: str) -> bool:
+    """Say whether a file is one of an installed library."""
+    return any(f"/{name}-packages/" in file for name in ("site", "dist"))
 
 
 def callers_depth() -> int:

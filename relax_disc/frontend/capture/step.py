@@ -71,7 +71,7 @@ class ExportedStep:
 
     def outer(self) -> Outer:
         """Return what the function reads besides the model, the optimizer and the batch."""
-        return outer_of(self._arguments()[0], self.exported.outer)
+        return outer_of(self._arguments()[0], self.exported)
 
     def tell_foreign_parameters(self) -> None:
         """Warn that parameters of others get no gradients, though the loss reads them."""

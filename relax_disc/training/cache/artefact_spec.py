@@ -7,10 +7,13 @@ their kind; tensors are parts of their own, and what lies outside the function i
 from __future__ import annotations
 
 import ast
+import copy
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import tvm
 from torch import nn
@@ -19,7 +22,14 @@ from torch.utils import _pytree as pytree
 from relax_disc.errors import ArtefactError
 from relax_disc.frontend import spec
 from relax_disc.frontend.capture.batch_spec import BatchSpec
-from relax_disc.frontend.capture.state.outer import Guard, Outer, OuterTensor
+from relax_disc.frontend.capture.state.outer import (
+    ABSENT,
+    Guard,
+    Layouts,
+    Outer,
+    OuterTensor,
+)
+from relax_disc.frontend.capture.state.relied_on import is_comparable
 from relax_disc.frontend.capture.state.sources import Place, Source, resolve
 from relax_disc.frontend.spec import CapturedStep
 from relax_disc.training.call.batch import device_of
@@ -42,13 +52,17 @@ def describe_captured(captured: CapturedStep) -> dict[str, Any]:
     inputs = {name: captured.outer.inputs[name] for name in names}
     known = [guard for guard in captured.outer.guards if guard.source is not None]
     known = [g for g in known if not g.part or _literal(g.value) is not None]
+    named = next((guard.names for guard in known if guard.names), frozenset())  # all have the same
+    layouts = captured.outer.layouts
     return {
         "captured": _encode(replace(captured, module=None, outer=None)),
         "inputs": {
             name: [_path(x.source), x.is_number, list(x.tensor.shape), _dtype(x.tensor)]
             for name, x in inputs.items()
         },
-        "guards": [[g.what, _path(g.source), _literal(g.value), g.part] for g in known],
+        "guards": [[g.what, _path(g.source), *_value(g), g.part, bool(g.names)] for g in known],
+        "names": sorted(named),
+        "layouts": None if layouts is None else [layouts.where, [*layouts.strides.items()]],
     }
 
 
@@ -80,10 +94,10 @@ def restore_outer(
     Raises `ArtefactError`: something is not there.
     """
 
-    def place_of(path: list[str]) -> tuple[Source, Place]:
+    def place_of(path: list[str], may_be_absent: bool = False) -> tuple[Source, Place]:
         source = Source(path[0], ast.literal_eval(path[1]))
         try:
-            return source, resolve(source, model, loss_fn)
+            return source, resolve(source, model, loss_fn, may_be_absent)
         except LookupError as error:
             reason = "pass that loss_fn to load" if loss_fn is None else "it is not there"
             raise ArtefactError(
@@ -98,12 +112,78 @@ def restore_outer(
         else:
             tensor = torch.zeros((), dtype=torch.float64) if is_number else place.get()
         inputs[name] = OuterTensor(tensor, source, place, is_number)
-    for what, path, literal, part in facts["guards"]:
-        source, place = place_of(path)
-        # Functions are known by their paths alone.
-        value = place.get() if literal is None else ast.literal_eval(literal)
-        guards.append(Guard(what, source, place, value, part=part))
-    return Outer(inputs, tuple(guards))
+    names = frozenset(facts["names"])
+    for what, path, how, text, part, is_named in facts["guards"]:
+        source, place = place_of(path, how == "absent")
+        if how == "literal":
+            value = ast.literal_eval(text)
+        else:
+            value = ABSENT if how == "absent" else place.get()
+            value = copy.copy(value) if how == "text" else value
+        if how == "text" and text != (now := _text(value)):
+            raise ArtefactError(
+                f"{what} was {text} when the saved step was compiled and is {now} now: set it back "
+                "before you load the step, or compile again."
+            )
+        shadow = _shadow(source, place, model, loss_fn)
+        guards.append(
+            Guard(what, source, place, value, shadow, part, names if is_named else frozenset())
+        )
+    layouts = facts["layouts"]
+    if layouts is not None:
+        where, strides = layouts
+        layouts = Layouts(where, {k: s if s is None else tuple(s) for k, s in strides})
+    return Outer(inputs, tuple(guards), layouts)
+
+
+def _shadow(
+    source: Source, place: Place, model: nn.Module, loss_fn: Callable[..., Any] | None
+) -> Any:
+    """Return the instance's own attributes for one that its class has."""
+    if not source.steps or source.steps[-1][0] != "attribute":
+        return None
+    own = vars(resolve(Source(source.root, source.steps[:-1]), model, loss_fn).get())
+    return None if own is place.container or source.steps[-1][1] in own else own
+
+
+def _value(guard: Guard) -> tuple[str, str | None]:
+    """Write what a guard compares with: how it is written, and the text.
+
+    Functions, modules, other objects and lists that only lead to what was read are known by their
+    paths alone.
+    """
+    value = guard.value
+    if value is ABSENT:
+        return "absent", None
+    if not guard.part and (not is_comparable(value) or _is_link(guard)):
+        return "path", None
+    literal = _literal(value)
+    return ("literal", literal) if literal is not None else ("text", _text(value))
+
+
+def _is_link(guard: Guard) -> bool:
+    """Say whether a list, dict or set is meant itself: one that is compared is a copy."""
+    try:
+        is_itself = guard.place.get() is guard.value
+    except (LookupError, ValueError):  # taken away since
+        return False
+    return is_itself and isinstance(guard.value, list | dict | set)
+
+
+def _text(value: Any) -> str:
+    """Write a value as a text that equal values share, in another process too."""
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        content = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+        return f"an array {value.dtype}{list(value.shape)} of hash {content}"
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__}({sorted(map(_text, value))})"
+    if isinstance(value, np.ndarray):
+        return f"an array of {_text(value.tolist())}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}({[_text(part) for part in value]})"
+    if isinstance(value, dict):
+        return f"dict({[(_text(key), _text(part)) for key, part in value.items()]})"
+    return repr(value)
 
 
 def _path(source: Source | None) -> list[str] | None:

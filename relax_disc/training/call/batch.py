@@ -19,6 +19,7 @@ from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.errors import IndexRangeError, InputMismatchError, ShapeRangeError
 from relax_disc.frontend.capture.batch_spec import BatchSpec
+from relax_disc.frontend.capture.state.outer import Layouts, strides_of
 from relax_disc.frontend.spec import CapturedStep, IndexCheck, Packing, SizeCheck
 from relax_disc.training.call.packing import place_rows
 from relax_disc.vm_builtins.runtime import function
@@ -49,6 +50,7 @@ class BatchSchema:
     index_checks: tuple[IndexCheck, ...] = ()  # on the values of tensors that are used as indices
     size_checks: tuple[SizeCheck, ...] = ()  # on the dims, beyond their ranges
     packings: tuple[Packing, ...] = ()  # which rows are computed; empty: all
+    layouts: Layouts | None = None  # strides that the model has asked for
     # Values of the dims by the shapes of the leaves: lengths come back, and to solve them again
     # takes longer than all else that is done before a step.
     _solved: dict[tuple[torch.Size, ...], dict[str, int]] = field(
@@ -131,7 +133,20 @@ class BatchSchema:
                 f"{leaf.name} requires a gradient, which a compiled function does not take: give "
                 "its `.detach()`, or make what computed it a part of the model that is compiled."
             )
+        if self.layouts is not None:
+            self._check_layout(self.layouts, leaf, value)
         return value
+
+    def _check_layout(self, layouts: Layouts, leaf: BatchLeaf, value: torch.Tensor) -> None:
+        was, now = layouts.strides[leaf.position], strides_of(value)
+        if now != was:
+            known = "contiguous" if was is None else f"of strides {was}"
+            found = "contiguous" if now is None else f"of strides {now}"
+            remedy = "give its `.contiguous()`" if was is None else "give one of these strides"
+            raise InputMismatchError(
+                f"{leaf.name} was {known} in the example and is {found} now, and {layouts.where} "
+                f"asks how tensors lie in memory: {remedy}, or compile again."
+            )
 
     def _check_indices(self, flat: Sequence[Any], values: Mapping[str, int]) -> None:
         """Look at the ids; a device is waited for once."""
@@ -232,6 +247,7 @@ def describe_batch(captured: CapturedStep, model: torch.nn.Module) -> BatchSchem
         captured.index_checks,
         captured.size_checks,
         captured.packings,
+        captured.outer.layouts,
     )
 
 

@@ -12,9 +12,9 @@ import torch
 
 from relax_disc.errors import InputMismatchError
 from relax_disc.frontend.capture.state.outer import ABSENT, Guard
-from relax_disc.frontend.capture.state.sources import is_plain
+from relax_disc.frontend.capture.state.sources import ARRAYS, is_plain
 
-_CONTAINERS = (list, set, dict, np.ndarray)
+_CONTAINERS = (list, set, dict, *ARRAYS)
 
 
 class ValueGuards:

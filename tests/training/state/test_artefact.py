@@ -1,9 +1,13 @@
 """Saved steps: they go on training, hold no weights, and a bad file is refused before it runs."""
 
+import contextvars
 import copy
+import enum
+import os
 import random
 import re
 
+import numpy as np
 import pytest
 import torch
 import tvm
@@ -12,7 +16,7 @@ from torch.export import Dim
 from tvm import relax
 
 import relax_disc
-from relax_disc.errors import ArtefactError
+from relax_disc.errors import ArtefactError, InputMismatchError
 from relax_disc.training.cache import artefact, saved_step
 
 
@@ -226,3 +230,97 @@ def test_refuses_to_save_what_json_cannot_hold(saved):
     program = saved_step.Program(captured, step._executable)
     with pytest.raises(ArtefactError, match="cannot be saved"):
         saved_step.save("nowhere", {"step": program}, {}, model, optimizer)
+
+
+class Mode(enum.Enum):
+    PLAIN = 1
+    DOUBLED = 2
+
+
+class Settings:
+    power = 2
+
+    def __init__(self):
+        self.mode, self.weights, self.scale = Mode.PLAIN, np.ones(2), torch.ones(2)
+
+
+level = contextvars.ContextVar("level", default=1)
+VARIABLE = "RELAX_DISC_TEST_OF_SAVED"
+
+
+def relied_on():
+    """A loss that reads state of many kinds, with what changes each and takes the change back."""
+    settings, options, weights = Settings(), {}, {"first": 0.5}
+    teacher = nn.Linear(4, 4)
+
+    def loss_fn(model, x):
+        loss = model(x).pow(settings.power).mean() * (1 if settings.mode is Mode.PLAIN else 2)
+        loss = loss * getattr(settings, "extra", 1.0) * getattr(model, "gain", 1.0)
+        loss = loss * options.get("alpha", 1.0) * float(settings.weights[0]) * level.get()
+        loss = loss * int(os.environ[VARIABLE]) * int(os.getenv(f"{VARIABLE}_2", "1"))
+        loss = loss * weights["first"] * (settings.scale.sum() if x.is_contiguous() else 1)
+        return loss + sum(p.sum() for p in teacher.parameters() if p.requires_grad)
+
+    extra = nn.Parameter(torch.ones(1))
+    changes = {
+        "extra": (lambda: setattr(settings, "extra", 2.0), lambda: delattr(settings, "extra")),
+        "gain": (lambda m: setattr(m, "gain", 2.0), lambda m: delattr(m, "gain")),
+        "alpha": (lambda: options.update(alpha=2.0), options.clear),
+        "power": (lambda: setattr(settings, "power", 4), lambda: delattr(settings, "power")),
+        "mode": (
+            lambda: setattr(settings, "mode", Mode.DOUBLED),
+            lambda: setattr(settings, "mode", Mode.PLAIN),
+        ),
+        "weights": (lambda: settings.weights.fill(2), lambda: settings.weights.fill(1)),
+        "level": (lambda: level.set(2), lambda: level.set(1)),
+        VARIABLE: (
+            lambda: os.environ.update({VARIABLE: "2"}),
+            lambda: os.environ.update({VARIABLE: "1"}),
+        ),
+        f"{VARIABLE}_2": (
+            lambda: os.environ.update({f"{VARIABLE}_2": "2"}),
+            lambda: os.environ.pop(f"{VARIABLE}_2"),
+        ),
+        "requires_grad": (
+            lambda: teacher.bias.requires_grad_(False),
+            lambda: teacher.bias.requires_grad_(True),
+        ),
+        "teacher": (
+            lambda: teacher.register_parameter("extra", extra),
+            lambda: delattr(teacher, "extra"),
+        ),
+    }
+    return loss_fn, changes, weights
+
+
+def test_a_loaded_step_relies_on_what_the_saved_one_does(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    loss_fn, changes, weights = relied_on()
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.ones(3, 4)
+    shapes = ({0: Dim("rows", max=8)},)
+    step = relax_disc.compile(model, optimizer, (x,), dynamic_shapes=shapes, loss_fn=loss_fn)
+    step.save(tmp_path / "step")
+    loaded = relax_disc.TrainingStep.load(tmp_path / "step", model, optimizer, loss_fn)
+    assert len(loaded._guards) == len(step._guards)
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "step").read_bytes()
+    for call in (step, loaded):
+        for name, (change, undo) in changes.items():
+            of_model = (model,) if name == "gain" else ()
+            change(*of_model)
+            with pytest.raises(InputMismatchError, match=name):
+                call(x)
+            undo(*of_model)
+            call(x)
+        with pytest.raises(InputMismatchError, match="contiguous in the example"):
+            call(torch.ones(4, 3).T)
+        weights["first"] = 2.0  # live
+        torch.testing.assert_close(call(x), loss_fn(model, x).detach())
+        weights["first"] = 0.5
+    for name in ("mode", "weights"):
+        changes[name][0]()
+        with pytest.raises(ArtefactError, match=f"{name} was .* when the saved step was compiled"):
+            relax_disc.TrainingStep.load(tmp_path / "step", model, optimizer, loss_fn)
+        changes[name][1]()

@@ -42,12 +42,27 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
+class Layouts:
+    """How the tensors of the example batch lie in memory, which the user's code asked."""
+
+    where: str  # the line that asked
+    # by the index of the leaf of the flattened batch; None for a contiguous one
+    strides: Mapping[int, tuple[int, ...] | None]
+
+
+def strides_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a tensor, None for a contiguous one."""
+    return None if tensor.is_contiguous() else tensor.stride()
+
+
+@dataclass(frozen=True, slots=True)
 class Outer:
     """What a compiled function reads besides the model, the optimizer and the batch.
 
     ``inputs``: by the targets of the inputs of kinds ``"constant"`` and ``"number"``. ``guards``:
-    values that the program relies on.
+    values that the program relies on. ``layouts``: those of the batch, if it relies on them.
     """
 
     inputs: Mapping[str, OuterTensor] = field(default_factory=dict)
     guards: tuple[Guard, ...] = ()
+    layouts: Layouts | None = None

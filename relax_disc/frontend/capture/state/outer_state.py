@@ -33,10 +33,23 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from relax_disc.errors import RelaxDiscError, RelaxDiscWarning, UnsupportedOperatorError
-from relax_disc.frontend.capture.source_lines import SourceLine, callers_depth, calling_line
+from relax_disc.frontend.capture.source_lines import (
+    SourceLine,
+    callers_depth,
+    calling_line,
+    users_line,
+)
+from relax_disc.frontend.capture.state.environ import guards_of_environ, watched_environ
 from relax_disc.frontend.capture.state.live_number import LiveNumber, live_everywhere, with_tensors
+from relax_disc.frontend.capture.state.moving import original_of, refused_moves
 from relax_disc.frontend.capture.state.outer import Guard, OuterTensor
-from relax_disc.frontend.capture.state.relied_on import Trace, guards_of, is_recorded, may_read
+from relax_disc.frontend.capture.state.relied_on import (
+    TABLES,
+    Trace,
+    guards_of,
+    is_recorded,
+    may_read,
+)
 from relax_disc.frontend.capture.state.sources import (
     CONTAINERS,
     NAMESPACES,
@@ -69,6 +82,13 @@ _LOOKS = {
     Tensor.__float__: "float()",
     Tensor.__int__: "int()",
 }
+_LAYOUT = {
+    Tensor.is_contiguous,
+    Tensor.stride,
+    Tensor.as_strided,
+    torch.as_strided,
+}
+"""Calls whose result depends on the strides of a tensor, not on its values alone."""
 _NEED_VALUES = {Tensor.numpy: ".numpy()", Tensor.__float__: "float()"}
 _VALUELESS = (GuardOnDataDependentSymNode, DataDependentOutputException, RuntimeError, TypeError)
 
@@ -92,13 +112,15 @@ class OuterState:
 
     ``guards``: values that the program relies on. ``reassigned``: what the user's code assigned
     anew; the trace returns the new values in this order. ``warnings``: what does nothing in a
-    compiled step, in words.
+    compiled step, in words. ``moving``: what another read finds changed, with where it lies.
+    ``layout_line``: where the user's code asks how a tensor lies in memory.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._known: Reachable = reachable(model, loss_fn)
         self._own: dict[int, tuple[dict[str, Any], str]] = {}
+        self.moving = self._known.moving
         self._registered: dict[tuple[int, str], Tensor] = {}  # the trace has others there
         for module in model.modules():
             for table in (module._parameters, module._buffers):
@@ -121,6 +143,9 @@ class OuterState:
         self._changed: set[tuple[int, Any]] = set()
         self._reads: dict[tuple[int, str], tuple[Any, Any]] = {}
         self._absent: dict[tuple[int, str], Any] = {}
+        self._environ: dict[str | None, Any] = {}
+        self.layout_line: SourceLine | None = None
+        self._tables: dict[tuple[int, str], nn.Module] = {}
         self._flags: dict[int, Tensor] = {}
         self._touched: set[int] = set()
         self._fake_mode: FakeTensorMode | None = None
@@ -215,6 +240,14 @@ class OuterState:
         if func == _REQUIRES_GRAD and type(args[0]) in _TENSORS and id(args[0]) not in self._own:
             self._flags[id(args[0])] = args[0]
             return func(*args)
+        if func in _LAYOUT and self.layout_line is None:
+            self.layout_line = users_line(("relax_disc",))
+        if func is Tensor.storage_offset and (line := users_line(("relax_disc",))) is not None:
+            raise UnsupportedOperatorError(
+                f"{line}: storage_offset() tells nothing in a compiled step, which may copy its "
+                "batch; give the number as an argument.",
+                (("storage_offset", str(line)),),
+            )
         args = [self._stand_in(arg) for arg in args]
         if kwargs:
             kwargs = {key: self._stand_in(value) for key, value in kwargs.items()}
@@ -323,16 +356,19 @@ class OuterState:
             for kind in (torch.SymFloat, torch.SymInt):
                 stack.enter_context(patch.object(kind, "__format__", lambda of, digits: str(of)))
             for kind in dict.fromkeys([nn.Module, *found]):
-                recorder = _recorder(kind.__getattribute__, self._reads, self._absent)
+                recorder = _recorder(kind.__getattribute__, self._reads, self._absent, self._tables)
                 stack.enter_context(patch.object(kind, "__getattribute__", recorder))
+            stack.enter_context(watched_environ(self._environ))
+            stack.enter_context(refused_moves(self.moving, self._warn_of_clock))
             yield
 
     def _collect(self) -> None:
         """Make guards of what was read."""
         trace = Trace(
             self._known,
-            self._reads,
+            {key: (holder, original_of(value)) for key, (holder, value) in self._reads.items()},
             self._absent,
+            self._tables,
             self._flags,
             self._changed,
             self._numbers,
@@ -340,6 +376,7 @@ class OuterState:
         )
         used = [outer.source for outer, _ in self._inputs.values() if outer.source is not None]
         self.guards += guards_of(self._model, self._loss_fn, trace, used)
+        self.guards += guards_of_environ(self._environ)
 
     # -- writes --------------------------------------------------------------------------------
 
@@ -461,6 +498,13 @@ class OuterState:
             "beside the loss, as (loss, extras); keep state in a buffer."
         ] = None
 
+    def _warn_of_clock(self, clock: str, line: SourceLine) -> None:
+        self.warnings[
+            f"{line}: {clock}() in the model or loss_fn runs once, while the step is compiled: its "
+            "time of then stays. Measure around the step, and give a time that the loss needs as "
+            "a tensor of the batch."
+        ] = None
+
     def _warn_of_look(self, what: str) -> None:
         line = calling_line()
         self.warnings[
@@ -491,17 +535,22 @@ class _Call:
 
 
 def _recorder(
-    original: Any, reads: dict[tuple[int, str], tuple[Any, Any]], absent: dict[tuple[int, str], Any]
+    getter: Any,
+    reads: dict[tuple[int, str], tuple[Any, Any]],
+    absent: dict[tuple[int, str], Any],
+    tables: dict[tuple[int, str], nn.Module],
 ) -> Any:
     def read(holder: Any, name: str) -> Any:
         try:
-            value = original(holder, name)
+            value = getter(holder, name)
         except AttributeError:
             if name[:2] != "__":
                 absent.setdefault((id(holder), name), holder)
             raise
         if name == "training" or (name not in _INTERNAL and name[:2] != "__"):
             reads.setdefault((id(holder), name), (holder, value))
+        elif name in TABLES:
+            tables.setdefault((id(holder), name), holder)
         return value
 
     return read

@@ -8,22 +8,24 @@ compared by their lengths and keys, too, and what is looked for and is not there
 from __future__ import annotations
 
 import collections
+import copy
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import Tensor, fx, nn
 
 from relax_disc.frontend.capture.state.outer import ABSENT, Guard
 from relax_disc.frontend.capture.state.sources import (
+    ARRAYS,
     CONTAINERS,
     NAMESPACES,
     AttributesOf,
     Place,
     Reachable,
     Source,
+    Step,
     is_foreign,
     is_library,
     is_plain,
@@ -34,7 +36,7 @@ FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _ITERATING = frozenset({"items", "values", "keys"})
 _MOST_COMPARED = 1000
-_TABLES = ("_parameters", "_buffers", "_modules")
+TABLES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Trace:
     known: Reachable
     reads: Mapping[tuple[int, str], tuple[Any, Any]]  # attributes, by the id of who holds them
     absent: Mapping[tuple[int, str], Any]  # who was asked for an attribute that it does not have
+    tables: Mapping[tuple[int, str], nn.Module]  # of whose `TABLES` one was gone through
     frozen_flags: Mapping[int, Tensor]  # of which ``requires_grad`` was read
     changed: Collection[tuple[int, Any]]  # places, and containers with None
     live: Collection[int]  # numbers of ``known.plain`` that are inputs
@@ -82,8 +85,7 @@ def is_recorded(holder: Any) -> bool:
 
 def _of_attributes(model: nn.Module, trace: Trace) -> Iterator[Guard]:
     inside = {id(module) for module in model.modules()}
-    sources = {id(value): source for source, value in trace.known.containers}
-    sources |= {key: source for key, (source, _) in trace.known.modules.items()}
+    sources = _sources(trace)
     for (key, name), (holder, value) in trace.reads.items():
         if isinstance(holder, fx.GraphModule):  # the trace's own
             continue
@@ -103,7 +105,7 @@ def _of_attributes(model: nn.Module, trace: Trace) -> Iterator[Guard]:
             value = place.get()  # a method
         elif place.get() is not value:  # a property
             continue
-        elif not (_comparable(value) or type(value) in FUNCTIONS or _is_object(value)):
+        elif not (is_comparable(value) or type(value) in FUNCTIONS or _is_object(value)):
             continue
         shadow = None if name in holder.__dict__ else holder.__dict__
         what = f"{source or type(holder).__name__}.{name}"
@@ -112,23 +114,41 @@ def _of_attributes(model: nn.Module, trace: Trace) -> Iterator[Guard]:
 
 def _of_absent(trace: Trace) -> Iterator[Guard]:
     """Guard what the user's code looked for by ``hasattr`` or ``getattr``, and did not find."""
-    for (_, name), holder in trace.absent.items():
+    sources = _sources(trace)
+    for (key, name), holder in trace.absent.items():
         own = vars(holder)
         if name not in trace.known.names:
             continue
         if (id(own), name) in trace.changed:
             continue
-        tables = [own] + ([own[t] for t in _TABLES] if isinstance(holder, nn.Module) else [])
-        if not any(name in table for table in tables):
-            what = f"{type(holder).__name__}.{name}"
-            yield from (Guard(what, None, Place(table, name), ABSENT) for table in tables)
+        steps: list[Step] = [("attribute", name)]
+        tables = [own]
+        if isinstance(holder, nn.Module):
+            steps += [("child", (table, name)) for table in TABLES]
+            tables += [own[table] for table in TABLES]
+        if any(name in table for table in tables):
+            continue
+        for step, table in zip(steps, tables, strict=True):
+            source = sources.get(key)
+            path = None if source is None else source.to(*step)
+            yield Guard(f"{type(holder).__name__}.{name}", path, Place(table, name), ABSENT)
+
+
+def _sources(trace: Trace) -> dict[int, Source]:
+    """Return the paths to the objects that have attributes, by their ids."""
+    sources = {id(value): source for source, value in trace.known.containers}
+    return sources | {key: source for key, (source, _) in trace.known.modules.items()}
 
 
 def _of_plain(trace: Trace) -> Iterator[Guard]:
+    holders, read_ids = _holders(trace), _read_ids(trace)
     for index, (source, place, holder) in enumerate(trace.known.plain):
         read = index in trace.pinned
         if index not in trace.live:
             read = may_read(trace.known, source, holder)
+            if read and source.steps[-1][0] == "variable":
+                path = Source(source.root, source.steps[:-1])
+                read = _is_read(trace, path, holder, holders, read_ids)
         if read and (id(place.container), place.key) not in trace.changed:
             inherits = isinstance(holder, type) and place.key not in vars(holder)
             shadow: Any = vars(holder) if inherits else None
@@ -145,28 +165,29 @@ def _of_variables(trace: Trace) -> Iterator[Guard]:
 def _of_flags(trace: Trace) -> Iterator[Guard]:
     for tensor in trace.frozen_flags.values():
         source, _ = trace.known.tensors.get(id(tensor), (None, None))
+        path = None if source is None else source.to("slot", "requires_grad")
         place = Place(AttributesOf(tensor), "requires_grad")
-        yield Guard(f"{source or 'a tensor'}.requires_grad", None, place, tensor.requires_grad)
+        yield Guard(f"{source or 'a tensor'}.requires_grad", path, place, tensor.requires_grad)
 
 
 def _of_module_lists(trace: Trace) -> Iterator[Guard]:
-    """Guard how many modules there are where code goes through all of them."""
+    """Guard how many modules there are where code goes through all of them, or all parameters."""
     iterates = bool(_ITERATING & trace.known.names)
     for source, module in trace.known.modules.values():
         table = "_parameters" if isinstance(module, nn.ParameterList) else "_modules"
         listed = isinstance(module, nn.Sequential | nn.ModuleList | nn.ParameterList)
-        if listed or (iterates and isinstance(module, nn.ModuleDict)):
-            path, place = source.to("attribute", table), Place(vars(module), table)
-            yield Guard(str(source), path, place, tuple(place.get()), part="keys")
+        listed = listed or (iterates and isinstance(module, nn.ModuleDict))
+        for name in TABLES:
+            if (listed and name == table) or (id(module), name) in trace.tables:
+                path, place = source.to("attribute", name), Place(vars(module), name)
+                yield Guard(str(source), path, place, tuple(place.get()), part="keys")
 
 
 def _of_containers(
     model: nn.Module, loss_fn: Callable[..., Any] | None, trace: Trace
 ) -> Iterator[Guard]:
     """Guard how many elements containers have, by which keys, and objects among them."""
-    holders: dict[Source, Any] = dict(trace.known.containers)
-    holders |= dict(trace.known.modules.values())
-    read_ids = {id(value) for _, value in trace.reads.values()}
+    holders, read_ids = _holders(trace), _read_ids(trace)
     for source, value in trace.known.containers:
         if not source.steps or (id(value), None) in trace.changed:
             continue
@@ -177,7 +198,7 @@ def _of_containers(
         except LookupError:  # inside a tuple that was made for the walk
             continue
         guard = _of_container(trace, source, place, value)
-        if guard is not None and not (id(value) in read_ids and _comparable(value)):
+        if guard is not None and not (id(value) in read_ids and is_comparable(value)):
             yield guard
         for key, element in _elements(value):
             further = source.to("item", key)
@@ -191,15 +212,14 @@ def _of_container(trace: Trace, source: Source, place: Place, value: Any) -> Gua
     what = str(source)
     if isinstance(value, dict):
         names = _names_of_keys(trace, value)
-        path = None if names else source
-        return Guard(what, path, place, tuple(value), part="keys", names=names)
+        return Guard(what, source, place, tuple(value), part="keys", names=names)
     if isinstance(value, list | collections.deque):
         return Guard(what, source, place, len(value), part="length")
-    if isinstance(value, set) and _comparable(value):
+    if isinstance(value, set) and is_comparable(value):
         return Guard(what, source, place, value.copy())
     if type(value) in NAMESPACES and not is_recorded(value):
-        names = frozenset(trace.known.names)
-        return Guard(what, None, Place([vars(value)], 0), tuple(vars(value)), None, "keys", names)
+        names, path = frozenset(trace.known.names), source.to("member", "__dict__")
+        return Guard(what, path, Place([vars(value)], 0), tuple(vars(value)), None, "keys", names)
     return None
 
 
@@ -208,6 +228,15 @@ def _names_of_keys(trace: Trace, value: Mapping[Any, Any]) -> frozenset[str]:
     names = trace.known.names
     by_name = not value or any(key in names for key in value)
     return frozenset() if _ITERATING & names or not by_name else frozenset(names)
+
+
+def _holders(trace: Trace) -> dict[Source, Any]:
+    """Return what holds others, by the paths to it."""
+    return dict(trace.known.containers) | dict(trace.known.modules.values())
+
+
+def _read_ids(trace: Trace) -> set[int]:
+    return {id(value) for _, value in trace.reads.values()}
 
 
 def _is_read(
@@ -281,20 +310,23 @@ def _is_object(value: Any) -> bool:
     """Say whether a value is an object that the walk does not look into: it must stay the same."""
     if isinstance(value, Tensor | nn.Module | types.ModuleType | types.MethodType | tuple):
         return False
-    if type(value) in CONTAINERS or is_plain(value) or type(value) is np.ndarray:
+    if type(value) in CONTAINERS or is_plain(value) or type(value) in ARRAYS:
         return False
     return is_foreign(type(value).__module__) and type(value) not in NAMESPACES
 
 
-def _comparable(value: Any) -> bool:
-    if is_plain(value) or type(value) is np.ndarray:
+def is_comparable(value: Any) -> bool:
+    """Say whether a value is compared by what it holds."""
+    if is_plain(value) or type(value) in ARRAYS:
         return True
     if type(value) in (tuple, list, set, frozenset):
-        return len(value) <= _MOST_COMPARED and all(map(_comparable, value))
+        return len(value) <= _MOST_COMPARED and all(map(is_comparable, value))
     if type(value) is dict:
-        return len(value) <= _MOST_COMPARED and all(map(_comparable, value.values()))
+        return len(value) <= _MOST_COMPARED and all(map(is_comparable, value.values()))
     return False
 
 
 def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, list | set | dict | np.ndarray) else value
+    if type(value) in ARRAYS:
+        return copy.copy(value)
+    return value.copy() if isinstance(value, list | set | dict) else value

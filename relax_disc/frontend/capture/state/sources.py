@@ -8,30 +8,66 @@ they call.  PyTorch, numpy and Python's own library are not entered, nor globals
 from __future__ import annotations
 
 import argparse
+import array
 import collections
+import contextvars
+import datetime
 import dis
 import enum
 import functools
+import os
+import random
 import sys
+import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, is_dataclass
+from queue import Queue, SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from relax_disc.frontend.capture.source_lines import is_installed
+
 Step = tuple[str, Any]
 """How to go on from an object: ("attribute", name), ("item", key), ("closure", name), ..."""
 
-_FOREIGN = {"torch", "numpy", "relax_disc", "tvm", "tvm_ffi", "_pytest", "pytest", "pluggy"}
-_FOREIGN |= set(sys.stdlib_module_names) - {"__main__"}
+FOREIGN = {"torch", "numpy", "relax_disc", "tvm", "tvm_ffi", "_pytest", "pytest", "pluggy"}
+FOREIGN |= set(sys.stdlib_module_names) - {"__main__"}
+"""Top names of the modules that the walk does not enter."""
 _INTERNAL = frozenset(nn.Module().__dict__)
 _MOST_ELEMENTS = 10_000
 CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, list, set, collections.deque)
 """Whose elements are looked at; subclasses may compute them."""
-NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+NAMESPACES = (
+    types.SimpleNamespace,
+    argparse.Namespace,
+    threading.local,
+    collections.UserDict,
+    collections.UserList,
+    collections.ChainMap,
+)
+"""Classes of Python's own whose instances are entered like the user's."""
+ARRAYS = (np.ndarray, bytearray, array.array)
+"""Numbers in one block of memory, compared by value."""
+RANDOM = (
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+)
+_STEPS = frozenset({"__next__", "send", "throw"})
+_TAKES = frozenset({"get", "get_nowait"})
+CLOCKS = frozenset(
+    name
+    for name in dir(time)
+    if name.removesuffix("_ns") in ("time", "perf_counter", "monotonic", "process_time")
+    or name in ("thread_time", "thread_time_ns", "localtime", "gmtime", "ctime")
+)
+"""Functions of the module `time` that tell the time of the call."""
 _LATER = (types.ModuleType, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _MEMBERS = ("__self__", "__func__", "func", "args", "keywords")
@@ -41,7 +77,7 @@ _MEMBERS = ("__self__", "__func__", "func", "args", "keywords")
 class Source:
     """A path from the model or the loss function to a place, which can be walked again."""
 
-    root: str  # ``"model"`` or ``"loss_fn"``
+    root: str  # ``"model"``, ``"loss_fn"`` or ``"os.environ"``
     steps: tuple[Step, ...] = ()  # see `Step`
 
     def to(self, kind: str, key: Any) -> Source:
@@ -56,8 +92,10 @@ class Source:
                 text += f"[{key!r}]"
             elif kind in ("closure", "global", "default"):
                 text = str(key)
-            elif kind == "attribute":
+            elif kind in ("attribute", "class"):
                 text += f".{key}"
+            elif kind == "variable":
+                text += ".get()"
             elif kind == "child":
                 text += f".{key[1]}"
         return text
@@ -69,9 +107,12 @@ class Source:
         return ".".join(parts if self.root == "model" else [self.root, *parts])
 
 
+ENVIRON = Source("os.environ")
+
+
 @dataclass(frozen=True, slots=True)
 class AttributesOf:
-    """The attributes of an object that keeps them in no dict, as one; read only."""
+    """The attributes of an object that keeps them in no dict, as one."""
 
     holder: Any
 
@@ -81,6 +122,51 @@ class AttributesOf:
             return getattr(self.holder, name)
         except AttributeError as error:
             raise LookupError(name) from error
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Set an attribute."""
+        setattr(self.holder, name, value)
+
+
+class NoValue(enum.Enum):
+    """What a context variable without a default has before it is set."""
+
+    NO_VALUE = "not set"
+
+    def __repr__(self) -> str:
+        """Say so in messages."""
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class ValueOf:
+    """The value of a context variable, under any key."""
+
+    variable: contextvars.ContextVar[Any]
+
+    def __getitem__(self, _: Any) -> Any:
+        """Return the value of this moment."""
+        try:
+            return self.variable.get()
+        except LookupError:
+            return NoValue.NO_VALUE
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultsOf:
+    """The default values of a function's arguments, by their positions."""
+
+    function: types.FunctionType
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a default value."""
+        return (self.function.__defaults__ or ())[index]
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        """Put another in its place."""
+        values = list(self.function.__defaults__ or ())
+        values[index] = value
+        self.function.__defaults__ = tuple(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +185,7 @@ class Place:
     @property
     def is_writable(self) -> bool:
         """Whether something else can be put there for a while, which nobody notices."""
-        if isinstance(self.container, AttributesOf):
+        if isinstance(self.container, AttributesOf | ValueOf | DefaultsOf):
             return False
         kind = type(self.container)
         return not isinstance(self.container, dict) or kind.__setitem__ is dict.__setitem__
@@ -112,16 +198,24 @@ class Place:
             self.container[self.key] = value
 
 
-def resolve(source: Source, model: nn.Module, loss_fn: Callable[..., Any] | None) -> Place:
+def resolve(
+    source: Source,
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    may_be_absent: bool = False,
+) -> Place:
     """Walk a path again, on another model perhaps.
 
-    Raises `LookupError`: there is no such place.
+    Raises `LookupError`: there is no such place; or nothing is there, unless it ``may_be_absent``.
     """
-    found: Any = model if source.root == "model" else loss_fn
+    roots = {"model": model, "loss_fn": loss_fn, ENVIRON.root: os.environ}
+    found: Any = roots[source.root]
     place = Place([found], 0)
-    for kind, key in source.steps:
+    for index, (kind, key) in enumerate(source.steps):
         try:
             place = _step(found, kind, key)
+            if may_be_absent and index == len(source.steps) - 1:
+                return place
             found = place.get()
         except (LookupError, AttributeError, ValueError, TypeError) as error:
             raise LookupError(f"{source} is not there") from error
@@ -145,12 +239,18 @@ def _step(holder: Any, kind: str, key: Any) -> Place:
         names = holder.__code__.co_varnames[: holder.__code__.co_argcount]
         defaults = holder.__defaults__ or ()
         if key in names[len(names) - len(defaults) :]:
-            return Place(list(defaults), names[len(names) - len(defaults) :].index(key))
+            index = names[len(names) - len(defaults) :].index(key)
+            return Place(DefaultsOf(holder), index)
         return Place(holder.__kwdefaults__, key)
     if kind == "method":
         return Place([getattr(type(holder), key)], 0)
     if kind == "slot":
         return Place(AttributesOf(holder), key)
+    if kind == "class":
+        kinds = holder.__mro__ if isinstance(holder, type) else type(holder).__mro__
+        return Place(AttributesOf(next(kind for kind in kinds if key in vars(kind))), key)
+    if kind == "variable":
+        return Place(ValueOf(holder))
     return Place([getattr(holder, key)], 0)  # "member"
 
 
@@ -165,6 +265,8 @@ class Reachable:
     plain: list[tuple[Source, Place, Any]] = field(default_factory=list)
     # lists, dicts, sets, deques, and objects with attributes that are no modules
     containers: list[tuple[Source, Any]] = field(default_factory=list)
+    # what another read finds changed, wherever it lies: see `moved_by`
+    moving: list[tuple[Source, Place, Any]] = field(default_factory=list)
     # variables of closures and globals that functions name
     cells: list[tuple[Source, Place]] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # all names and texts in the code of the functions
@@ -235,11 +337,14 @@ def _follow(
         found.cells.append((further, place))
     if isinstance(member, Tensor):
         found.tensors.setdefault(id(member), (further, place))
-    elif is_plain(member) or type(member) is np.ndarray:
+    elif is_plain(member) or type(member) in ARRAYS:
         # Attributes of libraries' layers are noted when they are read.
-        if kind != "default" and (not source.steps or not is_layer(value)):
+        is_fixed = kind == "default" and type(member) not in ARRAYS
+        if not is_fixed and (not source.steps or not is_layer(value)):
             found.plain.append((further, place, value))
     else:
+        if _moves(member):
+            found.moving.append((further, place, member))
         queue.append((member, further))
 
 
@@ -272,6 +377,11 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
     elif isinstance(value, types.FunctionType):
         if not is_foreign(value.__module__):
             yield from _variables(value, found)
+    elif isinstance(value, contextvars.ContextVar):
+        yield "variable", None
+    elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+        if value.__self__ is not None and not isinstance(value.__self__, types.ModuleType):
+            yield "member", "__self__"
     elif isinstance(value, types.MethodType | functools.partial):
         yield from (("member", name) for name in _MEMBERS if hasattr(value, name))
     elif isinstance(value, dict) and type(value).__getitem__ is dict.__getitem__:
@@ -299,6 +409,8 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
             inner = isinstance(member, type) and not is_library(member)
             if is_plain(member) or inner or isinstance(member, kinds):
                 yield "attribute", name
+            elif _moves(member):
+                yield "class", name
     elif isinstance(value, staticmethod):
         yield "member", "__func__"
     elif isinstance(value, functools._lru_cache_wrapper):
@@ -313,6 +425,35 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
             yield from (("attribute", key) for key in value.__dict__)
         yield from (("slot", key) for key in _slots(type(value)))
         yield from _methods(value)
+
+
+def moved_by(value: Any) -> frozenset[str]:
+    """Name the methods by which an object goes on, so that the next read finds another value.
+
+    ``"__call__"``: to call it. Generators of random numbers are found by their state instead.
+    """
+    if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+        holder = value.__self__
+        moves = holder is time and value.__name__ in CLOCKS
+        if moves or value.__name__ in _moved_by(type(holder)):
+            return frozenset({"__call__"})
+        return frozenset()
+    if value is datetime.datetime or value is datetime.date:
+        return frozenset({"now", "utcnow", "today"})
+    return frozenset({"datetime", "date"}) if value is datetime else _moved_by(type(value))
+
+
+@functools.cache
+def _moved_by(kind: type) -> frozenset[str]:
+    if issubclass(kind, Iterator):
+        return _STEPS if is_foreign(kind.__module__) else frozenset()
+    return _TAKES if issubclass(kind, Queue | SimpleQueue) else frozenset()
+
+
+def _moves(value: Any) -> bool:
+    """Say whether another read finds another value, also of a method by its object."""
+    bound = isinstance(value, types.BuiltinFunctionType | types.MethodType)
+    return bool(moved_by(value)) or isinstance(value.__self__ if bound else value, RANDOM)
 
 
 def _is_entered(value: Any) -> bool:
@@ -344,6 +485,8 @@ def _methods(value: Any) -> Iterator[Step]:
         for name, function in vars(kind).items():
             if isinstance(function, types.FunctionType) and getattr(type(value), name) is function:
                 yield "method", name
+            elif _moves(function):
+                yield "class", name
 
 
 def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]:
@@ -385,7 +528,7 @@ def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]
 
 def _is_installed(function: types.FunctionType) -> bool:
     """Say whether a function is a library's, whose globals are its own affair."""
-    return any(f"/{name}-packages/" in function.__code__.co_filename for name in ("site", "dist"))
+    return is_installed(function.__code__.co_filename)
 
 
 def _is_fixed(cell: types.CellType) -> bool:
@@ -401,7 +544,7 @@ def _is_fixed(cell: types.CellType) -> bool:
 def is_library(kind: type) -> bool:
     """Say whether a class is one that a library defines."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return is_foreign(kind.__module__) or any(f"/{n}-packages/" in file for n in ("site", "dist"))
+    return is_foreign(kind.__module__) or is_installed(file)
 
 
 def is_layer(holder: Any) -> bool:
@@ -414,4 +557,4 @@ def is_layer(holder: Any) -> bool:
 
 def is_foreign(module: str | None) -> bool:
     """Say whether a module is one that the walk does not enter."""
-    return (module or "").split(".")[0] in _FOREIGN
+    return (module or "").split(".")[0] in FOREIGN

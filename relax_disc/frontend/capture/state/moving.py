@@ -1,0 +1,170 @@
+"""Objects that another read finds changed: iterators, generators, queues, clocks.
+
+While a model is exported a `StandIn` lies in the place of each that the model or the loss function
+reaches.  Their code may hold it and pass it on; to take the next value is refused, because the
+program would repeat that one forever, and to ask a clock is told.  What an installed library takes
+by itself is its own affair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.capture.source_lines import SourceLine, users_line
+from relax_disc.frontend.capture.state.sources import (
+    CLOCKS,
+    FOREIGN,
+    AttributesOf,
+    DefaultsOf,
+    Place,
+    Source,
+    moved_by,
+)
+
+
+class StandIn:
+    """An object of which some members are told to ``ask`` when the thread that made this uses them.
+
+    All else is the object's own, and all from `release` on.
+    """
+
+    __slots__ = ("_ask", "_moved_by", "_thread", "original")
+
+    def __init__(self, original: Any, ask: Callable[[str], None]) -> None:
+        self.original, self._ask = original, ask
+        self._moved_by, self._thread = moved_by(original), threading.get_ident()
+
+    def release(self) -> None:
+        """Be the object alone: the user's code may have kept this."""
+        self._moved_by = frozenset()
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What ``isinstance`` sees."""
+        return type(self.original)
+
+    def _member(self, name: str) -> Any:
+        member = getattr(self.original, name)
+        if name not in self._moved_by or threading.get_ident() != self._thread:
+            return member
+        if moved_by(member) and "__next__" not in self._moved_by:  # a class in a module
+            return StandIn(member, lambda inner: self._ask(f"{name}.{inner}"))
+        self._ask(name)
+        return member
+
+    def __getattr__(self, name: str) -> Any:
+        return self._member(name)
+
+    def __iter__(self) -> StandIn:
+        return self
+
+    def __next__(self) -> Any:
+        return self._member("__next__")()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call a clock, or what takes the next value."""
+        return self._member("__call__")(*args, **kwargs)
+
+    def __bool__(self) -> bool:
+        return bool(self.original)
+
+    def __len__(self) -> int:
+        return len(self.original)
+
+    def __repr__(self) -> str:
+        return repr(self.original)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, self.original)
+
+    def __subclasscheck__(self, kind: Any) -> bool:
+        return issubclass(kind, self.original)
+
+
+def original_of(value: Any) -> Any:
+    """Return what a stand-in stands for; any other object itself."""
+    return value.original if type(value) is StandIn else value
+
+
+@contextlib.contextmanager
+def refused_moves(
+    moving: Sequence[tuple[Source, Place, Any]], tell: Callable[[str, SourceLine], None]
+) -> Iterator[None]:
+    """Put stand-ins into the places of what moves; ``tell`` gets the clocks that are asked.
+
+    Raises `UnsupportedOperatorError`: the next value of something is taken.
+    """
+    stood: list[tuple[Place, StandIn]] = []
+    try:
+        with _module_clocks(tell):
+            for source, place, value in moving:
+                if not moved_by(value) or type(place.container) is tuple:
+                    continue
+                if place.is_writable or isinstance(place.container, AttributesOf | DefaultsOf):
+                    with contextlib.suppress(AttributeError, TypeError):  # read only
+                        place.put(stand_in := StandIn(value, _asked(source, value, tell)))
+                        stood.append((place, stand_in))
+            yield
+    finally:
+        for place, stand_in in stood:
+            stand_in.release()
+            with contextlib.suppress(LookupError, ValueError):
+                if place.get() is stand_in:
+                    place.put(stand_in.original)
+
+
+def _asked(
+    source: Source, value: Any, tell: Callable[[str, SourceLine], None]
+) -> Callable[[str], None]:
+    """Make what a stand-in calls when it is moved on."""
+    is_clock = moved_by(value) & {"now", "datetime"} or getattr(value, "__self__", None) is time
+
+    def ask(name: str) -> None:
+        line = users_line(("relax_disc",) if is_clock else FOREIGN)
+        if line is None:
+            return
+        if is_clock:
+            tell(str(source) if name == "__call__" else f"{source}.{name}", line)
+        else:
+            _refuse(source, value, line)
+
+    return ask
+
+
+def _refuse(source: Source, value: Any, line: SourceLine) -> NoReturn:
+    kind = type(getattr(value, "__self__", value))
+    raise UnsupportedOperatorError(
+        f"{line}: the model or loss_fn takes the next value of {source} (a {kind.__qualname__}), "
+        "which was made before the step; a compiled step would repeat that one value forever. Take "
+        "it in your loop and give it to the step as an argument.",
+        ((kind.__qualname__, str(line)),),
+    )
+
+
+@contextlib.contextmanager
+def _module_clocks(tell: Callable[[str, SourceLine], None]) -> Iterator[None]:
+    """Watch the functions of the module `time`, which the user's code may import at any place."""
+    thread = threading.get_ident()
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def clock(*args: Any) -> Any:
+            if not args and threading.get_ident() == thread:
+                line = users_line()
+                if line is not None:
+                    tell(f"time.{name}", line)
+            return function(*args)
+
+        return clock
+
+    with contextlib.ExitStack() as stack:
+        for name in CLOCKS:
+            function: types.BuiltinFunctionType = getattr(time, name)
+            stack.enter_context(patch.object(time, name, watched(name, function)))
+        yield

@@ -1,0 +1,102 @@
+"""Random numbers that are not PyTorch's: a program would keep the one draw of its capture."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import numpy as np
+
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.capture.source_lines import SourceLine, users_line
+from relax_disc.frontend.capture.state.sources import RANDOM, Place, Source
+
+_SEEDING = ("random", "secrets", "uuid", "numpy")
+"""Modules that ask the system for random bytes in the name of who calls them."""
+
+
+@contextlib.contextmanager
+def no_foreign_randomness(known: Sequence[tuple[Source, Place, Any]]) -> Iterator[None]:
+    """Refuse a model that draws numbers of Python, NumPy or the system.
+
+    ``known``: what it reaches, generators of random numbers among others.
+
+    Raises `UnsupportedOperatorError`: the state of a generator is another one afterwards, or the
+    user's code asks the system for random bytes, as generators without a seed do.
+    """
+    generators = {id(value): (source, value) for source, _, value in known if _has_state(value)}
+    before = {key: _state(value) for key, (_, value) in generators.items()}
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)
+    with _watched_system():
+        yield
+    if random.getstate() != python:
+        _refuse("draws numbers by Python's `random`", "random")
+    if not _same_state(numpy, np.random.get_state(legacy=False)):
+        _refuse("draws numbers by Python's `numpy.random`", "numpy.random")
+    for key, (source, value) in generators.items():
+        if _state(value) != before[key]:
+            kind = type(value).__qualname__
+            _refuse(f"draws numbers from {source} (a {kind})", kind)
+
+
+def _refuse(what: str, kind: str, line: SourceLine | None = None) -> NoReturn:
+    who = "The model or loss_fn" if line is None else f"{line}: the model or loss_fn"
+    raise UnsupportedOperatorError(
+        f"{who} {what} while it runs, as LayerDrop and masks of spectrograms do; a compiled step "
+        "would repeat the one draw forever. Draw with torch (torch.rand, and torch.where to "
+        "choose), or draw in your loop and give the step a tensor of the batch.",
+        ((kind, "the model" if line is None else str(line)),),
+    )
+
+
+def _has_state(value: Any) -> bool:
+    return isinstance(value, RANDOM) and not isinstance(value, random.SystemRandom)
+
+
+def _state(value: Any) -> bytes:
+    if isinstance(value, random.Random):
+        return pickle.dumps(value.getstate())
+    bits = value.bit_generator if isinstance(value, np.random.Generator) else value
+    if isinstance(bits, np.random.RandomState):
+        return pickle.dumps(bits.get_state(legacy=False))
+    return pickle.dumps(bits.state)
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    """Compare two states of NumPy's global generator."""
+    left, right = one["state"], other["state"]
+    return left["pos"] == right["pos"] and np.array_equal(left["key"], right["key"])
+
+
+@contextlib.contextmanager
+def _watched_system() -> Iterator[None]:
+    """Refuse random bytes of the system that the user's code asks for."""
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def urandom(*args: Any) -> Any:
+            line = users_line(("relax_disc", *_SEEDING))
+            if line is not None:
+                _refuse("asks the system for random numbers", "os.urandom", line)
+            return function(*args)
+
+        return urandom
+
+    seed = random.Random.seed
+
+    def seeded(self: random.Random, a: Any = None, version: int = 2) -> None:
+        line = users_line(("relax_disc", *_SEEDING)) if a is None else None
+        if line is not None:
+            _refuse("asks the system for random numbers", "random.Random", line)
+        seed(self, a, version)
+
+    with (
+        patch.object(os, "urandom", watched(os.urandom)),
+        patch.object(random, "_urandom", watched(os.urandom)),
+        patch.object(random.Random, "seed", seeded),
+    ):
+        yield
