@@ -13,6 +13,8 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
 from tvm import te, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
 
 from relax_disc.analysis.padding.grid import Rows
 from relax_disc.analysis.padding.kernel_rows import kernel_rows
@@ -122,6 +124,12 @@ def by_row(function):
     return lambda: Function(lambda x, mask: function(x))
 
 
+def put_back(x, mask):
+    """Take heads by lists of numbers, as Falcon does: their gradient is written where these say."""
+    heads = x.view(*x.shape[:2], 4, 2)
+    return torch.cat([heads[..., [-1], :] * 2, heads[..., [1, 0, 2], :]], -2).flatten(2)
+
+
 PLAIN = {
     "linear": by_row(lambda x: x),
     "gelu": by_row(F.gelu),
@@ -130,6 +138,7 @@ PLAIN = {
     "softmax of a row": by_row(lambda x: torch.softmax(x, -1)),
     "halves": by_row(lambda x: torch.cat([-x[..., 4:], x[..., :4]], -1)),
     "position": Position,
+    "heads by numbers": lambda: Function(put_back),
 }
 ATTENTION = {
     "causal": lambda: Attention(True, False),
@@ -180,7 +189,11 @@ class Model(nn.Module):
             return F.cross_entropy(self.head(x[:, 0]), labels[:, 0].clamp(min=0))
         if self.loss == "shifted states":
             return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), labels[:, 1:].flatten())
-        logits, counts = self.head(x), labels != IGNORED
+        counts = labels != IGNORED
+        if self.loss == "picked states":
+            states = F.layer_norm(F.gelu(x[counts]), (WIDTH,)) * 0.5
+            return F.cross_entropy(self.head(states).float(), labels[counts])
+        logits = self.head(x)
         if self.loss in (losses := {**LOSSES, **MIXING_LOSSES}):
             return losses[self.loss](logits, labels, mask.to(x.dtype), counts)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
@@ -294,6 +307,7 @@ LOSSES = {
     ).sum(),
 }
 """Losses of positions that a label or a mask counts."""
+OF_STATES = ("first", "shifted states", "picked states")
 MIXING_LOSSES = {
     "moved": lambda logits, labels, mask, counts: F.cross_entropy(
         (logits + F.pad(logits[:, :-1] * mask[:, 1:, None], (0, 0, 1, 0))).flatten(0, 1),
@@ -313,7 +327,7 @@ MIXING_LOSSES = {
 def models(draw):
     names = st.sampled_from([*PLAIN] * 3 + [*ATTENTION] * 4 + [*MIXING])
     layers = draw(st.lists(names, min_size=1, max_size=5))
-    counted = ["plain"] * 4 + ["pooled"] * 2 + ["first", "shifted states", *LOSSES]
+    counted = ["plain"] * 4 + ["pooled"] * 2 + [*OF_STATES, *LOSSES]
     loss = draw(st.sampled_from([*counted, *MIXING_LOSSES, "all activations", "z"]))
     return layers, loss
 
@@ -416,7 +430,7 @@ def test_attention_to_all_keeps_all(loss):
     assert "neither causal nor" in captured.padding[-1].reason
 
 
-@pytest.mark.parametrize("loss", ["first", "shifted states", *LOSSES, *MIXING_LOSSES])
+@pytest.mark.parametrize("loss", [*OF_STATES, *LOSSES, *MIXING_LOSSES])
 def test_losses_need_what_they_count(loss):
     check(["causal", "gelu"], loss)
 
@@ -457,6 +471,68 @@ def test_kernels_are_read(value, goes_by_row, keeps_zero):
     found = kernel_rows(kernel(value), rows, rows, [AT_NEEDED])
     assert (found is not None) == goes_by_row
     assert found is None or found == (AT_NEEDED if keeps_zero else None,)
+
+
+def loops(start, place, value, extents=None):
+    """Write a kernel that fills `[batch, length, 4]` and then writes where numbers say."""
+    x = te.placeholder((tirx.Var("batch", "int64"), tirx.Var("length", "int64"), 4), name="x")
+    numbers = te.placeholder((4,), "int64", name="numbers")
+
+    def body(inputs, outputs):
+        x, numbers = inputs
+        with IRBuilder() as made:
+            with T.seq_scope():
+                with T.grid(*x.shape) as (b, t, i):
+                    T.buffer_store(outputs[0], start(x, b, t, i), [b, t, i])
+                with T.grid(*(x.shape if extents is None else extents(x))) as (b, t, i):
+                    at = place(numbers, b, t, i)
+                    T.buffer_store(outputs[0], value(x, outputs[0], at, b, t, i), at)
+        return made.get()
+
+    made = te.extern([x.shape], [x, numbers], body, name="put", dtype="float32")
+    return te.create_prim_func([x, numbers, made])
+
+
+def zero(*_):
+    return tirx.const(0, "float32")
+
+
+def at_number(numbers, b, t, i):
+    return [b, t, numbers[i]]
+
+
+@pytest.mark.parametrize(
+    ("start", "place", "value", "goes_by_row", "keeps_zero"),
+    [
+        (zero, at_number, lambda x, out, at, b, t, i: x[b, t, i], True, True),
+        (zero, at_number, lambda x, out, at, *i: out[tuple(at)] + x[i], True, True),
+        (lambda x, *i: x[i], at_number, lambda x, out, at, *i: x[i] + 1.0, True, False),
+        (lambda *_: tirx.const(1, "float32"), at_number, lambda x, out, at, *i: x[i], True, False),
+        (zero, lambda n, b, t, i: [b, n[t], i], lambda x, out, at, *i: x[i], False, None),
+        (zero, lambda n, b, t, i: [b, 0, i], lambda x, out, at, *i: x[i], False, None),
+        (zero, at_number, lambda x, out, at, b, t, i: x[b, 0, i], False, None),
+        (zero, at_number, lambda x, out, at, b, t, i: out[b, 0, i] + x[b, t, i], False, None),
+        (
+            zero,
+            at_number,
+            lambda x, out, at, b, t, i: x[b, t, i] * t.astype("float32"),
+            False,
+            None,
+        ),
+        (zero, lambda n, b, t, i: [b, t, t % 4], lambda x, out, at, *i: x[i], False, None),
+    ],
+)
+def test_loops_are_read(start, place, value, goes_by_row, keeps_zero):
+    rows, numbers = Rows("both", 0, 1), Rows("none")
+    found = kernel_rows(loops(start, place, value), [rows, numbers], [rows], [AT_NEEDED, None])
+    assert (found is not None) == goes_by_row
+    assert found is None or found == (AT_NEEDED if keeps_zero else None,)
+
+
+def test_loops_over_a_part_of_the_rows_do_not_go_by_row():
+    part = loops(zero, at_number, lambda x, out, at, *i: x[i], lambda x: [x.shape[0], 1, 4])
+    rows = Rows("both", 0, 1)
+    assert kernel_rows(part, [rows, Rows("none")], [rows], [AT_NEEDED, None]) is None
 
 
 def test_a_number_that_a_kernel_is_given_may_be_a_size():

@@ -90,6 +90,32 @@ def bloom():
     return transformers.BloomForCausalLM(config)
 
 
+def falcon():
+    """Make a model that takes its heads by lists of numbers from one product."""
+    config = transformers.FalconConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    return transformers.FalconForCausalLM(config)
+
+
+class Picked(nn.Module):
+    """Predicts the tokens of states that a mask picks, as ModernBERT and much code by hand do."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = bert()
+        self.config = self.model.config
+
+    def forward(self, input_ids, attention_mask, labels):
+        states = self.model.bert(input_ids, attention_mask=attention_mask).last_hidden_state
+        picked = labels != IGNORED
+        return nn.functional.cross_entropy(self.model.cls(states[picked]), labels[picked])
+
+
 def in_double(exact, given):
     """Run a reference; Hugging Face's softmax goes back to float32, where its masks overflow."""
     with patch.object(nn.functional, "softmax", lambda x, dim, dtype=None: torch.softmax(x, dim)):
@@ -154,6 +180,8 @@ MODELS = {
     "bert": bert,
     "mpnet": mpnet,
     "bloom": bloom,
+    "falcon": falcon,
+    "picked states": Picked,
     "llama, written out": written_out(llama),
     "gpt2, written out": written_out(gpt2),
     "bert, written out": written_out(bert),
@@ -161,7 +189,15 @@ MODELS = {
         kind=transformers.BertForTokenClassification, num_labels=VOCABULARY
     ),
 }
-SLOW = ("mpnet", "bloom", "gpt2, written out", "bert, written out", "bert, classes of tokens")
+SLOW = (
+    "mpnet",
+    "bloom",
+    "falcon",
+    "picked states",
+    "gpt2, written out",
+    "bert, written out",
+    "bert, classes of tokens",
+)
 
 
 @pytest.fixture(
@@ -214,7 +250,7 @@ def test_masked_positions_are_not_computed(trained):
     model, step = trained
     assert step.padding_report().is_left_out, str(step.padding_report())
     # Padding before the first token predicts it. It sees nothing: by numbers, the mean of all.
-    encoders = transformers.BertPreTrainedModel, transformers.MPNetPreTrainedModel
+    encoders = transformers.BertPreTrainedModel, transformers.MPNetPreTrainedModel, Picked
     is_causal = not isinstance(model, encoders)
     is_blind = is_causal and (
         model.config._attn_implementation == "eager" or model.config.model_type == "bloom"

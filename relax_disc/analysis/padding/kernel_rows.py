@@ -2,7 +2,8 @@
 
 Then it computes packed rows as well, called with other extents: its text does not say which row
 comes where.  So the variables of sequence and position may occur as the indices of row axes only,
-and the extents of those axes nowhere but in loops and shapes.
+and the extents of those axes nowhere but in loops and shapes.  Loops that write where a tensor
+says, as scatters do, go row by row if each of their turns reads and writes one row alone.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm import tirx
+from tvm import s_tir, tirx
 from tvm.ir import prim
 
 from relax_disc.analysis.kernels.element import is_guard
 from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import (
+    Axis,
     Stage,
     constant,
     is_buffer,
@@ -40,9 +42,10 @@ def kernel_rows(
     None: it does not, or cannot be read.
     ``operands``, ``results``: where the caller's tensors have rows. ``support``: of each operand.
     """
-    read = read_stages(kernel)
+    staged = read_stages(kernel)
+    stages = _loops(kernel) if staged is None else staged.stages
     buffers = [param for param in kernel.params if is_buffer(param)]
-    if read is None or len(buffers) != len(operands) + len(results):
+    if stages is None or len(buffers) != len(operands) + len(results):
         return None
     rows = dict(zip(buffers, [*operands, *results], strict=True))
     lengths = {each.of for each in rows.values() if each.length != -1}
@@ -57,9 +60,40 @@ def kernel_rows(
     # Numbers that it is given may be sizes, too: packed rows would come with others.
     sizes |= {param for param in kernel.params if not is_buffer(param)}
     reader = _Reader(rows, sizes, dict(zip(buffers, support, strict=False)))
-    if not all(reader.read(stage) for stage in read.stages):
+    if staged is None:
+        written = {stage.buffer for stage in stages}
+        if written != set(buffers[len(operands) :]) or not all(map(reader.read_loops, stages)):
+            return None
+        reader.note_written(stages)
+    elif not all(map(reader.read, stages)):
         return None
     return tuple(map(reader.support.get, buffers[len(operands) :]))
+
+
+def _loops(kernel: tirx.PrimFunc) -> list[Stage] | None:
+    """Read a kernel of loops round one store each, which run in the order of the program."""
+    root = kernel.body
+    if not isinstance(root, s_tir.SBlockRealize) or root.block.iter_vars:
+        return None
+    block = root.block
+    if block.alloc_buffers or block.match_buffers or block.init is not None:
+        return None
+    body = block.body
+    while isinstance(body, tirx.AttrStmt):
+        body = body.body
+    found = []
+    for statement in body.seq if isinstance(body, tirx.SeqStmt) else [body]:
+        axes = []
+        while isinstance(statement, tirx.For):
+            if statement.kind != tirx.ForKind.SERIAL or constant(statement.min) != 0:
+                return None
+            axes.append(Axis(statement.loop_var, statement.extent, is_reduction=False))
+            statement = statement.body
+        if not isinstance(statement, tirx.BufferStore):
+            return None
+        indices = tuple(statement.indices)
+        found.append(Stage("loops", tuple(axes), statement.buffer, indices, statement.value))
+    return found
 
 
 class _Reader:
@@ -67,6 +101,36 @@ class _Reader:
 
     def __init__(self, rows: dict[Any, Rows], sizes: set[Any], support: dict[Any, Support]) -> None:
         self._rows, self._sizes, self.support = rows, sizes, support
+
+    def read_loops(self, stage: Stage) -> bool:
+        """Whether each turn of loops reads and writes one row alone; others may come before."""
+        known = self._rows[stage.buffer]
+        place = {role: stage.indices[axis] for role, axis in _roles(known)}
+        others = [index for axis, index in enumerate(stage.indices) if axis not in known.axes]
+        read = dict(place)
+        if not known.has_rows or not all(
+            self._note_loads(expr, read) for expr in (stage.value, *others)
+        ):
+            return False
+        extents = {axis.var: axis.extent for axis in stage.axes}
+        is_whole = all(
+            same_expr(extents.get(stage.indices[axis]), stage.buffer.shape[axis])
+            for axis in known.axes
+        )
+        if read.keys() != place.keys() or len(set(place.values())) != len(place) or not is_whole:
+            return False
+        rest = [self._without_rows(expr) for expr in (stage.value, *others)]
+        rest += [extent for var, extent in extents.items() if var not in set(place.values())]
+        hidden = set(place.values()) | self._sizes
+        return not any(var in hidden for expr in rest for var in nodes_of(tvm.ir.Var, expr))
+
+    def note_written(self, stages: Sequence[Stage]) -> None:
+        """Note where what loops write is not zero; what they read of it they wrote before."""
+        written = {stage.buffer: NOWHERE for stage in stages}
+        for buffer in written:
+            values = [stage.value for stage in stages if stage.buffer.same_as(buffer)]
+            found = in_any([_support(value, {**self.support, **written}) for value in values])
+            self.support[buffer] = found if len(written) == 1 else None
 
     def read(self, stage: Stage) -> bool:
         """Note what a stage makes; False if it does not go row by row."""

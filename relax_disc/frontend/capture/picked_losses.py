@@ -5,7 +5,9 @@ a size that only the data tell; written with labels that are ignored, the loss h
 batch, the vocabulary head takes the rows that count a few at a time, and the analysis of padding
 reads which these are.
 
-Recognised: logits and labels picked by one mask, conversions of what is picked, a sum or a mean.
+Recognised: logits and labels picked by one mask, a sum or a mean.  What is done with picked rows,
+each by itself, is done with all instead: conversions, products with weights, norms and activations,
+as in ``cross_entropy(head(states[mask]), labels[mask])``.
 """
 
 from __future__ import annotations
@@ -20,6 +22,13 @@ _ATEN = torch.ops.aten
 _LOSS = _ATEN.cross_entropy_loss.default
 _CONVERTED = (_ATEN.to.dtype, _ATEN._to_copy.default, _ATEN.contiguous.default)
 _RESHAPED = (_ATEN.view.default, _ATEN.reshape.default)
+_ROW_BY_ROW = frozenset(
+    {
+        *(_ATEN.linear.default, _ATEN.layer_norm.default, _ATEN.rms_norm.default),
+        *(_ATEN.gelu.default, _ATEN.relu.default, _ATEN.silu.default, _ATEN.tanh.default),
+        *(_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor),
+    }
+)
 _DEFAULTS = (None, 1, -100, 0.0)  # weight, reduction, ignored label, smoothing
 
 
@@ -54,10 +63,10 @@ def _parts(loss: fx.Node) -> tuple[fx.Node, list[fx.Node], fx.Node, fx.Node, lis
 
 
 def _picked(node: Any) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
-    """Return what a mask picks rows of, the mask, and how the rows are converted, in order."""
+    """Return what a mask picks rows of, the mask, and what is done with the rows, in order."""
     steps: list[fx.Node] = []
-    while isinstance(node, fx.Node) and node.target in (*_CONVERTED, *_RESHAPED):
-        if node.target in _CONVERTED:
+    while isinstance(node, fx.Node) and (_is_by_row(node) or node.target in _RESHAPED):
+        if node.target not in _RESHAPED:
             steps.insert(0, node)
         elif [*map(str, _value(node).shape)] != [*map(str, _value(node.args[0]).shape)]:
             return None
@@ -69,6 +78,27 @@ def _picked(node: Any) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
     is_mask = len(indices) == 1 and _value(indices[0]).dtype == torch.bool
     fits = is_mask and isinstance(source, fx.Node) and _value(indices[0]).dim() > 0
     return (source, indices[0], steps) if fits else None  # pyright: ignore[reportReturnType]
+
+
+def _is_by_row(node: fx.Node) -> bool:
+    """Whether a node does the same with each row of its first operand, and keeps their number."""
+    if node.target in _CONVERTED:
+        return True
+    if node.target not in _ROW_BY_ROW or not isinstance(node.args[0], fx.Node):
+        return False
+    if _value(node.args[0]).dim() != 2 or _value(node).dim() != 2:
+        return False
+    if node.target in (_ATEN.layer_norm.default, _ATEN.rms_norm.default):
+        shape: Any = node.args[1]
+        return len(shape) == 1
+    if node.target is _ATEN.linear.default:
+        return True
+    rest = [each for each in node.args[1:] if isinstance(each, fx.Node)]
+    width = [str(_value(node.args[0]).shape[1])]
+    return all(
+        isinstance(each.meta.get("val"), Tensor) and [*map(str, _value(each).shape)] in ([], width)
+        for each in rest
+    )
 
 
 def _value(node: Any) -> Tensor:
@@ -113,7 +143,8 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
     for user in list(node.users):
         if _asks_size(user):
             _erase_all(graph, user)
-    if not node.users and node.target in (*_CONVERTED, *_RESHAPED, _ATEN.index.Tensor):
+    is_ours = node.target in (*_CONVERTED, *_RESHAPED, *_ROW_BY_ROW, _ATEN.index.Tensor)
+    if not node.users and is_ours:
         (source, *_) = node.args
         graph.erase_node(node)
         if isinstance(source, fx.Node):
