@@ -35,18 +35,20 @@ def _described(captured: CapturedStep, padding: Padding) -> CapturedStep:
     assert padding.grid is not None
     parameters = captured.module[captured.function].params[len(captured.inputs) :]
     leaves = {spec.name: int(spec.target) for spec in captured.inputs if spec.kind == "batch"}
-    batch, inputs, packings = padding.grid.batch.name, list(captured.inputs), []
+    batch, times = padding.grid.sequences.name, padding.grid.times
+    ends = f"{batch} + 1" if times == 1 else f"{times}*{batch} + 1"
+    inputs, packings = list(captured.inputs), []
     for k, (length, needed) in enumerate(zip(padding.grid.lengths, padding.needed, strict=True)):
         places, starts = parameters[2 * k : 2 * k + 2]
         tokens = places.ty.shape.values[1].name
         for parameter, role, shape in (
             (places, "places", (3, tokens)),
-            (starts, "starts", (f"{batch} + 1",)),
+            (starts, "starts", (ends,)),
         ):
             inputs.append(InputSpec(parameter.name, "packing", role, "", -1, tuple(shape), "int64"))
         found = needed.counted, needed.kept, needed.shown
         counted, kept, shown = (_by_leaf(each, leaves) for each in found)
-        which = counted, kept, needed.is_prefix, shown
+        which = counted, kept, needed.is_prefix, shown, times
         packings.append(Packing(tokens, batch, length.name, *which))
     return replace(captured, inputs=tuple(inputs), packings=tuple(packings))
 

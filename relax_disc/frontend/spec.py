@@ -181,6 +181,11 @@ class Packing:
     kept: Any  # true where a mask leaves the row; None: there is no mask
     is_prefix: bool  # whether all rows before the last counted one are computed
     shown: Any = None  # keys that masks leave which hide by numbers: what sees none reads all
+    times: int = 1  # sequences there are for each of the dim `batch`
+
+    def sequences(self, sizes: Mapping[str, int]) -> int:
+        """Count the sequences of a batch."""
+        return self.times * sizes[self.batch]
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,7 +282,8 @@ class CompiledFunction:
             dims = {**other_dims, dim: size}
             for packing in self._captured.packings:
                 if packing.tokens in dims:
-                    most = math.prod(dims.get(name, 1) for name in (packing.batch, packing.length))
+                    sizes = {name: dims.get(name, 1) for name in (packing.batch, packing.length)}
+                    most = packing.sequences(sizes) * sizes[packing.length]
                     dims[packing.tokens] = min(dims[packing.tokens], most)
             return dims
 
@@ -476,7 +477,8 @@ class CompiledFunction:
         tokens = []
         for packing in self._captured.packings:
             bounds = [by_name[name].last for name in (packing.batch, packing.length)]
-            most = None if None in bounds else math.prod(bound or 0 for bound in bounds)
+            product = packing.times * math.prod(bound or 0 for bound in bounds)
+            most = None if None in bounds else product
             tokens.append(SymbolicDim(packing.tokens, 1, most))
         return (*self.dims, *tokens, *counted)
 
@@ -493,12 +495,13 @@ class CompiledFunction:
         sizes = {name: value for name, value in dims.items() if name not in told}
         self._check_dims(sizes)
         for packing in packings:
-            most = sizes[packing.batch] * sizes[packing.length]
+            most = packing.sequences(sizes) * sizes[packing.length]
             count = dims.get(packing.tokens, most)
             if not 0 <= count <= most:
+                sequences, length = packing.sequences(sizes), sizes[packing.length]
                 raise ShapeRangeError(
-                    f"{packing.tokens}={count}; allowed is 0 .. {most} = {packing.batch} * "
-                    f"{packing.length}: the positions of the batch that are computed."
+                    f"{packing.tokens}={count}; allowed is 0 .. {most} = {sequences} * {length}: "
+                    "the positions of the batch that are computed."
                 )
             sizes[packing.tokens] = rounded(count, most)
         return self._counted.complete(sizes, counts)

@@ -362,6 +362,38 @@ class Preference(nn.Module):
         ).mean()
 
 
+class Joined(Preference):
+    """Runs both answers in one pass, as TRL does."""
+
+    def forward(self, ids, mask, labels, other_ids, other_mask, other_labels):
+        count, pairs = ids.shape[0], ((ids, other_ids), (mask, other_mask), (labels, other_labels))
+        scores = self.score(*map(torch.cat, pairs))
+        return -nn.functional.logsigmoid(0.1 * (scores[:count] - scores[count:])).mean()
+
+
+@pytest.mark.slow
+def test_two_answers_in_one_pass_are_packed():
+    torch.manual_seed(0)
+    model = Joined()
+    shape = {0: Dim("batch", min=1, max=8), 1: Dim("length", min=2, max=LONGEST)}
+
+    def pair(name, seed=1):
+        one, other = batch(BATCHES[name]["attention_mask"], seed=seed), BATCHES[name]
+        given = [*one.values(), *(x.flip(0) for x in other.values())]
+        return dict(zip(("ids", "mask", "labels", *OTHERS), given, strict=True))
+
+    example = pair("right")
+    step = relax_disc.compile(model, None, example, dynamic_shapes=dict.fromkeys(example, shape))
+    assert step.padding_report().is_left_out, str(step.padding_report())
+    for name in BATCHES:
+        assert_exact(step, model, pair(name))
+        if name == "right":
+            assert step.memory_report().shape["tokens"] == 96
+    with pytest.raises(relax_disc.errors.ShapeRangeError, match=r"tokens=50; .* 48 = 6 \* 8"):
+        step.plan(batch=3, length=8, tokens=50)
+    assert step.plan(batch=3, length=8).shape["tokens"] == 48
+
+
 @pytest.mark.slow
 def test_two_answers_are_packed_each_by_itself():
     torch.manual_seed(0)
@@ -396,6 +428,9 @@ def test_two_answers_are_packed_each_by_itself():
         top = max(float(p.grad.abs().max()) for p in exact.parameters())
         for p, q in zip(model.parameters(), exact.parameters(), strict=True):
             assert float((p.grad.double() - q.grad).abs().max()) < 3e-6 * top
+
+
+OTHERS = ("other_ids", "other_mask", "other_labels")
 
 
 class Sentences(nn.Module):

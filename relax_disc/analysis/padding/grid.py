@@ -6,6 +6,8 @@ the dims are symbolic and differ, so an axis of just that extent counts them; tw
 extent are nobody's rows.  A batch may have sequences of several kinds, as those that a translator
 reads and writes, each with a length of its own; axes of two lengths are nobody's rows, too.
 
+Two batches that are joined to one have twice a dim of sequences, as DPO's pairs.
+
 A *cut* is a part of the positions of each sequence: ``logits[:, :-1]`` has ``length - 1`` of them.
 It counts as another length, of which it is known where it starts in the whole.
 """
@@ -55,12 +57,17 @@ ODD = Rows("odd")
 class Grid:
     """The dims of a padded batch.
 
-    ``batch``, ``lengths``: the variables of the function.
+    ``batch``: how many sequences there are, ``times`` the dim ``sequences``. ``lengths``: how long
+    they are, variables of the function.
     """
 
-    def __init__(self, batch: tirx.Var, lengths: Sequence[tirx.Var]) -> None:
+    def __init__(self, batch: Any, lengths: Sequence[tirx.Var]) -> None:
+        known = factor_and_dim(batch)
+        assert known is not None
         self.batch, self.lengths = batch, tuple(lengths)
-        self._dims = frozenset({batch.name, *(length.name for length in lengths)})
+        self.times, self.sequences = known
+        self._batch = from_tirx(batch)
+        self._dims = frozenset({self.sequences.name, *(length.name for length in lengths)})
         self._sizes = [from_tirx(length) for length in lengths]
         self._cuts: list[tuple[Any, int, int]] = []  # extent, length, start
         self._known: dict[Any, _Role | None] = {}
@@ -133,16 +140,16 @@ class Grid:
         return self._known[extent]
 
     def _find_role(self, extent: Any) -> _Role | None:
-        if extent.same_as(self.batch):
-            return "batch", None
         try:
             size = from_tirx(extent)
         except GraphError:
             return "odd", None
+        if size == self._batch:
+            return "batch", None
         for of, length in enumerate(self._sizes):
             if size == length:
                 return "length", of
-            if size == from_tirx(self.batch) * length:
+            if size == self._batch * length:
                 return "merged", of
         names = {dim if isinstance(dim, str) else dim.name for dim in size.free_dims}
         return ("odd", None) if names & self._dims else None
@@ -157,6 +164,18 @@ class Grid:
             step = inner[rows.batch]
             return step * self._sizes[rows.of], step
         return inner.get(rows.batch), inner.get(rows.length)
+
+
+def factor_and_dim(extent: Any) -> tuple[int, tirx.Var] | None:
+    """Split an extent into a number and a dim; None: it is no product of these."""
+    if isinstance(extent, tirx.Var):
+        return 1, extent
+    if not isinstance(extent, tirx.Mul):
+        return None
+    for number, dim in ((extent.a, extent.b), (extent.b, extent.a)):
+        if isinstance(number, tirx.IntImm) and isinstance(dim, tirx.Var) and int(number) > 0:
+            return int(number), dim
+    return None
 
 
 def constant_of(expr: Any) -> float | None:

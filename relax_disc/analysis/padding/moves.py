@@ -118,7 +118,7 @@ def _is_size(value: Value) -> bool:
 def find_move(kernel: tirx.PrimFunc) -> Move | None:
     """Read a kernel that moves positions; None: it does something else."""
     buffers = [param for param in kernel.params if is_buffer(param)]
-    read = read_stages(kernel) if len(buffers) == len(kernel.params) == 2 else None
+    read = read_stages(kernel) if len(buffers) == 2 else None
     if read is None or len(read.stages) != 1:
         return None
     (stage,), (source, target) = read.stages, buffers

@@ -22,7 +22,7 @@ import numpy
 from tvm import relax, tirx
 from tvm.ir import Op
 
-from relax_disc.analysis.padding.grid import Grid
+from relax_disc.analysis.padding.grid import Grid, factor_and_dim
 from relax_disc.analysis.padding.values import (
     BATCH,
     KEY,
@@ -83,8 +83,9 @@ def find_grid(bindings: Sequence[Any], note: Note) -> Grid | None:
         for operand in binding.value.args[:2]:
             outer, _, length, _ = registry.extents(operand.ty)
             batch = outer if batch is None else batch
-            known = isinstance(outer, tirx.Var) and isinstance(length, tirx.Var)
-            if not known or not outer.same_as(batch) or length.same_as(batch):
+            named, known = factor_and_dim(outer), factor_and_dim(batch)
+            is_one = named is not None and known is not None and named[0] == known[0]
+            if not is_one or not named[1].same_as(known[1]) or not _is_other(length, known[1]):
                 note(binding, "batch and length are not two dims of their own")
                 return None
             if not any(length.same_as(each) for each in lengths):
@@ -93,6 +94,10 @@ def find_grid(bindings: Sequence[Any], note: Note) -> Grid | None:
         note(None, "there is no attention that is one operator")
         return None
     return Grid(batch, lengths)
+
+
+def _is_other(length: Any, sequences: tirx.Var) -> bool:
+    return isinstance(length, tirx.Var) and not length.same_as(sequences)
 
 
 def find_seen(

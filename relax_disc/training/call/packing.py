@@ -33,7 +33,7 @@ def place_rows(
     position of each row that is computed; starts, ``[batch + 1]`` int64: the first of each
     sequence, and the end of the last.
     """
-    batch, length = sizes[packing.batch], sizes[packing.length]
+    batch, length = packing.sequences(sizes), sizes[packing.length]
     some = next(iter(leaves.values()))
     indices = {
         "batch": torch.arange(batch, device=some.device)[:, None],

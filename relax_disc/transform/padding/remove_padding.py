@@ -53,6 +53,7 @@ from relax_disc.transform.functions import (
     substitute_sizes,
 )
 from relax_disc.transform.padding import picks
+from relax_disc.transform.padding.joined import of_one_sequence
 from relax_disc.transform.padding.zeros_behind import zeros_behind
 from relax_disc.transform.simplify.canonicalize_extents import with_simple_extents
 
@@ -157,7 +158,7 @@ class _Rewriter:
         """Make the parameters to come, for each length of the sequences."""
         batch, lengths = self._grid.batch, self._grid.lengths
         names = {param.name for param in self._function.params}
-        names |= {batch.name, *(length.name for length in lengths)}
+        names |= {self._grid.sequences.name, *(length.name for length in lengths)}
         packings = []
         for length in lengths:
             prefix = f"{length.name}_" if len(lengths) > 1 else ""
@@ -188,7 +189,7 @@ class _Rewriter:
             more = ["packing"] * 2 * len(self._packings)
             attrs["relax_disc.param_kinds"] = [*map(str, kinds), *more]
         for packing, length in zip(self._packings, self._grid.lengths, strict=True):
-            upper, name = most_tokens(dims, self._grid.batch, length), packing.tokens.name
+            upper, name = most_tokens(dims, self._grid, length), packing.tokens.name
             if dims:
                 dims[name] = [1, -1 if upper is None else upper, 1]
                 attrs["relax_disc.dims"] = dims
@@ -331,32 +332,52 @@ class _Rewriter:
         ones = {
             size: tirx.IntImm("int64", 1)
             for size, known in size_meanings(kernel, call).items()
-            if isinstance(known, tirx.Var) and known.same_as(self._grid.batch)
+            if self._grid.rows_of_shape([known]).layout == "batch"
         }
-        kernel, operands = self._of_cut(kernel, call, operands)
+        pairs = list(zip(call.args[1].fields, operands, strict=True))
+        kernel, pairs = self._of_cut(*self._of_joined(kernel, pairs), result_types(call))
         if ones and all(map(is_buffer, kernel.params)):
             kernel = substitute_sizes(kernel, ones)
+        operands = [operand for _, operand in pairs]
         if kernel.same_as(before):
             return call.args[0], operands
         return self._add_kernel(kernel, call.args[0].name_hint), operands
 
+    def _of_joined(
+        self, kernel: tirx.PrimFunc, pairs: list[tuple[Any, Any]]
+    ) -> tuple[tirx.PrimFunc, list[tuple[Any, Any]]]:
+        """Let a kernel of joined batches that is given a part of the sequences have one sequence.
+
+        ``pairs``: arguments and operands. The number is in the extents of rows alone, always times
+        the number of batches.
+        """
+        for k, (arg, _) in enumerate(pairs):
+            if self._grid.times > 1 and arg.same_as(self._grid.sequences):
+                kernel = of_one_sequence(kernel, kernel.params[k], self._grid.times)
+                kernel = kernel.specialize({kernel.params[k]: tirx.IntImm("int64", 1)})
+                return kernel, [*pairs[:k], *pairs[k + 1 :]]
+        return kernel, pairs
+
     def _of_cut(
-        self, kernel: tirx.PrimFunc, call: relax.Call, operands: list[Any]
-    ) -> tuple[tirx.PrimFunc, list[Any]]:
+        self,
+        kernel: tirx.PrimFunc,
+        pairs: list[tuple[Any, Any]],
+        results: list[relax.TensorType],
+    ) -> tuple[tirx.PrimFunc, list[tuple[Any, Any]]]:
         """Let a kernel of cut rows that is given the whole length read the rows from its buffers.
 
         Its extents are ``length - 1``, and of packed rows there are as many as it was given.
         """
-        given = [*(arg.ty for arg in call.args[1].fields), *result_types(call)]
+        given = [*(arg.ty for arg, _ in pairs), *results]
         for of in {rows.of for rows in map(self._grid.rows, given) if rows.has_rows}:
             length = self._grid.lengths[self._grid.whole_of(of)]
             left_out = Analyzer().simplify(length - self._extent(of))
-            for k, arg in enumerate(call.args[1].fields):
+            for k, (arg, _) in enumerate(pairs):
                 if arg.same_as(length) and isinstance(left_out, tirx.IntImm) and int(left_out):
                     kept = tirx.Var(f"{length.name}_kept", "int64")
                     kernel = kernel.specialize({kernel.params[k]: kept + left_out})
-                    return with_simple_extents(kernel), [*operands[:k], *operands[k + 1 :]]
-        return kernel, operands
+                    return with_simple_extents(kernel), [*pairs[:k], *pairs[k + 1 :]]
+        return kernel, pairs
 
     def _attention(self, call: relax.Call) -> relax.Call:
         count = 3 if call.op.name == ATTENTION[0] else 6
@@ -542,7 +563,8 @@ class _Rewriter:
         rows = self._grid.rows_of_shape([size])
         if rows.layout in ("length", "merged"):
             return self._packing(rows.of).tokens
-        changes: dict[tirx.Var, Any] = {self._grid.batch: tirx.IntImm("int64", 1)}
+        one = tirx.IntImm("int64", 1)
+        changes: dict[tirx.Var, Any] = {self._grid.sequences: one} if self._grid.times == 1 else {}
         for length, packing in zip(self._grid.lengths, self._packings, strict=True):
             changes[length] = packing.tokens
         return substitute(size, changes)
@@ -553,10 +575,10 @@ def _is_before_end(row: Any, places: te.Tensor, starts: te.Tensor) -> Any:
     return row < starts(starts.shape[0] - 1)
 
 
-def most_tokens(dims: dict[str, list[int]], batch: tirx.Var, length: tirx.Var) -> int | None:
+def most_tokens(dims: dict[str, list[int]], grid: Grid, length: tirx.Var) -> int | None:
     """Return the most rows there can be in declared ranges; None: there is no bound."""
-    bounds = [dims.get(dim.name, [1, -1])[1] for dim in (batch, length)]
-    return None if -1 in bounds else bounds[0] * bounds[1]
+    bounds = [dims.get(dim.name, [1, -1])[1] for dim in (grid.sequences, length)]
+    return None if -1 in bounds else grid.times * bounds[0] * bounds[1]
 
 
 def _free(name: str, taken: Sequence[str] | set[str]) -> str:
