@@ -48,7 +48,7 @@ def _described(captured: CapturedStep, padding: Padding) -> CapturedStep:
             inputs.append(InputSpec(parameter.name, "packing", role, "", -1, tuple(shape), "int64"))
         found = needed.counted, needed.kept, needed.shown
         counted, kept, shown = (_by_leaf(each, leaves) for each in found)
-        which = counted, kept, needed.is_prefix, shown, times
+        which = counted, kept, needed.is_prefix, shown, needed.is_near, times
         packings.append(Packing(tokens, batch, length.name, *which))
     return replace(captured, inputs=tuple(inputs), packings=tuple(packings))
 

@@ -181,6 +181,7 @@ class Packing:
     kept: Any  # true where a mask leaves the row; None: there is no mask
     is_prefix: bool  # whether all rows before the last counted one are computed
     shown: Any = None  # keys that masks leave which hide by numbers: what sees none reads all
+    is_near: bool = False  # whether these may hide all keys before a row but its own
     times: int = 1  # sequences there are for each of the dim `batch`
 
     def sequences(self, sizes: Mapping[str, int]) -> int:

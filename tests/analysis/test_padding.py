@@ -85,6 +85,34 @@ class Written(Attention):
         return x + out.transpose(1, 2).reshape(b, t, WIDTH)
 
 
+class Capped(Written):
+    """Attention with a cap on its scores, which is no operator."""
+
+    def __init__(self, causal, masked, window=LONGEST, fills=False):
+        super().__init__(causal, masked)
+        self.window, self.fills = window, fills
+
+    def hidden(self, x, mask):
+        places = torch.arange(x.shape[1])
+        if self.window == LONGEST:
+            return super().hidden(x, mask)
+        seen = (places <= places[:, None]) & (places > places[:, None] - self.window)
+        seen = seen[None, None] & mask[:, None, None, :].bool()
+        return torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+
+    def forward(self, x, mask):
+        b, t, _ = x.shape
+        q, k, v = self.heads(x)
+        scores, hidden = torch.tanh(torch.matmul(q, k.transpose(2, 3)) * 0.5) * 3, None
+        if self.fills:
+            hidden = mask[:, None, None, :] == 0
+            scores = scores.masked_fill(hidden, torch.finfo(torch.float32).min)
+        else:
+            scores = scores + self.hidden(x, mask)
+        out = torch.matmul(torch.softmax(scores, -1), v)
+        return x + out.transpose(1, 2).reshape(b, t, WIDTH)
+
+
 class Biased(Written):
     """Attention with a trained bias by distance, or distances alone by heads as ALiBi has them."""
 
@@ -152,7 +180,20 @@ ATTENTION = {
     "causal and masked, biased": lambda: Biased(True, True, True),
     "masked, by distance": lambda: Biased(False, True, False),
     "causal and masked, by distance": lambda: Biased(True, True, False),
+    "causal, capped": lambda: Capped(True, False),
+    "masked, capped": lambda: Capped(False, True),
+    "causal and masked, capped": lambda: Capped(True, True),
+    "causal and masked, window": lambda: Capped(True, True, 3),
+    "masked, filled": lambda: Capped(False, True, fills=True),
 }
+CAPPED = ("capped", "window", "filled")
+
+
+class Infinite(Capped):
+    def hidden(self, x, mask):
+        return torch.where(mask[:, None, None, :].bool(), 0.0, -float("inf"))
+
+
 MIXING = {
     "attention to all": lambda: Attention(False, False),
     "mean": by_row(lambda x: x + x.mean(1, keepdim=True)),
@@ -185,6 +226,11 @@ class Model(nn.Module):
             weight = mask[..., None].expand(x.shape).to(x.dtype)
             pooled = (x * weight).sum(1) / weight.sum(1).clamp(min=1e-9)
             return F.cross_entropy(self.head(pooled), labels[:, 0].clamp(min=0))
+        if self.loss == "greatest":
+            return F.cross_entropy(
+                self.head(x.masked_fill(mask[..., None] == 0, -1e2).max(1).values),
+                labels[:, 0].clamp(min=0),
+            )
         if self.loss == "first":
             return F.cross_entropy(self.head(x[:, 0]), labels[:, 0].clamp(min=0))
         if self.loss == "shifted states":
@@ -307,7 +353,7 @@ LOSSES = {
     ).sum(),
 }
 """Losses of positions that a label or a mask counts."""
-OF_STATES = ("first", "shifted states", "picked states")
+OF_STATES = ("first", "shifted states", "picked states", "greatest")
 MIXING_LOSSES = {
     "moved": lambda logits, labels, mask, counts: F.cross_entropy(
         (logits + F.pad(logits[:, :-1] * mask[:, 1:, None], (0, 0, 1, 0))).flatten(0, 1),
@@ -415,6 +461,17 @@ def test_rows_that_are_left_out_change_nothing(drawn):
 @given(models())
 def test_a_thousand_times(drawn):
     check(*drawn)
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENTION if name.split(", ")[-1] in CAPPED])
+def test_scores_of_pairs_are_islands(name):
+    check([name, "norm", name], "plain" if name.startswith("causal") else "pooled")
+
+
+def test_a_mask_that_hides_by_infinity_keeps_padding_where_it_may_hide_all(monkeypatch):
+    monkeypatch.setitem(LAYERS, "infinite", lambda: Infinite(False, True))
+    _, captured = capture(["infinite"], "pooled")
+    assert not captured.packings
 
 
 def test_a_masked_mean_needs_what_the_mask_leaves():

@@ -102,6 +102,45 @@ def falcon():
     return transformers.FalconForCausalLM(config)
 
 
+def gemma2():
+    """Make a model that caps its scores, in layers with a window and without."""
+    config = transformers.Gemma2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attn_logit_softcapping=2.0,
+        sliding_window=4,
+        max_position_embeddings=LONGEST,
+        use_cache=False,
+        attn_implementation="eager",
+    )
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def deberta():
+    """Make an encoder that adds products of states and of positions to its scores."""
+    config = transformers.DebertaV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=LONGEST,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=8,
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+    )
+    return transformers.DebertaV2ForMaskedLM(config)
+
+
 class Picked(nn.Module):
     """Predicts the tokens of states that a mask picks, as ModernBERT and much code by hand do."""
 
@@ -181,6 +220,8 @@ MODELS = {
     "mpnet": mpnet,
     "bloom": bloom,
     "falcon": falcon,
+    "gemma 2": gemma2,
+    "deberta": deberta,
     "picked states": Picked,
     "llama, written out": written_out(llama),
     "gpt2, written out": written_out(gpt2),
@@ -193,6 +234,8 @@ SLOW = (
     "mpnet",
     "bloom",
     "falcon",
+    "gemma 2",
+    "deberta",
     "picked states",
     "gpt2, written out",
     "bert, written out",
@@ -250,7 +293,10 @@ def test_masked_positions_are_not_computed(trained):
     model, step = trained
     assert step.padding_report().is_left_out, str(step.padding_report())
     # Padding before the first token predicts it. It sees nothing: by numbers, the mean of all.
-    encoders = transformers.BertPreTrainedModel, transformers.MPNetPreTrainedModel, Picked
+    encoders = (
+        *(transformers.BertPreTrainedModel, transformers.MPNetPreTrainedModel),
+        *(transformers.DebertaV2PreTrainedModel, Picked),
+    )
     is_causal = not isinstance(model, encoders)
     is_blind = is_causal and (
         model.config._attn_implementation == "eager" or model.config.model_type == "bloom"
@@ -447,9 +493,21 @@ class Sentences(nn.Module):
         return nn.functional.cross_entropy(self.head(means), labels)
 
 
-def test_masked_means_are_those_of_all_positions():
+class Greatest(Sentences):
+    """Classify sentences by the greatest numbers over their positions."""
+
+    def forward(self, input_ids, attention_mask, labels):
+        states = self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state
+        states = states.masked_fill(attention_mask[..., None] == 0, -1e4)
+        return nn.functional.cross_entropy(self.head(states.max(1).values), labels)
+
+
+@pytest.mark.parametrize(
+    "make", [Sentences, pytest.param(Greatest, marks=[pytest.mark.slow])], ids=["mean", "greatest"]
+)
+def test_what_masks_leave_of_sentences_is_that_of_all_positions(make):
     torch.manual_seed(0)
-    model = Sentences()
+    model = make()
     step = compiled(model, class_of_each=True)
     assert step.padding_report().is_left_out, str(step.padding_report())
     for name in ("full", "right", "left", "one token each", "holes in the mask"):

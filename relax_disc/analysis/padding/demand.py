@@ -12,7 +12,10 @@ the rows that are asked for, and in those that attention reads for them
 So a row that is left out is read by none that is kept: the softmax of a kept row is over kept rows,
 and the gradient that attention passes back is zero where it is left out.
 
-Limits: one batch dim, symbolic as all lengths are; attention as one operator.
+What does not go row by row may still be computed from rows that are laid out in the padded batch:
+:mod:`relax_disc.analysis.padding.islands`.
+
+Limits: one batch dim, symbolic as all lengths are.
 """
 
 from __future__ import annotations
@@ -25,11 +28,19 @@ import tvm
 from tvm import relax, tirx
 
 from relax_disc.analysis.padding.grid import NO_ROWS, Grid, Rows, constant_of
+from relax_disc.analysis.padding.islands import (
+    EXACT,
+    Partial,
+    describe_island,
+    laid_out,
+    weights_of,
+)
 from relax_disc.analysis.padding.moves import Move, move_of
 from relax_disc.analysis.padding.needed import (
     ALL,
     ATTENTION,
     LOSS,
+    SOFTMAX,
     Needed,
     Seen,
     find_grid,
@@ -45,6 +56,7 @@ from relax_disc.analysis.padding.values import (
     Elements,
     Value,
     is_readable,
+    is_truth,
     mentions_others,
     replaced,
     simplify,
@@ -75,7 +87,8 @@ class Padding:
     needs, by length of the grid; None: all. ``packed``: tensors, and tuples of tensors, of which
     the rows needed are enough. ``whole``: those that are computed as they were. ``sums``: those of
     ``whole`` that are sums over rows, computed from those needed. ``zeros``: those of ``whole``
-    that are zero in the rows that are left out. ``moves``: what takes a part of the positions of
+    that are zero in the rows that are left out. ``islands``: those of ``whole`` that read packed
+    rows laid out in the padded batch. ``moves``: what takes a part of the positions of
     rows, or puts one back. ``reasons``: why rows that do not count are needed, in the order of the
     program.
     """
@@ -86,6 +99,7 @@ class Padding:
     whole: frozenset[Any] = frozenset()
     sums: frozenset[Any] = frozenset()
     zeros: frozenset[Any] = frozenset()
+    islands: frozenset[Any] = frozenset()
     moves: Mapping[Any, Move] = field(default_factory=dict)
     reasons: tuple[Whole, ...] = ()
 
@@ -124,7 +138,9 @@ class _Facts:
     support: tuple[Support, ...]
     is_packable: bool = False
     use: Use | None = None  # of what it is bound to
-    asks: tuple[int, Support] | None = None  # for rows of a length, where it is needed
+    asks: tuple[tuple[int, Support], ...] = ()  # for rows of lengths, where it is needed
+    partial: Partial | None = None  # what is known of an island
+    laid: tuple[int, Support] | None = None  # rows that make it whole, where those are laid out
 
 
 class _Analysis:
@@ -151,9 +167,10 @@ class _Analysis:
         tables = [x for kind, x in named if kind == "parameter"]
         self._elements = Elements(self._definitions, batch, self._module, grid, tables)
         self._moves = self._find_moves()
-        seen = find_seen(self._bindings, grid, self._elements, self._kind, self._note)
-        if seen is None:
+        found = find_seen(self._bindings, grid, self._elements, self._kind, self._note)
+        if found is None:
             return Padding(grid, reasons=self._why())
+        seen, self._softmaxes = found
         needed, packed, whole = self._settle(seen)
         dear = [
             binding
@@ -177,6 +194,7 @@ class _Analysis:
             frozenset(whole),
             frozenset(sums),
             frozenset(zeros),
+            frozenset(self._islands),
             {var: move for var, move in self._moves.items() if self._facts[var].use is not None},
             self._why(),
         )
@@ -254,13 +272,17 @@ class _Analysis:
             return _Facts(rows, support, whole.is_packable and own, use)
         name = operator_of(value)
         operands = [self._operand(part) for part in parts_of(value)]
-        reads_packable = any(self._is_packable(part) for part in parts_of(value))
+        parts = list(parts_of(value))
+        is_odd = any(not self._is_of_rows(part) for part in parts)
+        reads_packable = any(self._is_packable(part) or self._is_tracked(part) for part in parts)
         if isinstance(value, relax.Tuple):
             return _Facts(
                 rows, nothing.support, use=Use("any", reason="it is a result of the step")
             )
         if name is None or not all(isinstance(each, Operand) for each in operands):
             return _Facts(rows, nothing.support, use=Use("any", reason="it reads tuples"))
+        if is_odd:  # some of its elements are not those of the padded batch
+            return self._island(binding, operands, rows) or nothing
         if name in ATTENTION or name in LOSS:
             return self._special(binding, name, rows, reads_packable)
         if name in _CREATED:
@@ -279,12 +301,51 @@ class _Analysis:
         use = describe(value, operands, self._grid, self._module)
         if use.effect == "sum":
             asked = next(each.rows.of for each in operands if each.rows.has_rows)
-            return _Facts(rows, nothing.support, False, use, (asked, use.support[0]))
+            return _Facts(rows, nothing.support, False, use, ((asked, use.support[0]),))
+        if use.effect == "any" and reads_packable:
+            island = self._island(binding, operands, rows)
+            if island is not None:
+                return island
         if use.effect == "any":
             return _Facts(rows, nothing.support, False, use if reads_packable else None)
         if not all(each.has_rows for each in rows):
             return _Facts(rows, nothing.support, use=Use("any", reason="its result has no rows"))
-        return _Facts(rows, use.support, True, use)
+        facts = _Facts(rows, use.support, True, use)
+        if len(rows) == 1 and self._can_lay(kind, rows[0]):
+            chosen = self._chosen(value) if name == "relax.where" else None
+            if use.support[0] is not None:
+                facts.laid = rows[0].of, use.support[0]
+            elif chosen is not None:
+                facts.laid, facts.partial = (rows[0].of, chosen), EXACT
+        return facts
+
+    def _can_lay(self, kind: Any, rows: Rows) -> bool:
+        """Whether packed rows can be laid out in the padded batch, among zeros."""
+        is_float = registry.dtype_name(kind).startswith(("float", "bfloat"))
+        if self._kind != "llvm":  # the kernel that numbers rows is one of a CPU
+            return False
+        return is_float and rows.layout == "both" and self._grid.cut(rows.of) is None
+
+    def _chosen(self, call: relax.Call) -> Support:
+        """Return the rows of which a choice takes packed ones; None: it takes any, or of both."""
+        condition, *sides = call.args
+        found = [self._is_packable(side) or self._is_tracked(side) for side in sides]
+        is_one = found in ([True, False], [False, True]) and isinstance(condition, relax.Var)
+        if not is_one or not self._facts[condition].rows[0].has_rows:
+            return None
+        if self._is_packable(condition) or self._is_tracked(condition):
+            return None
+        rows = self._facts[condition].rows[0]
+        rank = len(condition.ty.shape.values)
+        if (rows.layout, rows.batch) != ("both", 0) or not self._is_packable(
+            sides[found.index(True)]
+        ):
+            return None
+        indices: list[Value] = [("index", f"axis {k}") for k in range(rank)]
+        indices[rows.batch], indices[rows.length] = BATCH, LENGTH
+        value = self._elements.value(condition, indices)
+        value = simplify(("not", value)) if found[1] else value
+        return self._in_whole(support_of(value), condition) if is_truth(value) else None
 
     def _moved(self, move: Move, operand: Operand, rows: Rows) -> _Facts:
         """What takes a part of the positions, or puts one back."""
@@ -299,10 +360,54 @@ class _Analysis:
             case "pad" if starts == [move.start, None] and operand.support is not None:
                 return _Facts((rows,), (operand.support,), True, by_row)
             case "pick" if cuts[0] is None and rows == Rows("batch", 0):
-                return _Facts((rows,), nothing, False, Use("sum"), (operand.rows.of, at_start))
+                asks = ((operand.rows.of, at_start),)
+                return _Facts((rows,), nothing, False, Use("sum"), asks)
             case "spread" if cuts[1] is None and operand.rows == Rows("batch", 0):
                 return _Facts((rows,), (at_start,), True, by_row)
         return _Facts((rows,), nothing, use=Use("any", reason="it takes a part of the rows"))
+
+    def _island(
+        self, binding: Any, operands: list[Operand], rows: tuple[Rows, ...]
+    ) -> _Facts | None:
+        """Return what is known of a tensor that is computed whole from packed rows; None: no such.
+
+        Rows that are laid out are zero where they are not needed; in the padded batch they are, if
+        all that may be other than zero are asked for.
+        """
+        call = binding.value
+        read = list(parts_of(call))
+        if len(read) != len(operands) or len(rows) != 1:
+            return None
+        given, asks = [], []
+        for part, operand in zip(read, operands, strict=True):
+            facts = self._facts.get(part) if isinstance(part, relax.Var) else None
+            known: Partial | None = EXACT
+            if facts is not None and facts.is_packable:
+                is_zero, of = operand.support is not None, operand.rows.of
+                can_lay = self._can_lay(operand.kind, operand.rows)
+                known = laid_out(operand.rows, is_zero) if can_lay else None
+                asks += [(of, operand.support)] if is_zero else []
+            elif facts is not None and facts.partial is not None:
+                known = facts.partial
+            if known is None:
+                return None
+            given.append((operand, known))
+        if operator_of(call) == SOFTMAX:
+            scores, mask = given[0][1], self._softmaxes.get(binding.var)
+            if mask is None or self._is_packable(mask) or self._is_tracked(mask):
+                return None
+            if scores.batch != (0, 1):
+                return None
+            found = weights_of(scores, 2, 3) if scores.tracked <= {2, 3} else None
+        else:
+            is_kernel = operator_of(call) == "relax.call_tir"
+            kernel = self._module[call.args[0]] if is_kernel else None
+            found = describe_island(call, given, self._grid, kernel)
+        if found is None:
+            return None
+        support = (AT_NEEDED if found.is_zero_at(rows[0]) else None,)
+        use = Use("island", reason="rows that are not needed are read behind it")
+        return _Facts(rows, support, False, use, tuple(asks), found)
 
     def _special(
         self, binding: Any, name: str, rows: tuple[Rows, ...], reads_packable: bool
@@ -316,7 +421,7 @@ class _Analysis:
             grad = self._operand(args[0])
             if grad.support is None:
                 return _Facts(rows, nothing, True, by_row)
-            asks = grad.rows.of, grad.support
+            asks = ((grad.rows.of, grad.support),)
             return _Facts(rows, (AT_NEEDED,) * len(rows), True, by_row, asks)
         if not reads_packable:
             return _Facts(rows, nothing)
@@ -329,7 +434,7 @@ class _Analysis:
                 reason = "its classes are the positions: a softmax over all of them"
             return _Facts(rows, nothing, use=Use("any", reason=reason))
         if name == LOSS[0]:
-            asks = (of, counts) if is_mean else None
+            asks = ((of, counts),) if is_mean else ()
             return _Facts(rows, (None if is_mean else counts, None, None), True, by_row, asks)
         if rows[0].layout != "merged":
             return _Facts(rows, nothing, True, by_row)
@@ -394,34 +499,70 @@ class _Analysis:
     def _is_packable(self, expr: Any) -> bool:
         return isinstance(expr, relax.Var) and self._facts[expr].is_packable
 
+    def _is_tracked(self, expr: Any) -> bool:
+        """Whether something is known of the elements of a tensor that is computed whole."""
+        partial = self._facts[expr].partial if isinstance(expr, relax.Var) else None
+        return partial is not None and bool(partial.tracked)
+
+    def _is_of_rows(self, expr: Any) -> bool:
+        """Whether the rows of a tensor that are needed are those of the padded batch."""
+        if not self._is_tracked(expr):
+            return True
+        facts = self._facts[expr]
+        known = facts.partial
+        return known is not None and (known.is_exact or known.fits_rows(facts.rows[0]))
+
     # -- who needs what -----------------------------------------------------------------------
 
     def _demand(self) -> tuple[set[Any], set[Any], list[list[Value]]]:
         """Go from the results back to what they need, packed, whole or both, and to the rows."""
         packed: set[Any] = set()
         whole: set[Any] = set()
+        partial: set[Any] = set()  # whole, but for elements that an island lacks
+        self._islands: set[Any] = set()
         counted: list[set[Value]] = [set() for _ in self._grid.lengths]
-        result = self._function.body.body
-        whole.update(_leaves(result))
+        results = set(_leaves(self._function.body.body))
+        whole.update(results)
+
+        def want(part: Any) -> None:
+            """Need what is enough for packed rows, and for an island."""
+            facts = self._facts[part]
+            wanted = packed if facts.is_packable else whole if facts.partial is None else partial
+            wanted.add(part)
+
         for binding in reversed(self._bindings):
             var, facts = binding.var, self._facts[binding.var]
             parts = [part for part in parts_of(binding.value) if isinstance(part, relax.Var)]
-            if facts.asks is not None and (var in whole or var in packed):
-                of, support = facts.asks
+            is_exact = facts.partial is not None and facts.partial.is_exact
+            is_island = var in partial if var not in whole else is_exact
+            if var in whole and facts.laid is not None and var not in results:
+                of, support = facts.laid
                 counted[self._grid.whole_of(of)] |= (support or frozenset()) - {NEEDED}
-            if var in whole:
+                if not is_exact:  # its own rows are laid out
+                    whole.remove(var)
+                    packed.add(var)
+            if var in whole or var in partial or var in packed:
+                for of, support in facts.asks:
+                    counted[self._grid.whole_of(of)] |= (support or frozenset()) - {NEEDED}
+            if is_island:
+                self._islands.add(var)
                 for part in parts:
-                    if self._is_sum(var) and self._facts[part].is_packable:
-                        packed.add(part)
+                    want(part)
+            elif var in whole:
+                for part in parts:
+                    known = self._facts[part]
+                    if self._is_sum(var) and (known.is_packable or known.partial is not None):
+                        want(part)
                         continue
-                    if self._facts[part].is_packable and facts.use is not None:
-                        if facts.use.effect == "any":
+                    if known.is_packable and known.laid is None and facts.use is not None:
+                        if facts.use.effect in ("any", "island"):
                             self._note(binding, facts.use.reason)
                     whole.add(part)
             elif var in packed:
                 for part in parts:
-                    (packed if self._facts[part].is_packable else whole).add(part)
+                    want(part)
         self._reasons.reverse()
+        whole |= partial
         return packed, whole, [sorted(each, key=repr) for each in counted]
 
     def _is_sum(self, var: Any) -> bool:

@@ -43,7 +43,7 @@ def kernel_rows(
     ``operands``, ``results``: where the caller's tensors have rows. ``support``: of each operand.
     """
     staged = read_stages(kernel)
-    stages = _loops(kernel) if staged is None else staged.stages
+    stages = loops_of(kernel) if staged is None else staged.stages
     buffers = [param for param in kernel.params if is_buffer(param)]
     if stages is None or len(buffers) != len(operands) + len(results):
         return None
@@ -70,7 +70,7 @@ def kernel_rows(
     return tuple(map(reader.support.get, buffers[len(operands) :]))
 
 
-def _loops(kernel: tirx.PrimFunc) -> list[Stage] | None:
+def loops_of(kernel: tirx.PrimFunc) -> list[Stage] | None:
     """Read a kernel of loops round one store each, which run in the order of the program."""
     root = kernel.body
     if not isinstance(root, s_tir.SBlockRealize) or root.block.iter_vars:

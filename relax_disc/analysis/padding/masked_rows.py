@@ -107,14 +107,14 @@ def _bounds(value: Value) -> _Bounds:
             return _INFINITE
         return _Bounds(number, number) if math.isfinite(number) else _ANY
     if is_truth(value):
-        known = _decided(value)
+        known = decided(value)
         return _TRUTH if known is None else _Bounds(float(known), float(known))
     kind, *parts = value
     if kind in ("index", "size"):
         return _NATURAL
     if kind == "choose":
         condition, *branches = parts
-        known = _decided(condition)
+        known = decided(condition)
         if known is None:
             return _either(*map(_bounds, branches))
         return _bounds(branches[0 if known else 1])
@@ -156,19 +156,19 @@ def _of_two(kind: str, a: _Bounds, b: _Bounds) -> _Bounds:
     return _Bounds(min(corners), max(corners), may)
 
 
-def _decided(condition: Value) -> bool | None:
+def decided(condition: Value) -> bool | None:
     """Whether a condition holds, whatever the indices; None: not known."""
     if not isinstance(condition, tuple):
         return bool(condition)
     kind, *parts = condition
     if kind in ("and", "or"):
-        found = [_decided(part) for part in parts]
+        found = [decided(part) for part in parts]
         decisive = kind == "or"
         if decisive in found:
             return decisive
         return None if None in found else not decisive
     if kind == "not":
-        found = _decided(parts[0])
+        found = decided(parts[0])
         return None if found is None else not found
     if kind not in ("lt", "le", "gt", "ge", "eq", "ne"):
         return None

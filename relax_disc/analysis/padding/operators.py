@@ -20,7 +20,7 @@ from relax_disc.analysis.padding.kernel_rows import kernel_rows
 from relax_disc.analysis.padding.support import NOWHERE, Support, in_all, in_any
 from relax_disc.ops import registry
 
-Effect = Literal["by_row", "sum", "any"]
+Effect = Literal["by_row", "sum", "island", "any"]
 
 _NOT_ZERO = "it adds up rows that are not zero where nothing counts"
 _SUMMED = ("float32", "float64")  # rows of these are added up by position
@@ -33,7 +33,8 @@ class Use:
     """What a call does with the rows of its operands.
 
     ``support``: of each result that has rows; of the rows that are added up for a ``"sum"``.
-    ``reason``: of an effect ``"any"``.
+    ``reason``: of an effect ``"any"``. An ``"island"`` is computed whole from rows that are
+    laid out in the padded batch: see :mod:`relax_disc.analysis.padding.islands`.
     """
 
     effect: Effect

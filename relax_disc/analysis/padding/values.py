@@ -196,7 +196,8 @@ class Elements:
     def _cast(self, operand: Any, dtype: str, indices: list[Value]) -> Value:
         value = self.value(operand, indices)
         if dtype == "bool":
-            return value if is_truth(value) else simplify(("truth", value))
+            is_whole = "int" in registry.dtype_name(operand.ty)
+            return _truth(value, is_whole)
         # Others may be rounded or cut.
         is_exact = registry.dtype_name(operand.ty).startswith("int") and dtype == "int64"
         return value if is_exact or is_truth(value) else ("rounded", value)
@@ -370,6 +371,8 @@ def simplify(value: Value) -> Value:
         inner, *rest = parts[0]
         if inner == "not":
             return rest[0]
+        if inner == "eq" and rest[1] == 0:
+            return _truth(rest[0])
         if inner in _OPPOSITE and not mentions(parts[0], "load"):  # of whole numbers
             return (_OPPOSITE[inner], *rest)
     if kind == "choose" and isinstance(parts[0], bool):
@@ -385,6 +388,8 @@ def simplify(value: Value) -> Value:
         if all(isinstance(each, int | float) for each in (*sides, parts[1])):
             yes, no = (_COMPARED[kind](side, parts[1]) for side in sides)
             return yes if yes == no else condition if yes else simplify(("not", condition))
+    if kind == "ne" and parts[1] == 0:
+        return _truth(parts[0])
     if kind in ("add", "sub") and parts[1] == 0:
         return parts[0]
     if kind == "add" and parts[0] == 0:
@@ -450,6 +455,15 @@ def _is_natural(value: Value) -> bool:
             return isinstance(value[1], tuple) and value[1][0] == "size"
         return value[0] in ("add", "mul", "min", "mod") and all(map(_is_natural, value[1:]))
     return value >= 0
+
+
+def _truth(value: Value, is_whole: bool = False) -> Value:
+    """Whether a value is not zero; a product of whole numbers is not if none of them is."""
+    if is_truth(value):
+        return value
+    if is_whole and isinstance(value, tuple) and value[0] == "mul":
+        return simplify(("and", *(_truth(part, is_whole) for part in value[1:])))
+    return simplify(("truth", value))
 
 
 def is_truth(value: Value) -> bool:

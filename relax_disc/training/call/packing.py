@@ -55,7 +55,7 @@ def place_rows(
         needed = needed & kept if packing.is_prefix else kept
     if packing.shown is not None:  # a position that sees no key sees all
         shown = read(packing.shown)
-        blind = needed & (shown.cumsum(1) == 0)
+        blind = needed & (~shown if packing.is_near else shown.cumsum(1) == 0)
         if not packing.is_prefix:  # and queries may be those of another length
             blind = blind | ~shown.any(1, keepdim=True)
         needed = needed | blind.any(1, keepdim=True)

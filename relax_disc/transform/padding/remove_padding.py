@@ -35,7 +35,7 @@ from tvm.sym.analyzer import Analyzer
 
 from relax_disc.analysis.kernels.element import substitute
 from relax_disc.analysis.kernels.stages import is_buffer
-from relax_disc.analysis.padding.demand import Padding, Whole, find_padding, whole_at
+from relax_disc.analysis.padding.demand import Padding, Whole, find_padding, parts_of, whole_at
 from relax_disc.analysis.padding.grid import Grid, Rows
 from relax_disc.analysis.padding.moves import Move
 from relax_disc.analysis.padding.needed import ATTENTION, LOSS
@@ -52,7 +52,7 @@ from relax_disc.transform.functions import (
     size_misfit,
     substitute_sizes,
 )
-from relax_disc.transform.padding import picks
+from relax_disc.transform.padding import island_rows, picks
 from relax_disc.transform.padding.joined import of_one_sequence
 from relax_disc.transform.padding.zeros_behind import zeros_behind
 from relax_disc.transform.simplify.canonicalize_extents import with_simple_extents
@@ -127,6 +127,8 @@ class _Rewriter:
         self._spread: dict[tuple[Any, Rows], Any] = {}
         self._targets: dict[tuple[Any, int], Any] = {}
         self._cuts: dict[int, Any] = {}
+        self._numbers: dict[int, Any] = {}
+        self._laid: dict[Any, Any] = {}
         self._kernels: dict[Any, tvm.ir.GlobalVar] = {}
         self._values: dict[Any, Any] = {}  # whole tensors by what they are bound to
         self._firsts: dict[Any, Any] = {}  # for each the first that is equal
@@ -211,6 +213,8 @@ class _Rewriter:
                 self._firsts[var] = self._values.setdefault(tvm_ffi.StructuralKey(value), var)
             if var in self._padding.sums and not self._is_element_of_whole(value):
                 value = self._builder.normalize(self._over_packed(value, var.ty))
+            elif any(part in self._packed for part in parts_of(value)):
+                value = self._builder.normalize(self._over_laid_out(value))
             self._bindings.append(relax.VarBinding(var, value, self._binding.span))
         elif var in self._padding.packed:
             if self._is_element_of_whole(value):
@@ -422,6 +426,31 @@ class _Rewriter:
         if key not in self._gathered:
             self._gathered[key] = self._gather(expr, rows, is_filled=key[1])
         return self._gathered[key]
+
+    def _over_laid_out(self, value: Any) -> Any:
+        """Write an operation over whole tensors, some of which are packed rows laid out."""
+        if isinstance(value, relax.Call):
+            args = [self._laid_out(arg) for arg in value.args]
+            return self._located(relax.Call(value.op, args, value.attrs, value.ty_args))
+        return self._laid_out(value)
+
+    def _laid_out(self, expr: Any) -> Any:
+        """Return a tensor whole: packed rows at their places in the batch, zeros elsewhere."""
+        if isinstance(expr, relax.Tuple):
+            return relax.Tuple([self._laid_out(part) for part in expr.fields])
+        if not isinstance(expr, relax.Var) or expr not in self._packed:
+            return expr
+        if expr not in self._laid:
+            rows = self._grid.rows(expr.ty)
+            if rows.of not in self._numbers:
+                packing, length = self._packing(rows.of), self._grid.lengths[rows.of]
+                shape = relax.ShapeExpr([self._grid.batch, length])
+                made = (island_rows.numbers, "row_numbers", packing.places, packing.starts, shape)
+                self._numbers[rows.of] = self._call_alone(*made)
+            made = island_rows.laid_out(rows), "laid_out", self._packed[expr]
+            shape = relax.ShapeExpr(expr.ty.shape.values)
+            self._laid[expr] = self._call_te(*made, self._numbers[rows.of], shape)
+        return self._laid[expr]
 
     def _aligned(self, expr: Any, kind: relax.TensorType, is_filled: bool) -> Any:
         """Return a packed operand; what there is one of for each sequence becomes one for each row.
