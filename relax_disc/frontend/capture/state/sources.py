@@ -18,7 +18,6 @@ import functools
 import os
 import random
 import sys
-import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -45,7 +44,6 @@ CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, list, set,
 NAMESPACES = (
     types.SimpleNamespace,
     argparse.Namespace,
-    threading.local,
     collections.UserDict,
     collections.UserList,
     collections.ChainMap,
