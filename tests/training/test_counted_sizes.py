@@ -88,6 +88,11 @@ def rows_before_the_head(model, ids, labels):
     return F.cross_entropy(model.head(model.table(ids)[mask]), labels[mask], reduction="sum")
 
 
+def rows_before_a_regression(model, ids, labels):
+    mask = labels >= 0
+    return F.mse_loss(model.head(model.table(ids)[mask])[:, 0], labels[mask].float())
+
+
 def positive(model, ids, labels):
     x = model(ids)
     return (x[x > 0] ** 2).mean() + torch.masked_select(x, labels[..., None] >= 0).sum()
@@ -169,6 +174,7 @@ _LOSSES = [
         both_parts,
         attention,
         sequences,
+        rows_before_a_regression,
     ),
 ]
 
@@ -182,7 +188,7 @@ def test_a_step_is_pytorchs_at_every_count(loss_fn):
 
 
 def test_the_plan_tells_the_bound_and_the_report_the_count():
-    step = _compiled(rows_before_the_head)
+    step = _compiled(rows_before_a_regression)
     assert step.plan(batch=4, length=7).shape == {"batch": 4, "length": 7, "selected": 28}
     ids, labels = _batch(4, 7)
     step(ids, labels)
@@ -463,7 +469,7 @@ def test_other_sizes_are_refused_by_name(loss_fn, words):
 )
 def test_nothing_else_takes_counts_from_kernels(options):
     with pytest.raises(UnsupportedOperatorError, match=r"without plan_arena|on cuda"):
-        _compiled(rows_before_the_head, **options)
+        _compiled(rows_before_a_regression, **options)
 
 
 def _random_loss(seed):
