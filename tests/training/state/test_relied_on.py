@@ -246,6 +246,12 @@ def of_array_as_default():
     return lambda m, x: part(distance(m, x)), change
 
 
+def of_thread():
+    local = threading.local()
+    local.power = 2
+    return lambda m, x: m(x).pow(local.power).mean(), lambda: setattr(local, "power", 4)
+
+
 def of_parameters():
     teacher = nn.Linear(4, 4)
 

@@ -18,6 +18,7 @@ import functools
 import os
 import random
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, list, set,
 NAMESPACES = (
     types.SimpleNamespace,
     argparse.Namespace,
+    threading.local,
     collections.UserDict,
     collections.UserList,
     collections.ChainMap,
