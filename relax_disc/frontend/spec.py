@@ -188,6 +188,10 @@ class Packing:
         """Count the sequences of a batch."""
         return self.times * sizes[self.batch]
 
+    def positions(self, sizes: Mapping[str, int]) -> int:
+        """Count the positions of a padded batch."""
+        return self.sequences(sizes) * sizes[self.length]
+
 
 @dataclass(frozen=True, slots=True)
 class PaddingReason:

@@ -283,7 +283,7 @@ class CompiledFunction:
             for packing in self._captured.packings:
                 if packing.tokens in dims:
                     sizes = {name: dims.get(name, 1) for name in (packing.batch, packing.length)}
-                    most = packing.sequences(sizes) * sizes[packing.length]
+                    most = packing.positions(sizes)
                     dims[packing.tokens] = min(dims[packing.tokens], most)
             return dims
 
@@ -495,7 +495,7 @@ class CompiledFunction:
         sizes = {name: value for name, value in dims.items() if name not in told}
         self._check_dims(sizes)
         for packing in packings:
-            most = packing.sequences(sizes) * sizes[packing.length]
+            most = packing.positions(sizes)
             count = dims.get(packing.tokens, most)
             if not 0 <= count <= most:
                 sequences, length = packing.sequences(sizes), sizes[packing.length]

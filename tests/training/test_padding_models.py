@@ -19,15 +19,15 @@ transformers = pytest.importorskip("transformers")
 IGNORED = -100
 CLASSES = {"num_labels": 5, "pad_token_id": 0, "problem_type": "single_label_classification"}
 LONGEST = 40
+SMALL = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4},
+}
 
 
 def llama(kind=transformers.LlamaForCausalLM, **options):
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SMALL,
         num_key_value_heads=2,
         max_position_embeddings=LONGEST,
         use_cache=False,
@@ -55,12 +55,8 @@ def gpt2(dropout=0.0, **options):
 
 def bert(dropout=0.0, kind=transformers.BertForMaskedLM, **options):
     config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
+        **SMALL,
         max_position_embeddings=LONGEST,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
         **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout),
         **options,
     )
@@ -70,12 +66,8 @@ def bert(dropout=0.0, kind=transformers.BertForMaskedLM, **options):
 def mpnet():
     """Make an encoder with a trained bias by distance, added to scores that are written out."""
     config = transformers.MPNetConfig(
-        vocab_size=VOCABULARY,
+        **SMALL,
         max_position_embeddings=LONGEST + 2,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
@@ -105,11 +97,7 @@ def falcon():
 def gemma2():
     """Make a model that caps its scores, in layers with a window and without."""
     config = transformers.Gemma2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SMALL,
         num_key_value_heads=2,
         head_dim=8,
         attn_logit_softcapping=2.0,
@@ -124,11 +112,7 @@ def gemma2():
 def deberta():
     """Make an encoder that adds products of states and of positions to its scores."""
     config = transformers.DebertaV2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SMALL,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         max_position_embeddings=LONGEST,

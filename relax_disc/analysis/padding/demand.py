@@ -271,8 +271,8 @@ class _Analysis:
             support = (whole.support[value.index],)
             return _Facts(rows, support, whole.is_packable and own, use)
         name = operator_of(value)
-        operands = [self._operand(part) for part in parts_of(value)]
         parts = list(parts_of(value))
+        operands = [self._operand(part) for part in parts]
         is_odd = any(not self._is_of_rows(part) for part in parts)
         reads_packable = any(self._is_packable(part) or self._is_tracked(part) for part in parts)
         if isinstance(value, relax.Tuple):

@@ -22,6 +22,7 @@ import numpy
 from tvm import relax, tirx
 from tvm.ir import Op
 
+from relax_disc.analysis.kernels.stages import constant
 from relax_disc.analysis.padding.grid import Grid, Rows, factor_and_dim
 from relax_disc.analysis.padding.masked_rows import decided
 from relax_disc.analysis.padding.values import (
@@ -116,11 +117,8 @@ def _is_of_pairs(call: Any) -> bool:
         return False
     outer, _, query, key = call.ty.shape.values
     is_last = int(call.attrs.axis) % 4 == 3
-    return is_last and factor_and_dim(outer) is not None and _are_dims(query, key)
-
-
-def _are_dims(*extents: Any) -> bool:
-    return all(isinstance(extent, tirx.Var) for extent in extents)
+    are_dims = isinstance(query, tirx.Var) and isinstance(key, tirx.Var)
+    return is_last and factor_and_dim(outer) is not None and are_dims
 
 
 def _are_same(one: Any, other: Any) -> bool:
@@ -265,7 +263,7 @@ class _Reader:
                     own = registry.extents(part.ty)
                     at = indices[4 - len(own) :]
                     value = self.elements.value(
-                        part, [0 if _is_one(n) else i for n, i in zip(own, at, strict=True)]
+                        part, [0 if constant(n) == 1 else i for n, i in zip(own, at, strict=True)]
                     )
                     read = _hiding(value)
                     if read is not None:
@@ -277,7 +275,7 @@ class _Reader:
         if name == "relax.where":
             own = registry.extents(call.args[0].ty)
             at = [
-                0 if _is_one(n) else i
+                0 if constant(n) == 1 else i
                 for n, i in zip(own, indices[len(indices) - len(own) :], strict=True)
             ]
             condition = self.elements.value(call.args[0], at)
@@ -343,10 +341,6 @@ def _hiding(value: Value) -> tuple[list[Value], bool] | None:
             if isinstance(hidden, int | float) and hidden <= _HIDES:
                 return conditions(seen), hidden > -math.inf
     return None
-
-
-def _is_one(extent: Any) -> bool:
-    return isinstance(extent, tirx.IntImm) and int(extent) == 1
 
 
 def _hides_later(condition: Value) -> bool:

@@ -13,7 +13,7 @@ from relax_disc.frontend.capture.source_lines import users_line
 from relax_disc.frontend.capture.state.outer import ABSENT, Guard
 from relax_disc.frontend.capture.state.sources import ENVIRON, Place
 
-_THROUGH = ("relax_disc", "os", "_collections_abc", "collections")
+_THROUGH = ("os", "_collections_abc", "collections")
 
 
 @contextlib.contextmanager

@@ -127,7 +127,7 @@ def _asked(
     is_clock = moved_by(value) & {"now", "datetime"} or getattr(value, "__self__", None) is time
 
     def ask(name: str) -> None:
-        line = users_line(("relax_disc",) if is_clock else FOREIGN)
+        line = users_line(() if is_clock else FOREIGN)
         if line is None:
             return
         if is_clock:

@@ -241,8 +241,8 @@ class OuterState:
             self._flags[id(args[0])] = args[0]
             return func(*args)
         if func in _LAYOUT and self.layout_line is None:
-            self.layout_line = users_line(("relax_disc",))
-        if func is Tensor.storage_offset and (line := users_line(("relax_disc",))) is not None:
+            self.layout_line = users_line()
+        if func is Tensor.storage_offset and (line := users_line()) is not None:
             raise UnsupportedOperatorError(
                 f"{line}: storage_offset() tells nothing in a compiled step, which may copy its "
                 "batch; give the number as an argument.",

@@ -31,12 +31,12 @@ def no_foreign_randomness(known: Sequence[tuple[Source, Place, Any]]) -> Iterato
     """
     generators = {id(value): (source, value) for source, _, value in known if _has_state(value)}
     before = {key: _state(value) for key, (_, value) in generators.items()}
-    python, numpy = random.getstate(), np.random.get_state(legacy=False)
+    python, numpy = random.getstate(), _numpy_state()
     with _watched_system():
         yield
     if random.getstate() != python:
         _refuse("draws numbers by Python's `random`", "random")
-    if not _same_state(numpy, np.random.get_state(legacy=False)):
+    if _numpy_state() != numpy:
         _refuse("draws numbers by Python's `numpy.random`", "numpy.random")
     for key, (source, value) in generators.items():
         if _state(value) != before[key]:
@@ -67,10 +67,9 @@ def _state(value: Any) -> bytes:
     return pickle.dumps(bits.state)
 
 
-def _same_state(one: Any, other: Any) -> bool:
-    """Compare two states of NumPy's global generator."""
-    left, right = one["state"], other["state"]
-    return left["pos"] == right["pos"] and np.array_equal(left["key"], right["key"])
+def _numpy_state() -> bytes:
+    """Return the state of NumPy's global generator."""
+    return pickle.dumps(np.random.get_state(legacy=False))
 
 
 @contextlib.contextmanager
@@ -79,7 +78,7 @@ def _watched_system() -> Iterator[None]:
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         def urandom(*args: Any) -> Any:
-            line = users_line(("relax_disc", *_SEEDING))
+            line = users_line(_SEEDING)
             if line is not None:
                 _refuse("asks the system for random numbers", "os.urandom", line)
             return function(*args)
@@ -89,7 +88,7 @@ def _watched_system() -> Iterator[None]:
     seed = random.Random.seed
 
     def seeded(self: random.Random, a: Any = None, version: int = 2) -> None:
-        line = users_line(("relax_disc", *_SEEDING)) if a is None else None
+        line = users_line(_SEEDING) if a is None else None
         if line is not None:
             _refuse("asks the system for random numbers", "random.Random", line)
         seed(self, a, version)
