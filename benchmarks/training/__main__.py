@@ -14,6 +14,11 @@ What leaving padding out is worth, on padded batches and on those without paddin
         --sizes 1b --count 2 --unseen 0 --warm-up 0 --name training_padding_1b
     python -m benchmarks.training --variants relax_disc,packed,packed-compile:padded --batch 8 \
         --sizes S --count 10 --unseen 0 --name training_packed
+
+Without padding, where every position has a label and all ways compute the same:
+
+    python -m benchmarks.training --full --unseen 0 --variants compile,compile-fused,relax_disc \
+        --name training_full
 """
 
 from __future__ import annotations
@@ -43,6 +48,10 @@ def main(
     ] = "eager,compile,relax_disc",
     threads: Annotated[int, typer.Option(help="Of every variant.")] = 2,
     warm_up: Annotated[int, typer.Option(help="Batches that are not counted.")] = 2,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Records as long as their batch's longest."),
+    ] = False,
     name: Annotated[str, typer.Option(help="Of the file of results.")] = "training",
 ) -> None:
     """Compare training steps; prints a table, writes benchmarks/results/<name>.json."""
@@ -56,10 +65,13 @@ def main(
     # The table has ten columns; a pipe would get 80 characters.
     console.width = max(console.width, 150)
     settings = {"count": count, "unseen": unseen, "threads": threads, "variants": names}
+    settings |= {"full": True} if full else {}
     runs = []
     for size in sizes.split(","):
         for records in map(int, batch.split(",")):
             batches = real_batches(records, count)
+            if full:
+                batches = [[max(lengths)] * records for lengths in batches]
             with ExitStack() as stack, Progress(console=console, transient=True) as progress:
                 progress.add_task(f"{size}, batch {records}: compiling", total=None)
                 workers = [stack.enter_context(started(n, size, threads)) for n in names]

@@ -18,7 +18,7 @@ from benchmarks.record import RESULTS
 
 _RESAMPLES = 10_000
 _PADDED = "relax_disc:padded"
-_BASES = ("eager", "compile", _PADDED, "packed", "packed-compile:padded")
+_BASES = ("eager", "compile", "compile-fused", _PADDED, "packed", "packed-compile:padded")
 
 
 def median_with_interval(values: Sequence[float]) -> list[float]:
