@@ -40,7 +40,7 @@ KERNELS = {
     "columns": (
         kernel_of([tensor("x", [N, 24])], lambda emit, x: op.sum(x, [0])),
         lambda x: x.sum(0),
-        [((1, 24), 3), ((2048, 24), 3), ((2049, 24), 3 * 64), ((6000, 24), 3 * 64)],
+        [((1, 24), 3), ((8192, 24), 3), ((8193, 24), 3 * 32)],
     ),
     "columns, and what is computed of them": (
         lambda: norms_of_columns(6),

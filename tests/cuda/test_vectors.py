@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 import tvm
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 
 from relax_disc.compiler import build
 from relax_disc.frontend import capture_step
@@ -116,7 +116,7 @@ def test_results_at_any_size(name, dtype):
 
 # Shape after rows, shapes of the operand, and whether vectors are moved
 COLUMNS = {
-    "whole sectors": ([32], [(1, 32), (5, 32), (600, 32)], True),
+    "whole sectors": ([32], [(1, 32), (5, 32), (1300, 32)], True),
     "one vector": ([8], [(1, 8), (700, 8)], True),
     "vectors that are no whole sectors": ([40], [(3, 40), (300, 40)], True),
     "an odd number": ([7], [(3, 7), (300, 7)], False),
@@ -146,6 +146,35 @@ def test_sums_of_columns_side_by_side(name, dtype):
         program["main"](*map(emulator.tensor, (x, y, found)))
         wanted = (x.double() * y.double()).sum(0)
         torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=2e-5)
+    findings = emulator.take_findings()
+    assert not findings, "\n".join(map(str, findings))
+
+
+def test_sums_of_the_same_columns_read_them_once():
+    """The gradients of a norm's weight and bias: two operands, two sums."""
+    count = tirx.IntImm("int64", 32)
+    x, y = (te.placeholder((N, count), "float32", name) for name in "xy")
+    row, other = te.reduce_axis((0, N), "row"), te.reduce_axis((0, N), "other")
+    weight = te.compute((count,), lambda c: te.sum(x[row, c] * y[row, c], row), "weight")
+    bias = te.compute((count,), lambda c: te.sum(y[other, c], other), "bias")
+    target, emulator = cuda_target("sm_90"), Emulator.load()
+    kernel = te.create_prim_func([x, y, weight, bias])
+    kernel = schedule_kernel(kernel, target, rules_for(target))
+    module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
+    with emulator.compiling():
+        program = tvm.compile(announced(module), target)
+    torch.manual_seed(0)
+    for rows in (1, 200, 1300):
+        inputs = [aligned(torch.randn(rows, 32)) for _ in "xy"]
+        found = [aligned(torch.full((32,), float("nan"))) for _ in "ab"]
+        program["main"](*map(emulator.tensor, (*inputs, *found)))
+        a, b = (each.double() for each in inputs)
+        for one, wanted in zip(found, ((a * b).sum(0), b.sum(0)), strict=True):
+            torch.testing.assert_close(one.double(), wanted, rtol=2e-6, atol=2e-5)
+        turns = -(-rows // 256)
+        with emulator.sampling(1):
+            program["main"](*map(emulator.tensor, (*inputs, *found)))
+        assert emulator.calls[-1].counts[0].longest == 2 * turns + 2  # and two results
     findings = emulator.take_findings()
     assert not findings, "\n".join(map(str, findings))
 

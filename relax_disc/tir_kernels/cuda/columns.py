@@ -30,7 +30,8 @@ from relax_disc.tir_kernels.loops import Scheduled, group_extent, with_body
 _THREADS = 512
 _SECTOR = 32  # bytes
 _SHORT = 32  # elements that one thread adds up
-_MOST_PARTS = 64  # of a column, which one thread adds up
+_FEW_PARTS = 8  # of a column, which one thread adds up
+_MOST_PARTS = 64
 
 
 class Columns:
@@ -50,7 +51,8 @@ class Columns:
         most = _shape(kernel, constant(count), _lanes(kernel, groups))
 
         def grid(kernel: RowKernel, part: Any = None, parts: int = 1, totals: bool = False) -> Any:
-            threads, width, lanes = (_THREADS, _THREADS, 1) if totals else most
+            size = constant(count)
+            threads, width, lanes = _shape(kernel, size, 1, _FEW_PARTS) if totals else most
             side, units = width // lanes, count // lanes
 
             def body(block: Any, thread: Any) -> list[Any]:
@@ -79,10 +81,11 @@ class Columns:
 
             return launch((count + (width - 1)) // width * parts, threads, body)
 
-        threads, width, _ = most
+        threads, width, lanes = most
         columns = constant(count)
         blocks = None if columns is None else -(-columns // width)
-        launches, scratch = split_long(kernel, blocks, threads // width, _MOST_PARTS, grid)
+        turns, load_bytes = threads * lanes // width, 4 if lanes == 1 else 16
+        launches, scratch = split_long(kernel, blocks, turns, _MOST_PARTS, grid, load_bytes)
         return with_body(func, [*flat.declarations(), *launches], scratch)
 
 
@@ -119,15 +122,17 @@ def _is_by_columns(kernel: RowKernel) -> bool:
     return True
 
 
-def _shape(kernel: RowKernel, count: int | None, lanes: int) -> tuple[int, int, int]:
+def _shape(
+    kernel: RowKernel, count: int | None, lanes: int, short: int = _SHORT
+) -> tuple[int, int, int]:
     """Threads of a block, its columns, and how many of these a thread has.
 
-    Columns are those of a sector, more where they do not lie in whole ones; short columns are a
-    thread's alone.
+    Columns are those of a sector, more where they do not lie in whole ones; columns of at most
+    ``short`` elements are a thread's alone.
     """
     reductions = [element for element in kernel.elements if element.stage.combiner is not None]
     lengths = [constant(product([x.extent for x in e.stage.reduced])) for e in reductions]
-    if all(length is not None and length <= _SHORT for length in lengths):
+    if all(length is not None and length <= short for length in lengths):
         return _THREADS, _THREADS * lanes, lanes
     sizes = [
         load.source.dtype.bits // 8

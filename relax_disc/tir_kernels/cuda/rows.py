@@ -7,14 +7,15 @@ shuffles, warps through shared memory, always in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tvm import tirx
 from tvm.target import Target
 
-from relax_disc.analysis.kernels.element import Element, collapse
+from relax_disc.analysis.kernels.element import Element, collapse, substitute
 from relax_disc.analysis.kernels.inplace import inplace_pairs
-from relax_disc.analysis.kernels.stages import Combiner, Stage, constant, loads_of
+from relax_disc.analysis.kernels.stages import Axis, Stage, constant, loads_of, same_expr
 from relax_disc.tir_kernels.binding import keep
 from relax_disc.tir_kernels.cpu.elementwise import emit_element, unit_mapping
 from relax_disc.tir_kernels.cpu.reductions import (
@@ -48,6 +49,7 @@ from relax_disc.tir_kernels.loops import Scheduled, combine, loop, sequence, wit
 
 _MOST_THREADS = 512
 _MOST_PARTS = 256  # of a row
+_AT_ONCE = 4  # vectors that a thread waits for together: with more, some threads would spill
 
 
 class Rows:
@@ -161,36 +163,58 @@ class Row:
         mapping = dict(mapping)
         totals: dict[Any, Any] = {}
         outputs = set(self._kernel.kernel.outputs)
-        for raw in self._kernel.elements:
-            element = with_totals(raw, totals)
-            reads = {load.source for expr in element.expressions for load in loads_of(expr)}
+        for raws in self._together():
+            elements = [with_totals(raw, totals) for raw in raws]
+            reads = {
+                load.source
+                for element in elements
+                for expr in element.expressions
+                for load in loads_of(expr)
+            }
             if reads & self._written:
                 statements += self._meet()
-            stage = element.stage
-            overlaid = self._overlaid.get(stage.buffer, set())
-            if stage.combiner is None and not self._is_one_number(element):
+            stage = elements[0].stage
+            if stage.combiner is None and not self._is_one_number(elements[0]):
                 # Here a thread alone reads the elements that it writes over.
-                if self._read & overlaid:
+                if self._read & self._overlaid.get(stage.buffer, set()):
                     statements += self._meet()
-                statements += self._output(element, mapping)
+                statements += self._output(elements[0], mapping)
                 self._read |= reads
                 self._written.add(stage.buffer)
                 continue
             self._read |= reads
             if stage.combiner is not None:
-                made, total = self._reduction(element, mapping, stage.combiner)
+                made, found = self._reductions(elements, mapping)
             else:
-                made, total = self._value(element, {**unit_mapping(stage), **mapping})
-            var = tirx.Var(stage.name, str(total.ty.dtype))
-            kept, mapping[var] = keep(stage.name, total) if self._lanes == 1 else ([], total)
-            statements += [*made, *kept]
-            totals[stage.buffer] = var
-            if stage.buffer in outputs:
-                if self._read & overlaid:
-                    statements += self._meet()
-                finished = Element(finished_stage(stage), (), var)
-                statements += self._output(finished, mapping)
+                made, total = self._value(elements[0], {**unit_mapping(stage), **mapping})
+                found = [total]
+            statements += made
+            for stage, total in zip((x.stage for x in elements), found, strict=True):
+                var = tirx.Var(stage.name, str(total.ty.dtype))
+                kept, mapping[var] = keep(stage.name, total) if self._lanes == 1 else ([], total)
+                statements += kept
+                totals[stage.buffer] = var
+                if stage.buffer in outputs:
+                    if self._read & self._overlaid.get(stage.buffer, set()):
+                        statements += self._meet()
+                    finished = Element(finished_stage(stage), (), var)
+                    statements += self._output(finished, mapping)
         return statements
+
+    def _together(self) -> list[list[Element]]:
+        """List the stages; reductions one after another that need no other's total are walked once.
+
+        What several of them read is then read once.
+        """
+        groups: list[list[Element]] = []
+        for element in self._kernel.elements:
+            made = {other.stage.buffer for other in groups[-1]} if groups else set()
+            reads = {load.source for expr in element.expressions for load in loads_of(expr)}
+            if groups and not reads & made and _walks_as(element.stage, groups[-1][0].stage):
+                groups[-1].append(element)
+            else:
+                groups.append([element])
+        return groups
 
     def _meet(self) -> list[Any]:
         """Wait for the other threads, unless each has a row of its own."""
@@ -241,8 +265,13 @@ class Row:
         is_first = tirx.EQ(self._turn, index_const(0))
         return is_first if self._is_row is None else tirx.And(is_first, self._is_row)
 
-    def _spread(self, groups: Any, name: str, mapping: dict[Any, Any], body: Body) -> list[Any]:
-        """Deal the elements of collapsed axes, at a row of ``mapping``, out to the threads."""
+    def _spread(
+        self, groups: Any, name: str, mapping: dict[Any, Any], body: Body, at_once: int = 1
+    ) -> list[Any]:
+        """Deal the elements of collapsed axes, at a row of ``mapping``, out to the threads.
+
+        ``at_once``: of a thread, where it has rows side by side, elements that are read together.
+        """
         count = elements_count(groups)
 
         def element(index: Any) -> list[Any]:
@@ -257,7 +286,9 @@ class Row:
 
         if self._lanes > 1:
             # Unrolled by nvcc, some spill; so they take 32 registers, and threads hide latency.
-            return [rolled(self._in_turns(f"{name}_turn", count, element))]
+            if at_once == 1:
+                return [rolled(self._in_turns(f"{name}_turn", count, element))]
+            return self._few_at_once(f"{name}_turn", count, element, at_once)
         # Rows side by side are read by neighbouring threads.
         vectors = vectors_of(groups, self._flat, body, mapping) if self._width == 1 else None
         if vectors is None:
@@ -282,6 +313,23 @@ class Row:
 
         return loop(name, (count + (self._stride - 1)) // self._stride, at)
 
+    def _few_at_once(
+        self, name: str, count: Any, body: Callable[[Any], list[Any]], most: int
+    ) -> list[Any]:
+        """Run as `_in_turns`, in the same order, but read some turns' operands together."""
+        whole = count // (most * self._stride)
+
+        def some(turn: Any) -> Any:
+            k = tirx.Var("k", INDEX)
+            return for_each(k, most, body((turn * most + k) * self._stride + self._first))
+
+        def one(turn: Any) -> Any:
+            index = (whole * most + turn) * self._stride + self._first
+            return only_where(index < count, body(index))
+
+        rest = (count + (self._stride - 1)) // self._stride - whole * most
+        return [rolled(loop(f"{name}s", whole, some)), rolled(loop(name, rest, one))]
+
     def _output(self, element: Element, mapping: dict[Any, Any]) -> list[Any]:
         stage = element.stage
         mapping = {**unit_mapping(stage), **mapping}
@@ -298,33 +346,48 @@ class Row:
 
         return [*binds, *self._spread(groups, "column", mapping, body)]
 
-    def _reduction(
-        self, element: Element, mapping: dict[Any, Any], combiner: Combiner
-    ) -> tuple[list[Any], Any]:
-        stage = element.stage
-        mapping = {**mapping, **unit_mapping(stage)}
-        axes = [axis for axis in stage.reduced if constant(axis.extent) != 1]
-        fixed, (element,) = hoist([element], {axis.var for axis in axes})
-        binds = self._fixed(fixed, stage, mapping)
-        dtype, at = str(stage.init.ty.dtype), [self.lane]
-        own = tirx.decl_buffer((self._lanes,), dtype, f"{stage.name}_own", scope="local")
+    def _reductions(
+        self, elements: Sequence[Element], mapping: dict[Any, Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Reduce along the row, in one walk; return statements and the totals."""
+        stages = [element.stage for element in elements]
+        axes = _walked(stages[0])
+        mapping = dict(mapping)
+        for stage in stages:
+            mapping.update(unit_mapping(stage))
+        fixed, elements = hoist([_along(e, axes) for e in elements], {axis.var for axis in axes})
+        statements = self._fixed(fixed, stages[0], mapping)
+        at, owns = [self.lane], []
+        for stage in stages:
+            dtype, name = str(stage.init.ty.dtype), f"{stage.name}_own"
+            own = tirx.decl_buffer((self._lanes,), dtype, name, scope="local")
+            start = self._alone([tirx.BufferStore(own, stage.init, at)])
+            statements += [tirx.AllocBuffer(own), *start]
+            owns.append(own)
 
-        def add(value: Any) -> Any:
-            total = combine(combiner, tirx.BufferLoad(own, at), value)
+        def add(stage: Stage, own: Any, value: Any) -> Any:
+            assert stage.combiner is not None
+            total = combine(stage.combiner, tirx.BufferLoad(own, at), value)
             return tirx.BufferStore(own, total, at)
 
         def body(flat: Any, position: dict[Any, Any]) -> list[Any]:
-            statements, value = emit_value(element, flat, {**mapping, **position})
-            return [*statements, add(value)]
+            made: list[Any] = []
+            for element, stage, own in zip(elements, stages, owns, strict=True):
+                steps, value = emit_value(element, flat, {**mapping, **position})
+                made += [*steps, add(stage, own, value)]
+            return made
 
-        start = self._alone([tirx.BufferStore(own, stage.init, at)])
-        statements = [*binds, tirx.AllocBuffer(own), *start]
-        total = tirx.BufferLoad(own, at)
+        totals = [tirx.BufferLoad(own, at) for own in owns]
         if not axes:
-            return [*statements, *self._each(mapping, lambda flat: body(flat, {}))], total
-        groups = collapse(axes, element.expressions, [])
-        statements += self._spread(groups, stage.name, mapping, body)
-        return [*statements, *self._add_up(own, stage, add)], total
+            return [*statements, *self._each(mapping, lambda flat: body(flat, {}))], totals
+        expressions = [expr for element in elements for expr in element.expressions]
+        groups = collapse(axes, expressions, [])
+        reads = {load.source for expr in expressions for load in loads_of(expr)}
+        at_once = max(1, _AT_ONCE // max(1, len(reads)))
+        statements += self._spread(groups, stages[0].name, mapping, body, at_once)
+        for stage, own in zip(stages, owns, strict=True):
+            statements += self._add_up(own, stage, partial(add, stage, own))
+        return statements, totals
 
     def _alone(self, statements: list[Any]) -> list[Any]:
         """Run statements that touch no operand for the rows side by side."""
@@ -345,7 +408,7 @@ class Row:
             return statements
         warps = self._threads // WARP
         size = warps * width * lanes
-        partial = tirx.decl_buffer((size,), dtype, f"{stage.name}_warps", scope="shared")
+        by_warps = tirx.decl_buffer((size,), dtype, f"{stage.name}_warps", scope="shared")
         thread = tirx.FloorMod(self._thread, index_const(WARP))
         row = zero if width == 1 else tirx.FloorMod(self._thread, index_const(width))
         warp = tirx.FloorDiv(self._thread, index_const(WARP))
@@ -353,15 +416,15 @@ class Row:
         def place(warp: Any) -> list[Any]:
             return [(warp * width + row) * lanes + self.lane]
 
-        store = self._alone([tirx.BufferStore(partial, mine, place(warp))])
-        totals = [tirx.BufferLoad(partial, place(index_const(w))) for w in range(warps)]
+        store = self._alone([tirx.BufferStore(by_warps, mine, place(warp))])
+        totals = [tirx.BufferLoad(by_warps, place(index_const(w))) for w in range(warps)]
         # TVM lets totals share memory, and fails to part them in a launch that the host chooses.
         before = self._meet() if self._has_met else []
         self._has_met = True
         first = tirx.BufferStore(own, totals[0], [self.lane])
         return [
             *statements,
-            tirx.AllocBuffer(partial),
+            tirx.AllocBuffer(by_warps),
             *before,
             *(store if width == WARP else [only_where(thread < width, store)]),
             *self._meet(),
@@ -376,3 +439,23 @@ class Row:
             lane = tirx.FloorMod(self._thread, index_const(WARP)).astype("int32")
             name, distance = "tirx.tvm_warp_shuffle", tirx.bitwise_xor(lane, distance)
         return tirx.call_intrin(dtype, name, mask, value, distance, WARP, WARP)
+
+
+def _walked(stage: Stage) -> list[Axis]:
+    return [axis for axis in stage.reduced if constant(axis.extent) != 1]
+
+
+def _walks_as(stage: Stage, other: Stage) -> bool:
+    """Whether two stages are reductions over as many elements, axis by axis."""
+    if stage.combiner is None or other.combiner is None:
+        return False
+    extents, others = ([axis.extent for axis in _walked(each)] for each in (stage, other))
+    return len(extents) == len(others) and all(map(same_expr, extents, others))
+
+
+def _along(element: Element, axes: Sequence[Axis]) -> Element:
+    """Name the axes that a reduction walks as those of another."""
+    own = _walked(element.stage)
+    renamed = {mine.var: axis.var for mine, axis in zip(own, axes, strict=True)}
+    lets = tuple((var, substitute(expr, renamed)) for var, expr in element.lets)
+    return Element(element.stage, lets, substitute(element.value, renamed))

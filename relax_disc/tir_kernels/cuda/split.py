@@ -18,7 +18,9 @@ from relax_disc.tir_kernels.cpu.reductions import RowKernel
 from relax_disc.tir_kernels.flat import INDEX, index_const, product
 from relax_disc.tir_kernels.loops import sequence
 
-_BLOCKS = 256  # what a large device keeps busy, two of 512 threads for each multiprocessor
+# Blocks of 512 threads that keep a large device busy, by bytes of a load. A thread has four in
+# flight: 2 or 3 MiB together, about what an H100's memory moves while a load takes.
+_BLOCKS = {4: 256, 16: 96}
 _STEPS = 32  # that a thread makes alone before a second launch is worth its time
 
 Launch = Callable[..., Any]
@@ -29,7 +31,12 @@ Launch = Callable[..., Any]
 
 
 def split_long(
-    kernel: RowKernel, blocks: int | None, turns: int, most_parts: int, launch: Launch
+    kernel: RowKernel,
+    blocks: int | None,
+    turns: int,
+    most_parts: int,
+    launch: Launch,
+    load_bytes: int = 4,
 ) -> tuple[list[Any], list[Any]]:
     """Make the launches of a kernel, and the buffers that they need.
 
@@ -37,7 +44,7 @@ def split_long(
     """
     whole = launch(kernel)
     parts = 1
-    while blocks is not None and parts < most_parts and blocks * parts < _BLOCKS:
+    while blocks is not None and parts < most_parts and blocks * parts < _BLOCKS[load_bytes]:
         parts *= 2
     reductions = [element for element in kernel.elements if element.stage.combiner is not None]
     length = _longest([product([x.extent for x in e.stage.reduced]) for e in reductions])
