@@ -1,9 +1,11 @@
-"""How far gradients move where batch norms only add up in another order: PyTorch beside PyTorch.
+"""How far gradients move where sums only have another order: PyTorch beside PyTorch.
 
 `python -m benchmarks.models.rounding` takes a step of a model with each of many weights and
 batches, its batch norms as PyTorch has them and written with sums in float32 by so many threads of
-a block, each in turns, then in pairs.  The errors against float64 say what a difference between two
-right programs can be, at shapes where batch norms amplify the last digits.
+a block, each in turns, then in pairs; and its convolutions by PyTorch's own kernels where oneDNN
+makes them.  The errors against float64 say what a difference between two right programs can be, at
+shapes where batch norms amplify the last digits.  ``--after 3`` trains at the model's first three
+shapes before, as a model is judged at its fourth, with weights that differ by their last digit.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.models.catalogue import entry_named
+from benchmarks.models.entry import Entry
 from benchmarks.models.numerics import reference, relative_error
+from benchmarks.models.worker import LEARNING_RATE
 from benchmarks.record import write_result
 
 THREADS = (64, 256)
 """Along the rows of sums down columns, where a thread has one column, and four."""
+
+_LAST_DIGIT = 2.0**-24  # of a float32, about
 
 
 def total(x: Tensor, threads: int) -> Tensor:
@@ -62,15 +68,35 @@ class Normalized(torch.autograd.Function):
         return moved, (dot * rstd).flatten(), of_bias.flatten(), None, None
 
 
-def errors(name: str, sizes: tuple[int, ...], seed: int) -> dict[str, float]:
-    """Return the gradients' relative errors, PyTorch's own and by the number of threads."""
-    entry = entry_named(name)
-    torch.manual_seed(seed)
+def trained(entry: Entry, steps: int, seed: int) -> nn.Module:
+    """Train as `benchmarks.models.worker` does; return a model whose last digits are a draw."""
+    torch.manual_seed(seed if steps == 0 else 0)
     model = entry.make().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    for sizes in entry.sizes[:steps]:
+        found = reference(model, dict(entry.batch(*sizes)), torch.float32)
+        for name, parameter in model.named_parameters():
+            parameter.grad = found.gradients.get(name)
+        optimizer.step()
+    if steps:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 1 + _LAST_DIGIT * torch.randn_like(parameter)
+    return model
+
+
+def errors(name: str, sizes: tuple[int, ...], steps: int, seed: int) -> dict[str, float]:
+    """Return the gradients' relative errors, PyTorch's own and by the way of the sums."""
+    entry = entry_named(name)
+    model = trained(entry, steps, seed)
     batch = dict(entry.batch(*sizes))
     exact = reference(model, batch, torch.float64).gradients
     own = reference(model, batch, torch.float32).gradients
     found = {"torch": relative_error(own, exact)}
+    with torch.backends.mkldnn.flags(enabled=False):
+        other = reference(model, batch, torch.float32).gradients
+    found["other convolutions"] = relative_error(other, exact)
     original = functional.batch_norm
     for threads in THREADS:
 
@@ -92,11 +118,13 @@ def main(
     model: str = "timm mobilenetv3_small_050",
     sizes: Annotated[str, typer.Option(help="One shape, such as 2,2,2.")] = "2,2,2",
     seeds: int = 60,
+    after: Annotated[int, typer.Option(help="Steps before, at the model's first shapes.")] = 0,
+    record: Annotated[str, typer.Option(help="Name of the file.")] = "batch_norm_rounding",
 ) -> None:
     """Measure, print and record."""
     torch.set_num_threads(1)
     shape = tuple(map(int, sizes.split(",")))
-    rows = [errors(model, shape, seed) for seed in range(seeds)]
+    rows = [errors(model, shape, after, seed) for seed in range(seeds)]
     results: list[dict[str, Any]] = []
     for way in rows[0]:
         ratios = [row[way] / row["torch"] for row in rows]
@@ -104,13 +132,17 @@ def main(
             {
                 "sums": way,
                 "error": math.exp(statistics.fmean(math.log(row[way]) for row in rows)),
+                "least_error": min(row[way] for row in rows),
+                "most_error": max(row[way] for row in rows),
                 "ratio": math.exp(statistics.fmean(map(math.log, ratios))),
+                "least": min(ratios),
                 "most": max(ratios),
                 "beyond_2": sum(ratio > 2 for ratio in ratios),
             }
         )
         print(results[-1], flush=True)
-    write_result("batch_norm_rounding", {"model": model, "sizes": sizes, "seeds": seeds}, results)
+    settings = {"model": model, "sizes": sizes, "seeds": seeds, "after": after}
+    write_result(record, settings, results)
 
 
 if __name__ == "__main__":
