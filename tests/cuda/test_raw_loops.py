@@ -75,6 +75,9 @@ def test_no_kernel_is_left_to_one_thread():
         and v.name_hint.startswith(("index_put", "scatter", "cumsum", "cumprod"))
     ]
     assert len(raw) >= 6
+    scheduled = [RawLoops().apply(kernel, target) for kernel in raw]
+    in_vectors = [made for made in scheduled if made and "T.vectorized" in made.mod.script()]
+    assert in_vectors  # of rows of 40
     for kernel in raw:
         if OneThread().apply(kernel, target) is not None:
             assert RawLoops().apply(kernel, target) is not None, kernel

@@ -21,11 +21,13 @@ from relax_disc.analysis.kernels.element import is_guard, substitute
 from relax_disc.analysis.kernels.races import APART_ATTRIBUTE
 from relax_disc.analysis.kernels.stages import constant, loads_of, same_expr
 from relax_disc.tir_kernels.cuda.threads import WARP, hold, launch, only_where, shuffle, split
-from relax_disc.tir_kernels.flat import index_const, product
+from relax_disc.tir_kernels.cuda.vectors import Neighbours
+from relax_disc.tir_kernels.flat import INDEX, FlatBuffers, index_const, product
 from relax_disc.tir_kernels.loops import Scheduled, loop, narrow, sequence, with_body
 from relax_disc.tir_kernels.vectorizable import uses_any
 
 _THREADS = 256
+_BYTES = 16  # of the widest load
 _SHORT = 32  # steps that a thread walks alone
 _WARPS = 4096  # of a scatter, where it has as many destinations: what a large device keeps busy
 _SLOTS = 512  # of a place's owners: with more each would look for longer than it writes
@@ -49,10 +51,11 @@ class RawLoops:
         nests = _read(root.block.body, (), ())
         if nests is None or not _may_run_apart(nests):
             return None
-        launches = [_launch(nest, target.kind.name == "cuda") for nest in nests]
+        flat = FlatBuffers()
+        launches = [_launch(nest, flat, target.kind.name == "cuda") for nest in nests]
         if any(made is None for made in launches):
             return None
-        return with_body(func.with_attr(APART_ATTRIBUTE, True), launches)
+        return with_body(func.with_attr(APART_ATTRIBUTE, True), [*flat.declarations(), *launches])
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +132,7 @@ def _owned_at(nests: Sequence[_Nest], var: Any, buffer: Any) -> bool:
     )
 
 
-def _launch(nest: _Nest, has_votes: bool) -> Any:
+def _launch(nest: _Nest, flat: FlatBuffers, has_votes: bool) -> Any:
     """Make a launch; without votes of a warp (ROCm) threads walk alone."""
     buffer = nest.store.buffer
     owned = [x for x in nest.loops if _owned_at([nest], x.loop_var, buffer)]
@@ -140,7 +143,7 @@ def _launch(nest: _Nest, has_votes: bool) -> Any:
         return _each_a_thread(nest, owned, walked)
     if all(all(map(_is_same, place, own)) for place in nest.reads_of(buffer)):
         if steps is None or steps > _SHORT:
-            return _scatter(nest, owned, walked)
+            return _scatter(nest, flat, owned, walked)
     elif (scan := _read_scan(nest, walked)) is not None:
         return _scan(nest, owned, *scan)
     return _each_a_thread(nest, owned, walked)
@@ -186,8 +189,11 @@ def _each_a_thread(nest: _Nest, owned: Sequence[Any], walked: Sequence[Any]) -> 
     return launch((count + (_THREADS - 1)) // _THREADS, _THREADS, body)
 
 
-def _scatter(nest: _Nest, owned: Sequence[Any], walked: Sequence[Any]) -> Any:
-    """Let warps own destinations; lanes look for writes to those, then are columns of each."""
+def _scatter(nest: _Nest, flat: FlatBuffers, owned: Sequence[Any], walked: Sequence[Any]) -> Any:
+    """Let warps own destinations; lanes look for writes to those, then are columns of each.
+
+    A lane has the columns of 16 bytes where they are aligned, so that fewer warps look.
+    """
     store = nest.store
     variables = {x.loop_var for x in owned}
     looked_up = [
@@ -199,6 +205,8 @@ def _scatter(nest: _Nest, owned: Sequence[Any], walked: Sequence[Any]) -> Any:
     columns = [x for x in owned if not uses_any(keys, {x.loop_var})]
     groups = [x for x in owned if x not in columns]
     width = _count(columns)
+    lanes = _side_by_side(nest, columns)
+    width = width // lanes
     chunks = (width + (WARP - 1)) // WARP
     most = tirx.max(index_const(_WARPS) // tirx.max(_count(groups) * chunks, 1), 1)
     slots = tirx.min(tirx.min(most, _SLOTS), product([extent for _, extent in looked_up]))
@@ -229,18 +237,22 @@ def _scatter(nest: _Nest, owned: Sequence[Any], walked: Sequence[Any]) -> Any:
             if nest.conditions:
                 is_own = tirx.if_then_else(_all(nest.conditions, places), is_own, False)
             is_own = tirx.if_then_else(at < steps, is_own, False)
-            lanes = tirx.call_extern("uint32", "__ballot_sync", tirx.const(_ALL, "uint32"), is_own)
+            mine = tirx.call_extern("uint32", "__ballot_sync", tirx.const(_ALL, "uint32"), is_own)
             first = tirx.call_extern("int32", "__ffs", tirx.Cast("int32", left))
             hit = tirx.Var("hit", "int64")
-            there = {**_places(walked, turn * WARP + hit), **_places(columns, column)}
+            there = {**mapping, **_places(walked, turn * WARP + hit)}
+            if lanes == 1:
+                write = [nest.statement({**there, **_places(columns, column)})]
+            else:
+                write = _vector(nest, flat, there, columns, column, lanes)
             make = [
                 tirx.Bind(hit, tirx.Cast("int64", first) - 1),
                 tirx.BufferStore(found, left & (left - tirx.const(1, "uint32")), [index_const(0)]),
-                only_where(column < width, [nest.statement({**mapping, **there})]),
+                only_where(column < width, write),
             ]
             return sequence(
                 [
-                    tirx.BufferStore(found, lanes, [index_const(0)]),
+                    tirx.BufferStore(found, mine, [index_const(0)]),
                     tirx.While(tirx.NE(left, tirx.const(0, "uint32")), sequence(make)),
                 ]
             )
@@ -249,6 +261,49 @@ def _scatter(nest: _Nest, owned: Sequence[Any], walked: Sequence[Any]) -> Any:
         return [only_where(unit < units, [*held, tirx.AllocBuffer(found), search])]
 
     return launch((units + (warps - 1)) // warps, _THREADS, body)
+
+
+def _side_by_side(nest: _Nest, columns: Sequence[Any]) -> int:
+    """Columns that a lane has: as many as 16 bytes have, where all of them move as one."""
+    store = nest.store
+    lanes = _BYTES * 8 // store.buffer.dtype.bits
+    if not columns or lanes not in (4, 8) or not _has_last(columns[-1:], store):
+        return 1
+    size = constant(columns[-1].extent)
+    if size is None or size % lanes:  # or a vector would reach into the next row
+        return 1
+    neighbours = Neighbours(FlatBuffers(), [], lanes, asks=False)
+    places = _vector_places(columns, tirx.Var("column", INDEX), lanes, neighbours.lane)
+    neighbours.rewrite(store.value, places)
+    indices = [substitute(index, places) for index in store.indices]
+    neighbours.store(store.buffer, indices, tirx.const(0, str(store.buffer.dtype)))
+    return lanes if neighbours.writes else 1
+
+
+def _vector(
+    nest: _Nest,
+    flat: FlatBuffers,
+    there: dict[Any, Any],
+    columns: Sequence[Any],
+    column: Any,
+    lanes: int,
+) -> list[Any]:
+    """Make the stores of so many columns side by side; ``there`` places the other loops."""
+    store = nest.store
+    neighbours = Neighbours(flat, [], lanes, asks=False)
+    mapping = {**there, **_vector_places(columns, column, lanes, neighbours.lane)}
+    value = neighbours.rewrite(store.value, mapping)
+    indices = [neighbours.rewrite(index, mapping) for index in store.indices]
+    moved = neighbours.around([neighbours.store(store.buffer, indices, value)])
+    return [only_where(_all(nest.conditions, there), moved)] if nest.conditions else moved
+
+
+def _vector_places(columns: Sequence[Any], column: Any, lanes: int, lane: Any) -> dict[Any, Any]:
+    """Map the variables of columns to what they are in a vector with a number."""
+    extents = [*(x.extent for x in columns[:-1]), columns[-1].extent // lanes]
+    *outer, last = split(column, extents)
+    places = zip(columns, [*outer, last * lanes + lane], strict=True)
+    return {x.loop_var: narrow(at, x.loop_var) for x, at in places}
 
 
 def _has_last(loops: Sequence[Any], store: Any) -> bool:

@@ -184,6 +184,11 @@ class Neighbours(GuardDepth):
         return bool(bits) and (self._lanes < 8 or 16 in bits)
 
     @property
+    def writes(self) -> bool:
+        """Whether anything is written 16 bytes at a time."""
+        return bool(self._written)
+
+    @property
     def _moved(self) -> list[tuple[Any, Any, Any]]:
         return [*self._read.values(), *self._written.values()]
 
