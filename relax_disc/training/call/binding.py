@@ -186,6 +186,7 @@ class Binding:
                 self._await_gradient(index, spec)
             elif spec.kind == "state":
                 self._await_state(index, spec)
+        self._tied = self._find_tied()
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
@@ -301,6 +302,12 @@ class Binding:
         if changed:
             self._listed = None
             self._check_tying()
+        for what, (table, key), slot in self._tied:
+            if table.get(key) is not slot.tensor:
+                raise InputMismatchError(
+                    f"{what} was the same tensor as {slot.what} when the step was compiled and is "
+                    "another one now: tie them again or compile again."
+                )
         if self._quick is None and all(slot.tensor is not None for slot in self._slots):
             self._quick = _Unchanged(self._slots, self._in_file)
         return changed
@@ -329,6 +336,20 @@ class Binding:
         slot = _Slot(index, what, look, tensor, tensor.data_ptr(), _layout(tensor), trained, place)
         self._slots.append(slot)
         self._by_input[index] = slot
+
+    def _find_tied(self) -> list[tuple[str, tuple[dict[str, Any], str], _Slot]]:
+        """List the other names of bound parameters and buffers: what it is, and where."""
+        bound = {id(slot.tensor): slot for slot in self._slots if slot.place is not None}
+        places = [slot.place for slot in bound.values() if slot.place is not None]
+        known = {(id(table), key) for table, key in places}
+        found: list[tuple[str, tuple[dict[str, Any], str], _Slot]] = []
+        for path, module in self._model.named_modules():
+            for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for key, tensor in table.items():
+                    if id(tensor) in bound and (id(table), key) not in known:
+                        what = f"{kind} {path}.{key}" if path else f"{kind} {key}"
+                        found.append((what, (table, key), bound[id(tensor)]))
+        return found
 
     def _place(self, spec: InputSpec) -> tuple[dict[str, Any], str]:
         """Find the table of a module in which a parameter or buffer is, and its name there."""

@@ -20,6 +20,28 @@ class Squares(nn.Module):
         return self.linear(x).square().mean()
 
 
+def test_parameters_that_are_tied_stay_tied():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = relax_disc.compile(
+        model,
+        optimizer,
+        (torch.ones(3, 4),),
+        dynamic_shapes=({0: Dim("n", max=9)},),
+        loss_fn=lambda model, x: model(x).square().mean(),
+    )
+    first = step(torch.ones(2, 4))
+    model[2].weight = nn.Parameter(model[0].weight.detach().clone())
+    for _ in range(2):
+        with pytest.raises(
+            InputMismatchError, match=r"2\.weight was the same tensor as .*0\.weight"
+        ):
+            step(torch.ones(2, 4))
+    model[2].weight = model[0].weight
+    assert step(torch.ones(2, 4)) < first
+
+
 def odd(tensor):
     """A copy of a tensor, 12 bytes behind a boundary of 64."""
     room = torch.empty(tensor.numel() + 19, dtype=tensor.dtype)
