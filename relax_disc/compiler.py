@@ -117,6 +117,11 @@ def compile(
     InputMismatchError
         An argument of this function does not fit.
     """
+    if torch.is_inference_mode_enabled():
+        raise InputMismatchError(
+            "relax_disc.compile is called inside torch.inference_mode(), where there are no "
+            "gradients: call it outside."
+        )
     watch_clipping()
     target = resolve_target(target)
     budget = _budget(memory_budget, target)

@@ -126,6 +126,12 @@ def test_a_value_that_cannot_be_had_is_refused_with_what_to_do(look):
         compiled(Net(), (X, Y), loss)
 
 
+def test_compiling_in_inference_mode_is_refused():
+    model = nn.Linear(4, 4)
+    with torch.inference_mode(), pytest.raises(InputMismatchError, match="inference_mode"):
+        relax_disc.compile(model, None, (torch.ones(2, 4),), dynamic_shapes=None)
+
+
 def test_a_backward_pass_after_the_step_is_told_of(tmp_path):
     model = Net()
     loss = compiled(model, (X,), lambda model, x: model(x).mean())(X)

@@ -85,11 +85,10 @@ class ValueGuards:
             if key in shadow:
                 _compare(guard, shadow[key])
         if self._autocast != (now := _autocast()):
-            was = "inside" if any(enabled for enabled, _ in self._autocast) else "outside of"
             raise InputMismatchError(
-                f"The step was compiled {was} torch.autocast (or with another type) and is called "
-                f"with {now}: a compiled step computes in the types in which it was compiled. Put "
-                "torch.autocast into the model or loss_fn, or compile and call in the same region."
+                f"The step was compiled {_region(self._autocast)} and is called {_region(now)}: a "
+                "compiled step computes in the types in which it was compiled. Put torch.autocast "
+                "into the model or loss_fn, or compile and call in the same region."
             )
         if torch.get_default_dtype() != self._default:
             raise InputMismatchError(
@@ -98,8 +97,18 @@ class ValueGuards:
             )
 
 
+_AUTOCAST = ("cpu", "cuda")
+
+
 def _autocast() -> tuple[tuple[bool, torch.dtype | None], ...]:
-    return _autocast_of("cpu"), _autocast_of("cuda")
+    return tuple(map(_autocast_of, _AUTOCAST))
+
+
+def _region(autocast: tuple[tuple[bool, torch.dtype | None], ...]) -> str:
+    """Say in which regions of autocast a call is."""
+    found = zip(_AUTOCAST, autocast, strict=True)
+    inside = [f'torch.autocast("{kind}", {dtype})' for kind, (enabled, dtype) in found if enabled]
+    return f"inside {' and '.join(inside)}" if inside else "outside of torch.autocast"
 
 
 def _autocast_of(kind: str) -> tuple[bool, torch.dtype | None]:
