@@ -187,7 +187,19 @@ def _text(value: Any) -> str:
 
 
 def _path(source: Source | None) -> list[str] | None:
-    return None if source is None else [source.root, repr(source.steps)]
+    """Write a path down.
+
+    Raises `ArtefactError`: a key in it, an enum's member or a class, has no text that names it.
+    """
+    if source is None:
+        return None
+    steps = _literal(source.steps)
+    if steps is None:
+        raise ArtefactError(
+            f"The step reads {source}, and such a key cannot be written into a file: use a text or "
+            "a number as the key, and compile again."
+        )
+    return [source.root, steps]
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -3,6 +3,7 @@
 import array
 import collections
 import contextvars
+import copy
 import dataclasses
 import datetime
 import enum
@@ -13,10 +14,12 @@ import os
 import queue
 import random
 import secrets
+import sys
 import threading
 import time
 import types
 import uuid
+import weakref
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.nn import functional as F
 
 from relax_disc.errors import InputMismatchError, RelaxDiscWarning, UnsupportedOperatorError
 from relax_disc.frontend.capture.export import export, wrap_step
@@ -279,11 +283,161 @@ def of_buffers():
     return lambda m, x: distance(m, x) * len(list(teacher.buffers())), change
 
 
+POWER = 2
+
+
+class Powers:
+    @staticmethod
+    def static(h):
+        return h.pow(POWER)
+
+    @classmethod
+    def of_class(cls, h):
+        return h.pow(POWER)
+
+    @property
+    def power(self):
+        return POWER
+
+    def method(self, h):
+        return h.pow(POWER)
+
+
+def raise_power():
+    global POWER
+    POWER = 4 if POWER == 2 else 2
+
+
+def of_static_method():
+    return lambda m, x: Powers.static(m(x)).mean(), raise_power
+
+
+def of_class_method():
+    return lambda m, x: Powers.of_class(m(x)).mean(), raise_power
+
+
+def of_property():
+    powers = Powers()
+    return lambda m, x: m(x).pow(powers.power).mean(), raise_power
+
+
+def of_object_made_in_the_loss():
+    return lambda m, x: Powers().method(m(x)).mean(), raise_power
+
+
+def of_global_by_its_name():
+    return lambda m, x: m(x).pow(globals()["POWER"]).mean(), raise_power
+
+
+def of_evaluated_text():
+    return lambda m, x: m(x).pow(eval("POWER + 1")).mean(), raise_power
+
+
+def of_function_in_module():
+    module = types.ModuleType("losses")
+    vars(module)["loss"] = lambda h: h.mean()
+
+    def change():
+        vars(module)["loss"] = lambda h: h.sum()
+
+    return lambda m, x: module.loss(m(x)), change
+
+
+def of_command_line():
+    sys.argv.append("2")
+    return lambda m, x: m(x).pow(int(sys.argv[-1])).mean(), lambda: sys.argv.__setitem__(-1, "4")
+
+
+def of_member_as_key():
+    powers = {Mode.PLAIN: 2}
+    return lambda m, x: m(x).pow(powers[Mode.PLAIN]).mean(), lambda: powers.update({Mode.PLAIN: 4})
+
+
+def of_tuple_as_key():
+    powers = {("a", 1): 2, "b": 2}
+
+    def change():
+        powers["a", 1] = 4
+
+    return lambda m, x: m(x).pow(powers["a", 1] + powers["b"]).mean(), change
+
+
+def of_list_of_the_users():
+    weights = type("Weights", (list,), {})([1.0])
+    return lambda m, x: distance(m, x) * sum(weights), lambda: weights.append(2.0)
+
+
+def of_set_of_the_users():
+    weights = type("Weights", (set,), {})([1.0])
+    return lambda m, x: distance(m, x) * sum(weights), lambda: weights.add(2.0)
+
+
+def of_view_of_a_dict():
+    powers = {"a": 2}
+    view = types.MappingProxyType(powers)
+    return lambda m, x: m(x).pow(view["a"]).mean(), lambda: powers.update(a=4)
+
+
+def of_weak_reference():
+    judge = Judge()
+    judge.power = 2
+    weak = weakref.ref(judge)
+    return lambda m, x: m(x).pow(weak().power).mean(), lambda: setattr(judge, "power", 4)
+
+
+def of_attribute_of_a_tensor():
+    tensor: Any = torch.ones(4)
+    tensor.power = 2
+    return lambda m, x: (m(x) * tensor).pow(tensor.power).mean(), lambda: setattr(
+        tensor, "power", 4
+    )
+
+
+def of_attribute_of_a_teachers_parameter():
+    teacher: Any = nn.Linear(4, 4)
+    teacher.weight.power = 2
+
+    def change():
+        teacher.weight.power = 4
+
+    return lambda m, x: (m(x) - teacher(x)).pow(teacher.weight.power).mean(), change
+
+
+def of_all_attributes():
+    options = types.SimpleNamespace(reduction="mean")
+    holder = Holder(None)
+    holder.reduction = "mean"
+
+    def change():
+        holder.reduction = "sum"
+
+    return (
+        lambda m, x: (
+            F.mse_loss(m(x), x, **vars(options))
+            + F.mse_loss(m(x), x, reduction=vars(holder)["reduction"])
+        ),
+        change,
+    )
+
+
+def of_copied_object():
+    holder = Judge()
+    return lambda m, x: m(x).pow(copy.copy(holder).mode.value + 1).mean(), lambda: setattr(
+        holder, "mode", Mode.DOUBLED
+    )
+
+
+def of_module_without_attributes():
+    teacher = nn.Sequential(nn.Linear(4, 4), nn.Identity())
+    return lambda m, x: F.mse_loss(m(x), teacher(x)), lambda: teacher.__setitem__(1, nn.Tanh())
+
+
 REFUSED = [value for name, value in list(globals().items()) if name.startswith("of_")]
 
 
 @pytest.fixture
 def environment(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setattr(os.environ, "_data", {**os.environ._data})
     os.environ[VARIABLE] = "1"
 
@@ -458,6 +612,24 @@ def by_submodule(held, read):
     return nn.Sequential(nn.Linear(4, 4), Reads(held, read)), None
 
 
+def by_tuple(held, read):
+    holder = ({"held": (1, held, 2)}, held)
+    return nn.Linear(4, 4), lambda m, x: distance(m, x) * read(holder[0]["held"][1])
+
+
+def by_named_tuple(held, read):
+    holder = collections.namedtuple("Held", "first second")(0, held)
+    return nn.Linear(4, 4), lambda m, x: distance(m, x) * read(holder.second)
+
+
+def by_partial(held, read):
+    def part(holder, model, x):
+        return distance(model, x) * read(holder)
+
+    loss_holder = functools.partial(part, held)
+    return nn.Linear(4, 4), lambda m, x: loss_holder(m, x)
+
+
 WAYS = [value for name, value in list(globals().items()) if name.startswith("by_")]
 WAYS.remove(by_module)
 
@@ -522,6 +694,98 @@ def test_random_numbers_of_an_object_are_refused(kind, way):
     make, read = DRAWN[kind]
     with pytest.raises(UnsupportedOperatorError, match=r"draws numbers from .*(held|holder)"):
         captured(*way(make(), read))
+
+
+def test_tuples_and_partial_functions_are_as_they_were():
+    held = itertools.count(), [1.0], itertools.count()
+    part = functools.partial(lambda first, h: h * first[1][0], held)
+    loss_fn = lambda m, x: part(distance(m, x)) * len(held)  # noqa: E731
+    captured(nn.Linear(4, 4), loss_fn)
+    assert part.args[0] is held and [next(held[0]), next(held[2])] == [0, 0]
+    assert type(held[0]) is itertools.count
+
+
+def test_an_event_of_a_thread_is_refused_with_its_line():
+    event = threading.Event()
+    with pytest.raises(UnsupportedOperatorError, match="asks event") as caught:
+        captured(nn.Linear(4, 4), lambda m, x: distance(m, x) * (2 if event.is_set() else 1))
+    assert caught.value.operators[0][1].startswith(__file__) and type(event) is threading.Event
+
+
+@pytest.mark.parametrize("name", ["grad", "_version"])
+def test_what_eager_tensors_alone_tell_is_refused_with_its_line(name):
+    with pytest.raises(UnsupportedOperatorError, match=rf"\.{name}") as caught:
+        captured(
+            nn.Linear(4, 4), lambda m, x: distance(m, x) * (getattr(m.weight, name) is not None)
+        )
+    assert caught.value.operators[0][1].startswith(__file__)
+
+
+def test_attributes_of_parameters_and_buffers_are_the_users():
+    model: Any = nn.BatchNorm1d(4)
+    model.weight.power, model.running_mean.power = 2, 3
+
+    def loss_fn(model, x):
+        power = model.weight.power + model.running_mean.power + getattr(model.bias, "power", 1)
+        return model(x).pow(power).mean()
+
+    guards = ValueGuards(captured(model, loss_fn).outer.guards)
+    guards.check()
+    for tensor in (model.weight, model.running_mean, model.bias):
+        before = vars(tensor).copy()
+        tensor.power = 7
+        with pytest.raises(InputMismatchError, match=r"model\.\w+\.power"):
+            guards.check()
+        del tensor.power
+        vars(tensor).update(before)
+    guards.check()
+
+
+def number_in(path):
+    with open(path) as file:  # noqa: PTH123
+        return float(file.read())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        number_in,
+        lambda path: float(path.read_text()),
+        lambda path: float(np.fromfile(path, dtype=np.uint8)[0]),
+        lambda path: len(os.listdir(path.parent)),  # noqa: PTH208
+    ],
+)
+def test_a_file_that_the_code_reads_must_stay_as_it_is(read, tmp_path):
+    path = tmp_path / "weight"
+    path.write_text("1")
+    found = captured(nn.Linear(4, 4), lambda m, x: distance(m, x) * read(path)).outer.guards
+    guards = ValueGuards(found)
+    guards.check()
+    path.write_text("10")
+    (tmp_path / "another").write_text("")
+    with pytest.raises(InputMismatchError, match=f"{tmp_path}.* was .* bytes"):
+        guards.check()
+
+
+def test_files_that_are_written_are_not_compared(tmp_path):
+    def loss_fn(model, x):
+        with (tmp_path / "log").open("a") as log:
+            log.write("one step")
+        return distance(model, x)
+
+    found = captured(nn.Linear(4, 4), loss_fn).outer.guards
+    assert not [guard for guard in found if str(tmp_path) in guard.what]
+
+
+def test_a_count_that_a_function_keeps_is_told():
+    def loss_fn(model, x):
+        loss_fn.calls += 1
+        return distance(model, x) * loss_fn.calls
+
+    loss_fn.calls = 0
+    with pytest.warns(RelaxDiscWarning, match=r"loss_fn\.calls is changed"):
+        captured(nn.Linear(4, 4), loss_fn)
+    assert loss_fn.calls == 0
 
 
 SYSTEM = {

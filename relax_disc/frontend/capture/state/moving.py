@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -24,6 +24,7 @@ from relax_disc.frontend.capture.state.sources import (
     AttributesOf,
     DefaultsOf,
     Place,
+    Reachable,
     Source,
     moved_by,
 )
@@ -94,30 +95,46 @@ def original_of(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def refused_moves(
-    moving: Sequence[tuple[Source, Place, Any]], tell: Callable[[str, SourceLine], None]
-) -> Iterator[None]:
+def refused_moves(known: Reachable, tell: Callable[[str, SourceLine], None]) -> Iterator[None]:
     """Put stand-ins into the places of what moves; ``tell`` gets the clocks that are asked.
 
     Raises `UnsupportedOperatorError`: the next value of something is taken.
     """
-    stood: list[tuple[Place, StandIn]] = []
+    stand_ins: list[StandIn] = []
+    stood: list[tuple[Place, Any, Any]] = []
+    changed: dict[int, list[Any]] = {}  # parts of tuples, by the ``id`` of what they were
     try:
         with _module_clocks(tell):
-            for source, place, value in moving:
-                if not moved_by(value) or type(place.container) is tuple:
+            for source, place, value in known.moving:
+                if not moved_by(value):
                     continue
+                stand_ins.append(StandIn(value, _asked(source, value, tell)))
+                place, new = _outside_tuples(place, stand_ins[-1], known.tuples, changed)
                 if place.is_writable or isinstance(place.container, AttributesOf | DefaultsOf):
                     with contextlib.suppress(AttributeError, TypeError):  # read only
-                        place.put(stand_in := StandIn(value, _asked(source, value, tell)))
-                        stood.append((place, stand_in))
+                        before = place.get()
+                        place.put(new)
+                        stood.append((place, before, new))
             yield
     finally:
-        for place, stand_in in stood:
+        for stand_in in stand_ins:
             stand_in.release()
+        for place, before, new in reversed(stood):
             with contextlib.suppress(LookupError, ValueError):
-                if place.get() is stand_in:
-                    place.put(stand_in.original)
+                if place.get() is new:
+                    place.put(before)
+
+
+def _outside_tuples(
+    place: Place, new: Any, tuples: Mapping[int, Place], changed: dict[int, list[Any]]
+) -> tuple[Place, Any]:
+    """Return what to put where, so that a place inside a tuple holds another object."""
+    while isinstance(holder := place.container, tuple) and id(holder) in tuples:
+        parts = changed.setdefault(id(holder), list(holder))
+        parts[place.key] = new
+        new = tuple(parts) if type(holder) is tuple else getattr(holder, "_make", tuple)(parts)
+        place = tuples[id(holder)]
+    return place, new
 
 
 def _asked(
@@ -140,6 +157,13 @@ def _asked(
 
 def _refuse(source: Source, value: Any, line: SourceLine) -> NoReturn:
     kind = type(getattr(value, "__self__", value))
+    if kind is threading.Event:
+        raise UnsupportedOperatorError(
+            f"{line}: the model or loss_fn asks {source} (an Event), which other threads set; a "
+            "compiled step would repeat that one answer forever. Ask in your loop and give the "
+            "answer to the step as a tensor of the batch.",
+            ((kind.__qualname__, str(line)),),
+        )
     raise UnsupportedOperatorError(
         f"{line}: the model or loss_fn takes the next value of {source} (a {kind.__qualname__}), "
         "which was made before the step; a compiled step would repeat that one value forever. Take "

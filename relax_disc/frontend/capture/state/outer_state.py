@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import types
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -40,6 +42,7 @@ from relax_disc.frontend.capture.source_lines import (
     users_line,
 )
 from relax_disc.frontend.capture.state.environ import guards_of_environ, watched_environ
+from relax_disc.frontend.capture.state.files import guards_of_files, watched_files
 from relax_disc.frontend.capture.state.live_number import LiveNumber, live_everywhere, with_tensors
 from relax_disc.frontend.capture.state.moving import original_of, refused_moves
 from relax_disc.frontend.capture.state.outer import Guard, OuterTensor
@@ -51,13 +54,13 @@ from relax_disc.frontend.capture.state.relied_on import (
     may_read,
 )
 from relax_disc.frontend.capture.state.sources import (
-    CONTAINERS,
     NAMESPACES,
     Place,
     Reachable,
     Source,
     is_foreign,
     is_layer,
+    is_listed,
     reachable,
 )
 
@@ -89,6 +92,28 @@ _LAYOUT = {
     torch.as_strided,
 }
 """Calls whose result depends on the strides of a tensor, not on its values alone."""
+_OF_EAGER: dict[Any, tuple[str, str]] = {
+    Tensor.storage_offset: (
+        "storage_offset()",
+        "tells nothing in a compiled step, which may copy its batch; give the number as an "
+        "argument",
+    ),
+    Tensor.grad.__get__: (  # pyright: ignore
+        ".grad",
+        "in the model or loss_fn is not what a compiled step has: its gradients come later, and "
+        "are dropped after the update. Give what you computed from a gradient as a tensor of the "
+        "batch, or take gradients inside the loss by torch.autograd.grad",
+    ),
+    Tensor._version.__get__: (  # pyright: ignore
+        "._version",
+        "counts the writes of PyTorch alone and would be fixed in a compiled step; count in your "
+        "loop and give the number as a tensor of the batch",
+    ),
+}
+"""What a tensor tells of itself in eager PyTorch alone."""
+_ALL = ("__dict__", "__getstate__")
+_COPYING = ("copy", "copyreg")
+"""Modules that read all attributes of an object in the name of who calls them."""
 _NEED_VALUES = {Tensor.numpy: ".numpy()", Tensor.__float__: "float()"}
 _VALUELESS = (GuardOnDataDependentSymNode, DataDependentOutputException, RuntimeError, TypeError)
 
@@ -144,9 +169,13 @@ class OuterState:
         self._reads: dict[tuple[int, str], tuple[Any, Any]] = {}
         self._absent: dict[tuple[int, str], Any] = {}
         self._environ: dict[str | None, Any] = {}
+        self._files: dict[str, str] = {}
         self.layout_line: SourceLine | None = None
         self._tables: dict[tuple[int, str], nn.Module] = {}
+        self._called: set[int] = set()
+        self._whole: set[int] = set()
         self._flags: dict[int, Tensor] = {}
+        self._attributes: dict[tuple[int, str], Tensor] = {}
         self._touched: set[int] = set()
         self._fake_mode: FakeTensorMode | None = None
 
@@ -240,14 +269,11 @@ class OuterState:
         if func == _REQUIRES_GRAD and type(args[0]) in _TENSORS and id(args[0]) not in self._own:
             self._flags[id(args[0])] = args[0]
             return func(*args)
+        if func in _OF_EAGER and (line := users_line()) is not None:
+            name, why = _OF_EAGER[func]
+            raise UnsupportedOperatorError(f"{line}: {name} {why}.", ((name, str(line)),))
         if func in _LAYOUT and self.layout_line is None:
             self.layout_line = users_line()
-        if func is Tensor.storage_offset and (line := users_line()) is not None:
-            raise UnsupportedOperatorError(
-                f"{line}: storage_offset() tells nothing in a compiled step, which may copy its "
-                "batch; give the number as an argument.",
-                (("storage_offset", str(line)),),
-            )
         args = [self._stand_in(arg) for arg in args]
         if kwargs:
             kwargs = {key: self._stand_in(value) for key, value in kwargs.items()}
@@ -356,11 +382,31 @@ class OuterState:
             for kind in (torch.SymFloat, torch.SymInt):
                 stack.enter_context(patch.object(kind, "__format__", lambda of, digits: str(of)))
             for kind in dict.fromkeys([nn.Module, *found]):
-                recorder = _recorder(kind.__getattribute__, self._reads, self._absent, self._tables)
+                recorder = _recorder(
+                    *(kind.__getattribute__, self._reads, self._absent, self._tables),
+                    *(self._called, self._whole),
+                )
                 stack.enter_context(patch.object(kind, "__getattribute__", recorder))
+            look: Any = lambda tensor, name: self._attribute(tensor, name)  # noqa: E731
+            stack.enter_context(patch.object(FakeTensor, "__getattr__", look, create=True))
             stack.enter_context(watched_environ(self._environ))
-            stack.enter_context(refused_moves(self.moving, self._warn_of_clock))
+            stack.enter_context(watched_files(self._files))
+            stack.enter_context(refused_moves(self._known, self._warn_of_clock))
             yield
+
+    def _attribute(self, fake: Tensor, name: str) -> Any:
+        """Return what the user has set as an attribute of a parameter or buffer of the model.
+
+        Raises `AttributeError`: there is none.
+        """
+        if self._known.may_name(name):
+            for table, key in self._own.values():
+                if table.get(key) is fake:
+                    tensor = self._registered[id(table), key]
+                    self._attributes[id(tensor), name] = tensor
+                    if name in vars(tensor):
+                        return vars(tensor)[name]
+        raise AttributeError(f"{type(fake).__name__!r} object has no attribute {name!r}")
 
     def _collect(self) -> None:
         """Make guards of what was read."""
@@ -370,13 +416,19 @@ class OuterState:
             self._absent,
             self._tables,
             self._flags,
+            self._attributes,
+            self._whole,
             self._changed,
             self._numbers,
             self._pinned,
         )
         used = [outer.source for outer, _ in self._inputs.values() if outer.source is not None]
+        called = [self._known.modules[key] for key in self._called if key in self._known.modules]
+        # The others are on the way to a parameter or buffer.
+        bare = [path for path, module in called if not [*module.parameters(), *module.buffers()]]
+        used += [path.to("method", "forward") for path in bare]
         self.guards += guards_of(self._model, self._loss_fn, trace, used)
-        self.guards += guards_of_environ(self._environ)
+        self.guards += [*guards_of_environ(self._environ), *guards_of_files(self._files)]
 
     # -- writes --------------------------------------------------------------------------------
 
@@ -389,10 +441,11 @@ class OuterState:
         for source, value in self._known.containers:
             if isinstance(value, dict):
                 saved.append(("container", source, value, dict(dict.items(value))))
-            elif type(value) in CONTAINERS:
+            elif is_listed(value):
                 saved.append(("container", source, value, value.copy()))
             if hasattr(value, "__dict__"):
-                strange = is_foreign(type(value).__module__) and type(value) not in NAMESPACES
+                known = type(value) in (*NAMESPACES, types.FunctionType)
+                strange = is_foreign(type(value).__module__) and not known
                 kind = "internal" if strange else "attributes"
                 saved.append((kind, source, value.__dict__, dict(value.__dict__)))
         for source, place in self._known.cells:
@@ -539,6 +592,8 @@ def _recorder(
     reads: dict[tuple[int, str], tuple[Any, Any]],
     absent: dict[tuple[int, str], Any],
     tables: dict[tuple[int, str], nn.Module],
+    called: set[int],
+    whole: set[int],
 ) -> Any:
     def read(holder: Any, name: str) -> Any:
         try:
@@ -551,6 +606,10 @@ def _recorder(
             reads.setdefault((id(holder), name), (holder, value))
         elif name in TABLES:
             tables.setdefault((id(holder), name), holder)
+        elif name == "forward":
+            called.add(id(holder))
+        elif name in _ALL and id(holder) not in whole and users_line(_COPYING) is not None:
+            whole.add(id(holder))
         return value
 
     return read

@@ -48,6 +48,8 @@ class Trace:
     absent: Mapping[tuple[int, str], Any]  # who was asked for an attribute that it does not have
     tables: Mapping[tuple[int, str], nn.Module]  # of whose `TABLES` one was gone through
     frozen_flags: Mapping[int, Tensor]  # of which ``requires_grad`` was read
+    attributes: Mapping[tuple[int, str], Tensor]  # asked of parameters and buffers, by their ids
+    whole: Collection[int]  # objects whose ``__dict__`` was read
     changed: Collection[tuple[int, Any]]  # places, and containers with None
     live: Collection[int]  # numbers of ``known.plain`` that are inputs
     pinned: Collection[int]  # those of them that are fixed none the less
@@ -62,6 +64,7 @@ def guards_of(
     more = list(_of_containers(model, loss_fn, trace))
     paths += [guard.source for guard in more if not guard.part]
     guards += [*more, *_of_absent(trace), *_of_module_lists(trace), *_of_flags(trace)]
+    guards += _of_tensors(trace)
     wanted = [path for path in [*paths, *used] if path is not None]
     return guards + list(_links(model, loss_fn, trace, wanted))
 
@@ -72,13 +75,14 @@ def may_read(known: Reachable, source: Source, holder: Any) -> bool:
     if kind == "attribute" and is_recorded(holder):
         return False
     if kind == "item" and isinstance(holder, dict):
-        return known.may_name(key) or not any(other in known.names for other in holder)
+        by_name = any(other in known.names for other in holder)
+        return not isinstance(key, str) or known.may_name(key) or not by_name
     return kind not in ("attribute", "slot") or known.may_name(key)
 
 
 def is_recorded(holder: Any) -> bool:
     """Say whether reads of an object's attributes can be noted."""
-    if isinstance(holder, type | types.ModuleType) or type(holder) in CONTAINERS:
+    if isinstance(holder, type | types.ModuleType | Tensor) or type(holder) in CONTAINERS:
         return False
     return not type(holder).__flags__ & _IMMUTABLE
 
@@ -145,7 +149,7 @@ def _of_plain(trace: Trace) -> Iterator[Guard]:
     for index, (source, place, holder) in enumerate(trace.known.plain):
         read = index in trace.pinned
         if index not in trace.live:
-            read = may_read(trace.known, source, holder)
+            read = id(holder) in trace.whole or may_read(trace.known, source, holder)
             if read and source.steps[-1][0] == "variable":
                 path = Source(source.root, source.steps[:-1])
                 read = _is_read(trace, path, holder, holders, read_ids)
@@ -170,6 +174,15 @@ def _of_flags(trace: Trace) -> Iterator[Guard]:
         yield Guard(f"{source or 'a tensor'}.requires_grad", path, place, tensor.requires_grad)
 
 
+def _of_tensors(trace: Trace) -> Iterator[Guard]:
+    """Guard what the user has set, or not set, as attributes of parameters and buffers."""
+    for (key, name), tensor in trace.attributes.items():
+        source, _ = trace.known.tensors.get(key, (None, None))
+        path = None if source is None else source.to("attribute", name)
+        value = vars(tensor).get(name, ABSENT)
+        yield Guard(f"{source or 'a tensor'}.{name}", path, Place(vars(tensor), name), value)
+
+
 def _of_module_lists(trace: Trace) -> Iterator[Guard]:
     """Guard how many modules there are where code goes through all of them, or all parameters."""
     iterates = bool(_ITERATING & trace.known.names)
@@ -191,7 +204,7 @@ def _of_containers(
     for source, value in trace.known.containers:
         if not source.steps or (id(value), None) in trace.changed:
             continue
-        if not _is_read(trace, source, value, holders, read_ids):
+        if not _is_read(trace, source, value, holders, read_ids) and id(value) not in trace.whole:
             continue
         try:
             place = resolve(source, model, loss_fn)
@@ -215,10 +228,14 @@ def _of_container(trace: Trace, source: Source, place: Place, value: Any) -> Gua
         return Guard(what, source, place, tuple(value), part="keys", names=names)
     if isinstance(value, list | collections.deque):
         return Guard(what, source, place, len(value), part="length")
-    if isinstance(value, set) and is_comparable(value):
-        return Guard(what, source, place, value.copy())
-    if type(value) in NAMESPACES and not is_recorded(value):
-        names, path = frozenset(trace.known.names), source.to("member", "__dict__")
+    if isinstance(value, set):
+        if is_comparable(value):
+            return Guard(what, source, place, value.copy())
+        return Guard(what, source, place, tuple(value), part="keys")
+    is_whole = id(value) in trace.whole and (id(vars(value)), None) not in trace.changed
+    if is_whole or (type(value) in NAMESPACES and not is_recorded(value)):
+        names = frozenset() if is_whole else frozenset(trace.known.names)
+        path = source.to("member", "__dict__")
         return Guard(what, path, Place([vars(value)], 0), tuple(vars(value)), None, "keys", names)
     return None
 
@@ -276,7 +293,7 @@ def _links(
         Source(path.root, path.steps[:n])
         for path in paths
         for n in range(1, len(path.steps))
-        if path.steps[n - 1][0] not in ("method", "member", "default", "cached")
+        if path.steps[n - 1][0] not in ("method", "member", "default", "cached", "referent")
     }
     for source in sorted(wanted, key=str):
         place = resolve(source, model, loss_fn)

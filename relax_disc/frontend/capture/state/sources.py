@@ -17,12 +17,15 @@ import enum
 import functools
 import os
 import random
+import re
 import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
 from queue import Queue, SimpleQueue
 from typing import Any
 
@@ -41,7 +44,7 @@ FOREIGN |= set(sys.stdlib_module_names) - {"__main__"}
 _INTERNAL = frozenset(nn.Module().__dict__)
 _MOST_ELEMENTS = 10_000
 CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, list, set, collections.deque)
-"""Whose elements are looked at; subclasses may compute them."""
+"""Whose elements are looked at; of subclasses only where `is_listed`."""
 NAMESPACES = (
     types.SimpleNamespace,
     argparse.Namespace,
@@ -61,6 +64,7 @@ RANDOM = (
 )
 _STEPS = frozenset({"__next__", "send", "throw"})
 _TAKES = frozenset({"get", "get_nowait"})
+_ASKS = frozenset({"is_set", "isSet", "wait"})
 CLOCKS = frozenset(
     name
     for name in dir(time)
@@ -71,13 +75,17 @@ CLOCKS = frozenset(
 _LATER = (types.ModuleType, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _MEMBERS = ("__self__", "__func__", "func", "args", "keywords")
+_METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
+_BY_TEXT = frozenset({"globals", "eval"})
+"""Functions that find a global variable by a text."""
+_WORD = re.compile(r"[^\W\d]\w*")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A path from the model or the loss function to a place, which can be walked again."""
 
-    root: str  # ``"model"``, ``"loss_fn"`` or ``"os.environ"``
+    root: str  # ``"model"``, ``"loss_fn"``, ``"os.environ"`` or ``"files"``
     steps: tuple[Step, ...] = ()  # see `Step`
 
     def to(self, kind: str, key: Any) -> Source:
@@ -94,8 +102,8 @@ class Source:
                 text = str(key)
             elif kind in ("attribute", "class"):
                 text += f".{key}"
-            elif kind == "variable":
-                text += ".get()"
+            elif kind in ("variable", "referent"):
+                text += ".get()" if kind == "variable" else "()"
             elif kind == "child":
                 text += f".{key[1]}"
         return text
@@ -103,11 +111,25 @@ class Source:
     @property
     def target(self) -> str:
         """A name that no other place has; without ``model.`` for what the model holds."""
-        parts = [str(key[1] if kind == "child" else key) for kind, key in self.steps]
+        keys = [key[1] if kind == "child" else key for kind, key in self.steps]
+        parts = [str(key) if isinstance(key, str | int) else f"[{key!r}]" for key in keys]
         return ".".join(parts if self.root == "model" else [self.root, *parts])
 
 
+class FileStates:
+    """What is to be seen of files, by their paths, without reading them."""
+
+    def __getitem__(self, path: str) -> str:
+        """Return the state of this moment."""
+        try:
+            found = Path(path).stat()
+        except OSError:
+            return "not there"
+        return f"{found.st_size} bytes, written at {found.st_mtime_ns} ns"
+
+
 ENVIRON = Source("os.environ")
+FILES, STATES = Source("files"), FileStates()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +192,22 @@ class DefaultsOf:
 
 
 @dataclass(frozen=True, slots=True)
+class ArgumentsOf:
+    """The arguments that a partial function holds, under ``"args"``."""
+
+    function: functools.partial[Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """Return them."""
+        return getattr(self.function, name)
+
+    def __setitem__(self, _: str, values: tuple[Any, ...]) -> None:
+        """Put others in their place."""
+        function, _, named, own = self.function.__reduce__()[2]  # pyright: ignore
+        self.function.__setstate__((function, values, named, own))  # pyright: ignore
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where an object holds another: an entry of a dict or list, or the cell of a closure."""
 
@@ -185,7 +223,7 @@ class Place:
     @property
     def is_writable(self) -> bool:
         """Whether something else can be put there for a while, which nobody notices."""
-        if isinstance(self.container, AttributesOf | ValueOf | DefaultsOf):
+        if isinstance(self.container, AttributesOf | ValueOf | DefaultsOf | types.MappingProxyType):
             return False
         kind = type(self.container)
         return not isinstance(self.container, dict) or kind.__setitem__ is dict.__setitem__
@@ -208,7 +246,7 @@ def resolve(
 
     Raises `LookupError`: there is no such place; or nothing is there, unless it ``may_be_absent``.
     """
-    roots = {"model": model, "loss_fn": loss_fn, ENVIRON.root: os.environ}
+    roots = {"model": model, "loss_fn": loss_fn, ENVIRON.root: os.environ, FILES.root: STATES}
     found: Any = roots[source.root]
     place = Place([found], 0)
     for index, (kind, key) in enumerate(source.steps):
@@ -251,6 +289,10 @@ def _step(holder: Any, kind: str, key: Any) -> Place:
         return Place(AttributesOf(next(kind for kind in kinds if key in vars(kind))), key)
     if kind == "variable":
         return Place(ValueOf(holder))
+    if kind == "referent":
+        return Place([holder()], 0)
+    if key == "args" and isinstance(holder, functools.partial):
+        return Place(ArgumentsOf(holder), key)
     return Place([getattr(holder, key)], 0)  # "member"
 
 
@@ -267,6 +309,7 @@ class Reachable:
     containers: list[tuple[Source, Any]] = field(default_factory=list)
     # what another read finds changed, wherever it lies: see `moved_by`
     moving: list[tuple[Source, Place, Any]] = field(default_factory=list)
+    tuples: dict[int, Place] = field(default_factory=dict)  # where each lies, by ``id``
     # variables of closures and globals that functions name
     cells: list[tuple[Source, Place]] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # all names and texts in the code of the functions
@@ -277,6 +320,22 @@ class Reachable:
         if key in self.names or not isinstance(key, str):
             return key in self.names
         return any(len(text) > 2 and key.startswith(text) for text in self.texts)
+
+
+def _is_key(value: Any) -> bool:
+    """Say whether a key has a text that no other has, so that a path may contain it."""
+    return is_plain(value) or (isinstance(value, type) and "<locals>" not in value.__qualname__)
+
+
+def is_listed(value: Any) -> bool:
+    """Say whether a list, set or deque holds its elements as Python's own do."""
+    kind = type(value)
+    base = next((base for base in (list, set, collections.deque) if issubclass(kind, base)), None)
+    return base is not None and all(
+        getattr(kind, name) is getattr(base, name, None)
+        for name in ("__iter__", "__len__", "__getitem__")
+        if hasattr(kind, name)
+    )
 
 
 def is_plain(value: Any) -> bool:
@@ -333,10 +392,18 @@ def _follow(
         member = place.get()
     except (LookupError, ValueError):  # a variable without a value yet
         return
-    if kind in ("closure", "global"):
+    of_module = isinstance(value, types.ModuleType) and not is_installed(
+        getattr(value, "__file__", None) or ""
+    )
+    if kind in ("closure", "global") or of_module:
         found.cells.append((further, place))
+    if isinstance(member, tuple):
+        found.tuples.setdefault(id(member), place)
     if isinstance(member, Tensor):
         found.tensors.setdefault(id(member), (further, place))
+        for name in vars(member):  # those of the model's own are noted when they are read
+            if kind != "child" or (source.root != "model" and name[0] != "_"):
+                _follow(member, further, ("attribute", name), found, queue)
     elif is_plain(member) or type(member) in ARRAYS:
         # Attributes of libraries' layers are noted when they are read.
         is_fixed = kind == "default" and type(member) not in ARRAYS
@@ -353,6 +420,8 @@ def _named(value: Any, names: set[str]) -> Iterator[Step]:
     if isinstance(value, types.ModuleType):
         if not is_foreign(value.__name__):
             yield from [("attribute", name) for name in vars(value) if name in names]
+        elif value is sys and "argv" in names:
+            yield "attribute", "argv"
     elif isinstance(value, torch.optim.Optimizer):
         if "param_groups" in names:
             yield "attribute", "param_groups"
@@ -376,6 +445,8 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
         yield from _methods(value)
     elif isinstance(value, types.FunctionType):
         if not is_foreign(value.__module__):
+            if vars(value) and not _is_installed(value):
+                found.containers.append((source, value))
             yield from _variables(value, found)
     elif isinstance(value, contextvars.ContextVar):
         yield "variable", None
@@ -387,16 +458,21 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
     elif isinstance(value, dict) and type(value).__getitem__ is dict.__getitem__:
         found.containers.append((source, value))
         if len(value) <= _MOST_ELEMENTS:
-            yield from (("item", key) for key in dict.keys(value) if isinstance(key, str | int))
+            yield from (("item", key) for key in dict.keys(value) if _is_key(key))
         if type(value) not in CONTAINERS and not is_foreign(type(value).__module__):
             yield from (("attribute", key) for key in getattr(value, "__dict__", ()))
+    elif isinstance(value, types.MappingProxyType):
+        if len(value) <= _MOST_ELEMENTS:
+            yield from (("item", key) for key in value if _is_key(key))
     elif isinstance(value, list | tuple | collections.deque):
-        if type(value) in CONTAINERS:
+        if is_listed(value):
             found.containers.append((source, value))
         if len(value) <= _MOST_ELEMENTS:
             yield from (("item", index) for index in range(len(value)))
-    elif type(value) is set:
+    elif isinstance(value, set) and is_listed(value):
         found.containers.append((source, value))
+    elif isinstance(value, weakref.ref):
+        yield "referent", None
     elif isinstance(value, type):
         kinds: tuple[type, ...] = ()
         if issubclass(value, torch.autograd.Function):  # its gradient is the user's code
@@ -411,8 +487,14 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
                 yield "attribute", name
             elif _moves(member):
                 yield "class", name
-    elif isinstance(value, staticmethod):
+            elif isinstance(member, _METHODS) and not is_library(value):
+                yield "attribute", name
+    elif isinstance(value, staticmethod | classmethod):
         yield "member", "__func__"
+    elif isinstance(value, property):
+        yield "member", "fget"
+    elif isinstance(value, functools.cached_property):
+        yield "member", "func"
     elif isinstance(value, functools._lru_cache_wrapper):
         yield "cached", "__wrapped__"
     elif isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
@@ -447,6 +529,8 @@ def moved_by(value: Any) -> frozenset[str]:
 def _moved_by(kind: type) -> frozenset[str]:
     if issubclass(kind, Iterator):
         return _STEPS if is_foreign(kind.__module__) else frozenset()
+    if issubclass(kind, threading.Event):
+        return _ASKS
     return _TAKES if issubclass(kind, Queue | SimpleQueue) else frozenset()
 
 
@@ -483,7 +567,10 @@ def _methods(value: Any) -> Iterator[Step]:
         if is_foreign(kind.__module__):
             continue
         for name, function in vars(kind).items():
-            if isinstance(function, types.FunctionType) and getattr(type(value), name) is function:
+            is_plain_function = isinstance(function, types.FunctionType)
+            if isinstance(function, _METHODS) and (
+                not is_plain_function or getattr(type(value), name) is function
+            ):
                 yield "method", name
             elif _moves(function):
                 yield "class", name
@@ -508,6 +595,9 @@ def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]
             found.texts.update(part for part in parts if isinstance(part, str))
     found.names |= found.texts
     installed = _is_installed(function)
+    if _BY_TEXT & loaded.keys() and not installed:
+        texts = [part for code in codes for part in code.co_consts if isinstance(part, str)]
+        loaded |= dict.fromkeys(word for text in texts for word in _WORD.findall(text))
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     # A library's settings of a decorator, and the class that super() needs, stay as they are.
     yield from (
