@@ -36,6 +36,7 @@ from relax_disc.training.call.graphs import check_graphs
 from relax_disc.training.call.hooks import watch_clipping
 from relax_disc.training.call.loss_scale import check_scaler
 from relax_disc.training_step import GradientStep, TrainingStep
+from relax_disc.transform.functions import pass_context
 from relax_disc.transform.schedule_kernels import LOWERING_FAILURES
 from relax_disc.vm_builtins.tier import TierName, check_offload, tier_for
 
@@ -256,7 +257,9 @@ def build(
     """
     chosen, resolved = options or PipelineOptions(), resolve_target(target)
     _refuse_counts(module, resolved, chosen)
-    with _unchecked_kernels():
+    # Checks of arguments were 95 % of an element-wise kernel's code, and half of the time of making
+    # it; the entry of a call has checked all that kernels are given views of.
+    with pass_context({"tirx.disable_assert": True}):
         try:
             quick = replace(chosen, verify_schedules=False)
             return relax.build(module, resolved, relax_pipeline=pipeline(quick))
@@ -280,22 +283,6 @@ def _refuse_counts(
                 f"The model has sizes that depend on data, by a mask, nonzero or unique; {where} "
                 "they cannot be compiled yet. Weigh by the mask instead of picking by it."
             )
-
-
-def _unchecked_kernels() -> tvm.transform.PassContext:
-    """Make the context in which kernels do not check their arguments.
-
-    The checks were 95 % of an element-wise kernel's code, and half of the time of making it; the
-    entry of a call has checked all that kernels are given views of.
-    """
-    now: Any = tvm.transform.PassContext.current()
-    return tvm.transform.PassContext(
-        opt_level=now.opt_level,
-        required_pass=now.required_pass,
-        disabled_pass=now.disabled_pass,
-        instruments=now.instruments,
-        config={**dict(now.config), "tirx.disable_assert": True},
-    )
 
 
 def build_or_reuse(

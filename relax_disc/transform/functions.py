@@ -20,6 +20,18 @@ from relax_disc.ops.operand_views import operands_of
 from relax_disc.ops.reshape import IS_RESHAPE
 
 
+def pass_context(config: Mapping[str, Any]) -> tvm.transform.PassContext:
+    """Make the current context with other entries in its configuration."""
+    now: Any = tvm.transform.PassContext.current()
+    return tvm.transform.PassContext(
+        opt_level=now.opt_level,
+        required_pass=now.required_pass,
+        disabled_pass=now.disabled_pass,
+        instruments=now.instruments,
+        config={**dict(now.config), **config},
+    )
+
+
 def copy_module(mod: tvm.IRModule, functions: Mapping[Any, Any] | None = None) -> tvm.IRModule:
     """Return a module with the same functions, or others; its changes do not reach the first."""
     functions = dict(mod.functions_items()) if functions is None else functions

@@ -409,3 +409,33 @@ def test_a_size_that_is_declared_as_one_less_is_not_taken_for_the_dim(ids_first)
         assert step.plan(rows=3, length=size).peak_bytes == step.memory_report().peak_bytes
     with pytest.raises(ShapeRangeError):
         step(*batch(17))
+
+
+@pytest.mark.slow
+def test_a_norm_over_two_hundred_parameters_is_clipped():
+    """A stack of 8 MB was too small for one expression with a number of every parameter."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(100)]
+    model = nn.Sequential(*layers, nn.Linear(8, 1))
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, twin)]
+    step = relax_disc.compile(
+        model,
+        optimizers[0],
+        (torch.randn(4, 8),),
+        dynamic_shapes=({0: Dim("rows", min=1, max=64)},),
+        loss_fn=lambda m, x: m(x).square().sum(),
+        max_grad_norm=0.1,
+    )
+    for rows in (64, 1, 7):
+        x = torch.randn(rows, 8)
+        loss = twin(x).square().sum()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        torch.testing.assert_close(step(x), loss.detach())
+        torch.testing.assert_close(step.gradient_norm, norm)
+        assert norm > 0.1
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)

@@ -87,6 +87,23 @@ def test_plans_what_tvm_fuses(seed):
     assert planned(module) == made_by_tvm(module)
 
 
+def test_long_chains_are_cut():
+    builder = relax.BlockBuilder()
+    value = relax.Var("x", R.Tensor((N, N), "float32"))
+    with builder.function("main", [value]):
+        with builder.dataflow():
+            for _ in range(250):
+                value = builder.emit(relax.op.exp(value))
+            result = builder.emit_output(value)
+        builder.emit_func_output(result)
+    passes = [relax.transform.LegalizeOps(), relax.transform.AnnotateTIROpPattern()]
+    module = tvm.transform.Sequential(passes)(builder.get())
+    groups = planned(module)
+    assert groups == made_by_tvm(module)
+    assert sum(map(len, groups)) == 250
+    assert max(map(len, groups)) == 96
+
+
 @pytest.mark.parametrize("options", [{"opt_level": 0}, {"config": {"relax.FuseOps.max_depth": 3}}])
 def test_knows_the_limits_that_tvm_is_given(options):
     module = random_program(7, operators=40)

@@ -1,6 +1,10 @@
 """`Legalize` gives the kernels of TVM's `LegalizeOps`, and asks the rules less often."""
 
+import re
+
 import numpy as np
+import pytest
+import tvm
 from tvm import ir, relax, tirx
 
 from relax_disc.transform.fusion import legalize
@@ -59,3 +63,38 @@ def test_a_rule_is_asked_once_for_calls_that_are_alike(monkeypatch):
     assert asked.count("relax.add") == 5
     assert asked.count("relax.concat") == 3
     assert asked.count("relax.sum") == 2
+
+
+def depth(kernel):
+    """How deep choices are nested in the text of a kernel."""
+    deepest, opened = 0, []
+    for token in re.findall(r"[\w.]*\(|\)", kernel.script(show_meta=False)):
+        if token == ")":
+            opened.pop()
+        else:
+            opened.append(token == "T.if_then_else(")
+            deepest = max(deepest, sum(opened))
+    return deepest
+
+
+@pytest.mark.parametrize(("join", "axis"), [("concat", 0), ("concat", 1), ("stack", -1)])
+def test_many_tensors_are_joined_by_halves(join, axis):
+    # Unequal parts in one direction, of a size that is known when the program runs in the other.
+    rows = [[N, 1 + k % 3 if (join, axis) == ("concat", 1) else 2] for k in range(75)]
+
+    def write(emit, *tensors):
+        return [emit(getattr(relax.op, join)(list(tensors), axis=axis))]
+
+    mod = Legalize()(module(write, *rows))
+    (kernel,) = [f for f in mod.functions.values() if isinstance(f, tirx.PrimFunc)]
+    assert depth(kernel) == 7  # 2**6 < 75 <= 2**7
+    parts = [np.random.default_rng(k).random([3, r[1]], "float32") for k, r in enumerate(rows)]
+    machine = relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())
+    found = machine["main"](*map(tvm.runtime.tensor, parts))[0].numpy()
+    wanted = np.concatenate(parts, axis) if join == "concat" else np.stack(parts, axis)
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_few_tensors_are_joined_as_by_legalize_ops():
+    mod = module(lambda emit, *x: [emit(relax.op.concat(list(x), axis=0))], *[[N, M]] * 32)
+    ir.assert_structural_equal(Legalize()(mod), relax.transform.LegalizeOps()(mod), True)

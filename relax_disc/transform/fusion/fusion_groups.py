@@ -15,9 +15,20 @@ from tvm import ir, relax, tirx
 from tvm.tirx.analysis import undefined_vars
 from tvm_ffi import structural_hash
 
-from relax_disc.transform.functions import block_like, copy_module, program_functions, with_blocks
+from relax_disc.transform.functions import (
+    block_like,
+    copy_module,
+    pass_context,
+    program_functions,
+    with_blocks,
+)
 
 OPAQUE = 8  # TVM's kind of a kernel that fuses with none
+
+# Operators in one kernel, where the context does not say it. Each may be inlined into the next, and
+# what walks an expression goes down by some 40 KB of stack for each: TVM's 256 are too many.
+_MOST_OPERATORS = 96
+_MAX_DEPTH = "relax.FuseOps.max_depth"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +41,19 @@ class FusionGroup:
 
 def fuse_ops(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[ir.GlobalVar, list[FusionGroup]]]:
     """Run `FuseOps`; return its module, and for each program the groups that it made."""
-    fused = relax.transform.FuseOps()(_fills_alone(mod))
+    with pass_context({_MAX_DEPTH: most_operators()}):
+        fused = relax.transform.FuseOps()(_fills_alone(mod))
     groups = {
         variable: _Matcher(function).groups(fused, fused[variable.name_hint])
         for variable, function in program_functions(mod)
     }
     return fused, groups
+
+
+def most_operators() -> int:
+    """Return the most operators that one kernel is made of."""
+    context: Any = tvm.transform.PassContext.current()
+    return int(context.config.get(_MAX_DEPTH, _MOST_OPERATORS))
 
 
 def _fills_alone(mod: tvm.IRModule) -> tvm.IRModule:

@@ -20,11 +20,16 @@ from tvm import ir, relax
 
 from relax_disc.ops.operand_views import operands_of
 from relax_disc.transform.functions import program_functions
-from relax_disc.transform.fusion.fusion_groups import OPAQUE, FusionGroup, blocks_of, fills_compound
+from relax_disc.transform.fusion.fusion_groups import (
+    OPAQUE,
+    FusionGroup,
+    blocks_of,
+    fills_compound,
+    most_operators,
+)
 
 # TVM's kinds of operators, in the order of what they can be fused with.
 _ELEMENTWISE, _BROADCAST, _INJECTIVE, _REDUCTION, _ANCHOR = range(5)
-_MOST_OPERATORS = 256  # in one kernel: TVM's default
 _CALL_TIR = ir.Op.get("relax.call_tir")
 
 _Accepts = Callable[[int, bool], bool]  # (kind of a group, whether it is the last) -> fuses
@@ -76,7 +81,7 @@ class _Partition:
         """Group the bindings."""
         context: Any = tvm.transform.PassContext.current()
         if context.opt_level > 0:
-            most = int(context.config.get("relax.FuseOps.max_depth", _MOST_OPERATORS))
+            most = most_operators()
             dominators = self._dominators()
             for phase in range(2):  # the third is for tuples, which are no kernels here
                 for k, (dominator, path) in enumerate(dominators):

@@ -1,5 +1,7 @@
 """Operators to kernels; of calls that are alike the kernel is made once.
 
+Where many tensors are joined the kernel is another than TVM's: `concatenation`.
+
 Layers repeat, so most calls of a step are like an earlier one: same operator and attributes,
 operands of the same types.  TVM's `LegalizeOps` makes a kernel for each, finds it among those that
 it has, and throws it away.
@@ -15,6 +17,7 @@ import tvm_ffi
 from tvm import ir, relax
 
 from relax_disc.transform.functions import program_functions
+from relax_disc.transform.fusion.concatenation import joining_rules
 from relax_disc.transform.fusion.fusion_groups import blocks_of
 
 _CALL_TIR = ir.Op.get("relax.call_tir")
@@ -23,7 +26,7 @@ _Rule = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
 @tvm.transform.module_pass(opt_level=0, name="Legalize")
 class Legalize:
-    """`LegalizeOps`, with the same result."""
+    """`LegalizeOps`, with the same result but for many tensors that are joined."""
 
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with kernels in place of operators."""
@@ -35,9 +38,10 @@ class Legalize:
             for binding in block.bindings
             if isinstance(binding.value, relax.Call) and isinstance(binding.value.op, ir.Op)
         }
-        rules = {op.name: op.get_attr("FLegalize") for op in operators}
+        attributes = {op.name: op.get_attr("FLegalize") for op in operators}
+        rules: Any = {name: rule for name, rule in attributes.items() if rule is not None}
         known: dict[Any, Any] = {}
-        once = {name: _once(rule, known) for name, rule in rules.items() if rule is not None}
+        once = {name: _once(rule, known) for name, rule in (rules | joining_rules(rules)).items()}
         return relax.transform.LegalizeOps(once)(mod)
 
 
