@@ -302,6 +302,22 @@ def _corrcoef(x: Tensor) -> Tensor:
     return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
 
 
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """As many counts as ``minlength`` says; a larger value is an index out of range."""
+    if not minlength:
+        why = "how many counts there are depends on the data; give minlength, the number of classes"
+        raise refusal("bincount", why)
+    if weights is None:
+        each = torch.ones_like(x, dtype=torch.int64)
+    elif weights.requires_grad:
+        raise refusal("bincount", "its weights get no gradient; detach() them")
+    else:
+        each = weights
+        each = each if each.dtype == torch.float32 else each.to(torch.float64)
+    counts = torch.zeros(minlength, dtype=each.dtype, device=x.device)
+    return counts.scatter_add(0, x.to(torch.int64), each)
+
+
 def _narrow(x: Tensor, dim: int, start: Any, length: Any) -> Tensor | None:
     """Rows from a start that is data, read at positions."""
     if not isinstance(start, Tensor):
@@ -339,6 +355,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.masked_select: _masked_select,
     Tensor.masked_select: _masked_select,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.bincount: _bincount,
+    Tensor.bincount: _bincount,
     torch.narrow: _narrow,
     torch.Tensor.narrow: _narrow,
     torch.cdist: _cdist,

@@ -68,6 +68,8 @@ FAMILIES = {
         "trace": lambda x: torch.trace(x[:1, :1] @ x[:1, :1].t()),
         "triangle": lambda s: s.transpose(1, 2)[:, torch.triu_indices(4, 4, 1)[0]],
         "index_add": lambda x, i, y: x.new_zeros(5, x.shape[0]).index_add(0, i[0], y.t()) ** 2,
+        "bincount": lambda x, i: x[:, :1] * torch.bincount(i.flatten(), minlength=5),
+        "bincount, weighted": lambda x, i: x[:, :1] * i[0].bincount(x[0].detach(), minlength=5),
         "one_hot": lambda x, i: F.one_hot(i, 5) * x[..., None],
         "bags": lambda s, i: F.embedding_bag(i, s[0, :5], mode="mean") ** 2,
         "bags, greatest": lambda s, i: F.embedding_bag(i, s[0, :5], mode="max", padding_idx=1),
