@@ -331,6 +331,41 @@ def test_the_last_token_is_that_of_all_positions(make):
         assert step.memory_report().shape["tokens"] <= min(-(-real // 16) * 16 + 16, ids.numel())
 
 
+def documents(lengths, width, seed=0):
+    """Make sequences of several documents each, whose positions tell where one starts."""
+    given = batch(right([sum(each) for each in lengths], width=width), seed=seed)
+    del given["attention_mask"]
+    position = torch.zeros(len(lengths), width, dtype=torch.int64)
+    for row, each in zip(position, lengths, strict=True):
+        begun = torch.cat([torch.arange(n) for n in each])
+        row[: len(begun)] = begun
+        row[len(begun) :] = torch.arange(width - len(begun))
+    return {**given, "position_ids": position}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(llama, id="llama"),
+        pytest.param(written_out(gpt2), id="gpt2, written out", marks=pytest.mark.slow),
+        pytest.param(gemma2, id="gemma 2", marks=pytest.mark.slow),
+    ],
+)
+def test_documents_in_one_sequence_leave_what_is_behind_them_out(make):
+    torch.manual_seed(0)
+    model = make().train()
+    step = compiled(model, example=documents([[3, 2], [5], [1, 3]], 6))
+    assert step.padding_report().is_left_out, str(step.padding_report())
+    for lengths, width, tokens in (
+        ([[7, 5, 4], [20], [1, 2, 1]], 34, 48),
+        ([[3, 4], [7]], 7, 14),
+        ([[1], [2]], 12, 16),
+    ):
+        given = documents(lengths, width)
+        assert_exact(step, model, given)
+        assert step.memory_report().shape["tokens"] == tokens
+
+
 def gradient_errors(step, model, exact, given):
     """Greatest and root of the sum of squares of a step's errors, in units of its gradients."""
     model.zero_grad()

@@ -142,6 +142,32 @@ def read_stages(func: tirx.PrimFunc) -> StagedKernel | None:
     )
 
 
+def loops_of(kernel: tirx.PrimFunc) -> list[Stage] | None:
+    """Read a kernel of loops round one store each, which run in the order of the program."""
+    root = kernel.body
+    if not isinstance(root, s_tir.SBlockRealize) or root.block.iter_vars:
+        return None
+    block = root.block
+    if block.alloc_buffers or block.match_buffers or block.init is not None:
+        return None
+    body = block.body
+    while isinstance(body, tirx.AttrStmt):
+        body = body.body
+    found = []
+    for statement in body.seq if isinstance(body, tirx.SeqStmt) else [body]:
+        axes = []
+        while isinstance(statement, tirx.For):
+            if statement.kind != tirx.ForKind.SERIAL or constant(statement.min) != 0:
+                return None
+            axes.append(Axis(statement.loop_var, statement.extent, is_reduction=False))
+            statement = statement.body
+        if not isinstance(statement, tirx.BufferStore):
+            return None
+        indices = tuple(statement.indices)
+        found.append(Stage("loops", tuple(axes), statement.buffer, indices, statement.value))
+    return found
+
+
 def _read_nest(statement: Any) -> list[Stage] | None:
     """Read one loop nest round one block: a stage for each store."""
     loops: list[Any] = []

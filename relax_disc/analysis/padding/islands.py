@@ -31,11 +31,11 @@ from relax_disc.analysis.kernels.stages import (
     constant,
     is_buffer,
     loads_of,
+    loops_of,
     read_stages,
     same_expr,
 )
 from relax_disc.analysis.padding.grid import Grid, Rows, product
-from relax_disc.analysis.padding.kernel_rows import loops_of
 from relax_disc.analysis.padding.operators import Operand
 from relax_disc.analysis.symbolic.expr import content
 from relax_disc.analysis.symbolic.from_tirx import from_tirx

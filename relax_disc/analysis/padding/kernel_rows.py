@@ -13,16 +13,16 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.ir import prim
 
 from relax_disc.analysis.kernels.element import is_guard
 from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import (
-    Axis,
     Stage,
     constant,
     is_buffer,
+    loops_of,
     nodes_of,
     read_stages,
     same_expr,
@@ -68,32 +68,6 @@ def kernel_rows(
     elif not all(map(reader.read, stages)):
         return None
     return tuple(map(reader.support.get, buffers[len(operands) :]))
-
-
-def loops_of(kernel: tirx.PrimFunc) -> list[Stage] | None:
-    """Read a kernel of loops round one store each, which run in the order of the program."""
-    root = kernel.body
-    if not isinstance(root, s_tir.SBlockRealize) or root.block.iter_vars:
-        return None
-    block = root.block
-    if block.alloc_buffers or block.match_buffers or block.init is not None:
-        return None
-    body = block.body
-    while isinstance(body, tirx.AttrStmt):
-        body = body.body
-    found = []
-    for statement in body.seq if isinstance(body, tirx.SeqStmt) else [body]:
-        axes = []
-        while isinstance(statement, tirx.For):
-            if statement.kind != tirx.ForKind.SERIAL or constant(statement.min) != 0:
-                return None
-            axes.append(Axis(statement.loop_var, statement.extent, is_reduction=False))
-            statement = statement.body
-        if not isinstance(statement, tirx.BufferStore):
-            return None
-        indices = tuple(statement.indices)
-        found.append(Stage("loops", tuple(axes), statement.buffer, indices, statement.value))
-    return found
 
 
 class _Reader:

@@ -27,6 +27,7 @@ from relax_disc.analysis.padding.values import (
     ROW,
     Elements,
     Value,
+    is_readable,
     is_truth,
 )
 
@@ -172,6 +173,8 @@ def decided(condition: Value) -> bool | None:
         return None if found is None else not found
     if kind not in ("lt", "le", "gt", "ge", "eq", "ne"):
         return None
+    if kind == "eq" and parts[0] == parts[1] and _is_cumsum(parts[0]):
+        return True  # of whole numbers
     distance = _distance(*parts)
     if distance is None:
         return None
@@ -190,14 +193,18 @@ def decided(condition: Value) -> bool | None:
     return _sign(low > 0 or high < 0, low == high == 0)
 
 
+def _is_cumsum(value: Value) -> bool:
+    return isinstance(value, tuple) and value[0] == "cumsum" and is_readable(value)
+
+
 def _sign(holds: bool, fails: bool) -> bool | None:
     return True if holds else False if fails else None
 
 
 def _distance(a: Value, b: Value) -> tuple[float, float] | None:
     """Bounds of ``a - b``, where these are sums of indices, sizes and numbers; None: of others."""
-    terms: dict[Any, float] = {}
-    if not (_collect(a, 1, terms) and _collect(b, -1, terms)):
+    terms = summed(("sub", a, b))
+    if terms is None:
         return None
     low = high = terms.pop(None, 0)
     for factor in terms.values():
@@ -206,6 +213,12 @@ def _distance(a: Value, b: Value) -> tuple[float, float] | None:
         elif factor < 0:
             low = -math.inf
     return low, high
+
+
+def summed(value: Value) -> dict[Any, float] | None:
+    """Write a sum as factors of indices and sizes, and of one under None; None: it is no such."""
+    terms: dict[Any, float] = {}
+    return terms if _collect(value, 1, terms) else None
 
 
 def _collect(value: Value, factor: float, terms: dict[Any, float]) -> bool:

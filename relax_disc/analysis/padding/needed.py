@@ -23,6 +23,7 @@ from tvm import relax, tirx
 from tvm.ir import Op
 
 from relax_disc.analysis.kernels.stages import constant
+from relax_disc.analysis.padding.documents import with_places
 from relax_disc.analysis.padding.grid import Grid, Rows, factor_and_dim
 from relax_disc.analysis.padding.masked_rows import decided
 from relax_disc.analysis.padding.values import (
@@ -49,6 +50,7 @@ ATTENTION = (
 )
 SOFTMAX = "relax.nn.softmax"
 LOSS = ("relax_disc.cross_entropy", "relax_disc.cross_entropy_backward")
+_FURTHER: Value = ("index", "further")
 # The kernels of attention take scores in powers of two: a number beyond this is an infinity there.
 _HIDES = float(numpy.finfo("float32").min) / math.log2(math.e)
 
@@ -221,6 +223,7 @@ class _Reader:
             self.note(binding, "attention between two sequences is causal")
             return False
         found, is_number = self._conditions(call)
+        found = with_places(found, self.elements.is_whole)
         if not self._note_masks(found, is_number, is_causal, rows):
             self.note(binding, "its mask may hide all keys of a position, by a number")
             return False
@@ -245,6 +248,7 @@ class _Reader:
         if read is None:
             return None
         mask, found, is_number = read
+        found = with_places(found, self.elements.is_whole)
         if not is_number and not (query.of == key.of and all(map(_shows_own, found))):
             return None
         return mask if self._note_masks(found, is_number, False, [query, key]) else None
@@ -309,7 +313,7 @@ class _Reader:
             if not all(map(_shows_own, own)):
                 return False
             keys.shown |= masks
-            keys.is_near |= not all(map(_hides_later, rest))
+            keys.is_near |= not all(map(_shows_before, rest))
         return True
 
     def _conditions(self, call: Any) -> tuple[list[Value], bool]:
@@ -344,15 +348,14 @@ def _hiding(value: Value) -> tuple[list[Value], bool] | None:
 
 
 def _hides_later(condition: Value) -> bool:
-    """Whether a condition of a mask holds only for keys that are not behind the query."""
-    return condition in (
-        ("le", KEY, QUERY),
-        ("ge", QUERY, KEY),
-        ("lt", KEY, QUERY),
-        ("gt", QUERY, KEY),
-        ("lt", ("sub", KEY, QUERY), 1),
-        ("le", ("sub", KEY, QUERY), 0),
-    )
+    """Whether a condition of a mask holds for no key behind the query."""
+    later = ("add", QUERY, ("add", _FURTHER, 1))
+    return decided(replaced(condition, KEY, later)) is False
+
+
+def _shows_before(condition: Value) -> bool:
+    """Whether a condition of a mask holds for the query's own key and all before it."""
+    return decided(replaced(condition, QUERY, ("add", KEY, _FURTHER))) is True
 
 
 def _all_of(values: Sequence[Value]) -> Value | None:

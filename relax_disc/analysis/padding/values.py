@@ -9,7 +9,8 @@ An expression is plain data: a number, or a tuple ``(kind, *parts)``.  ``("index
 the indices asked about, ``("size", name)`` a dim, ``("load", parameter, *indices)`` an element of
 the batch, ``("unknown", n)`` what cannot be read, each n being another value, ``("rounded", x)`` x
 in another type, ``("argmax", x, n)`` where x, over ``("index", "inner")`` below n, is greatest for
-the first time, ``("sum", x, n)`` and ``("amax", x, n)`` its sum and its greatest value;
+the first time, ``("sum", x, n)`` and ``("amax", x, n)`` its sum and its greatest value,
+``("cumsum", x, n, i)`` its sum up to ``i``, that with it;
 ``("biased", x)`` is x plus some number that is small beside what hides a key; all others are the
 operators of `OPERATORS` over expressions.
 """
@@ -28,6 +29,7 @@ from tvm.ir import prim
 
 from relax_disc.analysis.kernels.element import is_guard
 from relax_disc.analysis.kernels.stages import Stage, constant, is_buffer, read_stages
+from relax_disc.analysis.padding.cumulated import cumulated_axis
 from relax_disc.analysis.padding.grid import Grid, Rows, constant_of
 from relax_disc.analysis.padding.small import is_small
 from relax_disc.ops import aten, registry
@@ -39,7 +41,7 @@ OPERATORS = frozenset(
     "add sub mul floordiv mod min max lt le gt ge eq ne and or not choose truth".split()
 )
 
-OVER = ("argmax", "sum", "amax")
+OVER = ("argmax", "sum", "amax", "cumsum")
 """Kinds of expressions that run over an axis."""
 
 BATCH, LENGTH, QUERY, KEY, ROW, INNER = (
@@ -104,6 +106,7 @@ class Elements:
         self._definitions, self._module, self._grid = definitions, module, grid
         self._tables = tables
         self._batch = {var: var.name for var in batch}
+        self._whole = {v.name for v in batch if registry.dtype_name(v.ty) in ("int32", "int64")}
         self._unknown = 0
         self._depth = 0
 
@@ -116,6 +119,17 @@ class Elements:
             return self._read(expr, list(indices))
         finally:
             self._depth -= 1
+
+    def is_whole(self, value: Value) -> bool:
+        """Whether a value is made of wide whole numbers of the batch, indices and sizes alone."""
+        if not isinstance(value, tuple):
+            return isinstance(value, int)
+        kind, *parts = value
+        if kind in ("index", "size"):
+            return True
+        if kind == "load":
+            return parts[0] in self._whole and all(map(self.is_whole, parts[1:]))
+        return kind in ("add", "sub", "mul", "min", "max") and all(map(self.is_whole, parts))
 
     def _anything(self) -> Value:
         self._unknown += 1
@@ -259,8 +273,9 @@ class Elements:
         keeps_axis: bool,
         indices: list[Value],
         is_whole: bool = True,
+        at: tuple[Value, ...] = (),
     ) -> Value:
-        """Read what is made of one axis, for each sequence."""
+        """Read what is made of one axis, for each sequence, and at some index for each row."""
         shape = _shape(operand)
         axis %= len(shape)
         where = [*indices[:axis], INNER, *indices[axis + keeps_axis :]]
@@ -268,9 +283,15 @@ class Elements:
         is_nested = any(mentions(value, each) for each in OVER)
         if not is_whole or is_nested or mentions_others(value, (BATCH, INNER)):
             return self._anything()
-        return (kind, value, size_of(shape[axis]))
+        return (kind, value, size_of(shape[axis]), *at)
 
     def _kernel(self, call: relax.Call, indices: list[Value]) -> Value:
+        axis = cumulated_axis(self._module[call.args[0]])
+        if axis is not None:
+            (operand,) = call.args[1].fields
+            is_whole = "int" in registry.dtype_name(call.ty)
+            at = (indices[axis],)
+            return self._over("cumsum", operand, axis, True, indices, is_whole, at)
         reader = self.reader(call, indices)
         return self._anything() if reader is None else reader.read()
 
@@ -429,7 +450,10 @@ def mentions_others(value: Value, indices: Sequence[Value]) -> bool:
     if value[0] == "index":
         return value not in indices
     if value[0] in OVER:
-        indices = [*indices, INNER]
+        _, inside, extent, *at = value
+        return mentions_others(inside, [*indices, INNER]) or any(
+            mentions_others(part, indices) for part in (extent, *at)
+        )
     return any(mentions_others(part, indices) for part in value[1:])
 
 

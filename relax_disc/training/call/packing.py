@@ -94,7 +94,12 @@ def _evaluate(
             inner = torch.arange(_evaluate(parts[1], leaves, sizes, known), device=batch.device)
             found = _evaluate(parts[0], leaves, sizes, {**indices, ("index", "inner"): inner[None]})
             found = torch.as_tensor(found, device=batch.device).expand(len(batch), len(inner))
-            known[value] = getattr(found.long(), kind)(1, keepdim=True)
+            if kind == "cumsum":
+                at = torch.as_tensor(_evaluate(parts[2], leaves, sizes, known), device=batch.device)
+                at = at.clamp(0, len(inner) - 1).expand(len(batch), -1)
+                known[value] = found.long().cumsum(1).gather(1, at)
+            else:
+                known[value] = getattr(found.long(), kind)(1, keepdim=True)
         else:
             arguments = [_evaluate(part, leaves, sizes, known) for part in parts]
             known[value] = _OPERATORS[kind](*arguments)
