@@ -348,7 +348,6 @@ def documents(lengths, width, seed=0):
     [
         pytest.param(llama, id="llama"),
         pytest.param(written_out(gpt2), id="gpt2, written out", marks=pytest.mark.slow),
-        pytest.param(gemma2, id="gemma 2", marks=pytest.mark.slow),
     ],
 )
 def test_documents_in_one_sequence_leave_what_is_behind_them_out(make):

@@ -41,6 +41,7 @@ MODELS = {
     "picked states": Picked,
     "greatest": Greatest,
 }
+CAUSAL = ("llama", "falcon", "gemma 2")
 GIVEN = {
     "right": BATCHES["right"],
     "one token each": BATCHES["one token each"],
@@ -98,6 +99,9 @@ def test_padding_of_any_embedding_is_not_read(name):
     step = compiled(model, class_of_each=is_pooled)
     assert step.padding_report().is_left_out, str(step.padding_report())
     for given in map(with_padding, GIVEN.values()):
+        if name not in CAUSAL:  # else a label at padding is predicted from the token before
+            hidden = given["attention_mask"] == 0
+            given["labels"] = given["labels"].masked_fill(hidden, IGNORED)
         given = classified(given) if is_pooled else given
         for poison in (math.nan, math.inf):
             assert_not_read(step, model, given, poison)
@@ -112,6 +116,8 @@ def test_padding_of_two_answers_in_one_pass_is_not_read():
     def pair(given):
         one = with_padding(given)
         ids, mask, labels = (each.flip(0) for each in one.values())
+        ids = (ids * 7 % 60 + 1) * mask  # else most of the two answers' gradients cancel
+        labels = labels.where(labels == IGNORED, labels * 7 % 61)
         names = "ids", "mask", "labels", "other_ids", "other_mask", "other_labels"
         return dict(zip(names, (*one.values(), ids, mask, labels), strict=True))
 
