@@ -25,6 +25,7 @@ from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.optimizer.kernels import is_elementwise
 from relax_disc.frontend.optimizer.numbers import Expr, Untraceable
 from relax_disc.frontend.optimizer.program import UpdateProgram, Value, combine, needs_shape
+from relax_disc.frontend.optimizer.shared import Shared, find_shared, share, shared_key
 from relax_disc.frontend.optimizer.tracing import OptimizerTracer, TensorState
 
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
@@ -68,11 +69,19 @@ class Programs:
             for known in self._known.get(key, ()):
                 if known.fits(group, parameter, held) and not known.changed_attributes(optimizer):
                     return known
-        try:
-            program, alone = self._trace(optimizer, group, parameter, held, place)
-        except Exception as error:
-            raise self._refusal(error) from error
-        key = (*rank, tuple(parameter.shape) if alone else None)
+        shared = shared_key(optimizer, group, parameter, settings)
+        is_uncoupled = place in self._uncoupled
+        found = find_shared(shared, optimizer, group, parameter, held, is_uncoupled)
+        if found is None:
+            try:
+                found = self._trace(optimizer, group, parameter, held, place)
+            except Exception as error:
+                raise self._refusal(error) from error
+            if not held:  # else the states have its types, not those that the optimizer makes
+                share(shared, found)
+        self._uncoupled.add(place)
+        program = found.program
+        key = (*rank, tuple(parameter.shape) if found.alone else None)
         self._known.setdefault(key, []).append(program)
         return program
 
@@ -83,7 +92,8 @@ class Programs:
         parameter: torch.Tensor,
         held: Mapping[str, TensorState],
         place: Any,
-    ) -> tuple[UpdateProgram, bool]:
+    ) -> Shared:
+        uncoupled = place not in self._uncoupled  # then it is shown
         program, alone = self._follow(optimizer, group, parameter, held, {}, place)
         forced: dict[Expr, bool] = {}
         for guard, hyper in zero_guards(program):
@@ -96,7 +106,7 @@ class Programs:
                 forced, program, alone = trial, general, shaped
         for guard in forced:
             del program.guards[guard]
-        return program, alone
+        return Shared(program, alone, uncoupled)
 
     def _follow(
         self,
