@@ -201,6 +201,12 @@ class Steps:
         return joiner(*args, **(kwargs or {}))
 
 
+def _writes(tensor: Tensor) -> int:
+    """How often a tensor was written into; the watch over the user's code does not see this."""
+    with torch._C.DisableTorchFunction():
+        return tensor._version
+
+
 def _stack(tensors: Sequence[Any], dim: int = 0) -> Tensor:
     parts = [
         x.stacked.movedim(0, dim) if isinstance(x, Steps) else x.unsqueeze(dim) for x in tensors
@@ -313,7 +319,7 @@ class _Loop:
                 carried = torch.ops.relax_disc.loop_carry(self._index, leaf)
                 # Another name for it: `h += y` leaves the variable the same tensor.
                 leaves[place] = torch.ops.aten.alias.default(carried)
-                self._carried[id(leaves[place])] = carried, leaves[place]._version
+                self._carried[id(leaves[place])] = carried, _writes(leaves[place])
         return pytree.tree_unflatten(leaves, structure)
 
     def leave(self, found: dict[str, Any]) -> tuple[Any, ...]:
@@ -381,7 +387,7 @@ class _Loop:
         """Note one state's new value; returned: what gives it after the last step."""
         first = self._better.get((name, place), first)
         carried, version = self._carried.get(id(old), (old, 0))
-        if new is old and (not isinstance(old, Tensor) or old._version == version):
+        if new is old and (not isinstance(old, Tensor) or _writes(old) == version):
             return lambda: first
         if not isinstance(new, Tensor):
             if isinstance(old, Tensor) or not _same(new, old):
