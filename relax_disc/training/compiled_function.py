@@ -416,8 +416,6 @@ class CompiledFunction:
     def _plan(self, dims: Mapping[str, int], budget: int | None) -> MemoryPlan:
         session, facts = self._planned(dims, budget)
         sizes = self.complete_sizes(dims)
-        # Whatever budget is refused, this is the least that the refusal names.
-        least = facts if not facts.feasible else self._plan_facts(dims, 0)
         kernels, base_time_ns = session.kernel_names, facts.base_time_ns
         if session is not self._session:
             base_time_ns = self._session.plan(self._values(sizes)).base_time_ns
@@ -446,12 +444,17 @@ class CompiledFunction:
             stall_ratio=facts.stall_ns / base_time_ns if base_time_ns else 0.0,
             by_rows=session is not self._session,
             whole_gradients=tuple(self._whole_gradients()),
-            least_bytes=least.least_bytes,
+            _least_bytes=functools.cache(lambda: self._least_bytes(dims, facts)),
             _timeline=functools.partial(
                 *(timeline_of, session, facts, sizes, budget),
                 *(self.input_kinds, self.program_dims),
             ),
         )
+
+    def _least_bytes(self, dims: Mapping[str, int], facts: ArenaFacts) -> int:
+        # Whatever budget is refused, this is the least that the refusal names.
+        least = self._plan_facts(dims, 0) if facts.feasible else facts
+        return least.least_bytes
 
     def _whole_gradients(self) -> Iterator[WholeGradient]:
         for _, place, reason in self._session.metadata.whole_gradients:

@@ -93,7 +93,8 @@ class MemoryPlan:
         Part of ``time_ratio`` in which kernels wait for transfers.
     least_bytes : int
         The least budget that the planner finds for this shape, whatever the present one is: what
-        `MemoryBudgetError` names too.
+        `MemoryBudgetError` names too.  Searched for when it is first read, which takes many times
+        as long as the plan, for the step as it is then.
     by_rows : bool
         Whether the largest gradients are made and used by rows, since the plain way does not fit.
     whole_gradients : tuple of WholeGradient
@@ -124,10 +125,15 @@ class MemoryPlan:
     offloaded_state_bytes: int
     state_window_bytes: int
     stall_ratio: float
-    least_bytes: int
     by_rows: bool
     whole_gradients: tuple[WholeGradient, ...]
+    _least_bytes: Callable[[], int] = field(repr=False, compare=False)
     _timeline: Callable[[], Timeline] = field(repr=False, compare=False)
+
+    @property
+    def least_bytes(self) -> int:
+        """The least budget for this shape."""
+        return self._least_bytes()
 
     @property
     def activation_peak_bytes(self) -> int:

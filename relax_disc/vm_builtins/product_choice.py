@@ -31,6 +31,7 @@ import torch
 import tvm_ffi
 
 from relax_disc.errors import InputMismatchError
+from relax_disc.progress import phase
 from relax_disc.vm_builtins import native
 
 _logger = logging.getLogger(__name__)
@@ -146,20 +147,22 @@ def keep(path: Path, choice: Choice) -> Choice | None:
 
 
 def measure(threads: int) -> Choice:
-    """Time every class both ways on the present threads.
+    """Time every class both ways.
 
-    Where PyTorch's kernels win on several threads they must win on one, too, whose own clock does
-    not run while others have the core: no wall clock can be trusted on a busy machine.
+    First on one thread, whose own clock does not run while others have the core: on a busy machine
+    a product on several threads waits for each of them.  Where PyTorch's kernels win they must win
+    on the present threads, too.
     """
-    gains = {}
-    for probe in probes():
-        gains[probe.index] = _gain(probe, threads)
-        if threads > 1 and gains[probe.index] > _LEAST_GAIN:
-            torch.set_num_threads(1)
-            try:
-                gains[probe.index] = min(gains[probe.index], _gain(probe, 1))
-            finally:
-                torch.set_num_threads(threads)
+    gains: dict[int, float] = {}
+    torch.set_num_threads(1)
+    try:
+        for probe in probes():
+            gains[probe.index] = _gain(probe, 1)
+    finally:
+        torch.set_num_threads(threads)
+    for probe in probes() if threads > 1 else ():
+        if gains[probe.index] > _LEAST_GAIN:
+            gains[probe.index] = min(gains[probe.index], _gain(probe, threads))
     return Choice(_processor_name(), torch.__version__, threads, gains)
 
 
@@ -191,11 +194,8 @@ def probes() -> Iterator[Probe]:
 
 
 def _measured(path: Path, threads: int) -> Choice | None:
-    start = time.perf_counter()
-    choice = keep(path, measure(threads))
-    seconds = time.perf_counter() - start
-    _logger.info("products on %d threads were measured in %.1f s: %s", threads, seconds, path)
-    return choice
+    with phase(f"time products of matrices on {threads} threads, once per machine"):
+        return keep(path, measure(threads))
 
 
 def _gain(probe: Probe, threads: int) -> float:

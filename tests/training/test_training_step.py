@@ -238,6 +238,19 @@ def test_accepts_strided_batches(compiled):
     assert torch.isfinite(step(x[1:], y[1:]))
 
 
+def test_the_least_budget_is_searched_for_when_it_is_asked_for(compiled):
+    _, _, step = compiled
+    before = step.session.counters().plans
+    plan = step.plan(rows=37)
+    assert "rows=37" in str(plan) and plan.fits
+    assert step.session.counters().plans == before + 1
+    assert plan.least_bytes <= plan.peak_bytes
+    searched = step.session.counters().plans
+    assert searched == before + 2
+    assert plan.least_bytes == step.plan(rows=37).least_bytes
+    assert step.session.counters().plans == searched
+
+
 def test_budget_holds_or_is_refused(compiled):
     model, _, step = compiled
     plan = step.plan(rows=64)

@@ -1,6 +1,7 @@
 """Products of float32 by our kernels or PyTorch's: both right, chosen once, memory counted."""
 
 import ctypes
+import itertools
 import json
 import os
 import subprocess
@@ -350,3 +351,22 @@ def test_an_unknown_pin_is_refused(monkeypatch):
     monkeypatch.setenv(product_choice.VARIABLE, "mkl")
     with pytest.raises(InputMismatchError, match="own, pytorch, measured"):
         product_choice.choose()
+
+
+@needs_mkl
+def test_pytorch_has_to_win_on_one_thread_and_on_all(monkeypatch):
+    first, second, third = itertools.islice(product_choice.probes(), 3)
+    gains = {(first, 1): 2.0, (first, 2): 1.5, (second, 1): 2.0, (second, 2): 0.5, (third, 1): 0.9}
+    asked = []
+
+    def gain(probe, count):
+        asked.append((probe, count, torch.get_num_threads()))
+        return gains[probe, count]
+
+    monkeypatch.setattr(product_choice, "probes", lambda: iter((first, second, third)))
+    monkeypatch.setattr(product_choice, "_gain", gain)
+    with threads(2):
+        choice = product_choice.measure(2)
+    assert choice.classes() == [first.index]
+    assert all(count == present for _, count, present in asked)
+    assert (third, 2) not in [each[:2] for each in asked]
