@@ -113,7 +113,7 @@ class Scaled(Llama):
 
 def test_numbers_of_sequences_may_be_looked_up():
     torch.manual_seed(0)
-    model = Scaled(whole=True)
+    model = Scaled(layers=1)
     step = compiled(model)
     for name in ("lengths", "one sequence of one", "one label"):
         exact = copy.deepcopy(model).double()
@@ -188,7 +188,7 @@ def test_a_budget_holds_for_the_real_number():
 
 def test_updates_sums_and_saved_steps_are_those_of_all_positions(tmp_path):
     torch.manual_seed(2)
-    models = [Llama(whole=True)]
+    models = [Llama(layers=1)]
     models.append(copy.deepcopy(models[0]))
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
     all_positions = PipelineOptions(remove_padding=False)

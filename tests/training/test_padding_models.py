@@ -26,14 +26,8 @@ SMALL = {
 
 
 def llama(kind=transformers.LlamaForCausalLM, **options):
-    config = transformers.LlamaConfig(
-        **SMALL,
-        num_key_value_heads=2,
-        max_position_embeddings=LONGEST,
-        use_cache=False,
-        **options,
-    )
-    return kind(config)
+    sizes = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": LONGEST}
+    return kind(transformers.LlamaConfig(**{**sizes, "use_cache": False, **options}))
 
 
 def gpt2(dropout=0.0, **options):
@@ -54,13 +48,9 @@ def gpt2(dropout=0.0, **options):
 
 
 def bert(dropout=0.0, kind=transformers.BertForMaskedLM, **options):
-    config = transformers.BertConfig(
-        **SMALL,
-        max_position_embeddings=LONGEST,
-        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout),
-        **options,
-    )
-    return kind(config)
+    drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
+    sizes = {**SMALL, "max_position_embeddings": LONGEST}
+    return kind(transformers.BertConfig(**{**sizes, **drops, **options}))
 
 
 def mpnet():
@@ -261,7 +251,7 @@ def test_gradients_are_those_of_all_positions(trained, name):
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 def test_masks_of_other_types_are_read(kind):
     torch.manual_seed(0)
-    model = llama()
+    model = llama(num_hidden_layers=1)
 
     def given(name):
         return {**BATCHES[name], "attention_mask": BATCHES[name]["attention_mask"].to(kind)}
@@ -319,7 +309,8 @@ def test_dropout_drops_what_it_drops_of_all_positions(make):
 )
 def test_the_last_token_is_that_of_all_positions(make):
     torch.manual_seed(0)
-    model = make(kind=transformers.LlamaForSequenceClassification, **CLASSES)
+    sizes = {**CLASSES, "num_hidden_layers": 1}
+    model = make(kind=transformers.LlamaForSequenceClassification, **sizes)
     step = compiled(model, class_of_each=True)
     assert step.padding_report().is_left_out, str(step.padding_report())
     for name in ("full", "right", "left", "one token each", "holes in the mask"):
@@ -502,7 +493,7 @@ class Sentences(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.encoder, self.head = bert().bert, nn.Linear(32, 5)
+        self.encoder, self.head = bert(num_hidden_layers=1).bert, nn.Linear(32, 5)
 
     def forward(self, input_ids, attention_mask, labels):
         states = self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state

@@ -19,13 +19,13 @@ LONGEST = 40
 UNUSED = 2  # an id that only padding of the source has
 
 
-def t5(dropout=0.0):
+def t5(dropout=0.0, layers=2):
     config = transformers.T5Config(
         vocab_size=VOCABULARY,
         d_model=32,
         d_kv=8,
         d_ff=48,
-        num_layers=2,
+        num_layers=layers,
         num_heads=4,
         relative_attention_num_buckets=8,
         relative_attention_max_distance=20,
@@ -37,12 +37,12 @@ def t5(dropout=0.0):
     return transformers.T5ForConditionalGeneration(config)
 
 
-def bart(dropout=0.0):
+def bart(dropout=0.0, layers=2):
     config = transformers.BartConfig(
         vocab_size=VOCABULARY,
         d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
+        encoder_layers=layers,
+        decoder_layers=layers,
         encoder_attention_heads=4,
         decoder_attention_heads=4,
         encoder_ffn_dim=48,
@@ -178,7 +178,7 @@ def test_the_least_memory_gives_the_same_bits(trained):
 @pytest.mark.parametrize("make", [t5, pytest.param(bart, marks=pytest.mark.slow)])
 def test_a_mask_of_the_target_hides_its_padding(make):
     torch.manual_seed(0)
-    model = make().train()
+    model = make(layers=1).train()
     labelled = right([3, 17, 11])
     given = batch(right([12, 30, 5]), labelled, labelled)
     step = compiled(model, given)
@@ -193,7 +193,7 @@ def test_a_mask_of_the_target_hides_its_padding(make):
 @pytest.mark.parametrize("make", [t5, pytest.param(bart, marks=pytest.mark.slow)])
 def test_without_a_mask_of_the_source_only_targets_are_left_out(make):
     torch.manual_seed(0)
-    model = make().train()
+    model = make(layers=1).train()
     given = {k: v for k, v in BATCHES["right"].items() if k != "attention_mask"}
     step = compiled(model, given)
     report = step.padding_report()
@@ -225,7 +225,7 @@ def test_dropout_drops_what_it_drops_of_all_positions(make):
 @pytest.mark.parametrize("make", [t5, pytest.param(bart, marks=pytest.mark.slow)])
 def test_what_pads_the_source_may_be_anything(make):
     torch.manual_seed(0)
-    model = make().train()
+    model = make(layers=1).train()
     # The head reads every row of its own table.
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     tables = [x for x in model.modules() if isinstance(x, nn.Embedding)]

@@ -201,8 +201,10 @@ def test_every_call_of_the_system_may_fail(trained, tmp_path, way):
     trained.step.session.release()
     held = native("allocated_bytes")()
     failures = torn = 0
+    trained.limit(FileTier(tmp_path, bytes_per_s=FAST, recompute=False))
     for countdown in (0, 1, 2, 3, 8, 21, 55, 89):
-        trained.limit(FileTier(tmp_path, bytes_per_s=FAST, recompute=False))
+        # Anew, because the first calls make its file.
+        trained.step.offload_to = FileTier(tmp_path, bytes_per_s=FAST, recompute=False)
         trained.load()
         before = trained.state()
         fail(countdown, way)
