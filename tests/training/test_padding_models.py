@@ -30,6 +30,18 @@ def llama(kind=transformers.LlamaForCausalLM, **options):
     return kind(transformers.LlamaConfig(**{**sizes, "use_cache": False, **options}))
 
 
+def mistral():
+    """Make a model all of whose layers have a window, shorter than documents are."""
+    config = transformers.MistralConfig(
+        **SMALL,
+        num_key_value_heads=2,
+        sliding_window=4,
+        max_position_embeddings=LONGEST,
+        use_cache=False,
+    )
+    return transformers.MistralForCausalLM(config)
+
+
 def gpt2(dropout=0.0, **options):
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
@@ -334,10 +346,47 @@ def documents(lengths, width, seed=0):
     return {**given, "position_ids": position}
 
 
+def labels_left(given, left):
+    """Ignore labels but where told."""
+    return {**given, "labels": given["labels"].masked_fill(torch.as_tensor(left) == 0, IGNORED)}
+
+
+def moved(given, steps):
+    """Let the positions of each sequence begin at a number of its own."""
+    return {**given, "position_ids": given["position_ids"] + torch.tensor(steps)[:, None]}
+
+
+DOCUMENTS = {
+    "behind the last": (documents([[7, 5, 4], [20], [1, 2, 1]], 34), 48),
+    "full": (documents([[3, 4], [7]], 7), 14),
+    "one token each": (documents([[1], [2]], 12), 16),
+    "prompts": (
+        labels_left(
+            documents([[9, 8, 3], [12, 1], [4, 4]], 30, seed=1),
+            right([20, 13, 8], width=30) - right([3, 12, 5], width=30),
+        ),
+        48,
+    ),
+    "the last documents have no label": (
+        labels_left(documents([[6, 9], [2, 2, 2, 30]], LONGEST), right([6, 4], width=LONGEST)),
+        16,
+    ),
+    "no label in one sequence": (
+        labels_left(documents([[10, 5], [5, 10], [3]], 21), right([0, 15, 3], width=21)),
+        16,
+    ),
+    "begun before": (moved(documents([[8, 9], [5, 6, 2]], 25), [3, 1]), 32),
+}
+"""Batches of documents, and how many of their positions are computed."""
+
+
 @pytest.mark.parametrize(
     "make",
     [
         pytest.param(llama, id="llama"),
+        pytest.param(mistral, id="mistral", marks=pytest.mark.slow),
+        pytest.param(gemma2, id="gemma 2", marks=pytest.mark.slow),
+        pytest.param(falcon, id="falcon", marks=pytest.mark.slow),
         pytest.param(written_out(gpt2), id="gpt2, written out", marks=pytest.mark.slow),
     ],
 )
@@ -346,12 +395,7 @@ def test_documents_in_one_sequence_leave_what_is_behind_them_out(make):
     model = make().train()
     step = compiled(model, example=documents([[3, 2], [5], [1, 3]], 6))
     assert step.padding_report().is_left_out, str(step.padding_report())
-    for lengths, width, tokens in (
-        ([[7, 5, 4], [20], [1, 2, 1]], 34, 48),
-        ([[3, 4], [7]], 7, 14),
-        ([[1], [2]], 12, 16),
-    ):
-        given = documents(lengths, width)
+    for given, tokens in DOCUMENTS.values():
         assert_exact(step, model, given)
         assert step.memory_report().shape["tokens"] == tokens
 
