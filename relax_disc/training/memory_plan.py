@@ -91,10 +91,6 @@ class MemoryPlan:
         The most of those that are in memory at once.
     stall_ratio : float
         Part of ``time_ratio`` in which kernels wait for transfers.
-    least_bytes : int
-        The least budget that the planner finds for this shape, whatever the present one is: what
-        `MemoryBudgetError` names too.  Searched for when it is first read, which takes many times
-        as long as the plan, for the step as it is then.
     by_rows : bool
         Whether the largest gradients are made and used by rows, since the plain way does not fit.
     whole_gradients : tuple of WholeGradient
@@ -132,7 +128,11 @@ class MemoryPlan:
 
     @property
     def least_bytes(self) -> int:
-        """The least budget for this shape."""
+        """The least budget that the planner finds for this shape, whatever the present one is.
+
+        What `MemoryBudgetError` names too.  Searched for when it is first read, which takes many
+        times as long as the plan, for the step as it is then.
+        """
         return self._least_bytes()
 
     @property
