@@ -17,7 +17,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 if [ -n "${WHEELS:-}" ]; then
-  site=${SITE:-/tmp/relax_disc_site}
+  site=${SITE:-${TMPDIR:-/tmp}/relax_disc_site}
   if [ ! -d "$site/tvm" ]; then
     "$python" scripts/pack_wheels.py --unpack "$WHEELS"
     rm -rf "$site" "$site.part"

@@ -11,6 +11,21 @@ import time
 import pytest
 
 ENGINES = [pytest.param("eager", marks=pytest.mark.slow), "relax_disc"]
+ENVIRONMENT = {**os.environ, "COLUMNS": "100", "MPLBACKEND": "agg"}
+
+
+def _run(command, folder=None, timeout=600):
+    """What a program prints that must end well."""
+    done = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=folder,
+        env=ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def _arguments(repository, *arguments):
@@ -23,15 +38,7 @@ def finetune(repository):
     """Runs the tutorial in a process of its own, which takes seconds to start: few do."""
 
     def run(*arguments):
-        done = subprocess.run(
-            _arguments(repository, *arguments),
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env={**os.environ, "COLUMNS": "100"},
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return _run(_arguments(repository, *arguments))
 
     return run
 
@@ -165,11 +172,7 @@ def test_records_of_the_library(corpus):
 )
 def test_tutorials_of_the_demo(repository, name, words):
     script = repository / "tutorials" / f"{name}.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--smoke"], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert words in done.stdout
+    assert words in _run([sys.executable, script, "--smoke"])
 
 
 # tests/integrations/test_lightning.py runs lightning_loop.
@@ -194,11 +197,10 @@ WORDS = {
 _IN_TURN = """
 import contextlib, io, json, pathlib, runpy, sys, traceback
 
-folder, *scripts = map(pathlib.Path, sys.argv[1:])
-sys.path.insert(0, str(folder))
 told = {}
-for script in scripts:
-    sys.argv = [str(folder / script)]
+for script in map(pathlib.Path, sys.argv[1:]):
+    sys.argv = [str(script)]
+    sys.path[0] = str(script.parent)
     with contextlib.redirect_stdout(io.StringIO()) as text:
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
@@ -210,24 +212,12 @@ print(json.dumps(told))
 """
 
 
-def _run(tmp_path, *command):
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        cwd=tmp_path,
-        env={**os.environ, "MPLBACKEND": "agg"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def told(repository, tmp_path_factory):
     """What the tutorials print, and the error that one ended with, from one process for all."""
-    scripts = [f"{name}.py" for name in WORDS]
-    text = _run(tmp_path_factory.mktemp("told"), "-c", _IN_TURN, repository / "tutorials", *scripts)
+    scripts = [repository / "tutorials" / f"{name}.py" for name in WORDS]
+    command = [sys.executable, "-c", _IN_TURN, *scripts]
+    text = _run(command, tmp_path_factory.mktemp("told"), timeout=600 * len(scripts))
     return json.loads(text.splitlines()[-1])
 
 
@@ -242,6 +232,6 @@ def test_tutorial_runs(told, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORDS)
 def test_tutorial_runs_in_a_process_of_its_own(repository, tmp_path, name):
-    text = _run(tmp_path, repository / "tutorials" / f"{name}.py")
+    text = _run([sys.executable, repository / "tutorials" / f"{name}.py"], tmp_path)
     for words in WORDS[name]:
         assert words in text

@@ -153,17 +153,16 @@ def measure(threads: int) -> Choice:
     a product on several threads waits for each of them.  Where PyTorch's kernels win they must win
     on the present threads, too.
     """
-    gains: dict[int, float] = {}
     torch.set_num_threads(1)
     try:
-        for probe in probes():
-            gains[probe.index] = _gain(probe, 1)
+        gains = {probe: _gain(probe, 1) for probe in probes()}
     finally:
         torch.set_num_threads(threads)
-    for probe in probes() if threads > 1 else ():
-        if gains[probe.index] > _LEAST_GAIN:
-            gains[probe.index] = min(gains[probe.index], _gain(probe, threads))
-    return Choice(_processor_name(), torch.__version__, threads, gains)
+    won = [probe for probe, gain in gains.items() if gain > _LEAST_GAIN]
+    for probe in won if threads > 1 else ():
+        gains[probe] = min(gains[probe], _gain(probe, threads))
+    by_class = {probe.index: gain for probe, gain in gains.items()}
+    return Choice(_processor_name(), torch.__version__, threads, by_class)
 
 
 def _processor_name() -> str:
