@@ -20,13 +20,13 @@ from relax_disc.bytes_text import parse_bytes
 from relax_disc.errors import InputMismatchError, ShapeRangeError
 from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.spec import CapturedStep, SizeOutput
+from relax_disc.training.call.asked_sizes import AskedSizes
 from relax_disc.training.call.batch import batch_argument, describe_batch
 from relax_disc.training.call.binding import Binding, as_runtime
 from relax_disc.training.call.counted_dims import CountedDims
 from relax_disc.training.call.hooks import HookWatch
 from relax_disc.training.call.interrupt import OneAtATime, deferred_interrupt
 from relax_disc.training.call.loss_scale import LossScale
-from relax_disc.training.call.packing import rounded
 from relax_disc.training.call.random_state import RandomState
 from relax_disc.training.call.streams import on_current_stream
 from relax_disc.training.call.value_guards import ValueGuards
@@ -88,6 +88,7 @@ class CompiledFunction:
         shapes = [spec for spec in captured.inputs if spec.kind == "shape"]
         self._shape_names = tuple(str(name) for name in shapes[0].shape) if shapes else ()
         self._counted = CountedDims(captured, self._machine, self._variants)
+        self._asked = AskedSizes(captured, schema.dims, self._counted)
         self._written = sorted(
             {out.replaces for out in captured.outputs if out.replaces is not None}
         )
@@ -278,14 +279,7 @@ class CompiledFunction:
         found = bounded_dim(self.dims, dim)
 
         def sizes(size: int) -> dict[str, int]:
-            """Complete a shape; a number of rows that was given holds as far as there are any."""
-            dims = {**other_dims, dim: size}
-            for packing in self._captured.packings:
-                if packing.tokens in dims:
-                    sizes = {name: dims.get(name, 1) for name in (packing.batch, packing.length)}
-                    most = packing.positions(sizes)
-                    dims[packing.tokens] = min(dims[packing.tokens], most)
-            return dims
+            return self._asked.as_many_as_there_are({**other_dims, dim: size})
 
         self.complete_sizes(sizes(found.last or 0))
         if budget is None:
@@ -475,15 +469,7 @@ class CompiledFunction:
     @property
     def program_dims(self) -> tuple[SymbolicDim, ...]:
         """The dims that plans are made for: `dims`, then those of sizes that follow from data."""
-        counted = [SymbolicDim(dim.name, 0) for dim in self._captured.counted]
-        by_name = {dim.name: dim for dim in self.dims}
-        tokens = []
-        for packing in self._captured.packings:
-            bounds = [by_name[name].last for name in (packing.batch, packing.length)]
-            product = packing.times * math.prod(bound or 0 for bound in bounds)
-            most = None if None in bounds else product
-            tokens.append(SymbolicDim(packing.tokens, 1, most))
-        return (*self.dims, *tokens, *counted)
+        return self._asked.program_dims
 
     def complete_sizes(self, dims: Mapping[str, int]) -> dict[str, int]:
         """Check sizes; add those that follow from data, by what they can be at most.
@@ -492,35 +478,10 @@ class CompiledFunction:
 
         Raises `ShapeRangeError`: a size is missing, unknown or outside its range.
         """
-        packings = self._captured.packings
-        counts = {name: dims[name] for name in self._counted.at_entry if name in dims}
-        told = {packing.tokens for packing in packings}.union(counts)
-        sizes = {name: value for name, value in dims.items() if name not in told}
-        self._check_dims(sizes)
-        for packing in packings:
-            most = packing.positions(sizes)
-            count = dims.get(packing.tokens, most)
-            if not 0 <= count <= most:
-                sequences, length = packing.sequences(sizes), sizes[packing.length]
-                raise ShapeRangeError(
-                    f"{packing.tokens}={count}; allowed is 0 .. {most} = {sequences} * {length}: "
-                    "the positions of the batch that are computed."
-                )
-            sizes[packing.tokens] = rounded(count, most)
-        return self._counted.complete(sizes, counts)
+        return self._asked.complete(dims)
 
     def _fits(self, dims: Mapping[str, int], budget: int) -> bool:
         return self._plan_facts(dims, budget).feasible
-
-    def _check_dims(self, given: Mapping[str, int]) -> None:
-        names = [dim.name for dim in self.dims]
-        if set(given) != set(names):
-            raise ShapeRangeError(
-                f"Give one size for each of the dims {', '.join(names)}; got {', '.join(given)}."
-            )
-        for dim in self.dims:
-            if given[dim.name] not in dim:
-                raise ShapeRangeError(f"{dim.name}={given[dim.name]}; allowed is {dim}.")
 
     def _call(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int]) -> list[Any]:
         """Run the program; return the outputs that replace nothing, as torch tensors."""

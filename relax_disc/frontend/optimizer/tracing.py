@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from relax_disc.frontend.capture.decompositions import decomposition_table
-from relax_disc.frontend.capture.state.sources import is_plain
+from relax_disc.frontend.capture.state.kinds import is_plain
 from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.optimizer.numbers import (
     RECORDER,

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from relax_disc.errors import InputMismatchError
+from relax_disc.frontend.capture.state.kinds import ARRAYS, is_plain
 from relax_disc.frontend.capture.state.outer import ABSENT, Guard
-from relax_disc.frontend.capture.state.sources import ARRAYS, is_plain
 
 _CONTAINERS = (list, set, dict, *ARRAYS)
 

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 import relax_disc
 from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
 from relax_disc.frontend.capture.state.outer_state import OuterState
-from relax_disc.frontend.capture.state.sources import reachable, resolve
+from relax_disc.frontend.capture.state.reachable import reachable
+from relax_disc.frontend.capture.state.sources import resolve
 from tests.training.state.outer_batch import X, agree, compiled
 
 

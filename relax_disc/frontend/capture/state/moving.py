@@ -18,16 +18,9 @@ from unittest.mock import patch
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.source_lines import SourceLine, users_line
-from relax_disc.frontend.capture.state.sources import (
-    CLOCKS,
-    FOREIGN,
-    AttributesOf,
-    DefaultsOf,
-    Place,
-    Reachable,
-    Source,
-    moved_by,
-)
+from relax_disc.frontend.capture.state.kinds import CLOCKS, FOREIGN, moved_by
+from relax_disc.frontend.capture.state.reachable import Reachable
+from relax_disc.frontend.capture.state.sources import AttributesOf, DefaultsOf, Place, Source
 
 
 class StandIn:

@@ -8,9 +8,7 @@ assigns meanwhile is put back, and is an output of the program where it is state
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import types
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -43,9 +41,11 @@ from relax_disc.frontend.capture.source_lines import (
 )
 from relax_disc.frontend.capture.state.environ import guards_of_environ, watched_environ
 from relax_disc.frontend.capture.state.files import guards_of_files, watched_files
+from relax_disc.frontend.capture.state.kinds import is_layer
 from relax_disc.frontend.capture.state.live_number import LiveNumber, live_everywhere, with_tensors
 from relax_disc.frontend.capture.state.moving import original_of, refused_moves
 from relax_disc.frontend.capture.state.outer import Guard, OuterTensor
+from relax_disc.frontend.capture.state.reachable import Reachable, reachable
 from relax_disc.frontend.capture.state.relied_on import (
     TABLES,
     Trace,
@@ -53,16 +53,8 @@ from relax_disc.frontend.capture.state.relied_on import (
     is_recorded,
     may_read,
 )
-from relax_disc.frontend.capture.state.sources import (
-    NAMESPACES,
-    Place,
-    Reachable,
-    Source,
-    is_foreign,
-    is_layer,
-    is_listed,
-    reachable,
-)
+from relax_disc.frontend.capture.state.snapshot import Kept, further, restore, same, snapshot
+from relax_disc.frontend.capture.state.sources import Place, Source
 
 _OF_THE_MODEL = (
     UserError,
@@ -228,14 +220,14 @@ class OuterState:
         call = _Call(self, args)
         for place, number in self._numbers.values():
             place.put(number)
-        saved = self._snapshot()
+        saved = snapshot(self._known)
         try:
             with self._recorded(), _StandIns(self):
                 yield call
             call.reassigned = self._new_values(saved)
             self._drop_unused(call)
         finally:
-            self._restore(saved)
+            restore(saved)
             for place, number in self._numbers.values():
                 place.put(number.value)
         call.look_at_arguments()
@@ -432,28 +424,7 @@ class OuterState:
 
     # -- writes --------------------------------------------------------------------------------
 
-    def _snapshot(self) -> list[tuple[str, Source, Any, Any]]:
-        saved: list[tuple[str, Source, Any, Any]] = []
-        for source, module in self._known.modules.values():
-            saved.append(("buffers", source, module._buffers, dict(module._buffers)))
-            kind = "internal" if is_foreign(type(module).__module__) else "attributes"
-            saved.append((kind, source, module.__dict__, dict(module.__dict__)))
-        for source, value in self._known.containers:
-            if isinstance(value, dict):
-                saved.append(("container", source, value, dict(dict.items(value))))
-            elif is_listed(value):
-                saved.append(("container", source, value, value.copy()))
-            if hasattr(value, "__dict__"):
-                known = type(value) in (*NAMESPACES, types.FunctionType)
-                strange = is_foreign(type(value).__module__) and not known
-                kind = "internal" if strange else "attributes"
-                saved.append((kind, source, value.__dict__, dict(value.__dict__)))
-        for source, place in self._known.cells:
-            with contextlib.suppress(LookupError, ValueError):
-                saved.append(("variable", source, place, place.get()))
-        return saved
-
-    def _new_values(self, saved: list[tuple[str, Source, Any, Any]]) -> list[Tensor]:
+    def _new_values(self, saved: list[Kept]) -> list[Tensor]:
         """List the state that was assigned anew; warn of all else that was changed."""
         values: list[Tensor] = []
         for kind, source, where, before in saved:
@@ -463,7 +434,7 @@ class OuterState:
                 continue
             elif isinstance(where, dict):
                 pairs = [
-                    (_further(source, kind, key), Place(where, key), before.get(key), value)
+                    (further(source, kind, key), Place(where, key), before.get(key), value)
                     for key, value in where.items()
                     if before.get(key) is not value
                     and not (kind == "attributes" and key in _HIDDEN)
@@ -473,7 +444,7 @@ class OuterState:
                 if where.keys() != before.keys():
                     self._changed.add((id(where), None))
             else:
-                if not _same(where, before):
+                if not same(where, before):
                     self._changed.add((id(where), None))
                     self._refuse_lost(str(source), before)
                     self._warn_of_write(str(source))
@@ -532,17 +503,6 @@ class OuterState:
         ):
             return None
         return OuterTensor(original, source, place)
-
-    def _restore(self, saved: list[tuple[str, Source, Any, Any]]) -> None:
-        for kind, _, where, before in saved:
-            if kind == "variable":
-                if where.get() is not before:
-                    where.put(before)
-            elif not _same(where, before):
-                where.clear()
-                (where.extend if isinstance(where, list | collections.deque) else where.update)(
-                    before
-                )
 
     def _warn_of_write(self, what: str) -> None:
         self.warnings[
@@ -617,21 +577,6 @@ def _recorder(
 
 def _maker(state: OuterState, tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: state.input(tensor)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Say whether two containers hold the same objects in the same order."""
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return all(a is b and one[a] is other[b] for a, b in zip(one, other, strict=True))
-    return isinstance(one, set) or all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _further(source: Source, kind: str, key: Any) -> Source:
-    if kind == "buffers":
-        return source.to("child", ("_buffers", key))
-    return source.to("attribute" if kind == "attributes" else "item", key)
 
 
 def _computed_before(old: Any) -> bool:

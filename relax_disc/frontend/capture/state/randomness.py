@@ -14,7 +14,8 @@ import numpy as np
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.source_lines import SourceLine, users_line
-from relax_disc.frontend.capture.state.sources import RANDOM, Place, Source
+from relax_disc.frontend.capture.state.kinds import RANDOM
+from relax_disc.frontend.capture.state.sources import Place, Source
 
 _SEEDING = ("random", "secrets", "uuid", "numpy")
 """Modules that ask the system for random bytes in the name of who calls them."""

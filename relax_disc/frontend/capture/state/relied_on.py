@@ -16,21 +16,17 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from relax_disc.frontend.capture.state.outer import ABSENT, Guard
-from relax_disc.frontend.capture.state.sources import (
+from relax_disc.frontend.capture.state.kinds import (
     ARRAYS,
     CONTAINERS,
     NAMESPACES,
-    AttributesOf,
-    Place,
-    Reachable,
-    Source,
-    Step,
     is_foreign,
     is_library,
     is_plain,
-    resolve,
 )
+from relax_disc.frontend.capture.state.outer import ABSENT, Guard
+from relax_disc.frontend.capture.state.reachable import Reachable
+from relax_disc.frontend.capture.state.sources import AttributesOf, Place, Source, Step, resolve
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
