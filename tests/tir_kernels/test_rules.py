@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from scipy import special
 from tvm import relax, te, tirx
+from tvm.ir import prim
 
+from relax_disc.analysis.kernels.stages import nodes_of
 from tests.tir_kernels.kernel_runs import (
     Library,
     fused_kernel,
@@ -55,6 +57,27 @@ def rotate_numpy(x, c, s):
 def silu_gradient_numpy(g, x):
     s = special.expit(x)
     return g * s * (1 + x * (1 - s))
+
+
+def joined_conditions(emit, x, y):
+    """Choose by six conditions that are joined as the frontend does it: as bits."""
+
+    def bits(value):
+        return emit(op.astype(value, "int8"))
+
+    joined = bits(emit(op.less(x, y)))
+    for k, join in enumerate([op.bitwise_and, op.bitwise_or, op.bitwise_xor] * 2):
+        other = bits(emit(op.greater(x, const(0.3 * k - 0.7))))
+        joined = bits(emit(op.astype(emit(join(joined, other)), "bool")))
+    fails = emit(op.astype(emit(op.bitwise_xor(joined, const(1, "int8"))), "bool"))
+    return op.where(fails, x, y)
+
+
+def joined_conditions_numpy(x, y):
+    joined = x < y
+    for k, join in enumerate([np.logical_and, np.logical_or, np.logical_xor] * 2):
+        joined = join(joined, x > np.float32(0.3 * k - 0.7))
+    return np.where(joined, y, x)
 
 
 def floats(*shape):
@@ -256,6 +279,13 @@ CASES = {
         lambda x: x.astype("float64").sum((0, 2)),
         lambda n, m: [floats(n, 5, m)],
     ),
+    "joined_conditions": (
+        "Elementwise",
+        [tensor("x", [N, M, 7]), tensor("y", [N, M, 7])],
+        joined_conditions,
+        joined_conditions_numpy,
+        lambda n, m: [floats(n, m, 7), np.where(floats(n, m, 7) > 1, np.nan, floats(n, m, 7))],
+    ),
     "softmax_down_columns": (
         "ParallelBlocks",
         [tensor("x", [N, M, 6])],
@@ -354,6 +384,14 @@ def test_no_condition_is_left_beside_a_seam(kernels, name):
     text = scheduled(kernels[name]).script()
     assert "if_then_else" not in text
     assert "sigmoid" not in text
+
+
+def test_no_choice_is_made_within_the_condition_of_another(kernels):
+    """TVM's passes take five times as long for each that is within the last."""
+    selects = nodes_of(prim.Select, scheduled(kernels["joined_conditions"]).body)
+    within = [nested for each in selects for nested in nodes_of(prim.Select, each.condition)]
+    assert selects
+    assert not any(nodes_of(prim.Select, nested.condition) for nested in within)
 
 
 def test_optimizer_is_one_pass():
