@@ -113,7 +113,7 @@ def largest(
 
     def fits(size: int) -> bool:
         sizes = complete({**other_dims, dim: size})
-        return session.plan([sizes[name] for name in names], budget).feasible
+        return session.fits([sizes[name] for name in names], budget)
 
     return largest_that_fits(fits, found)
 

@@ -440,7 +440,7 @@ class TrainingStep(CompiledFunction):
         calls = [function]
         if function is not self:
             calls.append(self.accumulation.function_for(False))
-        return all(call._plan_facts(dims, budget).feasible for call in calls)
+        return all(call._call_fits(dims, budget) for call in calls)
 
     def _launch(self, tensors: Sequence[torch.Tensor]) -> Any:
         if self._graphs is None:
@@ -578,4 +578,4 @@ class GradientStep(Summing, TrainingStep):
         return super().plan(update=update, **dims)
 
     def _fits(self, dims: Mapping[str, int], budget: int) -> bool:
-        return self._plan(dims, budget).fits
+        return self._call_fits(dims, budget)

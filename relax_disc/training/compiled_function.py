@@ -368,7 +368,8 @@ class CompiledFunction:
     def _has_room(self, sizes: Mapping[str, int], counts: Mapping[str, int]) -> bool:
         """Say whether the budget has room for what is counted, or for bounds where nothing is."""
         values = self._values(self._counted.complete(sizes, counts))
-        return self._variants.plan(values, self.memory_budget)[1].feasible
+        budget = self.memory_budget
+        return budget is None or self._variants.fits(values, budget)
 
     def check_unchanged(self) -> None:
         """Refuse a model or an optimizer that no longer fits what was compiled.
@@ -481,7 +482,10 @@ class CompiledFunction:
         return self._asked.complete(dims)
 
     def _fits(self, dims: Mapping[str, int], budget: int) -> bool:
-        return self._plan_facts(dims, budget).feasible
+        return self._call_fits(dims, budget)
+
+    def _call_fits(self, dims: Mapping[str, int], budget: int) -> bool:
+        return self._variants.fits(self._values(self.complete_sizes(dims)), budget)
 
     def _call(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int]) -> list[Any]:
         """Run the program; return the outputs that replace nothing, as torch tensors."""

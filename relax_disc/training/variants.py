@@ -89,13 +89,18 @@ class Variants:
 
     def plan(self, dims: Sequence[int], budget: int | None) -> tuple[Session, ArenaFacts]:
         """Plan as a call would: by the first that fits, else by that which needs least."""
-        plans: list[tuple[Session, ArenaFacts]] = []
-        for session in self.sessions():
-            facts = session.plan(dims, budget)
-            if facts.feasible:
-                return session, facts
-            plans.append((session, facts))
+        sessions = self.sessions()
+        if budget is None:
+            sessions = sessions[:1]
+        elif len(sessions) > 1:
+            fitting = next((session for session in sessions if session.fits(dims, budget)), None)
+            sessions = [fitting] if fitting else sessions
+        plans = [(session, session.plan(dims, budget)) for session in sessions]
         return min(plans, key=lambda plan: plan[1].least_bytes)
+
+    def fits(self, dims: Sequence[int], budget: int) -> bool:
+        """Tell whether any of them fits: quicker than a plan where none does."""
+        return any(session.fits(dims, budget) for session in self.sessions())
 
     @contextmanager
     def only(self, variant: Variant) -> Iterator[None]:

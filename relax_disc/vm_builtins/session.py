@@ -206,6 +206,10 @@ class Session:
             **plain(self._ask("plan", shape, -1 if budget_bytes is None else budget_bytes))
         )
 
+    def fits(self, dims: Sequence[int], budget_bytes: int) -> bool:
+        """Tell whether `plan` would be feasible, without a search for the least budget that is."""
+        return self._ask("fits", tvm_ffi.Shape(tuple(int(dim) for dim in dims)), budget_bytes)
+
     def report(self) -> CallReport:
         """Tell what the last call did."""
         facts = plain(self._ask("report"))

@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,6 +141,29 @@ def test_what_cannot_fit_is_refused_with_a_way_out(trained):
     step.memory_budget = caught.value.least_bytes
     step(*token_batch(8, 48))
     step.memory_budget = None
+
+
+def test_what_only_asks_whether_a_budget_is_enough_changes_no_plan(trained):
+    session = trained[2].session
+    sizes = trained[2].shape_of(*token_batch(8, 48))
+    shape = [sizes[name] for name in session.metadata.dims]
+    floor, peak = session.plan(shape, 0).least_bytes, session.plan(shape).peak_bytes
+    budgets = (0, floor // 2, floor - 1, floor, (floor + peak) // 2, peak)
+
+    def planned():
+        plans = [session.plan(shape, budget) for budget in budgets]
+        return [replace(plan, planning_ns=0, cache_hit=False) for plan in plans]
+
+    session.release()
+    asked_first = [session.fits(shape, budget) for budget in budgets]
+    known = session.counters().plans
+    assert [session.fits(shape, budget) for budget in budgets] == asked_first
+    assert session.counters().plans == known == len(budgets)
+    plans = planned()
+    session.release()
+    assert planned() == plans
+    assert [plan.feasible for plan in plans] == asked_first == [False] * 3 + [True] * 3
+    assert all(plan.least_bytes == floor for plan in plans[:3])
 
 
 @pytest.mark.parametrize(

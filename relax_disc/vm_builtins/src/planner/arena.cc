@@ -66,7 +66,7 @@ class ArenaSearch {
   ArenaSearch(const Model& model, int64_t budget, int effort, const TierModel& tier)
       : model_(model), tier_(tier), budget_(budget), bound_(LowerBound(model)), effort_(effort) {}
 
-  ArenaPlan Run();
+  ArenaPlan Run(bool needs_least);
 
  private:
   struct Program {  // of the front, not yet placed
@@ -219,11 +219,12 @@ void ArenaSearch::FindLeast() {
   front_->ShowRest();
 }
 
-ArenaPlan ArenaSearch::Run() {
-  if (!Search()) {
-    FindLeast();
+ArenaPlan ArenaSearch::Run(bool needs_least) {
+  const bool is_hopeless = bound_ > budget_ && !needs_least;
+  if (is_hopeless || !Search()) {
+    if (needs_least) FindLeast();
     plan_ = ArenaPlan();
-    plan_.least_bytes = least_;
+    if (needs_least) plan_.least_bytes = least_;
   }
   plan_.lower_bound_bytes = bound_;
   return std::move(plan_);
@@ -244,13 +245,13 @@ bool Better(const ArenaPlan& plan, const ArenaPlan& best) {
 }  // namespace
 
 ArenaPlan PlanArena(const PlannerGraph& graph, int64_t arena_budget, int64_t alignment,
-                    int effort, const TierModel* tier) {
+                    int effort, const TierModel* tier, bool needs_least) {
   const PlannerGraph rounded = Rounded(graph, alignment);
   TierModel alone;  // of which nothing is reloaded
   alone.least_bytes = kUnlimited;
   alone.recompute = tier == nullptr || tier->recompute;
   Model model = WithTier(rounded, alone, kTrials[0]);
-  ArenaPlan best = ArenaSearch(model, arena_budget, effort, alone).Run();
+  ArenaPlan best = ArenaSearch(model, arena_budget, effort, alone).Run(needs_least);
   if (tier == nullptr) return best;
   best.lower_bound_bytes = LowerBound(WithTier(rounded, *tier, kTrials[0]));
   if (best.feasible && best.sequence.size() == rounded.ops.size()) return best;
@@ -258,8 +259,8 @@ ArenaPlan PlanArena(const PlannerGraph& graph, int64_t arena_budget, int64_t ali
   for (const Trial& trial : kTrials) {
     model = WithTier(rounded, *tier, trial);
     const int64_t room = std::max<int64_t>(0, arena_budget - tier->buffer_bytes);
-    ArenaPlan plan = ArenaSearch(model, room, effort, *tier).Run();
-    if (!plan.feasible) plan.least_bytes += tier->buffer_bytes;
+    ArenaPlan plan = ArenaSearch(model, room, effort, *tier).Run(needs_least);
+    if (!plan.feasible && needs_least) plan.least_bytes += tier->buffer_bytes;
     if (Better(plan, best)) best = std::move(plan);
   }
   best.lower_bound_bytes = bound;

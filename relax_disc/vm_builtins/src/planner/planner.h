@@ -94,7 +94,8 @@ struct ArenaPlan {
   int64_t arena_bytes = 0;        // highest end of a version, a multiple of the alignment
   int64_t live_peak_bytes = 0;
   int64_t time_ns = 0;
-  int64_t least_bytes = 0;        // least arena found feasible (only where infeasible, else 0)
+  // Least arena found feasible; 0 where the plan is, or where the least was not asked for.
+  int64_t least_bytes = 0;
   int64_t lower_bound_bytes = 0;  // no plan can do with less
 };
 
@@ -115,8 +116,10 @@ int64_t PlanOffsets(const std::vector<int64_t>& lower, const std::vector<int64_t
 // A program and the place of every tensor, workspace included, within the budget.  Sizes are
 // rounded up to the alignment here; zero-size tensors are placed at 0 and take nothing.  With a tier
 // (else null), what is not kept is computed again or read back, whichever makes the faster program.
+// Where nothing fits, the least arena takes several times the time of finding that out: without
+// needs_least it is not searched for.
 ArenaPlan PlanArena(const PlannerGraph& graph, int64_t arena_budget, int64_t alignment, int effort,
-                    const TierModel* tier = nullptr);
+                    const TierModel* tier = nullptr, bool needs_least = true);
 
 }  // namespace relax_disc
 

@@ -105,6 +105,10 @@ Facts PlanFacts(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t bu
                {"reloaded_bytes", plan->TransferredBytes(session->metadata(), true)}};
 }
 
+bool Fits(const ffi::ObjectRef& object, const ffi::Shape& dims, int64_t budget_bytes) {
+  return SessionOf(object)->PlanFor(Values(dims), budget_bytes, nullptr, false)->feasible;
+}
+
 Facts LastReport(const ffi::ObjectRef& object) {
   Report report = SessionOf(object)->last_report();
   return Facts{{"dims", ffi::Shape(report.dims)},
@@ -276,6 +280,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
              return ffi::Shape(SessionOf(s)->metadata().Evaluate(Values(dims)));
            })
       .def("relax_disc.session.plan", PlanFacts)
+      .def("relax_disc.session.fits", Fits)
       .def("relax_disc.session.report", LastReport)
       .def("relax_disc.session.counters", CounterFacts)
       .def("relax_disc.session.arena",

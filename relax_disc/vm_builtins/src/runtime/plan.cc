@@ -101,7 +101,8 @@ constexpr int64_t kSmallFlops = 1 << 17, kSmallBytes = 1 << 17;
 }  // namespace
 
 PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vector<int64_t>& dims,
-                 int64_t budget_bytes, int threads, const TierModel* tier, const StateModel* state) {
+                 int64_t budget_bytes, int threads, const TierModel* tier, const StateModel* state,
+                 bool needs_least) {
   auto start = std::chrono::steady_clock::now();
   auto plan = std::make_shared<Plan>();
   plan->dims = dims;
@@ -139,10 +140,11 @@ PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vec
   }
   // More effort costs a new shape many times the time and wins 0.1 %.
   plan->arena = PlanArena(graph, std::max<int64_t>(room, 0), metadata.machine.alignment,
-                          kEffortNormal, tier);
+                          kEffortNormal, tier, needs_least);
+  plan->has_least = plan->arena.feasible || needs_least;
   // A search with a limit may find what the one for the least missed: so that what is named as the
   // least is the least, it is lowered as long as a byte less is enough.
-  while (!plan->arena.feasible) {
+  while (!plan->arena.feasible && needs_least) {
     const ArenaPlan better = PlanArena(graph, plan->arena.least_bytes - 1,
                                        metadata.machine.alignment, kEffortNormal, tier);
     if (!better.feasible) break;

@@ -35,6 +35,7 @@ struct Plan {
   std::vector<int64_t> dims, values;  // values: of the metadata's programs
   int64_t budget_bytes = 0;
   bool feasible = true;
+  bool has_least = true;  // or the plan is infeasible, and how much would be enough was not asked
   ArenaPlan arena;
   int64_t resident_bytes = 0, escaping_bytes = 0;
   std::vector<int64_t> workspaces;  // of each kernel, in the arena while it runs
@@ -56,7 +57,7 @@ struct Plan {
   /*! \brief Bytes that a call writes to the tier, or reads back from it. */
   int64_t TransferredBytes(const Metadata& metadata, bool is_read) const;
   int64_t peak_bytes() const { return outside_bytes() + arena.arena_bytes; }
-  /*! \brief The least budget that was found to be enough. */
+  /*! \brief The least budget that was found to be enough; of a plan that `has_least`. */
   int64_t least_bytes() const {
     return outside_bytes() + (arena.feasible ? arena.arena_bytes : arena.least_bytes);
   }
@@ -78,9 +79,11 @@ PlannerGraph GraphAt(const Metadata& metadata, const CostModel& cost,
  * \param budget_bytes Of `peak_bytes`; negative: none.
  * \param tier Where tensors may be kept meanwhile; null: nowhere.
  * \param state What of the optimizer's state lies in a file; null: nothing.
+ * \param needs_least Whether to search for the least budget where nothing fits, which takes longest.
  */
 PlanPtr MakePlan(const Metadata& metadata, const CostModel& cost, const std::vector<int64_t>& dims,
-                 int64_t budget_bytes, int threads, const TierModel* tier, const StateModel* state);
+                 int64_t budget_bytes, int threads, const TierModel* tier, const StateModel* state,
+                 bool needs_least);
 
 /*! \brief Shape of a view at the plan's dims. */
 std::vector<int64_t> ShapeAt(const std::vector<int32_t>& programs, const std::vector<int64_t>& values);

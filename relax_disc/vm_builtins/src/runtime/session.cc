@@ -19,14 +19,17 @@ namespace {
 constexpr size_t kBindingLimit = 4;
 }  // namespace
 
-PlanPtr Session::Lookup(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit) {
+PlanPtr Session::Lookup(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit,
+                        bool needs_least) {
   const int threads = NumThreads();
   const Key key{dims, budget_bytes, threads};
   auto found = plans_.find(key);
-  if (hit != nullptr) *hit = found != plans_.end();
+  const bool is_known =
+      found != plans_.end() && (found->second.plan->has_least || !needs_least);
+  if (hit != nullptr) *hit = is_known;
   if (found != plans_.end()) {
     recent_.splice(recent_.begin(), recent_, found->second.use);
-    return found->second.plan;
+    if (is_known) return found->second.plan;
   }
   TierModel figures;
   const bool may_offload = tier_ != nullptr && budget_bytes >= 0;
@@ -35,7 +38,11 @@ PlanPtr Session::Lookup(const std::vector<int64_t>& dims, int64_t budget_bytes, 
   if (state_file_ != nullptr) state.speeds = state_tier_->Figures();
   PlanPtr plan = MakePlan(metadata_, CostFor(threads), dims, budget_bytes, threads,
                           may_offload ? &figures : nullptr,
-                          state_file_ != nullptr ? &state : nullptr);
+                          state_file_ != nullptr ? &state : nullptr, needs_least);
+  if (found != plans_.end()) {
+    found->second.plan = plan;
+    return plan;
+  }
   recent_.push_front(key);
   plans_[key] = {plan, recent_.begin()};
   while (plans_.size() > plan_limit_) {
@@ -46,13 +53,14 @@ PlanPtr Session::Lookup(const std::vector<int64_t>& dims, int64_t budget_bytes, 
   return plan;
 }
 
-PlanPtr Session::PlanFor(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit) {
+PlanPtr Session::PlanFor(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit,
+                         bool needs_least) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (dims.size() != metadata_.dims.size()) {
     TVM_FFI_THROW(ValueError) << metadata_.function << " has " << metadata_.dims.size()
                               << " dims, got " << dims.size();
   }
-  return Lookup(dims, budget_bytes, hit);
+  return Lookup(dims, budget_bytes, hit, needs_least);
 }
 
 void Session::CheckBudget(const std::vector<int64_t>& dims) {

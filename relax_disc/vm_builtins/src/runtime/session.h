@@ -71,8 +71,12 @@ class Session : public tvm::ffi::Object {
   tvm::ffi::ObjectPtr<Frame> Enter(const std::vector<int64_t>& dims,
                                    std::vector<tvm::ffi::Tensor> given);
 
-  /*! \brief The plan of a shape under a budget (negative: none) for the caller's threads. */
-  PlanPtr PlanFor(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit = nullptr);
+  /*!
+   * \brief The plan of a shape under a budget (negative: none) for the caller's threads.
+   * \param needs_least See MakePlan.
+   */
+  PlanPtr PlanFor(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit = nullptr,
+                  bool needs_least = true);
 
   /*! \brief Throw what a call at this shape would throw for its budget. */
   void CheckBudget(const std::vector<int64_t>& dims);
@@ -132,7 +136,8 @@ class Session : public tvm::ffi::Object {
 
   [[noreturn]] void RefuseBudget(const Plan& plan) const;
   const CostModel& CostFor(int threads) const;  // mutex held
-  PlanPtr Lookup(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit);  // mutex held
+  PlanPtr Lookup(const std::vector<int64_t>& dims, int64_t budget_bytes, bool* hit,
+                 bool needs_least = true);                                            // mutex held
   void TakeArena(Frame* frame);                                                       // mutex held
   void DropPlans();                                                                   // mutex held
   std::unique_ptr<Binding> TakeBinding(const PlanPtr& plan, const BlockPtr& arena);
