@@ -296,7 +296,7 @@ def _on_cast(cast: Any, mutator: Any) -> Any:
     dtype = str(cast.ty.dtype)
     if str(value.ty.dtype) != "bool":
         return prim.Cast(dtype, value)
-    if isinstance(value, prim.Cast) and _is_bit(value.value):
+    if isinstance(value, prim.Cast) and "int" in dtype and _is_bit(value.value):
         return value.value.astype(dtype)
     return prim.Select(value, tirx.const(1, dtype), tirx.const(0, dtype))
 
