@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import multiprocessing
 import os
 import re
-import threading
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -75,15 +78,48 @@ def same(first, second):
     return all(torch.equal(a, b) for a, b in zip(first.tensors(), second.tensors(), strict=True))
 
 
-def in_memory():
-    """Bytes of this process's pages that belong to files of offload folders."""
+def in_memory(process="self"):
+    """Bytes of a process's pages that belong to files of offload folders.
+
+    The system gives them some mappings at a time: they are of one moment if the process waits.
+    """
     total, ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
         if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
             ours = "relax_disc-offload" in line
         elif ours and line.startswith("Rss:"):
             total += int(line.split()[1]) * 1024
     return total
+
+
+def runs(task):
+    """Whether a thread, a folder of /proc, has been stopped neither by a signal nor for good."""
+    try:
+        return (task / "stat").read_text().rpartition(") ")[2][0] not in "TXZ"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@contextlib.contextmanager
+def stopped(process):
+    """All threads of `process` wait."""
+    os.kill(process, signal.SIGSTOP)
+    try:
+        while any(map(runs, Path(f"/proc/{process}/task").iterdir())):
+            time.sleep(0.0001)
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
+def watch(process, connection):
+    """Send what `in_memory` counts of `process` from now until something arrives."""
+    seen = []
+    connection.send("watching")
+    while not connection.poll(0.0005):
+        with stopped(process):
+            seen.append(in_memory(process))
+    connection.send(seen)
 
 
 OPTIMIZERS = {
@@ -117,20 +153,17 @@ def test_results_are_bit_identical_and_the_peak_is_as_planned(tmp_path, optimize
 
 
 def test_no_more_than_one_kernels_state_is_in_memory(tmp_path):
-    """Counted by the system, while the step runs."""
+    """Counted by the system, while the step runs, at moments at which it is stopped."""
     kept = Trained(offload_to=tmp_path, offload="optimizer")
     kept.step(*batch(64))
-    seen, done = [], threading.Event()
-
-    def watch():
-        while not done.is_set():
-            seen.append(in_memory())
-
-    watcher = threading.Thread(target=watch)
+    ours, its = multiprocessing.Pipe()
+    watcher = multiprocessing.get_context("fork").Process(target=watch, args=(os.getpid(), its))
     watcher.start()
+    assert ours.recv() == "watching"
     for _ in range(20):
         kept.step(*batch(64))
-    done.set()
+    ours.send("enough")
+    seen = ours.recv()
     watcher.join()
     window = kept.step.plan(b=64).state_window_bytes
     largest = 384 * 384 * 4 * 2  # both moments of the middle layer's weight
