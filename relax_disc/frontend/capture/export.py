@@ -68,6 +68,7 @@ from relax_disc.frontend.capture.sizes.dims import (
     roots_stay,
 )
 from relax_disc.frontend.capture.sizes.guards import (
+    ProvedConditions,
     SizeBranch,
     check_asked,
     check_assertions,
@@ -286,11 +287,13 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
     sizes: dict[str, int] = {}
     first: ShapeRangeError | None = None
     equals = False  # whether the example's sizes were equal where others are not
+    is_longer = False  # whether the example was too short to tell what stands in the way
     for left in reversed(range(_MOST_EXAMPLES)):
         example = _enlarged((args, kwargs), declared, sizes)
+        proved = ProvedConditions(by_source)
         try:
             with roots_stay(by_source):
-                run = _recorded(wrapped, example, dynamic_shapes, leaves, equals, by_source)
+                run = _recorded(wrapped, example, dynamic_shapes, leaves, equals, proved)
             _erase_unread(run.program.graph_module)
             refuse_other_sizes(run.program)
             merge_equal_masks(run.program.graph_module)
@@ -304,14 +307,16 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
             break
         except Exception as error:
             fixed = isinstance(error.__cause__, UserError)  # torch.export took sizes for numbers
-            last = not left or (fixed and first is not None)
+            fails_at = getattr(error, "fails_at", {}) or (proved.fails_at if fixed else {})
+            last = not left or (fixed and (first is not None or not fails_at))
             if not isinstance(error, ShapeRangeError) or not error.dims or last:
-                if first is None:
+                if first is None or (is_longer and not fixed):
                     raise
                 raise first from None
+            is_longer = is_longer or (fixed and not error.fails_at)
             equals = equals or not fixed
             first = first or error
-            sizes |= _in_range(error.fails_at, declared)
+            sizes |= _in_range(fails_at, declared)
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     batch = BatchSpec(structure, fixed, _positional(wrapped.forward))
     wrapped.outer.warn(run.example.deciding)
@@ -346,17 +351,18 @@ def _recorded(
     dynamic_shapes: Any,
     leaves: Sequence[Any],
     ones_are_general: bool,
-    by_source: Mapping[str, Any],
+    proved: ProvedConditions,
 ) -> _Recording:
     """Export; where a loop cannot be one step, once more as it is written."""
     args, kwargs = enlarged
     loops, eager_branches = RecordedLoops(), EagerBranches()
-    loops.least = {name: least_size(dim) for name, dim in by_source.items()}
+    loops.least = {name: least_size(dim) for name, dim in proved.by_source.items()}
     while True:
         with (
             eager_branches.answered(),
             tensor_checks(),
             size_branches() as branches,
+            proved.kept_back(branches),
             lines_that_fix_sizes() as lines,
             custom_functions() as calls,
             recorded_loops(loops),
@@ -480,6 +486,9 @@ def _export(
                     return attempt(deferred)
                 except UserError as error:
                     if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+                        raise
+                except AssertionError as error:  # while torch words what it asks of the dims
+                    if not is_of_torch(error):
                         raise
             # Sizes such as ``length - 1`` may be 1 without being treated apart, as dims may.
             branches.ones_are_general = True

@@ -46,8 +46,8 @@ def translated(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
                 "size"
             )
             found = contradiction(reason, lines)
+            found.dims = tuple(name for name, _ in fixed)
             if all(int(size) <= _SMALL for _, size in fixed):
-                found.dims = tuple(name for name, _ in fixed)
                 found.fails_at = {name: 2 * int(size) + 3 for name, size in fixed}
             return found
         else:

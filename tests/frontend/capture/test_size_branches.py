@@ -2,15 +2,18 @@
 
 import math
 
+import numpy as np
 import pytest
 import sympy
 import torch
+import transformers
 from torch import nn
 from torch.export import Dim
 
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend import capture_step
 from relax_disc.frontend.capture.sizes.branches import SizeBranches
+from relax_disc.frontend.capture.sizes.guards import evaluate
 from tests.frontend.running import check_gradients
 
 LONGEST = 12
@@ -96,8 +99,74 @@ class Asserting(nn.Module):
 def test_what_torch_export_cannot_put_into_words_is_refused():
     """torch.export 2.13 fails an assertion of its own here."""
     shapes = ({0: Dim("n", min=1, max=8), 1: Dim("t", min=2, max=48)},)
-    with pytest.raises(ShapeRangeError, match="branches on a size"):
+    with pytest.raises(ShapeRangeError, match=r"at t=5 .*multiple of 5.*test_size_branches.py:\d+"):
         capture_step(Blocks(), None, batch(3, 12), dynamic_shapes=shapes)
+
+
+class ByChunks(nn.Module):
+    """A layer of Hugging Face that pads its sequence to whole chunks."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+
+def state_space():
+    """One layer of Bamba, with chunks of 256."""
+    bamba = pytest.importorskip("transformers.models.bamba.modeling_bamba")
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
+    return ByChunks(bamba.BambaMixer(transformers.BambaConfig(hidden_size=16, **sizes), 0))
+
+
+def delta_rule():
+    """One layer of Qwen 3.5, with chunks of 64."""
+    qwen3_5 = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    heads = {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
+    widths = {f"linear_{kind}_head_dim": 4 for kind in ("key", "value")}
+    config = transformers.Qwen3_5TextConfig(hidden_size=16, **heads, **widths)
+    return ByChunks(qwen3_5.Qwen3_5GatedDeltaNet(config, 0))
+
+
+def hidden_states(rows, length):
+    generator = torch.Generator().manual_seed(rows * 100 + length)
+    return (torch.randn(rows, length, 16, generator=generator),)
+
+
+@pytest.mark.parametrize("make", [state_space, pytest.param(delta_rule, marks=pytest.mark.slow)])
+def test_lengths_that_all_fit_into_one_chunk(make):
+    """The number of chunks is 1 at all of them, which makes no number of the length."""
+    torch.manual_seed(0)
+    model = make()
+    shapes = ({0: Dim("n", min=1, max=5), 1: Dim("t", min=2, max=48)},)
+    captured = capture_step(model, None, hidden_states(3, 12), dynamic_shapes=shapes)
+    sizes = [(3, 12), (1, 2), (5, 48), (2, 33), (1, 48)]
+    check_gradients(captured, model, [hidden_states(*size) for size in sizes], least=5e-6)
+
+
+def test_an_example_of_one_chunk_does_not_hide_what_stands_in_the_way():
+    """`if pad_size > 0` in the layer: another way is gone at lengths that are whole chunks."""
+    shapes = ({0: Dim("n", min=1, max=5), 1: Dim("t", min=2, max=300)},)
+    told = r"fails at t=256 \(and 0 more.*declare it as 256 \* Dim.*modeling_bamba.py:\d+"
+    with pytest.raises(ShapeRangeError, match=told):
+        capture_step(state_space(), None, hidden_states(3, 12), dynamic_shapes=shapes)
+
+
+def test_strides_are_in_order_where_sizes_are_one():
+    rows, length = sympy.symbols("rows length", integer=True, positive=True)
+    found = SizeBranches()
+    found.ones_are_general = True
+    required = found.required(8 * length < 8 * rows * length)
+    at = np.array([1, 1, 2]), np.array([1, 9, 9])
+    assert evaluate(required, dict(zip((rows, length), at, strict=True))).all()
+    required = found.required(rows < length)
+    at = np.array([1, 1, 2, 3, 2]), np.array([1, 9, 9, 3, 1])
+    holds = evaluate(required, dict(zip((rows, length), at, strict=True)))
+    assert holds.tolist() == [True, True, True, False, False]
+    found.ones_are_general = False
+    assert found.required(rows < length) == (rows < length)
 
 
 def test_the_model_s_own_assertion_is_raised_as_it_is():

@@ -64,7 +64,9 @@ class RecordedLoops:
     def explained(self, error: Exception) -> Exception:
         """Add to an error why a loop over a length was left alone."""
         if self.reasons and isinstance(error, ShapeRangeError):
-            return ShapeRangeError(f"{error}; {'; '.join(dict.fromkeys(self.reasons))}")
+            explained = ShapeRangeError(f"{error}; {'; '.join(dict.fromkeys(self.reasons))}")
+            vars(explained).update(vars(error))
+            return explained
         return error
 
 

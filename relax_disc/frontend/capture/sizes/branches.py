@@ -84,8 +84,12 @@ class SizeBranches:
 def general(condition: Any) -> Any:
     """What must hold where PyTorch alone took a size to be 2 or more: the way holds for 1 as well.
 
-    The size 0 stays apart.
+    The size 0 stays apart. Strides, which are products of sizes, are in order where some are equal.
     """
+    if isinstance(condition, sympy.Lt | sympy.Gt) and not any(x.is_number for x in condition.args):
+        ones = [sympy.Le(size, 1) for size in sorted(condition.free_symbols, key=str)]
+        weak = sympy.Le if isinstance(condition, sympy.Lt) else sympy.Ge
+        return sympy.And(weak(*condition.args), sympy.Or(condition, *ones))
     if isinstance(condition, sympy.Ge | sympy.Gt) and condition.rhs.is_Integer:
         size, least = condition.lhs, int(condition.rhs)
     elif isinstance(condition, sympy.Le | sympy.Lt) and condition.lhs.is_Integer:

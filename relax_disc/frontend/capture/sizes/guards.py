@@ -7,24 +7,28 @@ condition is evaluated here at every size that the ranges admit.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import sympy
 import torch
 from sympy.core.relational import Relational
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import DimConstraints
 from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError, narrower
 from relax_disc.frontend.capture.sizes.branches import SizeBranches, difference_of, general, places
 from relax_disc.frontend.capture.sizes.counted import depends_on_data
-from relax_disc.frontend.capture.sizes.dims import DimTable
+from relax_disc.frontend.capture.sizes.dims import DimTable, least_size
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.spec import DimSpec
 
@@ -33,6 +37,8 @@ _OPEN_END = 1 << 16
 
 _MOST_POINTS = 1 << 22
 """Conditions over more combinations of sizes than this are not evaluated but refused."""
+
+_REMAINDERS = (torch_sympy.Mod, torch_sympy.PythonMod, sympy.Mod)
 
 _FOLDS: tuple[tuple[Any, Callable[[Any, Any], Any]], ...] = (
     (sympy.Add, operator.add),
@@ -48,7 +54,7 @@ _FOLDS: tuple[tuple[Any, Callable[[Any, Any], Any]], ...] = (
     (sympy.Ge, np.greater_equal),
     (sympy.Gt, np.greater),
     ((torch_sympy.FloorDiv, torch_sympy.CleanDiv), np.floor_divide),
-    ((torch_sympy.Mod, torch_sympy.PythonMod, sympy.Mod), np.mod),
+    (_REMAINDERS, np.mod),
     (torch_sympy.PowByNatural, np.power),
     ((sympy.Pow, torch_sympy.FloatPow), np.float_power),
     ((torch_sympy.IntTrueDiv, torch_sympy.FloatTrueDiv), np.true_divide),
@@ -220,6 +226,61 @@ def check_numbers(program: ExportedProgram, dims: DimTable, branches: SizeBranch
             ) from error
 
 
+class ProvedConditions:
+    """Keeps conditions that hold at all declared sizes from torch.export's solver.
+
+    The solver takes quotients and remainders for what they are at the example's sizes: of
+    ``(length + 63) // 64 == 1``, true up to 64, it would conclude that the length is the example's.
+
+    ``by_source``: what is declared of each axis, by the name that PyTorch has for its size.
+    ``fails_at``: a size, by the name of the dim, at which an equality of that dim alone is broken
+    that the example fulfils, such as the one above at 100.
+    """
+
+    def __init__(self, by_source: Mapping[str, Any]) -> None:
+        self.by_source = by_source
+        self.fails_at: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def kept_back(self, branches: SizeBranches) -> Iterator[None]:
+        """Keep them back while this is active; ``branches``: tells what of each must hold."""
+        before = DimConstraints.add
+
+        def add(solver: Any, condition: Any) -> bool:
+            sources = solver._dcp.symbol_to_source
+            proved = self._is_proved(condition, branches, sources)
+            return proved or before(solver, condition)
+
+        with patch.object(DimConstraints, "add", add):
+            yield
+
+    def _is_proved(
+        self, condition: Any, branches: SizeBranches, sources: Mapping[Any, Any]
+    ) -> bool:
+        if not condition.atoms(torch_sympy.FloorDiv, torch_sympy.CleanDiv, *_REMAINDERS):
+            return False
+        found = {
+            symbol: self.by_source.get(sources[symbol][0].name)
+            for symbol in condition.free_symbols
+            if sources.get(symbol)
+        }
+        dims = {s: dim for s, dim in found.items() if type(dim) is Dim and dim.max <= _OPEN_END}
+        ranges = {dim.__name__: np.arange(least_size(dim), dim.max + 1) for dim in dims.values()}
+        points = math.prod(map(len, ranges.values()))
+        if dims.keys() != condition.free_symbols or points > _OPEN_END:
+            return False
+        grids = dict(zip(ranges, np.meshgrid(*ranges.values(), indexing="ij"), strict=True))
+        try:
+            required = branches.required(condition)
+            holds = evaluate(required, {s: grids[dim.__name__] for s, dim in dims.items()})
+        except UnsupportedOperatorError:
+            return False
+        if len(ranges) == 1 and isinstance(condition, sympy.Eq) and not np.all(holds):
+            ((name, sizes),) = ranges.items()
+            self.fails_at.setdefault(name, int(_telling(sizes[~holds][:, None])[0]))
+        return bool(np.all(holds))
+
+
 class GuardWatch:
     """Finds what a trace has come to rely on since the watch began."""
 
@@ -312,15 +373,19 @@ def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
     points = np.stack([sizes[failing[:, k]] for k, sizes in enumerate(ranges)], axis=-1)
     points = points[(points >= 2).all(axis=1)]
     if len(points) and isinstance(condition, sympy.Eq):
-        near = points[(points <= 4 * points[0]).all(axis=1)]
-        point = near[len(near) * 3 // 4]  # the smallest ones are equal to others by chance
-        error.fails_at = {spec.name: int(n) for spec, n in zip(specs, point, strict=True)}
+        error.fails_at = {d.name: int(n) for d, n in zip(specs, _telling(points), strict=True)}
     raise error
+
+
+def _telling(points: np.ndarray) -> np.ndarray:
+    """Pick one of some sizes, ``[points, dims]``: the smallest are equal to others by chance."""
+    near = points[(points <= 4 * points[0]).all(axis=1)]
+    return near[len(near) * 3 // 4]
 
 
 def _modulus(condition: Any, symbol: sympy.Symbol) -> int | None:
     """Return the number by which a condition asks a size to be divided; None where it does not."""
-    remainders = condition.atoms(torch_sympy.Mod, torch_sympy.PythonMod, sympy.Mod)
+    remainders = condition.atoms(*_REMAINDERS)
     found = {n for size, n in (r.args for r in remainders) if size == symbol and n.is_Integer}
     return int(max(found)) if found else None
 
