@@ -233,6 +233,28 @@ def test_batch_norm_updates_its_statistics(name):
         torch.testing.assert_close(found[name], value)
 
 
+class Counting(nn.Module):
+    """Asks for the lengths of a list, a tuple and a tensor, beside batch norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in "ab")
+
+    def forward(self, x):
+        found = (x,)
+        for i in range(len(self.layers)):
+            found += (torch.sin(self.layers[i](found[-1])),)
+        return sum(each.square().sum() for each in found) / (len(found) * len(x))
+
+
+def test_lengths_beside_a_batch_norm():
+    torch.manual_seed(0)
+    model = Counting()
+    batches = [(torch.randn(n, 4),) for n in (3, 2, 9)]
+    captured = capture_step(model, None, batches[0], dynamic_shapes=({0: Dim("n", min=2, max=9)},))
+    check_gradients(captured, model, batches, least=5e-6)
+
+
 def test_evaluation_mode_keeps_the_statistics():
     model = Image(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8)).eval()
     batch, shapes = image()

@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -105,7 +106,8 @@ def _length(value: Any) -> Any:
     """``len``, but the symbolic extent of a tensor or of a list that a range made."""
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         return value.shape[0]
-    return value.length() if isinstance(value, DynamicList) else len(value)
+    # `symbolic_len` reaches this file as well while a batch norm runs a function of it.
+    return value.length() if isinstance(value, DynamicList) else builtins.len(value)
 
 
 @contextlib.contextmanager
