@@ -551,7 +551,7 @@ def _export(
         raise InputMismatchError(f"example_inputs cannot be exported: {error}") from error
     except AssertionError as error:
         # torch's own, made while it words what the model asks of the dims; the model's stay.
-        if "/torch/" not in traceback_text(error).splitlines()[-1]:
+        if not is_of_torch(error):
             raise
         reason = (
             f"it branches on a size in a way that torch.export cannot put into words ({error}), "

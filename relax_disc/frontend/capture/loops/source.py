@@ -33,7 +33,6 @@ _LIST = "__relax_disc_list__"
 _HELPERS = {_RANGE: dynamic_range, _LIST: made_list, _STEPS: steps}
 _CALLS = {"range": _RANGE, "list": _LIST}
 _FOREIGN = frozenset({"torch", "numpy", "relax_disc", "builtins", "sympy", "typing"})
-_FROZEN = "<frozen "  # how the files of Python's own modules without a source are called
 _MUTATORS = frozenset({"append", "extend", "insert", "pop", "update", "clear", "remove", "add"})
 _known: dict[CodeType, CodeType | None] = {}
 _unread: set[CodeType] = set()  # of those what has no source
@@ -50,7 +49,7 @@ def loops_as_steps(model: nn.Module, *functions: Callable[..., Any] | None) -> I
             changed.append((function, function.__code__))
             function.__code__ = code
             spaces[id(function.__globals__)] = function.__globals__
-        elif function.__code__ in _unread and not function.__code__.co_filename.startswith(_FROZEN):
+        elif function.__code__ in _unread:
             note_unread(function.__qualname__)
     set_modules(list(model.modules()))
     for space in spaces.values():
@@ -142,7 +141,8 @@ def _compiled(function: FunctionType) -> CodeType | None:
         # Columns stay as they are in the file, where others look for what a position asks.
         tree: Any = ast.parse("".join(["if True:\n", *lines] if lines[0][0].isspace() else lines))
     except (OSError, SyntaxError, TypeError):
-        _unread.add(code)
+        if not code.co_filename.startswith("<frozen "):  # a module of Python's own
+            _unread.add(code)
         return None
     node = tree.body[0]
     if isinstance(node, ast.If):

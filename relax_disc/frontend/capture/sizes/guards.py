@@ -265,20 +265,20 @@ class ProvedConditions:
             if sources.get(symbol)
         }
         dims = {s: dim for s, dim in found.items() if type(dim) is Dim and dim.max <= _OPEN_END}
-        ranges = {dim.__name__: np.arange(least_size(dim), dim.max + 1) for dim in dims.values()}
-        points = math.prod(map(len, ranges.values()))
+        specs = {d.__name__: DimSpec(d.__name__, least_size(d), d.max) for d in dims.values()}
+        points = math.prod(_upper(spec) - spec.lower + 1 for spec in specs.values())
         if dims.keys() != condition.free_symbols or points > _OPEN_END:
             return False
-        grids = dict(zip(ranges, np.meshgrid(*ranges.values(), indexing="ij"), strict=True))
+        table = DimTable({str(symbol): dim.__name__ for symbol, dim in dims.items()}, specs)
         try:
-            required = branches.required(condition)
-            holds = evaluate(required, {s: grids[dim.__name__] for s, dim in dims.items()})
+            _check(branches.required(condition), table, SourceLine("", 0))
         except UnsupportedOperatorError:
             return False
-        if len(ranges) == 1 and isinstance(condition, sympy.Eq) and not np.all(holds):
-            ((name, sizes),) = ranges.items()
-            self.fails_at.setdefault(name, int(_telling(sizes[~holds][:, None])[0]))
-        return bool(np.all(holds))
+        except ShapeRangeError as error:
+            if len(specs) == 1:
+                self.fails_at = {**error.fails_at, **self.fails_at}
+            return False
+        return True
 
 
 class GuardWatch:
@@ -373,14 +373,10 @@ def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
     points = np.stack([sizes[failing[:, k]] for k, sizes in enumerate(ranges)], axis=-1)
     points = points[(points >= 2).all(axis=1)]
     if len(points) and isinstance(condition, sympy.Eq):
-        error.fails_at = {d.name: int(n) for d, n in zip(specs, _telling(points), strict=True)}
+        near = points[(points <= 4 * points[0]).all(axis=1)]
+        point = near[len(near) * 3 // 4]  # the smallest ones are equal to others by chance
+        error.fails_at = {spec.name: int(n) for spec, n in zip(specs, point, strict=True)}
     raise error
-
-
-def _telling(points: np.ndarray) -> np.ndarray:
-    """Pick one of some sizes, ``[points, dims]``: the smallest are equal to others by chance."""
-    near = points[(points <= 4 * points[0]).all(axis=1)]
-    return near[len(near) * 3 // 4]
 
 
 def _modulus(condition: Any, symbol: sympy.Symbol) -> int | None:
