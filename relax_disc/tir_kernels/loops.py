@@ -18,6 +18,10 @@ from relax_disc.tir_kernels.flat import INDEX, STACK, as_index, index_const, pro
 
 # One AVX-512 register of float32; narrower machines split it in two or four.
 LANES = 16
+# LLVM fills narrower vectors up to a register, and others to a power of two. What it loads for the
+# lanes that nobody asked for, if it may for alignment, can be subnormal: arithmetic with such
+# garbage took 25 times as long, in those processes whose allocator left some behind a bias.
+_LEAST_LANES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,15 +108,28 @@ def vector_loop(
         statements.append(loop(f"{name}_rest", rest, lambda index: body(base + index)))
     elif count % lanes:
         base = index_const(count - count % lanes)
+        statements += lane_loops(f"{name}_rest", count % lanes, lambda index: body(base + index))
+    return statements
+
+
+def lane_loops(name: str, count: int, body: Body) -> list[Any]:
+    """Run ``body`` for every index below ``count`` in vectors of 4, 8, 16, ... lanes, each once.
+
+    At most three indices are left, which are single.
+    """
+    statements, done = [], 0
+    while count - done >= _LEAST_LANES:
+        width, start = 1 << (count - done).bit_length() - 1, index_const(done)
         statements.append(
             loop(
-                f"{name}_rest",
-                index_const(count % lanes),
-                lambda index: body(base + index),
+                name,
+                index_const(width),
+                lambda lane, start=start: body(start + lane),
                 tirx.ForKind.VECTORIZED,
             )
         )
-    return statements
+        done += width
+    return [*statements, *(body(index_const(index)) for index in range(done, count))]
 
 
 def decode(index: Any, extents: Sequence[Any], name: str) -> tuple[list[Any], list[Any]]:
@@ -191,11 +208,10 @@ class Accumulator:
         """Allocate the lanes and set them to the neutral element."""
         return [
             tirx.AllocBuffer(self.buffer),
-            loop(
+            *lane_loops(
                 "lane",
-                index_const(self.lanes),
+                self.lanes,
                 lambda lane: tirx.BufferStore(self.buffer, self.init, [lane]),
-                tirx.ForKind.VECTORIZED,
             ),
         ]
 

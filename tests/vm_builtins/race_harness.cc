@@ -29,6 +29,8 @@ namespace relax_disc {
 
 int NumThreads() { return kThreads; }
 
+int LoopThreads() { return kThreads; }
+
 void LaunchTasks(void (*body)(void*, int, int), void* data, int tasks) {
   std::vector<std::thread> threads;
   for (int i = 1; i < tasks; ++i) threads.emplace_back([=] { body(data, i, tasks); });

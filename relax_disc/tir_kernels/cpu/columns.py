@@ -29,6 +29,7 @@ from relax_disc.tir_kernels.loops import (
     decode,
     group_extent,
     group_mapping,
+    lane_loops,
     loop,
     sequence,
     with_body,
@@ -112,7 +113,8 @@ class _Emitter:
         def tile(base: Any, width: int) -> Any:
             total = self._new_total(width)
             body = self._sum_rows(total, mapping, base, width)
-            write = self._lanes(
+            write = lane_loops(
+                "lane",
                 width,
                 lambda lane: self._write(
                     {**mapping, **group_mapping(self.columns, base + lane)}, total.at(lane)
@@ -158,7 +160,8 @@ class _Emitter:
             def tile(base: Any, width: int) -> Any:
                 total = self._new_total(width)
                 body = self._sum_rows(total, {}, base, width, start, count)
-                keep = self._lanes(
+                keep = lane_loops(
+                    "lane",
                     width,
                     lambda lane: tirx.BufferStore(
                         partial, total.at(lane), [index * columns + base + lane]
@@ -175,15 +178,16 @@ class _Emitter:
             def part(index: Any, lane: Any) -> Any:
                 return tirx.BufferLoad(partial, [index * columns + base + lane])
 
-            first = self._lanes(width, lambda lane: total.set(lane, part(0, lane)))
+            first = lane_loops("lane", width, lambda lane: total.set(lane, part(0, lane)))
             others = loop(
                 "part",
                 index_const(CHUNKS - 1),
                 lambda k: sequence(
-                    self._lanes(width, lambda lane: total.add(lane, part(k + 1, lane)))
+                    lane_loops("lane", width, lambda lane: total.add(lane, part(k + 1, lane)))
                 ),
             )
-            write = self._lanes(
+            write = lane_loops(
+                "lane",
                 width,
                 lambda lane: self._write(group_mapping(self.columns, base + lane), total.at(lane)),
             )
@@ -213,9 +217,6 @@ class _Emitter:
         stage = self.first.stage
         return Accumulator(f"{stage.name}_total", stage.combiner or "add", stage.init, width)
 
-    def _lanes(self, width: int, body: Any) -> list[Any]:
-        return [loop("lane", index_const(width), body, tirx.ForKind.VECTORIZED)]
-
     def _sum_rows(
         self,
         total: Accumulator,
@@ -236,7 +237,7 @@ class _Emitter:
                 )
                 return sequence([*statements, total.add(lane, value)])
 
-            return sequence(self._lanes(width, add))
+            return sequence(lane_loops("lane", width, add))
 
         def nest(level: int, position: dict[Any, Any]) -> Any:
             if level == len(self.reduced):

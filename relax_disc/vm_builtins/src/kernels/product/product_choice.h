@@ -24,7 +24,7 @@ struct ProductSizes {
   int64_t count, m, n, k;
 };
 
-constexpr int kProductClasses = 2 * 3 * 7 * 13;
+constexpr int kProductClasses = 3 * 3 * 7 * 13;
 
 /*! \brief Class of a product, in [0, kProductClasses). */
 int ProductClass(const ProductSizes& sizes, Operands operands);
