@@ -45,6 +45,7 @@ _LEAST_GAIN_ALONE = 0.95  # on one thread, for those that are timed on more: 1.0
 # machine a product on several threads is disturbed more often than not.
 _REACHED, _NEAR = 5, 1.1
 _MOST_ROUNDS = 20
+_FEW_ROUNDS = 8  # on several threads, which on a busy machine wait milliseconds for each other
 _LEAST_NS = 30_000  # of one timing, so that the clock's steps do not count
 _MANY, _BATCH, _LARGE_BATCH = 128, 8, 2  # the last of what takes many milliseconds
 _LONG = 4  # rows of large products in batches, such as experts', to columns and depth
@@ -197,7 +198,7 @@ def probes() -> Iterator[Probe]:
         for smallest in (_THIN, _NARROW):
             for octave in range(13, 24, 2):
                 yield from _thin(1, octave, smallest, operands)
-        for smallest, least in ((_VECTOR, 9), (_NARROW, 11)):  # as smaller ones are of one class
+        for smallest, least in ((_VECTOR, 9), (_NARROW, 11)):  # narrower ones share their classes
             for octave in range(least, 16, 2):
                 yield from _thin(_MANY, octave, smallest, operands)
 
@@ -226,7 +227,7 @@ def _gain(probe: Probe, threads: int) -> tuple[float, bool]:
     theirs()
     repeats = max(1, _LEAST_NS // max(1, min(_timed(theirs, 1, clock) for _ in range(_REACHED))))
     times: dict[Callable[[], object], list[int]] = {ours: [], theirs: []}
-    for turn in range(_MOST_ROUNDS):
+    for turn in range(_MOST_ROUNDS if threads == 1 else _FEW_ROUNDS):
         for function in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
             times[function].append(_timed(function, repeats, clock))
         if is_settled := all(map(_is_settled, times.values())):
