@@ -42,6 +42,9 @@ _LINEAR = {
     "linear_num_value_heads": 4,
 }
 
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8}
+
 
 def _speech(batch: int, frames: int, target: int) -> Batch:
     generator = seeded(batch, frames, target)
@@ -274,6 +277,77 @@ OF_TRANSFORMERS = [
             attn_layer_offset=1,
             use_mamba_kernels=False,
             pad_token_id=0,
+        ),
+    ),
+    of_tokens(
+        "Qwen 3.5",
+        built("Qwen3_5Text", "ForCausalLM", **LLAMA, **_LINEAR, **_HYBRID, head_dim=8),
+    ),
+    of_tokens(
+        "OLMo hybrid",
+        built(
+            "OlmoHybrid",
+            "ForCausalLM",
+            **{**LLAMA, "num_key_value_heads": 4},
+            **{**_LINEAR, "linear_num_key_heads": 4},
+            **_HYBRID,
+            pad_token_id=0,
+        ),
+    ),
+    of_tokens(
+        "Kimi Linear",
+        built(
+            "KimiLinear",
+            "ForCausalLM",
+            **{**LLAMA, "num_key_value_heads": 4},
+            **_HYBRID,
+            pad_token_id=0,
+            moe_intermediate_size=32,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            linear_head_dim=8,
+            linear_num_heads=4,
+        ),
+    ),
+    of_tokens(
+        "MiniMax",
+        built("MiniMax", "ForCausalLM", **LLAMA, **_HYBRID, head_dim=8, num_local_experts=4),
+    ),
+    of_tokens("Bamba", built("Bamba", "ForCausalLM", **LLAMA, **_MAMBA, attn_layer_indices=[1])),
+    of_tokens("Falcon-H1", built("FalconH1", "ForCausalLM", **LLAMA, **_MAMBA, mamba_d_ssm=64)),
+    of_tokens(
+        "Nemotron-H",
+        built(
+            "NemotronH",
+            "ForCausalLM",
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            layers_block_type=["mamba", "attention", "mlp"],
+            ssm_state_size=8,
+            mamba_num_heads=8,
+            mamba_head_dim=8,
+            n_groups=2,
+        ),
+    ),
+    of_tokens(
+        "Granite 4 hybrid",
+        built(
+            "GraniteMoeHybrid",
+            "ForCausalLM",
+            **LLAMA,
+            **_MAMBA,
+            layer_types=["mamba", "attention"],
+            position_embedding_type="rope",
+            shared_intermediate_size=32,
+            num_local_experts=4,
         ),
     ),
     of_tokens("RWKV", built("Rwkv", "ForCausalLM", **_RECURRENT, context_length=LONGEST)),
