@@ -247,7 +247,7 @@ OF_TRANSFORMERS = [
             head_dim=8,
             moe_intermediate_size=32,
             shared_expert_intermediate_size=32,
-            layer_types=["linear_attention", "full_attention"],
+            **_HYBRID,
         ),
     ),
     _of_length(

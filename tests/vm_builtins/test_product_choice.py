@@ -296,6 +296,17 @@ def test_probes_have_classes_of_their_own():
     assert len({probe.index for probe in probes}) == len(probes) > 100
 
 
+def test_many_small_products_of_a_batch_are_a_class_and_large_ones_are_as_of_few():
+    def index(count, side):
+        return library("relax_disc.cpu.product_class")(count, side, side, side, 0)
+
+    assert len({index(1, 32), index(8, 32), index(64, 32)}) == 3
+    assert index(1, 128) != index(8, 128) == index(64, 128)
+    assert index(1, 512) != index(8, 512) == index(64, 512)
+    probed = {probe.index for probe in product_choice.probes()}
+    assert {index(count, side) for count in (8, 64) for side in (32, 96, 128, 512)} <= probed
+
+
 def test_a_measurement_covers_its_probes_and_names_the_processor(monkeypatch):
     probes = list(product_choice.probes())[:2]
     monkeypatch.setattr(product_choice, "probes", lambda: iter(probes))

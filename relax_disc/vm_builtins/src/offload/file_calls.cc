@@ -67,13 +67,14 @@ NamelessFile OpenNameless(const std::string& folder, bool direct) {
     errno = Number();
     return file;
   }
-  std::string name = folder + "/" + kPrefix + "XXXXXX";
+  const std::string pattern = folder + "/" + kPrefix + "XXXXXX";  // mkostemp fills it in
+  std::string name = pattern;
 #ifdef O_DIRECT
   if (direct) file.descriptor = mkostemp(name.data(), O_CLOEXEC | O_DIRECT);
   file.direct = file.descriptor >= 0;
 #endif
   if (file.descriptor < 0) {
-    name = folder + "/" + kPrefix + "XXXXXX";
+    name = pattern;
     file.descriptor = mkostemp(name.data(), O_CLOEXEC);
   }
   if (file.descriptor < 0) return file;

@@ -18,7 +18,8 @@ using Table = std::bitset<kProductClasses>;
 
 constexpr int kLayouts = 3, kShapes = 7, kSteps = 13;
 constexpr int64_t kThin = 4, kNarrow = 24;  // most of the smallest extent
-constexpr int64_t kMany = 64;               // products in a batch, which share a call's cost
+constexpr int64_t kMany = 64;               // small products in a batch that share a call's cost
+constexpr int kSmallOctaves = 20;           // what is small: the work is below 2^20 multiply-adds
 constexpr int kMostThreads = 256;           // more have no table
 
 const Table kOwn;
@@ -64,7 +65,8 @@ int ProductClass(const ProductSizes& sizes, Operands operands) {
                       static_cast<double>(sizes.k);
   const int octave = work < 1 ? 0 : static_cast<int>(std::ilogb(work));
   const int step = std::clamp((octave - 4) / 2, 0, kSteps - 1);
-  const int kind = sizes.count >= kMany ? 2 : sizes.count > 1 ? 1 : 0;
+  const bool is_many = sizes.count >= kMany && octave < kSmallOctaves;
+  const int kind = is_many ? 2 : sizes.count > 1 ? 1 : 0;
   return ((kind * kLayouts + static_cast<int>(operands)) * kShapes + ShapeOf(sizes)) * kSteps +
          step;
 }
