@@ -23,21 +23,23 @@ torch.export takes for a number. Then a longer one is tried."""
 def translated(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
     """Translate a refusal of torch.export; ``lines`` are those that fixed sizes."""
     if error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
-        least = _LEAST.findall(str(error).partition("Suggested fixes:")[2])
+        said, _, fixes = str(error).partition("Suggested fixes:")
+        bounds = dict.fromkeys(_BOUNDS.findall(said))
+        least = _LEAST.findall(fixes) or [found for found in bounds if found[1] != found[2]]
         if least:
             dims = ", ".join(
                 f"Dim({name!r}, min={low}{f', max={high}' if high else ''})"
                 for name, low, high in least
             )
             reason = f"shorter batches than that do not go through it: give {dims}"
-        elif multiples := _MULTIPLE.findall(str(error).partition("Suggested fixes:")[2]):
+        elif multiples := _MULTIPLE.findall(fixes):
             name, divisor = multiples[0]
             reason = (
                 f"the remainder of {name} by {divisor} decides which way it goes: give an example "
                 f"whose {name} is a multiple of {divisor}, declare it as {divisor} * Dim(...), and "
                 "pad batches to multiples"
             )
-        elif fixed := _FIXED.findall(str(error).partition("Suggested fixes:")[2]):
+        elif fixed := _FIXED.findall(fixes):
             dims = " and ".join(f"{name} becomes the number {size}" for name, size in fixed)
             reason = (
                 f"{dims}, by a Python loop over it or another use of its value; write that with "
@@ -69,9 +71,12 @@ _ADVICE_OF_TORCH = re.compile(
     r"|(Please )?file an issue on github\.?|For the potential source, you can refer[^.]*\.",
     re.IGNORECASE | re.DOTALL,
 )
-_FIXED = re.compile(r"^\s*(\w+) = (\d+)\s*$", re.MULTILINE)
-_MULTIPLE = re.compile(r"^\s*(\w+) = (\d+)\*_\w+(?: [+-] \d+)?\s*$", re.MULTILINE)
-_LEAST = re.compile(r"(\w+) = Dim\('\w+', min=(\d+)(?:, max=(\d+))?\)")
+_FIXED = re.compile(r"^\s*(\w+) = (\d+)\s*$", re.M)
+_MULTIPLE = re.compile(r"^\s*(\w+) = (\d+)\*_\w+(?: [+-] \d+)?\s*$", re.M)
+_BOUNDS = re.compile(
+    r"Not all values of (\w+) = .* the generated guard (\d+) <= .* <= (\d+)$", re.M
+)
+_LEAST = re.compile(r"^\s*([^\W_]\w*) = Dim\('\w+', min=(\d+)(?:, max=(\d+))?\)", re.M)
 
 
 def first_part(error: Exception) -> str:

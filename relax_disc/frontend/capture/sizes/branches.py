@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.frontend.capture import model_checks
+from relax_disc.frontend.capture.sizes.ways import Ways
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
 
 _UNKNOWN = SourceLine("", 0)
@@ -113,8 +114,11 @@ def difference_of(equality: Any) -> Any:
 
 
 @contextlib.contextmanager
-def size_branches() -> Iterator[SizeBranches]:
-    """Collect the equalities that code outside PyTorch asks for while this is active."""
+def size_branches(ways: Ways) -> Iterator[SizeBranches]:
+    """Collect the equalities that code outside PyTorch asks for while this is active.
+
+    ``ways``: of conditions that differ within the range of a dim.
+    """
     found = SizeBranches()
     before = torch.SymBool.__bool__
 
@@ -123,12 +127,17 @@ def size_branches() -> Iterator[SizeBranches]:
         caller = frame.f_code.co_filename
         outer = frame.f_back if frame.f_code.co_name == "__bool__" else frame  # of a SymInt
         calls = "" if outer is None else outer.f_code.co_filename
+        by_user = not calls.startswith(_INSIDE)
+        if by_user and isinstance(self.node.expr, sympy.Basic):
+            line = SourceLine(calls, outer.f_lineno)  # pyright: ignore[reportOptionalMemberAccess]
+            truth = ways.truth(self, line)
+            if truth is not None:
+                return truth
         if not caller.startswith(_INSIDE) and isinstance(self.node.expr, sympy.Basic):
             found.add(self.node.expr, SourceLine(caller, frame.f_lineno))
         try:
             return before(self)
         except GuardOnDataDependentSymNode:
-            by_user = not calls.startswith(_INSIDE)
             truth = model_checks.assumed_of_number(self) if by_user else None
             if truth is None:
                 raise

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import sympy
 import torch
 from torch._dynamo.source import TensorProperty, TensorPropertySource
@@ -21,6 +22,9 @@ from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOp
 from relax_disc.frontend.capture.sizes.counted import CountedSize
 from relax_disc.frontend.spec import DimSpec
 
+Sizes = Mapping[str, np.ndarray]
+"""Some of the declared sizes of each dim, ascending, by the dim's name."""
+
 
 @dataclass(frozen=True, slots=True)
 class DimTable:
@@ -29,6 +33,7 @@ class DimTable:
     names: Mapping[str, str]  # from the symbol's name in the trace (``"s27"``) to the dim's
     specs: Mapping[str, DimSpec]  # by the dim's name
     counted: frozenset[str] = frozenset()  # dims that the function counts
+    sizes: Sizes = field(default_factory=dict)  # at which conditions have to hold, where not at all
 
     def __getitem__(self, symbol: sympy.Symbol) -> DimSpec:
         """Return the dim of a symbol; one that the example did not declare is data-dependent."""
@@ -51,13 +56,16 @@ class DimTable:
 
 
 def dim_table(
-    program: ExportedProgram, leaves: Sequence[Any], declared: Mapping[int, Mapping[int, Any]]
+    program: ExportedProgram,
+    leaves: Sequence[Any],
+    declared: Mapping[int, Mapping[int, Any]],
+    sizes: Sizes,
 ) -> DimTable:
     """Match the symbols of an exported program with the user's dims.
 
-    ``declared`` is what `declared_dims` found. Dims that the user did not name (``Dim.AUTO``) keep
-    the name of their symbol. A lower bound of 0 becomes 1: a step over an empty batch means
-    nothing.
+    ``declared`` is what `declared_dims` found; ``sizes``: of the table. Dims that the user did not
+    name (``Dim.AUTO``) keep the name of their symbol. A lower bound of 0 becomes 1: a step over an
+    empty batch means nothing.
     """
     names: dict[str, str] = {}
     specs: dict[str, DimSpec] = {}
@@ -66,7 +74,7 @@ def dim_table(
         for axis, extent in enumerate(getattr(fake, "shape", ())):
             if isinstance(extent, torch.SymInt):
                 _note(extent.node.expr, dims.get(axis), program, names, specs)
-    return DimTable(names, specs)
+    return DimTable(names, specs, sizes=sizes)
 
 
 def declared_dims(combined: Mapping[str, Any], dynamic_shapes: Any) -> dict[int, Mapping[int, Any]]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,46 +27,16 @@ from torch.utils._sympy import functions as torch_sympy
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError, narrower
 from relax_disc.frontend.capture.sizes.branches import SizeBranches, difference_of, general, places
 from relax_disc.frontend.capture.sizes.counted import depends_on_data
-from relax_disc.frontend.capture.sizes.dims import DimTable, least_size
+from relax_disc.frontend.capture.sizes.dims import DimTable, Sizes, least_size
+from relax_disc.frontend.capture.sizes.evaluation import (
+    MOST_POINTS,
+    OPEN_END,
+    REMAINDERS,
+    holds,
+)
+from relax_disc.frontend.capture.sizes.ways import Ways
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.spec import DimSpec
-
-_OPEN_END = 1 << 16
-"""A dim without an upper bound is checked up to this size."""
-
-_MOST_POINTS = 1 << 22
-"""Conditions over more combinations of sizes than this are not evaluated but refused."""
-
-_REMAINDERS = (torch_sympy.Mod, torch_sympy.PythonMod, sympy.Mod)
-
-_FOLDS: tuple[tuple[Any, Callable[[Any, Any], Any]], ...] = (
-    (sympy.Add, operator.add),
-    (sympy.Mul, operator.mul),
-    ((sympy.Max, torch_sympy.Max), np.maximum),
-    ((sympy.Min, torch_sympy.Min), np.minimum),
-    (sympy.And, np.logical_and),
-    (sympy.Or, np.logical_or),
-    (sympy.Eq, np.equal),
-    (sympy.Ne, np.not_equal),
-    (sympy.Le, np.less_equal),
-    (sympy.Lt, np.less),
-    (sympy.Ge, np.greater_equal),
-    (sympy.Gt, np.greater),
-    ((torch_sympy.FloorDiv, torch_sympy.CleanDiv), np.floor_divide),
-    (_REMAINDERS, np.mod),
-    (torch_sympy.PowByNatural, np.power),
-    ((sympy.Pow, torch_sympy.FloatPow), np.float_power),
-    ((torch_sympy.IntTrueDiv, torch_sympy.FloatTrueDiv), np.true_divide),
-    (torch_sympy.ToFloat, operator.add),
-)
-
-
-_ROUNDED: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
-    (torch_sympy.TruncToInt, np.trunc),
-    (torch_sympy.FloorToInt, np.floor),
-    (torch_sympy.CeilToInt, np.ceil),
-    (torch_sympy.RoundToInt, np.round),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +195,17 @@ def check_numbers(program: ExportedProgram, dims: DimTable, branches: SizeBranch
             ) from error
 
 
+def refusal_of_ways(ways: Ways, dims: DimTable) -> ShapeRangeError:
+    """Make the error of a model whose code goes two ways within the range of a dim."""
+    table = replace(dims, names={name: name for name in dims.specs}, sizes={})
+    for condition, line in ways.asked.items():
+        try:
+            _check(condition, table, line)
+        except ShapeRangeError as error:
+            return error
+    raise AssertionError("each condition that was asked fails at some size")
+
+
 class ProvedConditions:
     """Keeps conditions that hold at all declared sizes from torch.export's solver.
 
@@ -233,12 +213,13 @@ class ProvedConditions:
     ``(length + 63) // 64 == 1``, true up to 64, it would conclude that the length is the example's.
 
     ``by_source``: what is declared of each axis, by the name that PyTorch has for its size.
+    ``sizes``: those at which they have to hold, of dims where not all are asked about.
     ``fails_at``: a size, by the name of the dim, at which an equality of that dim alone is broken
     that the example fulfils, such as the one above at 100.
     """
 
-    def __init__(self, by_source: Mapping[str, Any]) -> None:
-        self.by_source = by_source
+    def __init__(self, by_source: Mapping[str, Any], sizes: Sizes) -> None:
+        self.by_source, self._sizes = by_source, sizes
         self.fails_at: dict[str, int] = {}
 
     @contextlib.contextmanager
@@ -257,19 +238,20 @@ class ProvedConditions:
     def _is_proved(
         self, condition: Any, branches: SizeBranches, sources: Mapping[Any, Any]
     ) -> bool:
-        if not condition.atoms(torch_sympy.FloorDiv, torch_sympy.CleanDiv, *_REMAINDERS):
+        if not condition.atoms(torch_sympy.FloorDiv, torch_sympy.CleanDiv, *REMAINDERS):
             return False
         found = {
             symbol: self.by_source.get(sources[symbol][0].name)
             for symbol in condition.free_symbols
             if sources.get(symbol)
         }
-        dims = {s: dim for s, dim in found.items() if type(dim) is Dim and dim.max <= _OPEN_END}
+        dims = {s: dim for s, dim in found.items() if type(dim) is Dim and dim.max <= OPEN_END}
         specs = {d.__name__: DimSpec(d.__name__, least_size(d), d.max) for d in dims.values()}
         points = math.prod(_upper(spec) - spec.lower + 1 for spec in specs.values())
-        if dims.keys() != condition.free_symbols or points > _OPEN_END:
+        if dims.keys() != condition.free_symbols or points > OPEN_END:
             return False
-        table = DimTable({str(symbol): dim.__name__ for symbol, dim in dims.items()}, specs)
+        names = {str(symbol): dim.__name__ for symbol, dim in dims.items()}
+        table = DimTable(names, specs, sizes=self._sizes)
         try:
             _check(branches.required(condition), table, SourceLine("", 0))
         except UnsupportedOperatorError:
@@ -328,21 +310,22 @@ def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
         return
     symbols = sorted(condition.free_symbols, key=str)
     specs = [dims[symbol] for symbol in symbols]
-    ranges = [np.arange(spec.lower, _upper(spec) + 1) for spec in specs]
+    every = (np.arange(spec.lower, _upper(spec) + 1) for spec in specs)
+    ranges = [dims.sizes.get(d.name, sizes) for d, sizes in zip(specs, every, strict=True)]
     text = condition.xreplace(
         {s: sympy.Symbol(d.name) for s, d in zip(symbols, specs, strict=True)}
     )
-    if functools.reduce(operator.mul, map(len, ranges)) > _MOST_POINTS:
+    if functools.reduce(operator.mul, map(len, ranges)) > MOST_POINTS:
         widest = max(specs, key=lambda spec: _upper(spec) - spec.lower)
-        most = int(_MOST_POINTS ** (1 / len(specs)))
+        most = int(MOST_POINTS ** (1 / len(specs)))
         raise narrower(
             f"The model relies on {text}, which cannot be checked over so many sizes; give the "
             f"dims {', '.join(d.name for d in specs)} smaller ranges.",
             *(widest.name, widest.lower, widest.lower + most - 1),
         )
     grids = np.meshgrid(*ranges, indexing="ij")
-    holds = evaluate(condition, dict(zip(symbols, grids, strict=True)))
-    failing = np.argwhere(~np.broadcast_to(holds, grids[0].shape))
+    found = holds(condition, dict(zip(symbols, grids, strict=True)))
+    failing = np.argwhere(~np.broadcast_to(found, grids[0].shape))
     if len(failing) == 0:
         return
     first = failing[0]
@@ -381,36 +364,10 @@ def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
 
 def _modulus(condition: Any, symbol: sympy.Symbol) -> int | None:
     """Return the number by which a condition asks a size to be divided; None where it does not."""
-    remainders = condition.atoms(*_REMAINDERS)
+    remainders = condition.atoms(*REMAINDERS)
     found = {n for size, n in (r.args for r in remainders) if size == symbol and n.is_Integer}
     return int(max(found)) if found else None
 
 
 def _upper(spec: DimSpec) -> int:
-    return _OPEN_END if spec.upper is None else spec.upper
-
-
-def evaluate(expr: Any, values: Mapping[sympy.Symbol, np.ndarray]) -> Any:
-    """Evaluate an integer or logical expression for arrays of sizes."""
-    if expr in values:
-        return values[expr]
-    if expr.is_Integer:
-        return np.int64(int(expr))
-    if expr.is_number and expr.is_real:
-        return np.float64(float(expr))
-    if expr in (sympy.true, sympy.false):
-        return np.bool_(expr == sympy.true)
-    args = [evaluate(arg, values) for arg in expr.args]
-    if isinstance(expr, sympy.Not):
-        return np.logical_not(args[0])
-    for kind, rounded in _ROUNDED:
-        if isinstance(expr, kind):
-            return rounded(args[0])
-    if isinstance(expr, sympy.Pow) and expr.args[1].is_Integer and expr.args[1] >= 0:
-        return functools.reduce(operator.mul, itertools.repeat(args[0], int(expr.args[1])))
-    for classes, combine in _FOLDS:
-        if isinstance(expr, classes):
-            return functools.reduce(combine, args)
-    raise UnsupportedOperatorError(
-        f"The model relies on a condition over {type(expr).__name__}, which cannot be checked."
-    )
+    return OPEN_END if spec.upper is None else spec.upper

@@ -195,6 +195,27 @@ class OuterState:
             if line not in deciding:
                 warnings.warn(text, RelaxDiscWarning, stacklevel=callers_depth())
 
+    def kept(self) -> dict[str, Any]:
+        """Return all that the last trace found, for `put_back` after others."""
+        return {**vars(self), "_pinned": set(self._pinned)}
+
+    def put_back(self, kept: dict[str, Any]) -> None:
+        """Hold again what a trace before the last one found."""
+        vars(self).update(kept)
+
+    def relied_on(self) -> tuple[list[Guard], SourceLine | None]:
+        """Return what the last trace relies on, for `rely_also`."""
+        return self.guards, self.layout_line
+
+    def rely_also(self, others: Iterable[tuple[list[Guard], SourceLine | None]]) -> None:
+        """Let the program rely as well on what traces of other ways through the code do."""
+        known = {(guard.what, guard.part, guard.names): guard for guard in self.guards}
+        for guards, line in others:
+            self.layout_line = self.layout_line or line
+            for guard in guards:
+                known.setdefault((guard.what, guard.part, guard.names), guard)
+        self.guards = list(known.values())
+
     def outer_tensor(self, lifted: Tensor) -> OuterTensor | None:
         """Return what a constant of the exported program is, None for one that it made itself."""
         found = self._inputs.get(id(lifted))

@@ -1,0 +1,320 @@
+"""Export one program that is right at all declared sizes.
+
+torch.export makes a program at the sizes of the example and keeps what the model's code does there.
+What it relies on is checked at all declared sizes.  Where that fails it is made again at sizes that
+tell more; and where the model's code branches on a size, once for each way that it takes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import UserError
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from relax_disc.errors import RelaxDiscError, ShapeRangeError
+from relax_disc.frontend.capture.custom_functions import CustomCalls, custom_functions
+from relax_disc.frontend.capture.example_values import example_values
+from relax_disc.frontend.capture.loops.cut import LoopBody, cut_loops
+from relax_disc.frontend.capture.loops.steps import RecordedLoops
+from relax_disc.frontend.capture.model_checks import EagerBranches, tensor_checks
+from relax_disc.frontend.capture.sizes.branches import (
+    SizeBranches,
+    lines_that_fix_sizes,
+    size_branches,
+)
+from relax_disc.frontend.capture.sizes.counted import merge_equal_masks, refuse_other_sizes
+from relax_disc.frontend.capture.sizes.dims import (
+    DimTable,
+    Sizes,
+    dim_table,
+    enlarge,
+    least_size,
+    roots_stay,
+)
+from relax_disc.frontend.capture.sizes.guards import (
+    ProvedConditions,
+    SizeBranch,
+    check_asked,
+    check_assertions,
+    check_derived_dims,
+    check_numbers,
+    refusal_of_ways,
+    varying_branches,
+)
+from relax_disc.frontend.capture.sizes.same_program import Side, parting_line
+from relax_disc.frontend.capture.sizes.ways import Ways
+from relax_disc.frontend.capture.source_lines import SourceLine
+from relax_disc.frontend.capture.torch_call import call_export
+
+_logger = logging.getLogger(__name__)
+
+_MOST_WAYS = 8
+"""Ways that a model's code takes beyond these are not exported: each takes as long as the first."""
+
+_MOST_EXAMPLES = 3
+"""A program of one size may rely on what fails at others, and be right for all when made there."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """What one export has recorded, with its loops cut out."""
+
+    program: ExportedProgram
+    bodies: list[LoopBody]
+    branches: SizeBranches
+    lines: list[SourceLine]
+    calls: CustomCalls
+    example: Any  # what data decided
+    dims: DimTable = field(default_factory=lambda: DimTable({}, {}))
+    varying: tuple[SizeBranch, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is exported, and for which sizes."""
+
+    wrapped: Any
+    example: Any
+    dynamic_shapes: Any
+    declared: Mapping[int, Mapping[int, Any]]
+    leaves: Sequence[Any]
+    by_source: Mapping[str, Any]
+
+    def export(self) -> Recording:
+        """Export one program that is right at all declared sizes.
+
+        Raises `ShapeRangeError`: there is none; and what `call_export` raises.
+        """
+        ways = Ways(self.by_source)
+        run = error = None
+        try:
+            run = self._checked(ways, {}, {})
+        except ShapeRangeError as refusal:
+            error = refusal
+        if error is not None and not ways:
+            raise error
+        if run is not None and not ways:
+            return run
+        try:
+            return self._all_ways(ways, run)
+        except _AnotherProgram as parting:
+            error = error or refusal_of_ways(ways, run.dims)
+            raise parting.worded(error) from error.__cause__
+
+    def _all_ways(self, ways: Ways, run: Recording | None) -> Recording:
+        """Return the program of most sizes, if at the others the ways that they take are the same.
+
+        ``run``: one that is right for the example's way. Raises `_AnotherProgram`: some way is
+        another program, or cannot be exported.
+        """
+        outer, runs, relied_on = self.wrapped.outer, {}, []
+        mine = dict(ways.example_sizes)
+        kept = outer.kept()
+        ways.are_free = True
+        while True:
+            *others, most = classes = {_key(part): part for part in ways.classes()}
+            if run is not None and _holds(classes[most], mine):
+                runs[most] = run
+            missing = [key for key in (*others, most) if key not in runs]
+            if not missing:
+                break
+            part = classes[missing[0]]
+            if max(len(classes), len(relied_on)) > _MOST_WAYS:
+                raise _AnotherProgram(part)
+            try:
+                runs[missing[0]] = self._way(ways, part)
+            except _AnotherProgram:
+                if len(ways.classes()) == len(classes):
+                    raise  # else what was asked on this way divides the sizes further
+            relied_on.append(outer.relied_on())
+        if runs[most] is run:
+            outer.put_back(kept)
+        elif list(runs)[-1] != most:
+            runs[most] = self._way(ways, classes[most])
+        outer.rely_also(relied_on)  # on what the code of other ways read
+        for key in others:
+            line = parting_line(_side(runs[most]), _side(runs[key]))
+            if line is not None:
+                raise _AnotherProgram(classes[key], line)
+        return runs[most]
+
+    def _way(self, ways: Ways, part: Sizes) -> Recording:
+        """Export for the sizes of a class."""
+        sizes = ways.example(part)
+        shapes = pytree.tree_map(lambda dim: _within(dim, part), self.dynamic_shapes)
+        dims = [dim for by_axis in self.declared.values() for dim in by_axis.values()]
+        roots = {dim.root.__name__ for dim in dims if hasattr(dim, "root")}
+        if roots & part.keys():  # other sizes are declared by one of them
+            shapes = self.dynamic_shapes
+            if 1 in sizes.values():
+                raise _AnotherProgram(part)
+        try:
+            return replace(self, dynamic_shapes=shapes)._checked(ways, part, sizes)
+        except RelaxDiscError as error:
+            _logger.info("a way cannot be exported: %s", error)
+            raise _AnotherProgram(part) from error
+
+    def _checked(self, ways: Ways, part: Sizes, sizes: Mapping[str, int]) -> Recording:
+        """Export a program that is right at all declared sizes, or at a part of them.
+
+        Where one that was made at ``sizes`` is not, it is made at others.
+        """
+        first: ShapeRangeError | None = None
+        equals = False  # whether the example's sizes were equal where others are not
+        is_longer = False  # whether the example was too short to tell what stands in the way
+        for left in reversed(range(_MOST_EXAMPLES)):
+            proved = ProvedConditions(self.by_source, part)
+            try:
+                with roots_stay(self.by_source):
+                    run = self._recorded(sizes, ways, equals, proved, may_grow=bool(left))
+                self._check(run, part, equals)
+                return run
+            except Exception as error:
+                # torch.export took sizes for numbers
+                fixed = isinstance(error.__cause__, UserError)
+                fails_at = getattr(error, "fails_at", {}) or (proved.fails_at if fixed else {})
+                grown = {**sizes, **_in_range(fails_at, self.declared)}
+                last = not left or (fixed and (first is not None or not fails_at))
+                last = last or not _holds(part, grown)
+                if not isinstance(error, ShapeRangeError) or not error.dims or last:
+                    if first is None or (is_longer and not fixed):
+                        raise
+                    raise first from None
+                is_longer = is_longer or (fixed and not error.fails_at)
+                equals = equals or not fixed
+                first = first or error
+                sizes = grown
+        raise AssertionError("the last example raises or returns")
+
+    def _recorded(
+        self, sizes: Mapping[str, int], ways: Ways, equals: bool, proved: Any, may_grow: bool
+    ) -> Recording:
+        """Export; where a loop cannot be one step, once more as it is written.
+
+        ``may_grow``: where another example would help, that is left to the caller.
+        """
+        wrapped = self.wrapped
+        args, kwargs = _enlarged(self.example, self.declared, sizes)
+        loops, eager_branches = RecordedLoops(), EagerBranches()
+        loops.least = {name: least_size(dim) for name, dim in self.by_source.items()}
+        while True:
+            ways.begin()
+            with (
+                eager_branches.answered(),
+                tensor_checks(),
+                size_branches(ways) as branches,
+                proved.kept_back(branches),
+                lines_that_fix_sizes() as lines,
+                custom_functions() as calls,
+                example_values(wrapped, self.leaves) as example,
+            ):
+                branches.ones_are_general = equals
+                try:
+                    program = call_export(
+                        wrapped, args, kwargs, self.dynamic_shapes, lines, branches, loops
+                    )
+                    bodies = cut_loops(program.graph_module, loops.lines)
+                    return Recording(program, bodies, branches, lines, calls, example)
+                except Exception as error:
+                    if may_grow and isinstance(error.__cause__, UserError) and proved.fails_at:
+                        raise loops.explained(error) from error.__cause__
+                    if eager_branches.give_up() or loops.give_up(error):
+                        continue
+                    if not wrapped.outer.give_up_live_numbers(error):
+                        raise loops.explained(error) from error.__cause__
+
+    def _check(self, run: Recording, part: Sizes, equals: bool) -> None:
+        program, branches = run.program, run.branches
+        _erase_unread(program.graph_module)
+        refuse_other_sizes(program)
+        merge_equal_masks(program.graph_module)
+        run.dims = table = dim_table(program, self.leaves, self.declared, part)
+        run.varying = varying = varying_branches(program, table, branches)
+        check_assertions(program, table, branches, varying)
+        check_derived_dims(program, table, branches, run.lines, varying)
+        if equals:
+            check_asked(program, table, branches)
+        check_numbers(program, table, branches)
+
+
+def _enlarged(
+    example: Any, declared: Mapping[int, Mapping[int, Any]], sizes: Mapping[str, int]
+) -> Any:
+    """Make every dynamic axis of the example at least 2 long, and some of the sizes of dims."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: enlarge(tensor, declared.get(id(tensor), {}), sizes), example
+    )
+
+
+def _in_range(
+    sizes: Mapping[str, int], declared: Mapping[int, Mapping[int, Any]]
+) -> dict[str, int]:
+    """Cut sizes of dims, by name, to the greatest that is declared for each."""
+    dims = (dim for by_axis in declared.values() for dim in by_axis.values())
+    roots = (getattr(dim, "root", dim) for dim in dims)
+    most = {root.__name__: root.max for root in roots if isinstance(root, torch.export.Dim)}
+    return {name: int(min(size, most.get(name, size))) for name, size in sizes.items()}
+
+
+def _erase_unread(module: fx.GraphModule) -> None:
+    """Erase sizes that depend on data where only checks of them are left."""
+    graph = module.graph
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    if not any(node.meta.get("unbacked_bindings") for node in nodes):
+        return
+    checks = ("aten._assert_scalar.", "aten.sym_constrain_range")
+    of_data = {node for node in nodes if node.meta.get("unbacked_bindings")}
+    for node in nodes:
+        if of_data.intersection(node.all_input_nodes):
+            of_data.add(node)
+    for node in reversed(nodes):
+        unread = not node.users and (not node.is_impure() or str(node.target).startswith(checks))
+        if node in of_data and unread:
+            graph.erase_node(node)
+    module.recompile()
+
+
+def _key(part: Sizes) -> tuple[Any, ...]:
+    return tuple((name, sizes.tobytes()) for name, sizes in part.items())
+
+
+def _holds(part: Sizes, sizes: Mapping[str, int]) -> bool:
+    return all(sizes[name] in part[name] for name in part)
+
+
+def _within(dim: Any, part: Sizes) -> Any:
+    """Declare a dim for the sizes of a class; PyTorch has no symbol for one size alone."""
+    sizes = part.get(getattr(dim, "__name__", ""))
+    if sizes is None:
+        return dim
+    return None if len(sizes) == 1 else Dim(dim.__name__, min=int(sizes[0]), max=int(sizes[-1]))
+
+
+def _side(run: Recording) -> Side:
+    return Side(run.program, run.dims, run.bodies)
+
+
+class _AnotherProgram(Exception):
+    """The model's code is another program at some sizes, from a line on, if that is known."""
+
+    def __init__(self, part: Sizes, line: SourceLine | None = None) -> None:
+        super().__init__()
+        self._at = ", ".join(f"{name}={int(sizes[-1])}" for name, sizes in part.items())
+        self._line = line
+
+    def worded(self, error: ShapeRangeError) -> ShapeRangeError:
+        """Add it to an error, which is why the example's way alone is not right at all sizes."""
+        where = f" from {self._line} on" if self._line is not None and self._line.file else ""
+        before = str(error).rstrip(".")
+        worded = ShapeRangeError(
+            f"{before}. At {self._at} the model's code is another program{where}."
+        )
+        vars(worded).update(vars(error))
+        return worded

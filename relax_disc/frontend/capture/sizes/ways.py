@@ -1,0 +1,119 @@
+"""Branches of a model's own code on the size of one dim that go two ways within its range.
+
+``if pad > 0: y = y[:, :length]`` is written for speed: where the padding is 0, the slice takes all
+of ``y``.  torch.export keeps the way of the example and would be right for some sizes alone; of
+``length == 1`` it does not even note that, since its symbols are 2 or more.  Each way is exported
+for the sizes that take it, and where all are one program (:mod:`.same_program`) that program is
+right for all sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+from torch.export import Dim
+
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.capture.sizes.dims import Sizes, least_size
+from relax_disc.frontend.capture.sizes.evaluation import OPEN_END, evaluate
+from relax_disc.frontend.capture.source_lines import SourceLine
+
+
+class Ways:
+    """The conditions on one dim that a model's code asked for and that not all its sizes fulfil.
+
+    ``by_source``: what is declared of each axis, by the name that PyTorch has for its size.
+    ``are_free``: whether the example's answer is given without a note that it must hold.
+    ``asked``: the conditions, over symbols named after the dims, as the example has them, with the
+    lines that asked. ``example_sizes``: at which the last export was made, by dim.
+    """
+
+    def __init__(self, by_source: Mapping[str, Any]) -> None:
+        self._by_source = by_source
+        self._tables: dict[str, dict[bytes, np.ndarray]] = {}  # truth at each size, by dim
+        self.example_sizes: dict[str, int] = {}
+        self.asked: dict[Any, SourceLine] = {}
+        self.are_free = False
+
+    def __bool__(self) -> bool:
+        """Whether there is more than one way."""
+        return bool(self._tables)
+
+    def begin(self) -> None:
+        """Forget what was asked, before another export; where ways are free it adds up."""
+        if not self.are_free:
+            self._tables.clear()
+            self.asked.clear()
+
+    def truth(self, condition: torch.SymBool, line: SourceLine) -> bool | None:
+        """Note a condition; return its truth where ways are free and it has two."""
+        expr: Any = condition.node.expr
+        symbols = sorted(expr.free_symbols, key=str)
+        env = condition.node.shape_env
+        found = {self._dim(env, symbol) for symbol in symbols}
+        dim = found.pop() if len(found) == 1 else None
+        if dim is None:
+            return None
+        sizes = _declared(dim)
+        try:
+            table = np.broadcast_to(evaluate(expr, dict.fromkeys(symbols, sizes)), sizes.shape)
+        except UnsupportedOperatorError:
+            return None
+        if table.all() or not table.any():
+            return None
+        at_example = {symbol: env.backed_var_to_val[symbol] for symbol in symbols}
+        truth = bool(expr.xreplace(at_example))
+        name = sympy.Symbol(dim.__name__, integer=True, positive=True)
+        asked = expr.xreplace(dict.fromkeys(symbols, name))
+        self.asked.setdefault(asked if truth else sympy.Not(asked), line)
+        self._tables.setdefault(dim.__name__, {})[table.tobytes()] = table
+        self.example_sizes[dim.__name__] = int(next(iter(at_example.values())))
+        return truth if self.are_free else None
+
+    def _dim(self, env: Any, symbol: sympy.Symbol) -> Any:
+        sources = (source.name for source in env.var_to_sources.get(symbol, ()))
+        dims = (self._by_source.get(name) for name in sources)
+        return next((d for d in dims if type(d) is Dim and d.max <= OPEN_END), None)
+
+    def classes(self) -> list[Sizes]:
+        """Split the sizes so that each part answers alike; the part with most sizes is the last."""
+        dims = {dim.__name__: dim for dim in self._by_source.values() if type(dim) is Dim}
+        split = [
+            [(name, part) for part in _parts(_declared(dims[name]), list(tables.values()))]
+            for name, tables in self._tables.items()
+        ]
+        classes = [dict(combination) for combination in itertools.product(*split)]
+        return sorted(classes, key=lambda part: math.prod(map(len, part.values())))
+
+    def example(self, part: Sizes) -> dict[str, int]:
+        """Choose sizes of a class to export at.
+
+        Each is beyond the first size of every way, if it can be: what the ways count, such as
+        chunks, is more than 1 there, which PyTorch would take for a number.
+        """
+        firsts: dict[str, int] = dict.fromkeys(part, 2)
+        for other in self.classes():
+            for name, sizes in other.items():
+                firsts[name] = max(firsts[name], int(sizes[0]))
+        return {name: _size_of(sizes, firsts[name]) for name, sizes in part.items()}
+
+
+def _size_of(sizes: np.ndarray, least: int) -> int:
+    beyond = sizes[sizes >= least]
+    beyond = beyond[beyond <= 4 * least] if len(beyond) else sizes
+    return int(beyond[len(beyond) * 3 // 4])
+
+
+def _declared(dim: Any) -> np.ndarray:
+    return np.arange(least_size(dim), int(dim.max) + 1)
+
+
+def _parts(sizes: np.ndarray, tables: list[np.ndarray]) -> list[np.ndarray]:
+    _, part = np.unique(np.stack(tables), axis=1, return_inverse=True)
+    return [sizes[part.reshape(-1) == k] for k in range(int(part.max()) + 1)]

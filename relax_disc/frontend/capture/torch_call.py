@@ -1,0 +1,162 @@
+"""Call torch.export, and tell in the words of this package why it refuses a model."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import UserError, UserErrorType
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.export import ExportedProgram
+from torch.fx.experimental import _config as symbolic_config
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from relax_disc.errors import InputMismatchError, RelaxDiscError, UnsupportedOperatorError
+from relax_disc.frontend.capture.export_mode import ExportMode
+from relax_disc.frontend.capture.loops.steps import LoopRefusal, RecordedLoops, recorded_loops
+from relax_disc.frontend.capture.model_patches import (
+    cumulative_averages,
+    hooks_as_before,
+    inlined_checkpoints,
+    masks_unread,
+    own_attributes,
+)
+from relax_disc.frontend.capture.sizes.branches import SizeBranches, overlaps_by_stride
+from relax_disc.frontend.capture.sizes.stand_ins import stand_ins
+from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
+from relax_disc.frontend.capture.state.randomness import no_foreign_randomness
+from relax_disc.frontend.capture.torch_errors import (
+    contradiction,
+    data_dependent,
+    first_part,
+    is_of_torch,
+    traceback_text,
+    translated,
+    untraceable,
+)
+
+
+def call_export(
+    wrapped: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    lines: Sequence[SourceLine],
+    branches: SizeBranches,
+    loops: RecordedLoops,
+) -> ExportedProgram:
+    """Export; where torch cannot prove what it relies on, once more with assertions to check."""
+
+    def attempt(deferred: bool) -> ExportedProgram:
+        # nn.LSTM and its like keep their weights in a list beside the parameters.
+        warnings.filterwarnings("ignore", message="The tensor attributes .* were assigned")
+        with (
+            ExportMode(),
+            recorded_loops(loops),
+            stand_ins(),
+            no_foreign_randomness(wrapped.outer.moving),
+            hooks_as_before(wrapped),
+        ):
+            return torch.export.export(
+                wrapped,
+                args,
+                kwargs,
+                dynamic_shapes=dynamic_shapes,
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=deferred,
+            )
+
+    try:
+        with (
+            own_attributes(wrapped),
+            warnings.catch_warnings(),
+            inlined_checkpoints(),
+            masks_unread(),
+            cumulative_averages(),
+            overlaps_by_stride(),
+        ):
+            for deferred in () if branches.ones_are_general else (False, True):
+                try:
+                    return attempt(deferred)
+                except UserError as error:
+                    if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+                        raise
+                except AssertionError as error:  # while torch words what it asks of the dims
+                    if not is_of_torch(error):
+                        raise
+            # Sizes such as ``length - 1`` may be 1 without being treated apart, as dims may.
+            branches.ones_are_general = True
+            with symbolic_config.patch(backed_size_oblivious=True):
+                return attempt(deferred=True)
+    except (
+        GuardOnDataDependentSymNode,
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    ) as error:
+        raise data_dependent(error) from error
+    except UnsupportedOperatorException as error:
+        raise untraceable(error) from error
+    except UserError as error:
+        raise translated(error, lines) from error
+    except (RelaxDiscError, LoopRefusal):
+        raise
+    except (RuntimeError, AttributeError) as error:
+        if isinstance(error, AttributeError) and not is_of_torch(error):
+            raise  # the model's own
+        line = parse_stack(traceback_text(error))
+        reason = first_part(error)
+        if "Batching rule not implemented for relax_disc::inner_gradient" in reason:
+            reason = (
+                "gradients of each sample (torch.func.grad inside vmap) are not compiled; take the "
+                "gradient of a sum by torch.autograd.grad, or compute them beside the step, on the "
+                "model itself"
+            )
+        raise UnsupportedOperatorError(
+            f"{line}: PyTorch cannot trace the model: {reason}",
+            (("what torch.export cannot trace", str(line)),),
+        ) from error
+    except TypeError as error:
+        if "unhashable type: non-nested SymInt" not in str(error):
+            raise  # the model's own
+        line = parse_stack(traceback_text(error))
+        raise UnsupportedOperatorError(
+            f"{line}: a size that differs between batches is the key of a dict or a member of a "
+            "set; compute what is kept there each time, or keep it for the greatest size and "
+            "slice that.",
+            (("a size as a key", str(line)),),
+        ) from error
+    except ValueError as error:
+        trace = traceback_text(error)
+        if re.search(r"\bs\d+\b", str(error)):  # PyTorch asks for a number, and got a symbol
+            line = parse_stack(trace)
+            raise UnsupportedOperatorError(
+                f"{line}: PyTorch cannot trace the model with symbolic sizes: {first_part(error)}",
+                (("what torch.export cannot trace", str(line)),),
+            ) from error
+        if isinstance(error, fx.proxy.TraceError) and branches.numbers:
+            line = next(iter(branches.numbers.values()))
+            raise UnsupportedOperatorError(
+                f"{line}: a Python number is made of sizes that differ between batches; compute it "
+                "with tensors or with torch.sym_int, torch.sym_float and torch.sym_sqrt.",
+                (("a number made of sizes", str(line)),),
+            ) from error
+        if ", in make_fake_inputs" not in trace:  # the model's own
+            raise
+        raise InputMismatchError(f"example_inputs cannot be exported: {error}") from error
+    except AssertionError as error:
+        # torch's own, made while it words what the model asks of the dims; the model's stay.
+        if not is_of_torch(error):
+            raise
+        reason = (
+            f"it branches on a size in a way that torch.export cannot put into words ({error}), "
+            "such as `if length % 5`; pad or cut outside the model"
+        )
+        raise contradiction(reason, lines) from error
