@@ -38,6 +38,7 @@ from relax_disc.frontend.capture.sizes.dims import (
     least_size,
     roots_stay,
 )
+from relax_disc.frontend.capture.sizes.evaluation import OPEN_END
 from relax_disc.frontend.capture.sizes.guards import (
     ProvedConditions,
     SizeBranch,
@@ -294,7 +295,10 @@ def _within(dim: Any, part: Sizes) -> Any:
     sizes = part.get(getattr(dim, "__name__", ""))
     if sizes is None:
         return dim
-    return None if len(sizes) == 1 else Dim(dim.__name__, min=int(sizes[0]), max=int(sizes[-1]))
+    if len(sizes) == 1:
+        return Dim.STATIC
+    is_open = sizes[-1] == OPEN_END and dim.max > OPEN_END
+    return Dim(dim.__name__, min=int(sizes[0]), max=None if is_open else int(sizes[-1]))
 
 
 def _side(run: Recording) -> Side:

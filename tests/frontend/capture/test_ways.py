@@ -236,15 +236,86 @@ def test_what_another_way_reads_is_watched():
         step(*batch(2, 8))
 
 
-def test_a_way_of_length_one_alone_is_still_refused():
-    class One(Layered):
-        def ways(self, x):
-            return 2 * x if x.shape[1] == 1 else x
+class One(Layered):
+    """What PyTorch's tracing takes for settled: its symbols are 2 or more."""
 
-    with pytest.raises(ShapeRangeError, match="t"):
-        capture_step(One(), None, batch(3, 6), dynamic_shapes=shapes())
-    captured = capture_step(One(), None, batch(3, 6), dynamic_shapes=shapes(least=2))
-    assert captured is not None
+    asks = staticmethod(lambda size: size == 1)
+
+    def ways(self, x):
+        return 2 * x if self.asks(x.shape[1]) else x
+
+
+QUESTIONS = (
+    lambda size: size == 1,
+    lambda size: not size != 1,
+    lambda size: size < 2,
+    lambda size: not size - 1,
+    lambda size: size in (0, 1),
+    lambda size: max(size, 2) > size,
+)
+
+
+@pytest.mark.parametrize("most", [17, None])
+@pytest.mark.parametrize("asks", QUESTIONS)
+def test_a_length_of_one_that_goes_another_way_is_refused(asks, most):
+    """It went the way of all others, and nothing told."""
+    model = One()
+    model.asks = asks
+    with pytest.raises(ShapeRangeError, match=r"give Dim\('t', min=2.*another program from"):
+        capture_step(model, None, batch(3, 6), dynamic_shapes=shapes(most=most))
+    assert capture_step(model, None, batch(3, 6), dynamic_shapes=shapes(2, most)) is not None
+
+
+def test_a_size_that_is_declared_by_another_is_seen_too():
+    class Shifted(Layered):
+        def forward(self, x, y):
+            factor = 2.0 if y.shape[1] == 4 else 1.0
+            return (factor * self.layer(x)[:, 1:] * y).square().mean()
+
+    length = Dim("t", min=2, max=17)
+    example = (*batch(3, 6), batch(3, 5)[0])
+    with pytest.raises(ShapeRangeError, match="t=5"):
+        capture_step(Shifted(), None, example, dynamic_shapes=({1: length}, {1: length - 1}))
+
+
+class Extended(Layered):
+    """As Hugging Face's masks: positions of one row are given to all rows, if there are more."""
+
+    def ways(self, x):
+        positions = torch.arange(x.shape[1])[None]
+        if positions.shape[0] != x.shape[0]:
+            positions = positions.expand(x.shape[0], -1)
+        return x * positions[..., None]
+
+
+class Causal(Layered):
+    """Attention that is causal where there is more than one position."""
+
+    def ways(self, x):
+        x = x[:, None]
+        return functional.scaled_dot_product_attention(x, x, x, is_causal=bool(x.shape[2] > 1))[
+            :, 0
+        ]
+
+
+@pytest.mark.parametrize("kind", [Extended, Causal])
+def test_sizes_of_one_that_need_no_way_of_their_own(kind):
+    torch.manual_seed(0)
+    model = kind()
+    captured = capture_step(model, None, batch(3, 6), dynamic_shapes=shapes())
+    sizes = [(3, 6), (1, 1), (7, 17), (1, 9), (2, 1)]
+    check_gradients(captured, model, [batch(*size) for size in sizes], least=5e-6)
+
+
+def test_attention_that_is_causal_otherwise_is_refused():
+    class Switched(Layered):
+        def ways(self, x):
+            x = x[:, None]
+            causal = bool(x.shape[2] > 2)
+            return functional.scaled_dot_product_attention(x, x, x, is_causal=causal)[:, 0]
+
+    with pytest.raises(ShapeRangeError, match="another program"):
+        capture_step(Switched(), None, batch(3, 6), dynamic_shapes=shapes())
 
 
 def state_space():

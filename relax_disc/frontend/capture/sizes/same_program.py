@@ -2,8 +2,8 @@
 
 Both are straight lines of operators, in the order of the model's code.  Left out are operators that
 return their operand unchanged at all those sizes (a slice of the whole, padding by nothing, a copy)
-and what nobody reads.  What is left must be the same, one by one: the operator, its operands, and each
-size that it is given, which is evaluated at all those sizes.
+and what nobody reads.  What is left must be the same, one by one: the operator, its operands, and
+each size that it is given, which is evaluated at all those sizes.
 
 Limits: programs with sizes that depend on data are never called the same.
 """
@@ -34,6 +34,7 @@ _ATEN = torch.ops.aten
 _CHECKS = ("aten._assert_scalar.", "aten.sym_constrain_range", "aten._assert_tensor_metadata.")
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
 _COPIES = {_ATEN.clone.default, _ATEN.contiguous.default}
+_SHAPING = {_ATEN.expand.default, _ATEN.reshape.default, _ATEN.view.default}
 _PADDING = {_ATEN.constant_pad_nd.default, _ATEN.pad.default}
 _SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)
 _NUMBERS = (*_SYMBOLIC, int, float)
@@ -170,7 +171,7 @@ class _Comparison:
             operand = self._operand(node, side)
             if operand is None:
                 continue
-            is_view = node.target is _ATEN.slice.Tensor
+            is_view = node.target in (_ATEN.slice.Tensor, _ATEN.expand.default, _ATEN.view.default)
             if is_view or (may_copy and not written & {node, _memory(operand)}):
                 found[node] = found.get(operand, operand)
         return found
@@ -185,6 +186,13 @@ class _Comparison:
             return x if whole and (start is None or self._is(_value(start), 0, side)) else None
         if node.target in _COPIES:
             return args[0]
+        if node.target in _SHAPING:
+            shapes = [x.meta["val"].shape for x in (args[0], node)]
+            alike = len(shapes[0]) == len(shapes[1]) and all(
+                self._holds(sympy.Eq, before, after, side)
+                for before, after in zip(*shapes, strict=True)
+            )
+            return args[0] if alike else None
         if node.target in _PADDING:
             mode = args[2] if node.target is _ATEN.pad.default and len(args) > 2 else "constant"
             x, amounts = args[:2]

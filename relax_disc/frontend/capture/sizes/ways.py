@@ -54,36 +54,39 @@ class Ways:
     def truth(self, condition: torch.SymBool, line: SourceLine) -> bool | None:
         """Note a condition; return its truth where ways are free and it has two."""
         expr: Any = condition.node.expr
-        symbols = sorted(expr.free_symbols, key=str)
         env = condition.node.shape_env
-        found = {self._dim(env, symbol) for symbol in symbols}
-        dim = found.pop() if len(found) == 1 else None
-        if dim is None:
+        dims = {symbol: self._dim(env, symbol) for symbol in expr.free_symbols}
+        roots = {_root(dim) for dim in dims.values()}
+        root = roots.pop() if len(roots) == 1 else None
+        if root is None:
             return None
-        sizes = _declared(dim)
+        sizes = _declared(root)
+        values = {symbol: _of_root(dim, sizes) for symbol, dim in dims.items()}
         try:
-            table = np.broadcast_to(evaluate(expr, dict.fromkeys(symbols, sizes)), sizes.shape)
+            table = np.broadcast_to(evaluate(expr, values), sizes.shape)
         except UnsupportedOperatorError:
             return None
         if table.all() or not table.any():
             return None
-        at_example = {symbol: env.backed_var_to_val[symbol] for symbol in symbols}
+        at_example = {symbol: env.backed_var_to_val[symbol] for symbol in dims}
         truth = bool(expr.xreplace(at_example))
-        name = sympy.Symbol(dim.__name__, integer=True, positive=True)
-        asked = expr.xreplace(dict.fromkeys(symbols, name))
+        name = sympy.Symbol(root.__name__, integer=True, positive=True)
+        asked = expr.xreplace({symbol: _of_root(dim, name) for symbol, dim in dims.items()})
         self.asked.setdefault(asked if truth else sympy.Not(asked), line)
-        self._tables.setdefault(dim.__name__, {})[table.tobytes()] = table
-        self.example_sizes[dim.__name__] = int(next(iter(at_example.values())))
+        self._tables.setdefault(root.__name__, {})[table.tobytes()] = table
+        at = [values[symbol] == int(size) for symbol, size in at_example.items()]
+        self.example_sizes[root.__name__] = int(sizes[np.logical_and.reduce(at).argmax()])
         return truth if self.are_free else None
 
     def _dim(self, env: Any, symbol: sympy.Symbol) -> Any:
         sources = (source.name for source in env.var_to_sources.get(symbol, ()))
         dims = (self._by_source.get(name) for name in sources)
-        return next((d for d in dims if type(d) is Dim and d.max <= OPEN_END), None)
+        return next((dim for dim in dims if type(_root(dim)) is Dim), None)
 
     def classes(self) -> list[Sizes]:
         """Split the sizes so that each part answers alike; the part with most sizes is the last."""
-        dims = {dim.__name__: dim for dim in self._by_source.values() if type(dim) is Dim}
+        roots = map(_root, self._by_source.values())
+        dims = {root.__name__: root for root in roots if type(root) is Dim}
         split = [
             [(name, part) for part in _parts(_declared(dims[name]), list(tables.values()))]
             for name, tables in self._tables.items()
@@ -110,8 +113,17 @@ def _size_of(sizes: np.ndarray, least: int) -> int:
     return int(beyond[len(beyond) * 3 // 4])
 
 
+def _root(dim: Any) -> Any:
+    """Return the dim by which another is declared, such as ``T`` for ``T - 1``; else itself."""
+    return getattr(dim, "root", dim)
+
+
+def _of_root(dim: Any, size: Any) -> Any:
+    return size if _root(dim) is dim else dim.fn(size)
+
+
 def _declared(dim: Any) -> np.ndarray:
-    return np.arange(least_size(dim), int(dim.max) + 1)
+    return np.arange(least_size(dim), int(min(dim.max, OPEN_END)) + 1)
 
 
 def _parts(sizes: np.ndarray, tables: list[np.ndarray]) -> list[np.ndarray]:
