@@ -349,13 +349,10 @@ def branch_checks(branches: Sequence[SizeBranch], symbols: SymbolTranslator) -> 
                 "decide it."
             ) from error
         message = (
-            (
-                f"the model branches at {branch.line}, and goes the example's way where {asked}. "
-                "Crop or pad the batch, or compile a second step with such a batch as the example."
-            )
-            .replace("{", "{{")
-            .replace("}", "}}")
+            f"the model {branch.what} at {branch.line}, and goes the example's way where {asked}. "
+            "Crop or pad the batch, or compile a second step with such a batch as the example."
         )
+        message = message.replace("{", "{{").replace("}", "}}")
         is_unequal = isinstance(branch.condition, sympy.Ne)
         checks.append(SizeCheck(text[0], "!=" if is_unequal else "<=", text[1], message))
         if isinstance(branch.condition, sympy.Eq):

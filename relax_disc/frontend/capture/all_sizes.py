@@ -42,6 +42,7 @@ from relax_disc.frontend.capture.sizes.evaluation import OPEN_END
 from relax_disc.frontend.capture.sizes.guards import (
     ProvedConditions,
     SizeBranch,
+    branches_of_squeezes,
     check_asked,
     check_assertions,
     check_derived_dims,
@@ -237,7 +238,8 @@ class Task:
         refuse_other_sizes(program)
         merge_equal_masks(program.graph_module)
         run.dims = table = dim_table(program, self.leaves, self.declared, part)
-        run.varying = varying = varying_branches(program, table, branches)
+        varying = varying_branches(program, table, branches)
+        run.varying = varying = (*varying, *branches_of_squeezes(program, table))
         check_assertions(program, table, branches, varying)
         check_derived_dims(program, table, branches, run.lines, varying)
         if equals:

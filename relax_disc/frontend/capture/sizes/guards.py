@@ -34,6 +34,7 @@ from relax_disc.frontend.capture.sizes.evaluation import (
     REMAINDERS,
     holds,
 )
+from relax_disc.frontend.capture.sizes.squeezes import squeezed_sizes
 from relax_disc.frontend.capture.sizes.ways import Ways
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.spec import DimSpec
@@ -45,6 +46,7 @@ class SizeBranch:
 
     condition: Any  # what holds at the example's sizes, over PyTorch's symbols
     line: SourceLine
+    what: str = "branches"  # what the model does there
 
 
 def varying_branches(
@@ -73,6 +75,19 @@ def varying_branches(
             _check(condition, dims, line)
         except ShapeRangeError:
             found.append(SizeBranch(condition, line))
+    return tuple(found)
+
+
+def branches_of_squeezes(program: ExportedProgram, dims: DimTable) -> tuple[SizeBranch, ...]:
+    """List the sizes that must not be 1, since eager PyTorch would remove their axes."""
+    found = []
+    for node, size in squeezed_sizes(program.graph_module):
+        if {str(symbol) for symbol in size.free_symbols} <= set(dims.names):
+            branch = SizeBranch(sympy.Ne(size, 1), source_line(node), "squeezes an axis")
+            try:
+                _check(branch.condition, dims, branch.line)
+            except ShapeRangeError:
+                found.append(branch)
     return tuple(found)
 
 

@@ -1,0 +1,93 @@
+"""Axes that ``squeeze`` removes in eager PyTorch where their size is 1, which a program cannot."""
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional
+
+import relax_disc
+from relax_disc.errors import ShapeRangeError
+
+SHAPES = {0: Dim("n", min=1, max=7), 1: Dim("t", min=1, max=9)}
+SIZES = ((3, 4), (1, 5), (2, 1), (1, 1), (7, 9))
+
+
+class Model(nn.Module):
+    """``[n, t, 4]`` to a loss, through a function that squeezes."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+def compiled(function):
+    torch.manual_seed(0)
+    model = Model(function)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options = {"dynamic_shapes": (SHAPES,), "loss_fn": lambda model, x: model(x)}
+    return model, relax_disc.compile(model, optimizer, (torch.randn(3, 6, 4),), **options)
+
+
+def gradients(model, loss):
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+SEEN = {  # the axes whose size must not be 1
+    "a sum over the axis that follows": (lambda x: x.squeeze(1).sum(1).square().mean(), {1}),
+    "no axis named": (lambda x: x.squeeze().mean(0).square().sum(), {0, 1}),
+    "a mean over the rows": (lambda x: x[:, 0].squeeze(0).mean(0).square().sum(), {0}),
+    "the last one": (lambda x: x[..., 0].squeeze(-1).mean(-1).square().sum(), {1}),
+    "both by number": (lambda x: x.squeeze((0, 1)).mean(0).square().sum(), {0, 1}),
+    "a question": (lambda x: x.mean() if x.squeeze(0).dim() == 3 else x.square().mean(), {0}),
+    "transposed": (lambda x: x[:, 0].squeeze(0).T.softmax(0)[0].square().mean(), {0}),
+}
+
+
+@pytest.mark.parametrize("what", SEEN)
+def test_sizes_of_one_are_refused_where_a_value_depends_on_them(what):
+    function, axes = SEEN[what]
+    model, step = compiled(function)
+    for rows, length in SIZES:
+        x = torch.randn(rows, length, 4)
+        if any((rows, length)[axis] == 1 for axis in axes):
+            with pytest.raises(
+                ShapeRangeError, match=r"squeezes an axis at .*test_squeezes.py:\d+"
+            ):
+                step(x)
+        else:
+            torch.testing.assert_close(step(x), model(x).detach())
+
+
+def scores(x):
+    return functional.mse_loss(x[:, 0, :1].squeeze(), x[:, 0, 1])
+
+
+UNSEEN = {
+    "scores of rows": scores,
+    "elementwise": lambda x: (x[:, 0].squeeze(0).tanh() * 2 + x[:, 0]).square().mean(),
+    "layers": lambda x: functional.linear(x.mean(1).squeeze(0), x.new_ones(2, 4)).sum(),
+    "sums by negative axes": lambda x: x[:, :1].squeeze(0).softmax(-1).square().sum((-1, -2)).sum(),
+    "an axis that is no dim": lambda x: x[:, :, :1].squeeze(-1).mean(1).square().sum(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("what", UNSEEN)
+def test_sizes_of_one_train_where_no_value_depends_on_them(what):
+    model, step = compiled(UNSEEN[what])
+    for rows, length in SIZES:
+        x = torch.randn(rows, length, 4)
+        expected = gradients(model, lambda x=x: model(x))
+        torch.testing.assert_close(step(x, update=False), model(x).detach())
+        for parameter in model.parameters():
+            parameter.grad = None
+        step(x, update=False)
+        found = [parameter.grad for parameter in model.parameters()]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
