@@ -239,7 +239,7 @@ class Task:
         merge_equal_masks(program.graph_module)
         run.dims = table = dim_table(program, self.leaves, self.declared, part)
         varying = varying_branches(program, table, branches)
-        run.varying = varying = (*varying, *branches_of_squeezes(program, table))
+        run.varying = varying = (*varying, *branches_of_squeezes(program, table, branches.squeezes))
         check_assertions(program, table, branches, varying)
         check_derived_dims(program, table, branches, run.lines, varying)
         if equals:
@@ -289,7 +289,7 @@ def _key(part: Sizes) -> tuple[Any, ...]:
 
 
 def _holds(part: Sizes, sizes: Mapping[str, int]) -> bool:
-    return all(sizes[name] in part[name] for name in part)
+    return all(name not in sizes or sizes[name] in some for name, some in part.items())
 
 
 def _within(dim: Any, part: Sizes) -> Any:

@@ -24,10 +24,18 @@ from relax_disc.frontend.capture.loops.steps import set_item
 from relax_disc.frontend.capture.recurrent_layers import recurrent_layers, refusal, refuse_packing
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
 from relax_disc.frontend.capture.sizes import stand_ins
+from relax_disc.frontend.capture.sizes.squeezes import Squeezes
 
 
 class ExportMode(TorchFunctionMode):
-    """While active, the calls of `REPLACED` are replaced where a replacement is not None."""
+    """While active, the calls of `REPLACED` are replaced where a replacement is not None.
+
+    ``squeezes``: takes note of axes that are squeezed, and of questions for what is left.
+    """
+
+    def __init__(self, squeezes: Squeezes) -> None:
+        super().__init__()
+        self._squeezes = squeezes
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -48,6 +56,7 @@ class ExportMode(TorchFunctionMode):
             example = example_values.active()
             if func is Tensor.item and example is not None:
                 example.take(args[0], result)
+            self._squeezes.note(func, args, result)
         return result
 
 

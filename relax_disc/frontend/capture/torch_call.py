@@ -59,7 +59,7 @@ def call_export(
         # nn.LSTM and its like keep their weights in a list beside the parameters.
         warnings.filterwarnings("ignore", message="The tensor attributes .* were assigned")
         with (
-            ExportMode(),
+            ExportMode(branches.squeezes),
             recorded_loops(loops),
             stand_ins(),
             no_foreign_randomness(wrapped.outer.moving),

@@ -68,6 +68,8 @@ def gather(emitter: Emitter, x: Any, axis: int, index: Any, sparse_grad: bool = 
         emitter.shape(index),
         emitter.shape(x),
     )
+    if len(emitter.shape(narrow)) != len(wanted):  # one number everywhere, say
+        narrow = index
     pairs = zip(emitter.shape(narrow), wanted, strict=True)
     spread = [constant(own) == 1 and constant(n) != 1 for own, n in pairs]
     of_x = zip(spread, wanted, extents, strict=False)

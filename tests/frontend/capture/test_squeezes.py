@@ -39,6 +39,10 @@ def gradients(model, loss):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+def times_axes(x):
+    return x.ndim * x.square().mean()
+
+
 SEEN = {  # the axes whose size must not be 1
     "a sum over the axis that follows": (lambda x: x.squeeze(1).sum(1).square().mean(), {1}),
     "no axis named": (lambda x: x.squeeze().mean(0).square().sum(), {0, 1}),
@@ -46,6 +50,9 @@ SEEN = {  # the axes whose size must not be 1
     "the last one": (lambda x: x[..., 0].squeeze(-1).mean(-1).square().sum(), {1}),
     "both by number": (lambda x: x.squeeze((0, 1)).mean(0).square().sum(), {0, 1}),
     "a question": (lambda x: x.mean() if x.squeeze(0).dim() == 3 else x.square().mean(), {0}),
+    "a question later": (lambda x: times_axes(x.squeeze(0).tanh()), {0}),
+    "a question for the shape": (lambda x: len(x.squeeze(0).shape) * x.square().mean(), {0}),
+    "in place": (lambda x: x[:, 0].clone().squeeze_(0).mean(0).square().sum(), {0}),
     "transposed": (lambda x: x[:, 0].squeeze(0).T.softmax(0)[0].square().mean(), {0}),
 }
 

@@ -298,6 +298,7 @@ FAMILIES = {
         lambda x, i: F.embedding(i, torch.cat([x, x])[:, :3]),
         lambda x, i: torch.gather(x, 1, i),
         lambda x, i: torch.gather(x, 1, i[:, :1]),
+        lambda x, i: torch.gather(x, 1, torch.zeros_like(i[:, :1])),
         lambda x, i: torch.zeros_like(x).scatter(1, i[:, :1], x[:, :1]),
         lambda x, i: torch.zeros_like(x).scatter(1, i, 2.5),
         lambda x, i, y: x.scatter(1, i, y),

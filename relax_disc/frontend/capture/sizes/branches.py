@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.frontend.capture import model_checks
+from relax_disc.frontend.capture.sizes.squeezes import Squeezes
 from relax_disc.frontend.capture.sizes.ways import Ways
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
 
@@ -47,6 +48,7 @@ class SizeBranches:
         self.asked: dict[Any, SourceLine] = {}
         self.numbers: dict[Any, SourceLine] = {}  # that `int` or `float` made of an expression
         self.ones_are_general = False
+        self.squeezes = Squeezes()
 
     def add(self, condition: Any, line: SourceLine) -> None:
         """Note a condition, whether it held or not, and the line that asked."""

@@ -34,7 +34,7 @@ from relax_disc.frontend.capture.sizes.evaluation import (
     REMAINDERS,
     holds,
 )
-from relax_disc.frontend.capture.sizes.squeezes import squeezed_sizes
+from relax_disc.frontend.capture.sizes.squeezes import Squeezes
 from relax_disc.frontend.capture.sizes.ways import Ways
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.spec import DimSpec
@@ -78,10 +78,12 @@ def varying_branches(
     return tuple(found)
 
 
-def branches_of_squeezes(program: ExportedProgram, dims: DimTable) -> tuple[SizeBranch, ...]:
+def branches_of_squeezes(
+    program: ExportedProgram, dims: DimTable, squeezes: Squeezes
+) -> tuple[SizeBranch, ...]:
     """List the sizes that must not be 1, since eager PyTorch would remove their axes."""
     found = []
-    for node, size in squeezed_sizes(program.graph_module):
+    for node, size in squeezes.sizes(program.graph_module):
         if {str(symbol) for symbol in size.free_symbols} <= set(dims.names):
             branch = SizeBranch(sympy.Ne(size, 1), source_line(node), "squeezes an axis")
             try:

@@ -8,11 +8,14 @@ axis of size 1 that is missing changes no value of elementwise operators, sums a
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from relax_disc.frontend.capture.source_lines import SourceLine, calling_line, source_line
 
 _ATEN = torch.ops.aten
 _SQUEEZES = (
@@ -22,6 +25,13 @@ _SQUEEZES = (
     _ATEN.squeeze_.default,
     _ATEN.squeeze_.dim,
     _ATEN.squeeze_.dims,
+)
+_CALLS = (torch.squeeze, Tensor.squeeze, Tensor.squeeze_)
+_QUESTIONS = (
+    Tensor.dim,
+    Tensor.size,
+    Tensor.ndim.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
 )
 _OVER_ALL = (_ATEN.sum.default, _ATEN.mean.default)
 _OF_LAST_AXES = (
@@ -50,17 +60,45 @@ _LOSSES = (
 _NO_REDUCTION = 0
 
 
-def squeezed_sizes(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
-    """Find the nodes that remove axes of dynamic sizes if they are 1, and those sizes."""
-    for part in module.modules():
-        if not isinstance(part, fx.GraphModule):
-            continue
-        for node in part.graph.nodes:
-            if node.target in _SQUEEZES:
+class Squeezes:
+    """The squeezes of an export whose result, or what was computed from it, was asked for its axes.
+
+    The answer is Python's, of which the exported program knows nothing.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[int, tuple[Tensor, SourceLine]] = {}
+        self._asked: set[SourceLine] = set()
+
+    def note(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        """Note a call of the user's."""
+        if func in _CALLS:
+            self._results[id(result)] = result, calling_line()
+        elif self._results:
+            found = [self._results.get(id(x)) for x in pytree.tree_leaves(args)]
+            for _, line in filter(None, found):
+                if func in _QUESTIONS:
+                    self._asked.add(line)
+                for x in pytree.tree_leaves(result):
+                    if isinstance(x, Tensor):
+                        self._results[id(x)] = x, line
+
+    def sizes(self, module: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
+        """Find the nodes that remove axes of dynamic sizes if they are 1, and those sizes.
+
+        Left out are those of which no value tells.
+        """
+        for part in module.modules():
+            if not isinstance(part, fx.GraphModule):
+                continue
+            for node in part.graph.nodes:
+                if node.target not in _SQUEEZES:
+                    continue
                 shape = node.args[0].meta["val"].shape
                 axes = {axis % len(shape) for axis in _axes(node, len(shape))}
                 dynamic = {axis for axis in axes if isinstance(shape[axis], torch.SymInt)}
-                if dynamic and (dynamic != {0} or not _is_unseen(node)):
+                asked = source_line(node) in self._asked
+                if dynamic and (asked or dynamic != {0} or not _is_unseen(node)):
                     yield from ((node, shape[axis].node.expr) for axis in sorted(dynamic))
 
 
@@ -72,12 +110,7 @@ def _axes(node: fx.Node, rank: int) -> Any:
 
 
 def _is_unseen(node: fx.Node) -> bool:
-    """Whether no value depends on a first axis of size 1 being there; one was asked for at least.
-
-    What nobody reads was made to ask for its axes (`.dim()`).
-    """
-    if not node.users:
-        return False
+    """Whether no value depends on a first axis of size 1 being there."""
     waiting, seen = [node], {node}
     while waiting:
         for user in waiting.pop().users:
