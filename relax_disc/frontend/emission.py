@@ -23,6 +23,7 @@ from relax_disc.frontend.index_checks import (
     Guards,
     IndexChecks,
     branch_checks,
+    extent_checks,
     normalization_checks,
 )
 from relax_disc.frontend.optimizer.gradients import declare_gradients, emit_sums
@@ -133,6 +134,7 @@ def _emit(
             *checks.sizes,
             *normalization_checks(exported.program, symbols),
             *branch_checks(exported.size_branches, symbols),
+            *extent_checks(traced.graph.graph, exported.dims, symbols),
         ),
         outer=outer_of(traced.arguments, exported),
         counted=counted,

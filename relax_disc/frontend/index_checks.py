@@ -23,7 +23,8 @@ from tvm.ir import StringImm
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.errors import GraphError, ShapeRangeError
 from relax_disc.frontend.capture.arguments import Argument
-from relax_disc.frontend.capture.sizes.guards import SizeBranch
+from relax_disc.frontend.capture.sizes.dims import DimTable
+from relax_disc.frontend.capture.sizes.guards import SizeBranch, everywhere
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.emitter import Emitter
 from relax_disc.frontend.index_ranges import IndexRanges, Interval, Size, required
@@ -322,6 +323,29 @@ def normalization_checks(program: ExportedProgram, symbols: SymbolTranslator) ->
         extents = f"[{extents}]" if "group" in name else f"torch.Size([{extents}])"
         message = f"{text} when training, got input size {extents}{_at_line(node)}"
         checks.append(SizeCheck(size, "!=", 1, message, tuple(shape)))
+    return checks
+
+
+def extent_checks(graph: fx.Graph, dims: DimTable, symbols: SymbolTranslator) -> list[SizeCheck]:
+    """Find the sizes that would be negative somewhere in the declared ranges.
+
+    PyTorch traces with sizes of 2 or more and writes them so: ``x[:, 1:]`` twice has ``t - 2``
+    positions, where for ``t = 1`` it has none.
+    """
+    checks, seen = [], set()
+    for node in graph.nodes:
+        for size in getattr(node.meta.get("val"), "shape", ()):
+            expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+            if expr in seen or expr.is_nonnegative:
+                continue
+            seen.add(expr)
+            if everywhere(expr >= 0, dims) is False:
+                message = (
+                    f"traced with longer batches, the model has a tensor of {{limit}} elements "
+                    f"along an axis{_at_line(node)}. Crop or pad the batch, or declare the dim "
+                    "with a larger min."
+                )
+                checks.append(SizeCheck(0, "<=", symbols.arithmetic(expr), message))
     return checks
 
 

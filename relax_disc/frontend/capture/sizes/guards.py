@@ -318,6 +318,19 @@ class GuardWatch:
                 _check(general(guard.expr), dims, SourceLine("", 0))
 
 
+def everywhere(condition: Any, dims: DimTable) -> bool | None:
+    """Whether a condition holds at all declared sizes; None where that cannot be told."""
+    if not {str(symbol) for symbol in condition.free_symbols} <= set(dims.names):
+        return None
+    try:
+        _check(condition, dims, SourceLine("", 0))
+    except UnsupportedOperatorError:
+        return None
+    except ShapeRangeError as error:
+        return None if not error.dims else False
+    return True
+
+
 def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
     # Two inputs may have symbols of their own for one dim.
     names: dict[str, sympy.Symbol] = {}

@@ -1,4 +1,4 @@
-"""Axes that ``squeeze`` removes in eager PyTorch where their size is 1, which a program cannot."""
+"""What eager PyTorch does otherwise at sizes of 1: squeezed axes, and sizes less two."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_sizes_of_one_are_refused_where_a_value_depends_on_them(what):
         x = torch.randn(rows, length, 4)
         if any((rows, length)[axis] == 1 for axis in axes):
             with pytest.raises(
-                ShapeRangeError, match=r"squeezes an axis at .*test_squeezes.py:\d+"
+                ShapeRangeError, match=r"squeezes an axis at .*test_sizes_of_one.py:\d+"
             ):
                 step(x)
         else:
@@ -98,3 +98,17 @@ def test_sizes_of_one_train_where_no_value_depends_on_them(what):
         step(x, update=False)
         found = [parameter.grad for parameter in model.parameters()]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_sizes_that_would_be_negative_are_refused():
+    """Two positions less than one: the kernels wrote beside their tensors."""
+    model, step = compiled(lambda x: x.diff(n=2, dim=1).square().sum())
+    for rows, length in SIZES:
+        x = torch.randn(rows, length, 4)
+        if length == 1:
+            with pytest.raises(
+                ShapeRangeError, match=r"a tensor of -1 elements.*test_sizes_of_one.py"
+            ):
+                step(x)
+        else:
+            torch.testing.assert_close(step(x), model(x).detach())
