@@ -18,7 +18,7 @@ from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from relax_disc.errors import RelaxDiscError, ShapeRangeError
+from relax_disc.errors import ShapeRangeError
 from relax_disc.frontend.capture.custom_functions import CustomCalls, custom_functions
 from relax_disc.frontend.capture.example_values import example_values
 from relax_disc.frontend.capture.loops.cut import LoopBody, cut_loops
@@ -94,14 +94,13 @@ class Task:
 
         Raises `ShapeRangeError`: there is none; and what `call_export` raises.
         """
-        ways = Ways(self.by_source)
-        run = error = None
+        ways, run, error = Ways(self.by_source), None, None
         try:
             run = self._checked(ways, {}, {})
         except ShapeRangeError as refusal:
+            if not ways:
+                raise
             error = refusal
-        if error is not None and not ways:
-            raise error
         if run is not None and not ways:
             return run
         try:
@@ -143,7 +142,7 @@ class Task:
         outer.rely_also(relied_on)  # on what the code of other ways read
         for key in others:
             line = parting_line(_side(runs[most]), _side(runs[key]))
-            if line is not None:
+            if line is not None or len(runs[most].calls) != len(runs[key].calls):
                 raise _AnotherProgram(classes[key], line)
         return runs[most]
 
@@ -159,7 +158,7 @@ class Task:
                 raise _AnotherProgram(part)
         try:
             return replace(self, dynamic_shapes=shapes)._checked(ways, part, sizes)
-        except RelaxDiscError as error:
+        except Exception as error:  # the model's own too, which may refuse those sizes
             _logger.info("a way cannot be exported: %s", error)
             raise _AnotherProgram(part) from error
 

@@ -185,7 +185,30 @@ class Reorders(Layered):
         return x - y if x.shape[1] % 4 == 0 else y - x
 
 
+class LeavesOutABias(Layered):
+    """An operand that is there on one way and None on the other."""
+
+    def ways(self, x):
+        bias = self.mixing.bias[:4] if x.shape[1] % 4 else None
+        return functional.linear(x, self.mixing.weight[:4, :4], bias)
+
+
+class LeavesOutAParameter(Layered):
+    """As above, a parameter itself."""
+
+    def ways(self, x):
+        return functional.layer_norm(x, (4,), None, self.layer.bias if x.shape[1] % 4 else None)
+
+
+class ReadsAnother(Layered):
+    def ways(self, x):
+        return x * (self.layer.bias if x.shape[1] % 4 else self.mixing.bias[:4])
+
+
 OTHER_PROGRAMS = (
+    LeavesOutABias,
+    LeavesOutAParameter,
+    ReadsAnother,
     Doubles,
     AddsAnotherNumber,
     CutsTooMuch,
@@ -199,6 +222,19 @@ OTHER_PROGRAMS = (
 def test_ways_that_are_other_programs_are_refused(kind):
     with pytest.raises(ShapeRangeError, match=r"At t=\d+ the model's code is another program"):
         capture_step(kind(), None, batch(3, 6), dynamic_shapes=shapes())
+
+
+class RefusesShortOnes(Layered):
+    def ways(self, x):
+        if x.shape[1] < 4:
+            raise ValueError("too short")
+        return self.blocks(functional.pad(x, (0, 0, 0, -x.shape[1] % 4)))
+
+
+def test_a_model_that_raises_at_some_sizes_is_refused_with_the_range():
+    with pytest.raises(ShapeRangeError, match=r"give Dim\('t', min=4"):
+        capture_step(RefusesShortOnes(), None, batch(3, 6), dynamic_shapes=shapes())
+    assert capture_step(RefusesShortOnes(), None, batch(3, 6), dynamic_shapes=shapes(4)) is not None
 
 
 def test_the_refusal_names_the_line_where_the_ways_part():

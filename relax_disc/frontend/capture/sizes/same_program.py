@@ -81,10 +81,20 @@ def parting_line(one: Side, other: Side) -> SourceLine | None:
     return None
 
 
+def _counts(body: LoopBody) -> tuple[int, ...]:
+    places = len(body.parts), len(body.written)
+    return (body.carries, body.wholes, body.lasts, body.stacked, *places)
+
+
+def _places(body: LoopBody) -> list[Any]:
+    places = (*body.parts, *body.written)
+    return [body.count, *((place.axis, place.factor, place.offset) for place in places)]
+
+
 class _Comparison:
     def __init__(self, one: Side, other: Side) -> None:
         self._one, self._other = one, other
-        self._equal: dict[tuple[Any, Any], bool] = {}
+        self._equal: dict[tuple[Any, ...], bool] = {}
 
     def run(self) -> None:
         """Compare all; raises `_Different`."""
@@ -97,15 +107,9 @@ class _Comparison:
             raise _Different
         self._modules(one.graph_module, other.graph_module, is_whole=True)
         for left, right in zip(self._one.loops, self._other.loops, strict=True):
-            counts = [
-                (b.carries, b.wholes, b.lasts, b.stacked, len(b.parts), len(b.written))
-                for b in (left, right)
-            ]
-            places = [
-                [(b.count, *((p.axis, p.factor, p.offset) for p in (*b.parts, *b.written)))]
-                for b in (left, right)
-            ]
-            if counts[0] != counts[1] or not self._same_leaves(*places):
+            if _counts(left) != _counts(right):
+                raise _Different(left.line)
+            if not self._same_leaves(_places(left), _places(right)):
                 raise _Different(left.line)
             modules = [fx.GraphModule({}, body.graph) for body in (left, right)]
             self._modules(modules[0], modules[1])
@@ -120,8 +124,10 @@ class _Comparison:
 
         def same(left: Any, right: Any) -> bool:
             left, right = unchanged.get(left, left), other_unchanged.get(right, right)
-            if left in matched or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
-                return matched.get(left) is right
+            if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+                return False
+            if left in matched:
+                return matched[left] is right
             if left.op == right.op == "placeholder":
                 return is_whole and self._are_one_input(left, right)
             if left.op != "get_attr" or right.op != "get_attr":
@@ -141,20 +147,20 @@ class _Comparison:
         for left, right in itertools.zip_longest(lines, other_lines):
             if left is None or right is None or not self._same_call(left, right, same):
                 telling = left if len(lines) > len(other_lines) else right
-                raise _Different(source_line(telling))
+                raise _Different(source_line(telling) if telling is not None else None)
             matched[left] = right
 
     def _same_call(self, left: fx.Node, right: fx.Node, same: Callable[..., bool]) -> bool:
         if left.op != right.op or left.target != right.target:
             return False
-        args = [(node.args, node.kwargs) for node in (left, right)]
         if left.target is _ATTENTION and self._is_of_one(left):
-            args = [_not_causal(node) for node in (left, right)]
-        return self._same_leaves(*args, same)
+            return self._same_leaves(_not_causal(left), _not_causal(right), same)
+        return self._same_leaves((left.args, left.kwargs), (right.args, right.kwargs), same)
 
     def _is_of_one(self, node: fx.Node) -> bool:
         """Whether attention is of one position to one: a causal mask would hide nothing."""
-        lengths = (x.meta["val"].shape[-2] for x in node.args[:2])
+        operands: Any = node.args[:2]
+        lengths = (x.meta["val"].shape[-2] for x in operands)
         return all(self._is(length, 1, self._one) for length in lengths)
 
     def _passes(self, module: fx.GraphModule, side: Side) -> dict[fx.Node, fx.Node]:
@@ -179,7 +185,8 @@ class _Comparison:
     def _operand(self, node: fx.Node, side: Side) -> fx.Node | None:
         args: Any = node.args
         if node.target is _ATEN.slice.Tensor:
-            x, axis, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+            axis, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+            x: Any = args[0]
             size = x.meta["val"].shape[axis]
             reaches = end is None or self._holds(sympy.Ge, _value(end), size, side)
             whole = step == 1 and reaches
