@@ -43,7 +43,13 @@ _LINEAR = {
 }
 
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,  # so that some lengths are whole chunks and others are not
+}
 
 
 def _speech(batch: int, frames: int, target: int) -> Batch:
@@ -264,6 +270,35 @@ OF_TRANSFORMERS = [
             chunk_size=8,
         ),
     ),
+    of_tokens(
+        "Mamba 2, any length",
+        built(
+            "Mamba2",
+            "ForCausalLM",
+            **_RECURRENT,
+            state_size=8,
+            num_heads=8,
+            head_dim=8,
+            n_groups=2,
+            chunk_size=16,
+        ),
+    ),
+    of_tokens(
+        "Zamba 2",
+        built(
+            "Zamba2",
+            "ForCausalLM",
+            **{**LLAMA, "num_hidden_layers": 3},
+            layers_block_type=["mamba", "mamba", "hybrid"],
+            mamba_d_state=8,
+            mamba_headdim=8,
+            mamba_ngroups=2,
+            n_mamba_heads=8,
+            num_mem_blocks=1,
+            adapter_rank=4,
+            chunk_size=16,
+        ),
+    ),
     of_tokens("Falcon Mamba", built("FalconMamba", "ForCausalLM", **_RECURRENT, state_size=8)),
     of_tokens(
         "Jamba",
@@ -335,6 +370,7 @@ OF_TRANSFORMERS = [
             mamba_num_heads=8,
             mamba_head_dim=8,
             n_groups=2,
+            chunk_size=16,
         ),
     ),
     of_tokens(

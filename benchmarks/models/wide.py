@@ -84,10 +84,12 @@ _OWN_KEYS: dict[str, dict[str, Any]] = {
     "Mamba 2": {"num_heads": 12},
     "Kimi Linear": {"num_key_value_heads": 6, "linear_head_dim": 64},
     # A state-space layer is twice as wide as the model, and a chunk holds the longest batch.
-    "Bamba": {"mamba_d_head": 96},
-    "Falcon-H1": {"mamba_d_head": 96, "mamba_d_ssm": 768},
+    "Bamba": {"mamba_d_head": 96, "mamba_chunk_size": 256},
+    "Falcon-H1": {"mamba_d_head": 96, "mamba_d_ssm": 768, "mamba_chunk_size": 256},
     "Nemotron-H": {"mamba_head_dim": 96, "chunk_size": 256},
-    "Granite 4 hybrid": {"mamba_d_head": 96},
+    "Granite 4 hybrid": {"mamba_d_head": 96, "mamba_chunk_size": 256},
+    "Mamba 2, any length": {"num_heads": 12, "chunk_size": 256},
+    "Zamba 2": {"mamba_headdim": 96, "chunk_size": 256},
     "DeepSeek-V3, latent attention": {"num_key_value_heads": 6},
     "Wav2Vec2, CTC": {"conv_dim": (256, 256)},
     "timm convit_tiny": {"embed_dim": 48, "num_heads": 4},  # a head's width
