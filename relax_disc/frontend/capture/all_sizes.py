@@ -94,20 +94,19 @@ class Task:
 
         Raises `ShapeRangeError`: there is none; and what `call_export` raises.
         """
-        ways, run, error = Ways(self.by_source), None, None
+        ways, run = Ways(self.by_source), None
         try:
             run = self._checked(ways, {}, {})
-        except ShapeRangeError as refusal:
+        except ShapeRangeError:
             if not ways:
                 raise
-            error = refusal
         if run is not None and not ways:
             return run
         try:
             return self._all_ways(ways, run)
         except _AnotherProgram as parting:
-            error = error or refusal_of_ways(ways, run.dims)
-            raise parting.worded(error) from error.__cause__
+            error = refusal_of_ways(ways, parting.at)
+            raise parting.worded(error) from parting.__cause__
 
     def _all_ways(self, ways: Ways, run: Recording | None) -> Recording:
         """Return the program of most sizes, if at the others the ways that they take are the same.
@@ -168,7 +167,7 @@ class Task:
         Where one that was made at ``sizes`` is not, it is made at others.
         """
         first: ShapeRangeError | None = None
-        equals = False  # whether the example's sizes were equal where others are not
+        equals = bool(part)  # whether the example's sizes were equal where others are not
         is_longer = False  # whether the example was too short to tell what stands in the way
         for left in reversed(range(_MOST_EXAMPLES)):
             proved = ProvedConditions(self.by_source, part)
@@ -183,7 +182,7 @@ class Task:
                 fails_at = getattr(error, "fails_at", {}) or (proved.fails_at if fixed else {})
                 grown = {**sizes, **_in_range(fails_at, self.declared)}
                 last = not left or (fixed and (first is not None or not fails_at))
-                last = last or not _holds(part, grown)
+                last = last or not _holds(part, grown) or ways.are_unseen
                 if not isinstance(error, ShapeRangeError) or not error.dims or last:
                     if first is None or (is_longer and not fixed):
                         raise
@@ -224,7 +223,8 @@ class Task:
                     bodies = cut_loops(program.graph_module, loops.lines)
                     return Recording(program, bodies, branches, lines, calls, example)
                 except Exception as error:
-                    if may_grow and isinstance(error.__cause__, UserError) and proved.fails_at:
+                    grows = may_grow and isinstance(error.__cause__, UserError) and proved.fails_at
+                    if grows or (ways.are_unseen and isinstance(error, ShapeRangeError)):
                         raise loops.explained(error) from error.__cause__
                     if eager_branches.give_up() or loops.give_up(error):
                         continue
@@ -311,15 +311,13 @@ class _AnotherProgram(Exception):
 
     def __init__(self, part: Sizes, line: SourceLine | None = None) -> None:
         super().__init__()
-        self._at = ", ".join(f"{name}={int(sizes[-1])}" for name, sizes in part.items())
+        self.at = {name: int(sizes[-1]) for name, sizes in part.items()}
         self._line = line
 
     def worded(self, error: ShapeRangeError) -> ShapeRangeError:
-        """Add it to an error, which is why the example's way alone is not right at all sizes."""
+        """Add it to an error, which tells of the branch."""
         where = f" from {self._line} on" if self._line is not None and self._line.file else ""
-        before = str(error).rstrip(".")
-        worded = ShapeRangeError(
-            f"{before}. At {self._at} the model's code is another program{where}."
-        )
+        at = ", ".join(f"{name}={size}" for name, size in self.at.items())
+        worded = ShapeRangeError(f"{error} At {at} the model's code is another program{where}.")
         vars(worded).update(vars(error))
         return worded

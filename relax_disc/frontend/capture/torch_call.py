@@ -87,7 +87,8 @@ def call_export(
                 try:
                     return attempt(deferred)
                 except UserError as error:
-                    if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+                    is_of_sizes = error.error_type is UserErrorType.CONSTRAINT_VIOLATION
+                    if not is_of_sizes or branches.ways.are_unseen:
                         raise
                 except AssertionError as error:  # while torch words what it asks of the dims
                     if not is_of_torch(error):

@@ -14,6 +14,7 @@ from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend import capture_step
 from relax_disc.frontend.capture.sizes.branches import SizeBranches
 from relax_disc.frontend.capture.sizes.evaluation import evaluate
+from relax_disc.frontend.capture.sizes.ways import Ways
 from tests.frontend.running import check_gradients
 
 LONGEST = 12
@@ -131,7 +132,7 @@ def test_lengths_that_all_fit_into_one_chunk(make):
 
 def test_strides_are_in_order_where_sizes_are_one():
     rows, length = sympy.symbols("rows length", integer=True, positive=True)
-    found = SizeBranches()
+    found = SizeBranches(Ways({}))
     found.ones_are_general = True
     required = found.required(8 * length < 8 * rows * length)
     at = np.array([1, 1, 2]), np.array([1, 9, 9])
@@ -219,7 +220,7 @@ def test_more_positions_than_a_table_has():
 
 
 def test_one_condition_or_another():
-    branches, size = SizeBranches(), sympy.Symbol("s", integer=True)
+    branches, size = SizeBranches(Ways({})), sympy.Symbol("s", integer=True)
     branches.ones_are_general = True  # PyTorch's 2 means 1 then
     either = sympy.Or(size >= 2, sympy.Eq(sympy.Min(32, size), size))
     expected = sympy.Or(size >= 1, sympy.Eq(sympy.Min(32, size), size))

@@ -38,11 +38,13 @@ _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 class SizeBranches:
     """The equalities of sizes on which a model's own code branched.
 
-    ``ones_are_general``: traced so that sizes of 1 take the way of all others, as declared dims do:
-    what PyTorch alone compared with 1 need not hold.
+    ``ways``: of conditions that differ within the range of a dim. ``ones_are_general``: traced so
+    that sizes of 1 take the way of all others, as declared dims do: what PyTorch alone compared
+    with 1 need not hold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ways: Ways) -> None:
+        self.ways = ways
         self._differences: dict[Any, SourceLine] = {}
         self._inequalities: set[Any] = set()
         self.asked: dict[Any, SourceLine] = {}
@@ -121,7 +123,7 @@ def size_branches(ways: Ways) -> Iterator[SizeBranches]:
 
     ``ways``: of conditions that differ within the range of a dim.
     """
-    found = SizeBranches()
+    found = SizeBranches(ways)
     before = torch.SymBool.__bool__
 
     def noting(self: Any) -> bool:

@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -212,15 +212,21 @@ def check_numbers(program: ExportedProgram, dims: DimTable, branches: SizeBranch
             ) from error
 
 
-def refusal_of_ways(ways: Ways, dims: DimTable) -> ShapeRangeError:
-    """Make the error of a model whose code goes two ways within the range of a dim."""
-    table = replace(dims, names={name: name for name in dims.specs}, sizes={})
-    for condition, line in ways.asked.items():
-        try:
-            _check(condition, table, line)
-        except ShapeRangeError as error:
-            return error
-    raise AssertionError("each condition that was asked fails at some size")
+def refusal_of_ways(ways: Ways, at: Mapping[str, int]) -> ShapeRangeError:
+    """Make the error of a model whose code goes another way at some sizes."""
+    specs = {
+        name: DimSpec(name, least_size(dim), None if dim.max > OPEN_END else int(dim.max))
+        for name, dim in ways.dims().items()
+    }
+    table = DimTable({name: name for name in specs}, specs)
+    sizes = {sympy.Symbol(name, integer=True, positive=True): size for name, size in at.items()}
+    broken = [condition for condition in ways.asked if condition.xreplace(sizes) == sympy.false]
+    condition = next(iter(broken or ways.asked))
+    try:
+        _check(condition, table, ways.asked[condition])
+    except ShapeRangeError as error:
+        return error
+    raise AssertionError("what was asked fails at some size")
 
 
 class ProvedConditions:

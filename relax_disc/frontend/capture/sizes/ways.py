@@ -45,6 +45,11 @@ class Ways:
         """Whether there is more than one way."""
         return bool(self._tables)
 
+    @property
+    def are_unseen(self) -> bool:
+        """Whether there are others than the way that is exported."""
+        return bool(self._tables) and not self.are_free
+
     def begin(self) -> None:
         """Forget what was asked, before another export; where ways are free it adds up."""
         if not self.are_free:
@@ -83,10 +88,14 @@ class Ways:
         dims = (self._by_source.get(name) for name in sources)
         return next((dim for dim in dims if type(_root(dim)) is Dim), None)
 
+    def dims(self) -> dict[str, Any]:
+        """Return the declared dims by name."""
+        roots = map(_root, self._by_source.values())
+        return {root.__name__: root for root in roots if type(root) is Dim}
+
     def classes(self) -> list[Sizes]:
         """Split the sizes so that each part answers alike; the part with most sizes is the last."""
-        roots = map(_root, self._by_source.values())
-        dims = {root.__name__: root for root in roots if type(root) is Dim}
+        dims = self.dims()
         split = [
             [(name, part) for part in _parts(_declared(dims[name]), list(tables.values()))]
             for name, tables in self._tables.items()
