@@ -144,6 +144,12 @@ def _canine(name: str, ranges: dict[str, tuple[int, int]], **options: Any) -> En
     )
 
 
+def _mamba_2(chunk_size: int) -> Callable[[], nn.Module]:
+    heads = {"num_heads": 8, "head_dim": 8, "n_groups": 2}
+    sizes = {"state_size": 8, "chunk_size": chunk_size}
+    return built("Mamba2", "ForCausalLM", **_RECURRENT, **heads, **sizes)
+
+
 def _of_chunks(name: str, make: Callable[[], nn.Module]) -> Entry:
     """Make an entry of a model that loops over chunks of 64: one chunk, some, and a part of one."""
     entry = of_tokens(name, make)
@@ -259,29 +265,11 @@ OF_TRANSFORMERS = [
     _of_length(
         "Mamba 2",  # lengths that its chunks divide
         8,
-        built(
-            "Mamba2",
-            "ForCausalLM",
-            **_RECURRENT,
-            state_size=8,
-            num_heads=8,
-            head_dim=8,
-            n_groups=2,
-            chunk_size=8,
-        ),
+        _mamba_2(chunk_size=8),
     ),
     of_tokens(
         "Mamba 2, any length",
-        built(
-            "Mamba2",
-            "ForCausalLM",
-            **_RECURRENT,
-            state_size=8,
-            num_heads=8,
-            head_dim=8,
-            n_groups=2,
-            chunk_size=16,
-        ),
+        _mamba_2(chunk_size=16),
     ),
     of_tokens(
         "Zamba 2",

@@ -10,6 +10,7 @@ from torch.nn import functional
 import relax_disc
 from relax_disc.errors import RelaxDiscError, ShapeRangeError
 from relax_disc.frontend import capture_step
+from tests.frontend.capture.test_size_branches import ByChunks
 from tests.frontend.running import check_gradients
 
 
@@ -360,15 +361,6 @@ def state_space():
     sizes = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
     config = transformers.BambaConfig(hidden_size=4, mamba_chunk_size=16, mamba_expand=8, **sizes)
     return bamba.BambaMixer(config, 0)
-
-
-class ByChunks(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x).square().mean()
 
 
 def test_lengths_of_several_chunks_of_a_state_space_model():

@@ -22,7 +22,7 @@ from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.capture.writes import is_new
 
 _ATEN, _OURS = torch.ops.aten, torch.ops.relax_disc
-_CHECKS = ("aten._assert_scalar.", "aten.sym_constrain_range", "aten._assert_tensor_metadata.")
+CHECKS = ("aten._assert_scalar.", "aten.sym_constrain_range", "aten._assert_tensor_metadata.")
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -363,7 +363,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _is_check(node: fx.Node) -> bool:
-    return str(node.target).startswith(_CHECKS) or isinstance(node.meta.get("val"), torch.SymBool)
+    return str(node.target).startswith(CHECKS) or isinstance(node.meta.get("val"), torch.SymBool)
 
 
 def _is_idle(node: fx.Node) -> bool:

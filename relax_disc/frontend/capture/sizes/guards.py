@@ -326,6 +326,8 @@ class GuardWatch:
 
 def everywhere(condition: Any, dims: DimTable) -> bool | None:
     """Whether a condition holds at all declared sizes; None where that cannot be told."""
+    if not condition.free_symbols:
+        return condition == sympy.true
     if not {str(symbol) for symbol in condition.free_symbols} <= set(dims.names):
         return None
     try:

@@ -16,22 +16,19 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import sympy
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture.loops.cut import LoopBody
+from relax_disc.frontend.capture.loops.cut import CHECKS, LoopBody
 from relax_disc.frontend.capture.sizes.dims import DimTable
-from relax_disc.frontend.capture.sizes.evaluation import MOST_POINTS, OPEN_END, holds
+from relax_disc.frontend.capture.sizes.guards import everywhere
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.capture.writes import writes
 
 _ATEN = torch.ops.aten
-_CHECKS = ("aten._assert_scalar.", "aten.sym_constrain_range", "aten._assert_tensor_metadata.")
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
 _COPIES = {_ATEN.clone.default, _ATEN.contiguous.default}
 _SHAPING = {_ATEN.expand.default, _ATEN.reshape.default, _ATEN.view.default}
@@ -94,7 +91,9 @@ def _places(body: LoopBody) -> list[Any]:
 class _Comparison:
     def __init__(self, one: Side, other: Side) -> None:
         self._one, self._other = one, other
-        self._equal: dict[tuple[Any, ...], bool] = {}
+        specs = one.dims.specs
+        self._dims = DimTable({name: name for name in specs}, specs, sizes=other.dims.sizes)
+        self._equal: dict[tuple[Any, ...], bool | None] = {}
 
     def run(self) -> None:
         """Compare all; raises `_Different`."""
@@ -267,25 +266,8 @@ class _Comparison:
     def _everywhere(self, relation: Any, left: sympy.Expr, right: sympy.Expr) -> bool:
         key = relation, left, right
         if key not in self._equal:
-            self._equal[key] = left == right or self._at_all_sizes(relation(left, right))
-        return self._equal[key]
-
-    def _at_all_sizes(self, condition: Any) -> bool:
-        dims = self._other.dims
-        names = sorted(str(symbol) for symbol in condition.free_symbols)
-        ranges = []
-        for name in names:
-            spec = self._one.dims.specs[name]
-            upper = OPEN_END if spec.upper is None else spec.upper
-            ranges.append(dims.sizes.get(name, np.arange(spec.lower, upper + 1)))
-        if math.prod(map(len, ranges)) > MOST_POINTS:
-            return False
-        grids = np.meshgrid(*ranges, indexing="ij")
-        try:
-            values = holds(condition, dict(zip(map(_symbol, names), grids, strict=True)))
-        except UnsupportedOperatorError:
-            return False
-        return bool(np.all(values))
+            self._equal[key] = left == right or everywhere(relation(left, right), self._dims)
+        return self._equal[key] is True
 
 
 def _needed(graph: fx.Graph, unchanged: dict[fx.Node, fx.Node]) -> list[fx.Node]:
@@ -297,7 +279,7 @@ def _needed(graph: fx.Graph, unchanged: dict[fx.Node, fx.Node]) -> list[fx.Node]
     left = [
         n
         for n in reversed(graph.nodes)
-        if n not in unchanged and not _is_size(n) and not str(n.target).startswith(_CHECKS)
+        if n not in unchanged and not _is_size(n) and not str(n.target).startswith(CHECKS)
     ]
     needed = {n for n in left if n.op == "output" or (n not in idle and _does_more(n))}
     count = -1
