@@ -42,6 +42,24 @@ std::pair<int, int> ChooseGrid(const Product<T>& p, int threads) {
   return best;
 }
 
+template <typename Kernel>
+void RunTeamWith(const Product<typename Kernel::Element>& product, int rows, int columns) {
+  WorkspaceScope workspace;
+  GemmTeam<Kernel> team(product, rows, columns, &workspace);
+  ParallelRegion(rows * columns, [&](int thread, int) { team.Run(thread); });
+}
+
+/*! \brief Compute a product by the kernel that its sizes ask for. */
+template <typename T>
+void RunTeam(const Product<T>& product, int rows, int columns) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (MayUseAmx(product.m, product.n, product.k)) {
+      return RunTeamWith<AmxKernel>(product, rows, columns);
+    }
+  }
+  RunTeamWith<FmaKernel<T>>(product, rows, columns);
+}
+
 /*! \brief Views of the last two axes of an operand for every index of the leading ones. */
 template <typename T>
 struct Batches {
@@ -195,16 +213,23 @@ void Define(const std::string& prefix, bool has_choice) {
 }  // namespace
 
 template <typename T>
+void MultiplySerial(const Product<T>& product, char* memory, int64_t bytes) {
+  if (FillIfNoDepth(product)) return;
+  LentWorkspace lent(memory, bytes);
+  RunTeam(product, 1, 1);
+}
+
+template <typename T>
 void Multiply(const Product<T>& product) {
   if (FillIfNoDepth(product)) return;
   int64_t work = product.m * product.n * product.k;
   int threads = static_cast<int>(std::clamp<int64_t>(work / kWorkPerThread, 1, NumThreads()));
   auto [rows, columns] = ChooseGrid(product, threads);
-  WorkspaceScope workspace;
-  GemmTeam<T> team(product, rows, columns, &workspace);
-  ParallelRegion(rows * columns, [&](int thread, int) { team.Run(thread); });
+  RunTeam(product, rows, columns);
 }
 
+template void MultiplySerial<float>(const Product<float>&, char*, int64_t);
+template void MultiplySerial<double>(const Product<double>&, char*, int64_t);
 template void Multiply<float>(const Product<float>&);
 template void Multiply<double>(const Product<double>&);
 

@@ -1,0 +1,405 @@
+#include "kernels/product/amx_kernel.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && \
+    defined(__AVX512VL__) && defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
+#define RELAX_DISC_HAS_TILES 1
+#include <cpuid.h>
+#include <immintrin.h>
+// GCC 12 takes what its own header leaves undefined for a mistake.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define RELAX_DISC_HAS_TILES 0
+#endif
+
+namespace relax_disc {
+
+#if RELAX_DISC_HAS_TILES
+
+// The library is made for every processor with AVX-512; these functions run where `HasAmx()`.
+#define RELAX_DISC_TILES __attribute__((target("avx512bf16,amx-tile,amx-bf16")))
+
+namespace {
+
+using Packed = AmxKernel::Packed;
+using Bfloat16 = uint16_t;
+
+constexpr int kParts = 3;
+constexpr int64_t kSide = 16;              // rows and columns of a tile of C
+constexpr int64_t kStep = AmxKernel::kDepthUnit;
+constexpr int64_t kTile = kSide * kStep;   // numbers of a tile of A or B: 1 KiB
+constexpr int64_t kPart = 2 * kTile;       // of one part of a step of a panel
+constexpr int64_t kStepSize = kParts * kPart;
+
+bool AskForTiles() {
+  const char* chosen = std::getenv("RELAX_DISC_AMX");
+  if (chosen != nullptr && std::strcmp(chosen, "0") == 0) return false;
+  constexpr unsigned kBfloat16Tiles = 1u << 22, kTiles = 1u << 24, kBfloat16Vectors = 1u << 5;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if ((d & kBfloat16Tiles) == 0 || (d & kTiles) == 0) return false;
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || (a & kBfloat16Vectors) == 0) return false;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of Linux, for the whole process
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+/*! \brief Bytes of memory that tiles are configured by. */
+struct Configuration {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+static_assert(sizeof(Configuration) == 64);
+
+inline int64_t StepsOf(int64_t depth) { return (depth + kStep - 1) / kStep; }
+
+/*! \brief Where a panel says whether some of its numbers have no parts. */
+inline int64_t& Flag(Packed* panel, int64_t steps) {
+  return *reinterpret_cast<int64_t*>(reinterpret_cast<Bfloat16*>(panel) + steps * kStepSize);
+}
+inline int64_t Flag(const Packed* panel, int64_t steps) {
+  return Flag(const_cast<Packed*>(panel), steps);
+}
+
+/*! \brief Lanes of the first `count` of 16. */
+inline __mmask16 First(int64_t count) {
+  return static_cast<__mmask16>((1u << std::clamp<int64_t>(count, 0, kSide)) - 1);
+}
+
+/*! \brief The bfloat16 in the lower, or upper, half of each lane as float32. */
+inline __m512 Lower(__m512i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+inline __m512 Upper(__m512i x) {
+  return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
+constexpr int kInfinityOrNan = 0x99;  // of VFPCLASSPS
+
+/*! \brief Lanes of 16 bits of which `low` names the lower ones and `high` the upper ones. */
+inline __mmask32 Spread(__mmask16 low, __mmask16 high) {
+  __mmask32 all = 0;
+  for (int i = 0; i < kSide; ++i) {
+    all |= static_cast<__mmask32>(low >> i & 1) << 2 * i |
+           static_cast<__mmask32>(high >> i & 1) << (2 * i + 1);
+  }
+  return all;
+}
+
+/*!
+ * \brief Cut the numbers of two vectors into parts, which sum up to them.
+ *
+ * Each lane holds the parts of both: `low`'s in its lower half. So two halves of a row of A lie in
+ * turns, and two rows of B, as the tiles take pairs of steps of depth.
+ *
+ * \param target The first parts; the others lie `kPart` apart.
+ * \return Lanes of infinities and NaN, kept as they are in the first part, and of numbers that
+ *   bfloat16 rounds to infinity.
+ */
+RELAX_DISC_TILES inline unsigned Split(__m512 low, __m512 high, Bfloat16* target) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  const __m512i infinity = _mm512_set1_epi16(0x7f80);
+  const __m512i turns = _mm512_or_si512(
+      _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+      _mm512_set_epi32(31 << 16, 30 << 16, 29 << 16, 28 << 16, 27 << 16, 26 << 16, 25 << 16,
+                       24 << 16, 23 << 16, 22 << 16, 21 << 16, 20 << 16, 19 << 16, 18 << 16,
+                       17 << 16, 16 << 16));
+  unsigned others = 0;
+#pragma GCC unroll 3
+  for (int part = 0; part < kParts; ++part) {
+    __m512i both = _mm512_permutexvar_epi16(turns, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    __mmask16 has_rest_low = 0xffff, has_rest_high = 0xffff;
+    if (part == 0) {
+      others = _mm512_cmpeq_epi16_mask(_mm512_and_si512(both, infinity), infinity);
+      if (__builtin_expect(others != 0, 0)) {
+        // Cut off, a finite number stays finite.
+        const __mmask16 low_finite = ~_mm512_fpclass_ps_mask(low, kInfinityOrNan);
+        const __mmask16 high_finite = ~_mm512_fpclass_ps_mask(high, kInfinityOrNan);
+        const __m512i low_bits = _mm512_castps_si512(low), high_bits = _mm512_castps_si512(high);
+        both = _mm512_mask_mov_epi16(
+            both, others & Spread(low_finite, high_finite),
+            _mm512_or_si512(_mm512_srli_epi32(low_bits, 16), _mm512_and_si512(high_bits, upper)));
+        has_rest_low = low_finite;
+        has_rest_high = high_finite;
+      }
+    }
+    _mm512_store_si512(target + part * kPart, both);
+    low = _mm512_maskz_sub_ps(has_rest_low, low, Lower(both));
+    high = _mm512_maskz_sub_ps(has_rest_high, high, Upper(both));
+  }
+  return others;
+}
+
+inline void FillZero(Bfloat16* row) {
+  for (int part = 0; part < kParts; ++part) std::memset(row + part * kPart, 0, 2 * kStep);
+}
+
+/*! \brief Copy [rows, columns], at most 32 by 32, of any strides to rows of 32 numbers. */
+void Gather(const Matrix<float>& from, int64_t rows, int64_t columns, float* target) {
+  if (from.row == 1) return CopyTransposed(from.data, from.column, rows, columns, target, kStep);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < columns; ++j) {
+      target[i * kStep + j] = from.data[i * from.row + j * from.column];
+    }
+  }
+}
+
+/*! \brief Pack rows of A for a tile row, one step of depth. */
+RELAX_DISC_TILES unsigned PackStepOfA(const Matrix<float>& a, int64_t rows, int64_t depth,
+                                       Bfloat16* target) {
+  alignas(64) float copy[AmxKernel::kRows * kStep];
+  const float* source = a.data;
+  int64_t pitch = a.row;
+  if (a.column != 1) {
+    Gather(a, rows, depth, copy);
+    source = copy;
+    pitch = kStep;
+  }
+  const __mmask16 low = First(depth), high = First(depth - kSide);
+  unsigned others = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* row = source + r * pitch;
+    others |= Split(_mm512_maskz_loadu_ps(low, row), _mm512_maskz_loadu_ps(high, row + kSide),
+                    target + r * kStep);
+  }
+  for (int64_t r = rows; r < (rows + kSide - 1) / kSide * kSide; ++r) FillZero(target + r * kStep);
+  return others;
+}
+
+/*! \brief Pack columns of B for a tile column, one step of depth. */
+RELAX_DISC_TILES unsigned PackStepOfB(const Matrix<float>& b, int64_t depth, int64_t columns,
+                                       Bfloat16* target) {
+  alignas(64) float copy[kStep * AmxKernel::kColumns];
+  const float* source = b.data;
+  int64_t pitch = b.row;
+  if (b.column != 1) {
+    Gather(b, depth, columns, copy);
+    source = copy;
+    pitch = AmxKernel::kColumns;
+  }
+  if (b.column == 1) {  // the next tile column: the hardware does not guess rows far apart
+    for (int64_t k = 0; k < depth; ++k) {
+      PrefetchRow(source + k * pitch + AmxKernel::kColumns, AmxKernel::kColumns);
+    }
+  }
+  unsigned others = 0;
+  for (int64_t j = 0; j < columns; j += kSide) {
+    const __mmask16 lanes = First(columns - j);
+    for (int64_t k = 0; k < kSide; ++k) {
+      const auto row = [&](int64_t at) {
+        return _mm512_maskz_loadu_ps(at < depth ? lanes : 0, source + at * pitch + j);
+      };
+      others |= Split(row(k), row(k + kSide), target + j * kStep + k * kStep);
+    }
+  }
+  return others;
+}
+
+/*! \brief A tile of C [32, 32] as `RunTiles` computes it, where numbers have no parts. */
+void RunVectors(const Bfloat16* a, const Bfloat16* b, int64_t depth, float* sums) {
+  constexpr int64_t kHalves = AmxKernel::kColumns / kSide;
+  std::memset(sums, 0, sizeof(float) * AmxKernel::kRows * AmxKernel::kColumns);
+  for (int64_t k = 0; k < depth; ++k) {
+    const int64_t step = k / kStep * kStepSize, at = k % kSide;
+    const bool is_upper = k % kStep >= kSide;
+    const auto join = [&](const auto& pair) {
+      const auto part = [&](int i) { return is_upper ? Upper(pair(i)) : Lower(pair(i)); };
+      // The small ones first: the largest number's first two parts sum up to infinity.
+      return _mm512_add_ps(_mm512_add_ps(part(2), part(1)), part(0));
+    };
+    __m512 row[kHalves];
+    for (int64_t half = 0; half < kHalves; ++half) {
+      const Bfloat16* pairs = b + step + half * kTile + at * kStep;
+      row[half] = join([&](int part) { return _mm512_load_si512(pairs + part * kPart); });
+    }
+    for (int64_t r = 0; r < AmxKernel::kRows; ++r) {
+      const Bfloat16* pair = a + step + r * kStep + 2 * at;
+      const __m512 number = join([&](int part) {
+        int32_t bits;
+        std::memcpy(&bits, pair + part * kPart, sizeof(bits));
+        return _mm512_set1_epi32(bits);
+      });
+      for (int64_t half = 0; half < kHalves; ++half) {
+        float* sum = sums + (half + r / kSide * kHalves) * kSide * kSide + r % kSide * kSide;
+        _mm512_store_ps(sum, _mm512_fmadd_ps(number, row[half], _mm512_load_ps(sum)));
+      }
+    }
+  }
+}
+
+// Tiles 0 to 3 sum up C, 4 and 5 hold A, 6 and 7 hold B.
+#define RELAX_DISC_LOAD(tile, from, part) \
+  _tile_loadd(tile, (from) + (part) * kPart + (tile) % 2 * kTile, 64)
+
+/*! \brief Sums of two by two tiles; a load is asked for while the tiles that do not wait run. */
+RELAX_DISC_TILES void SumFour(const Bfloat16* a, const Bfloat16* b, int64_t steps) {
+  for (int64_t step = 0; step < steps; ++step, a += kStepSize, b += kStepSize) {
+#define RELAX_DISC_NEXT_B(part)  \
+  RELAX_DISC_LOAD(6, b, part);    \
+  _tile_dpbf16ps(0, 4, 6);       \
+  _tile_dpbf16ps(2, 5, 6);       \
+  RELAX_DISC_LOAD(7, b, part);    \
+  _tile_dpbf16ps(1, 4, 7);       \
+  _tile_dpbf16ps(3, 5, 7)
+#define RELAX_DISC_NEXT_A(part)  \
+  RELAX_DISC_LOAD(4, a, part);    \
+  _tile_dpbf16ps(0, 4, 6);       \
+  _tile_dpbf16ps(1, 4, 7);       \
+  RELAX_DISC_LOAD(5, a, part);    \
+  _tile_dpbf16ps(2, 5, 6);       \
+  _tile_dpbf16ps(3, 5, 7)
+    RELAX_DISC_LOAD(4, a, 0);
+    RELAX_DISC_LOAD(5, a, 0);
+    RELAX_DISC_NEXT_B(2);
+    RELAX_DISC_NEXT_B(0);
+    RELAX_DISC_NEXT_B(1);
+    RELAX_DISC_NEXT_A(1);
+    RELAX_DISC_NEXT_B(0);
+    RELAX_DISC_NEXT_A(2);
+#undef RELAX_DISC_NEXT_A
+#undef RELAX_DISC_NEXT_B
+  }
+}
+
+/*! \brief Sums of fewer tiles, in the same order. */
+template <bool IsHigh, bool IsWide>
+RELAX_DISC_TILES void SumFewer(const Bfloat16* a, const Bfloat16* b, int64_t steps) {
+  for (int64_t step = 0; step < steps; ++step, a += kStepSize, b += kStepSize) {
+#define RELAX_DISC_PRODUCTS(of_a, of_b)             \
+  RELAX_DISC_LOAD(4, a, of_a);                       \
+  RELAX_DISC_LOAD(6, b, of_b);                       \
+  if constexpr (IsHigh) RELAX_DISC_LOAD(5, a, of_a); \
+  if constexpr (IsWide) RELAX_DISC_LOAD(7, b, of_b); \
+  _tile_dpbf16ps(0, 4, 6);                          \
+  if constexpr (IsWide) _tile_dpbf16ps(1, 4, 7);    \
+  if constexpr (IsHigh) _tile_dpbf16ps(2, 5, 6);
+    RELAX_DISC_PRODUCTS(0, 2)
+    RELAX_DISC_PRODUCTS(0, 0)
+    RELAX_DISC_PRODUCTS(0, 1)
+    RELAX_DISC_PRODUCTS(1, 1)
+    RELAX_DISC_PRODUCTS(1, 0)
+    RELAX_DISC_PRODUCTS(2, 0)
+#undef RELAX_DISC_PRODUCTS
+  }
+}
+
+/*! \brief Compute a tile of C into `sums`, or into C itself where it is whole. */
+RELAX_DISC_TILES void RunTiles(const Bfloat16* a, const Bfloat16* b, int64_t steps, bool is_high,
+                               bool is_wide, float* sums, int64_t tile_step, int64_t pitch) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  if (is_high && is_wide) {
+    SumFour(a, b, steps);
+  } else if (is_high) {
+    SumFewer<true, false>(a, b, steps);
+  } else if (is_wide) {
+    SumFewer<false, true>(a, b, steps);
+  } else {
+    SumFewer<false, false>(a, b, steps);
+  }
+  const int64_t bytes = pitch * static_cast<int64_t>(sizeof(float));
+  float* below = sums + tile_step;
+  const int64_t beside = tile_step == 2 * kSide * kSide ? kSide * kSide : kSide;
+  _tile_stored(0, sums, bytes);
+  if (is_wide) _tile_stored(1, sums + beside, bytes);
+  if (is_high) _tile_stored(2, below, bytes);
+  if (is_high && is_wide) _tile_stored(3, below + beside, bytes);
+}
+#undef RELAX_DISC_LOAD
+
+/*! \brief C = sums + addend, the sums being four tiles. */
+void AddUp(const float* sums, const TileTarget<float>& target) {
+  for (int64_t r = 0; r < target.rows; ++r) {
+    for (int64_t j = 0; j < target.columns; j += kSide) {
+      const __mmask16 lanes = First(target.columns - j);
+      const int64_t tile = j / kSide + r / kSide * 2;
+      __m512 value = _mm512_load_ps(sums + tile * kSide * kSide + r % kSide * kSide);
+      if (target.addend != nullptr) {
+        const float* addend = target.addend + r * target.addend_pitch + j;
+        value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(lanes, addend));
+      }
+      _mm512_mask_storeu_ps(target.c + r * target.c_pitch + j, lanes, value);
+    }
+  }
+}
+
+}  // namespace
+
+bool HasAmx() {
+  static const bool has = AskForTiles();
+  return has;
+}
+
+RELAX_DISC_TILES AmxKernel::Scope::Scope() {
+  // Not on the stack: GCC takes the instruction to read its first 8 bytes alone.
+  alignas(64) static constexpr Configuration configuration;
+  _tile_storeconfig(before_);
+  _tile_loadconfig(&configuration);
+}
+
+RELAX_DISC_TILES AmxKernel::Scope::~Scope() { _tile_loadconfig(before_); }
+
+void AmxKernel::PackA(const Matrix<float>& a, int64_t rows, int64_t depth, int64_t tiles,
+                      Packed* target, int64_t panel) {
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t top = TileTop(rows, tiles, t), height = TileTop(rows, tiles, t + 1) - top;
+    Packed* packed = target + t * panel;
+    unsigned others = 0;
+    for (int64_t k = 0; k < depth; k += kStep) {
+      others |= PackStepOfA(a.At(top, k), height, std::min(kStep, depth - k),
+                            reinterpret_cast<Bfloat16*>(packed) + k / kStep * kStepSize);
+    }
+    Flag(packed, StepsOf(depth)) = others;
+  }
+}
+
+void AmxKernel::PackB(const Matrix<float>& b, int64_t depth, int64_t columns, Packed* target) {
+  unsigned others = 0;
+  for (int64_t k = 0; k < depth; k += kStep) {
+    others |= PackStepOfB(b.At(k, 0), std::min(kStep, depth - k), columns,
+                          reinterpret_cast<Bfloat16*>(target) + k / kStep * kStepSize);
+  }
+  Flag(target, StepsOf(depth)) = others;
+}
+
+void AmxKernel::Run(const Packed* a, const Packed* b, int64_t depth,
+                    const TileTarget<float>& target) {
+  alignas(64) float sums[kRows * kColumns];
+  const auto* of_a = reinterpret_cast<const Bfloat16*>(a);
+  const auto* of_b = reinterpret_cast<const Bfloat16*>(b);
+  const int64_t steps = StepsOf(depth);
+  if (__builtin_expect(Flag(a, steps) != 0 || Flag(b, steps) != 0, 0)) {
+    RunVectors(of_a, of_b, depth, sums);
+  } else {
+    const bool is_high = target.rows > kSide, is_wide = target.columns > kSide;
+    if (target.rows == kRows && target.columns == kColumns && target.addend == nullptr) {
+      return RunTiles(of_a, of_b, steps, is_high, is_wide, target.c, kSide * target.c_pitch,
+                      target.c_pitch);
+    }
+    RunTiles(of_a, of_b, steps, is_high, is_wide, sums, 2 * kSide * kSide, kSide);
+  }
+  AddUp(sums, target);
+}
+
+bool MayUseAmx(int64_t m, int64_t n, int64_t k) {
+  return std::min({m, n, k}) >= 64 && m * n * k >= 1 << 20 && HasAmx();
+}
+
+#else  // no matrix tiles for this target
+
+bool HasAmx() { return false; }
+bool MayUseAmx(int64_t, int64_t, int64_t) { return false; }
+AmxKernel::Scope::Scope() {}
+AmxKernel::Scope::~Scope() {}
+void AmxKernel::PackA(const Matrix<float>&, int64_t, int64_t, int64_t, Packed*, int64_t) {}
+void AmxKernel::PackB(const Matrix<float>&, int64_t, int64_t, Packed*) {}
+void AmxKernel::Run(const Packed*, const Packed*, int64_t, const TileTarget<float>&) {}
+
+#endif
+
+}  // namespace relax_disc
