@@ -112,7 +112,8 @@ def choose() -> None:
 
 def choice_path(threads: int) -> Path:
     """Name the file of this processor with so many threads."""
-    key = "\n".join((native.processor_identity(), torch.__version__, str(_FORMAT)))
+    kernels = ("matrix tiles",) if _library("has_matrix_tiles")() else ()
+    key = "\n".join((native.processor_identity(), torch.__version__, str(_FORMAT), *kernels))
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     return native.cache_directory() / "products" / f"{name}-{threads}.json"
 

@@ -9,10 +9,10 @@
 #define RELAX_DISC_HAS_TILES 1
 #include <cpuid.h>
 #include <immintrin.h>
-// GCC 12 takes what its own header leaves undefined for a mistake.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <sys/syscall.h>
 #include <unistd.h>
+// GCC 12 takes what its own header leaves undefined for a mistake.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #else
 #define RELAX_DISC_HAS_TILES 0
 #endif
@@ -30,10 +30,10 @@ using Packed = AmxKernel::Packed;
 using Bfloat16 = uint16_t;
 
 constexpr int kParts = 3;
-constexpr int64_t kSide = 16;              // rows and columns of a tile of C
+constexpr int64_t kSide = 16;  // rows and columns of a tile of C
 constexpr int64_t kStep = AmxKernel::kDepthUnit;
-constexpr int64_t kTile = kSide * kStep;   // numbers of a tile of A or B: 1 KiB
-constexpr int64_t kPart = 2 * kTile;       // of one part of a step of a panel
+constexpr int64_t kTile = kSide * kStep;  // numbers of a tile of A or B: 1 KiB
+constexpr int64_t kPart = 2 * kTile;      // of one part of a step of a panel
 constexpr int64_t kStepSize = kParts * kPart;
 
 bool AskForTiles() {
@@ -57,14 +57,13 @@ struct Configuration {
 };
 static_assert(sizeof(Configuration) == 64);
 
-inline int64_t StepsOf(int64_t depth) { return (depth + kStep - 1) / kStep; }
-
 /*! \brief Where a panel says whether some of its numbers have no parts. */
-inline int64_t& Flag(Packed* panel, int64_t steps) {
-  return *reinterpret_cast<int64_t*>(reinterpret_cast<Bfloat16*>(panel) + steps * kStepSize);
+inline int64_t* FlagOf(Packed* panel, int64_t depth) {
+  auto* parts = reinterpret_cast<Bfloat16*>(panel);
+  return reinterpret_cast<int64_t*>(parts + AmxKernel::Steps(depth) * kStepSize);
 }
-inline int64_t Flag(const Packed* panel, int64_t steps) {
-  return Flag(const_cast<Packed*>(panel), steps);
+inline bool HasFlag(const Packed* panel, int64_t depth) {
+  return *FlagOf(const_cast<Packed*>(panel), depth) != 0;
 }
 
 /*! \brief Lanes of the first `count` of 16. */
@@ -138,31 +137,28 @@ inline void FillZero(Bfloat16* row) {
   for (int part = 0; part < kParts; ++part) std::memset(row + part * kPart, 0, 2 * kStep);
 }
 
-/*! \brief Copy [rows, columns], at most 32 by 32, of any strides to rows of 32 numbers. */
-void Gather(const Matrix<float>& from, int64_t rows, int64_t columns, float* target) {
-  if (from.row == 1) return CopyTransposed(from.data, from.column, rows, columns, target, kStep);
-  for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t j = 0; j < columns; ++j) {
-      target[i * kStep + j] = from.data[i * from.row + j * from.column];
+/*! \brief Rows of [rows, columns], at most 32 by 32, that are contiguous: its own, or a copy's. */
+Matrix<float> ByRows(const Matrix<float>& from, int64_t rows, int64_t columns, float* copy) {
+  if (from.column == 1) return from;
+  if (from.row == 1) {
+    CopyTransposed(from.data, from.column, rows, columns, copy, kStep);
+  } else {
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < columns; ++j) copy[i * kStep + j] = *from.At(i, j).data;
     }
   }
+  return {copy, kStep, 1};
 }
 
 /*! \brief Pack rows of A for a tile row, one step of depth. */
 RELAX_DISC_TILES unsigned PackStepOfA(const Matrix<float>& a, int64_t rows, int64_t depth,
-                                       Bfloat16* target) {
+                                      Bfloat16* target) {
   alignas(64) float copy[AmxKernel::kRows * kStep];
-  const float* source = a.data;
-  int64_t pitch = a.row;
-  if (a.column != 1) {
-    Gather(a, rows, depth, copy);
-    source = copy;
-    pitch = kStep;
-  }
+  const Matrix<float> source = ByRows(a, rows, depth, copy);
   const __mmask16 low = First(depth), high = First(depth - kSide);
   unsigned others = 0;
   for (int64_t r = 0; r < rows; ++r) {
-    const float* row = source + r * pitch;
+    const float* row = source.data + r * source.row;
     others |= Split(_mm512_maskz_loadu_ps(low, row), _mm512_maskz_loadu_ps(high, row + kSide),
                     target + r * kStep);
   }
@@ -172,18 +168,12 @@ RELAX_DISC_TILES unsigned PackStepOfA(const Matrix<float>& a, int64_t rows, int6
 
 /*! \brief Pack columns of B for a tile column, one step of depth. */
 RELAX_DISC_TILES unsigned PackStepOfB(const Matrix<float>& b, int64_t depth, int64_t columns,
-                                       Bfloat16* target) {
+                                      Bfloat16* target) {
   alignas(64) float copy[kStep * AmxKernel::kColumns];
-  const float* source = b.data;
-  int64_t pitch = b.row;
-  if (b.column != 1) {
-    Gather(b, depth, columns, copy);
-    source = copy;
-    pitch = AmxKernel::kColumns;
-  }
+  const Matrix<float> source = ByRows(b, depth, columns, copy);
   if (b.column == 1) {  // the next tile column: the hardware does not guess rows far apart
     for (int64_t k = 0; k < depth; ++k) {
-      PrefetchRow(source + k * pitch + AmxKernel::kColumns, AmxKernel::kColumns);
+      PrefetchRow(b.data + k * b.row + AmxKernel::kColumns, AmxKernel::kColumns);
     }
   }
   unsigned others = 0;
@@ -191,7 +181,7 @@ RELAX_DISC_TILES unsigned PackStepOfB(const Matrix<float>& b, int64_t depth, int
     const __mmask16 lanes = First(columns - j);
     for (int64_t k = 0; k < kSide; ++k) {
       const auto row = [&](int64_t at) {
-        return _mm512_maskz_loadu_ps(at < depth ? lanes : 0, source + at * pitch + j);
+        return _mm512_maskz_loadu_ps(at < depth ? lanes : 0, source.data + at * source.row + j);
       };
       others |= Split(row(k), row(k + kSide), target + j * kStep + k * kStep);
     }
@@ -224,7 +214,7 @@ void RunVectors(const Bfloat16* a, const Bfloat16* b, int64_t depth, float* sums
         return _mm512_set1_epi32(bits);
       });
       for (int64_t half = 0; half < kHalves; ++half) {
-        float* sum = sums + (half + r / kSide * kHalves) * kSide * kSide + r % kSide * kSide;
+        float* sum = sums + r * AmxKernel::kColumns + half * kSide;
         _mm512_store_ps(sum, _mm512_fmadd_ps(number, row[half], _mm512_load_ps(sum)));
       }
     }
@@ -238,20 +228,15 @@ void RunVectors(const Bfloat16* a, const Bfloat16* b, int64_t depth, float* sums
 /*! \brief Sums of two by two tiles; a load is asked for while the tiles that do not wait run. */
 RELAX_DISC_TILES void SumFour(const Bfloat16* a, const Bfloat16* b, int64_t steps) {
   for (int64_t step = 0; step < steps; ++step, a += kStepSize, b += kStepSize) {
-#define RELAX_DISC_NEXT_B(part)  \
-  RELAX_DISC_LOAD(6, b, part);    \
-  _tile_dpbf16ps(0, 4, 6);       \
-  _tile_dpbf16ps(2, 5, 6);       \
-  RELAX_DISC_LOAD(7, b, part);    \
-  _tile_dpbf16ps(1, 4, 7);       \
+#define RELAX_DISC_NEXT(first, second, from, part, with_first, with_second) \
+  RELAX_DISC_LOAD(first, from, part);                                       \
+  _tile_dpbf16ps(0, 4, 6);                                                  \
+  _tile_dpbf16ps with_first;                                                \
+  RELAX_DISC_LOAD(second, from, part);                                      \
+  _tile_dpbf16ps with_second;                                               \
   _tile_dpbf16ps(3, 5, 7)
-#define RELAX_DISC_NEXT_A(part)  \
-  RELAX_DISC_LOAD(4, a, part);    \
-  _tile_dpbf16ps(0, 4, 6);       \
-  _tile_dpbf16ps(1, 4, 7);       \
-  RELAX_DISC_LOAD(5, a, part);    \
-  _tile_dpbf16ps(2, 5, 6);       \
-  _tile_dpbf16ps(3, 5, 7)
+#define RELAX_DISC_NEXT_A(part) RELAX_DISC_NEXT(4, 5, a, part, (1, 4, 7), (2, 5, 6))
+#define RELAX_DISC_NEXT_B(part) RELAX_DISC_NEXT(6, 7, b, part, (2, 5, 6), (1, 4, 7))
     RELAX_DISC_LOAD(4, a, 0);
     RELAX_DISC_LOAD(5, a, 0);
     RELAX_DISC_NEXT_B(2);
@@ -260,8 +245,9 @@ RELAX_DISC_TILES void SumFour(const Bfloat16* a, const Bfloat16* b, int64_t step
     RELAX_DISC_NEXT_A(1);
     RELAX_DISC_NEXT_B(0);
     RELAX_DISC_NEXT_A(2);
-#undef RELAX_DISC_NEXT_A
 #undef RELAX_DISC_NEXT_B
+#undef RELAX_DISC_NEXT_A
+#undef RELAX_DISC_NEXT
   }
 }
 
@@ -269,13 +255,13 @@ RELAX_DISC_TILES void SumFour(const Bfloat16* a, const Bfloat16* b, int64_t step
 template <bool IsHigh, bool IsWide>
 RELAX_DISC_TILES void SumFewer(const Bfloat16* a, const Bfloat16* b, int64_t steps) {
   for (int64_t step = 0; step < steps; ++step, a += kStepSize, b += kStepSize) {
-#define RELAX_DISC_PRODUCTS(of_a, of_b)             \
+#define RELAX_DISC_PRODUCTS(of_a, of_b)              \
   RELAX_DISC_LOAD(4, a, of_a);                       \
   RELAX_DISC_LOAD(6, b, of_b);                       \
   if constexpr (IsHigh) RELAX_DISC_LOAD(5, a, of_a); \
   if constexpr (IsWide) RELAX_DISC_LOAD(7, b, of_b); \
-  _tile_dpbf16ps(0, 4, 6);                          \
-  if constexpr (IsWide) _tile_dpbf16ps(1, 4, 7);    \
+  _tile_dpbf16ps(0, 4, 6);                           \
+  if constexpr (IsWide) _tile_dpbf16ps(1, 4, 7);     \
   if constexpr (IsHigh) _tile_dpbf16ps(2, 5, 6);
     RELAX_DISC_PRODUCTS(0, 2)
     RELAX_DISC_PRODUCTS(0, 0)
@@ -287,9 +273,9 @@ RELAX_DISC_TILES void SumFewer(const Bfloat16* a, const Bfloat16* b, int64_t ste
   }
 }
 
-/*! \brief Compute a tile of C into `sums`, or into C itself where it is whole. */
+/*! \brief Compute 32 by 32 numbers of C, or the tiles of them that are asked for. */
 RELAX_DISC_TILES void RunTiles(const Bfloat16* a, const Bfloat16* b, int64_t steps, bool is_high,
-                               bool is_wide, float* sums, int64_t tile_step, int64_t pitch) {
+                               bool is_wide, float* sums, int64_t pitch) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -304,22 +290,20 @@ RELAX_DISC_TILES void RunTiles(const Bfloat16* a, const Bfloat16* b, int64_t ste
     SumFewer<false, false>(a, b, steps);
   }
   const int64_t bytes = pitch * static_cast<int64_t>(sizeof(float));
-  float* below = sums + tile_step;
-  const int64_t beside = tile_step == 2 * kSide * kSide ? kSide * kSide : kSide;
+  float* below = sums + kSide * pitch;
   _tile_stored(0, sums, bytes);
-  if (is_wide) _tile_stored(1, sums + beside, bytes);
+  if (is_wide) _tile_stored(1, sums + kSide, bytes);
   if (is_high) _tile_stored(2, below, bytes);
-  if (is_high && is_wide) _tile_stored(3, below + beside, bytes);
+  if (is_high && is_wide) _tile_stored(3, below + kSide, bytes);
 }
 #undef RELAX_DISC_LOAD
 
-/*! \brief C = sums + addend, the sums being four tiles. */
+/*! \brief C = sums [32, 32] + addend. */
 void AddUp(const float* sums, const TileTarget<float>& target) {
   for (int64_t r = 0; r < target.rows; ++r) {
     for (int64_t j = 0; j < target.columns; j += kSide) {
       const __mmask16 lanes = First(target.columns - j);
-      const int64_t tile = j / kSide + r / kSide * 2;
-      __m512 value = _mm512_load_ps(sums + tile * kSide * kSide + r % kSide * kSide);
+      __m512 value = _mm512_load_ps(sums + r * AmxKernel::kColumns + j);
       if (target.addend != nullptr) {
         const float* addend = target.addend + r * target.addend_pitch + j;
         value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(lanes, addend));
@@ -355,7 +339,7 @@ void AmxKernel::PackA(const Matrix<float>& a, int64_t rows, int64_t depth, int64
       others |= PackStepOfA(a.At(top, k), height, std::min(kStep, depth - k),
                             reinterpret_cast<Bfloat16*>(packed) + k / kStep * kStepSize);
     }
-    Flag(packed, StepsOf(depth)) = others;
+    *FlagOf(packed, depth) = others;
   }
 }
 
@@ -365,7 +349,7 @@ void AmxKernel::PackB(const Matrix<float>& b, int64_t depth, int64_t columns, Pa
     others |= PackStepOfB(b.At(k, 0), std::min(kStep, depth - k), columns,
                           reinterpret_cast<Bfloat16*>(target) + k / kStep * kStepSize);
   }
-  Flag(target, StepsOf(depth)) = others;
+  *FlagOf(target, depth) = others;
 }
 
 void AmxKernel::Run(const Packed* a, const Packed* b, int64_t depth,
@@ -373,16 +357,14 @@ void AmxKernel::Run(const Packed* a, const Packed* b, int64_t depth,
   alignas(64) float sums[kRows * kColumns];
   const auto* of_a = reinterpret_cast<const Bfloat16*>(a);
   const auto* of_b = reinterpret_cast<const Bfloat16*>(b);
-  const int64_t steps = StepsOf(depth);
-  if (__builtin_expect(Flag(a, steps) != 0 || Flag(b, steps) != 0, 0)) {
+  if (__builtin_expect(HasFlag(a, depth) || HasFlag(b, depth), 0)) {
     RunVectors(of_a, of_b, depth, sums);
   } else {
     const bool is_high = target.rows > kSide, is_wide = target.columns > kSide;
-    if (target.rows == kRows && target.columns == kColumns && target.addend == nullptr) {
-      return RunTiles(of_a, of_b, steps, is_high, is_wide, target.c, kSide * target.c_pitch,
-                      target.c_pitch);
-    }
-    RunTiles(of_a, of_b, steps, is_high, is_wide, sums, 2 * kSide * kSide, kSide);
+    const bool is_c = target.rows == kRows && target.columns == kColumns && !target.addend;
+    RunTiles(of_a, of_b, Steps(depth), is_high, is_wide, is_c ? target.c : sums,
+             is_c ? target.c_pitch : kColumns);
+    if (is_c) return;
   }
   AddUp(sums, target);
 }

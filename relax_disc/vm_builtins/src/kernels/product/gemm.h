@@ -1,9 +1,9 @@
 // Matrix products on the one thread pool: C = A * B + addend with any strides of A and B.
 //
 // Blocked as in Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008):
-// a shared packed block of B, packed rows of A per thread, register tiles of a kernel. Every element
-// of C is a sum of depth blocks in ascending k, so results depend on neither the split over threads
-// nor, with one kernel, the other rows and columns.
+// a shared packed block of B, packed rows of A per thread, register tiles of a kernel. Every
+// element of C is a sum of depth blocks in ascending k, so results depend on neither the split over
+// threads nor, with one kernel, the other rows and columns.
 #ifndef RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_GEMM_H_
 #define RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_GEMM_H_
 
@@ -16,6 +16,7 @@
 #include "kernels/parallel.h"
 #include "kernels/product/amx_kernel.h"
 #include "kernels/product/fma_kernel.h"
+#include "kernels/product/gemm_pack.h"
 #include "kernels/workspace.h"
 
 namespace relax_disc {
@@ -182,6 +183,7 @@ class GemmTeam {
       TileTarget<T> target{};
       target.columns = std::min(Kernel::kColumns, right - x);
       target.c_pitch = p_.c_pitch;
+      const Packed* column = block + x / Kernel::kColumns * Kernel::PanelOfB(depth);
       for (int64_t t = 0; t < tiles; ++t) {
         int64_t top = TileTop(height, tiles, t);
         target.rows = TileTop(height, tiles, t + 1) - top;
@@ -198,7 +200,7 @@ class GemmTeam {
         for (int64_t r = 0; r < target.rows; ++r) {
           PrefetchRow(target.c + r * p_.c_pitch, target.columns);
         }
-        kernel_.Run(panels + t * panel_, block + x / Kernel::kColumns * Kernel::PanelOfB(depth), depth, target);
+        kernel_.Run(panels + t * panel_, column, depth, target);
       }
     }
   }

@@ -11,6 +11,8 @@
 #include <cmath>
 #include <memory>
 
+#include "kernels/product/amx_kernel.h"
+
 namespace relax_disc {
 namespace {
 
@@ -98,6 +100,7 @@ int64_t ChosenProductBytes(const ProductSizes& sizes, bool or_smaller, int64_t t
 TVM_FFI_STATIC_INIT_BLOCK() {
   tvm::ffi::reflection::GlobalDef()
       .def("relax_disc.cpu.has_other_products", []() -> bool { return offered != nullptr; })
+      .def("relax_disc.cpu.has_matrix_tiles", HasAmx)
       .def("relax_disc.cpu.product_class",
            [](int64_t count, int64_t m, int64_t n, int64_t k, int64_t operands) -> int64_t {
              return ProductClass({count, m, n, k}, static_cast<Operands>(operands));
