@@ -1,6 +1,7 @@
 #include "kernels/product/amx_kernel.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 
@@ -22,7 +23,7 @@ namespace relax_disc {
 #if RELAX_DISC_HAS_TILES
 
 // The library is made for every processor with AVX-512; these functions run where `HasAmx()`.
-#define RELAX_DISC_TILES __attribute__((target("avx512bf16,amx-tile,amx-bf16")))
+#define RELAX_DISC_TILES __attribute__((target("amx-tile,amx-bf16")))
 
 namespace {
 
@@ -40,11 +41,10 @@ bool AskForTiles() {
   const char* chosen = std::getenv("RELAX_DISC_AMX");
   // Asked for alone: the choice by sizes makes a row's last bits depend on how many rows there are.
   if (chosen == nullptr || std::strcmp(chosen, "1") != 0) return false;
-  constexpr unsigned kBfloat16Tiles = 1u << 22, kTiles = 1u << 24, kBfloat16Vectors = 1u << 5;
+  constexpr unsigned kBfloat16Tiles = 1u << 22, kTiles = 1u << 24;
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
   if ((d & kBfloat16Tiles) == 0 || (d & kTiles) == 0) return false;
-  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || (a & kBfloat16Vectors) == 0) return false;
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of Linux, for the whole process
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
@@ -57,13 +57,16 @@ struct Configuration {
 };
 static_assert(sizeof(Configuration) == 64);
 
-/*! \brief Where a panel says whether some of its numbers have no parts. */
-inline int64_t* FlagOf(Packed* panel, int64_t depth) {
+/*! \brief Rows of A, or columns of B, with numbers that have no parts: a bit each. */
+using Others = uint32_t;
+
+/*! \brief Where a panel keeps them. */
+inline Others* OthersOf(Packed* panel, int64_t depth) {
   auto* parts = reinterpret_cast<Bfloat16*>(panel);
-  return reinterpret_cast<int64_t*>(parts + AmxKernel::Steps(depth) * kStepSize);
+  return reinterpret_cast<Others*>(parts + AmxKernel::Steps(depth) * kStepSize);
 }
-inline bool HasFlag(const Packed* panel, int64_t depth) {
-  return *FlagOf(const_cast<Packed*>(panel), depth) != 0;
+inline Others OthersOf(const Packed* panel, int64_t depth) {
+  return *OthersOf(const_cast<Packed*>(panel), depth);
 }
 
 /*! \brief Lanes of the first `count` of 16. */
@@ -77,16 +80,16 @@ inline __m512 Upper(__m512i x) {
   return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-constexpr int kInfinityOrNan = 0x99;  // of VFPCLASSPS
+/*! \brief The upper halves of both: `low`'s in the lower half of each lane. */
+inline __m512i Pair(__m512 low, __m512 high) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(_mm512_castps_si512(low), 16),
+                                 _mm512_castps_si512(high));
+}
 
-/*! \brief Lanes of 16 bits of which `low` names the lower ones and `high` the upper ones. */
-inline __mmask32 Spread(__mmask16 low, __mmask16 high) {
-  __mmask32 all = 0;
-  for (int i = 0; i < kSide; ++i) {
-    all |= static_cast<__mmask32>(low >> i & 1) << 2 * i |
-           static_cast<__mmask32>(high >> i & 1) << (2 * i + 1);
-  }
-  return all;
+/*! \brief The nearest bfloat16, of two as near the larger; infinities and NaN become anything. */
+inline __m512 Round(__m512 x) {
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  return Upper(_mm512_add_epi32(_mm512_castps_si512(x), half));
 }
 
 /*!
@@ -96,41 +99,43 @@ inline __mmask32 Spread(__mmask16 low, __mmask16 high) {
  * turns, and two rows of B, as the tiles take pairs of steps of depth.
  *
  * \param target The first parts; the others lie `kPart` apart.
- * \return Lanes of infinities and NaN, kept as they are in the first part, and of numbers that
- *   bfloat16 rounds to infinity.
+ * \return Lanes of which either number has no such parts: then `SplitOthers` is to follow.
  */
-RELAX_DISC_TILES inline unsigned Split(__m512 low, __m512 high, Bfloat16* target) {
-  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  const __m512i infinity = _mm512_set1_epi16(0x7f80);
-  const __m512i turns = _mm512_or_si512(
-      _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-      _mm512_set_epi32(31 << 16, 30 << 16, 29 << 16, 28 << 16, 27 << 16, 26 << 16, 25 << 16,
-                       24 << 16, 23 << 16, 22 << 16, 21 << 16, 20 << 16, 19 << 16, 18 << 16,
-                       17 << 16, 16 << 16));
-  unsigned others = 0;
-#pragma GCC unroll 3
-  for (int part = 0; part < kParts; ++part) {
-    __m512i both = _mm512_permutexvar_epi16(turns, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    __mmask16 has_rest_low = 0xffff, has_rest_high = 0xffff;
-    if (part == 0) {
-      others = _mm512_cmpeq_epi16_mask(_mm512_and_si512(both, infinity), infinity);
-      if (__builtin_expect(others != 0, 0)) {
-        // Cut off, a finite number stays finite.
-        const __mmask16 low_finite = ~_mm512_fpclass_ps_mask(low, kInfinityOrNan);
-        const __mmask16 high_finite = ~_mm512_fpclass_ps_mask(high, kInfinityOrNan);
-        const __m512i low_bits = _mm512_castps_si512(low), high_bits = _mm512_castps_si512(high);
-        both = _mm512_mask_mov_epi16(
-            both, others & Spread(low_finite, high_finite),
-            _mm512_or_si512(_mm512_srli_epi32(low_bits, 16), _mm512_and_si512(high_bits, upper)));
-        has_rest_low = low_finite;
-        has_rest_high = high_finite;
-      }
-    }
-    _mm512_store_si512(target + part * kPart, both);
-    low = _mm512_maskz_sub_ps(has_rest_low, low, Lower(both));
-    high = _mm512_maskz_sub_ps(has_rest_high, high, Upper(both));
+inline __mmask16 Split(__m512 low, __m512 high, Bfloat16* target) {
+#pragma GCC unroll 2
+  for (int part = 0; part < kParts - 1; ++part) {
+    const __m512 first = Round(low), second = Round(high);
+    _mm512_store_si512(target + part * kPart, Pair(first, second));
+    low = _mm512_sub_ps(low, first);
+    high = _mm512_sub_ps(high, second);
   }
-  return others;
+  _mm512_store_si512(target + (kParts - 1) * kPart, Pair(low, high));
+  // At most 8 bits are left.  Of infinities, NaN and what was rounded to infinity NaN is left.
+  return _mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q);
+}
+
+/*!
+ * \brief `Split` where some numbers have no parts.
+ *
+ * The first part of infinities and NaN is the same, and a finite number is cut off there, which
+ * would be rounded to infinity.
+ */
+void SplitOthers(__m512 low, __m512 high, Bfloat16* target) {
+  const auto cut = [](__m512* x) {
+    constexpr int kNan = 0x81, kInfinity = 0x18;  // of VFPCLASSPS
+    const __mmask16 is_nan = _mm512_fpclass_ps_mask(*x, kNan);
+    const __mmask16 is_infinite = _mm512_fpclass_ps_mask(*x, kInfinity);
+    const __m512 rounded = Round(*x), below = Upper(_mm512_castps_si512(*x));
+    __m512 first =
+        _mm512_mask_mov_ps(rounded, _mm512_fpclass_ps_mask(rounded, kInfinity), below);
+    first = _mm512_mask_mov_ps(first, is_nan, _mm512_set1_ps(std::nanf("")));
+    *x = _mm512_maskz_sub_ps(~(is_nan | is_infinite), *x, first);
+    return first;
+  };
+  for (int part = 0; part < kParts; ++part) {
+    const __m512 first = cut(&low), second = cut(&high);
+    _mm512_store_si512(target + part * kPart, Pair(first, second));
+  }
 }
 
 inline void FillZero(Bfloat16* row) {
@@ -151,24 +156,28 @@ Matrix<float> ByRows(const Matrix<float>& from, int64_t rows, int64_t columns, f
 }
 
 /*! \brief Pack rows of A for a tile row, one step of depth. */
-RELAX_DISC_TILES unsigned PackStepOfA(const Matrix<float>& a, int64_t rows, int64_t depth,
-                                      Bfloat16* target) {
+Others PackStepOfA(const Matrix<float>& a, int64_t rows, int64_t depth,
+                   Bfloat16* target) {
   alignas(64) float copy[AmxKernel::kRows * kStep];
   const Matrix<float> source = ByRows(a, rows, depth, copy);
   const __mmask16 low = First(depth), high = First(depth - kSide);
-  unsigned others = 0;
+  Others others = 0;
   for (int64_t r = 0; r < rows; ++r) {
     const float* row = source.data + r * source.row;
-    others |= Split(_mm512_maskz_loadu_ps(low, row), _mm512_maskz_loadu_ps(high, row + kSide),
-                    target + r * kStep);
+    const __m512 first = _mm512_maskz_loadu_ps(low, row);
+    const __m512 second = _mm512_maskz_loadu_ps(high, row + kSide);
+    if (__builtin_expect(Split(first, second, target + r * kStep) != 0, 0)) {
+      SplitOthers(first, second, target + r * kStep);
+      others |= Others{1} << r;
+    }
   }
   for (int64_t r = rows; r < (rows + kSide - 1) / kSide * kSide; ++r) FillZero(target + r * kStep);
   return others;
 }
 
 /*! \brief Pack columns of B for a tile column, one step of depth. */
-RELAX_DISC_TILES unsigned PackStepOfB(const Matrix<float>& b, int64_t depth, int64_t columns,
-                                      Bfloat16* target) {
+Others PackStepOfB(const Matrix<float>& b, int64_t depth, int64_t columns,
+                   Bfloat16* target) {
   alignas(64) float copy[kStep * AmxKernel::kColumns];
   const Matrix<float> source = ByRows(b, depth, columns, copy);
   if (b.column == 1) {  // the next tile column: the hardware does not guess rows far apart
@@ -176,23 +185,27 @@ RELAX_DISC_TILES unsigned PackStepOfB(const Matrix<float>& b, int64_t depth, int
       PrefetchRow(b.data + k * b.row + AmxKernel::kColumns, AmxKernel::kColumns);
     }
   }
-  unsigned others = 0;
+  Others others = 0;
   for (int64_t j = 0; j < columns; j += kSide) {
     const __mmask16 lanes = First(columns - j);
     for (int64_t k = 0; k < kSide; ++k) {
       const auto row = [&](int64_t at) {
         return _mm512_maskz_loadu_ps(at < depth ? lanes : 0, source.data + at * source.row + j);
       };
-      others |= Split(row(k), row(k + kSide), target + j * kStep + k * kStep);
+      const __m512 first = row(k), second = row(k + kSide);
+      const __mmask16 found = Split(first, second, target + (j + k) * kStep);
+      if (__builtin_expect(found != 0, 0)) {
+        SplitOthers(first, second, target + (j + k) * kStep);
+        others |= static_cast<Others>(found) << j;
+      }
     }
   }
   return others;
 }
 
-/*! \brief A tile of C [32, 32] as `RunTiles` computes it, where numbers have no parts. */
-void RunVectors(const Bfloat16* a, const Bfloat16* b, int64_t depth, float* sums) {
+/*! \brief Add to the sums of C [32, 32] as the tiles do, where numbers have no parts. */
+void SumVectors(const Bfloat16* a, const Bfloat16* b, int64_t depth, float* sums) {
   constexpr int64_t kHalves = AmxKernel::kColumns / kSide;
-  std::memset(sums, 0, sizeof(float) * AmxKernel::kRows * AmxKernel::kColumns);
   for (int64_t k = 0; k < depth; ++k) {
     const int64_t step = k / kStep * kStepSize, at = k % kSide;
     const bool is_upper = k % kStep >= kSide;
@@ -273,28 +286,41 @@ RELAX_DISC_TILES void SumFewer(const Bfloat16* a, const Bfloat16* b, int64_t ste
   }
 }
 
-/*! \brief Compute 32 by 32 numbers of C, or the tiles of them that are asked for. */
-RELAX_DISC_TILES void RunTiles(const Bfloat16* a, const Bfloat16* b, int64_t steps, bool is_high,
-                               bool is_wide, float* sums, int64_t pitch) {
+RELAX_DISC_TILES inline void ZeroTiles() {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  if (is_high && is_wide) {
+}
+
+/*! \brief Which of two by two tiles C has beside the first. */
+struct Form {
+  bool is_high, is_wide;
+  explicit Form(const TileTarget<float>& target)
+      : is_high(target.rows > kSide), is_wide(target.columns > kSide) {}
+};
+
+/*! \brief Add up some steps of depth. */
+RELAX_DISC_TILES inline void SumTiles(const Bfloat16* a, const Bfloat16* b, int64_t steps,
+                                      Form form) {
+  if (form.is_high && form.is_wide) {
     SumFour(a, b, steps);
-  } else if (is_high) {
+  } else if (form.is_high) {
     SumFewer<true, false>(a, b, steps);
-  } else if (is_wide) {
+  } else if (form.is_wide) {
     SumFewer<false, true>(a, b, steps);
   } else {
     SumFewer<false, false>(a, b, steps);
   }
+}
+
+RELAX_DISC_TILES inline void StoreTiles(Form form, float* sums, int64_t pitch) {
   const int64_t bytes = pitch * static_cast<int64_t>(sizeof(float));
   float* below = sums + kSide * pitch;
   _tile_stored(0, sums, bytes);
-  if (is_wide) _tile_stored(1, sums + kSide, bytes);
-  if (is_high) _tile_stored(2, below, bytes);
-  if (is_high && is_wide) _tile_stored(3, below + kSide, bytes);
+  if (form.is_wide) _tile_stored(1, sums + kSide, bytes);
+  if (form.is_high) _tile_stored(2, below, bytes);
+  if (form.is_high && form.is_wide) _tile_stored(3, below + kSide, bytes);
 }
 #undef RELAX_DISC_LOAD
 
@@ -312,6 +338,20 @@ void AddUp(const float* sums, const TileTarget<float>& target) {
     }
   }
 }
+
+/*! \brief Sums [32, 32] of tiles and of vectors: those that numbers without parts have a share in. */
+void Replace(float* sums, const float* others, Others rows, Others columns) {
+  for (int r = 0; r < AmxKernel::kRows; ++r) {
+    const Others lanes = (rows >> r & 1) != 0 ? ~Others{0} : columns;
+    for (int64_t j = 0; j < AmxKernel::kColumns; j += kSide) {
+      const int64_t at = r * AmxKernel::kColumns + j;
+      _mm512_mask_store_ps(sums + at, static_cast<__mmask16>(lanes >> j),
+                           _mm512_load_ps(others + at));
+    }
+  }
+}
+
+constexpr int64_t kSums = AmxKernel::kRows * AmxKernel::kColumns;
 
 }  // namespace
 
@@ -332,51 +372,53 @@ RELAX_DISC_TILES AmxKernel::Scope::~Scope() { _tile_loadconfig(before_); }
 void AmxKernel::PackA(const Matrix<float>& a, int64_t rows, int64_t depth, int64_t tiles,
                       Packed* target, int64_t panel) {
   for (int64_t t = 0; t < tiles; ++t) {
-    const int64_t top = TileTop(rows, tiles, t), height = TileTop(rows, tiles, t + 1) - top;
+    const int64_t top = Top(rows, tiles, t), height = Top(rows, tiles, t + 1) - top;
     Packed* packed = target + t * panel;
-    unsigned others = 0;
+    Others others = 0;
     for (int64_t k = 0; k < depth; k += kStep) {
       others |= PackStepOfA(a.At(top, k), height, std::min(kStep, depth - k),
                             reinterpret_cast<Bfloat16*>(packed) + k / kStep * kStepSize);
     }
-    *FlagOf(packed, depth) = others;
+    *OthersOf(packed, depth) = others;
   }
 }
 
 void AmxKernel::PackB(const Matrix<float>& b, int64_t depth, int64_t columns, Packed* target) {
-  unsigned others = 0;
+  Others others = 0;
   for (int64_t k = 0; k < depth; k += kStep) {
     others |= PackStepOfB(b.At(k, 0), std::min(kStep, depth - k), columns,
                           reinterpret_cast<Bfloat16*>(target) + k / kStep * kStepSize);
   }
-  *FlagOf(target, depth) = others;
+  *OthersOf(target, depth) = others;
 }
 
-void AmxKernel::Run(const Packed* a, const Packed* b, int64_t depth,
-                    const TileTarget<float>& target) {
-  alignas(64) float sums[kRows * kColumns];
+RELAX_DISC_TILES void AmxKernel::Run(const Packed* a, const Packed* b, int64_t depth,
+                                     const TileTarget<float>& target) {
+  alignas(64) float sums[kSums];
   const auto* of_a = reinterpret_cast<const Bfloat16*>(a);
   const auto* of_b = reinterpret_cast<const Bfloat16*>(b);
-  if (__builtin_expect(HasFlag(a, depth) || HasFlag(b, depth), 0)) {
-    RunVectors(of_a, of_b, depth, sums);
-  } else {
-    const bool is_high = target.rows > kSide, is_wide = target.columns > kSide;
-    const bool is_c = target.rows == kRows && target.columns == kColumns && !target.addend;
-    RunTiles(of_a, of_b, Steps(depth), is_high, is_wide, is_c ? target.c : sums,
-             is_c ? target.c_pitch : kColumns);
-    if (is_c) return;
+  const Others rows = OthersOf(a, depth), columns = OthersOf(b, depth);
+  const Form form(target);
+  const bool is_c = target.rows == kRows && target.columns == kColumns && !target.addend &&
+                    (rows | columns) == 0;
+  ZeroTiles();
+  SumTiles(of_a, of_b, Steps(depth), form);
+  StoreTiles(form, is_c ? target.c : sums, is_c ? target.c_pitch : kColumns);
+  if (is_c) return;
+  if (__builtin_expect((rows | columns) != 0, 0)) {
+    alignas(64) float others[kSums] = {};
+    SumVectors(of_a, of_b, depth, others);
+    Replace(sums, others, rows, columns);
   }
   AddUp(sums, target);
 }
 
-bool MayUseAmx(int64_t m, int64_t n, int64_t k) {
-  return std::min({m, n, k}) >= 64 && m * n * k >= 1 << 20 && HasAmx();
-}
+bool MayUseAmx(int64_t n, int64_t k) { return std::min(n, k) >= 64 && HasAmx(); }
 
 #else  // no matrix tiles for this target
 
 bool HasAmx() { return false; }
-bool MayUseAmx(int64_t, int64_t, int64_t) { return false; }
+bool MayUseAmx(int64_t, int64_t) { return false; }
 AmxKernel::Scope::Scope() {}
 AmxKernel::Scope::~Scope() {}
 void AmxKernel::PackA(const Matrix<float>&, int64_t, int64_t, int64_t, Packed*, int64_t) {}

@@ -25,7 +25,7 @@ namespace relax_disc {
 bool HasAmx();
 
 /*! \brief Whether the tiles multiply `[m, k]` by `[k, n]`: packing must pay, and they exist. */
-bool MayUseAmx(int64_t m, int64_t n, int64_t k);
+bool MayUseAmx(int64_t n, int64_t k);
 
 /*! \brief See `FmaKernel`. */
 class AmxKernel {
@@ -35,13 +35,15 @@ class AmxKernel {
     uint16_t parts[3];  // of one number; in memory the same parts of a tile lie together
   };
   static constexpr int64_t kRows = 32, kColumns = 32;  // two by two tiles of 16 by 16
+  static constexpr int64_t kRowUnit = 16;              // where rows are cut
   static constexpr int64_t kDepthUnit = 32;            // of one step
   static constexpr int64_t kMostDepth = 1024;
   // Of 4 to 12 tile rows, depths of 256 to 1,024 and blocks of B of 4 to 12 MiB, measured on a
   // Xeon over products of a Llama step, the fastest with blocks of no more than 6 MiB.
   static constexpr int64_t kBlockTiles = 6;
   static constexpr int64_t kBlockRowBytes = 3072;
-  static constexpr int64_t kFlag = 32;  // at the end of a panel: whether all numbers have parts
+  static constexpr bool kMayBePrivate = true;
+  static constexpr int64_t kFlag = 32;  // at the end of a panel: where numbers have no parts
 
   explicit AmxKernel(const Matrix<float>&) {}
 
@@ -57,6 +59,9 @@ class AmxKernel {
     alignas(64) unsigned char before_[64];
   };
 
+  static int64_t Top(int64_t rows, int64_t tiles, int64_t index) {
+    return TileTop(rows, tiles, index, kRowUnit);
+  }
   static int64_t Steps(int64_t depth) { return (depth + kDepthUnit - 1) / kDepthUnit; }
   static int64_t PanelOfA(int64_t depth) { return Steps(depth) * kRows * kDepthUnit + kFlag; }
   static int64_t MostPanelOfA(int64_t k) { return PanelOfA(std::min(k, kMostDepth)); }

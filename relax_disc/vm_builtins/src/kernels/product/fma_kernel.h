@@ -33,6 +33,7 @@ class FmaKernel {
   using Element = T;
   using Packed = T;  // one packed number
   static constexpr int64_t kRows = kTileRows, kColumns = kTileColumns<T>;
+  static constexpr int64_t kRowUnit = 1;    // rows are cut into its multiples
   static constexpr int64_t kDepthUnit = 1;  // packed depths are its multiples
   static constexpr int64_t kMostDepth = kDepth;
   static constexpr int64_t kFlag = 0;  // packed numbers at the end of a panel for the kernel's use
@@ -40,6 +41,7 @@ class FmaKernel {
   static constexpr int64_t kBlockTiles = 20;
   /*! \brief Bytes of a row of a shared block of B: 1.5 MiB in all, which L3 holds. */
   static constexpr int64_t kBlockRowBytes = 4096;
+  static constexpr bool kMayBePrivate = false;  // see `IsPrivate`
 
   /*! \param a The left operand of the product, by whose strides its panels lie. */
   explicit FmaKernel(const Matrix<T>& a) : by_rows_(a.column == 1 || a.row != 1) {}
@@ -47,6 +49,10 @@ class FmaKernel {
   /*! \brief What a thread holds while it works. */
   struct Scope {};
 
+  /*! \brief Row at which tile `index` of `tiles` starts. */
+  static int64_t Top(int64_t rows, int64_t tiles, int64_t index) {
+    return TileTop(rows, tiles, index);
+  }
   /*! \brief Packed numbers between the panels of tile rows, and of tile columns, of a depth. */
   int64_t PanelOfA(int64_t depth) const {
     return by_rows_ ? MostPanelOfA(depth) : kTileRows * depth + kTileCopy<T>;

@@ -53,7 +53,13 @@ void RunTeamWith(const Product<typename Kernel::Element>& product, int rows, int
 template <typename T>
 void RunTeam(const Product<T>& product, int rows, int columns) {
   if constexpr (std::is_same_v<T, float>) {
-    if (MayUseAmx(product.m, product.n, product.k)) {
+    if (MayUseAmx(product.n, product.k)) {
+      if (IsPrivate<AmxKernel>(product.m)) {
+        const int threads = rows * columns;
+        columns = static_cast<int>(std::min<int64_t>(
+            threads, (product.n + AmxKernel::kColumns - 1) / AmxKernel::kColumns));
+        rows = threads / columns;
+      }
       return RunTeamWith<AmxKernel>(product, rows, columns);
     }
   }

@@ -49,19 +49,27 @@ inline std::pair<int64_t, int64_t> Share(int64_t count, int64_t unit, int64_t pa
 /*! \brief `count` rounded up to whole `unit`s. */
 inline int64_t WholeUnits(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
+/*! \brief Whether rows are so few that threads share nothing: each packs what it multiplies. */
+template <typename Kernel>
+constexpr bool IsPrivate(int64_t m) {
+  return Kernel::kMayBePrivate && m <= Kernel::kBlockTiles * Kernel::kRows;
+}
+
 /*! \brief Most bytes that a product by one kernel takes beside its operands. */
 template <typename Kernel>
 int64_t TeamBytes(int64_t m, int64_t n, int64_t k, int64_t threads) {
   const int64_t element = sizeof(typename Kernel::Packed);
   const int64_t depth = WholeUnits(k, Kernel::kDepthUnit);
-  const int64_t shared =
-      std::min(kWholeBytes<Kernel>, WholeUnits(n, Kernel::kColumns) * depth * element);
+  const int64_t block =
+      IsPrivate<Kernel>(m)
+          ? threads * Kernel::kColumns * std::min(depth, Kernel::kMostDepth) * element
+          : std::min(kWholeBytes<Kernel>, WholeUnits(n, Kernel::kColumns) * depth * element);
   const int64_t tiles = std::min(Kernel::kBlockTiles, (m + Kernel::kRows - 1) / Kernel::kRows);
   // A panel holds kDepthUnit steps or more beside its flag.
-  const int64_t flags = shared * Kernel::kFlag / (Kernel::kColumns * Kernel::kDepthUnit);
+  const int64_t flags = block * Kernel::kFlag / (Kernel::kColumns * Kernel::kDepthUnit);
   const int64_t panel = Kernel::MostPanelOfA(k);
   const int64_t panels = threads * WholeUnits(tiles * panel, 64) * element;
-  return PieceBytes(shared + flags + panels);
+  return PieceBytes(block + flags + panels);
 }
 
 /*! \brief Most bytes that a product takes beside its operands on at most so many threads. */
@@ -69,7 +77,7 @@ template <typename T>
 int64_t GemmBytes(int64_t m, int64_t n, int64_t k, int64_t threads) {
   if (m == 0 || n == 0 || k == 0) return 0;
   int64_t bytes = TeamBytes<FmaKernel<T>>(m, n, k, threads);
-  if (std::is_same_v<T, float> && MayUseAmx(m, n, k)) {
+  if (std::is_same_v<T, float> && MayUseAmx(n, k)) {
     bytes = std::max(bytes, TeamBytes<AmxKernel>(m, n, k, threads));
   }
   return bytes;
@@ -88,11 +96,11 @@ class GemmTeam {
         rows_(rows),
         columns_(columns),
         barrier_(rows * columns) {
-    int64_t share = (product.m + rows - 1) / rows;
-    row_blocks_ = (share + Kernel::kBlockTiles * Kernel::kRows - 1) /
-                  (Kernel::kBlockTiles * Kernel::kRows);
-    int64_t tiles =
-        ((share + row_blocks_ - 1) / row_blocks_ + Kernel::kRows - 1) / Kernel::kRows;
+    const int64_t units = (product.m + Kernel::kRowUnit - 1) / Kernel::kRowUnit;
+    const int64_t share = (units + rows - 1) / rows, most_rows = Kernel::kBlockTiles * Kernel::kRows;
+    row_blocks_ = (share * Kernel::kRowUnit + most_rows - 1) / most_rows;
+    const int64_t height = (share + row_blocks_ - 1) / row_blocks_ * Kernel::kRowUnit;
+    const int64_t tiles = (height + Kernel::kRows - 1) / Kernel::kRows;
     int64_t depth_steps = (product.k + Kernel::kMostDepth - 1) / Kernel::kMostDepth;
     depth_ = WholeUnits((product.k + depth_steps - 1) / depth_steps, Kernel::kDepthUnit);
     panel_ = kernel_.PanelOfA(depth_);
@@ -100,45 +108,72 @@ class GemmTeam {
     const int64_t element = sizeof(Packed);
     int64_t whole = kWholeBytes<Kernel> / element / WholeUnits(product.k, Kernel::kDepthUnit) /
                     Kernel::kColumns * Kernel::kColumns;
-    is_whole_ = whole * element >= kWholeRowBytes || whole >= product.n;
+    const bool is_whole = whole * element >= kWholeRowBytes || whole >= product.n;
+    order_ = IsPrivate<Kernel>(product.m) ? Order::kPrivate
+             : is_whole                   ? Order::kWhole
+                                          : Order::kDeep;
     const int64_t deep = Kernel::kBlockRowBytes / element / Kernel::kColumns * Kernel::kColumns;
-    const int64_t most = is_whole_ ? whole : deep, blocks = (product.n + most - 1) / most;
+    const int64_t most = is_whole ? whole : deep, blocks = (product.n + most - 1) / most;
     block_columns_ = WholeUnits((product.n + blocks - 1) / blocks, Kernel::kColumns);
     b_block_ = block_columns_ / Kernel::kColumns * Kernel::PanelOfB(depth_);
-    const int64_t last = (product.k - 1) / depth_ * depth_;  // where the last depth block begins
-    const int64_t last_block =
-        block_columns_ / Kernel::kColumns * Kernel::PanelOfB(product.k - last);
-    int64_t b_size = is_whole_ ? last / depth_ * b_block_ + last_block : b_block_;
-    Packed* memory =
-        workspace->Take<Packed>((is_whole_ ? 1 : 2) * b_size + rows * columns * a_size_);
-    b_[0] = memory;
-    b_[1] = memory + b_size;
-    a_ = memory + (is_whole_ ? 1 : 2) * b_size;
+    int64_t b_size = 2 * b_block_;
+    if (order_ == Order::kWhole) {
+      const int64_t last = (product.k - 1) / depth_ * depth_;  // where the last depth block begins
+      b_size = last / depth_ * b_block_ +
+               block_columns_ / Kernel::kColumns * Kernel::PanelOfB(product.k - last);
+    } else if (order_ == Order::kPrivate) {
+      b_size = rows * columns * Kernel::PanelOfB(depth_);
+    }
+    b_ = workspace->Take<Packed>(b_size + rows * columns * a_size_);
+    a_ = b_ + b_size;
   }
 
   /*! \brief The share of one thread; all threads of the team must call it. */
   void Run(int thread) {
     typename Kernel::Scope scope;
-    if (is_whole_) {
-      RunWhole(thread);
-    } else {
-      RunDeep(thread);
+    switch (order_) {
+      case Order::kPrivate:
+        return RunPrivate(thread);
+      case Order::kWhole:
+        return RunWhole(thread);
+      case Order::kDeep:
+        return RunDeep(thread);
     }
   }
 
  private:
+  enum class Order { kPrivate, kWhole, kDeep };
+
+  /*! \brief This thread's part of C, with a tile column of B at a time; nothing is shared. */
+  void RunPrivate(int thread) {
+    const Range rows = RowsOf(thread, 0);
+    auto [left, right] = Share(p_.n, Kernel::kColumns, columns_, thread % columns_);
+    if (rows.begin == rows.end || left == right) return;
+    Packed* panel = b_ + thread * Kernel::PanelOfB(depth_);
+    for (int64_t k = 0; k < p_.k; k += depth_) {
+      PackRows(thread, rows, k);
+      for (int64_t x = left; x < right; x += Kernel::kColumns) {
+        const int64_t columns = std::min(Kernel::kColumns, right - x);
+        kernel_.PackB(p_.b.At(k, x), std::min(depth_, p_.k - k), columns, panel);
+        TileColumn(thread, rows, x, columns, k, panel);
+      }
+    }
+  }
+
   /*! \brief Whole columns of B at a time: a block of C stays in cache over the depth. */
   void RunWhole(int thread) {
     for (int64_t j = 0; j < p_.n; j += block_columns_) {
       int64_t width = std::min(block_columns_, p_.n - j);
       if (j > 0) barrier_.Wait();  // until nobody reads the block before
       for (int64_t k = 0; k < p_.k; k += depth_) {
-        PackBlock(thread, j, width, k, b_[0] + k / depth_ * b_block_);
+        PackBlock(thread, j, width, k, b_ + k / depth_ * b_block_);
       }
       barrier_.Wait();
       for (int64_t block = 0; block < row_blocks_; ++block) {
+        const Range rows = RowsOf(thread, block);
         for (int64_t k = 0; k < p_.k; k += depth_) {
-          Rows(thread, block, j, width, k, b_[0] + k / depth_ * b_block_);
+          PackRows(thread, rows, k);
+          Tiles(thread, rows, j, width, k, b_ + k / depth_ * b_block_);
         }
       }
     }
@@ -150,13 +185,32 @@ class GemmTeam {
     for (int64_t j = 0; j < p_.n; j += block_columns_) {
       int64_t width = std::min(block_columns_, p_.n - j);
       for (int64_t k = 0; k < p_.k; k += depth_, which ^= 1) {
-        PackBlock(thread, j, width, k, b_[which]);
+        PackBlock(thread, j, width, k, b_ + which * b_block_);
         barrier_.Wait();
         for (int64_t block = 0; block < row_blocks_; ++block) {
-          Rows(thread, block, j, width, k, b_[which]);
+          const Range rows = RowsOf(thread, block);
+          PackRows(thread, rows, k);
+          Tiles(thread, rows, j, width, k, b_ + which * b_block_);
         }
       }
     }
+  }
+
+  struct Range {
+    int64_t begin, end;
+  };
+
+  /*! \brief A block of a thread's rows of C. */
+  Range RowsOf(int thread, int64_t block) const {
+    auto [first, last] = Share(p_.m, Kernel::kRowUnit, rows_, thread / columns_);
+    auto [begin, end] = Share(last - first, Kernel::kRowUnit, row_blocks_, block);
+    return {first + begin, first + end};
+  }
+
+  void PackRows(int thread, Range rows, int64_t k) {
+    const int64_t height = rows.end - rows.begin;
+    kernel_.PackA(p_.a.At(rows.begin, k), height, std::min(depth_, p_.k - k),
+                  (height + Kernel::kRows - 1) / Kernel::kRows, a_ + thread * a_size_, panel_);
   }
 
   /*! \brief Pack this thread's panels of a block of B. */
@@ -170,49 +224,53 @@ class GemmTeam {
   }
 
   /*! \brief This thread's columns of a block of its rows of C, for one depth block. */
-  void Rows(int thread, int64_t row_block, int64_t j, int64_t width, int64_t k,
-            const Packed* block) {
+  void Tiles(int thread, Range rows, int64_t j, int64_t width, int64_t k, const Packed* block) {
     auto [left, right] = Share(width, Kernel::kColumns, columns_, thread % columns_);
-    auto [first, last] = Share(p_.m, 1, rows_, thread / columns_);
-    auto [begin, end] = Share(last - first, 1, row_blocks_, row_block);
-    int64_t i = first + begin, height = end - begin, depth = std::min(depth_, p_.k - k);
-    int64_t tiles = (height + Kernel::kRows - 1) / Kernel::kRows;
-    Packed* panels = a_ + thread * a_size_;
-    kernel_.PackA(p_.a.At(i, k), height, depth, tiles, panels, panel_);
+    const int64_t depth = std::min(depth_, p_.k - k);
     for (int64_t x = left; x < right; x += Kernel::kColumns) {
-      TileTarget<T> target{};
-      target.columns = std::min(Kernel::kColumns, right - x);
-      target.c_pitch = p_.c_pitch;
-      const Packed* column = block + x / Kernel::kColumns * Kernel::PanelOfB(depth);
-      for (int64_t t = 0; t < tiles; ++t) {
-        int64_t top = TileTop(height, tiles, t);
-        target.rows = TileTop(height, tiles, t + 1) - top;
-        target.c = p_.c + (i + top) * p_.c_pitch + j + x;
-        // Each depth block is summed by itself and then added: over a deep product (the gradient
-        // through a vocabulary of 32,000) one running sum would lose a decimal digit.
-        if (k > 0) {
-          target.addend = target.c;
-          target.addend_pitch = p_.c_pitch;
-        } else if (p_.addend) {
-          target.addend = p_.addend + (i + top) * p_.addend_pitch + j + x;
-          target.addend_pitch = p_.addend_pitch;
-        }
-        for (int64_t r = 0; r < target.rows; ++r) {
-          PrefetchRow(target.c + r * p_.c_pitch, target.columns);
-        }
-        kernel_.Run(panels + t * panel_, column, depth, target);
-      }
+      TileColumn(thread, rows, j + x, std::min(Kernel::kColumns, right - x), k,
+                 block + x / Kernel::kColumns * Kernel::PanelOfB(depth));
     }
+  }
+
+  void TileColumn(int thread, Range rows, int64_t j, int64_t columns, int64_t k,
+                  const Packed* panel) {
+    const int64_t height = rows.end - rows.begin, depth = std::min(depth_, p_.k - k);
+    const int64_t tiles = (height + Kernel::kRows - 1) / Kernel::kRows;
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t top = Kernel::Top(height, tiles, t);
+      const TileTarget<T> target = Target(
+          rows.begin + top, Kernel::Top(height, tiles, t + 1) - top, j, columns, k);
+      for (int64_t r = 0; r < target.rows; ++r) {
+        PrefetchRow(target.c + r * p_.c_pitch, target.columns);
+      }
+      kernel_.Run(a_ + thread * a_size_ + t * panel_, panel, depth, target);
+    }
+  }
+
+  /*! \brief A tile of C and what the depth block from k on is added to. */
+  TileTarget<T> Target(int64_t i, int64_t rows, int64_t j, int64_t columns, int64_t k) const {
+    TileTarget<T> target{rows, columns, p_.c + i * p_.c_pitch + j, p_.c_pitch, nullptr, 0};
+    // Each depth block is summed by itself and then added: over a deep product (the gradient
+    // through a vocabulary of 32,000) one running sum would lose a decimal digit.
+    if (k > 0) {
+      target.addend = target.c;
+      target.addend_pitch = p_.c_pitch;
+    } else if (p_.addend) {
+      target.addend = p_.addend + i * p_.addend_pitch + j;
+      target.addend_pitch = p_.addend_pitch;
+    }
+    return target;
   }
 
   Product<T> p_;
   Kernel kernel_;
   int rows_, columns_;
   Barrier barrier_;
-  bool is_whole_;
+  Order order_;
   int64_t row_blocks_, block_columns_, depth_, panel_, a_size_;
-  int64_t b_block_;  // packed numbers of a block of B of one depth
-  Packed* b_[2];
+  int64_t b_block_;  // packed numbers of a shared block of B of one depth
+  Packed* b_;
   Packed* a_;
 };
 

@@ -145,8 +145,10 @@ void PackB(const Matrix<T>& b, int64_t depth, int64_t columns, T* target) {
   }
 }
 
-/*! \brief Row at which tile `index` of `tiles` starts: heights differ by one at most. */
-inline int64_t TileTop(int64_t rows, int64_t tiles, int64_t index) { return rows * index / tiles; }
+/*! \brief Row at which tile `index` of `tiles` starts: heights differ by one `unit` at most. */
+inline int64_t TileTop(int64_t rows, int64_t tiles, int64_t index, int64_t unit = 1) {
+  return std::min(rows, (rows + unit - 1) / unit * index / tiles * unit);
+}
 
 /*! \brief How early: packing the gradient of 32,000 logits became a tenth faster. */
 constexpr int64_t kPrefetchRows = 4;
