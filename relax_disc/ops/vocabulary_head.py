@@ -25,7 +25,7 @@ from typing import Any
 
 from relax_disc.ops import registry
 
-# As in `src/kernels/vocabulary_head_chunk.h`.
+# As in `src/kernels/vocabulary_head/head_operands.h`.
 ROW_UNIT, BLOCK_CLASSES, STATISTICS = 16, 336, 3
 
 FORMS = tuple(map("".join, product(["", "_bias"], ["", "_z"])))
@@ -41,7 +41,7 @@ def workspace_columns(classes: Any, width: Any) -> Any:
 
 
 def _facts(products: int) -> registry.LibraryFunction:
-    """Count so many products of rows x classes x width; all scratch but for rows is a result."""
+    """Count so many products of rows x classes x width; what has the logits is a result."""
 
     def flops(views: list[Any], numbers: list[int]) -> Any:
         del numbers
@@ -49,7 +49,11 @@ def _facts(products: int) -> registry.LibraryFunction:
 
     def workspace(views: list[Any], numbers: list[int]) -> registry.Workspace:
         del numbers
-        return "vocabulary_head", (registry.elements(views[2].shape),)
+        return "vocabulary_head", (
+            registry.elements(views[2].shape),
+            views[-1].shape[0],
+            *views[1].shape,
+        )
 
     return registry.LibraryFunction(flops=flops, workspace=workspace)
 

@@ -108,7 +108,7 @@ def test_vocabulary_head(rows, classes, width, chunk):
     results = (loss, np.empty_like(x), np.empty_like(weight))
     columns = workspace_columns(classes, width)
     chunks = np.empty((16 * chunk, columns), "float32")
-    numbers = (4, rows)
+    numbers = (4, rows, 16 * chunk, classes, width)
     arguments = (x, weight, target, grad, -100, 0.0, 1, *results, chunks)
     call("vocabulary_head", numbers, "vocabulary_head", *arguments)
     np.testing.assert_allclose(loss, np.log(classes), rtol=1e-5, atol=1e-6)

@@ -14,6 +14,7 @@ SOURCES = (
     "kernels/attention/attention_backward",
     "kernels/attention/attention_forward",
     "kernels/embedding",
+    "kernels/product/amx_kernel",
     "kernels/product/gemm",
     "kernels/product/gemm_tile",
     "kernels/product/product_choice",
@@ -23,7 +24,7 @@ SOURCES = (
     "offload/file_tier",
     "offload/request_thread",
     "runtime/memory",
-    "kernels/vocabulary_head",
+    "kernels/vocabulary_head/vocabulary_head",
     "kernels/workspace",
 )
 

@@ -19,7 +19,8 @@
 #include "kernels/parallel.h"
 #include "kernels/product/product_choice.h"
 #include "runtime/memory.h"
-#include "kernels/vocabulary_head_chunk.h"
+#include "kernels/vocabulary_head/head_tiles.h"
+#include "kernels/vocabulary_head/head_vectors.h"
 
 namespace relax_disc {
 
@@ -76,9 +77,13 @@ int64_t BatchMatmulBytes(int64_t count, int64_t m, int64_t n, int64_t k, int64_t
   return std::max(GemmBytes<T>(m, n, k, threads), serial * PieceBytes(GemmBytes<T>(m, n, k, 1)));
 }
 
-int64_t HeadBytes(int64_t rows, int64_t threads) {
-  return 2 * PieceBytes(rows * 8) + PieceBytes(rows * 4) +
-         PieceBytes(threads * kHeadScratch * static_cast<int64_t>(sizeof(float)));
+int64_t HeadBytes(int64_t rows, int64_t room, int64_t classes, int64_t width, int64_t threads) {
+  int64_t products = HeadVectors::Bytes(room, classes, width, threads);
+  if (HeadTiles::MayMultiply(rows, width)) {
+    room = std::min(room, RoundUpRows(rows));
+    products = std::max(products, HeadTiles::Bytes(room, classes, width, threads));
+  }
+  return 2 * PieceBytes(rows * 8) + PieceBytes(rows * 4) + products;
 }
 
 /*! \brief The packed weight, and room for the rows of each thread, which share out the batch. */
@@ -105,7 +110,9 @@ int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n, int64_t 
   if (kind == "aten_batch_matmul") {
     return AtenProductBytes(n.at(2), n.at(3), n.at(4), n.at(0), threads);
   }
-  if (kind == "vocabulary_head") return HeadBytes(n.at(1), threads);
+  if (kind == "vocabulary_head") {
+    return HeadBytes(n.at(1), n.at(2), n.at(3), n.at(4), threads);
+  }
   if (kind == "recurrence") {
     return RecurrenceBytes<T>(n.at(1), n.at(2), n.at(3), 0, threads);
   }

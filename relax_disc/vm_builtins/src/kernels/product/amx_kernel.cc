@@ -239,8 +239,13 @@ void SumVectors(const Bfloat16* a, const Bfloat16* b, int64_t depth, float* sums
   _tile_loadd(tile, (from) + (part) * kPart + (tile) % 2 * kTile, 64)
 
 /*! \brief Sums of two by two tiles; a load is asked for while the tiles that do not wait run. */
-RELAX_DISC_TILES void SumFour(const Bfloat16* a, const Bfloat16* b, int64_t steps) {
+RELAX_DISC_TILES void SumFour(const Bfloat16* a, const Bfloat16* b, int64_t steps,
+                              const LinesAhead& ahead) {
+  const char* next = ahead.from;
   for (int64_t step = 0; step < steps; ++step, a += kStepSize, b += kStepSize) {
+    for (int64_t line = 0; line < ahead.lines; ++line, next += 64) {
+      _mm_prefetch(next, _MM_HINT_T1);
+    }
 #define RELAX_DISC_NEXT(first, second, from, part, with_first, with_second) \
   RELAX_DISC_LOAD(first, from, part);                                       \
   _tile_dpbf16ps(0, 4, 6);                                                  \
@@ -302,9 +307,9 @@ struct Form {
 
 /*! \brief Add up some steps of depth. */
 RELAX_DISC_TILES inline void SumTiles(const Bfloat16* a, const Bfloat16* b, int64_t steps,
-                                      Form form) {
+                                      Form form, const LinesAhead& ahead) {
   if (form.is_high && form.is_wide) {
-    SumFour(a, b, steps);
+    SumFour(a, b, steps, ahead);
   } else if (form.is_high) {
     SumFewer<true, false>(a, b, steps);
   } else if (form.is_wide) {
@@ -393,7 +398,7 @@ void AmxKernel::PackB(const Matrix<float>& b, int64_t depth, int64_t columns, Pa
 }
 
 RELAX_DISC_TILES void AmxKernel::Run(const Packed* a, const Packed* b, int64_t depth,
-                                     const TileTarget<float>& target) {
+                                     const TileTarget<float>& target, const LinesAhead& ahead) {
   alignas(64) float sums[kSums];
   const auto* of_a = reinterpret_cast<const Bfloat16*>(a);
   const auto* of_b = reinterpret_cast<const Bfloat16*>(b);
@@ -402,7 +407,7 @@ RELAX_DISC_TILES void AmxKernel::Run(const Packed* a, const Packed* b, int64_t d
   const bool is_c = target.rows == kRows && target.columns == kColumns && !target.addend &&
                     (rows | columns) == 0;
   ZeroTiles();
-  SumTiles(of_a, of_b, Steps(depth), form);
+  SumTiles(of_a, of_b, Steps(depth), form, ahead);
   StoreTiles(form, is_c ? target.c : sums, is_c ? target.c_pitch : kColumns);
   if (is_c) return;
   if (__builtin_expect((rows | columns) != 0, 0)) {
@@ -423,7 +428,8 @@ AmxKernel::Scope::Scope() {}
 AmxKernel::Scope::~Scope() {}
 void AmxKernel::PackA(const Matrix<float>&, int64_t, int64_t, int64_t, Packed*, int64_t) {}
 void AmxKernel::PackB(const Matrix<float>&, int64_t, int64_t, Packed*) {}
-void AmxKernel::Run(const Packed*, const Packed*, int64_t, const TileTarget<float>&) {}
+void AmxKernel::Run(const Packed*, const Packed*, int64_t, const TileTarget<float>&,
+                    const LinesAhead&) {}
 
 #endif
 

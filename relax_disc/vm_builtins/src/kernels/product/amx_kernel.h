@@ -27,6 +27,12 @@ bool HasAmx();
 /*! \brief Whether the tiles multiply `[m, k]` by `[k, n]`: packing must pay, and they exist. */
 bool MayUseAmx(int64_t n, int64_t k);
 
+/*! \brief Memory that is needed next, to be asked for meanwhile: so many lines in each step. */
+struct LinesAhead {
+  const char* from = nullptr;
+  int64_t lines = 0;
+};
+
 /*! \brief See `FmaKernel`. */
 class AmxKernel {
  public:
@@ -70,7 +76,7 @@ class AmxKernel {
                     Packed* target, int64_t panel);
   static void PackB(const Matrix<float>& b, int64_t depth, int64_t columns, Packed* target);
   static void Run(const Packed* a, const Packed* b, int64_t depth,
-                  const TileTarget<float>& target);
+                  const TileTarget<float>& target, const LinesAhead& ahead = {});
 };
 
 }  // namespace relax_disc

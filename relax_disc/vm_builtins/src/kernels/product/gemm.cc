@@ -42,28 +42,13 @@ std::pair<int, int> ChooseGrid(const Product<T>& p, int threads) {
   return best;
 }
 
-template <typename Kernel>
-void RunTeamWith(const Product<typename Kernel::Element>& product, int rows, int columns) {
-  WorkspaceScope workspace;
-  GemmTeam<Kernel> team(product, rows, columns, &workspace);
-  ParallelRegion(rows * columns, [&](int thread, int) { team.Run(thread); });
-}
-
 /*! \brief Compute a product by the kernel that its sizes ask for. */
 template <typename T>
-void RunTeam(const Product<T>& product, int rows, int columns) {
+void RunAny(const Product<T>& product, int rows, int columns) {
   if constexpr (std::is_same_v<T, float>) {
-    if (MayUseAmx(product.n, product.k)) {
-      if (IsPrivate<AmxKernel>(product.m)) {
-        const int threads = rows * columns;
-        columns = static_cast<int>(std::min<int64_t>(
-            threads, (product.n + AmxKernel::kColumns - 1) / AmxKernel::kColumns));
-        rows = threads / columns;
-      }
-      return RunTeamWith<AmxKernel>(product, rows, columns);
-    }
+    if (MayUseAmx(product.n, product.k)) return RunTeam<AmxKernel>(product, rows, columns);
   }
-  RunTeamWith<FmaKernel<T>>(product, rows, columns);
+  RunTeam<FmaKernel<T>>(product, rows, columns);
 }
 
 /*! \brief Views of the last two axes of an operand for every index of the leading ones. */
@@ -222,7 +207,7 @@ template <typename T>
 void MultiplySerial(const Product<T>& product, char* memory, int64_t bytes) {
   if (FillIfNoDepth(product)) return;
   LentWorkspace lent(memory, bytes);
-  RunTeam(product, 1, 1);
+  RunAny(product, 1, 1);
 }
 
 template <typename T>
@@ -231,7 +216,7 @@ void Multiply(const Product<T>& product) {
   int64_t work = product.m * product.n * product.k;
   int threads = static_cast<int>(std::clamp<int64_t>(work / kWorkPerThread, 1, NumThreads()));
   auto [rows, columns] = ChooseGrid(product, threads);
-  RunTeam(product, rows, columns);
+  RunAny(product, rows, columns);
 }
 
 template void MultiplySerial<float>(const Product<float>&, char*, int64_t);

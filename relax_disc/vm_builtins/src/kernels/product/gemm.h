@@ -274,6 +274,20 @@ class GemmTeam {
   Packed* a_;
 };
 
+/*! \brief A product by one kernel, on threads that are arranged so unless they share nothing. */
+template <typename Kernel>
+void RunTeam(const Product<typename Kernel::Element>& product, int rows, int columns) {
+  if (IsPrivate<Kernel>(product.m)) {  // B is packed once if each thread has columns of its own
+    const int64_t threads = rows * columns;
+    const int64_t most = (product.n + Kernel::kColumns - 1) / Kernel::kColumns;
+    columns = static_cast<int>(std::min(threads, most));
+    rows = static_cast<int>(threads / columns);
+  }
+  WorkspaceScope workspace;
+  GemmTeam<Kernel> team(product, rows, columns, &workspace);
+  ParallelRegion(rows * columns, [&](int thread, int) { team.Run(thread); });
+}
+
 /*! \brief True if nothing has to be summed: an empty C, or a C that is the addend alone. */
 template <typename T>
 bool FillIfNoDepth(const Product<T>& p) {

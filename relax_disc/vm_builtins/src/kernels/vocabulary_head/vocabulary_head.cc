@@ -15,7 +15,9 @@
 #include "kernels/argument_reader.h"
 #include "kernels/product/gemm.h"
 #include "kernels/tensor_view.h"
-#include "kernels/vocabulary_head_chunk.h"
+#include "kernels/vocabulary_head/head_chunk.h"
+#include "kernels/vocabulary_head/head_tiles.h"
+#include "kernels/vocabulary_head/head_vectors.h"
 #include "kernels/workspace.h"
 
 namespace relax_disc {
@@ -39,7 +41,6 @@ struct Head {
     int64_t* rows = scope.Take<int64_t>(count);
     double* losses = scope.Take<double>(count);
     float* logits = scope.Take<float>(count);
-    float* scratch = scope.Take<float>(NumThreads() * kHeadScratch);
     int64_t wanted = 0, labelled = 0;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t label = operands.target[i];
@@ -63,18 +64,28 @@ struct Head {
     if (wanted == 0 && operands.grad_bias) {
       std::memset(operands.grad_bias, 0, sizeof(float) * classes);
     }
-    // Equal chunks: a last one of few rows would read the weight for little.
-    const int64_t chunks = wanted == 0 ? 0 : (wanted + room - 1) / room;
-    for (int64_t i = 0; i < chunks; ++i) {
-      auto [first, last] = Share(wanted, kRowUnit, chunks, i);
-      HeadChunk chunk(operands, rows + first, last - first, workspace.data, scratch);
-      loss ? chunk.Run(losses + first, logits + first, i == 0)
-           : chunk.RunWeight(logits + first, i == 0);
-    }
+    const auto run_by = HeadTiles::MayMultiply(wanted, width) ? &Head::RunBy<HeadTiles>
+                                                             : &Head::RunBy<HeadVectors>;
+    (this->*run_by)(rows, wanted, losses, logits, &scope);
     if (!loss) return;
     double sum = 0;
     for (int64_t i = 0; i < wanted; ++i) sum += losses[i];
     *loss = static_cast<float>(mean ? sum / counted : sum);
+  }
+
+  template <typename Products>
+  void RunBy(const int64_t* rows, int64_t wanted, double* losses, float* logits,
+             WorkspaceScope* scope) {
+    const int64_t room = workspace.shape[0];
+    Products products(operands, std::min(room, RoundUpRows(wanted)), scope);
+    // Equal chunks: a last one of few rows would read the weight for little.
+    const int64_t chunks = wanted == 0 ? 0 : (wanted + room - 1) / room;
+    for (int64_t i = 0; i < chunks; ++i) {
+      auto [first, last] = Share(wanted, kRowUnit, chunks, i);
+      HeadChunk<Products> chunk(operands, rows + first, last - first, workspace.data, &products);
+      loss ? chunk.Run(losses + first, logits + first, i == 0)
+           : chunk.RunWeight(logits + first, i == 0);
+    }
   }
 };
 
