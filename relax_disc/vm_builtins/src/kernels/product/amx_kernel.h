@@ -9,8 +9,8 @@
 // Higher-Precision Computations" (2019), section IV.
 //
 // Numbers below 2^-110 lose bits, as these tiles know no subnormal numbers.  Infinities, NaN and
-// what bfloat16 rounds to infinity have no such parts: tiles with one of them are computed without
-// the matrix unit, from numbers that were packed as they are.
+// what bfloat16 rounds to infinity have no such parts: rows and columns with one of them are
+// computed without the matrix unit, from numbers that were packed as they are.
 #ifndef RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_AMX_KERNEL_H_
 #define RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_AMX_KERNEL_H_
 
@@ -21,10 +21,15 @@
 
 namespace relax_disc {
 
-/*! \brief Whether RELAX_DISC_AMX=1 asks for the tiles, and processor and system have them. */
+/*! \brief Whether processor and system have the tiles, and RELAX_DISC_AMX=0 does not forbid them. */
 bool HasAmx();
 
-/*! \brief Whether the tiles multiply `[m, k]` by `[k, n]`: packing must pay, and they exist. */
+/*!
+ * \brief Whether the tiles multiply `[m, k]` by `[k, n]`: packing must pay, and they exist.
+ *
+ * Not by the rows, though a few of them take up to twice the vectors' time: what a row becomes must
+ * not depend on the others, as a budget may compute them in several turns.
+ */
 bool MayUseAmx(int64_t n, int64_t k);
 
 /*! \brief Memory that is needed next, to be asked for meanwhile: so many lines in each step. */

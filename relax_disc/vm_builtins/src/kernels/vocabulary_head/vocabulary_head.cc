@@ -64,8 +64,8 @@ struct Head {
     if (wanted == 0 && operands.grad_bias) {
       std::memset(operands.grad_bias, 0, sizeof(float) * classes);
     }
-    const auto run_by = HeadTiles::MayMultiply(wanted, width) ? &Head::RunBy<HeadTiles>
-                                                             : &Head::RunBy<HeadVectors>;
+    const auto run_by = HeadTiles::MayMultiply(width) ? &Head::RunBy<HeadTiles>
+                                                     : &Head::RunBy<HeadVectors>;
     (this->*run_by)(rows, wanted, losses, logits, &scope);
     if (!loss) return;
     double sum = 0;
