@@ -80,8 +80,8 @@ int64_t BatchMatmulBytes(int64_t count, int64_t m, int64_t n, int64_t k, int64_t
 int64_t HeadBytes(int64_t rows, int64_t room, int64_t classes, int64_t width, int64_t threads) {
   int64_t products = HeadVectors::Bytes(room, classes, width, threads);
   if (HeadTiles::MayMultiply(width)) {
-    room = std::min(room, RoundUpRows(rows));
-    products = std::max(products, HeadTiles::Bytes(room, classes, width, threads));
+    products = std::max(
+        products, HeadTiles::Bytes(MostChunkRows(rows, room), classes, width, threads));
   }
   return 2 * PieceBytes(rows * 8) + PieceBytes(rows * 4) + products;
 }

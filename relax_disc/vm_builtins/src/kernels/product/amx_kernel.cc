@@ -344,7 +344,7 @@ void AddUp(const float* sums, const TileTarget<float>& target) {
   }
 }
 
-/*! \brief Sums [32, 32] of tiles and of vectors: those that numbers without parts have a share in. */
+/*! \brief Take those sums [32, 32] from others that numbers without parts have a share in. */
 void Replace(float* sums, const float* others, Others rows, Others columns) {
   for (int r = 0; r < AmxKernel::kRows; ++r) {
     const Others lanes = (rows >> r & 1) != 0 ? ~Others{0} : columns;

@@ -21,7 +21,7 @@
 
 namespace relax_disc {
 
-/*! \brief Whether processor and system have the tiles, and RELAX_DISC_AMX=0 does not forbid them. */
+/*! \brief Whether processor and system have tiles, and RELAX_DISC_AMX=0 does not forbid them. */
 bool HasAmx();
 
 /*!

@@ -97,7 +97,8 @@ class GemmTeam {
         columns_(columns),
         barrier_(rows * columns) {
     const int64_t units = (product.m + Kernel::kRowUnit - 1) / Kernel::kRowUnit;
-    const int64_t share = (units + rows - 1) / rows, most_rows = Kernel::kBlockTiles * Kernel::kRows;
+    const int64_t share = (units + rows - 1) / rows;
+    constexpr int64_t most_rows = Kernel::kBlockTiles * Kernel::kRows;
     row_blocks_ = (share * Kernel::kRowUnit + most_rows - 1) / most_rows;
     const int64_t height = (share + row_blocks_ - 1) / row_blocks_ * Kernel::kRowUnit;
     const int64_t tiles = (height + Kernel::kRows - 1) / Kernel::kRows;

@@ -16,6 +16,11 @@ constexpr int64_t kStatistics = 3;
 
 inline int64_t RoundUpRows(int64_t count) { return (count + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
+/*! \brief Rows for which a chunk needs room: of so many, where there is room for `room`. */
+inline int64_t MostChunkRows(int64_t rows, int64_t room) {
+  return std::max(kRowUnit, std::min(room, RoundUpRows(rows)));
+}
+
 /*! \brief Floats of workspace for each row of a chunk. */
 inline int64_t HeadRowFloats(int64_t classes, int64_t width) {
   const int64_t blocks = (classes + kBlockClasses - 1) / kBlockClasses;

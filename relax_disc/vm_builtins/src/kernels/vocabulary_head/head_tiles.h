@@ -99,7 +99,9 @@ class HeadTiles {
     int64_t parts, part;     // sums of parts of the classes
 
     Sizes(int64_t room, int64_t classes, int64_t width)
-        : across(Panels(width, room)), inputs(Panels(room, width)), part(room * RoundUpRows(width)) {
+        : across(Panels(width, room)),
+          inputs(Panels(room, width)),
+          part(room * RoundUpRows(width)) {
       const int64_t blocks = (classes + kGradientDepth - 1) / kGradientDepth;
       const int64_t most = kPartBytes / (part * static_cast<int64_t>(sizeof(float)));
       parts = std::max<int64_t>(1, std::min({blocks, most, kMostParts}));

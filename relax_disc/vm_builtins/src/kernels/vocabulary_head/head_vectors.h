@@ -114,7 +114,8 @@ class HeadVectors {
     const int64_t width = head_.width, end = head_.BlockEnd(block);
     for (int64_t v = block * kBlockClasses; v < end; v += kTileRows) {
       const int64_t height = std::min<int64_t>(kTileRows, end - v);
-      Ahead ahead(head_.grad_weight + (v + kTileRows) * width, kTileRows * width, width * rows_.count);
+      Ahead ahead(head_.grad_weight + (v + kTileRows) * width, kTileRows * width,
+                  width * rows_.count);
       for (int64_t j = 0; j < width; j += kTileColumns<float>) {
         const int64_t columns = std::min<int64_t>(kTileColumns<float>, width - j);
         float* c = head_.grad_weight + v * width + j;

@@ -77,7 +77,7 @@ struct Head {
   void RunBy(const int64_t* rows, int64_t wanted, double* losses, float* logits,
              WorkspaceScope* scope) {
     const int64_t room = workspace.shape[0];
-    Products products(operands, std::min(room, RoundUpRows(wanted)), scope);
+    Products products(operands, MostChunkRows(wanted, room), scope);
     // Equal chunks: a last one of few rows would read the weight for little.
     const int64_t chunks = wanted == 0 ? 0 : (wanted + room - 1) / room;
     for (int64_t i = 0; i < chunks; ++i) {
