@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 
 Program = tuple[int, ...]
 
