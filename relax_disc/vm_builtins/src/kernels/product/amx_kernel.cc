@@ -155,6 +155,7 @@ Matrix<float> ByRows(const Matrix<float>& from, int64_t rows, int64_t columns, f
   return {copy, kStep, 1};
 }
 
+constexpr int64_t kAhead = 4 * kStep;
 /*! \brief Pack rows of A for a tile row, one step of depth. */
 Others PackStepOfA(const Matrix<float>& a, int64_t rows, int64_t depth,
                    Bfloat16* target) {
@@ -164,6 +165,7 @@ Others PackStepOfA(const Matrix<float>& a, int64_t rows, int64_t depth,
   Others others = 0;
   for (int64_t r = 0; r < rows; ++r) {
     const float* row = source.data + r * source.row;
+    if (a.column == 1) PrefetchRow(row + kAhead, kStep);
     const __m512 first = _mm512_maskz_loadu_ps(low, row);
     const __m512 second = _mm512_maskz_loadu_ps(high, row + kSide);
     if (__builtin_expect(Split(first, second, target + r * kStep) != 0, 0)) {
@@ -376,15 +378,20 @@ RELAX_DISC_TILES AmxKernel::Scope::~Scope() { _tile_loadconfig(before_); }
 
 void AmxKernel::PackA(const Matrix<float>& a, int64_t rows, int64_t depth, int64_t tiles,
                       Packed* target, int64_t panel) {
-  for (int64_t t = 0; t < tiles; ++t) {
+  const auto pack = [&](int64_t t, int64_t k) {
     const int64_t top = Top(rows, tiles, t), height = Top(rows, tiles, t + 1) - top;
-    Packed* packed = target + t * panel;
-    Others others = 0;
-    for (int64_t k = 0; k < depth; k += kStep) {
-      others |= PackStepOfA(a.At(top, k), height, std::min(kStep, depth - k),
-                            reinterpret_cast<Bfloat16*>(packed) + k / kStep * kStepSize);
+    auto* parts = reinterpret_cast<Bfloat16*>(target + t * panel) + k / kStep * kStepSize;
+    return PackStepOfA(a.At(top, k), height, std::min(kStep, depth - k), parts);
+  };
+  for (int64_t t = 0; t < tiles; ++t) *OthersOf(target + t * panel, depth) = 0;
+  if (a.column == 1) {  // as it lies in memory
+    for (int64_t t = 0; t < tiles; ++t) {
+      for (int64_t k = 0; k < depth; k += kStep) *OthersOf(target + t * panel, depth) |= pack(t, k);
     }
-    *OthersOf(packed, depth) = others;
+  } else {
+    for (int64_t k = 0; k < depth; k += kStep) {
+      for (int64_t t = 0; t < tiles; ++t) *OthersOf(target + t * panel, depth) |= pack(t, k);
+    }
   }
 }
 
