@@ -139,6 +139,30 @@ def test_threads_sum_large_gradients_of_unusual_windows_apart():
     assert [overflow for overflow, _ in taken] == [0, 0, 0]
 
 
+@given(data=st.data())
+@settings(max_examples=40)
+def test_whole_steps_of_channels(data):
+    """Matrix tiles compute them where the processor has some."""
+    channels = st.sampled_from([64, 96, 160])
+    rank = data.draw(st.sampled_from([1, 2, 2]))
+
+    def each(least, most):
+        return tuple(data.draw(st.integers(least, most)) for _ in range(rank))
+
+    # More positions than channels: else windows are written out.
+    space = (300,) if rank == 1 else data.draw(st.sampled_from([(14, 19), (21, 12)]))
+    geometry = (each(1, 4), each(1, 2), each(0, 4), each(1, 2))
+    batch, inner, outer = data.draw(st.integers(1, 3)), data.draw(channels), data.draw(channels)
+    before = torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            taken = check(batch, inner, outer, 1, space, *geometry, torch.float32)
+        finally:
+            torch.set_num_threads(before)
+        assert all(overflow == 0 for overflow, _ in taken)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_few_positions_take_no_more_than_their_windows(threads):
     """oneDNN would take the weight in its own order, once or twice: 2.3 MiB each."""

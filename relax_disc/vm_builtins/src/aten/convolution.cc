@@ -1,7 +1,8 @@
 // Convolutions by PyTorch's kernels (oneDNN): relax_disc.cpu.convolution and its two gradients.
 //
 // Activations are stored with channels last, weights as PyTorch keeps them.  oneDNN then reads and
-// writes activations where they are; it reorders weights only.
+// writes activations where they are; it reorders weights only.  Products of windows take the place
+// of some, see `kernels/product/{window_product,tile_convolution}.h`.
 #include "aten/convolution.h"
 
 #include <ATen/native/ConvUtils.h>
@@ -21,6 +22,7 @@
 
 #include "aten/memory.h"
 #include "kernels/parallel.h"
+#include "kernels/product/tile_convolution.h"
 #include "kernels/product/window_product.h"
 
 namespace relax_disc {
@@ -111,13 +113,17 @@ int64_t BytesOf(const at::Tensor& inner, const at::Tensor& outer, const at::Tens
                           inner.scalar_type() == c10::kHalf, NumThreads());
 }
 
-/*! \brief Compute by a product of windows where that is the faster way; false elsewhere. */
-bool AsWindowProduct(int64_t which, const at::Tensor& inner, const at::Tensor& outer,
-                     const at::Tensor& weight, const Geometry& g, const float* bias = nullptr) {
+/*! \brief Compute by a product with windows where that is the faster way; false elsewhere. */
+bool AsProduct(int64_t which, const at::Tensor& inner, const at::Tensor& outer,
+               const at::Tensor& weight, const Geometry& g, const float* bias = nullptr) {
   const ConvolutionSizes sizes = SizesOf(inner, outer, weight, g);
-  if (!IsWindowProduct(sizes, which, inner.element_size())) return false;
+  const int64_t element = inner.element_size();
+  const auto product = IsWindowProduct(sizes, which, element)     ? &WindowProduct
+                       : IsTileConvolution(sizes, which, element) ? &TileConvolution
+                                                                  : nullptr;
+  if (product == nullptr) return false;
   const auto data = [](const at::Tensor& x) { return static_cast<float*>(x.data_ptr()); };
-  WindowProduct(sizes, g.padding, which, data(inner), data(outer), data(weight), bias);
+  product(sizes, g.padding, which, data(inner), data(outer), data(weight), bias);
   return true;
 }
 
@@ -147,7 +153,7 @@ void Convolution(PackedArgs args, bool with_bias) {
   at::Tensor addend;
   if (with_bias) addend = AtenView(args[2].cast<TensorView>());
   const void* numbers = with_bias ? addend.const_data_ptr() : nullptr;
-  if (AsWindowProduct(0, x, out, weight, g, static_cast<const float*>(numbers))) return;
+  if (AsProduct(0, x, out, weight, g, static_cast<const float*>(numbers))) return;
   const bool whole = x.scalar_type() != c10::kDouble;
   AtenScope scope(BytesOf(x, out, weight, g, 0), out, whole);
   const at::Tensor kernel = Computable(weight);
@@ -165,7 +171,7 @@ void ConvolutionInput(PackedArgs args, Any*) {
   const at::Tensor weight = WeightView(args[1].cast<TensorView>());
   const at::Tensor out = ChannelsFirst(out_view);
   const Geometry g = ReadGeometry(args, 2, out_view.ndim() - 2);
-  if (AsWindowProduct(1, out, grad, weight, g)) return;
+  if (AsProduct(1, out, grad, weight, g)) return;
   const bool whole = grad.scalar_type() != c10::kDouble;
   AtenScope scope(BytesOf(out, grad, weight, g, 1), out, whole);
   const at::Tensor kernel = Computable(weight);
@@ -207,7 +213,7 @@ void ConvolutionWeight(PackedArgs args, Any*) {
   const at::Tensor given = ChannelsFirst(args[1].cast<TensorView>());
   const at::Tensor out = WeightView(out_view);
   Geometry g = ReadGeometry(args, 2, out_view.ndim() - 2);
-  if (AsWindowProduct(2, given, grad, out, g)) return;
+  if (AsProduct(2, given, grad, out, g)) return;
   AtenScope scope(BytesOf(given, grad, out, g, 2), out);
   const bool is_padded = *std::max_element(g.padding.begin(), g.padding.end()) > 0;
   const bool gathers = !is_padded && IsStridedTail(SizesOf(given, grad, out, g));
@@ -273,6 +279,7 @@ ConvolutionSizes ConvolutionSizes::Read(const std::vector<int64_t>& n, size_t fi
 int64_t ConvolutionBytes(const ConvolutionSizes& s, int64_t which, int64_t element, bool is_half,
                          int64_t threads) {
   if (IsWindowProduct(s, which, element)) return WindowProductBytes(s, which, threads);
+  if (IsTileConvolution(s, which, element)) return TileConvolutionBytes(s, which, threads);
   const int64_t taps = Volume(s.kernel), g = s.groups;
   const int64_t inner = s.inner_channels / g, outer = s.outer_channels / g;  // of a group
   const int64_t weight = s.outer_channels * inner * taps;

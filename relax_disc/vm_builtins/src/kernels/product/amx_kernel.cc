@@ -205,6 +205,9 @@ Others PackStepOfB(const Matrix<float>& b, int64_t depth, int64_t columns,
   return others;
 }
 
+/*! \brief 32 numbers, all of them zero, where windows lie outside. */
+alignas(64) constexpr float kNothing[kStep] = {};
+
 /*! \brief Add to the sums of C [32, 32] as the tiles do, where numbers have no parts. */
 void SumVectors(const Bfloat16* a, const Bfloat16* b, int64_t depth, float* sums) {
   constexpr int64_t kHalves = AmxKernel::kColumns / kSide;
@@ -395,6 +398,64 @@ void AmxKernel::PackA(const Matrix<float>& a, int64_t rows, int64_t depth, int64
   }
 }
 
+void AmxKernel::PackA(const WindowMatrix& a, int64_t rows, int64_t depth, int64_t tiles,
+                      Packed* target, int64_t panel) {
+  const WindowGeometry& g = *a.geometry;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t top = Top(rows, tiles, t), height = Top(rows, tiles, t + 1) - top;
+    Packed* packed = target + t * panel;
+    const float* sources[kRows];
+    int64_t last = -1;
+    Others others = 0;
+    for (int64_t k = 0; k < depth; k += kStep) {
+      const int64_t tap = (a.column + k) / g.channels, channel = (a.column + k) % g.channels;
+      if (tap != last) {
+        WindowRows windows(g, a.row + top);
+        for (int64_t r = 0; r < height; ++r) sources[r] = windows.Next(tap);
+        last = tap;
+      }
+      Bfloat16* parts = reinterpret_cast<Bfloat16*>(packed) + k / kStep * kStepSize;
+      for (int64_t r = 0; r < height; ++r) {
+        const float* row = sources[r] == nullptr ? kNothing : sources[r] + channel;
+        const __m512 first = _mm512_loadu_ps(row), second = _mm512_loadu_ps(row + kSide);
+        if (__builtin_expect(Split(first, second, parts + r * kStep) != 0, 0)) {
+          SplitOthers(first, second, parts + r * kStep);
+          others |= Others{1} << r;
+        }
+      }
+      for (int64_t r = height; r % kSide != 0; ++r) FillZero(parts + r * kStep);
+    }
+    *OthersOf(packed, depth) = others;
+  }
+}
+
+void AmxKernel::PackB(const WindowMatrix& b, int64_t depth, int64_t, Packed* target) {
+  const WindowGeometry& g = *b.geometry;
+  const int64_t tap = b.column / g.channels, channel = b.column % g.channels;
+  WindowRows windows(g, b.row);
+  Others others = 0;
+  for (int64_t k = 0; k < depth; k += kStep) {
+    const float* sources[kStep];
+    for (int64_t i = 0; i < kStep; ++i) {
+      const float* row = k + i < depth ? windows.Next(tap) : nullptr;
+      sources[i] = row == nullptr ? kNothing : row + channel;
+    }
+    Bfloat16* parts = reinterpret_cast<Bfloat16*>(target) + k / kStep * kStepSize;
+    for (int64_t j = 0; j < kColumns; j += kSide) {
+      for (int64_t i = 0; i < kSide; ++i) {
+        const __m512 first = _mm512_loadu_ps(sources[i] + j);
+        const __m512 second = _mm512_loadu_ps(sources[i + kSide] + j);
+        const __mmask16 found = Split(first, second, parts + (j + i) * kStep);
+        if (__builtin_expect(found != 0, 0)) {
+          SplitOthers(first, second, parts + (j + i) * kStep);
+          others |= static_cast<Others>(found) << j;
+        }
+      }
+    }
+  }
+  *OthersOf(target, depth) = others;
+}
+
 void AmxKernel::PackB(const Matrix<float>& b, int64_t depth, int64_t columns, Packed* target) {
   Others others = 0;
   for (int64_t k = 0; k < depth; k += kStep) {
@@ -437,7 +498,9 @@ bool MayUseAmx(int64_t, int64_t) { return false; }
 AmxKernel::Scope::Scope() {}
 AmxKernel::Scope::~Scope() {}
 void AmxKernel::PackA(const Matrix<float>&, int64_t, int64_t, int64_t, Packed*, int64_t) {}
+void AmxKernel::PackA(const WindowMatrix&, int64_t, int64_t, int64_t, Packed*, int64_t) {}
 void AmxKernel::PackB(const Matrix<float>&, int64_t, int64_t, Packed*) {}
+void AmxKernel::PackB(const WindowMatrix&, int64_t, int64_t, Packed*) {}
 void AmxKernel::Run(const Packed*, const Packed*, int64_t, const TileTarget<float>&,
                     const LinesAhead&) {}
 

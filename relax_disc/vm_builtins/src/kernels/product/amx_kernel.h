@@ -18,6 +18,7 @@
 #include <cstdint>
 
 #include "kernels/product/fma_kernel.h"
+#include "kernels/product/window_matrix.h"
 
 namespace relax_disc {
 
@@ -56,7 +57,8 @@ class AmxKernel {
   static constexpr bool kMayBePrivate = true;
   static constexpr int64_t kFlag = 32;  // at the end of a panel: where numbers have no parts
 
-  explicit AmxKernel(const Matrix<float>&) {}
+  template <typename Left>
+  explicit AmxKernel(const Left&) {}
 
   /*! \brief The configuration of tiles; what was there before comes back. */
   class Scope {
@@ -79,7 +81,10 @@ class AmxKernel {
   static int64_t PanelOfB(int64_t depth) { return Steps(depth) * kColumns * kDepthUnit + kFlag; }
   static void PackA(const Matrix<float>& a, int64_t rows, int64_t depth, int64_t tiles,
                     Packed* target, int64_t panel);
+  static void PackA(const WindowMatrix& a, int64_t rows, int64_t depth, int64_t tiles,
+                    Packed* target, int64_t panel);
   static void PackB(const Matrix<float>& b, int64_t depth, int64_t columns, Packed* target);
+  static void PackB(const WindowMatrix& b, int64_t depth, int64_t columns, Packed* target);
   static void Run(const Packed* a, const Packed* b, int64_t depth,
                   const TileTarget<float>& target, const LinesAhead& ahead = {});
 };

@@ -21,8 +21,10 @@ namespace {
 constexpr int64_t kWorkPerThread = 1 << 19;
 
 /*! \brief Cut C over the threads so that the slowest has least to multiply and to pack. */
-template <typename T>
-std::pair<int, int> ChooseGrid(const Product<T>& p, int threads) {
+template <typename T, typename Left, typename Right>
+std::pair<int, int> ChooseGrid(const Product<T, Left, Right>& p) {
+  const int64_t work = p.m * p.n * p.k;
+  const int threads = static_cast<int>(std::clamp<int64_t>(work / kWorkPerThread, 1, NumThreads()));
   std::pair<int, int> best{1, 1};
   double least = std::numeric_limits<double>::infinity();
   int64_t row_tiles = (p.m + kTileRows - 1) / kTileRows;
@@ -213,16 +215,22 @@ void MultiplySerial(const Product<T>& product, char* memory, int64_t bytes) {
 template <typename T>
 void Multiply(const Product<T>& product) {
   if (FillIfNoDepth(product)) return;
-  int64_t work = product.m * product.n * product.k;
-  int threads = static_cast<int>(std::clamp<int64_t>(work / kWorkPerThread, 1, NumThreads()));
-  auto [rows, columns] = ChooseGrid(product, threads);
+  auto [rows, columns] = ChooseGrid(product);
   RunAny(product, rows, columns);
+}
+
+template <typename Left, typename Right>
+void MultiplyByTiles(const Product<float, Left, Right>& product) {
+  auto [rows, columns] = ChooseGrid(product);
+  RunTeam<AmxKernel>(product, rows, columns);
 }
 
 template void MultiplySerial<float>(const Product<float>&, char*, int64_t);
 template void MultiplySerial<double>(const Product<double>&, char*, int64_t);
 template void Multiply<float>(const Product<float>&);
 template void Multiply<double>(const Product<double>&);
+template void MultiplyByTiles(const Product<float, WindowMatrix>&);
+template void MultiplyByTiles(const Product<float, Matrix<float>, WindowMatrix>&);
 
 TVM_FFI_STATIC_INIT_BLOCK() {
   Define("relax_disc.cpu.", true);

@@ -17,15 +17,16 @@
 #include "kernels/product/amx_kernel.h"
 #include "kernels/product/fma_kernel.h"
 #include "kernels/product/gemm_pack.h"
+#include "kernels/product/window_matrix.h"
 #include "kernels/workspace.h"
 
 namespace relax_disc {
 
-template <typename T>
+template <typename T, typename Left = Matrix<T>, typename Right = Matrix<T>>
 struct Product {
   int64_t m, n, k;
-  Matrix<T> a;  // [m, k]
-  Matrix<T> b;  // [k, n]
+  Left a;   // [m, k]
+  Right b;  // [k, n]
   const T* addend;  // [m, n] with pitch `addend_pitch` (0: one row for all), or null for zero
   int64_t addend_pitch;
   T* c;  // [m, n], rows contiguous
@@ -84,13 +85,13 @@ int64_t GemmBytes(int64_t m, int64_t n, int64_t k, int64_t threads) {
 }
 
 /*! \brief One product computed by a team of threads arranged as rows x columns of C. */
-template <typename Kernel>
+template <typename Kernel, typename Left, typename Right>
 class GemmTeam {
  public:
   using T = typename Kernel::Element;
   using Packed = typename Kernel::Packed;
 
-  GemmTeam(const Product<T>& product, int rows, int columns, WorkspaceScope* workspace)
+  GemmTeam(const Product<T, Left, Right>& product, int rows, int columns, WorkspaceScope* workspace)
       : p_(product),
         kernel_(product.a),
         rows_(rows),
@@ -264,7 +265,7 @@ class GemmTeam {
     return target;
   }
 
-  Product<T> p_;
+  Product<T, Left, Right> p_;
   Kernel kernel_;
   int rows_, columns_;
   Barrier barrier_;
@@ -276,8 +277,9 @@ class GemmTeam {
 };
 
 /*! \brief A product by one kernel, on threads that are arranged so unless they share nothing. */
-template <typename Kernel>
-void RunTeam(const Product<typename Kernel::Element>& product, int rows, int columns) {
+template <typename Kernel, typename Left, typename Right>
+void RunTeam(const Product<typename Kernel::Element, Left, Right>& product, int rows,
+             int columns) {
   if (IsPrivate<Kernel>(product.m)) {  // B is packed once if each thread has columns of its own
     const int64_t threads = rows * columns;
     const int64_t most = (product.n + Kernel::kColumns - 1) / Kernel::kColumns;
@@ -285,7 +287,7 @@ void RunTeam(const Product<typename Kernel::Element>& product, int rows, int col
     rows = static_cast<int>(threads / columns);
   }
   WorkspaceScope workspace;
-  GemmTeam<Kernel> team(product, rows, columns, &workspace);
+  GemmTeam<Kernel, Left, Right> team(product, rows, columns, &workspace);
   ParallelRegion(rows * columns, [&](int thread, int) { team.Run(thread); });
 }
 
@@ -308,6 +310,10 @@ void MultiplySerial(const Product<T>& product, char* memory, int64_t bytes);
 /*! \brief Whole product on the thread pool. */
 template <typename T>
 void Multiply(const Product<T>& product);
+
+/*! \brief The same by matrix tiles, where an operand is windows; neither axis is empty. */
+template <typename Left, typename Right>
+void MultiplyByTiles(const Product<float, Left, Right>& product);
 
 }  // namespace relax_disc
 
