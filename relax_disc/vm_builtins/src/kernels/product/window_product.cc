@@ -41,6 +41,19 @@ bool IsPatches(const ConvolutionSizes& s, int64_t which) {
   return which != 1 && taps > 1 && s.groups == 1 && Volume(s.outer) * taps <= Volume(s.inner);
 }
 
+/*!
+ * \brief Whether windows lie wholly in the padding: of gradients oneDNN copies samples then.
+ *
+ * A window of 1 that is padded at all is one.
+ */
+bool IsPaddedBeyond(const ConvolutionSizes& s, int64_t which) {
+  for (size_t axis = 0; which != 0 && axis < s.inner.size(); ++axis) {
+    const int64_t reach = s.dilation[axis] * (s.kernel[axis] - 1);
+    if (s.outer[axis] > (s.inner[axis] + reach - 1) / s.stride[axis] + 1) return true;
+  }
+  return false;
+}
+
 bool HasFewPositions(const ConvolutionSizes& s, int64_t which) {
   // Measured with 256 and 512 channels, 3 by 3, on one and two threads: of the weight's gradient
   // oneDNN reorders the result too.
@@ -183,7 +196,8 @@ class Windows {
 
 bool IsWindowProduct(const ConvolutionSizes& s, int64_t which, int64_t element) {
   if (element != 4 || s.batch * Volume(s.outer) == 0) return false;
-  return IsPatches(s, which) || HasFewPositions(s, which) || IsUnusualLine(s, which);
+  return IsPatches(s, which) || HasFewPositions(s, which) || IsUnusualLine(s, which) ||
+         IsPaddedBeyond(s, which);
 }
 
 int64_t WindowProductBytes(const ConvolutionSizes& s, int64_t which, int64_t threads) {
