@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 import tvm_ffi
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from relax_disc.ops.matmul import pack_axes
@@ -41,6 +42,27 @@ def test_matmul(m, n, k, a, b, dtype):
     size = call("matmul", numbers, "matmul", left, right, 1, 1, int(a), int(b), out)
     np.testing.assert_array_equal(out, np.full((m, n), k, dtype))
     assert size <= 16 << 20
+
+
+@given(
+    sizes=st.tuples(*[st.integers(1, 5000)] * 3),
+    parts=st.tuples(*[st.floats(0, 1)] * 3),
+    item=st.sampled_from([4, 8]),
+    threads=st.sampled_from([1, 2, 16]),
+)
+@example(sizes=(200, 64, 1024), parts=(0.9, 1.0, 1.0), item=4, threads=16)
+@settings(max_examples=300)
+def test_smaller_products_take_no_more(sizes, parts, item, threads):
+    """A group of rows has as many as its data say: plans count those of all groups."""
+    less = [max(1, int(size * part)) for size, part in zip(sizes, parts, strict=True)]
+    bytes_of = tvm_ffi.get_global_func("relax_disc.cpu.workspace_bytes")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        few, many = (bytes_of("matmul", tvm_ffi.Shape([item, *x])) for x in (less, sizes))
+    finally:
+        torch.set_num_threads(before)
+    assert few <= many
 
 
 @given(count=st.integers(1, 9), m=extents, n=extents, k=extents, dtype=dtypes)

@@ -56,15 +56,19 @@ constexpr bool IsPrivate(int64_t m) {
   return Kernel::kMayBePrivate && m <= Kernel::kBlockTiles * Kernel::kRows;
 }
 
-/*! \brief Most bytes that a product by one kernel takes beside its operands. */
+/*! \brief Most bytes that a product by one kernel takes beside its operands, or a smaller one. */
 template <typename Kernel>
 int64_t TeamBytes(int64_t m, int64_t n, int64_t k, int64_t threads) {
   const int64_t element = sizeof(typename Kernel::Packed);
   const int64_t depth = WholeUnits(k, Kernel::kDepthUnit);
-  const int64_t block =
-      IsPrivate<Kernel>(m)
-          ? threads * Kernel::kColumns * std::min(depth, Kernel::kMostDepth) * element
-          : std::min(kWholeBytes<Kernel>, WholeUnits(n, Kernel::kColumns) * depth * element);
+  int64_t block = 0;
+  if (Kernel::kMayBePrivate) {  // of fewer rows
+    block = threads * Kernel::kColumns * std::min(depth, Kernel::kMostDepth) * element;
+  }
+  if (!IsPrivate<Kernel>(m)) {
+    const int64_t shared = WholeUnits(n, Kernel::kColumns) * depth * element;
+    block = std::max(block, std::min(kWholeBytes<Kernel>, shared));
+  }
   const int64_t tiles = std::min(Kernel::kBlockTiles, (m + Kernel::kRows - 1) / Kernel::kRows);
   // A panel holds kDepthUnit steps or more beside its flag.
   const int64_t flags = block * Kernel::kFlag / (Kernel::kColumns * Kernel::kDepthUnit);
