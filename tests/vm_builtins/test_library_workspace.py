@@ -140,6 +140,24 @@ def test_vocabulary_head(rows, classes, width, chunk):
     np.testing.assert_allclose(lse, np.log(classes), rtol=1e-5, atol=1e-6)
 
 
+@given(
+    rows=st.integers(1, 2000),
+    part=st.floats(0, 1),
+    room=st.integers(1, 16),
+    classes=st.integers(1, 100_000),
+    width=st.integers(1, 8192),
+)
+@example(rows=2000, part=0.016, room=8, classes=32000, width=4096)
+@settings(max_examples=100)
+def test_heads_with_fewer_labels_take_no_more(rows, part, room, classes, width):
+    bytes_of = tvm_ffi.get_global_func("relax_disc.cpu.workspace_bytes")
+    few, many = (
+        bytes_of("vocabulary_head", tvm_ffi.Shape([4, count, 16 * room, classes, width]))
+        for count in (int(rows * part), rows)
+    )
+    assert few <= many
+
+
 def test_a_workspace_that_is_too_small_is_refused():
     x = np.ones((50, 50), "float32")
     call_with = tvm_ffi.get_global_func("relax_disc.cpu.call_with_workspace")

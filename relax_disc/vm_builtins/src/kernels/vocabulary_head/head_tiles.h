@@ -24,11 +24,11 @@ class HeadTiles {
   /*! \brief Whether tiles exist and pay: 8 rows take a sixth more time by them, 64 a sixth less. */
   static bool MayMultiply(int64_t width) { return MayUseAmx(kBlockClasses, width); }
 
-  /*! \brief Most bytes that products of chunks of `room` rows take on so many threads. */
+  /*! \brief Most bytes that products of chunks of `room` rows, or fewer, take on so many threads. */
   static int64_t Bytes(int64_t room, int64_t classes, int64_t width, int64_t threads) {
     const Sizes sizes(room, classes, width);
     return PieceBytes((sizes.across + sizes.inputs + threads * sizes.scratch) * kPackedBytes) +
-           PieceBytes((sizes.parts - 1) * sizes.part * static_cast<int64_t>(sizeof(float)));
+           PieceBytes(std::min((kMostParts - 1) * sizes.part * kFloatBytes, kPartBytes));
   }
 
   /*! \param workspace Lends `Bytes`. */
@@ -86,7 +86,7 @@ class HeadTiles {
 
  private:
   static constexpr int64_t kRows = AmxKernel::kRows, kColumns = AmxKernel::kColumns;
-  static constexpr int64_t kPackedBytes = sizeof(Packed);
+  static constexpr int64_t kPackedBytes = sizeof(Packed), kFloatBytes = sizeof(float);
   /*! \brief Classes summed at once into the gradient of the inputs: whole steps of the tiles. */
   static constexpr int64_t kGradientDepth = 2 * kBlockClasses;
   /*! \brief Parts of the classes, which threads sum up apart: at most so many, and so much room. */
@@ -103,7 +103,7 @@ class HeadTiles {
           inputs(Panels(room, width)),
           part(room * RoundUpRows(width)) {
       const int64_t blocks = (classes + kGradientDepth - 1) / kGradientDepth;
-      const int64_t most = kPartBytes / (part * static_cast<int64_t>(sizeof(float)));
+      const int64_t most = kPartBytes / (part * kFloatBytes);
       parts = std::max<int64_t>(1, std::min({blocks, most, kMostParts}));
       const int64_t tiles = (room + kRows - 1) / kRows;
       scratch = std::max(AmxKernel::MostPanelOfA(std::max(room, width)),
