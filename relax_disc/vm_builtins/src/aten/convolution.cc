@@ -52,12 +52,6 @@ bool HasTiles() {
   return known && cpuinfo_has_x86_amx_bf16();
 }
 
-int64_t Volume(const std::vector<int64_t>& extents) {
-  int64_t volume = 1;
-  for (int64_t extent : extents) volume *= extent;
-  return volume;
-}
-
 Geometry ReadGeometry(PackedArgs args, int first, int64_t rank) {
   Geometry result;
   for (auto* values : {&result.stride, &result.padding, &result.dilation}) {

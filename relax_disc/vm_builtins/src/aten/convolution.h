@@ -8,6 +8,13 @@
 
 namespace relax_disc {
 
+/*! \brief Product of extents. */
+inline int64_t Volume(const std::vector<int64_t>& extents) {
+  int64_t volume = 1;
+  for (int64_t extent : extents) volume *= extent;
+  return volume;
+}
+
 /*! \brief Sizes of a convolution from its inner side (the input) to its outer side. */
 struct ConvolutionSizes {
   int64_t batch, inner_channels, outer_channels, groups;

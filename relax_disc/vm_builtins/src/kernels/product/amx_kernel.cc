@@ -155,46 +155,37 @@ Matrix<float> ByRows(const Matrix<float>& from, int64_t rows, int64_t columns, f
   return {copy, kStep, 1};
 }
 
+/*! \brief Elements of a row that are asked for ahead. */
 constexpr int64_t kAhead = 4 * kStep;
-/*! \brief Pack rows of A for a tile row, one step of depth. */
-Others PackStepOfA(const Matrix<float>& a, int64_t rows, int64_t depth,
-                   Bfloat16* target) {
-  alignas(64) float copy[AmxKernel::kRows * kStep];
-  const Matrix<float> source = ByRows(a, rows, depth, copy);
-  const __mmask16 low = First(depth), high = First(depth - kSide);
+
+/*!
+ * \brief Cut one step of depth of a tile row of A into parts.
+ * \param load Half 0 or 1 of the step of a row.
+ */
+template <typename Load>
+inline Others PackRows(int64_t rows, Bfloat16* target, const Load& load) {
   Others others = 0;
   for (int64_t r = 0; r < rows; ++r) {
-    const float* row = source.data + r * source.row;
-    if (a.column == 1) PrefetchRow(row + kAhead, kStep);
-    const __m512 first = _mm512_maskz_loadu_ps(low, row);
-    const __m512 second = _mm512_maskz_loadu_ps(high, row + kSide);
+    const __m512 first = load(r, 0), second = load(r, 1);
     if (__builtin_expect(Split(first, second, target + r * kStep) != 0, 0)) {
       SplitOthers(first, second, target + r * kStep);
       others |= Others{1} << r;
     }
   }
-  for (int64_t r = rows; r < (rows + kSide - 1) / kSide * kSide; ++r) FillZero(target + r * kStep);
+  for (int64_t r = rows; r % kSide != 0; ++r) FillZero(target + r * kStep);
   return others;
 }
 
-/*! \brief Pack columns of B for a tile column, one step of depth. */
-Others PackStepOfB(const Matrix<float>& b, int64_t depth, int64_t columns,
-                   Bfloat16* target) {
-  alignas(64) float copy[kStep * AmxKernel::kColumns];
-  const Matrix<float> source = ByRows(b, depth, columns, copy);
-  if (b.column == 1) {  // the next tile column: the hardware does not guess rows far apart
-    for (int64_t k = 0; k < depth; ++k) {
-      PrefetchRow(b.data + k * b.row + AmxKernel::kColumns, AmxKernel::kColumns);
-    }
-  }
+/*!
+ * \brief Cut one step of depth of a tile column of B into parts.
+ * \param load The 16 columns from j on of row k of the step.
+ */
+template <typename Load>
+inline Others PackColumns(int64_t columns, Bfloat16* target, const Load& load) {
   Others others = 0;
   for (int64_t j = 0; j < columns; j += kSide) {
-    const __mmask16 lanes = First(columns - j);
     for (int64_t k = 0; k < kSide; ++k) {
-      const auto row = [&](int64_t at) {
-        return _mm512_maskz_loadu_ps(at < depth ? lanes : 0, source.data + at * source.row + j);
-      };
-      const __m512 first = row(k), second = row(k + kSide);
+      const __m512 first = load(k, j), second = load(k + kSide, j);
       const __mmask16 found = Split(first, second, target + (j + k) * kStep);
       if (__builtin_expect(found != 0, 0)) {
         SplitOthers(first, second, target + (j + k) * kStep);
@@ -203,6 +194,32 @@ Others PackStepOfB(const Matrix<float>& b, int64_t depth, int64_t columns,
     }
   }
   return others;
+}
+
+Others PackStepOfA(const Matrix<float>& a, int64_t rows, int64_t depth, Bfloat16* target) {
+  alignas(64) float copy[AmxKernel::kRows * kStep];
+  const Matrix<float> source = ByRows(a, rows, depth, copy);
+  const __mmask16 lanes[2] = {First(depth), First(depth - kSide)};
+  const bool asks = a.column == 1;
+  return PackRows(rows, target, [&](int64_t r, int half) {
+    const float* row = source.data + r * source.row + half * kSide;
+    if (asks) __builtin_prefetch(row + kAhead);
+    return _mm512_maskz_loadu_ps(lanes[half], row);
+  });
+}
+
+Others PackStepOfB(const Matrix<float>& b, int64_t depth, int64_t columns, Bfloat16* target) {
+  alignas(64) float copy[kStep * AmxKernel::kColumns];
+  const Matrix<float> source = ByRows(b, depth, columns, copy);
+  if (b.column == 1) {  // the next tile column: the hardware does not guess rows far apart
+    for (int64_t k = 0; k < depth; ++k) {
+      PrefetchRow(b.data + k * b.row + AmxKernel::kColumns, AmxKernel::kColumns);
+    }
+  }
+  return PackColumns(columns, target, [&](int64_t k, int64_t j) {
+    return _mm512_maskz_loadu_ps(k < depth ? First(columns - j) : 0,
+                                 source.data + k * source.row + j);
+  });
 }
 
 /*! \brief 32 numbers, all of them zero, where windows lie outside. */
@@ -415,15 +432,10 @@ void AmxKernel::PackA(const WindowMatrix& a, int64_t rows, int64_t depth, int64_
         last = tap;
       }
       Bfloat16* parts = reinterpret_cast<Bfloat16*>(packed) + k / kStep * kStepSize;
-      for (int64_t r = 0; r < height; ++r) {
+      others |= PackRows(height, parts, [&](int64_t r, int half) {
         const float* row = sources[r] == nullptr ? kNothing : sources[r] + channel;
-        const __m512 first = _mm512_loadu_ps(row), second = _mm512_loadu_ps(row + kSide);
-        if (__builtin_expect(Split(first, second, parts + r * kStep) != 0, 0)) {
-          SplitOthers(first, second, parts + r * kStep);
-          others |= Others{1} << r;
-        }
-      }
-      for (int64_t r = height; r % kSide != 0; ++r) FillZero(parts + r * kStep);
+        return _mm512_loadu_ps(row + half * kSide);
+      });
     }
     *OthersOf(packed, depth) = others;
   }
@@ -441,17 +453,9 @@ void AmxKernel::PackB(const WindowMatrix& b, int64_t depth, int64_t, Packed* tar
       sources[i] = row == nullptr ? kNothing : row + channel;
     }
     Bfloat16* parts = reinterpret_cast<Bfloat16*>(target) + k / kStep * kStepSize;
-    for (int64_t j = 0; j < kColumns; j += kSide) {
-      for (int64_t i = 0; i < kSide; ++i) {
-        const __m512 first = _mm512_loadu_ps(sources[i] + j);
-        const __m512 second = _mm512_loadu_ps(sources[i + kSide] + j);
-        const __mmask16 found = Split(first, second, parts + (j + i) * kStep);
-        if (__builtin_expect(found != 0, 0)) {
-          SplitOthers(first, second, parts + (j + i) * kStep);
-          others |= static_cast<Others>(found) << j;
-        }
-      }
-    }
+    others |= PackColumns(kColumns, parts, [&](int64_t row, int64_t j) {
+      return _mm512_loadu_ps(sources[row] + j);
+    });
   }
   *OthersOf(target, depth) = others;
 }

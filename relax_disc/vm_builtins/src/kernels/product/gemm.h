@@ -50,6 +50,13 @@ inline std::pair<int64_t, int64_t> Share(int64_t count, int64_t unit, int64_t pa
 /*! \brief `count` rounded up to whole `unit`s. */
 inline int64_t WholeUnits(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
+/*! \brief Depth of the nearly equal blocks into which a depth is cut. */
+template <typename Kernel>
+int64_t DepthBlock(int64_t k) {
+  const int64_t blocks = (k + Kernel::kMostDepth - 1) / Kernel::kMostDepth;
+  return WholeUnits((k + blocks - 1) / blocks, Kernel::kDepthUnit);
+}
+
 /*! \brief Whether rows are so few that threads share nothing: each packs what it multiplies. */
 template <typename Kernel>
 constexpr bool IsPrivate(int64_t m) {
@@ -107,8 +114,7 @@ class GemmTeam {
     row_blocks_ = (share * Kernel::kRowUnit + most_rows - 1) / most_rows;
     const int64_t height = (share + row_blocks_ - 1) / row_blocks_ * Kernel::kRowUnit;
     const int64_t tiles = (height + Kernel::kRows - 1) / Kernel::kRows;
-    int64_t depth_steps = (product.k + Kernel::kMostDepth - 1) / Kernel::kMostDepth;
-    depth_ = WholeUnits((product.k + depth_steps - 1) / depth_steps, Kernel::kDepthUnit);
+    depth_ = DepthBlock<Kernel>(product.k);
     panel_ = kernel_.PanelOfA(depth_);
     a_size_ = WholeUnits(tiles * panel_, 64);
     const int64_t element = sizeof(Packed);

@@ -6,16 +6,11 @@
 #include "kernels/parallel.h"
 #include "kernels/product/gemm.h"
 #include "kernels/product/window_matrix.h"
+#include "kernels/product/window_product.h"
 #include "kernels/workspace.h"
 
 namespace relax_disc {
 namespace {
-
-int64_t Volume(const std::vector<int64_t>& extents) {
-  int64_t volume = 1;
-  for (int64_t extent : extents) volume *= extent;
-  return volume;
-}
 
 /*! \brief Sizes of the product. */
 struct Sizes {
@@ -95,23 +90,20 @@ void TileConvolution(const ConvolutionSizes& s, const std::vector<int64_t>& padd
   if (which == 2) {  // [to, taps, from]
     MultiplyByTiles(Product<float, Matrix<float>, WindowMatrix>{
         sizes.m, sizes.n, sizes.k, {outer, 1, to}, windows, nullptr, 0, ordered, sizes.n});
-    ParallelFor(sizes.weight > 0 ? to : 0, [&](int64_t row) {
-      const float* source = ordered + row * taps * from;
-      float* target = weight + row * taps * from;
-      for (int64_t c = 0; c < from; ++c) {
-        for (int64_t tap = 0; tap < taps; ++tap) target[c * taps + tap] = source[tap * from + c];
-      }
-    });
+    if (sizes.weight > 0) OrderLikeWeight(ordered, to, from, taps, weight);
     return;
   }
-  ParallelFor(sizes.weight > 0 ? to : 0, [&](int64_t row) {
-    const float* source = weight + row * taps * from;
-    for (int64_t tap = 0; tap < taps; ++tap) {
-      // [to, taps, from], or [taps in reverse, to, from].
-      const int64_t place = which == 0 ? row * taps + tap : (taps - 1 - tap) * to + row;
-      for (int64_t c = 0; c < from; ++c) ordered[place * from + c] = source[c * taps + tap];
-    }
-  });
+  if (sizes.weight > 0 && which == 0) {
+    OrderByTaps(weight, to, from, taps, ordered);
+  } else if (sizes.weight > 0) {  // [taps in reverse, to, from]
+    ParallelFor(to, [&](int64_t row) {
+      const float* source = weight + row * taps * from;
+      for (int64_t tap = 0; tap < taps; ++tap) {
+        float* target = ordered + ((taps - 1 - tap) * to + row) * from;
+        for (int64_t c = 0; c < from; ++c) target[c] = source[c * taps + tap];
+      }
+    });
+  }
   const Matrix<float> right =
       which == 0 ? Matrix<float>{ordered, 1, taps * from} : Matrix<float>{ordered, from, 1};
   MultiplyByTiles(Product<float, WindowMatrix>{sizes.m, sizes.n, sizes.k, windows, right, bias, 0,

@@ -9,12 +9,6 @@
 namespace relax_disc {
 namespace {
 
-int64_t Volume(const std::vector<int64_t>& extents) {
-  int64_t volume = 1;
-  for (int64_t extent : extents) volume *= extent;
-  return volume;
-}
-
 /*! \brief Bytes of windows that are written out at a time where nothing but room asks for parts. */
 constexpr int64_t kWindowBytes = 1 << 19;
 
@@ -136,26 +130,6 @@ class Windows {
     });
   }
 
-  /*! \brief Copy rows of a weight from PyTorch's order of columns to that of the windows. */
-  void OrderLikeWindows(const float* weight, int64_t rows, float* ordered) const {
-    ParallelFor(rows, [&](int64_t row) {
-      const float* source = weight + row * Columns();
-      float* target = ordered + row * Columns();
-      for (int64_t tap = 0; tap < taps_; ++tap) {
-        for (int64_t c = 0; c < channels_; ++c) target[tap * tap_ + c] = source[c * taps_ + tap];
-      }
-    });
-  }
-  void OrderLikeWeight(const float* ordered, int64_t rows, float* weight) const {
-    ParallelFor(rows, [&](int64_t row) {
-      const float* source = ordered + row * Columns();
-      float* target = weight + row * Columns();
-      for (int64_t c = 0; c < channels_; ++c) {
-        for (int64_t tap = 0; tap < taps_; ++tap) target[c * taps_ + tap] = source[tap * tap_ + c];
-      }
-    });
-  }
-
  private:
   /*! \brief Where a tap of an outer position reads; -1 outside. */
   int64_t InnerPosition(int64_t outer, int64_t tap) const {
@@ -194,6 +168,28 @@ class Windows {
 
 }  // namespace
 
+void OrderByTaps(const float* weight, int64_t rows, int64_t channels, int64_t taps,
+                 float* ordered) {
+  ParallelFor(rows, [&](int64_t row) {
+    const float* source = weight + row * taps * channels;
+    float* target = ordered + row * taps * channels;
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      for (int64_t c = 0; c < channels; ++c) target[tap * channels + c] = source[c * taps + tap];
+    }
+  });
+}
+
+void OrderLikeWeight(const float* ordered, int64_t rows, int64_t channels, int64_t taps,
+                     float* weight) {
+  ParallelFor(rows, [&](int64_t row) {
+    const float* source = ordered + row * taps * channels;
+    float* target = weight + row * taps * channels;
+    for (int64_t c = 0; c < channels; ++c) {
+      for (int64_t tap = 0; tap < taps; ++tap) target[c * taps + tap] = source[tap * channels + c];
+    }
+  });
+}
+
 bool IsWindowProduct(const ConvolutionSizes& s, int64_t which, int64_t element) {
   if (element != 4 || s.batch * Volume(s.outer) == 0) return false;
   return IsPatches(s, which) || HasFewPositions(s, which) || IsUnusualLine(s, which) ||
@@ -225,7 +221,7 @@ void WindowProduct(const ConvolutionSizes& s, const std::vector<int64_t>& paddin
   for (int64_t group = 0; group < s.groups; ++group) {
     float* own = weight + group * channels * columns;
     float* ordered = form.by_taps ? copy : own;
-    if (form.by_taps && which != 2) windows.OrderLikeWindows(own, channels, ordered);
+    if (form.by_taps && which != 2) OrderByTaps(own, channels, inner_channels, Volume(s.kernel), ordered);
     const float* addend = bias == nullptr ? nullptr : bias + group * channels;
     for (int64_t first = 0; first < s.batch; first += form.samples) {
       const int64_t samples = std::min(form.samples, s.batch - first);
@@ -250,7 +246,7 @@ void WindowProduct(const ConvolutionSizes& s, const std::vector<int64_t>& paddin
             {channels, columns, rows, transposed, of_windows, sum, columns, ordered, columns});
       }
     }
-    if (form.by_taps && which == 2) windows.OrderLikeWeight(ordered, channels, own);
+    if (form.by_taps && which == 2) OrderLikeWeight(ordered, channels, inner_channels, Volume(s.kernel), own);
   }
 }
 

@@ -18,6 +18,13 @@
 
 namespace relax_disc {
 
+/*! \brief Copy rows of a weight from PyTorch's order, taps of channels, to channels of taps. */
+void OrderByTaps(const float* weight, int64_t rows, int64_t channels, int64_t taps,
+                 float* ordered);
+/*! \brief ...and back. */
+void OrderLikeWeight(const float* ordered, int64_t rows, int64_t channels, int64_t taps,
+                     float* weight);
+
 /*! \brief Whether windows are written out: in float32, by the sizes. */
 bool IsWindowProduct(const ConvolutionSizes& sizes, int64_t which, int64_t element);
 

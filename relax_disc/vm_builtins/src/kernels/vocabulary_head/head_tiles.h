@@ -112,15 +112,9 @@ class HeadTiles {
     }
   };
 
-  /*! \brief Depth of the blocks into which a depth is cut. */
-  static int64_t DepthOf(int64_t depth) {
-    const int64_t steps = (depth + AmxKernel::kMostDepth - 1) / AmxKernel::kMostDepth;
-    return WholeUnits((depth + steps - 1) / steps, AmxKernel::kDepthUnit);
-  }
-
   /*! \brief Packed numbers of a right operand. */
   static int64_t Panels(int64_t depth, int64_t columns) {
-    const int64_t block = DepthOf(depth), blocks = (depth + block - 1) / block;
+    const int64_t block = DepthBlock<AmxKernel>(depth), blocks = (depth + block - 1) / block;
     return blocks * ((columns + kColumns - 1) / kColumns) * AmxKernel::PanelOfB(block);
   }
 
@@ -153,7 +147,7 @@ class HeadTiles {
   }
 
   static void PackRight(const Matrix<float>& from, int64_t depth, int64_t columns, Packed* target) {
-    const int64_t block = DepthOf(depth), size = AmxKernel::PanelOfB(block);
+    const int64_t block = DepthBlock<AmxKernel>(depth), size = AmxKernel::PanelOfB(block);
     const int64_t panels = (columns + kColumns - 1) / kColumns;
     ParallelFor(panels, [&](int64_t panel) {
       const int64_t j = panel * kColumns;
@@ -173,7 +167,7 @@ class HeadTiles {
                 int64_t columns, float* c, int64_t c_pitch, bool adds, bool asks, int64_t thread) {
     AmxKernel::Scope scope;
     Packed* packed = scratch_ + thread * sizes_.scratch;
-    const int64_t block = DepthOf(depth), size = AmxKernel::PanelOfB(block);
+    const int64_t block = DepthBlock<AmxKernel>(depth), size = AmxKernel::PanelOfB(block);
     const int64_t panels = (columns + kColumns - 1) / kColumns, end = head_.BlockEnd(index);
     for (int64_t v = index * kBlockClasses; v < end; v += kRows) {
       TileTarget<float> target{};
