@@ -213,6 +213,7 @@ void WindowProduct(const ConvolutionSizes& s, const std::vector<int64_t>& paddin
   const Windows windows(s, padding, form.by_taps);
   const int64_t columns = windows.Columns(), inner_channels = s.inner_channels / s.groups;
   const int64_t channels = s.outer_channels / s.groups, pitch = s.outer_channels;
+  const int64_t taps = Volume(s.kernel);
   WorkspaceScope workspace;
   const bool is_input = windows.IsInput() && !form.by_taps;
   const int64_t most = form.samples * Volume(s.outer);
@@ -221,7 +222,7 @@ void WindowProduct(const ConvolutionSizes& s, const std::vector<int64_t>& paddin
   for (int64_t group = 0; group < s.groups; ++group) {
     float* own = weight + group * channels * columns;
     float* ordered = form.by_taps ? copy : own;
-    if (form.by_taps && which != 2) OrderByTaps(own, channels, inner_channels, Volume(s.kernel), ordered);
+    if (form.by_taps && which != 2) OrderByTaps(own, channels, inner_channels, taps, ordered);
     const float* addend = bias == nullptr ? nullptr : bias + group * channels;
     for (int64_t first = 0; first < s.batch; first += form.samples) {
       const int64_t samples = std::min(form.samples, s.batch - first);
@@ -246,7 +247,7 @@ void WindowProduct(const ConvolutionSizes& s, const std::vector<int64_t>& paddin
             {channels, columns, rows, transposed, of_windows, sum, columns, ordered, columns});
       }
     }
-    if (form.by_taps && which == 2) OrderLikeWeight(ordered, channels, inner_channels, Volume(s.kernel), own);
+    if (form.by_taps && which == 2) OrderLikeWeight(ordered, channels, inner_channels, taps, own);
   }
 }
 

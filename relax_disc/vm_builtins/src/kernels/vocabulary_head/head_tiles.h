@@ -24,7 +24,7 @@ class HeadTiles {
   /*! \brief Whether tiles exist and pay: 8 rows take a sixth more time by them, 64 a sixth less. */
   static bool MayMultiply(int64_t width) { return MayUseAmx(kBlockClasses, width); }
 
-  /*! \brief Most bytes that products of chunks of `room` rows, or fewer, take on so many threads. */
+  /*! \brief Most bytes that chunks of `room` rows, or fewer, take on so many threads. */
   static int64_t Bytes(int64_t room, int64_t classes, int64_t width, int64_t threads) {
     const Sizes sizes(room, classes, width);
     return PieceBytes((sizes.across + sizes.inputs + threads * sizes.scratch) * kPackedBytes) +
