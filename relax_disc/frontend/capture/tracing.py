@@ -17,6 +17,9 @@ layers.
 What a trace makes stays until its end: collecting garbage would find next to nothing, and look at
 all objects of the process again and again for it.  It is put off, which spares a twelfth of the
 time of `relax_disc.compile`.
+
+Functions marked by ``torch.fx.wrap`` stay as they are: fx replaces them while it traces, for a
+tracer that nobody uses here, and a guard of such a global would remember the replacement.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from unittest.mock import patch
 import sympy
 import torch._dynamo
 import torch.export._trace
+from torch.fx import _symbolic_trace
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -59,7 +63,8 @@ def tracing() -> Iterator[None]:
 
     A context and, written as ``@tracing()``, a decorator.
     """
-    with _LOCK, warnings.catch_warnings():
+    unwrapped = patch.dict(_symbolic_trace._wrapped_fns_to_patch, clear=True)
+    with _LOCK, warnings.catch_warnings(), unwrapped:
         is_inner = getattr(_EXPORT, "print", None) is _say_nothing
         if is_inner or os.environ.get("TORCH_LOGS"):
             yield

@@ -13,6 +13,7 @@ import threading
 import types
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -49,6 +50,11 @@ class Judge:
 
     def score(self, h):
         return h.pow(2).mean()
+
+
+@torch.fx.wrap
+def wrapped_for_tracers(dtype):
+    return 2.0 if dtype == torch.float32 else 1.0
 
 
 later = types.ModuleType("later")
@@ -436,6 +442,20 @@ def test_changes_that_cannot_be_followed_are_refused(kind):
     change()
     with pytest.raises(InputMismatchError, match="compile"):
         guards.check()
+
+
+def test_functions_wrapped_for_other_tracers_stay_the_same():
+    def loss_fn(model, x):
+        return distance(model, x) * wrapped_for_tracers(x.dtype)
+
+    step = compiled(nn.Linear(4, 4), X, loss_fn=loss_fn)
+    step(X)
+    step(X[:3])
+    with (
+        patch.dict(globals(), wrapped_for_tracers=lambda dtype: 1.0),
+        pytest.raises(InputMismatchError, match="wrapped_for_tracers was replaced"),
+    ):
+        step(X)
 
 
 def of_deque():
