@@ -143,10 +143,12 @@ def _library(which: int) -> registry.LibraryFunction:
     def workspace(views: list[Any], numbers: list[int]) -> registry.Workspace:
         inner, outer, weight = sides(views)
         rank = len(weight.shape) - 2
-        stride, dilation, groups = numbers[:rank], numbers[2 * rank : 3 * rank], numbers[3 * rank]
-        spatial = [inner.shape[1:-1], outer.shape[1:-1], weight.shape[2:], stride, dilation]
-        flat = [n for extents in spatial for n in ((1,) if rank == 1 else ()) + tuple(extents)]
-        sizes = (inner.shape[0], inner.shape[-1], outer.shape[-1], groups)
+        stride, padding, dilation = (numbers[k * rank : (k + 1) * rank] for k in range(3))
+        spatial = [inner.shape[1:-1], outer.shape[1:-1], weight.shape[2:], stride]
+        # One axis is seen as the second of two.
+        lists = [(1, extents) for extents in spatial] + [(0, padding), (1, dilation)]
+        flat = [n for one, extents in lists for n in ((one,) if rank == 1 else ()) + tuple(extents)]
+        sizes = (inner.shape[0], inner.shape[-1], outer.shape[-1], numbers[3 * rank])
         return "convolution", (which, int(inner.dtype == "float16"), *sizes, *flat)
 
     def device_bytes(views: list[Any], numbers: list[Any], units: int) -> Any:

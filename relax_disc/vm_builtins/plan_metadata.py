@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 
 Program = tuple[int, ...]
 

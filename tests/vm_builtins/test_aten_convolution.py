@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 import tvm_ffi
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from relax_disc.ops import registry
+from relax_disc.vm_builtins import native
 from relax_disc.vm_builtins.libraries import cuda_library
 from relax_disc.vm_builtins.libraries.install import install
 
@@ -233,7 +234,7 @@ def test_the_library_for_cuda_computes_the_same(space, kernel, numbers, groups):
 
 
 @st.composite
-def geometries(draw):
+def geometries(draw, wide=False):
     rank = draw(st.integers(1, 3))
     most = {1: 200, 2: 40, 3: 12}[rank]
 
@@ -242,12 +243,13 @@ def geometries(draw):
 
     groups = draw(st.sampled_from([1, 1, 1, 2, 4, 8]))
     inner, outer = (groups * draw(st.sampled_from([1, 3, 8, 16])) for _ in range(2))
-    kernel, dilation = each(st.sampled_from([1, 3, 5])), each(st.sampled_from([1, 1, 2]))
+    windows = [1, 2, 3, 4, 7, 11, 16][: 4 if rank == 3 else 7] if wide else [1, 3, 5]
+    kernel, dilation = each(st.sampled_from(windows)), each(st.sampled_from([1, 1, 2]))
     padding = tuple(
         draw(st.integers(0, d * (k - 1))) for k, d in zip(kernel, dilation, strict=True)
     )
     space = each(st.integers(1, most))
-    stride = each(st.sampled_from([1, 1, 2, 3]))
+    stride = each(st.sampled_from([1, 1, 2, 3, 4, 8, 16] if wide else [1, 1, 2, 3]))
     return inner, outer, groups, space, kernel, stride, padding, dilation
 
 
@@ -256,6 +258,55 @@ def geometries(draw):
 def test_any_geometry_stays_inside_its_workspace(geometry, batch):
     for overflow, _ in check(batch, *geometry, torch.float32):
         assert overflow == 0
+
+
+def is_crash_of_onednn(space, kernel, padding, dilation):
+    """Windows of which nothing may lie inside: PyTorch itself ends in tiles with a fault."""
+    return any(
+        d > 1 and n + p < d * (k - 1) + 1
+        for n, k, p, d in zip(space, kernel, padding, dilation, strict=True)
+    )
+
+
+@given(geometry=geometries(wide=True), batch=st.integers(1, 5), threads=st.integers(1, 3))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_any_geometry_of_bfloat16_stays_inside_its_workspace(geometry, batch, threads):
+    _, _, _, space, kernel, _, padding, dilation = geometry
+    assume(not is_crash_of_onednn(space, kernel, padding, dilation))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        taken = check(batch, *geometry, torch.bfloat16)
+    finally:
+        torch.set_num_threads(before)
+    assert all(overflow == 0 for overflow, _ in taken)
+
+
+@pytest.mark.skipif(
+    "amx_bf16" not in native.processor_flags(), reason="no matrix tiles of bfloat16 here"
+)
+@pytest.mark.parametrize(
+    ("geometry", "most"),
+    [
+        ((4, 3, 768, 1, (256, 256), (16, 16), (16, 16), (0, 0), (1, 1)), (12, 20, 13)),
+        ((1, 3, 96, 1, (224, 224), (4, 4), (4, 4), (0, 0), (1, 1)), (7, 3, 7)),
+        ((2, 512, 512, 1, (3200,), (3,), (2,), (0,), (1,)), (12, 32, 34)),
+        ((2, 1, 256, 1, (8000,), (10,), (5,), (0,), (1,)), (8, 4, 5)),
+        ((2, 64, 64, 1, (48, 48), (3, 3), (1, 1), (12, 12), (12, 12)), (6, 6, 4)),
+        ((4, 96, 96, 96, (28, 28), (7, 7), (1, 1), (3, 3), (1, 1)), (1, 1, 25)),
+    ],
+)
+def test_windows_of_bfloat16_take_little(geometry, most):
+    """MiB on two threads; far strides and dilation once had 1,200, of which 12 were taken."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        taken = check(*geometry, torch.bfloat16)
+    finally:
+        torch.set_num_threads(before)
+    for (overflow, size), limit in zip(taken, most, strict=True):
+        assert overflow == 0
+        assert size <= limit << 20
 
 
 def test_an_overflow_is_counted():

@@ -9,8 +9,8 @@
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mkldnn_convolution.h>
-#include <cpuinfo.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/ffi/tvm_ffi.h>
@@ -21,6 +21,9 @@
 #include <vector>
 
 #include "aten/memory.h"
+#include "aten/onednn.h"
+#include "aten/onednn_faults.h"
+#include "aten/patch_product.h"
 #include "kernels/parallel.h"
 #include "kernels/product/tile_convolution.h"
 #include "kernels/product/window_product.h"
@@ -36,21 +39,6 @@ struct Geometry {
   std::vector<int64_t> stride, padding, dilation;
   int64_t groups;
 };
-
-/*! \brief Whether oneDNN has kernels for the type on this processor, as PyTorch asks. */
-bool OneDnnComputes(c10::ScalarType type) {
-  static const bool known = cpuinfo_initialize();
-  static const bool bfloat = known && cpuinfo_has_x86_avx512vl() && cpuinfo_has_x86_avx512bw() &&
-                             cpuinfo_has_x86_avx512dq();
-  static const bool half = known && cpuinfo_has_x86_avx512fp16();
-  return type == c10::kFloat || (type == c10::kBFloat16 && bfloat) || (type == c10::kHalf && half);
-}
-
-/*! \brief Whether oneDNN multiplies bfloat16 in tiles, for which it copies operands into others. */
-bool HasTiles() {
-  static const bool known = cpuinfo_initialize();
-  return known && cpuinfo_has_x86_amx_bf16();
-}
 
 Geometry ReadGeometry(PackedArgs args, int first, int64_t rank) {
   Geometry result;
@@ -97,7 +85,7 @@ ConvolutionSizes SizesOf(const at::Tensor& inner, const at::Tensor& outer,
                          const at::Tensor& weight, const Geometry& g) {
   const auto spatial = [](const at::Tensor& x) { return x.sizes().slice(2).vec(); };
   return {inner.size(0),  inner.size(1),   outer.size(1), g.groups,  spatial(inner),
-          spatial(outer), spatial(weight), g.stride,      g.dilation};
+          spatial(outer), spatial(weight), g.stride,      g.padding, g.dilation};
 }
 
 /*! \brief Workspace of a call, of which the plan knows the same numbers. */
@@ -117,7 +105,57 @@ bool AsProduct(int64_t which, const at::Tensor& inner, const at::Tensor& outer,
                                                                   : nullptr;
   if (product == nullptr) return false;
   const auto data = [](const at::Tensor& x) { return static_cast<float*>(x.data_ptr()); };
-  product(sizes, g.padding, which, data(inner), data(outer), data(weight), bias);
+  product(sizes, which, data(inner), data(outer), data(weight), bias);
+  return true;
+}
+
+/*! \brief Multiply patches where that is the faster way, in bfloat16; false elsewhere. */
+bool AsPatches(int64_t which, const at::Tensor& inner, const at::Tensor& outer,
+               const at::Tensor& weight, const Geometry& g,
+               const std::optional<at::Tensor>& bias = std::nullopt) {
+  const ConvolutionSizes sizes = SizesOf(inner, outer, weight, g);
+  const bool is_half = inner.scalar_type() == c10::kHalf;
+  if (!IsPatchProduct(sizes, which, inner.element_size(), is_half)) return false;
+  AtenScope scope(PatchProductBytes(sizes, which, NumThreads()), at::empty({0}));
+  PatchProduct(sizes, which, inner, outer, weight, bias);
+  return true;
+}
+
+/*! \brief Compute sample by sample in float32 where the library is wrong; false elsewhere. */
+bool InFloat32(int64_t which, const at::Tensor& inner, const at::Tensor& outer,
+               const at::Tensor& weight, const Geometry& g, const at::Tensor& bias = {}) {
+  ConvolutionSizes sizes = SizesOf(inner, outer, weight, g);
+  const int64_t element = inner.element_size();
+  const bool is_half = inner.scalar_type() == c10::kHalf;
+  if (!IsMiscomputed(sizes, which, element, is_half)) return false;
+  int64_t bytes = ConvolutionBytes(sizes, which, element, is_half, NumThreads());
+  sizes.batch = std::min<int64_t>(sizes.batch, 1);
+  if (IsWindowProduct(sizes, which, 4) || IsTileConvolution(sizes, which, 4)) {
+    bytes -= ConvolutionBytes(sizes, which, 4, false, NumThreads());  // taken by the product itself
+  }
+  AtenScope scope(bytes, at::empty({0}));
+  const at::Tensor kernel = weight.to(c10::kFloat);
+  at::Tensor addend, sum;
+  if (bias.defined()) addend = bias.to(c10::kFloat);
+  const void* numbers = bias.defined() ? addend.const_data_ptr() : nullptr;
+  for (int64_t first = 0; first < inner.size(0); ++first) {
+    const at::Tensor x = inner.narrow(0, first, 1).to(c10::kFloat);
+    const at::Tensor y = outer.narrow(0, first, 1).to(c10::kFloat);
+    const at::Tensor part = which == 2 ? at::empty_like(kernel) : kernel;
+    const bool is_done = AsProduct(which, x, y, part, g, static_cast<const float*>(numbers));
+    if (which == 0) {
+      const auto plain = bias.defined() ? std::make_optional(addend) : std::nullopt;
+      Deliver(is_done ? y : Forward(x, kernel, plain, g), outer.narrow(0, first, 1));
+      continue;
+    }
+    const at::Tensor found = is_done ? part : Backward(1, y, x, kernel, g);
+    if (sum.defined()) {
+      sum.add_(found);
+    } else {
+      sum = found;
+    }
+  }
+  if (which == 2) sum.defined() ? Deliver(sum, weight) : static_cast<void>(weight.zero_());
   return true;
 }
 
@@ -148,6 +186,8 @@ void Convolution(PackedArgs args, bool with_bias) {
   if (with_bias) addend = AtenView(args[2].cast<TensorView>());
   const void* numbers = with_bias ? addend.const_data_ptr() : nullptr;
   if (AsProduct(0, x, out, weight, g, static_cast<const float*>(numbers))) return;
+  if (AsPatches(0, x, out, weight, g, with_bias ? std::make_optional(addend) : std::nullopt)) return;
+  if (InFloat32(0, x, out, weight, g, addend)) return;
   const bool whole = x.scalar_type() != c10::kDouble;
   AtenScope scope(BytesOf(x, out, weight, g, 0), out, whole);
   const at::Tensor kernel = Computable(weight);
@@ -179,18 +219,6 @@ void ConvolutionInput(PackedArgs args, Any*) {
   });
 }
 
-/*!
- * \brief Whether oneDNN 3.x sums such a gradient wrongly, now and then or always.
- *
- * `jit_1x1:avx2` gathers what strides leave of an image whose channels are last.  Where these fill
- * no whole vectors and there are several threads or images, elements of the gradient are wrong (26
- * of 300 runs of PyTorch itself with 3 channels of 16 by 16, 40 of 40 with 4 of 18 by 16).
- */
-bool IsStridedTail(const ConvolutionSizes& s) {
-  return Volume(s.kernel) == 1 && Volume(s.stride) > 1 && s.inner.size() == 2 && s.groups == 1 &&
-         s.inner_channels % 8 != 0;
-}
-
 /*! \brief What strides leave of the positions, channels last; `geometry` has strides no more. */
 at::Tensor Gathered(at::Tensor x, Geometry* geometry) {
   for (size_t axis = 0; axis < geometry->stride.size(); ++axis) {
@@ -207,7 +235,8 @@ void ConvolutionWeight(PackedArgs args, Any*) {
   const at::Tensor given = ChannelsFirst(args[1].cast<TensorView>());
   const at::Tensor out = WeightView(out_view);
   Geometry g = ReadGeometry(args, 2, out_view.ndim() - 2);
-  if (AsProduct(2, given, grad, out, g)) return;
+  if (AsProduct(2, given, grad, out, g) || AsPatches(2, given, grad, out, g)) return;
+  if (InFloat32(2, given, grad, out, g)) return;
   AtenScope scope(BytesOf(given, grad, out, g, 2), out);
   const bool is_padded = *std::max_element(g.padding.begin(), g.padding.end()) > 0;
   const bool gathers = !is_padded && IsStridedTail(SizesOf(given, grad, out, g));
@@ -232,104 +261,7 @@ void ConvolutionWeight(PackedArgs args, Any*) {
   }
 }
 
-int64_t RoundUp(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
-
-/*! \brief Channels as oneDNN pads them in its blocks of weights. */
-int64_t Padded(int64_t channels) { return RoundUp(channels, channels <= 64 ? 16 : 64); }
-
-/*!
- * \brief Elements of four bytes that a thread takes beyond what it takes without tiles.
- *
- * Fitted to kernels of random geometry on an Intel Xeon, three axes without dilation; of 17,763
- * others three took more, all with windows larger than what they go over or with far strides.
- */
-int64_t TileElements(const ConvolutionSizes& s, int64_t which) {
-  constexpr int64_t kLeast = 16384;
-  const int64_t inner = s.inner_channels * Volume(s.inner);
-  const int64_t outer = s.outer_channels * Volume(s.outer);
-  const bool is_deep = s.groups == s.inner_channels && s.groups == s.outer_channels;
-  if (which == 0) return kLeast + 4 * inner * Volume(s.stride) * Volume(s.dilation) + 2 * outer;
-  if (which == 1) return kLeast + 3 * inner + 2 * outer;
-  const int64_t stride = *std::max_element(s.stride.begin(), s.stride.end());
-  const int64_t samples = (is_deep ? 18 : 1) + (s.inner.size() > 2 ? 6 * stride : 0);
-  return kLeast + samples * inner + 4 * outer;
-}
-
 }  // namespace
-
-ConvolutionSizes ConvolutionSizes::Read(const std::vector<int64_t>& n, size_t first) {
-  ConvolutionSizes s{n.at(first), n.at(first + 1), n.at(first + 2), n.at(first + 3),
-                     {},          {},              {},              {},
-                     {}};
-  const size_t rank = (n.size() - first - 4) / 5;
-  auto from = n.begin() + static_cast<int64_t>(first) + 4;
-  for (auto* list : {&s.inner, &s.outer, &s.kernel, &s.stride, &s.dilation}) {
-    list->assign(from, from + static_cast<int64_t>(rank));
-    from += static_cast<int64_t>(rank);
-  }
-  return s;
-}
-
-int64_t ConvolutionBytes(const ConvolutionSizes& s, int64_t which, int64_t element, bool is_half,
-                         int64_t threads) {
-  if (IsWindowProduct(s, which, element)) return WindowProductBytes(s, which, threads);
-  if (IsTileConvolution(s, which, element)) return TileConvolutionBytes(s, which, threads);
-  const int64_t taps = Volume(s.kernel), g = s.groups;
-  const int64_t inner = s.inner_channels / g, outer = s.outer_channels / g;  // of a group
-  const int64_t weight = s.outer_channels * inner * taps;
-  const int64_t inner_sample = s.inner_channels * Volume(s.inner);
-  const int64_t outer_sample = s.outer_channels * Volume(s.outer);
-  const int64_t windows = s.inner_channels * taps * Volume(s.outer);
-  if (element == 8) {
-    return PieceBytes(8 * (4 * weight + 4 * (inner_sample + outer_sample) + 2 * windows)) +
-           (1 << 16);
-  }
-  const auto most = [](const std::vector<int64_t>& x) {
-    return *std::max_element(x.begin(), x.end());
-  };
-  const bool is_usual = s.kernel.size() <= 2 && most(s.dilation) == 1 && most(s.stride) <= 2 &&
-                        most(s.kernel) <= 7;
-  const bool is_line = s.inner[0] == 1 && s.kernel[0] == 1;  // one axis, or like one
-  const bool is_deep = inner == 1 && outer == 1;
-  const bool is_low = s.inner[0] < s.kernel[0] + most(s.stride) - 1;  // no window lies inside
-  const bool is_dense =
-      !is_deep || !is_usual || (which == 2 && (is_line || is_low || most(s.kernel) > 3));
-  const int64_t packed =
-      is_dense ? g * Padded(inner) * Padded(outer) * taps : RoundUp(g, 16) * taps;
-  int64_t elements = 16384 * (threads + 1) + (which == 2 ? 2 : 1) * weight + packed;
-  if (inner * outer < 256 && !is_deep) elements += threads * 4096 * taps;
-  if (which == 1 && (most(s.stride) > 1 || !is_usual)) {  // rows of the gradient spread by strides
-    int64_t plane = 1;
-    for (size_t axis = 0; axis < s.outer.size(); ++axis) plane *= s.outer[axis] + s.kernel[axis];
-    elements += threads * std::min(g * Padded(outer), s.outer_channels + 64) * plane;
-    // Along one axis: windows, and the sample in other orders (1,500 shapes took up to 5 of it).
-    if (is_line) elements += threads * windows + (most(s.stride) > 2 ? 8 : 1) * inner_sample;
-    elements += 16384 * threads;
-  }
-  if (taps == 1 && most(s.stride) > 1) {  // each thread gathers what the strides leave of a sample
-    elements += threads * s.inner_channels * Volume(s.outer);
-  }
-  if (which == 2 && IsStridedTail(s)) elements += s.batch * s.inner_channels * Volume(s.outer);
-  // Threads sum weights' gradients apart where the weight is small, or its windows are unusual.
-  const int64_t apart = (threads - 1) * packed;
-  if (which == 2) elements += packed + (is_usual ? std::min<int64_t>(apart, threads << 18) : apart);
-  if (!is_usual) {
-    elements += threads * (inner * taps * Volume(s.outer) + (which == 2 ? 2 : 1) * packed);
-    // Of 1,500 shapes of one and two axes in float32 none took half of it.
-    const bool is_known = element == 4 && s.kernel.size() <= 2;
-    elements += !is_known ? 1 << 19 : which == 2 ? 1 << 18 : 1 << 15;
-  }
-  if (Volume(s.inner) == 1 || Volume(s.outer) == 1) {  // no order of axes tells channels last
-    elements += 2 * s.batch * (inner_sample + outer_sample);
-  }
-  if (element == 2) elements += 32768 * threads + weight;  // sums and conversions in float32
-  if (element == 2 && !is_half && HasTiles()) elements += threads * TileElements(s, which);
-  if (element == 2 && !OneDnnComputes(is_half ? c10::kHalf : c10::kBFloat16)) {
-    // All operands and the result in float32.
-    elements += weight + s.outer_channels + 2 * s.batch * (inner_sample + outer_sample) + 16384;
-  }
-  return PieceBytes(4 * elements);
-}
 
 TVM_FFI_STATIC_INIT_BLOCK() {
   tvm::ffi::reflection::GlobalDef()

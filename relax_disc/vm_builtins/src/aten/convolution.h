@@ -18,7 +18,8 @@ inline int64_t Volume(const std::vector<int64_t>& extents) {
 /*! \brief Sizes of a convolution from its inner side (the input) to its outer side. */
 struct ConvolutionSizes {
   int64_t batch, inner_channels, outer_channels, groups;
-  std::vector<int64_t> inner, outer, kernel, stride, dilation;  // one entry for each spatial axis
+  // One entry for each spatial axis.
+  std::vector<int64_t> inner, outer, kernel, stride, padding, dilation;
 
   /*! \brief The numbers in the order of the fields, after which axes there are. */
   static ConvolutionSizes Read(const std::vector<int64_t>& numbers, std::size_t first);

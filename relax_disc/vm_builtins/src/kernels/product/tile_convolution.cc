@@ -41,7 +41,7 @@ bool IsWorthPacking(const Sizes& sizes, int64_t which, int64_t taps, bool is_str
   return taps > 1 || sizes.n >= 128;
 }
 
-WindowGeometry GeometryOf(const ConvolutionSizes& s, const std::vector<int64_t>& padding,
+WindowGeometry GeometryOf(const ConvolutionSizes& s,
                           int64_t which, const float* data) {
   WindowGeometry g{data,       s.inner[0], s.inner[1],  s.inner_channels, s.outer[0], s.outer[1],
                    s.kernel[1], {},         {},          {}};
@@ -54,7 +54,7 @@ WindowGeometry GeometryOf(const ConvolutionSizes& s, const std::vector<int64_t>&
     const int64_t reach = s.dilation[axis] * (s.kernel[axis] - 1);
     g.stride[axis] = s.stride[axis];
     g.dilation[axis] = s.dilation[axis];
-    g.padding[axis] = which == 1 ? reach - padding[axis] : padding[axis];
+    g.padding[axis] = which == 1 ? reach - s.padding[axis] : s.padding[axis];
   }
   return g;
 }
@@ -79,13 +79,13 @@ int64_t TileConvolutionBytes(const ConvolutionSizes& s, int64_t which, int64_t t
   return PieceBytes(4 * sizes.weight) + TeamBytes<AmxKernel>(sizes.m, sizes.n, sizes.k, threads);
 }
 
-void TileConvolution(const ConvolutionSizes& s, const std::vector<int64_t>& padding, int64_t which,
-                     float* inner, float* outer, float* weight, const float* bias) {
+void TileConvolution(const ConvolutionSizes& s, int64_t which, float* inner, float* outer,
+                     float* weight, const float* bias) {
   const Sizes sizes(s, which);
   const int64_t taps = Volume(s.kernel), from = s.inner_channels, to = s.outer_channels;
   WorkspaceScope workspace;
   float* ordered = sizes.weight > 0 ? workspace.Take<float>(sizes.weight) : weight;
-  const WindowGeometry geometry = GeometryOf(s, padding, which, which == 1 ? outer : inner);
+  const WindowGeometry geometry = GeometryOf(s, which, which == 1 ? outer : inner);
   const WindowMatrix windows{&geometry, 0, 0};
   if (which == 2) {  // [to, taps, from]
     MultiplyByTiles(Product<float, Matrix<float>, WindowMatrix>{

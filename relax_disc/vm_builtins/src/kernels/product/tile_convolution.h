@@ -9,7 +9,6 @@
 #define RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_TILE_CONVOLUTION_H_
 
 #include <cstdint>
-#include <vector>
 
 #include "aten/convolution.h"
 
@@ -22,8 +21,8 @@ bool IsTileConvolution(const ConvolutionSizes& sizes, int64_t which, int64_t ele
 int64_t TileConvolutionBytes(const ConvolutionSizes& sizes, int64_t which, int64_t threads);
 
 /*! \brief See `WindowProduct`. */
-void TileConvolution(const ConvolutionSizes& sizes, const std::vector<int64_t>& padding,
-                     int64_t which, float* inner, float* outer, float* weight, const float* bias);
+void TileConvolution(const ConvolutionSizes& sizes, int64_t which, float* inner, float* outer,
+                     float* weight, const float* bias);
 
 }  // namespace relax_disc
 

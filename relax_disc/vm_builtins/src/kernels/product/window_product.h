@@ -12,7 +12,6 @@
 #define RELAX_DISC_VM_BUILTINS_KERNELS_PRODUCT_WINDOW_PRODUCT_H_
 
 #include <cstdint>
-#include <vector>
 
 #include "aten/convolution.h"
 
@@ -37,8 +36,8 @@ int64_t WindowProductBytes(const ConvolutionSizes& sizes, int64_t which, int64_t
  *   three which is the result is written.
  * \param bias One number for each outer channel, or null; only of a convolution.
  */
-void WindowProduct(const ConvolutionSizes& sizes, const std::vector<int64_t>& padding,
-                   int64_t which, float* inner, float* outer, float* weight, const float* bias);
+void WindowProduct(const ConvolutionSizes& sizes, int64_t which, float* inner, float* outer,
+                   float* weight, const float* bias);
 
 }  // namespace relax_disc
 

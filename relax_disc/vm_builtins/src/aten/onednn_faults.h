@@ -1,0 +1,40 @@
+/*!
+ * \file onednn_faults.h
+ * \brief Convolutions that oneDNN 3.12, and PyTorch 2.13 with it, computes wrongly or never ends.
+ *
+ * Each was found by comparing random geometries with float64, and is computed in another way here.
+ */
+#ifndef RELAX_DISC_VM_BUILTINS_ATEN_ONEDNN_FAULTS_H_
+#define RELAX_DISC_VM_BUILTINS_ATEN_ONEDNN_FAULTS_H_
+
+#include <cstdint>
+
+#include "aten/convolution.h"
+
+namespace relax_disc {
+
+/*!
+ * \brief Whether a weight's gradient is summed wrongly, now and then or always.
+ *
+ * `jit_1x1:avx2` gathers what strides leave of an image whose channels are last.  Where these fill
+ * no whole vectors and there are several threads or images, elements of the gradient are wrong (26
+ * of 300 runs of PyTorch itself with 3 channels of 16 by 16, 40 of 40 with 4 of 18 by 16).
+ */
+bool IsStridedTail(const ConvolutionSizes& sizes);
+
+/*!
+ * \brief Whether a convolution, or its weight's gradient, of two-byte elements is left to float32.
+ *
+ * In matrix tiles (`brg_conv_fwd`, `brgconv_bwd_w`; bfloat16) these give other numbers, NaN among
+ * them, or write beyond their memory: rows of a window, or windows of one axis, that fill whole
+ * tiles where channels do not (8 channels and 16 wide, 24 and 4); results one wide with strides;
+ * strides above 4; three axes; strides with dilation; gradients of weights where dilated channels
+ * have windows of their own.  Of 24,000 other random ones with one and two axes none did.
+ * On all processors from AVX-512 on (`brdgmm_dw`) windows 15 wide or more never return where each
+ * channel has its own.
+ */
+bool IsMiscomputed(const ConvolutionSizes& sizes, int64_t which, int64_t element, bool is_half);
+
+}  // namespace relax_disc
+
+#endif  // RELAX_DISC_VM_BUILTINS_ATEN_ONEDNN_FAULTS_H_
