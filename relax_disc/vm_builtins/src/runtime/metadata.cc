@@ -17,7 +17,7 @@ namespace json = tvm::ffi::json;
 
 namespace {
 
-constexpr int64_t kVersion = 8;
+constexpr int64_t kVersion = 9;
 
 ffi::Any Field(const json::Object& object, const char* name) {
   auto found = object.find(ffi::String(name));
