@@ -293,9 +293,14 @@ def _library(prefix: str, name: str, overwrites: frozenset[tuple[int, int]] = fr
     is_batch = name == "batch_matmul"
     sizes = _batch_sizes if is_batch else _sizes
     formula = f"{prefix}{name.removesuffix('_add')}"
+
+    def workspace(views: list[Any], numbers: list[int]) -> registry.Workspace:
+        kind = (int(views[0].dtype == "bfloat16"),) if prefix else ()
+        return formula, (*sizes(views, numbers), *kind)
+
     registry.LIBRARY[f"{prefix}{name}"] = registry.LibraryFunction(
         flops=_batch_flops if is_batch else _flops,
-        workspace=lambda views, numbers: (formula, sizes(views, numbers)),
+        workspace=workspace,
         overwrites=overwrites,
         device_bytes=_batch_device_bytes if is_batch else _no_device_bytes,
     )

@@ -40,7 +40,7 @@ void LaunchTasks(void (*body)(void*, int, int), void* data, int tasks) {
 
 // Convolutions and some products are PyTorch's, which is not watched here; asking for one is an
 // error of the harness.
-int64_t AtenProductBytes(int64_t, int64_t, int64_t, int64_t, int64_t) { std::abort(); }
+int64_t AtenProductBytes(const AtenProduct&, int64_t) { std::abort(); }
 ConvolutionSizes ConvolutionSizes::Read(const std::vector<int64_t>&, std::size_t) { std::abort(); }
 int64_t ConvolutionBytes(const ConvolutionSizes&, int64_t, int64_t, bool, int64_t) {
   std::abort();

@@ -20,7 +20,8 @@ extents = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 97, 280, 51
 def run(name, formula, sizes, tensors, numbers):
     """Call a kernel with the workspace that a plan would lend it; it must be enough."""
     size = tvm_ffi.get_global_func("relax_disc.cpu.workspace_bytes")(
-        formula, tvm_ffi.Shape([tensors[0].element_size(), *sizes])
+        formula,
+        tvm_ffi.Shape([tensors[0].element_size(), *sizes, int(tensors[0].dtype == torch.bfloat16)]),
     )
     *operands, result = (tvm_ffi.from_dlpack(t) for t in tensors)
     overflow = tvm_ffi.get_global_func("relax_disc.cpu.take_overflow")
@@ -127,3 +128,21 @@ def test_empty_products(m, n, k):
     row = torch.ones(n).bfloat16()
     run("aten_matmul_add", "aten_matmul", (m, n, k), [a, b, row, out], (1, 1, 0, 0))
     assert (out == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(4096, 324, 2048), (4096, 768, 3072), (300, 1001, 4096), (70, 4, 8192)]
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_long_sums_of_bfloat16_take_a_few_rows_at_a_time(m, n, k, threads):
+    """oneDNN adds them up in float32, of all rows: 13 MB of the second."""
+    a, b = torch.ones(m, k, dtype=torch.bfloat16), torch.ones(n, k, dtype=torch.bfloat16)
+    out = torch.full((m, n), float("nan"), dtype=torch.bfloat16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        size = run("aten_matmul", "aten_matmul", (m, n, k), [a, b, out], (1, 1, 0, 1))
+    finally:
+        torch.set_num_threads(before)
+    assert (out == k).all()
+    assert size <= (4 + 4 * threads) << 20

@@ -24,6 +24,7 @@
 #include "aten/onednn.h"
 #include "aten/onednn_faults.h"
 #include "aten/patch_product.h"
+#include "kernels/depthwise.h"
 #include "kernels/parallel.h"
 #include "kernels/product/tile_convolution.h"
 #include "kernels/product/window_product.h"
@@ -130,7 +131,8 @@ bool InFloat32(int64_t which, const at::Tensor& inner, const at::Tensor& outer,
   if (!IsMiscomputed(sizes, which, element, is_half)) return false;
   int64_t bytes = ConvolutionBytes(sizes, which, element, is_half, NumThreads());
   sizes.batch = std::min<int64_t>(sizes.batch, 1);
-  if (IsWindowProduct(sizes, which, 4) || IsTileConvolution(sizes, which, 4)) {
+  const bool is_alone = IsOwnDepthwise(sizes, which);
+  if (!is_alone && (IsWindowProduct(sizes, which, 4) || IsTileConvolution(sizes, which, 4))) {
     bytes -= ConvolutionBytes(sizes, which, 4, false, NumThreads());  // taken by the product itself
   }
   AtenScope scope(bytes, at::empty({0}));
@@ -142,7 +144,12 @@ bool InFloat32(int64_t which, const at::Tensor& inner, const at::Tensor& outer,
     const at::Tensor x = inner.narrow(0, first, 1).to(c10::kFloat);
     const at::Tensor y = outer.narrow(0, first, 1).to(c10::kFloat);
     const at::Tensor part = which == 2 ? at::empty_like(kernel) : kernel;
-    const bool is_done = AsProduct(which, x, y, part, g, static_cast<const float*>(numbers));
+    if (is_alone) {
+      DepthwiseWeight(sizes, y.const_data_ptr<float>(), x.const_data_ptr<float>(),
+                      part.mutable_data_ptr<float>());
+    }
+    const bool is_done =
+        is_alone || AsProduct(which, x, y, part, g, static_cast<const float*>(numbers));
     if (which == 0) {
       const auto plain = bias.defined() ? std::make_optional(addend) : std::nullopt;
       Deliver(is_done ? y : Forward(x, kernel, plain, g), outer.narrow(0, first, 1));

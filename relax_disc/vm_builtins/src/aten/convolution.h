@@ -21,9 +21,17 @@ struct ConvolutionSizes {
   // One entry for each spatial axis.
   std::vector<int64_t> inner, outer, kernel, stride, padding, dilation;
 
+  /*! \brief Whether each channel has a window of its own. */
+  bool IsDeep() const { return groups == inner_channels && groups == outer_channels; }
+
   /*! \brief The numbers in the order of the fields, after which axes there are. */
   static ConvolutionSizes Read(const std::vector<int64_t>& numbers, std::size_t first);
 };
+
+/*! \brief Whether `DepthwiseWeight` computes in float32 what is left to that type. */
+inline bool IsOwnDepthwise(const ConvolutionSizes& sizes, int64_t which) {
+  return which == 2 && sizes.groups > 1 && sizes.inner.size() == 2 && sizes.IsDeep();
+}
 
 /*!
  * \brief Workspace of a convolution (`which` 0), its input's (1) or its weight's gradient (2).

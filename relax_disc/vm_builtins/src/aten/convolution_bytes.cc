@@ -25,10 +25,6 @@ int64_t Lines(const std::vector<int64_t>& extents) {
   return Volume({extents.begin(), extents.end() - 1});
 }
 
-bool IsDeep(const ConvolutionSizes& s) {
-  return s.groups == s.inner_channels && s.groups == s.outer_channels;
-}
-
 /*! \brief Windows of the usual networks. */
 bool IsUsual(const ConvolutionSizes& s) {
   return s.kernel.size() <= 2 && Most(s.dilation) == 1 && Most(s.stride) <= 2 &&
@@ -54,7 +50,7 @@ class TileKernels {
 
   /*! \brief Whether they compute it at all. */
   bool Compute(int64_t which) const {
-    if (IsDeep(s_)) return false;
+    if (s_.IsDeep()) return false;
     for (size_t axis = 0; axis <= last_; ++axis) {
       const bool is_dilated = s_.dilation[axis] > 1;
       if (std::max(s_.padding[axis], after_[axis]) > span_[axis] / 2) return false;
@@ -160,14 +156,6 @@ class TileKernels {
   std::vector<int64_t> span_, after_;  // of a window; padding behind the last position
 };
 
-/*! \brief Elements of four bytes that a thread takes in tiles where each channel is its own. */
-int64_t DeepTileElements(const ConvolutionSizes& s, int64_t which) {
-  constexpr int64_t kLeast = 16384;
-  return which != 2 ? kLeast
-                    : kLeast + 18 * s.inner_channels * Volume(s.inner) +
-                          4 * s.outer_channels * Volume(s.outer);
-}
-
 /*! \brief Of the library's kernels. */
 int64_t LibraryBytes(const ConvolutionSizes& s, int64_t which, int64_t element, bool is_half,
                      int64_t threads) {
@@ -184,7 +172,7 @@ int64_t LibraryBytes(const ConvolutionSizes& s, int64_t which, int64_t element, 
   const bool in_tiles = element == 2 && !is_half && OneDnnHasTiles();
   const TileKernels tiles(s);
   const bool is_tiled = in_tiles && tiles.Compute(which);
-  const bool is_deep = IsDeep(s), is_usual = IsUsual(s);
+  const bool is_deep = s.IsDeep(), is_usual = IsUsual(s);
   const bool is_line = s.inner[0] == 1 && s.kernel[0] == 1;  // one axis, or like one
   const bool is_low = s.inner[0] < s.kernel[0] + Most(s.stride) - 1;  // no window lies inside
   const bool is_dense =
@@ -226,8 +214,7 @@ int64_t LibraryBytes(const ConvolutionSizes& s, int64_t which, int64_t element, 
   }
   if (element == 2) elements += 32768 * threads + weight;  // sums and conversions in float32
   if (in_tiles) {
-    const int64_t alone = is_deep ? DeepTileElements(s, which) : 0;
-    elements += threads * std::max(alone, is_deep && is_usual ? 0 : tiles.Elements(which));
+    elements += threads * (is_deep && is_usual ? 16384 : tiles.Elements(which));
   }
   if (element == 2 && !OneDnnComputes(is_half ? c10::kHalf : c10::kBFloat16)) {
     // All operands and the result in float32.
@@ -265,7 +252,7 @@ int64_t ConvolutionBytes(const ConvolutionSizes& s, int64_t which, int64_t eleme
     // Of a weight's gradient the sum and a part; of a convolution the bias and the result.
     const int64_t copies = (which == 2 ? 4 : 1) * PieceBytes(4 * weight) + sample +
                            PieceBytes(4 * s.outer_channels * (1 + Volume(s.outer)));
-    return ConvolutionBytes(one, which, 4, false, threads) + copies;
+    return (IsOwnDepthwise(s, which) ? 0 : ConvolutionBytes(one, which, 4, false, threads)) + copies;
   }
   return LibraryBytes(s, which, element, is_half, threads);
 }

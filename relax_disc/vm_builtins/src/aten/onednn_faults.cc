@@ -25,12 +25,15 @@ bool IsMiscomputed(const ConvolutionSizes& s, int64_t which, int64_t element, bo
   if (which == 1 || element != 2) return false;
   const size_t last = s.kernel.size() - 1;
   const int64_t channels = s.inner_channels / s.groups, wide = s.kernel[last];
-  const bool is_deep = s.groups == s.inner_channels && s.groups == s.outer_channels;
+  const bool is_deep = s.IsDeep();
   if (which == 0 && is_deep && s.groups > 1 && wide >= 12) return true;
   if (is_half || !OneDnnHasTiles()) return false;
   const bool is_dilated = Most(s.dilation) > 1, is_strided = Most(s.stride) > 1;
   const bool is_column = s.outer[last] == 1 && is_strided;
-  if (which == 2) return is_column || (is_dilated && (is_strided || is_deep)) || (last > 1 && is_deep);
+  if (which == 2) {
+    const bool is_usual = last == 1 && !is_dilated && Most(s.kernel) <= 3;
+    return is_column || (is_dilated && is_strided) || (is_deep && !is_usual);
+  }
   if (is_deep) return false;
   const bool is_line = *std::min_element(s.kernel.begin(), s.kernel.end()) == 1;
   return (last > 1 && channels % 32 != 0) || Most(s.stride) > 4 || is_column ||

@@ -28,8 +28,8 @@ bool IsStridedTail(const ConvolutionSizes& sizes);
  * In matrix tiles (`brg_conv_fwd`, `brgconv_bwd_w`; bfloat16) these give other numbers, NaN among
  * them, or write beyond their memory: rows of a window, or windows of one axis, that fill whole
  * tiles where channels do not (8 channels and 16 wide, 24 and 4); results one wide with strides;
- * strides above 4; three axes; strides with dilation; gradients of weights where dilated channels
- * have windows of their own.  Of 24,000 other random ones with one and two axes none did.
+ * strides above 4; three axes; strides with dilation; gradients of weights where channels have
+ * windows of their own that are dilated or of three axes (wide ones take 30 times a sample).  Of 24,000 other random ones with one and two axes none did.
  * On all processors from AVX-512 on (`brdgmm_dw`) windows 15 wide or more never return where each
  * channel has its own.
  */

@@ -80,8 +80,9 @@ int64_t PatchProductBytes(const ConvolutionSizes& s, int64_t which, int64_t thre
   const int64_t samples = which == 0 ? form.samples : s.batch;
   const int64_t rows = samples * form.positions, weight = s.outer_channels * form.columns;
   const int64_t product =
-      which == 0 ? AtenProductBytes(rows, s.outer_channels, form.columns, kElement, threads)
-                 : AtenProductBytes(s.outer_channels, form.columns, rows, kElement, threads);
+      which == 0
+          ? AtenProductBytes({1, rows, s.outer_channels, form.columns, kElement, true}, threads)
+          : AtenProductBytes({1, s.outer_channels, form.columns, rows, kElement, true}, threads);
   return PieceBytes(kElement * rows * form.columns) + 2 * PieceBytes(kElement * weight) + product;
 }
 

@@ -6,8 +6,14 @@
 
 namespace relax_disc {
 
-/*! \brief Workspace of `[m, k]` by `[k, n]`, once or many times, of elements of so many bytes. */
-int64_t AtenProductBytes(int64_t m, int64_t n, int64_t k, int64_t element, int64_t threads);
+/*! \brief `count` times `[m, k]` by `[k, n]`, of elements of so many bytes. */
+struct AtenProduct {
+  int64_t count, m, n, k, element;
+  bool is_bfloat;  // of two bytes; else float16
+};
+
+/*! \brief Workspace. */
+int64_t AtenProductBytes(const AtenProduct& product, int64_t threads);
 
 }  // namespace relax_disc
 

@@ -4,6 +4,8 @@
 // channels for each channel beside its arguments; this takes nothing and a tenth to a half of its
 // time (5x5 and 7x7, 40 to 576 channels).  A task has some channels and a row of the
 // window and adds up all positions in order, so that results do not depend on the threads.
+#include "kernels/depthwise.h"
+
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/ffi/tvm_ffi.h>
@@ -68,16 +70,31 @@ void AddProducts<0>(Rows rows, int64_t channels, float* sum) {
   for (int64_t c = 0; c < channels; ++c) sum[c] += total[c];
 }
 
-void DepthwiseWeight(tvm::ffi::PackedArgs args, tvm::ffi::Any*) {
+void CallDepthwiseWeight(tvm::ffi::PackedArgs args, tvm::ffi::Any*) {
   const Tensor<float> grad(args[0].cast<TensorView>()), x(args[1].cast<TensorView>());
   const Tensor<float> out(args[args.size() - 1].cast<TensorView>());
   const int rank = out.ndim - 2;
-  const int64_t batch = x.shape[0], channels = out.shape[0];
-  auto axis = [&](int k) {  // of two: a single one is the second
-    k -= 2 - rank;
-    if (k < 0) return Axis{1, 1, 1, 1, 0, 1};
-    auto number = [&](int list) { return args[2 + list * rank + k].cast<int64_t>(); };
-    return Axis{x.shape[1 + k], grad.shape[1 + k], out.shape[2 + k], number(0), number(1), number(2)};
+  ConvolutionSizes s{x.shape[0], out.shape[0], out.shape[0], out.shape[0], {}, {}, {}, {}, {}, {}};
+  if (rank == 1) s.inner = s.outer = s.kernel = s.stride = s.dilation = {1}, s.padding = {0};
+  for (int k = 0; k < rank; ++k) {
+    const auto number = [&](int list) { return args[2 + list * rank + k].cast<int64_t>(); };
+    s.inner.push_back(x.shape[1 + k]);
+    s.outer.push_back(grad.shape[1 + k]);
+    s.kernel.push_back(out.shape[2 + k]);
+    s.stride.push_back(number(0));
+    s.padding.push_back(number(1));
+    s.dilation.push_back(number(2));
+  }
+  DepthwiseWeight(s, grad.data, x.data, out.data);
+}
+
+}  // namespace
+
+void DepthwiseWeight(const ConvolutionSizes& s, const float* outer, const float* inner,
+                     float* weight) {
+  const int64_t channels = s.groups;
+  const auto axis = [&](int k) {
+    return Axis{s.inner[k], s.outer[k], s.kernel[k], s.stride[k], s.padding[k], s.dilation[k]};
   };
   const Axis high = axis(0), wide = axis(1);
   static_assert(kVectors == 4, "the table below");
@@ -93,29 +110,27 @@ void DepthwiseWeight(tvm::ffi::PackedArgs args, tvm::ffi::Any*) {
     for (int64_t kw = 0; kw < wide.taps; ++kw) {
       const auto [left, right] = wide.Inside(kw);
       float sum[kBlock] = {};
-      for (int64_t n = 0; n < batch; ++n) {
+      for (int64_t n = 0; n < s.batch; ++n) {
         for (int64_t row = inside.first; row < inside.second; ++row) {
           for (int64_t at = left; at < right; at += kPositions) {
             const int64_t to = (n * high.outer + row) * wide.outer + at;
             const int64_t from =
                 (n * high.inner + high.Read(row, kh)) * wide.inner + wide.Read(at, kw);
-            const Rows rows{grad.data + to * channels + first, x.data + from * channels + first,
+            const Rows rows{outer + to * channels + first, inner + from * channels + first,
                             channels, wide.stride * channels, std::min(right - at, kPositions)};
             add[count / kLanes<float>](rows, count, sum);
           }
         }
       }
       for (int64_t c = 0; c < count; ++c) {
-        out.data[((first + c) * high.taps + kh) * wide.taps + kw] = sum[c];
+        weight[((first + c) * high.taps + kh) * wide.taps + kw] = sum[c];
       }
     }
   });
 }
 
-}  // namespace
-
 TVM_FFI_STATIC_INIT_BLOCK() {
-  tvm::ffi::reflection::GlobalDef().def_packed("relax_disc.cpu.depthwise_weight", DepthwiseWeight);
+  tvm::ffi::reflection::GlobalDef().def_packed("relax_disc.cpu.depthwise_weight", CallDepthwiseWeight);
 }
 
 }  // namespace relax_disc

@@ -105,10 +105,12 @@ int64_t BytesOf(const std::string& kind, const std::vector<int64_t>& n, int64_t 
     return BatchMatmulBytes<T>(n.at(1), n.at(2), n.at(3), n.at(4), threads);
   }
   if (kind == "aten_matmul") {
-    return AtenProductBytes(n.at(1), n.at(2), n.at(3), n.at(0), threads);
+    const bool is_bfloat = n.size() > 4 && n.at(4) != 0;
+    return AtenProductBytes({1, n.at(1), n.at(2), n.at(3), n.at(0), is_bfloat}, threads);
   }
   if (kind == "aten_batch_matmul") {
-    return AtenProductBytes(n.at(2), n.at(3), n.at(4), n.at(0), threads);
+    const bool is_bfloat = n.size() > 5 && n.at(5) != 0;
+    return AtenProductBytes({n.at(1), n.at(2), n.at(3), n.at(4), n.at(0), is_bfloat}, threads);
   }
   if (kind == "vocabulary_head") {
     return HeadBytes(n.at(1), n.at(2), n.at(3), n.at(4), threads);
