@@ -31,7 +31,8 @@ bool IsMiscomputed(const ConvolutionSizes& s, int64_t which, int64_t element, bo
   const bool is_dilated = Most(s.dilation) > 1, is_strided = Most(s.stride) > 1;
   const bool is_column = s.outer[last] == 1 && is_strided;
   if (which == 2) {
-    const bool is_usual = last == 1 && !is_dilated && Most(s.kernel) <= 3;
+    const bool is_usual =
+        last == 1 && !is_dilated && Most(s.kernel) <= 3 && Volume(s.kernel) > 1;
     return is_column || (is_dilated && is_strided) || (is_deep && !is_usual);
   }
   if (is_deep) return false;
