@@ -24,7 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.capture.export import wrap_step
+from relax_disc.frontend.capture.exported.export import wrap_step
 from relax_disc.frontend.optimizer.several import optimizers_of, owners_of
 from relax_disc.training_step import TrainingStep
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from relax_disc.frontend.capture.decompositions import RULES, decomposition_table
-from relax_disc.frontend.capture.export_mode import REPLACED
+from relax_disc.frontend.capture.replaced.export_mode import REPLACED
+from relax_disc.frontend.capture.traced.decompositions import RULES, decomposition_table
 from relax_disc.frontend.converters import TABLE
 from relax_disc.frontend.random_ops import Randomness
 

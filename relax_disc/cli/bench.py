@@ -27,7 +27,7 @@ from relax_disc.cli.user_step import (
     resized,
     with_options,
 )
-from relax_disc.frontend.capture.export import wrap_step
+from relax_disc.frontend.capture.exported.export import wrap_step
 from relax_disc.frontend.optimizer.several import optimizers_of
 
 EXAMPLES = (

@@ -14,9 +14,9 @@ from tvm import relax, tirx
 
 from relax_disc.errors import InputMismatchError
 from relax_disc.frontend.capture.arguments import outer_of
-from relax_disc.frontend.capture.export import Exported
+from relax_disc.frontend.capture.exported.export import Exported
 from relax_disc.frontend.capture.sizes.counted import reaches_results
-from relax_disc.frontend.capture.trace import Traced
+from relax_disc.frontend.capture.traced.trace import Traced
 from relax_disc.frontend.emitter import Emitter
 from relax_disc.frontend.importer import Parameters, declare, translate
 from relax_disc.frontend.index_checks import (

@@ -13,7 +13,7 @@ from torch.export import Dim
 
 from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
 from relax_disc.frontend import CapturedStep
-from relax_disc.frontend.capture.trace import Halves
+from relax_disc.frontend.capture.traced.trace import Halves
 
 
 @dataclass(frozen=True, slots=True)

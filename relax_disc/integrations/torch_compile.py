@@ -33,7 +33,7 @@ from relax_disc.errors import (
     UnsupportedOperatorError,
 )
 from relax_disc.frontend import CapturedStep, capture_halves
-from relax_disc.frontend.capture.trace import Halves
+from relax_disc.frontend.capture.traced.trace import Halves
 from relax_disc.frontend.spec import InputSpec
 from relax_disc.integrations.dynamo_graph import GraphLayout
 from relax_disc.progress import phase

@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture.export import MODEL, Exported
+from relax_disc.frontend.capture.exported.export import MODEL, Exported
 from relax_disc.frontend.capture.state.outer import Layouts, Outer, OuterTensor, strides_of
 from relax_disc.frontend.capture.state.outer_state import OuterState
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.frontend.capture.source_lines import SourceLine, calling_line
-from relax_disc.frontend.capture.writes import writes
+from relax_disc.frontend.capture.traced.writes import writes
 
 _logger = logging.getLogger(__name__)
 

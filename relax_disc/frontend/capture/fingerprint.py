@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from relax_disc.frontend.capture.arguments import Argument
-from relax_disc.frontend.capture.export import Exported
+from relax_disc.frontend.capture.exported.export import Exported
 
 _NAMESPACES = ("aten", "prim", "prims", "relax_disc")
 _NESTING = ("wrap_with_autocast", "wrap_with_set_grad_enabled")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
+from relax_disc.frontend.capture.source_lines import parse_stack
 
 _WRAPPERS = (
     ("torch.nn.parallel", "DistributedDataParallel", "the gradients' exchange between processes"),
@@ -20,6 +22,12 @@ _WRAPPERS = (
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.qat", "bitsandbytes.", "torchao.quantization")
 _ADVICE = "remove them; a torch.autograd.Function in the model can change or note its gradient"
 _TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def refusal(name: str, why: str) -> UnsupportedOperatorError:
+    """Make the error for a call that cannot be exported; names the model's line."""
+    line = parse_stack("".join(traceback.format_stack()))
+    return UnsupportedOperatorError(f"{line}: {name}: {why}.", ((name, str(line)),))
 
 
 def refuse_model(model: nn.Module, trained: bool, scaled: bool = False) -> None:

@@ -16,12 +16,12 @@ from relax_disc.frontend.capture.arguments import (
     list_arguments,
     outer_of,
 )
-from relax_disc.frontend.capture.export import Exported, export, wrap_forward, wrap_step
+from relax_disc.frontend.capture.exported.export import Exported, export, wrap_forward, wrap_step
 from relax_disc.frontend.capture.fingerprint import fingerprint
 from relax_disc.frontend.capture.refusals import refuse_model
 from relax_disc.frontend.capture.source_lines import callers_depth
 from relax_disc.frontend.capture.state.outer import Outer
-from relax_disc.frontend.capture.trace import Halves, trace_forward, trace_halves, trace_step
+from relax_disc.frontend.capture.traced.trace import Halves, trace_forward, trace_halves, trace_step
 from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.emission import Wanted, emit_functions
 from relax_disc.frontend.importer import refuse_unknown

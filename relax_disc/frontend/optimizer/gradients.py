@@ -18,7 +18,7 @@ import torch
 from tvm import relax, te, tirx
 
 from relax_disc.frontend.capture.source_lines import SourceLine
-from relax_disc.frontend.capture.trace import Traced
+from relax_disc.frontend.capture.traced.trace import Traced
 from relax_disc.frontend.emitter import Emitter, dtype_name
 from relax_disc.frontend.importer import Parameters, variable_name
 from relax_disc.frontend.index_checks import Guards

@@ -25,8 +25,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from relax_disc.frontend.capture.decompositions import decomposition_table
 from relax_disc.frontend.capture.state.kinds import is_plain
+from relax_disc.frontend.capture.traced.decompositions import decomposition_table
 from relax_disc.frontend.capture.tracing import tracing
 from relax_disc.frontend.optimizer.numbers import (
     RECORDER,

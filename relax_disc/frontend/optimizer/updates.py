@@ -14,7 +14,7 @@ from relax_disc.errors import InputMismatchError
 from relax_disc.frontend import fallback
 from relax_disc.frontend.capture.arguments import Argument
 from relax_disc.frontend.capture.source_lines import SourceLine
-from relax_disc.frontend.capture.trace import Traced
+from relax_disc.frontend.capture.traced.trace import Traced
 from relax_disc.frontend.converters import TABLE
 from relax_disc.frontend.emitter import Emitter, dtype_name
 from relax_disc.frontend.importer import PLACEMENT, Parameters, convert, variable_name

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_disc.frontend.capture.rewrites import as_strided
+from relax_disc.frontend.capture.traced.rewrites import as_strided
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 

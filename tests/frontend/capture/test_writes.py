@@ -9,7 +9,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 from relax_disc.frontend import export_step
-from relax_disc.frontend.capture.writes import without_writes
+from relax_disc.frontend.capture.traced.writes import without_writes
 from tests.frontend.running import Runner, check_gradients
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from relax_disc.frontend.capture.export import export, wrap_forward
-from relax_disc.frontend.capture.trace import trace_forward
+from relax_disc.frontend.capture.exported.export import export, wrap_forward
+from relax_disc.frontend.capture.traced.trace import trace_forward
 from relax_disc.frontend.converters import TABLE
 from relax_disc.frontend.emission import Wanted, emit_functions
 from relax_disc.frontend.importer import refuse_unknown

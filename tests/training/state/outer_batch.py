@@ -4,7 +4,7 @@ import torch
 from torch.export import Dim
 
 import relax_disc
-from relax_disc.frontend.capture.export import export, wrap_step
+from relax_disc.frontend.capture.exported.export import export, wrap_step
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 SHAPES = ({0: Dim("batch", max=64)},)

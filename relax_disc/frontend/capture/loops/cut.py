@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from relax_disc.frontend.capture.loops.steps import LoopRefusal
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
-from relax_disc.frontend.capture.writes import is_new
+from relax_disc.frontend.capture.traced.writes import is_new
 
 _ATEN, _OURS = torch.ops.aten, torch.ops.relax_disc
 CHECKS = ("aten._assert_scalar.", "aten.sym_constrain_range", "aten._assert_tensor_metadata.")

@@ -200,7 +200,7 @@ def _is(size: Any, number: int) -> bool:
     return bool(expression == number)
 
 
-_WRAPPER = "frontend/capture/export.py"
+_WRAPPER = "frontend/capture/exported/export.py"
 
 
 @contextlib.contextmanager

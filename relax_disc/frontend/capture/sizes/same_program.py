@@ -26,7 +26,7 @@ from relax_disc.frontend.capture.loops.cut import CHECKS, LoopBody
 from relax_disc.frontend.capture.sizes.dims import DimTable
 from relax_disc.frontend.capture.sizes.guards import everywhere
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
-from relax_disc.frontend.capture.writes import writes
+from relax_disc.frontend.capture.traced.writes import writes
 
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default

@@ -36,18 +36,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
-from relax_disc.frontend.capture import inner_gradients
 from relax_disc.frontend.capture.arguments import Argument, is_foreign_parameter, list_arguments
-from relax_disc.frontend.capture.decompositions import (
-    check_where_computed,
-    checks_are_traced,
-    decomposition_table,
-    kept_whole,
-)
-from relax_disc.frontend.capture.export import Exported
-from relax_disc.frontend.capture.interpreter import StepInterpreter
+from relax_disc.frontend.capture.exported.export import Exported
 from relax_disc.frontend.capture.loops.programs import Loops
-from relax_disc.frontend.capture.picked_losses import with_ignored_labels
+from relax_disc.frontend.capture.replaced import inner_gradients
 from relax_disc.frontend.capture.sizes.counted import (
     CountedSize,
     CountedSizes,
@@ -57,8 +49,16 @@ from relax_disc.frontend.capture.sizes.counted import (
 from relax_disc.frontend.capture.sizes.guards import GuardWatch
 from relax_disc.frontend.capture.source_lines import source_line
 from relax_disc.frontend.capture.state.outer_state import OuterState
-from relax_disc.frontend.capture.writes import without_writes, writes
-from relax_disc.frontend.capture.written_attention import attention_as_one
+from relax_disc.frontend.capture.traced.decompositions import (
+    check_where_computed,
+    checks_are_traced,
+    decomposition_table,
+    kept_whole,
+)
+from relax_disc.frontend.capture.traced.interpreter import StepInterpreter
+from relax_disc.frontend.capture.traced.picked_losses import with_ignored_labels
+from relax_disc.frontend.capture.traced.writes import without_writes, writes
+from relax_disc.frontend.capture.traced.written_attention import attention_as_one
 from relax_disc.frontend.random_ops import Randomness
 
 _WITHOUT_GRADIENT = re.compile(r"derivative for (\S+) is not implemented")

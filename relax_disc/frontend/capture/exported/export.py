@@ -20,17 +20,17 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import InputMismatchError, RelaxDiscError
-from relax_disc.frontend.capture.all_sizes import Task
 from relax_disc.frontend.capture.batch_spec import BatchSpec, register_containers, shapes_as_lists
-from relax_disc.frontend.capture.custom_functions import CustomCalls
+from relax_disc.frontend.capture.exported.all_sizes import Task
+from relax_disc.frontend.capture.exported.torch_errors import translated
 from relax_disc.frontend.capture.loops.cut import LoopBody
 from relax_disc.frontend.capture.loops.source import loops_as_steps
-from relax_disc.frontend.capture.model_patches import symbolic_len
+from relax_disc.frontend.capture.replaced.custom_functions import CustomCalls
+from relax_disc.frontend.capture.replaced.model_patches import symbolic_len
 from relax_disc.frontend.capture.sizes.dims import DimTable, declared_dims, dims_by_source
 from relax_disc.frontend.capture.sizes.guards import SizeBranch
 from relax_disc.frontend.capture.state.live_number import LiveNumber
 from relax_disc.frontend.capture.state.outer_state import OuterState
-from relax_disc.frontend.capture.torch_errors import translated
 
 MODEL = "model"
 """Name of the user's model inside the exported module; stripped from every full name."""

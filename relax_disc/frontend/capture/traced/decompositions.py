@@ -25,7 +25,7 @@ from torch._library.simple_registry import singleton
 from torch._subclasses.fake_impls import op_implementations_dict, register_op_impl
 from torch.utils import _pytree as pytree
 
-from relax_disc.frontend.capture.rewrites import REWRITES
+from relax_disc.frontend.capture.traced.rewrites import REWRITES
 from relax_disc.ops.registry import KEPT
 
 _ATEN = torch.ops.aten

@@ -20,9 +20,18 @@ from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from relax_disc.errors import InputMismatchError, RelaxDiscError, UnsupportedOperatorError
-from relax_disc.frontend.capture.export_mode import ExportMode
+from relax_disc.frontend.capture.exported.torch_errors import (
+    contradiction,
+    data_dependent,
+    first_part,
+    is_of_torch,
+    traceback_text,
+    translated,
+    untraceable,
+)
 from relax_disc.frontend.capture.loops.steps import LoopRefusal, RecordedLoops, recorded_loops
-from relax_disc.frontend.capture.model_patches import (
+from relax_disc.frontend.capture.replaced.export_mode import ExportMode
+from relax_disc.frontend.capture.replaced.model_patches import (
     cumulative_averages,
     hooks_as_before,
     inlined_checkpoints,
@@ -33,15 +42,6 @@ from relax_disc.frontend.capture.sizes.branches import SizeBranches, overlaps_by
 from relax_disc.frontend.capture.sizes.stand_ins import stand_ins
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
 from relax_disc.frontend.capture.state.randomness import no_foreign_randomness
-from relax_disc.frontend.capture.torch_errors import (
-    contradiction,
-    data_dependent,
-    first_part,
-    is_of_torch,
-    traceback_text,
-    translated,
-    untraceable,
-)
 
 
 def call_export(

@@ -12,19 +12,19 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
-from relax_disc.frontend.capture import inner_gradients
-from relax_disc.frontend.capture.custom_functions import CustomCalls
-from relax_disc.frontend.capture.decompositions import RULES, under_autocast
 from relax_disc.frontend.capture.loops.programs import Loops
 from relax_disc.frontend.capture.refusals import refuse_autocast
-from relax_disc.frontend.capture.rewrites import (
+from relax_disc.frontend.capture.replaced import inner_gradients
+from relax_disc.frontend.capture.replaced.custom_functions import CustomCalls
+from relax_disc.frontend.capture.sizes.counted import CountedSizes
+from relax_disc.frontend.capture.source_lines import source_line
+from relax_disc.frontend.capture.traced.decompositions import RULES, under_autocast
+from relax_disc.frontend.capture.traced.rewrites import (
     REWRITES,
     alike_complex,
     is_whole_complex,
     whole_complex,
 )
-from relax_disc.frontend.capture.sizes.counted import CountedSizes
-from relax_disc.frontend.capture.source_lines import source_line
 from relax_disc.frontend.random_ops import Randomness
 
 

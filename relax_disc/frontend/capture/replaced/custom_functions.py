@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import function as autograd_function
 from torch.utils import _pytree as pytree
 
-from relax_disc.frontend.capture.recurrent_layers import refusal
+from relax_disc.frontend.capture.refusals import refusal
 from relax_disc.frontend.capture.state.live_number import LiveNumber, live_everywhere
 
 OPERATOR = "relax_disc::custom_function"

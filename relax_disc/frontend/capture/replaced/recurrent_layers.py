@@ -7,7 +7,6 @@ in between.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -16,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
-from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture.source_lines import parse_stack
+from relax_disc.frontend.capture.refusals import refusal
 from relax_disc.ops.recurrence_steps import KINDS
 
 
@@ -31,12 +29,6 @@ def refuse_packing(name: str) -> NoReturn:
         "the layout of a packed sequence depends on the data of the lengths; give the layer the "
         "padded tensor, and mask what lies beyond each length (in the loss, ignore_index does)",
     )
-
-
-def refusal(name: str, why: str) -> UnsupportedOperatorError:
-    """Make the error for a call that cannot be exported; names the model's line."""
-    line = parse_stack("".join(traceback.format_stack()))
-    return UnsupportedOperatorError(f"{line}: {name}: {why}.", ((name, str(line)),))
 
 
 def recurrent_layers(

@@ -18,10 +18,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
-from relax_disc.frontend.capture import example_values, inner_gradients, model_checks
+from relax_disc.frontend.capture import example_values, model_checks
 from relax_disc.frontend.capture.loops.sequences import as_tensor
 from relax_disc.frontend.capture.loops.steps import set_item
-from relax_disc.frontend.capture.recurrent_layers import recurrent_layers, refusal, refuse_packing
+from relax_disc.frontend.capture.refusals import refusal
+from relax_disc.frontend.capture.replaced import inner_gradients
+from relax_disc.frontend.capture.replaced.recurrent_layers import recurrent_layers, refuse_packing
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
 from relax_disc.frontend.capture.sizes import stand_ins
 from relax_disc.frontend.capture.sizes.squeezes import Squeezes

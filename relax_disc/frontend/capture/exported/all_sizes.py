@@ -19,11 +19,12 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import ShapeRangeError
-from relax_disc.frontend.capture.custom_functions import CustomCalls, custom_functions
 from relax_disc.frontend.capture.example_values import example_values
+from relax_disc.frontend.capture.exported.torch_call import call_export
 from relax_disc.frontend.capture.loops.cut import LoopBody, cut_loops
 from relax_disc.frontend.capture.loops.steps import RecordedLoops
 from relax_disc.frontend.capture.model_checks import EagerBranches, tensor_checks
+from relax_disc.frontend.capture.replaced.custom_functions import CustomCalls, custom_functions
 from relax_disc.frontend.capture.sizes.branches import (
     SizeBranches,
     lines_that_fix_sizes,
@@ -53,7 +54,6 @@ from relax_disc.frontend.capture.sizes.guards import (
 from relax_disc.frontend.capture.sizes.same_program import Side, parting_line
 from relax_disc.frontend.capture.sizes.ways import Ways
 from relax_disc.frontend.capture.source_lines import SourceLine
-from relax_disc.frontend.capture.torch_call import call_export
 
 _logger = logging.getLogger(__name__)
 

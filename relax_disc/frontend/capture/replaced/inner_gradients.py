@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture.recurrent_layers import refusal
+from relax_disc.frontend.capture.refusals import refusal
 from relax_disc.frontend.capture.source_lines import source_line
 
 _ATEN = torch.ops.aten

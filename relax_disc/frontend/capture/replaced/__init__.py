@@ -1,0 +1,1 @@
+"""What the model's calls of PyTorch are replaced by while it is exported."""

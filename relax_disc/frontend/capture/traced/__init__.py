@@ -1,0 +1,1 @@
+"""The exported graph traced with its gradients into one flat graph of ATen operators."""
