@@ -183,10 +183,10 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.slow
 def test_baseline_wheel_trains_without_a_compiler(repository, tmp_path):
-    """What continuous integration runs: one instruction set, a third of the time to build."""
-    wheel = build_wheel(
-        repository, tmp_path, "--config-settings=cmake.define.RELAX_DISC_VARIANTS=x86-64-v2"
-    )  # fmt: skip
+    """What continuous integration runs: one instruction set, built in a fifth of the time."""
+    quick = {"RELAX_DISC_VARIANTS": "x86-64-v2", "RELAX_DISC_OPTIMIZATION": "-O1"}
+    settings = [f"--config-settings=cmake.define.{name}={value}" for name, value in quick.items()]
+    wheel = build_wheel(repository, tmp_path, *settings)
     check_contents(repository, wheel, ["v2"])
     check_quick_start(wheel, tmp_path)
 

@@ -22,7 +22,8 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence, Set
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ _COMPILE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-Wall", "-Wno-unknown-pragmas")
 # Sources in this folder may include PyTorch's headers, which are slow to read and need C++20; a
 # header that others include must not.
 _ATEN = "aten"
+# From so many sources on it is faster to precompile what they include.
+_PRECOMPILED_FROM = 4
 _INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -165,19 +168,56 @@ def build(sources: Path, cache: Path) -> Path:
         targets = {
             path: cache / "objects" / f"{path.stem}-{key}.o" for path, key in objects.items()
         }
-        missing = [(path, target) for path, target in targets.items() if not target.exists()]
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            jobs = [
-                pool.submit(
-                    _run, [compiler, *chain.flags_of(path), f"-I{sources}", "-c", str(path)], target
-                )
-                for path, target in missing
-            ]
-            for job in jobs:
-                job.result()
+        missing = {path: target for path, target in targets.items() if not target.exists()}
+        _compile(compiler, chain, sources, missing)
         inputs = [str(target) for target in targets.values()]
         _run([compiler, "-shared", *inputs, *chain.link_flags], library)
     return library
+
+
+def _compile(compiler: str, chain: Toolchain, sources: Path, targets: Mapping[Path, Path]) -> None:
+    """Compile sources, each into its object, on all processors; ``targets``: the objects."""
+    groups: dict[Path, list[Path]] = {}
+    for path in targets:
+        groups.setdefault(_prelude(path, sources), []).append(path)
+    with (
+        tempfile.TemporaryDirectory(prefix="relax_disc-") as folder,
+        ThreadPoolExecutor(max_workers=os.cpu_count()) as pool,
+    ):
+        headers = {}
+        # Before the sources, so that who waits for one waits for a job that runs.
+        for index, (prelude, paths) in enumerate(groups.items()):
+            command = [compiler, *chain.flags_of(paths[0]), f"-I{sources}"]
+            if prelude.exists() and len(paths) >= _PRECOMPILED_FROM:
+                header = Path(folder, f"{index}.h")
+                headers[prelude] = pool.submit(_precompile, command, prelude, header)
+
+        def compile_one(path: Path) -> None:
+            header = headers.get(_prelude(path, sources))
+            included = () if header is None else header.result()
+            command = [compiler, *chain.flags_of(path), f"-I{sources}", *included]
+            _run([*command, "-c", str(path)], targets[path])
+
+        # The largest first, which would otherwise be waited for alone at the end.
+        ordered = sorted(targets, key=lambda path: path.stat().st_size, reverse=True)
+        list(pool.map(compile_one, ordered))
+
+
+def _prelude(source: Path, sources: Path) -> Path:
+    """Return where the header lies that is precompiled for a source, if there is one."""
+    return (source.parent if source.parent.name == _ATEN else sources) / "prelude.h"
+
+
+def _precompile(command: Sequence[str], prelude: Path, header: Path) -> Sequence[str]:
+    """Precompile a header, included by another; return the flags that use it, none if it fails."""
+    # Read instead by a compiler that finds nothing precompiled that it can use.
+    header.write_text(f'#include "{prelude}"\n')
+    try:
+        _run([*command, "-x", "c++-header", str(header)], header.with_name(f"{header.name}.gch"))
+    except NativeBuildError as error:
+        _logger.info("headers are not precompiled: %s", error)
+        return ()
+    return ("-include", str(header))
 
 
 def _toolchain() -> Toolchain:

@@ -49,6 +49,26 @@ def test_objects_are_cached_one_by_one_and_headers_count(tmp_path: Path) -> None
     assert result.stdout.strip() == "42"
 
 
+@needs_compiler
+@pytest.mark.parametrize("is_broken", [False, True], ids=["good", "broken"])
+def test_what_many_sources_include_is_precompiled(tmp_path: Path, is_broken: bool) -> None:
+    sources, cache = tmp_path / "a, b" / "src", tmp_path / "cache"
+    (sources / "aten").mkdir(parents=True)
+    count = native._PRECOMPILED_FROM
+    for number in range(count):
+        given = "#ifndef GIVEN\n#define GIVEN 0\n#endif\n"
+        code = f'extern "C" int relax_disc_test_{number}() {{ return {number} + GIVEN; }}\n'
+        (sources / f"{number}.cc").write_text(given + code)
+    (sources / "aten" / "few.cc").write_text('extern "C" int relax_disc_test_few() { return 7; }\n')
+    (sources / "aten" / "prelude.h").write_text("#error not read for one source\n")
+    (sources / "prelude.h").write_text("#error no\n" if is_broken else "#define GIVEN 10\n")
+    library = ctypes.CDLL(str(native.build(sources, cache)))
+    found = [getattr(library, f"relax_disc_test_{number}")() for number in range(count)]
+    assert found == [number + 10 * (not is_broken) for number in range(count)]
+    assert library.relax_disc_test_few() == 7
+    assert {path.suffix for path in cache.rglob("*") if path.is_file()} == {".lock", ".o", ".so"}
+
+
 _BUILD = """
 import sys
 from pathlib import Path
