@@ -21,6 +21,7 @@ from relax_disc.tir_kernels.target import resolve_target
 from relax_disc.training.call.packing import place_rows
 from relax_disc.transform.padding import remove_padding
 from relax_disc.transform.padding.remove_padding import MISFIT
+from tests.tiers import every
 
 WIDTH, CLASSES, LONGEST, IGNORED = 8, 5, 9, -100
 
@@ -486,14 +487,14 @@ def test_a_masked_mean_needs_what_the_mask_leaves():
     assert captured.packings, captured.padding
 
 
-@pytest.mark.parametrize("loss", ["pooled", "first", *LOSSES])
+@pytest.mark.parametrize("loss", every(3, ["pooled", "first", *LOSSES]))
 def test_attention_to_all_keeps_all(loss):
     _, captured = capture(["attention to all"], loss)
     assert not captured.packings
     assert "neither causal nor" in captured.padding[-1].reason
 
 
-@pytest.mark.parametrize("loss", [*OF_STATES, *LOSSES, *MIXING_LOSSES])
+@pytest.mark.parametrize("loss", every(2, [*OF_STATES, *LOSSES, *MIXING_LOSSES]))
 def test_losses_need_what_they_count(loss):
     check(["causal", "gelu"], loss)
 

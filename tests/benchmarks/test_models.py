@@ -124,6 +124,7 @@ def test_a_mean_that_is_zero_is_measured_beside_its_variance():
     assert worker.error_of_buffers({**exact, "other": torch.full((1,), 1.1)}, exact) > 0.09
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_badly_is_no_verdict_of_its_own():
     entry = dataclasses.replace(entry_named("MLP"), name="none of that name")
     result = judged(entry, 120)

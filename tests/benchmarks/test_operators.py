@@ -10,6 +10,7 @@ from benchmarks.operators.__main__ import judge_all
 from benchmarks.operators.document import RESULT
 from benchmarks.operators.judge import CRASH, NO_SAMPLE, RANDOM, STATIC, WRONG
 from benchmarks.operators.worker import entries, judged
+from tests.tiers import every
 
 SAMPLE = [
     ("operator", name)
@@ -33,7 +34,7 @@ SAMPLE = [
 ] + [("module", "nn_GroupNorm"), ("module", "nn_CosineEmbeddingLoss")]
 
 
-@pytest.mark.parametrize("kind, name", SAMPLE)
+@pytest.mark.parametrize("kind, name", every(3, [pytest.param(*entry) for entry in SAMPLE]))
 def test_entry(kind, name):
     result = judged(kind, name)
     assert result["outcome"].startswith("right"), f"{result['sample']}: {result['reason']}"

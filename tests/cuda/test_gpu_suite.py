@@ -24,6 +24,7 @@ from tests.cuda import attention_kernels
 from tests.cuda.emulator import Emulator
 from tests.cuda.stand_in import Recorder, cuda_stand_in
 from tests.cuda.streams import Streams
+from tests.tiers import slow
 
 ROWS = {
     "smoke": {"versions", "layer", "attention", "llama", "graphs"},
@@ -71,8 +72,8 @@ def check_attention(calls):
 @pytest.mark.parametrize(
     "part",
     [
-        *("smoke", "bandwidth", "budgets", "sanitizer"),
-        *(pytest.param(part, marks=pytest.mark.slow) for part in ("numbers", "paper")),
+        *("smoke", "bandwidth"),
+        *map(slow, ("budgets", "sanitizer", "numbers", "paper")),
     ],
 )
 def test_a_part_runs_and_goes_on_where_it_ended(results, monkeypatch, part):

@@ -31,6 +31,7 @@ from tests.cuda.stand_in import ENTRY_WAITS, WaitsRecorded, cuda_stand_in
 from tests.cuda.streams import Streams
 from tests.frontend.models import Llama, dims, token_batch
 from tests.placement import check_plan
+from tests.tiers import every
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
@@ -123,9 +124,12 @@ def same(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+CASES = [*((0.0, False, late) for late in LATE), (0.3, True, "copies"), (0.6, False, "kernels")]
+
+
 @pytest.mark.parametrize(
     ("part", "recompute", "late"),
-    [*((0.0, False, late) for late in LATE), (0.3, True, "copies"), (0.6, False, "kernels")],
+    every(3, [pytest.param(*case) for case in CASES]),
 )
 def test_results_are_bit_identical_and_budgets_hold(trained, part, recompute, late):
     plan = trained.limit(HostTier(bytes_per_s=FAST, recompute=recompute), part)

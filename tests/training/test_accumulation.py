@@ -11,6 +11,7 @@ import relax_disc
 from relax_disc import compiler
 from relax_disc.errors import InputMismatchError, RelaxDiscWarning
 from relax_disc.vm_builtins import native
+from tests.tiers import every
 from tests.training.accumulating import OPTIMIZERS, Net, batches, close, make, quarter
 
 
@@ -55,7 +56,7 @@ class Mixed(nn.Module):
         return self.last(self.norm(torch.tanh(self.frozen(x)))).square().sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", every(2, [torch.float32, torch.bfloat16]))
 def test_follows_eager_with_buffers_groups_and_frozen_layers(dtype):
     torch.manual_seed(0)
     model = Mixed().to(dtype)
@@ -109,7 +110,7 @@ def _entropy(model, x):
     return torch.tanh(model.first(x)).square().mean() + model.second.weight.square().sum()
 
 
-@pytest.mark.parametrize("norm", [None, 0.05])
+@pytest.mark.parametrize("norm", every(2, [0.05, None]))
 def test_another_steps_sums_are_part_of_the_update(norm):
     first = make("adamw", max_grad_norm=norm)
     model, twin = first.model, copy.deepcopy(first.model)

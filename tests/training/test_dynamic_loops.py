@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import relax_disc
 from relax_disc.errors import ShapeRangeError
+from tests.tiers import every
 
 _LONGEST = 32
 
@@ -205,7 +206,7 @@ def _compiled(model: nn.Module, least: int = 1) -> Any:
     return relax_disc.compile(model, optimizer, example, dynamic_shapes=shapes, loss_fn=_loss)
 
 
-@pytest.mark.parametrize("kind", _TRAIN)
+@pytest.mark.parametrize("kind", every(2, _TRAIN))
 def test_a_loop_trains_at_every_length(kind: type[_Recurrent]) -> None:
     torch.manual_seed(0)
     model = kind()

@@ -13,6 +13,7 @@ from relax_disc.frontend.random_ops import Randomness
 from relax_disc.pipeline import PipelineOptions
 from tests import philox  # noqa: F401  the random operators in eager PyTorch
 from tests.frontend.models import VOCABULARY, Llama, dims
+from tests.tiers import every
 
 IGNORED = -100
 
@@ -269,7 +270,8 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "parts", [split_qkv, unbind_permuted, unbind_third, index_third, chunk_heads, one_key_head]
+    "parts",
+    every(3, [split_qkv, unbind_permuted, unbind_third, index_third, chunk_heads, one_key_head]),
 )
 def test_dropout_and_joint_projections_are_those_of_all_positions(parts):
     """What is dropped is drawn by the reference of the random operators, for all positions."""
@@ -449,7 +451,9 @@ class Valued(Pooled):
 
 @pytest.mark.parametrize(
     "kind",
-    [Shifted, Gathered, Picked, FirstState, Weighted, MeanOfMasked, Chosen, Valued, AtTheEnd],
+    every(
+        3, [Shifted, Gathered, Picked, FirstState, Weighted, MeanOfMasked, Chosen, Valued, AtTheEnd]
+    ),
 )
 def test_losses_of_what_counts_are_those_of_all_positions(kind):
     torch.manual_seed(0)

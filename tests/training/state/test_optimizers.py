@@ -13,6 +13,7 @@ from relax_disc.errors import (
     InputMismatchError,
     NonFiniteLossError,
 )
+from tests.tiers import every
 from tests.training.state.optimizing import (
     CASES,
     Small,
@@ -24,7 +25,7 @@ from tests.training.state.optimizing import (
 )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every(2, CASES))
 def test_training_follows_eager(case):
     model, optimizer, eager, followed = pair(CASES[case])
     step = compiled(model, optimizer)
