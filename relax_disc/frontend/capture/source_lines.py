@@ -19,7 +19,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[2])
 _STANDARD = str(Path(contextlib.__file__).parent)
-_ENTRY = str(Path(__file__).with_name("export.py"))  # its forward() calls the user's functions
+_ENTRY = str(Path(__file__).parent / "exported" / "export.py")  # calls the user's functions
 
 
 @dataclass(frozen=True, slots=True)
