@@ -246,6 +246,22 @@ def test_the_refusal_names_the_line_where_the_ways_part():
     assert f"another program from {__file__}:{line} on" in str(caught.value)
 
 
+class AsksOfTwoSizes(Layered):
+    """That of the rows makes no difference, and that of the length does."""
+
+    def ways(self, x):
+        if x.shape[0] != 1:
+            x = x.expand(x.shape[0], -1, -1)
+        return self.mixing.bias[:4] * x if x.shape[1] == 1 else x
+
+
+def test_the_refusal_names_the_dim_whose_ways_part():
+    with pytest.raises(ShapeRangeError, match=r"give Dim\('t', min=2"):
+        capture_step(AsksOfTwoSizes(), None, batch(3, 6), dynamic_shapes=shapes())
+    model = AsksOfTwoSizes()
+    assert capture_step(model, None, batch(3, 6), dynamic_shapes=shapes(2)) is not None
+
+
 class ReadsOnOneWay(Layered):
     """One way alone looks at a setting of the model."""
 

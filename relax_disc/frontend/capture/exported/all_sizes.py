@@ -139,7 +139,7 @@ class Task:
         elif list(runs)[-1] != most:
             runs[most] = self._way(ways, classes[most])
         outer.rely_also(relied_on)  # on what the code of other ways read
-        for key in others:
+        for key in reversed(others):  # where one dim alone parts them, it is the one that is named
             line = parting_line(_side(runs[most]), _side(runs[key]))
             if line is not None or len(runs[most].calls) != len(runs[key].calls):
                 raise _AnotherProgram(classes[key], line)
