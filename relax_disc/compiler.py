@@ -74,7 +74,7 @@ def compile(
     example_inputs : tuple
         One batch, of any size; a dynamic axis of size 1 is traced as if it were longer.
     dynamic_shapes : tuple or dict
-        What `torch.export.export` takes: named `torch.export.Dim` with ranges.
+        What `torch.export.export` takes: named `torch.export.Dim` with ranges, or names alone.
     loss_fn : callable, optional
         See `relax_disc.frontend.capture_step`; without it the model's output is the loss, or has
         an attribute ``loss``.

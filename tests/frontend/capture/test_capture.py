@@ -278,6 +278,43 @@ def test_contradicted_dims_are_refused():
         )
 
 
+def test_a_name_alone_is_a_dim_without_an_upper_bound():
+    class Net(nn.Module):
+        def forward(self, x, pair):
+            return (x * pair["y"]).sum() * self.scale + pair["z"].sum()
+
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+    example = (torch.ones(3, 4), {"y": torch.ones(3, 4), "z": torch.ones(5)})
+    shapes = ({0: "rows"}, {"y": {0: "rows", 1: None}, "z": ("others",)})
+    captured = capture_step(Net(), None, example, dynamic_shapes=shapes)
+    assert {dim.name: (dim.lower, dim.upper) for dim in captured.dims} == {
+        "rows": (1, None),
+        "others": (1, None),
+    }
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (({0: Dim.AUTO}, {0: Dim.AUTO}), r"dynamic_shapes\[0\]\[0\] is Dim.AUTO, .* Name it"),
+        (({0: "rows"}, {0: Dim.DYNAMIC}), r"dynamic_shapes\[1\]\[0\] is Dim.DYNAMIC"),
+        (({0: "two words"}, {0: "rows"}), "'two words', which is no name"),
+        (({-1: "rows"}, {0: "rows"}), "axis -1 .* has no such axis: the first one is 0"),
+        (({2: "rows"}, {0: "rows"}), "axis 2 .* has no such axis"),
+    ],
+)
+def test_dims_that_say_too_little_are_refused(shapes, message):
+    example = torch.ones(4, 2), torch.ones(4, 2)
+    with pytest.raises(InputMismatchError, match=message):
+        capture_step(
+            nn.Linear(2, 2), None, example, dynamic_shapes=shapes,
+            loss_fn=lambda model, x, y: nn.functional.mse_loss(model(x), y),
+        )  # fmt: skip
+
+
 def test_a_batch_of_unknown_objects_is_refused():
     with pytest.raises(InputMismatchError, match=r"example_inputs.*Unsupported input type"):
         capture_step(

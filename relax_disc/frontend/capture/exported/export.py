@@ -27,7 +27,12 @@ from relax_disc.frontend.capture.loops.cut import LoopBody
 from relax_disc.frontend.capture.loops.source import loops_as_steps
 from relax_disc.frontend.capture.replaced.custom_functions import CustomCalls
 from relax_disc.frontend.capture.replaced.model_patches import symbolic_len
-from relax_disc.frontend.capture.sizes.dims import DimTable, declared_dims, dims_by_source
+from relax_disc.frontend.capture.sizes.dims import (
+    DimTable,
+    declared_dims,
+    dims_by_source,
+    named_dims,
+)
 from relax_disc.frontend.capture.sizes.guards import SizeBranch
 from relax_disc.frontend.capture.state.live_number import LiveNumber
 from relax_disc.frontend.capture.state.outer_state import OuterState
@@ -209,7 +214,8 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
         raise InputMismatchError(
             f"example_inputs do not fit {wrapped.contract}, which is how they are passed: {error}."
         ) from error
-    dynamic_shapes = _shapes_like(_gathered(dynamic_shapes, _signature(wrapped), args), combined)
+    shapes = _shapes_like(_gathered(dynamic_shapes, _signature(wrapped), args), combined)
+    dynamic_shapes = named_dims(shapes)
     try:
         declared = declared_dims(combined, dynamic_shapes)
     except UserError as error:

@@ -14,9 +14,9 @@ import torch
 from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._export.non_strict_utils import key_path_to_source, make_sourced_prefixes
 from torch.export import ExportedProgram
-from torch.export.dynamic_shapes import _DerivedDim, _tree_map_with_path
+from torch.export.dynamic_shapes import _DerivedDim, _DimHint, _tree_map_with_path
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
 from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend.capture.sizes.counted import CountedSize
@@ -63,9 +63,8 @@ def dim_table(
 ) -> DimTable:
     """Match the symbols of an exported program with the user's dims.
 
-    ``declared`` is what `declared_dims` found; ``sizes``: of the table. Dims that the user did not
-    name (``Dim.AUTO``) keep the name of their symbol. A lower bound of 0 becomes 1: a step over an
-    empty batch means nothing.
+    ``declared`` is what `declared_dims` found; ``sizes``: of the table. A lower bound of 0 becomes
+    1: a step over an empty batch means nothing.
     """
     names: dict[str, str] = {}
     specs: dict[str, DimSpec] = {}
@@ -75,6 +74,33 @@ def dim_table(
             if isinstance(extent, torch.SymInt):
                 _note(extent.node.expr, dims.get(axis), program, names, specs)
     return DimTable(names, specs, sizes=sizes)
+
+
+def named_dims(dynamic_shapes: Any) -> Any:
+    """Write a name in the place of a dim, as in ``{0: "batch"}``, as a dim without a range.
+
+    Raises `InputMismatchError`: the name is none, or a dim is left to PyTorch (``Dim.AUTO``,
+    ``Dim.DYNAMIC``), which would tell neither its range nor which others are equal.
+    """
+    dims: dict[str, Any] = {}
+
+    def named(path: Any, dim: Any) -> Any:
+        if isinstance(dim, str):
+            if not dim.isidentifier():
+                raise InputMismatchError(
+                    f"dynamic_shapes{keystr(path)} is {dim!r}, which is no name; say 'batch', or "
+                    "Dim('batch', min=1, max=64)."
+                )
+            return dims.setdefault(dim, torch.export.Dim(dim))
+        if isinstance(dim, _DimHint) and dim != torch.export.Dim.STATIC:
+            raise InputMismatchError(
+                f"dynamic_shapes{keystr(path)} is Dim.{dim.type.name}, which leaves open how large "
+                "the axis gets and which others are as large. Name it, the same for all axes that "
+                "are always equal, with its range: Dim('batch', min=1, max=64)."
+            )
+        return dim
+
+    return tree_map_with_path(named, dynamic_shapes)
 
 
 def declared_dims(combined: Mapping[str, Any], dynamic_shapes: Any) -> dict[int, Mapping[int, Any]]:
@@ -97,7 +123,7 @@ def declared_dims(combined: Mapping[str, Any], dynamic_shapes: Any) -> dict[int,
                     f"example_inputs hold an empty tensor of shape {tuple(leaf.shape)}; give a "
                     "batch with something in it."
                 )
-            beyond = [axis for axis in by_axis if axis >= leaf.dim()]
+            beyond = [axis for axis in by_axis if not 0 <= axis < leaf.dim()]
             if beyond:
                 raise InputMismatchError(
                     f"dynamic_shapes name axis {beyond[0]} of {keystr(path)}, whose example of "
@@ -178,7 +204,7 @@ def _check_example(path: Any, leaf: torch.Tensor, axis: int, dim: Any) -> None:
 
 
 def _is_dynamic(dim: Any) -> bool:
-    return dim is not None and not isinstance(dim, int) and dim is not torch.export.Dim.STATIC
+    return dim is not None and not isinstance(dim, int) and dim != torch.export.Dim.STATIC
 
 
 def enlarge(
