@@ -224,11 +224,33 @@ def convert(emitter: Emitter, args: list[Any], kwargs: dict[str, Any]) -> Any:
         result = converter(emitter, *args, **kwargs)
         emitter.check(result, node.meta["val"])
     except UnsupportedOperatorError as error:
-        if fallback.why_not(node):
+        return _by_pytorch(emitter, args, kwargs, error)
+    except (TypeError, ValueError) as error:
+        if not _takes_sizes(node):
             raise
-        _logger.info("%s; PyTorch's own kernel runs it", error)
-        return fallback.call(emitter, args, kwargs)
+        why = "it is given a size, or a number made of sizes, where it needs a plain number"
+        refusal = emitter.refuse(why)
+        refusal.__cause__ = error
+        return _by_pytorch(emitter, args, kwargs, refusal)
     return result
+
+
+def _by_pytorch(
+    emitter: Emitter, args: list[Any], kwargs: dict[str, Any], error: UnsupportedOperatorError
+) -> Any:
+    """Let PyTorch's own kernel run what has no converter, where it can; raises ``error``."""
+    if fallback.why_not(emitter.node):
+        raise error
+    _logger.info("%s; PyTorch's own kernel runs it", error)
+    return fallback.call(emitter, args, kwargs)
+
+
+def _takes_sizes(node: fx.Node) -> bool:
+    """Say whether numbers that differ between batches are among an operator's arguments."""
+    kinds = torch.SymInt, torch.SymFloat
+    given = [x.meta.get("val") if isinstance(x, fx.Node) else x for x in node.all_input_nodes]
+    given += pytree.tree_leaves((node.args, node.kwargs))
+    return any(isinstance(x, kinds) for x in given)
 
 
 def _operand(argument: Any, env: dict[fx.Node, Any], emitter: Emitter) -> Any:

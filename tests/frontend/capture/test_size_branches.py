@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 from torch.export import Dim
+from torch.nn import functional
 
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend import capture_step
@@ -261,5 +262,56 @@ def test_a_number_that_is_the_same_at_all_sizes_may_be_made_of_them():
 
 def test_a_part_of_a_size_computed_with_sizes():
     model = Picking(lambda n: torch.sym_max(1, torch.sym_int(0.5 * n)))
+    captured = capture_step(model, None, batch(3, 6), dynamic_shapes=SHAPES)
+    check_gradients(captured, model, [batch(*size) for size in ((3, 6), (1, 1), (2, 9))])
+
+
+class Given(nn.Module):
+    """Gives an operator a number that is made of the number of rows and the length."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.layer, self.use = nn.Linear(4, 4), use
+
+    def forward(self, x):
+        return self.use(self.layer(x), *x.shape[:2]).square().mean()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y, b, n: functional.scaled_dot_product_attention(y, y, y, scale=n**-0.5),
+        lambda y, b, n: functional.layer_norm(y, (4,), eps=1.0 / n),
+        lambda y, b, n: functional.pad(y, (1, 0), value=1.0 / n),
+        lambda y, b, n: functional.smooth_l1_loss(y, y.detach() + 1, beta=1.0 / n),
+        lambda y, b, n: y * y.new_tensor([0.1 * n]),
+        lambda y, b, n: y.sum() * functional.one_hot(torch.tensor([1]), b * n).float(),
+        lambda y, b, n: y.sum() + torch.hann_window(b * n),
+    ],
+    ids=["attention", "norm", "padding", "loss", "new_tensor", "one_hot", "window"],
+)
+def test_a_number_that_an_operator_takes_is_the_examples_own(use):
+    with pytest.raises(ShapeRangeError, match=r"test_size_branches.*a plain number is made of"):
+        capture_step(Given(use), None, batch(3, 6), dynamic_shapes=SHAPES)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y, b, n: y * n**-0.5 + functional.hardshrink(y, 1.0 / n),
+        lambda y, b, n: functional.pad(y, (1, 0), value=1.0 * (n // 100)),
+        lambda y, b, n: torch.full_like(y, 1.0 / (b * n)) * y,
+        lambda y, b, n: functional.elu(y, 1.0 / n),
+        lambda y, b, n: functional.conv1d(  # as StyleGAN's, a group for each example
+            y.transpose(1, 2).reshape(1, -1, n),
+            y[:, :1, :, None].exp().flatten(0, 1),
+            padding=n // 2,
+            groups=b,
+        ),
+    ],
+    ids=["arithmetic", "the same", "full", "slope", "groups"],
+)
+def test_an_operator_that_takes_sizes_has_them(use):
+    model = Given(use)
     captured = capture_step(model, None, batch(3, 6), dynamic_shapes=SHAPES)
     check_gradients(captured, model, [batch(*size) for size in ((3, 6), (1, 1), (2, 9))])

@@ -23,13 +23,14 @@ from unittest.mock import patch
 import sympy
 import torch
 from sympy.core.relational import Relational
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.frontend.capture import model_checks
 from relax_disc.frontend.capture.sizes.squeezes import Squeezes
 from relax_disc.frontend.capture.sizes.ways import Ways
-from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
+from relax_disc.frontend.capture.source_lines import SourceLine, calling_line, parse_stack
 
 _UNKNOWN = SourceLine("", 0)
 _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -48,7 +49,7 @@ class SizeBranches:
         self._differences: dict[Any, SourceLine] = {}
         self._inequalities: set[Any] = set()
         self.asked: dict[Any, SourceLine] = {}
-        self.numbers: dict[Any, SourceLine] = {}  # that `int` or `float` made of an expression
+        self.numbers: dict[Any, SourceLine] = {}  # that an expression became, and where
         self.ones_are_general = False
         self.squeezes = Squeezes()
 
@@ -156,6 +157,9 @@ def size_branches(ways: Ways) -> Iterator[SizeBranches]:
         ):
             numbering = _numbering(getattr(kind, name), found)
             stack.enter_context(patch.object(kind, name, numbering))
+        for name in ("guard_int", "guard_float"):
+            given = _given_to_operators(getattr(SymNode, name), found)
+            stack.enter_context(patch.object(SymNode, name, given))
         yield found
 
 
@@ -171,6 +175,23 @@ def _numbering(before: Any, found: SizeBranches) -> Any:
             if isinstance(self.node.expr, sympy.Basic):
                 made = sympy.Eq(self.node.expr, sympy.sympify(value), evaluate=False)
                 found.numbers.setdefault(made, SourceLine(file, outer.f_lineno))
+        return value
+
+    return number
+
+
+def _given_to_operators(before: Any, found: SizeBranches) -> Any:
+    """Return a conversion that notes which number an operator took which sizes for.
+
+    So PyTorch's parsing of arguments does with a size where it has a plain number, as of
+    ``scaled_dot_product_attention(q, k, v, scale=length**-0.5)``.
+    """
+
+    def number(self: Any, file: str, line: int) -> Any:
+        value = before(self, file, line)
+        if isinstance(self.expr, sympy.Basic) and self.expr.free_symbols:
+            made = sympy.Eq(self.expr, sympy.sympify(value), evaluate=False)
+            found.numbers.setdefault(made, calling_line())
         return value
 
     return number

@@ -206,9 +206,10 @@ def check_numbers(program: ExportedProgram, dims: DimTable, branches: SizeBranch
         except ShapeRangeError as error:
             words = size.xreplace({s: sympy.Symbol(dims[s].name) for s in size.free_symbols})
             raise ShapeRangeError(
-                f"{line}: int() or float() makes a number of the example's sizes, {number} of "
-                f"{words}, which differs at others: compute with the sizes themselves "
-                "(torch.sym_int for int, // for a floor)."
+                f"{line}: a plain number is made of the example's sizes, {number} of {words}, that "
+                "differs at others, by int(), float() or an operator that takes no sizes there: "
+                "compute with the sizes themselves (torch.sym_int for int, // for a floor), or "
+                "with a tensor outside of that operator."
             ) from error
 
 
