@@ -341,3 +341,15 @@ def test_two_arguments_may_be_one_tensor_in_the_example():
     shape = {0: batch, 1: length}
     captured = capture_step(model, None, (ids, ids), dynamic_shapes=(shape, shape))
     check_gradients(captured, model, [token_batch(2, 9)])
+
+
+def test_a_module_as_loss_is_a_criterion_and_the_error_says_so():
+    class Loss(nn.Module):
+        def forward(self, model, x):
+            return model(x).mean()
+
+    with pytest.raises(InputMismatchError, match=r"loss_fn\(model\(\*inputs\), target\).*'target'"):
+        capture_step(
+            nn.Linear(4, 4), None, (torch.randn(3, 4),), dynamic_shapes=({0: Dim("n", max=9)},),
+            loss_fn=Loss(),
+        )  # fmt: skip

@@ -68,7 +68,14 @@ class _Wrapped(nn.Module):
         is_step: bool = True,
     ) -> None:
         super().__init__()
-        self.contract = "model(*batch)" if loss_fn is None else "loss_fn(model, *batch)"
+        if loss_fn is None:
+            self.contract = "model(*batch)"
+        elif _is_criterion(loss_fn):
+            self.contract = (
+                "loss_fn(model(*inputs), target) of a module or of a function of PyTorch"
+            )
+        else:
+            self.contract = "loss_fn(model, *batch)"
         self.outer = outer = OuterState(model, loss_fn)
         self.eager = lambda *args, **kwargs: function(*args, **kwargs)
         self.training = model.training
