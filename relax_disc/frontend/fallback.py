@@ -10,6 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -198,8 +199,15 @@ def _argument(
         return ["none"] if argument is None else ["device"]
     is_tensor = isinstance(argument, relax.Expr) and isinstance(argument.ty, relax.TensorType)
     if isinstance(parameter.real_type, torch.TensorType) and not is_tensor:
-        fake = pytree.tree_leaves(emitter.wanted)[0].new_empty(())
-        argument = emitter.emit(emitter.tensor(argument, dtype_name(fake.dtype)))
+        wanted = pytree.tree_leaves(emitter.wanted)[0]
+        if isinstance(argument, complex):
+            fake = wanted.new_empty((), dtype=wanted.dtype.to_complex())
+            parts = np.array([argument.real, argument.imag])
+            number = relax.const(parts.astype(dtype_name(wanted.dtype.to_real())))
+        else:  # of a complex tensor, too, a real number is one
+            fake = wanted.new_empty((), dtype=wanted.dtype.to_real())
+            number = emitter.tensor(argument, dtype_name(fake.dtype))
+        argument = emitter.emit(number)
     return _encode(emitter, recipe, fake, argument)
 
 

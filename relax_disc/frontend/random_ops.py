@@ -256,5 +256,8 @@ class Randomness:
             aten.normal.Tensor_Tensor: lambda m, s, **_: self.normal_of(
                 m, s, torch.broadcast_shapes(m.shape, s.shape), m.dtype
             ),
+            aten.normal.float_float: lambda m, s, size, dtype=None, **_: self.normal_of(
+                m, s, size, dtype or torch.get_default_dtype()
+            ),
             aten.randint.default: lambda high, size, **o: self.randint(0, high, size, **o),
         }

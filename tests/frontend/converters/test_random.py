@@ -103,6 +103,7 @@ class MoreDraws(nn.Module):
             F.alpha_dropout(torch.zeros_like(x), 0.3, training=True),
             F.feature_alpha_dropout(x[:, :, None].expand(-1, -1, 4) * 0, 0.3, training=True),
             F.gumbel_softmax(torch.log(weights), tau=0.5),
+            torch.normal(3.0, 0.5, x.shape),
         )
 
 
@@ -111,13 +112,14 @@ def test_statistics_of_more_distributions():
     captured = capture_forward(model, (torch.randn(4, 16),), dynamic_shapes=({0: N},))
     run = Runner(captured)
     draws = [run(model, None, (torch.randn(64, 16),), rng=(9, k))["extra"] for k in range(8)]
-    exponential, normal, uniform, around, whole, slopes, fixed, alpha, channels, soft = (
-        torch.stack([d[k][1].float() for d in draws]) for k in range(10)
+    exponential, filled, uniform, around, whole, slopes, fixed, alpha, channels, soft, drawn = (
+        torch.stack([d[k][1].float() for d in draws]) for k in range(11)
     )
     assert exponential.min() > 0
     assert exponential.mean().item() == pytest.approx(0.5, abs=0.03)
-    assert normal.mean().item() == pytest.approx(3.0, abs=0.03)
-    assert normal.std().item() == pytest.approx(0.5, abs=0.02)
+    for normal in (filled, drawn):
+        assert normal.mean().item() == pytest.approx(3.0, abs=0.03)
+        assert normal.std().item() == pytest.approx(0.5, abs=0.02)
     assert uniform.min() >= -1 and uniform.max() < 3
     assert uniform.mean().item() == pytest.approx(1.0, abs=0.06)
     assert around.std().item() == pytest.approx(0.1, abs=0.01)

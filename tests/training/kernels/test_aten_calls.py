@@ -102,6 +102,22 @@ def test_complex_tensors_of_both_kinds_train_as_in_eager():
     trained_as_eager(Spectral(), (3, 64, 2, 17), 5, 4)
 
 
+class Rotated(Spectral):
+    """Complex tensors with real and with complex numbers."""
+
+    def forward(self, x):
+        h = self.linear(x)
+        turned = torch.exp(1j * h) * (0.5 - 2j) + x + 1j * h
+        return (torch.fft.fft(turned, dim=1) / 2.0 - 1).abs().mean() + (h * 3j).imag.mean()
+
+
+def test_complex_tensors_meet_numbers():
+    torch.manual_seed(0)
+    model = Rotated()
+    del model.weight
+    trained_as_eager(model, (3, 64, 2, 17), 5, 4)
+
+
 class Determinants(nn.Module):
     """Of matrices that lie with gaps in memory, which PyTorch's gradient looks at."""
 
