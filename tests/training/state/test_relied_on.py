@@ -80,6 +80,33 @@ def of_tensors():
     return lambda m, x: sum((m(x) * t).mean() for t in bank), lambda: bank.append(torch.ones(4))
 
 
+def of_empty_weight_of_a_criterion():
+    criterion = nn.CrossEntropyLoss()
+
+    def change():
+        criterion.weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    return lambda m, x: criterion(m(x), x.argmax(-1)), change
+
+
+def of_empty_bias_of_a_teacher():
+    teacher = nn.Sequential(nn.Linear(4, 4, bias=False))
+
+    def change():
+        teacher[0].register_parameter("bias", nn.Parameter(torch.ones(4)))
+
+    return lambda m, x: (m(x) - teacher(x)).pow(2).mean(), change
+
+
+def of_empty_bias_beside_parameters():
+    teacher = nn.Linear(4, 4, bias=False)
+
+    def change():
+        teacher.bias = nn.Parameter(torch.ones(4))
+
+    return lambda m, x: distance(m, x) + sum(p.sum() for p in teacher.parameters()), change
+
+
 def of_function_in_dict():
     parts: dict[str, Any] = {"loss": distance}
     return lambda m, x: parts["loss"](m, x), lambda: parts.update(loss=lambda m, x: m(x).mean())
@@ -565,6 +592,24 @@ def test_what_nothing_reads_may_change():
     seen.append(2.0)
     options["best_so_far"] = 3.0
     agree(step, loss_fn, model)
+
+
+def test_what_a_layer_does_not_have_is_refused_when_it_comes():
+    model = nn.Sequential(
+        nn.Linear(4, 4, bias=False),
+        nn.LayerNorm(4, elementwise_affine=False),
+        nn.BatchNorm1d(4, affine=False),
+    )
+    count = len(captured(model, distance).outer.guards)
+    guards = ValueGuards(captured(model, distance).outer.guards)
+    assert len(captured(nn.Sequential(nn.Linear(4, 4), *model[1:]), distance).outer.guards) < count
+    for layer, name in ((0, "bias"), (1, "weight"), (1, "bias"), (2, "weight"), (2, "bias")):
+        guards.check()
+        setattr(model[layer], name, nn.Parameter(torch.ones(4)))
+        with pytest.raises(InputMismatchError, match=rf"model\.{layer}\.{name} was None"):
+            guards.check()
+        setattr(model[layer], name, None)
+    guards.check()
 
 
 def test_a_loss_over_all_parameters_takes_one_comparison_for_each_table():

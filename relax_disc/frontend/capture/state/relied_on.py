@@ -55,12 +55,18 @@ def guards_of(
     model: nn.Module, loss_fn: Callable[..., Any] | None, trace: Trace, used: Iterable[Source]
 ) -> list[Guard]:
     """List what the program relies on; ``used``: paths to its inputs."""
-    guards = [*_of_attributes(model, trace), *_of_plain(trace), *_of_variables(trace)]
+    inside = {id(module) for module in model.modules()}
+    guards = [*_of_attributes(inside, trace), *_of_plain(trace), *_of_variables(trace)]
     paths = [guard.source for guard in guards]
     more = list(_of_containers(model, loss_fn, trace))
     paths += [guard.source for guard in more if not guard.part]
     guards += [*more, *_of_absent(trace), *_of_module_lists(trace), *_of_flags(trace)]
     guards += _of_tensors(trace)
+    for holder, guard in _of_empty(trace):
+        guards.append(guard)
+        # A submodule that leads to parameters of the model is known by these.
+        if id(holder) not in inside or not [*holder.parameters(), *holder.buffers()]:
+            paths.append(guard.source)
     wanted = [path for path in [*paths, *used] if path is not None]
     return guards + list(_links(model, loss_fn, trace, wanted))
 
@@ -83,8 +89,7 @@ def is_recorded(holder: Any) -> bool:
     return not type(holder).__flags__ & _IMMUTABLE
 
 
-def _of_attributes(model: nn.Module, trace: Trace) -> Iterator[Guard]:
-    inside = {id(module) for module in model.modules()}
+def _of_attributes(inside: Collection[int], trace: Trace) -> Iterator[Guard]:
     sources = _sources(trace)
     for (key, name), (holder, value) in trace.reads.items():
         if isinstance(holder, fx.GraphModule):  # the trace's own
@@ -132,6 +137,35 @@ def _of_absent(trace: Trace) -> Iterator[Guard]:
             source = sources.get(key)
             path = None if source is None else source.to(*step)
             yield Guard(f"{type(holder).__name__}.{name}", path, Place(table, name), ABSENT)
+
+
+def _of_empty(trace: Trace) -> Iterator[tuple[nn.Module, Guard]]:
+    """Guard parameters, buffers and modules that were read and are None, as a layer's bias.
+
+    Those of the user's own modules are among `_of_plain`.
+    """
+    sources = _sources(trace)
+    listed = {(id(place.container), place.key) for _, place, _ in trace.known.plain}
+    read = {
+        (key, table, name): holder
+        for (key, name), holder in trace.absent.items()
+        if isinstance(holder, nn.Module) and not isinstance(holder, fx.GraphModule)
+        for table in TABLES
+    }
+    read |= {
+        (key, table, name): holder
+        for (key, table), holder in trace.tables.items()
+        for name in vars(holder)[table]
+    }
+    for (key, table, name), holder in read.items():
+        place = Place(vars(holder)[table], name)
+        where = id(place.container), name
+        if place.container.get(name, ABSENT) is not None:
+            continue
+        if where not in listed and where not in trace.changed:
+            source = sources.get(key)
+            path = None if source is None else source.to("child", (table, name))
+            yield holder, Guard(f"{source or type(holder).__name__}.{name}", path, place, None)
 
 
 def _sources(trace: Trace) -> dict[int, Source]:
