@@ -107,6 +107,46 @@ def of_empty_bias_beside_parameters():
     return lambda m, x: distance(m, x) + sum(p.sum() for p in teacher.parameters()), change
 
 
+def of_keyword_of_a_partial_function():
+    def loss_fn(model, x, doubled=False, mean=1.0):
+        return model(x).mean() * (2 if doubled else 1)
+
+    part = functools.partial(loss_fn, doubled=False, mean=1.0)
+    return part, lambda: part.keywords.update(doubled=True)
+
+
+def of_dict_that_lies_elsewhere_too():
+    judge, options = Judge(), {"mean": None}
+    judge.options, judge.first = options, [options]
+    held = (judge.first,)
+
+    def loss_fn(model, x):
+        return judge.score(model(x)) * (1 if held[0][0]["mean"] is None else 2)
+
+    return loss_fn, lambda: options.update(mean=2.0)
+
+
+def of_dict_by_all_attributes():
+    judge = Judge()
+    judge.options = {"mean": None}
+
+    def loss_fn(model, x):
+        return judge.score(model(x)) * (1 if vars(judge)["options"]["mean"] is None else 2)
+
+    return loss_fn, lambda: judge.options.update(mean=2.0)
+
+
+def of_dict_read_past_what_is_noted():
+    judge = Judge()
+    judge.options = {"mean": None}
+
+    def loss_fn(model, x):
+        options = object.__getattribute__(judge, "options")
+        return judge.score(model(x)) * (1 if options["mean"] is None else 2)
+
+    return loss_fn, lambda: judge.options.update(mean=2.0)
+
+
 def of_function_in_dict():
     parts: dict[str, Any] = {"loss": distance}
     return lambda m, x: parts["loss"](m, x), lambda: parts.update(loss=lambda m, x: m(x).mean())
@@ -592,6 +632,20 @@ def test_what_nothing_reads_may_change():
     seen.append(2.0)
     options["best_so_far"] = 3.0
     agree(step, loss_fn, model)
+
+
+def test_items_of_an_attribute_that_nothing_reads_may_change():
+    judge = Judge()
+    judge.best, judge.seen = {"mean": None, "pow": "none"}, [{"mean": None}]
+    judge.best["itself"] = judge.best
+
+    def loss_fn(model, x):
+        return judge.score(model(x))
+
+    guards = ValueGuards(captured(nn.Linear(4, 4), loss_fn).outer.guards)
+    judge.best.update(mean=0.5, pow="first")
+    judge.seen[0]["mean"] = 0.5
+    guards.check()
 
 
 def test_what_a_layer_does_not_have_is_refused_when_it_comes():

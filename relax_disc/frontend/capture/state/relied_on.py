@@ -76,6 +76,8 @@ def may_read(known: Reachable, source: Source, holder: Any) -> bool:
     kind, key = source.steps[-1]
     if kind == "attribute" and is_recorded(holder):
         return False
+    if source.steps[-2:-1] == (("member", "keywords"),):  # of a partial function
+        return True
     if kind == "item" and isinstance(holder, dict):
         by_name = any(other in known.names for other in holder)
         return not isinstance(key, str) or known.may_name(key) or not by_name
@@ -180,7 +182,8 @@ def _of_plain(trace: Trace) -> Iterator[Guard]:
         read = index in trace.pinned
         if index not in trace.live:
             read = id(holder) in trace.whole or may_read(trace.known, source, holder)
-            if read and source.steps[-1][0] == "variable":
+            kind = source.steps[-1][0]
+            if read and (kind == "variable" or (kind == "item" and not trace.known.reads_past)):
                 path = Source(source.root, source.steps[:-1])
                 read = _is_read(trace, path, holder, holders, read_ids)
         if read and (id(place.container), place.key) not in trace.changed:
@@ -293,23 +296,31 @@ def _is_read(
     holders: Mapping[Source, Any],
     read_ids: Collection[int],
 ) -> bool:
-    """Say whether the functions may read a container."""
-    if not source.steps:
-        return True
-    kind, key = source.steps[-1]
-    parent = Source(source.root, source.steps[:-1])
-    holder = holders.get(parent)
-    if kind in ("closure", "global"):
-        return True
-    if kind in ("attribute", "slot"):
-        if holder is not None and is_recorded(holder):
-            return id(value) in read_ids
-        return trace.known.may_name(key)
-    if holder is None:
-        return True
-    if not may_read(trace.known, source, holder):
-        return False
-    return _is_read(trace, parent, holder, holders, read_ids)
+    """Say whether the functions may read a container, by any of the ways to it."""
+    ways, known = [(source, value)], set[int]()
+    for path, held in ways:  # grows
+        if id(held) not in known:
+            known.add(id(held))
+            ways += [(other, held) for other in trace.known.again.get(id(held), ())]
+        if not path.steps:
+            return True
+        kind, key = path.steps[-1]
+        parent = Source(path.root, path.steps[:-1])
+        holder = holders.get(parent)
+        if kind in ("closure", "global"):
+            return True
+        if kind in ("attribute", "slot"):
+            if holder is None or not is_recorded(holder):
+                read = trace.known.may_name(key)
+            else:
+                read = id(held) in read_ids or id(holder) in trace.whole
+            if read:
+                return True
+        elif holder is None:
+            return True
+        elif may_read(trace.known, path, holder):
+            ways.append((parent, holder))
+    return False
 
 
 def _links(
