@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from relax_disc.errors import InputMismatchError, RelaxDiscWarning
-from relax_disc.frontend.optimizer.programs import GLOBAL_HOOKS
+from relax_disc.frontend.optimizer.programs import GLOBAL_HOOKS, is_replaced
 
 _OF_MODULES = {
     "_forward_pre_hooks": "forward pre-hook",
@@ -43,7 +43,7 @@ class HookWatch:
 
     Hooks of the model's modules and parameters, of modules outside it that the program contains, of
     the optimizers, and those for all modules and optimizers.  The ``forward`` of these modules and
-    of their classes is compared, too.
+    of their classes is compared, too, and the ``step`` of the optimizers.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class HookWatch:
             self._modules += outer.named_modules(seen, path)
         self._held = [(vars(m), vars(m).get("forward"), path) for path, m in self._modules]
         self._kinds = [(kind, kind.forward) for kind in {type(m): None for _, m in self._modules}]
+        self._steps = [[optimizer, None] for optimizer in optimizers]  # with one that may be there
         self._known = {(id(table), key) for _, table in self._tables() for key in table}
         self._compiled = [(what, table, set(table)) for what, table in self._tables() if table]
         self._count = RemovableHandle.next_id
@@ -66,8 +67,8 @@ class HookWatch:
     def check(self) -> None:
         """Compare.
 
-        Raises `InputMismatchError`: names a hook that was added or removed, or the module whose
-        ``forward`` is another one.
+        Raises `InputMismatchError`: names a hook that was added or removed, or the module or
+        optimizer whose ``forward`` or ``step`` is another one.
         """
         for own, forward, path in self._held:
             if own.get("forward") is not forward:
@@ -75,6 +76,16 @@ class HookWatch:
         for kind, forward in self._kinds:
             if kind.forward is not forward:
                 raise InputMismatchError(f"{kind.__name__}.forward {_REPLACED}")
+        for entry in self._steps:
+            optimizer, known = entry
+            if (step := vars(optimizer).get("step")) is not known:
+                if is_replaced(step):
+                    raise InputMismatchError(
+                        f"The step of {type(optimizer).__name__} was replaced on this object after "
+                        "the training step was compiled, which calls no Python code: put it back; "
+                        f"or {_FOR_OPTIMIZERS}."
+                    )
+                entry[1] = step
         for what, table, keys in self._compiled:
             if not keys.issubset(table):
                 raise InputMismatchError(

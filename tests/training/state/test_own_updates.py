@@ -1,6 +1,7 @@
 """Optimizers of the user's own, and updates that the user makes himself."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -281,6 +282,30 @@ class Annealed(torch.optim.SGD):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad, alpha=self.strength * self.defaults["lr"])
+
+
+def test_a_step_that_is_replaced_later_is_refused():
+    model, optimizer = quadratic()
+    step, x = compiled_with(model, optimizer)
+    step(x)
+    schedule = optim.lr_scheduler.StepLR(optimizer, 1)  # counts the calls of step
+    step(x)
+    schedule.step()
+    of_schedule = optimizer.step
+
+    @functools.wraps(of_schedule)
+    def halving(*args):
+        of_schedule(*args)
+        for p in model.parameters():
+            p.data.mul_(0.5)
+
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step = halving
+    with pytest.raises(InputMismatchError, match="step of SGD was replaced on this object"):
+        step(x)
+    torch.testing.assert_close(model.state_dict(), before)
+    optimizer.step = of_schedule
+    step(x)
 
 
 def test_attributes_of_the_optimizer_that_its_step_reads():

@@ -80,6 +80,73 @@ def of_tensors():
     return lambda m, x: sum((m(x) * t).mean() for t in bank), lambda: bank.append(torch.ones(4))
 
 
+def of_empty_weight_of_a_criterion():
+    criterion = nn.CrossEntropyLoss()
+
+    def change():
+        criterion.weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    return lambda m, x: criterion(m(x), x.argmax(-1)), change
+
+
+def of_empty_bias_of_a_teacher():
+    teacher = nn.Sequential(nn.Linear(4, 4, bias=False))
+
+    def change():
+        teacher[0].register_parameter("bias", nn.Parameter(torch.ones(4)))
+
+    return lambda m, x: (m(x) - teacher(x)).pow(2).mean(), change
+
+
+def of_empty_bias_beside_parameters():
+    teacher = nn.Linear(4, 4, bias=False)
+
+    def change():
+        teacher.bias = nn.Parameter(torch.ones(4))
+
+    return lambda m, x: distance(m, x) + sum(p.sum() for p in teacher.parameters()), change
+
+
+def of_keyword_of_a_partial_function():
+    def loss_fn(model, x, doubled=False, mean=1.0):
+        return model(x).mean() * (2 if doubled else 1)
+
+    part = functools.partial(loss_fn, doubled=False, mean=1.0)
+    return part, lambda: part.keywords.update(doubled=True)
+
+
+def of_dict_that_lies_elsewhere_too():
+    judge, options = Judge(), {"mean": None}
+    judge.options, judge.first = options, [options]
+    held = (judge.first,)
+
+    def loss_fn(model, x):
+        return judge.score(model(x)) * (1 if held[0][0]["mean"] is None else 2)
+
+    return loss_fn, lambda: options.update(mean=2.0)
+
+
+def of_dict_by_all_attributes():
+    judge = Judge()
+    judge.options = {"mean": None}
+
+    def loss_fn(model, x):
+        return judge.score(model(x)) * (1 if vars(judge)["options"]["mean"] is None else 2)
+
+    return loss_fn, lambda: judge.options.update(mean=2.0)
+
+
+def of_dict_read_past_what_is_noted():
+    judge = Judge()
+    judge.options = {"mean": None}
+
+    def loss_fn(model, x):
+        options = object.__getattribute__(judge, "options")
+        return judge.score(model(x)) * (1 if options["mean"] is None else 2)
+
+    return loss_fn, lambda: judge.options.update(mean=2.0)
+
+
 def of_function_in_dict():
     parts: dict[str, Any] = {"loss": distance}
     return lambda m, x: parts["loss"](m, x), lambda: parts.update(loss=lambda m, x: m(x).mean())
@@ -565,6 +632,38 @@ def test_what_nothing_reads_may_change():
     seen.append(2.0)
     options["best_so_far"] = 3.0
     agree(step, loss_fn, model)
+
+
+def test_items_of_an_attribute_that_nothing_reads_may_change():
+    judge = Judge()
+    judge.best, judge.seen = {"mean": None, "pow": "none"}, [{"mean": None}]
+    judge.best["itself"] = judge.best
+
+    def loss_fn(model, x):
+        return judge.score(model(x))
+
+    guards = ValueGuards(captured(nn.Linear(4, 4), loss_fn).outer.guards)
+    judge.best.update(mean=0.5, pow="first")
+    judge.seen[0]["mean"] = 0.5
+    guards.check()
+
+
+def test_what_a_layer_does_not_have_is_refused_when_it_comes():
+    model = nn.Sequential(
+        nn.Linear(4, 4, bias=False),
+        nn.LayerNorm(4, elementwise_affine=False),
+        nn.BatchNorm1d(4, affine=False),
+    )
+    count = len(captured(model, distance).outer.guards)
+    guards = ValueGuards(captured(model, distance).outer.guards)
+    assert len(captured(nn.Sequential(nn.Linear(4, 4), *model[1:]), distance).outer.guards) < count
+    for layer, name in ((0, "bias"), (1, "weight"), (1, "bias"), (2, "weight"), (2, "bias")):
+        guards.check()
+        setattr(model[layer], name, nn.Parameter(torch.ones(4)))
+        with pytest.raises(InputMismatchError, match=rf"model\.{layer}\.{name} was None"):
+            guards.check()
+        setattr(model[layer], name, None)
+    guards.check()
 
 
 def test_a_loss_over_all_parameters_takes_one_comparison_for_each_table():

@@ -49,7 +49,11 @@ _WORD = re.compile(r"[^\W\d]\w*")
 
 @dataclass(slots=True)
 class Reachable:
-    """What the walk has found; objects are listed once, by the first path to them."""
+    """What the walk has found; objects are listed once, by the first path to them.
+
+    ``again``: the other paths to an object, by its ``id``. ``reads_past``: the user's code reads
+    attributes by ``object.__getattribute__``, which notes nothing.
+    """
 
     tensors: dict[int, tuple[Source, Place]] = field(default_factory=dict)  # tensors, by ``id``
     # modules, the model's own among them
@@ -65,6 +69,8 @@ class Reachable:
     cells: list[tuple[Source, Place]] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # all names and texts in the code of the functions
     texts: set[str] = field(default_factory=set)  # the texts alone
+    again: dict[int, list[Source]] = field(default_factory=dict)
+    reads_past: bool = False
 
     def may_name(self, key: Any) -> bool:
         """Say whether the code names a key, or has the first part of a name to put together."""
@@ -98,6 +104,7 @@ def reachable(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Reachable
             return found
         value, source = queue.popleft()
         if id(value) in seen:
+            found.again.setdefault(id(value), []).append(source)
             continue
         seen.add(id(value))
         if isinstance(value, _LATER):
@@ -293,6 +300,7 @@ def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]
             found.texts.update(part for part in parts if isinstance(part, str))
     found.names |= found.texts
     installed = _is_installed(function)
+    found.reads_past |= not installed and any("__getattribute__" in c.co_names for c in codes)
     if _BY_TEXT & loaded.keys() and not installed:
         texts = [part for code in codes for part in code.co_consts if isinstance(part, str)]
         loaded |= dict.fromkeys(word for text in texts for word in _WORD.findall(text))

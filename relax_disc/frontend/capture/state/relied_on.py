@@ -55,12 +55,18 @@ def guards_of(
     model: nn.Module, loss_fn: Callable[..., Any] | None, trace: Trace, used: Iterable[Source]
 ) -> list[Guard]:
     """List what the program relies on; ``used``: paths to its inputs."""
-    guards = [*_of_attributes(model, trace), *_of_plain(trace), *_of_variables(trace)]
+    inside = {id(module) for module in model.modules()}
+    guards = [*_of_attributes(inside, trace), *_of_plain(trace), *_of_variables(trace)]
     paths = [guard.source for guard in guards]
     more = list(_of_containers(model, loss_fn, trace))
     paths += [guard.source for guard in more if not guard.part]
     guards += [*more, *_of_absent(trace), *_of_module_lists(trace), *_of_flags(trace)]
     guards += _of_tensors(trace)
+    for holder, guard in _of_empty(trace):
+        guards.append(guard)
+        # A submodule that leads to parameters of the model is known by these.
+        if id(holder) not in inside or not [*holder.parameters(), *holder.buffers()]:
+            paths.append(guard.source)
     wanted = [path for path in [*paths, *used] if path is not None]
     return guards + list(_links(model, loss_fn, trace, wanted))
 
@@ -70,6 +76,8 @@ def may_read(known: Reachable, source: Source, holder: Any) -> bool:
     kind, key = source.steps[-1]
     if kind == "attribute" and is_recorded(holder):
         return False
+    if source.steps[-2:-1] == (("member", "keywords"),):  # of a partial function
+        return True
     if kind == "item" and isinstance(holder, dict):
         by_name = any(other in known.names for other in holder)
         return not isinstance(key, str) or known.may_name(key) or not by_name
@@ -83,8 +91,7 @@ def is_recorded(holder: Any) -> bool:
     return not type(holder).__flags__ & _IMMUTABLE
 
 
-def _of_attributes(model: nn.Module, trace: Trace) -> Iterator[Guard]:
-    inside = {id(module) for module in model.modules()}
+def _of_attributes(inside: Collection[int], trace: Trace) -> Iterator[Guard]:
     sources = _sources(trace)
     for (key, name), (holder, value) in trace.reads.items():
         if isinstance(holder, fx.GraphModule):  # the trace's own
@@ -134,6 +141,35 @@ def _of_absent(trace: Trace) -> Iterator[Guard]:
             yield Guard(f"{type(holder).__name__}.{name}", path, Place(table, name), ABSENT)
 
 
+def _of_empty(trace: Trace) -> Iterator[tuple[nn.Module, Guard]]:
+    """Guard parameters, buffers and modules that were read and are None, as a layer's bias.
+
+    Those of the user's own modules are among `_of_plain`.
+    """
+    sources = _sources(trace)
+    listed = {(id(place.container), place.key) for _, place, _ in trace.known.plain}
+    read = {
+        (key, table, name): holder
+        for (key, name), holder in trace.absent.items()
+        if isinstance(holder, nn.Module) and not isinstance(holder, fx.GraphModule)
+        for table in TABLES
+    }
+    read |= {
+        (key, table, name): holder
+        for (key, table), holder in trace.tables.items()
+        for name in vars(holder)[table]
+    }
+    for (key, table, name), holder in read.items():
+        place = Place(vars(holder)[table], name)
+        where = id(place.container), name
+        if place.container.get(name, ABSENT) is not None:
+            continue
+        if where not in listed and where not in trace.changed:
+            source = sources.get(key)
+            path = None if source is None else source.to("child", (table, name))
+            yield holder, Guard(f"{source or type(holder).__name__}.{name}", path, place, None)
+
+
 def _sources(trace: Trace) -> dict[int, Source]:
     """Return the paths to the objects that have attributes, by their ids."""
     sources = {id(value): source for source, value in trace.known.containers}
@@ -146,7 +182,8 @@ def _of_plain(trace: Trace) -> Iterator[Guard]:
         read = index in trace.pinned
         if index not in trace.live:
             read = id(holder) in trace.whole or may_read(trace.known, source, holder)
-            if read and source.steps[-1][0] == "variable":
+            kind = source.steps[-1][0]
+            if read and (kind == "variable" or (kind == "item" and not trace.known.reads_past)):
                 path = Source(source.root, source.steps[:-1])
                 read = _is_read(trace, path, holder, holders, read_ids)
         if read and (id(place.container), place.key) not in trace.changed:
@@ -259,23 +296,31 @@ def _is_read(
     holders: Mapping[Source, Any],
     read_ids: Collection[int],
 ) -> bool:
-    """Say whether the functions may read a container."""
-    if not source.steps:
-        return True
-    kind, key = source.steps[-1]
-    parent = Source(source.root, source.steps[:-1])
-    holder = holders.get(parent)
-    if kind in ("closure", "global"):
-        return True
-    if kind in ("attribute", "slot"):
-        if holder is not None and is_recorded(holder):
-            return id(value) in read_ids
-        return trace.known.may_name(key)
-    if holder is None:
-        return True
-    if not may_read(trace.known, source, holder):
-        return False
-    return _is_read(trace, parent, holder, holders, read_ids)
+    """Say whether the functions may read a container, by any of the ways to it."""
+    ways, known = [(source, value)], set[int]()
+    for path, held in ways:  # grows
+        if id(held) not in known:
+            known.add(id(held))
+            ways += [(other, held) for other in trace.known.again.get(id(held), ())]
+        if not path.steps:
+            return True
+        kind, key = path.steps[-1]
+        parent = Source(path.root, path.steps[:-1])
+        holder = holders.get(parent)
+        if kind in ("closure", "global"):
+            return True
+        if kind in ("attribute", "slot"):
+            if holder is None or not is_recorded(holder):
+                read = trace.known.may_name(key)
+            else:
+                read = id(held) in read_ids or id(holder) in trace.whole
+            if read:
+                return True
+        elif holder is None:
+            return True
+        elif may_read(trace.known, path, holder):
+            ways.append((parent, holder))
+    return False
 
 
 def _links(
