@@ -435,7 +435,8 @@ class OuterState:
             self._numbers,
             self._pinned,
         )
-        used = [outer.source for outer, _ in self._inputs.values() if outer.source is not None]
+        inputs = [outer for outer, _ in self._inputs.values() if id(outer.tensor) in self._touched]
+        used = [outer.source for outer in inputs if outer.source is not None]
         called = [self._known.modules[key] for key in self._called if key in self._known.modules]
         # The others are on the way to a parameter or buffer.
         bare = [path for path, module in called if not [*module.parameters(), *module.buffers()]]

@@ -16,12 +16,13 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from relax_disc.frontend.capture.source_lines import is_installed
 from relax_disc.frontend.capture.state.kinds import (
@@ -42,6 +43,7 @@ _INTERNAL = frozenset(nn.Module().__dict__)
 _LATER = (types.ModuleType, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _MEMBERS = ("__self__", "__func__", "func", "args", "keywords")
 _METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
+_INTEGRATIONS = "relax_disc.integrations."
 _BY_TEXT = frozenset({"globals", "eval"})
 """Functions that find a global variable by a text."""
 _WORD = re.compile(r"[^\W\d]\w*")
@@ -71,6 +73,9 @@ class Reachable:
     texts: set[str] = field(default_factory=set)  # the texts alone
     again: dict[int, list[Source]] = field(default_factory=dict)
     reads_past: bool = False
+    # what functions of this package call for the user (a Trainer, say), by ``id``, with the names
+    # in the methods that they call; no more of it is entered than code names
+    served: dict[int, set[str]] = field(default_factory=dict)
 
     def may_name(self, key: Any) -> bool:
         """Say whether the code names a key, or has the first part of a name to put together."""
@@ -96,7 +101,7 @@ def reachable(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Reachable
     while True:
         if not queue:  # all functions are known that may name what modules hold, and the like
             for holder, source in later:
-                for step in _named(holder, found.names):
+                for step in _named(holder, found):
                     if (id(holder), step) not in entered:
                         entered.add((id(holder), step))
                         _follow(holder, source, step, found, queue)
@@ -107,7 +112,7 @@ def reachable(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Reachable
             found.again.setdefault(id(value), []).append(source)
             continue
         seen.add(id(value))
-        if isinstance(value, _LATER):
+        if isinstance(value, _LATER) or id(value) in found.served:
             later.append((value, source))
         for step in _members(value, source, found):
             _follow(value, source, step, found, queue)
@@ -151,9 +156,17 @@ def _follow(
         queue.append((member, further))
 
 
-def _named(value: Any, names: set[str]) -> Iterator[Step]:
-    """List what is entered of an object of `_LATER`, if code names it."""
-    if isinstance(value, types.ModuleType):
+def _named(value: Any, found: Reachable) -> Iterator[Step]:
+    """List what is entered of an object of `_LATER`, or of one that is served, if code names it."""
+    names = found.names
+    if id(value) in found.served:
+        yield from [("attribute", name) for name in vars(value) if name in names]
+        for kind in type(value).__mro__:
+            called = found.served[id(value)] if is_library(kind) else names
+            for name, function in () if is_foreign(kind.__module__) else vars(kind).items():
+                if name in called and isinstance(function, _METHODS):
+                    yield "method", name
+    elif isinstance(value, types.ModuleType):
         if not is_foreign(value.__name__):
             yield from [("attribute", name) for name in vars(value) if name in names]
         elif value is sys and "argv" in names:
@@ -184,6 +197,12 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
             if vars(value) and not _is_installed(value):
                 found.containers.append((source, value))
             yield from _variables(value, found)
+        elif value.__module__.startswith(_INTEGRATIONS) and value.__closure__:
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
+                called = _names_in_methods(type(cell.cell_contents), value.__code__.co_names)
+                found.names |= called
+                found.served[id(cell.cell_contents)] = called
+                yield "closure", name
     elif isinstance(value, contextvars.ContextVar):
         yield "variable", None
     elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
@@ -237,6 +256,11 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
         found.containers.append((source, value))
     elif isinstance(value, _LATER):
         return
+    elif id(value) in found.served:
+        found.containers.append((source, value))
+    elif isinstance(value, DataLoader) and is_library(type(value)):  # not its dataset
+        found.containers.append((source, value))
+        yield from (("attribute", key) for key, held in vars(value).items() if is_plain(held))
     elif _is_entered(value):
         if hasattr(value, "__dict__"):
             found.containers.append((source, value))
@@ -281,12 +305,36 @@ def _methods(value: Any) -> Iterator[Step]:
                 yield "class", name
 
 
+def _names_in_methods(kind: type, names: Iterable[str]) -> set[str]:
+    """List the names in those methods of a class, and of its bases, that names lead to."""
+    found, left = set(names), list(names)
+    while left:
+        name = left.pop()
+        for base in kind.__mro__:
+            method = vars(base).get(name)
+            function = method.fget if isinstance(method, property) else method
+            function = getattr(function, "__func__", function)
+            if isinstance(function, types.FunctionType) and not is_foreign(base.__module__):
+                new = {name for code in _codes(function) for name in code.co_names} - found
+                found |= new
+                left += new
+    return found
+
+
+def _codes(function: types.FunctionType) -> list[types.CodeType]:
+    """List the code of a function and of those inside it."""
+    codes = [function.__code__]
+    for code in codes:  # grows
+        codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return codes
+
+
 def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]:
     """List the variables from outside that a function's code names."""
-    codes = [function.__code__]
+    codes = _codes(function)
     loaded: dict[str, None] = {}
     stored: set[str] = set()  # variables of closures
-    for code in codes:  # grows
+    for code in codes:
         found.names.update(code.co_names)  # of attributes, too
         for instruction in dis.get_instructions(code):
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -294,8 +342,6 @@ def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]
             elif instruction.opname == "STORE_DEREF":
                 stored.add(str(instruction.argval))
         for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                codes.append(constant)
             parts = constant if isinstance(constant, tuple) else (constant,)
             found.texts.update(part for part in parts if isinstance(part, str))
     found.names |= found.texts

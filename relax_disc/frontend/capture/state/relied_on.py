@@ -8,6 +8,7 @@ compared by their lengths and keys, too, and what is looked for and is not there
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -178,12 +179,14 @@ def _sources(trace: Trace) -> dict[int, Source]:
 
 def _of_plain(trace: Trace) -> Iterator[Guard]:
     holders, read_ids = _holders(trace), _read_ids(trace)
+    inside = _inside_read(trace)
     for index, (source, place, holder) in enumerate(trace.known.plain):
         read = index in trace.pinned
         if index not in trace.live:
             read = id(holder) in trace.whole or may_read(trace.known, source, holder)
             kind = source.steps[-1][0]
-            if read and (kind == "variable" or (kind == "item" and not trace.known.reads_past)):
+            is_apart = kind == "item" and not trace.known.reads_past and id(holder) not in inside
+            if read and (kind == "variable" or is_apart):
                 path = Source(source.root, source.steps[:-1])
                 read = _is_read(trace, path, holder, holders, read_ids)
         if read and (id(place.container), place.key) not in trace.changed:
@@ -289,6 +292,21 @@ def _read_ids(trace: Trace) -> set[int]:
     return {id(value) for _, value in trace.reads.values()}
 
 
+def _inside_read(trace: Trace) -> set[int]:
+    """List the containers that read attributes and variables hold, by whatever path, by ``id``."""
+    left = [value for _, value in trace.reads.values()]
+    for _, place in trace.known.cells:
+        with contextlib.suppress(LookupError, ValueError):
+            left.append(place.get())
+    found: set[int] = set()
+    while left:
+        value = left.pop()
+        if isinstance(value, dict | list | tuple | collections.deque) and id(value) not in found:
+            found.add(id(value))
+            left += dict.values(value) if isinstance(value, dict) else value
+    return found
+
+
 def _is_read(
     trace: Trace,
     source: Source,
@@ -336,10 +354,23 @@ def _links(
         for n in range(1, len(path.steps))
         if path.steps[n - 1][0] not in ("method", "member", "default", "cached", "referent")
     }
+    holders, read_ids = _holders(trace), _read_ids(trace)
     for source in sorted(wanted, key=str):
         place = resolve(source, model, loss_fn)
+        parent, (kind, key) = Source(source.root, source.steps[:-1]), source.steps[-1]
+        if kind == "attribute" and _is_unread(trace, holders.get(parent), key, place, read_ids):
+            continue
         if (id(place.container), place.key) not in trace.changed:
             yield Guard(str(source), source, place, place.get())
+
+
+def _is_unread(
+    trace: Trace, holder: Any, name: str, place: Place, read_ids: Collection[int]
+) -> bool:
+    """Say whether an attribute, of an object whose reads are noted, was not read."""
+    if holder is None or not is_recorded(holder) or name[:2] == "__" or id(holder) in trace.whole:
+        return False
+    return (id(holder), name) not in trace.reads and id(place.get()) not in read_ids
 
 
 def _attribute(holder: Any, name: str) -> tuple[type | None, Place | None]:
