@@ -134,7 +134,7 @@ class TrainingStep(CompiledFunction):
         for member in members:
             watch_step(member, self._before_eager_step)
         self._library = library
-        self.loss_fn, self.max_grad_norm = loss_fn, max_grad_norm
+        self.loss_fn, self._max_grad_norm = loss_fn, max_grad_norm
         self.accumulation = Accumulation(
             self, optimizer if members else None, self._vectors, self._model_times, summing
         )
@@ -225,6 +225,11 @@ class TrainingStep(CompiledFunction):
         dims = ", ".join(str(dim) for dim in self.dims) or "fixed shapes"
         budget = "no" if self.memory_budget is None else f"{self.memory_budget:,} bytes"
         return f"TrainingStep({type(self._model).__name__}, {dims}, memory budget: {budget})"
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The bound of the gradients' global norm, which is part of the program."""
+        return self._max_grad_norm
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
@@ -355,7 +360,7 @@ class TrainingStep(CompiledFunction):
                 "memory_budget": self.memory_budget,
                 "check_finite": self.check_finite,
                 "cuda_graphs": self._graphs is not None,
-                "max_grad_norm": self.max_grad_norm,
+                "max_grad_norm": self._max_grad_norm,
                 "calibration": None if self._calibration is None else self._calibration.describe(),
             }
             saved_step.save(path, programs, settings, self._model, self._optimizer)

@@ -95,6 +95,11 @@ class CompiledTraining:
             warnings.filterwarnings("ignore", r"model\.config\.problem_type", RelaxDiscWarning)
             if self.step is None:
                 self.step = self._compiled(model, batch)
+            if self.step.max_grad_norm != self._most_norm():
+                raise InputMismatchError(
+                    f"args.max_grad_norm was {self.step.max_grad_norm} when the step was compiled "
+                    f"and is {self._most_norm()} now: set it before train(), or set it back."
+                )
             return self.step(*batch, update=self.accelerator.sync_gradients)
 
     def _loss_is_mean(self, num_items_in_batch: Any) -> bool:
@@ -107,6 +112,9 @@ class CompiledTraining:
 
     def _batches_in_update(self) -> float:
         return float(self.current_gradient_accumulation_steps)
+
+    def _most_norm(self) -> float:
+        return self.args.max_grad_norm or float("inf")
 
     def _compiled(self, model: torch.nn.Module, batch: tuple[Any, ...]) -> TrainingStep:
         def loss(model: Any, inputs: Any, items: Any, divisor: Any) -> torch.Tensor:
@@ -122,7 +130,7 @@ class CompiledTraining:
             memory_budget=self.memory_budget,
             offload_to=self.offload_to,
             offload=self.offload,
-            max_grad_norm=self.args.max_grad_norm or float("inf"),
+            max_grad_norm=self._most_norm(),
         )
         optimizer = self.optimizer
 

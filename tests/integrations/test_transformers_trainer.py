@@ -230,6 +230,19 @@ def test_a_budget_holds(trainer):
         small.train()
 
 
+def test_a_norm_that_changes_while_training_is_refused(trainer):
+    class Clip(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            args.max_grad_norm = 0.5 if state.global_step else 1.0
+
+    ours = trainer(Trainer)
+    ours.add_callback(Clip())
+    with pytest.raises(InputMismatchError, match=r"max_grad_norm was 1\.0 .* is 0\.5 now"):
+        ours.train()
+    with pytest.raises(AttributeError, match="max_grad_norm"):
+        ours.step.max_grad_norm = 0.5
+
+
 @pytest.mark.parametrize(
     "argument", [{"fp16": True}, {"torch_compile": True}, {"neftune_noise_alpha": 5.0}]
 )
