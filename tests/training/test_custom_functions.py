@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import relax_disc
 from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
 from relax_disc.frontend import export_step
+from tests.tiers import every
 
 
 class Rounded(torch.autograd.Function):
@@ -142,7 +143,7 @@ def compiled(model):
     return relax_disc.compile(model, optimizer, (example,), dynamic_shapes=shapes())
 
 
-@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("normalized", every(2, [False, True]))
 @pytest.mark.parametrize("name", CASES)
 def test_trains_by_its_own_gradient(name, normalized):
     torch.manual_seed(0)

@@ -244,6 +244,7 @@ def test_computed_index_of_a_forward_pass_alone():
     assert torch.equal(before, model.count)
 
 
+@pytest.mark.slow
 def test_computed_index_while_gradients_are_summed():
     step = _compiled(True)
     good = _batch(4)

@@ -14,6 +14,7 @@ from relax_disc.ops import matmul
 from relax_disc.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from relax_disc.tir_kernels.target import cuda_target
 from relax_disc.transform.libraries.dispatch_library import DispatchLibrary
+from tests.tiers import every
 
 LLVM = tvm.target.Target("llvm")
 
@@ -361,7 +362,7 @@ def test_attention_with_the_length_before_the_batch_needs_no_copies(masked):
 
 
 @pytest.mark.parametrize("masked", [False, True, "trained"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", every(2, ["float32", "float16"]))
 def test_attention_without_a_library_is_plain_operators(masked, dtype):
     mod = attention_module(masked=masked, dtype=dtype)
     arrays = attention_arrays(masked, dtype)

@@ -380,6 +380,7 @@ def state_space():
     return bamba.BambaMixer(config, 0)
 
 
+@pytest.mark.slow
 def test_lengths_of_several_chunks_of_a_state_space_model():
     torch.manual_seed(0)
     model = ByChunks(state_space())

@@ -152,6 +152,7 @@ def test_results_are_bit_identical_and_the_peak_is_as_planned(tmp_path, optimize
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_no_more_than_one_kernels_state_is_in_memory(tmp_path):
     """Counted by the system, while the step runs, at moments at which it is stopped."""
     kept = Trained(offload_to=tmp_path, offload="optimizer")
