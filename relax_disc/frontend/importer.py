@@ -247,10 +247,9 @@ def _by_pytorch(
 
 def _takes_sizes(node: fx.Node) -> bool:
     """Say whether numbers that differ between batches are among an operator's arguments."""
-    kinds = torch.SymInt, torch.SymFloat
-    given = [x.meta.get("val") if isinstance(x, fx.Node) else x for x in node.all_input_nodes]
-    given += pytree.tree_leaves((node.args, node.kwargs))
-    return any(isinstance(x, kinds) for x in given)
+    values = [given.meta.get("val") for given in node.all_input_nodes]
+    values += pytree.tree_leaves((node.args, node.kwargs))
+    return any(isinstance(value, torch.SymInt | torch.SymFloat) for value in values)
 
 
 def _operand(argument: Any, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
