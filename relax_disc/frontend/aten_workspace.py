@@ -3,7 +3,9 @@
 Nothing tells that of an operator but running it: it is called at a few small sizes with an
 allocator that counts.  Allocations are copies and intermediate tensors, so that they grow no faster
 than the operands and results do; the steepest growth seen, and what remains at no size, bound the
-others.  A call that needs more takes it from PyTorch's allocator, and the step's report counts it.
+others.  Where one dim is long and the others are short, or the reverse, the largest tensor of the
+call bears what that leaves over: `torch.cdist` takes more for a result than for points.  A call
+that needs more takes it from PyTorch's allocator, and the step's report counts it.
 """
 
 from __future__ import annotations
@@ -29,9 +31,15 @@ _logger = logging.getLogger(__name__)
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 21
 """Of operands and results together, at the sizes that are tried, if the dims allow."""
 
+_STRETCHED_BYTES = 1 << 14
+"""The same where one dim is long, or short."""
+
+_PIECE_BYTES = 64
+"""An allocation is rounded up to so many, in other ways at other sizes."""
+
 _LENT_BYTES = 1 << 26
-_UNKNOWN = 2.0
-"""Growth that is assumed of an operator that raises on every operand that is tried."""
+_UNKNOWN = 2.0, 16 * _PIECE_BYTES
+"""Growth and rest that are assumed of an operator that raises on every operand that is tried."""
 
 
 def scratch_bytes(
@@ -61,15 +69,30 @@ def scratch_bytes(
         tensors = growing
         points.insert(0, {s: symbols.size_in_range(s, held.get(s, 1)) for s in free})
     seen = [
-        (sum(_bytes(x, sizes) for x in tensors), found)
+        (sum(_bytes(x, sizes) for x in tensors), found[0])
         for sizes in points
         if (found := _measured(function, recipe, operands, results, sizes)) is not None
     ]
     growth, base = _bound(seen)
-    total: Any = tirx.IntImm("int64", base)
-    for x in tensors:
-        each = math.ceil(growth * x.element_size())
-        count: Any = tirx.IntImm("int64", each)
+    growths, pieces = [growth] * len(tensors), 0
+    for sizes in _stretched(symbols, tensors, free, held):
+        found = _measured(function, recipe, operands, results, sizes)
+        if found is None:
+            continue
+        needed, count = found
+        pieces = max(pieces, count)
+        each = [_bytes(x, sizes) for x in tensors]
+        lacking = needed - base - sum(g * n for g, n in zip(growths, each, strict=True))
+        if lacking <= 0:
+            continue
+        largest = max(range(len(each)), key=each.__getitem__, default=None)
+        if largest is None or each[largest] < pieces * _PIECE_BYTES:
+            base += math.ceil(lacking)
+        else:
+            growths[largest] += lacking / each[largest]
+    total: Any = tirx.IntImm("int64", base + pieces * _PIECE_BYTES)
+    for x, growth in zip(tensors, growths, strict=True):
+        count: Any = tirx.IntImm("int64", math.ceil(growth * x.element_size()))
         for n in symbols.shape(x.shape):
             count = count * n
         total = total + count
@@ -79,7 +102,7 @@ def scratch_bytes(
 def _bound(seen: Sequence[tuple[int, int]]) -> tuple[float, int]:
     """Growth with the bytes of operands and results, and bytes that do not grow."""
     if not seen:
-        return _UNKNOWN, 0
+        return _UNKNOWN
     ordered = sorted(seen)
     growth = max(
         [0.0]
@@ -119,6 +142,31 @@ def _points(
     return points
 
 
+def _stretched(
+    symbols: SymbolTranslator,
+    tensors: Sequence[Tensor],
+    free: Sequence[Any],
+    held: Mapping[Any, int],
+) -> list[dict[Any, int]]:
+    """All dims at their least, each dim long beside the others at their least, and the reverse."""
+    moving = [s for s in free if s not in held]
+
+    def sizes(long: Sequence[Any], length: int) -> dict[Any, int]:
+        return {s: symbols.size_in_range(s, length if s in long else held.get(s, 1)) for s in free}
+
+    points = [sizes((), 1)] if free else []
+    for each in moving:
+        for long in ([each], [s for s in moving if s is not each]):
+            length = 2
+            while sum(_bytes(x, sizes(long, length)) for x in tensors) < _STRETCHED_BYTES and sizes(
+                long, 2 * length
+            ) != sizes(long, length):
+                length *= 2
+            if (point := sizes(long, length)) not in points:
+                points.append(point)
+    return points
+
+
 def _free(size: Any) -> set[Any]:
     return size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
 
@@ -137,27 +185,32 @@ def _measured(
     operands: Sequence[Any],
     results: Sequence[Tensor],
     sizes: dict[Any, int],
-) -> int | None:
-    """Bytes that a call takes at some sizes; None where it raises."""
+) -> tuple[int, int] | None:
+    """Bytes that a call takes at some sizes, and in how many pieces; None where it raises."""
     call = tvm_ffi.get_global_func("relax_disc.cpu.call_with_workspace")
     function = tvm_ffi.get_global_func(name)
-    given = [
-        _example(x, sizes) if isinstance(x, Tensor) else _value(x, sizes)
-        for x in (*operands, *results)
-    ]
-    try:
-        call(_LENT_BYTES, function, recipe, _LENT_BYTES, *given)
-    except Exception as error:  # whatever the operator raises on numbers that are made up
-        _logger.debug("%s at %s: %s", recipe, sizes, error)
-        return None
-    return int(tvm_ffi.get_global_func("relax_disc.cpu.aten_last_bytes")())
+    for index in (0, 1):  # rows are counted from 0, pivots from 1
+        given = [
+            _example(x, sizes, index) if isinstance(x, Tensor) else _value(x, sizes)
+            for x in (*operands, *results)
+        ]
+        try:
+            call(_LENT_BYTES, function, recipe, _LENT_BYTES, *given)
+        except Exception as error:  # whatever the operator raises on numbers that are made up
+            _logger.debug("%s at %s: %s", recipe, sizes, error)
+        else:
+            return (
+                int(tvm_ffi.get_global_func("relax_disc.cpu.aten_last_bytes")()),
+                int(tvm_ffi.get_global_func("relax_disc.cpu.aten_last_pieces")()),
+            )
+    return None
 
 
-def _example(x: Tensor, sizes: dict[Any, int]) -> tvm.runtime.Tensor:
-    """Numbers between 0 and 1, indices 0, and matrices that can be inverted."""
+def _example(x: Tensor, sizes: dict[Any, int], index: int) -> tvm.runtime.Tensor:
+    """Numbers between 0 and 1, integers as given, and matrices that can be inverted."""
     shape = [_value(n, sizes) for n in x.shape]
     if not x.is_floating_point() and not x.is_complex():
-        return tvm.runtime.from_dlpack(torch.zeros(shape, dtype=x.dtype))
+        return tvm.runtime.from_dlpack(torch.full(shape, index, dtype=x.dtype))
     kind = x.dtype.to_real() if x.is_complex() else x.dtype
     made = torch.linspace(0.1, 0.9, math.prod(shape), dtype=torch.float64).reshape(shape)
     if len(shape) > 1 and shape[-1] == shape[-2]:

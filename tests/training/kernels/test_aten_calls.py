@@ -1,6 +1,7 @@
 """Operators without a converter: PyTorch's own kernel on planned memory, beside eager PyTorch."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ from torch.export import Dim
 
 import relax_disc
 from relax_disc.errors import UnsupportedOperatorError
+from tests.tiers import every
 
 ROWS = Dim("rows", min=2, max=64)
 
@@ -302,6 +304,64 @@ def test_what_operators_allocate_is_inside_the_planned_peak():
         assert report.peak_bytes == report.planned_peak_bytes == step.plan(rows=rows).peak_bytes
     calls = [k for k in step.session.metadata.kernels if k.name == "relax_disc.aten.call"]
     assert any(kernel.workspace[0] == "aten" for kernel in calls)
+
+
+class OfTwoLengths(nn.Module):
+    """One operator without a converter on a matrix, or on a grid, of two dynamic lengths."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.weight, self.operator = nn.Parameter(torch.ones(3, 1, 1)), operator
+
+    def forward(self, x):
+        return self.operator(x * self.weight).square().mean()
+
+
+def gram(x):
+    return x @ x.mT + 3 * torch.eye(x.shape[-2])
+
+
+def resampled(x):
+    grid = torch.stack([x[:, 0], x[:, 1]], -1).tanh()
+    return nn.functional.grid_sample(x, grid, align_corners=False)
+
+
+OPERATORS = {
+    "cdist": lambda x: torch.cdist(x, x + 1),
+    "slogdet": lambda x: torch.linalg.slogdet(gram(x))[1],
+    "eigvalsh": lambda x: torch.linalg.eigvalsh(gram(x)),
+    "grid_sample": resampled,
+    "solve": lambda x: torch.linalg.solve(gram(x), x),
+    "matrix_exp": lambda x: torch.matrix_exp(gram(x) / 100),
+    "qr": lambda x: torch.linalg.qr(gram(x))[1],
+}
+
+
+@pytest.mark.parametrize("name", every(4, OPERATORS))
+def test_what_operators_allocate_is_inside_the_planned_peak_at_every_pair_of_lengths(name):
+    torch.manual_seed(0)
+    model = OfTwoLengths(OPERATORS[name])
+    axes = {0: Dim("rows", min=1, max=16), 2: Dim("h", min=1, max=64), 3: Dim("w", min=1, max=64)}
+    step = relax_disc.compile(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        (torch.randn(2, 3, 8, 9),),
+        dynamic_shapes=(axes,),
+    )
+    one = itertools.product((1, 2), (1, 3), (1, 2, 5))
+    for sizes in (*one, (1, 64, 1), (1, 1, 64), (16, 1, 1), (3, 17, 5), (7, 13, 64), (16, 64, 64)):
+        step(torch.randn(sizes[0], 3, *sizes[1:]))
+        report = step.memory_report()
+        assert report.peak_bytes == report.planned_peak_bytes, sizes
+
+
+def test_a_gradient_that_pytorch_cannot_trace_is_refused_by_name():
+    def smoothed(x):
+        return nn.functional.interpolate(x, size=(7, 5), mode="bicubic", antialias=True)
+
+    model = OfTwoLengths(smoothed)
+    with pytest.raises(UnsupportedOperatorError, match="needs aten._upsample_bicubic2d_aa_back"):
+        compiled(model, torch.randn(2, 3, 8, 9))
 
 
 class Lengthened(nn.Module):

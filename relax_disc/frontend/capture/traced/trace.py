@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import operator
 import re
+import traceback
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch._subclasses.functional_tensor import (
     FunctionalTensor,
@@ -407,11 +409,25 @@ def _gradients(
     except RuntimeError as error:
         found = _WITHOUT_GRADIENT.search(str(error))
         if found is None:
-            raise
+            name = _running(error)
+            if name is None:
+                raise
+            raise UnsupportedOperatorError(
+                f"The gradient of the model needs {name}, which PyTorch cannot trace with symbolic "
+                f"sizes ({str(error).splitlines()[0]}); write what it belongs to in another way.",
+                ((name, "the gradient"),),
+            ) from error
         raise UnsupportedOperatorError(
             f"PyTorch has no gradient for {found[1]}; detach what goes into it.",
             ((found[1], "the model"),),
         ) from error
+
+
+def _running(error: BaseException) -> str | None:
+    """Name the operator in which PyTorch raised an error; None if it was raised elsewhere."""
+    last = list(traceback.walk_tb(error.__traceback__))[-1][0]
+    called = last.f_locals.get("self")
+    return str(called) if isinstance(called, OpOverload) else None
 
 
 def _sum_of(gradient: Tensor | None, added: Tensor | None) -> Tensor | None:

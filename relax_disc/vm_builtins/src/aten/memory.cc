@@ -14,7 +14,7 @@ namespace {
 
 constexpr uint8_t kAllocatorPriority = 100;  // above PyTorch's own allocators
 
-std::atomic<int64_t> last_peak{0};
+std::atomic<int64_t> last_peak{0}, last_pieces{0};
 thread_local AtenScope* scope = nullptr;
 c10::Allocator* own = nullptr;  // PyTorch's, which we stand before
 
@@ -77,6 +77,7 @@ AtenScope::AtenScope(int64_t bytes, const at::Tensor& result, bool at_once)
 AtenScope::~AtenScope() {
   scope = outer_;
   last_peak = peak_;
+  last_pieces = most_pieces_;
 }
 
 void* AtenScope::Allocate(int64_t bytes) {
@@ -99,6 +100,7 @@ void* AtenScope::Allocate(int64_t bytes) {
   }
   pieces_.insert(pieces_.begin() + place, {offset, bytes});
   peak_ = std::max(peak_, offset + bytes);
+  most_pieces_ = std::max(most_pieces_, static_cast<int64_t>(pieces_.size()));
   return base_ + offset;
 }
 
@@ -153,7 +155,9 @@ void Deliver(const at::Tensor& value, const at::Tensor& result) {
 TVM_FFI_STATIC_INIT_BLOCK() {
   tvm::ffi::reflection::GlobalDef()
       .def("relax_disc.cpu.aten_last_bytes",  // what the call before took, of any thread; for tests
-           []() -> int64_t { return last_peak; });
+           []() -> int64_t { return last_peak; })
+      .def("relax_disc.cpu.aten_last_pieces",  // how many allocations it had at one time
+           []() -> int64_t { return last_pieces; });
 }
 
 }  // namespace relax_disc

@@ -52,7 +52,7 @@ class AtenScope {
   c10::InferenceMode mode_;
   WorkspaceScope workspace_;
   char* base_;
-  int64_t bytes_, peak_ = 0;
+  int64_t bytes_, peak_ = 0, most_pieces_ = 0;
   void* result_;
   int64_t result_bytes_;
   bool result_taken_ = false;
