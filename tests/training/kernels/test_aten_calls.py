@@ -360,7 +360,7 @@ def test_a_gradient_that_pytorch_cannot_trace_is_refused_by_name():
         return nn.functional.interpolate(x, size=(7, 5), mode="bicubic", antialias=True)
 
     model = OfTwoLengths(smoothed)
-    with pytest.raises(UnsupportedOperatorError, match="needs aten._upsample_bicubic2d_aa_back"):
+    with pytest.raises(UnsupportedOperatorError, match=r"needs aten\._upsample_bicubic2d_aa_back"):
         compiled(model, torch.randn(2, 3, 8, 9))
 
 
