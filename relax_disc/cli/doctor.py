@@ -63,6 +63,7 @@ def findings() -> list[Finding]:
         Finding("C++ compiler", compiler or "none", True if compiler else not needed, needed)
     )
     try:
+        carried = native.found()
         with progress.shown():
             native.load()
         found.append(Finding("C++ library", "of the wheel" if carried else "built here"))

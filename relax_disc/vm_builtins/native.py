@@ -100,11 +100,29 @@ def load() -> tvm_ffi.Module:
     Raises `NativeBuildError`: there is neither a library for this processor nor a C++ compiler, or
     if a source does not compile or link.
     """
-    library = carried(LIBRARIES, processor_flags())
-    if library is None:
-        library = build(SOURCES, cache_directory())
+    library = found() or build(SOURCES, cache_directory())
     _logger.info("the native library is %s", library)
     return tvm_ffi.load_module(str(library), keep_module_alive=True)
+
+
+def found() -> Path | None:
+    """Return the library that needs no compiler; None if there is none.
+
+    `RELAX_DISC_LIBRARIES` names the folder of a wheel's libraries that a source tree uses, which it
+    takes as they are, whatever its own sources say.
+
+    Raises `NativeBuildError`: that folder has none for this processor.
+    """
+    named = os.environ.get("RELAX_DISC_LIBRARIES")
+    if not named:
+        return carried(LIBRARIES, processor_flags())
+    library = carried(Path(named), processor_flags())
+    if library is None:
+        raise NativeBuildError(
+            f"RELAX_DISC_LIBRARIES names {named}, which has no library of relax_disc for this "
+            "processor; unset it, and the library is built from the sources."
+        )
+    return library
 
 
 def carried(folder: Path, flags: Set[str]) -> Path | None:

@@ -153,10 +153,10 @@ class Inliner:
 
     def __init__(self, kernel: StagedKernel, *, inline_outputs: bool) -> None:
         local = set(kernel.local)
-        stages = [widen_stage(stage) for stage in kernel.stages]
+        self._wide = {stage: widen_stage(stage) for stage in kernel.stages}
         self._producers = {
             stage.buffer: _without_lets(stage) if stage.buffer in local else stage
-            for stage in stages
+            for stage in self._wide.values()
             if stage.combiner is None and (inline_outputs or stage.buffer in local)
         }
         self.inlinable = all(
@@ -175,7 +175,7 @@ class Inliner:
 
     def element(self, stage: Stage) -> Element:
         """Inline everything into one stage."""
-        return _ElementBuilder(self._producers).build(widen_stage(stage))
+        return _ElementBuilder(self._producers).build(self._widened(stage))
 
     def reads(self, stage: Stage) -> frozenset[Any]:
         """Buffers that a stage reads once everything is inlined into it."""
@@ -190,8 +190,11 @@ class Inliner:
         The axes of all stages are renamed to those of the first.
         """
         builder = _ElementBuilder(self._producers)
-        wide = [widen_stage(stage) for stage in stages]
+        wide = [self._widened(stage) for stage in stages]
         return [builder.build(_rename(stage, wide[0])) for stage in wide]
+
+    def _widened(self, stage: Stage) -> Stage:
+        return self._wide.get(stage) or widen_stage(stage)
 
 
 def _rename(stage: Stage, like: Stage) -> Stage:

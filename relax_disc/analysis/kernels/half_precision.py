@@ -14,13 +14,15 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import prim
 
-from relax_disc.analysis.kernels.mutate import mutate
+from relax_disc.analysis.kernels.mutate import mutate, walk
 from relax_disc.analysis.kernels.stages import Stage
 
 _HALF = ("float16", "bfloat16")
 _WIDE = "float32"
 
 _BINARY = (prim.Add, prim.Sub, prim.Mul, prim.Div, prim.Max, prim.Min, prim.Mod)
+# What can be of another type than its parts.
+_SOURCES = (tvm.ir.TensorLoad, tvm.ir.Var, tvm.ir.Call, prim.FloatImm, prim.Cast)
 _COMPARISONS = (prim.LT, prim.LE, prim.GT, prim.GE, prim.EQ, prim.NE)
 
 
@@ -89,7 +91,7 @@ def _has_half(expr: Any) -> bool:
         kind = getattr(node, "ty", None)
         return tvm_ffi.VisitInterrupt() if is_half(getattr(kind, "dtype", None)) else None
 
-    return tvm_ffi.structural_walk(expr, (tvm.ir.Expr, stop)) is not None
+    return walk(expr, _SOURCES, stop) is not None
 
 
 def _widen(expr: Any, mapping: dict[Any, Any]) -> Any:

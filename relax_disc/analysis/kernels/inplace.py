@@ -9,6 +9,7 @@ Limits: kernels that `read_stages` cannot read have no pairs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tvm
@@ -23,6 +24,8 @@ from relax_disc.analysis.kernels.stages import (
     read_stages,
     same_expr,
 )
+
+Reads = tuple[list[Any], list[Any]]
 
 # A scheduled kernel no longer shows its stages; `ScheduleKernels` leaves the proof behind.
 INPLACE_ATTRIBUTE = "relax_disc.inplace"
@@ -43,16 +46,24 @@ def inplace_pairs(func: tirx.PrimFunc) -> tuple[tuple[int, int], ...]:
     position = {param: index for index, param in enumerate(func.params)}
     has_reduction = any(stage.combiner is not None for stage in kernel.stages)
     inliner = Inliner(kernel, inline_outputs=not has_reduction)
+    reads = [_reads_of(stage) for stage in kernel.stages]
     pairs = [
         (position[source], position[target])
         for target in kernel.outputs
-        for source in _overlaid(kernel, target, inliner)
+        for source in _overlaid(kernel, target, inliner, reads)
     ]
     return tuple(sorted(pairs))
 
 
-def _overlaid(kernel: StagedKernel, target: Any, inliner: Inliner) -> list[Any]:
-    """List the inputs that an output may be written over."""
+def _reads_of(stage: Stage) -> Reads:
+    """List what a stage reads by its named values, and by itself."""
+    return [load for _, expr in stage.lets for load in loads_of(expr)], loads_of(stage.value)
+
+
+def _overlaid(
+    kernel: StagedKernel, target: Any, inliner: Inliner, reads: Sequence[Reads]
+) -> list[Any]:
+    """List the inputs that an output may be written over; ``reads``: of each stage."""
     stages = kernel.stages
     writer = next(at for at, stage in enumerate(stages) if stage.buffer.same_as(target))
     if stages[writer].combiner is not None:
@@ -60,7 +71,7 @@ def _overlaid(kernel: StagedKernel, target: Any, inliner: Inliner) -> list[Any]:
     sources = [
         source
         for source in kernel.inputs
-        if _same_layout(source, target) and _safe_as_it_stands(stages, writer, source)
+        if _same_layout(source, target) and _safe_as_it_stands(stages, reads, writer, source)
     ]
     return _safe_inlined(kernel, writer, sources, inliner) if sources else []
 
@@ -73,12 +84,13 @@ def _of(source: Any, loads: list[Any]) -> list[Any]:
     return [load for load in loads if load.source.same_as(source)]
 
 
-def _safe_as_it_stands(stages: tuple[Stage, ...], writer: int, source: Any) -> bool:
+def _safe_as_it_stands(
+    stages: Sequence[Stage], reads: Sequence[Reads], writer: int, source: Any
+) -> bool:
     """Stage after stage: reads come before, or at the index that is being written."""
     for at, stage in enumerate(stages):
         same_block = bool(stage.lets) and stage.lets is stages[writer].lets
-        named = _of(source, [load for _, expr in stage.lets for load in loads_of(expr)])
-        own = _of(source, loads_of(stage.value))
+        named, own = (_of(source, loads) for loads in reads[at])
         if (own and at > writer) or (named and at > writer and not same_block):
             return False
         if (at == writer or same_block) and not _at_written_index(own + named, stages[writer]):

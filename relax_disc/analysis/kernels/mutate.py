@@ -1,7 +1,8 @@
-"""Rewrite kernels and expressions by callbacks: `tvm_ffi.structural_mutate`, five times as fast.
+"""Walk and rewrite kernels and expressions by callbacks, as `tvm_ffi.structural` does, but fast.
 
-That function asks Python for the signature of every callback at each call, which takes longer than
-the expressions of a kernel do.  Here callbacks take the value and the mutator, always.
+Its functions look up classes, and the signature of every callback, at each call, which takes longer
+than the expressions of a kernel do.  Here callbacks take the value, and the mutator of a rewrite,
+always.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tvm_ffi
 
 Callback = tuple[type | tuple[type, ...], Callable[[Any, Any], Any]]
 _MUTATE: Any = tvm_ffi.get_global_func("ffi.StructuralMutate")
+_WALK: Any = tvm_ffi.get_global_func("ffi.StructuralWalk")
 
 
 def mutate(root: Any, callbacks: Callback | Sequence[Callback]) -> Any:
@@ -29,6 +31,17 @@ def mutate(root: Any, callbacks: Callback | Sequence[Callback]) -> Any:
         for kind in (kinds if isinstance(kinds, tuple) else (kinds,))
     ]
     return _MUTATE(root, entries)
+
+
+def walk(root: Any, kinds: type | tuple[type, ...], callback: Callable[[Any], Any]) -> Any:
+    """Call back with every node of some classes, children first.
+
+    ``callback``: what it returns is ignored, but for a `tvm_ffi.VisitInterrupt`, which ends the
+    walk and is returned; None otherwise.
+    """
+    listed = kinds if isinstance(kinds, tuple) else (kinds,)
+    children_first = int(tvm_ffi.WalkOrder.POSTORDER)
+    return _WALK(root, [(_type_index(kind), callback) for kind in listed], [], children_first)
 
 
 @functools.cache

@@ -15,6 +15,8 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.ir import prim
 
+from relax_disc.analysis.kernels.mutate import walk
+
 Combiner = Literal["add", "max", "min", "mul"]
 
 _COMBINERS: dict[type, Combiner] = {
@@ -84,10 +86,10 @@ def is_buffer(var: object) -> bool:
     return isinstance(var, tvm.ir.Var) and isinstance(var.ty, tirx.BufferType)
 
 
-def nodes_of(kind: object, expr: object) -> list[Any]:
+def nodes_of(kind: type | tuple[type, ...], expr: object) -> list[Any]:
     """Return the nodes of a kind, or kinds, inside an expression or several, in post-order."""
     found: list[Any] = []
-    tvm_ffi.structural_walk(expr, (kind, found.append))
+    walk(expr, kind, found.append)
     return found
 
 
