@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from benchmarks.checkout import use
+from tests import tiers
 
 # A shell that starts the tests in the background has them ignore SIGINT, which some of them raise.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,6 +36,11 @@ _COMMON = {
 settings.register_profile("fast", max_examples=200, **_COMMON)
 settings.register_profile("full", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+
+def pytest_collection_modifyitems(items):
+    steps = tiers.read_steps(tiers.LONG.read_text())
+    tiers.leave_to_the_whole_tier(items, steps, REPOSITORY)
 
 
 @pytest.fixture(scope="session")

@@ -288,7 +288,7 @@ def attend_packed(kept, seen, filling, q, k, v, grad, mask, scale, is_causal, bi
 
 
 @given(data=st.data())
-@settings(max_examples=120)
+@settings(max_examples=settings().max_examples // 3)
 def test_packed_rows_see_each_other_as_padded_ones_do(data):
     draw = data.draw
     batch, key_heads, group, length = (
