@@ -1,13 +1,14 @@
 # `make demo` and `make test` work from a bare clone: they need Python 3.10-3.13, make and g++.
 # The packages go into the active virtual environment, or into .venv when none is active.
 
-.PHONY: demo test test-full test-wheel lint format bench docs site clean tools help
+.PHONY: demo test test-full test-wheel wheel lint format bench docs site clean tools help
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
 VENV := $(or $(VIRTUAL_ENV),.venv)
 PYTHON := $(VENV)/bin/python
-PIP := $(PYTHON) -m pip
+# Modules are compiled when they are first imported, which most of torch's and transformers' never are.
+INSTALL := $(PYTHON) -m pip install -q --no-compile
 # The first Python that the wheels of torch and TVM exist for; say `make BASE_PYTHON=...` for another.
 BASE_PYTHON ?= $(shell for p in python3 python python3.13 python3.12 python3.11 python3.10; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null \
@@ -38,15 +39,15 @@ $(PYTHON):
 $(VENV)/.relax-disc-torch: | $(PYTHON)
 	@if $(PYTHON) -c 'import torch, sys; sys.exit(not torch.__version__.startswith("2.13."))' \
 		2>/dev/null; then echo "torch 2.13 is installed already"; \
-	elif [ $(TORCH) != cpu ]; then $(PIP) install -q torch==$(TORCH_VERSION); \
-	else $(PIP) install -q torch==$(TORCH_VERSION)+cpu 2>/dev/null \
-		|| $(PIP) install -q --index-url $(TORCH_INDEX) torch==$(TORCH_VERSION) \
-		|| $(PIP) install -q torch==$(TORCH_VERSION); fi
+	elif [ $(TORCH) != cpu ]; then $(INSTALL) torch==$(TORCH_VERSION); \
+	else $(INSTALL) torch==$(TORCH_VERSION)+cpu 2>/dev/null \
+		|| $(INSTALL) --index-url $(TORCH_INDEX) torch==$(TORCH_VERSION) \
+		|| $(INSTALL) torch==$(TORCH_VERSION); fi
 	@touch $@
 
 # One stamp for each set of extras, so that the demo does not install the linters.
 $(VENV)/.relax-disc-%: pyproject.toml | $(VENV)/.relax-disc-torch
-	$(PIP) install -q -e ".[$(subst +,$(comma),$*)]"
+	$(INSTALL) -e ".[$(subst +,$(comma),$*)]"
 	@touch $@
 
 comma := ,
@@ -67,9 +68,14 @@ demo: $(DEMO)
 test: $(TEST)
 	$(PYTHON) -m pytest -q -m "not slow" $(PARALLEL)
 
-# Build a wheel for the oldest processors and train from it where there is no compiler.
+# Train from a wheel for this processor where there is no compiler; WHEEL=<folder of `make wheel`>.
 test-wheel: $(TEST)
-	$(PYTHON) -m pytest -q tests/test_packaging_wheel.py -k baseline
+	RELAX_DISC_WHEEL="$(WHEEL)" $(PYTHON) -m pytest -q tests/test_packaging_wheel.py -k one_instruction
+
+# A wheel for this processor alone, and its library in lib/: make WHEEL=<folder> wheel.
+wheel: $(TEST)
+	@test -n "$(WHEEL)" || { echo "Say where: make WHEEL=<folder> wheel"; exit 1; }
+	$(PYTHON) -m tests.wheels "$(WHEEL)"
 
 test-full: $(FULL)
 	HYPOTHESIS_PROFILE=full $(PYTHON) -m pytest -q $(PARALLEL)

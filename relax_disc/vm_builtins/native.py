@@ -135,14 +135,19 @@ def carried(folder: Path, flags: Set[str]) -> Path | None:
     generic = folder / "relax_disc-generic.so"
     if generic.exists():
         return generic
+    libraries = [folder / f"relax_disc-{level}.so" for level in levels(flags)]
+    return next((library for library in libraries if library.exists()), None)
+
+
+def levels(flags: Set[str]) -> list[str]:
+    """List the levels of x86-64 that a processor has, best first; ``flags`` as for `carried`."""
+    found: list[str] = []
     needed: set[str] = set()
-    chosen = None
     for level, added in reversed(_LEVELS.items()):
         needed |= added
-        library = folder / f"relax_disc-{level}.so"
-        if needed <= flags and library.exists():
-            chosen = library
-    return chosen
+        if needed <= flags:
+            found.insert(0, level)
+    return found
 
 
 def processor_flags() -> frozenset[str]:
