@@ -37,7 +37,13 @@ from relax_disc.frontend.capture.state.kinds import (
     is_plain,
     moves,
 )
-from relax_disc.frontend.capture.state.sources import Place, Source, Step, step_from
+from relax_disc.frontend.capture.state.sources import (
+    Place,
+    Source,
+    Step,
+    function_of,
+    step_from,
+)
 
 _INTERNAL = frozenset(nn.Module().__dict__)
 _LATER = (types.ModuleType, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
@@ -244,6 +250,7 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
                 yield "class", name
             elif isinstance(member, _METHODS) and not is_library(value):
                 yield "attribute", name
+        yield from _overridden(value)
     elif isinstance(value, staticmethod | classmethod):
         yield "member", "__func__"
     elif isinstance(value, property):
@@ -292,6 +299,7 @@ def _methods(value: Any) -> Iterator[Step]:
         function = getattr(type(value), name, None)
         if isinstance(function, types.FunctionType) and not is_foreign(function.__module__):
             yield "method", name
+    own = getattr(value, "__dict__", ())
     for kind in type(value).__mro__:
         if is_foreign(kind.__module__):
             continue
@@ -303,6 +311,31 @@ def _methods(value: Any) -> Iterator[Step]:
                 yield "method", name
             elif moves(function):
                 yield "class", name
+            elif isinstance(function, Tensor) and name not in own:
+                yield "attribute", name
+    yield from _overridden(type(value))
+
+
+def _overridden(kind: type) -> Iterator[Step]:
+    """List the methods of a class's bases that its other methods may call by ``super()``."""
+    called, known = set[str](), set[str]()
+    for index, base in enumerate(kind.__mro__):
+        if is_foreign(base.__module__):
+            continue
+        for name, member in vars(base).items():
+            function = function_of(member)
+            if not isinstance(function, types.FunctionType):
+                continue
+            if name in known and name in called:
+                yield "inherited", (index, name)
+            known.add(name)
+            for code in _codes(function):
+                if {"super", *_names_of_bases(kind)} & {*code.co_names}:
+                    called.update(code.co_names)
+
+
+def _names_of_bases(kind: type) -> Iterator[str]:
+    return (base.__name__ for base in kind.__mro__[1:])
 
 
 def _names_in_methods(kind: type, names: Iterable[str]) -> set[str]:
@@ -311,9 +344,7 @@ def _names_in_methods(kind: type, names: Iterable[str]) -> set[str]:
     while left:
         name = left.pop()
         for base in kind.__mro__:
-            method = vars(base).get(name)
-            function = method.fget if isinstance(method, property) else method
-            function = getattr(function, "__func__", function)
+            function = function_of(vars(base).get(name))
             if isinstance(function, types.FunctionType) and not is_foreign(base.__module__):
                 new = {name for code in _codes(function) for name in code.co_names} - found
                 found |= new

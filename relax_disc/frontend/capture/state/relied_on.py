@@ -33,6 +33,8 @@ FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _ITERATING = frozenset({"items", "values", "keys"})
 _MOST_COMPARED = 1000
+_OF_CODE = frozenset({"method", "inherited", "member", "default", "cached", "referent"})
+"""Steps to what is no object that somebody replaces."""
 TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -106,6 +108,12 @@ def _of_attributes(inside: Collection[int], trace: Trace) -> Iterator[Guard]:
             continue
         kind, place = _attribute(holder, name)
         if place is None or (id(place.container), name) in trace.changed:
+            continue
+        if isinstance(value, Tensor):  # of a class: what the instance has would hide it
+            if kind is not None and isinstance(place.get(), Tensor):
+                path = None if source is None else source.to("own", name)
+                what = f"{source or type(holder).__name__}.{name}"
+                yield Guard(what, path, Place(holder.__dict__, name), ABSENT)
             continue
         if isinstance(value, types.MethodType) and type(place.get()) is types.FunctionType:
             if kind is not None and is_library(kind):
@@ -352,7 +360,7 @@ def _links(
         Source(path.root, path.steps[:n])
         for path in paths
         for n in range(1, len(path.steps))
-        if path.steps[n - 1][0] not in ("method", "member", "default", "cached", "referent")
+        if path.steps[n - 1][0] not in _OF_CODE
     }
     holders, read_ids = _holders(trace), _read_ids(trace)
     for source in sorted(wanted, key=str):

@@ -40,7 +40,7 @@ class Source:
                 text += f"[{key!r}]"
             elif kind in ("closure", "global", "default"):
                 text = str(key)
-            elif kind in ("attribute", "class"):
+            elif kind in ("attribute", "class", "own"):
                 text += f".{key}"
             elif kind in ("variable", "referent"):
                 text += ".get()" if kind == "variable" else "()"
@@ -200,12 +200,24 @@ def resolve(
     return place
 
 
+def function_of(member: Any) -> Any:
+    """Return the function that a member of a class runs; the member itself if it is none."""
+    if isinstance(member, property):
+        return member.fget
+    return getattr(member, "__func__", member)
+
+
 def step_from(holder: Any, kind: str, key: Any) -> Place:
     """Go one step on from an object; LookupError, AttributeError or the like: it leads nowhere."""
     if kind == "attribute":
         kinds = holder.__mro__ if isinstance(holder, type) else type(holder).__mro__
         owner = next((kind for kind in kinds if key in vars(kind)), holder)
         return Place(vars(holder if key in vars(holder) else owner), key)
+    if kind == "own":
+        return Place(vars(holder), key)
+    if kind == "inherited":
+        kinds = holder.__mro__ if isinstance(holder, type) else type(holder).__mro__
+        return Place([function_of(vars(kinds[key[0]])[key[1]])], 0)
     if kind == "child":
         return Place(getattr(holder, key[0]), key[1])
     if kind == "item":
