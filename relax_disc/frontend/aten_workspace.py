@@ -31,8 +31,8 @@ _logger = logging.getLogger(__name__)
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 21
 """Of operands and results together, at the sizes that are tried, if the dims allow."""
 
-_STRETCHED_BYTES = 1 << 14
-"""The same where one dim is long, or short."""
+_STRETCHED_BYTES, _LONGEST = 1 << 14, 1 << 12
+"""The same where one dim is long, or short; and how long at most, since it may be an operand."""
 
 _PIECE_BYTES = 64
 """An allocation is rounded up to so many, in other ways at other sizes."""

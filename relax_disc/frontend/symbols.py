@@ -15,6 +15,7 @@ from tvm.sym.analyzer import Analyzer
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.sizes.dims import DimTable
+from relax_disc.frontend.capture.sizes.exact import fraction_of
 from relax_disc.frontend.spec import DimSpec
 
 # Where a class exists in several versions of sympy and torch, all of them are listed.
@@ -22,9 +23,6 @@ _FLOOR_DIVISIONS = (torch_sympy.FloorDiv, torch_sympy.CleanDiv)
 _MODULI = (torch_sympy.Mod, torch_sympy.PythonMod, sympy.Mod)
 _TRUE_DIVISIONS = (torch_sympy.IntTrueDiv, torch_sympy.FloatTrueDiv)
 _POWERS = (sympy.Pow, torch_sympy.PowByNatural, torch_sympy.FloatPow)
-
-_MOST_DIVISOR = 64
-"""A size times such a fraction is exact in floating point, so that cutting off is a division."""
 
 
 class SymbolTranslator:
@@ -146,14 +144,12 @@ class SymbolTranslator:
 
     def _truncated(self, expr: Any) -> Any:
         """Translate a float cut to an integer, exactly: a size times 2.0, 0.5 or 1.5."""
-        exact = expr.replace(torch_sympy.ToFloat, lambda x: x)
-        exact = exact.replace(torch_sympy.IntTrueDiv, lambda x, y: x / y)
-        exact = exact.xreplace({f: sympy.Rational(f) for f in exact.atoms(sympy.Float)})
-        above, below = sympy.fraction(sympy.together(exact))
-        if not below.is_Integer or int(below) > _MOST_DIVISOR:
+        found = fraction_of(expr)
+        if found is None:
             raise _unknown(expr)
-        above = self._translate(sympy.expand(above), "int64")
-        return above if int(below) == 1 else tirx.floordiv(above, int(below))
+        above, below = found
+        above = self._translate(above, "int64")
+        return above if below == 1 else tirx.floordiv(above, below)
 
     def _power(self, expr: Any, kind: str) -> Any:
         base, exponent = expr.args

@@ -1,6 +1,7 @@
 """The native build: caching, errors and the way without a compiler."""
 
 import ctypes
+import re
 import subprocess
 import sys
 import time
@@ -150,3 +151,50 @@ def test_a_wheel_may_lack_some_libraries_or_have_one_for_all(tmp_path):
     assert native.carried(tmp_path, V4).name == "relax_disc-x86-64-v2.so"
     (tmp_path / "relax_disc-generic.so").touch()
     assert native.carried(tmp_path, set()).name == "relax_disc-generic.so"
+
+
+_TYPE = re.compile(
+    r"namespace\s*(?P<space>[\w:]*)\s*\{"
+    r"|\b(?:struct|class|union|enum(?:\s+class)?)\s+(?:alignas\([^)]*\)\s*)?(?P<type>\w+)"
+    r"(?:\s+final)?\s*(?::[^;{}]*)?\{|\{|\}"
+)
+_NO_CODE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'', re.DOTALL)
+
+
+def types_of(source: str) -> list[str]:
+    """List the types that other sources can see: not in functions or namespaces without a name."""
+    around: list[str] = []
+    found = []
+    for part in _TYPE.finditer(_NO_CODE.sub(" ", source)):
+        if part[0] == "}":
+            around and around.pop()
+        elif part["space"] is not None:
+            around.append(part["space"])
+        else:
+            if part["type"] and all(around):
+                found.append("::".join([*around, part["type"]]))
+            around.append(part["type"] or "")
+    return found
+
+
+def test_no_name_stands_for_two_types() -> None:
+    """The linker would take the code of one for both: it crashed wheels, and not other builds."""
+    seen = types_of(
+        "namespace a { struct B { struct C {}; }; namespace { class D {}; } } // struct E{}"
+    )
+    assert seen == ["a::B", "a::B::C"]
+    places: dict[str, set[str]] = {}
+    for path in (*native.SOURCES.rglob("*.h"), *native.SOURCES.rglob("*.cc")):
+        for name in types_of(path.read_text()):
+            places.setdefault(name, set()).add(path.name)
+    assert len(places) > 50
+    assert not {name: files for name, files in places.items() if len(files) > 1}
+
+
+def test_a_named_folder_without_a_library_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("RELAX_DISC_LIBRARIES", str(tmp_path))
+    with pytest.raises(native.NativeBuildError, match=r"RELAX_DISC_LIBRARIES names .*unset it"):
+        native.found()
+    level = native.levels(native.processor_flags())[0]
+    (tmp_path / f"relax_disc-{level}.so").touch()
+    assert native.found() == tmp_path / f"relax_disc-{level}.so"

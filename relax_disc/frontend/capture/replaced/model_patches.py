@@ -11,7 +11,8 @@
 * torch.export puts copies of lists and dicts into the modules that hold them; a user who goes on
   to change the own one would change nothing.
 * Python's ``len`` returns a plain number, so that ``torch.arange(len(logits))`` would fix the batch
-  to the size of the example: ``len(tensor)`` follows the shape.
+  to the size of the example: ``len(tensor)`` follows the shape, and what
+  `math` makes of sizes does, too (`math_of_sizes`).
 * Hooks that a model registers while it runs (Hugging Face's, to collect hidden states) are gone
   afterwards, as is the attribute by which it knows of them: torch.export puts attributes back.
 """
@@ -33,6 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import checkpoint
 
 from relax_disc.frontend.capture.loops.sequences import DynamicList
+from relax_disc.frontend.capture.replaced.math_of_sizes import METHODS, replacements
 
 _ABSENT = object()
 
@@ -106,7 +108,7 @@ def _length(value: Any) -> Any:
     """``len``, but the symbolic extent of a tensor or of a list that a range made."""
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         return value.shape[0]
-    # `symbolic_len` reaches this file as well while a batch norm runs a function of it.
+    # `symbolic_builtins` reaches this file as well while a batch norm runs a function of it.
     return value.length() if isinstance(value, DynamicList) else builtins.len(value)
 
 
@@ -122,10 +124,10 @@ def own_attributes(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def symbolic_len(model: nn.Module, *functions: Callable[..., Any] | None) -> Iterator[None]:
-    """Replace ``len`` in the files that define the model's classes and the functions.
+def symbolic_builtins(model: nn.Module, *functions: Callable[..., Any] | None) -> Iterator[None]:
+    """Replace ``len`` and the functions of `math` for the model's classes and the functions.
 
-    PyTorch's own files are left alone.
+    In the files that define them, that is; PyTorch's own are left alone.
     """
     called = [type(module).forward for module in model.modules()]
     spaces: dict[int, dict[str, Any]] = {}
@@ -134,13 +136,22 @@ def symbolic_len(model: nn.Module, *functions: Callable[..., Any] | None) -> Ite
         space = getattr(function, "__globals__", None)
         if space is not None and not str(space.get("__name__", "")).startswith("torch."):
             spaces[id(space)] = space
-    before = [(space, space.get("len", _ABSENT)) for space in spaces.values()]
-    for space, own in before:
-        if own is _ABSENT:
-            space["len"] = _length
-    try:
-        yield
-    finally:
-        for space, own in before:
-            if own is _ABSENT:
-                del space["len"]
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        for name, method in METHODS.items():
+            for kind in (torch.SymInt, torch.SymFloat):
+                stack.enter_context(patch.object(kind, name, method, create=True))
+        try:
+            for space in spaces.values():
+                made = replacements(space)
+                if "len" not in space:
+                    made["len"] = _length
+                before += [(space, name, space.get(name, _ABSENT)) for name in made]
+                space.update(made)
+            yield
+        finally:
+            for space, name, own in before:
+                if own is _ABSENT:
+                    del space[name]
+                else:
+                    space[name] = own

@@ -86,6 +86,8 @@ def evaluate(
     args = [evaluate(arg, values, undefined) for arg in expr.args]
     if isinstance(expr, sympy.Not):
         return np.logical_not(args[0])
+    if type(expr).__name__ == "OpaqueUnaryFn_sqrt":
+        return np.sqrt(args[0])
     for kind, rounded in _ROUNDED:
         if isinstance(expr, kind):
             return rounded(args[0])

@@ -66,7 +66,7 @@ at::Tensor TensorOf(const ffi::AnyView& value, bool channels_last) {
   return channels_last && view.ndim() > 3 ? ChannelsFirst(view) : AtenView(view);
 }
 
-c10::IValue Argument::Value(const Given& given) const {
+c10::IValue RecipeArgument::Value(const Given& given) const {
   switch (kind) {
     case kConstant:
       return constant;
@@ -85,42 +85,42 @@ c10::IValue Argument::Value(const Given& given) const {
       return given.results.at(0).device();
     case kList: {
       std::vector<c10::IValue> values;
-      for (const Argument& item : items) values.push_back(item.Value(given));
+      for (const RecipeArgument& item : items) values.push_back(item.Value(given));
       return MakeList(type, values);
     }
   }
   return {};
 }
 
-Argument ParseArgument(const json::Array& encoded, c10::TypePtr type) {
-  Argument result;
+RecipeArgument ParseArgument(const json::Array& encoded, c10::TypePtr type) {
+  RecipeArgument result;
   result.type = type = WithoutOptional(std::move(type));
   const std::string kind(encoded[0].cast<ffi::String>());
   auto list = type->cast<c10::ListType>();
   if (list && kind != "list" && kind != "none") {  // one number stands for all
-    result.kind = Argument::kList;
+    result.kind = RecipeArgument::kList;
     result.type = list->getElementType();
     result.items.push_back(ParseArgument(encoded, result.type));
     return result;
   }
   auto text = [&] { return std::string(encoded[1].cast<ffi::String>()); };
   const bool is_float = type->kind() == c10::TypeKind::FloatType;
-  static const std::unordered_map<std::string, Argument::Kind> by_place = {
-      {"operand", Argument::kTensor},
-      {"complex", Argument::kComplex},
-      {"scalar", Argument::kScalar},
-      {"result", Argument::kResult}};
+  static const std::unordered_map<std::string, RecipeArgument::Kind> by_place = {
+      {"operand", RecipeArgument::kTensor},
+      {"complex", RecipeArgument::kComplex},
+      {"scalar", RecipeArgument::kScalar},
+      {"result", RecipeArgument::kResult}};
   if (auto known = by_place.find(kind); known != by_place.end()) {
     result.kind = known->second;
     result.operand = encoded[1].cast<int64_t>();
   } else if (kind == "device") {
-    result.kind = Argument::kDevice;
+    result.kind = RecipeArgument::kDevice;
   } else if (kind == "list") {
-    result.kind = Argument::kList;
+    result.kind = RecipeArgument::kList;
     result.type = list ? list->getElementType() : type;
     for (const ffi::Any& item : encoded[1].cast<json::Array>()) {
       // An element may be optional: only then is it told apart from a plain one.
-      Argument parsed = ParseArgument(item.cast<json::Array>(), result.type);
+      RecipeArgument parsed = ParseArgument(item.cast<json::Array>(), result.type);
       result.items.push_back(std::move(parsed));
     }
   } else if (kind == "int") {

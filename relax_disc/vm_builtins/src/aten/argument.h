@@ -35,19 +35,19 @@ struct Given {
 };
 
 /*! \brief What an argument of the operator is made of. */
-struct Argument {
+struct RecipeArgument {
   enum Kind { kConstant, kTensor, kComplex, kScalar, kResult, kDevice, kList };
   Kind kind = kConstant;
   int64_t operand = 0;
   c10::IValue constant;
-  std::vector<Argument> items;
+  std::vector<RecipeArgument> items;
   c10::TypePtr type;  // of the parameter, or of a list's elements
 
   c10::IValue Value(const Given& given) const;
 };
 
 /*! \brief Read an argument for a parameter of a type. */
-Argument ParseArgument(const tvm::ffi::json::Array& encoded, c10::TypePtr type);
+RecipeArgument ParseArgument(const tvm::ffi::json::Array& encoded, c10::TypePtr type);
 
 /*! \brief What a text describes, which is read once in a process. */
 template <typename T>

@@ -87,7 +87,7 @@ class Recipe {
     torch::jit::Stack stack;
     stack.reserve(arguments_.size() + results.size());
     const CallOperands given(operands, results, channels_last_);
-    for (const Argument& argument : arguments_) stack.push_back(argument.Value(given));
+    for (const RecipeArgument& argument : arguments_) stack.push_back(argument.Value(given));
     if (writes_results_) stack.insert(stack.end(), results.begin(), results.end());
     handle_->callBoxed(stack);
     if (!writes_results_) Deliver(stack, results);
@@ -117,7 +117,7 @@ class Recipe {
   std::string name_;
   std::optional<c10::OperatorHandle> handle_;
   bool writes_results_ = false, channels_last_ = false;
-  std::vector<Argument> arguments_;
+  std::vector<RecipeArgument> arguments_;
   std::vector<int64_t> places_;
   int64_t count_ = 0;
 };

@@ -115,7 +115,7 @@ struct Result {
 /*! \brief One operator of a step. */
 struct StepCall {
   c10::OperatorHandle handle;
-  std::vector<Argument> arguments;
+  std::vector<RecipeArgument> arguments;
   std::vector<int64_t> slots;  // of what it returns; -1: nothing reads it
   std::vector<int64_t> freed;  // slots that nothing reads afterwards
 
@@ -248,7 +248,7 @@ class Loop {
   void Make(const StepCall& call, Slots* slots) const {
     torch::jit::Stack stack;
     stack.reserve(call.arguments.size());
-    for (const Argument& argument : call.arguments) stack.push_back(argument.Value(*slots));
+    for (const RecipeArgument& argument : call.arguments) stack.push_back(argument.Value(*slots));
     call.handle.callBoxed(stack);
     size_t next = 0;
     auto deliver = [&](c10::IValue value) {

@@ -1,0 +1,181 @@
+"""Python's own functions of one number, of sizes that differ between batches.
+
+`math.sqrt`, ``round`` and the like make a plain number of what they are given, which would be the
+example's; so do ``int`` and ``float``.  While a model runs in an export, its files see functions
+that answer with PyTorch's symbolic numbers: roots and powers by PyTorch's own, and what is rounded
+by a division of integers, which is exact at every size.
+
+Limits: PyTorch exports no logarithms of sizes, which are refused.  ``int`` and ``float`` are
+classes, of which code may also ask whether a value is of them: they are replaced in files that do
+nothing but call them.  A number that is no fraction of sizes, or may be negative where it is cut
+off, is made plain as ever, and the export refuses it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy import functions as torch_sympy
+
+from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.capture.sizes.exact import fraction_of
+from relax_disc.frontend.capture.source_lines import calling_line
+
+_SYMBOLIC = torch.SymInt | torch.SymFloat
+
+
+def replacements(space: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file sees in place of its names; ``space``: its global variables."""
+    found = {
+        name: _MATH if value is math else _OF_MATH[value]
+        for name, value in space.items()
+        if value is math or (isinstance(value, types.BuiltinFunctionType) and value in _OF_MATH)
+    }
+    wanted = {"round": _ROUND}
+    wanted |= {name: made for name, made in _CLASSES.items() if _is_only_called(space, name)}
+    return found | {name: made for name, made in wanted.items() if name not in space}
+
+
+def _is_only_called(space: Mapping[str, Any], name: str) -> bool:
+    """Say whether the functions of a file call a class, and do nothing else with it."""
+    codes = [function.__code__ for function in _functions(space)]
+    for code in codes:  # grows
+        codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    uses = [
+        instruction
+        for code in codes
+        if name in code.co_names
+        for instruction in dis.get_instructions(code)
+        if instruction.argval == name
+    ]
+    # Python 3.11 and later tell so.
+    return bool(uses) and all(use.argrepr.startswith("NULL + ") for use in uses)
+
+
+def _functions(space: Mapping[str, Any]) -> Iterator[types.FunctionType]:
+    """List the functions that a file defines, methods included."""
+    for value in list(space.values()):
+        members = [value]
+        if isinstance(value, type) and value.__module__ == space.get("__name__"):
+            members = list(vars(value).values())
+        for member in members:
+            function = getattr(member, "__func__", member)
+            if isinstance(function, types.FunctionType) and function.__globals__ is space:
+                yield function
+
+
+def _replaced(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+    """Answer otherwise where an argument is symbolic, and there is an answer."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, _SYMBOLIC) for each in args):
+            found = symbolic(*args, **kwargs)
+            if found is not None:
+                return found
+        return plain(*args, **kwargs)
+
+    return function
+
+
+def _sqrt(value: Any) -> Any:
+    return torch.sym_sqrt(torch.sym_float(value))
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    """Refuse a function that torch.export has no node for."""
+
+    def refuse(*_: Any) -> Any:
+        line = calling_line()
+        raise UnsupportedOperatorError(
+            f"{line}: math.{name} of a size that differs between batches cannot be compiled: write "
+            f"torch.{name}(torch.tensor(size, dtype=torch.float32)).",
+            ((f"math.{name}", str(line)),),
+        )
+
+    return refuse
+
+
+def _exp(value: Any) -> Any:
+    return math.e ** torch.sym_float(value)
+
+
+def _pow(base: Any, exponent: Any) -> Any:
+    return torch.sym_float(base) ** torch.sym_float(exponent)
+
+
+def _floor(value: Any) -> Any:
+    return _divided(value, torch_sympy.FloorDiv)
+
+
+def _ceil(value: Any) -> Any:
+    return _divided(value, lambda above, below: torch_sympy.FloorDiv(above + below - 1, below))
+
+
+def _trunc(value: Any) -> Any:
+    is_positive = isinstance(value, torch.SymInt) or bool(
+        value.node.shape_env.bound_sympy(value.node.expr).lower >= 0
+    )
+    return _floor(value) if is_positive else None
+
+
+def _round(value: Any, digits: Any = None) -> Any:
+    """Round to the nearest integer, ties to the even one."""
+    return None if digits is not None else _divided(value, _nearest)
+
+
+def _nearest(above: Any, below: int) -> Any:
+    upper = torch_sympy.FloorDiv(2 * above + below, 2 * below)
+    if below % 2:
+        return upper  # there are no ties
+    # One less at ties of which the upper integer is odd.
+    twice = 2 * above + 3 * below
+    return (
+        upper + torch_sympy.FloorDiv(twice - 1, 4 * below) - torch_sympy.FloorDiv(twice, 4 * below)
+    )
+
+
+def _divided(value: Any, rounded: Callable[[Any, int], Any]) -> Any:
+    """Round a fraction of sizes by a division of integers; None where that is not exact."""
+    if isinstance(value, torch.SymInt):
+        return value
+    found = fraction_of(value.node.expr)
+    if found is None:
+        return None
+    above, below = found
+    expr = sympy.expand(above if below == 1 else rounded(above, below))
+    environment = value.node.shape_env
+    return environment.create_symintnode(expr, hint=int(environment.guarding_hint_or_throw(expr)))
+
+
+_SYMBOLIC_OF: dict[str, Callable[..., Any]] = {
+    **{name: _refused(name) for name in ("cos", "log", "log10", "log2", "sin", "tan", "tanh")},
+    "ceil": _ceil,
+    "exp": _exp,
+    "floor": _floor,
+    "pow": _pow,
+    "sqrt": _sqrt,
+    "trunc": _trunc,
+}
+_OF_MATH: dict[Any, Callable[..., Any]] = {
+    getattr(math, name): _replaced(getattr(math, name), symbolic)
+    for name, symbolic in _SYMBOLIC_OF.items()
+}
+_MATH = types.SimpleNamespace(
+    **{**vars(math), **{name: _OF_MATH[getattr(math, name)] for name in _SYMBOLIC_OF}}
+)
+_ROUND = _replaced(builtins.round, _round)
+_CLASSES = {
+    "float": _replaced(float, torch.sym_float),
+    "int": _replaced(int, lambda value, *rest: None if rest else _trunc(value)),
+}
+METHODS: dict[str, Callable[[Any], Any]] = {
+    name: _SYMBOLIC_OF[name] for name in ("cos", "exp", "log", "log10", "log2", "sin", "sqrt")
+}
+"""What NumPy calls of objects that it does not know, by the names of its functions."""

@@ -1,0 +1,151 @@
+"""Numbers that `math`, `int`, `float` and `round` make of sizes follow the sizes."""
+
+import math
+from math import sqrt
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import relax_disc
+from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
+from relax_disc.frontend import capture_step
+from relax_disc.frontend.capture.replaced.math_of_sizes import replacements
+
+SHORTEST, LONGEST = 4, 24
+
+
+def by_float(x, n):
+    return x / float(n) + int("3") * 0.5 + int(2.7)
+
+
+def by_sqrt(x, n):
+    return x * sqrt(n) / math.sqrt(n + 3)
+
+
+def by_numpy(x, n):
+    return x / np.sqrt(n)
+
+
+def by_powers(x, n):
+    return x * math.exp(-n / 100) + math.pow(n, 0.5)
+
+
+def cut(x, n):
+    return x[:, : int(n / 4) + 1]
+
+
+def half(x, n):
+    return x[:, : int(n * 0.5) + 1]
+
+
+def rounded_up(x, n):
+    return x[:, : math.ceil(n / 3)]
+
+
+def rounded_down(x, n):
+    return x[:, : math.floor((n - 5) / 2) + 3]
+
+
+def nearest_half(x, n):
+    return x[:, : round(n / 2) + 1]
+
+
+def nearest_quarter(x, n):
+    return x[:, : round(n / 4) + 1]
+
+
+def nearest_third(x, n):
+    return x[:, : round(n / 3) + 1]
+
+
+def padded(x, n):
+    return nn.functional.pad(x, (0, 0, 0, math.ceil(n / 8) * 8 - n))
+
+
+USES = (
+    by_float, by_sqrt, by_numpy, by_powers, cut, half, rounded_up, rounded_down, nearest_half,
+    nearest_quarter, nearest_third, padded,
+)  # fmt: skip
+
+
+class AllUses(nn.Module):
+    """Each use in a term of its own."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.layer, self.uses = nn.Linear(4, 4), uses
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        return torch.stack([use(hidden, x.shape[1]).square().mean() for use in self.uses])
+
+
+def compiled(uses):
+    torch.manual_seed(0)
+    model = AllUses(uses)
+    step = relax_disc.compile(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        (torch.randn(3, 9, 4),),
+        dynamic_shapes=(
+            {0: Dim("rows", min=1, max=4), 1: Dim("length", min=SHORTEST, max=LONGEST)},
+        ),
+        loss_fn=lambda model, x: (model(x).sum(), model(x)),
+    )
+    return model, step
+
+
+def test_every_use_is_pythons_at_every_length():
+    model, step = compiled(USES)
+    for length in range(SHORTEST, LONGEST + 1):
+        x = torch.randn(2, length, 4)
+        _, (terms,) = step(x)
+        torch.testing.assert_close(terms, model(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_replaced_is_put_back():
+    before = dict(globals())
+    compiled(USES[:2])
+    assert globals() == before
+    assert not hasattr(torch.SymInt, "sqrt")
+
+
+def captured(use):
+    model = AllUses([use])
+    shapes = ({0: Dim("rows", min=1, max=4), 1: Dim("length", min=2, max=LONGEST)},)
+    return capture_step(
+        model, None, (torch.randn(3, 9, 4),), dynamic_shapes=shapes,
+        loss_fn=lambda model, x: model(x).sum(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("use", [lambda x, n: x * math.log(n), lambda x, n: x * np.log(n)])
+def test_logarithms_are_refused_by_name(use):
+    with pytest.raises(
+        UnsupportedOperatorError, match=r"test_math_of_sizes.*math\.log.*torch\.log"
+    ):
+        captured(use)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, n: x[:, : int(n * 0.1) + 1],  # 0.1 is no fraction of a small number
+        lambda x, n: x[:, : int((n - 5) / 2) + 3],  # towards zero from both sides
+    ],
+)
+def test_what_is_not_exact_is_refused(use):
+    with pytest.raises(ShapeRangeError):
+        captured(use)
+
+
+def test_classes_are_replaced_where_they_are_only_called():
+    source = "def f(x):\n    return int(x) + float(x)\n"
+    asking = source + "def g(x):\n    return isinstance(x, int)\n"
+    for text, replaced in ((source, {"int", "float", "round"}), (asking, {"float", "round"})):
+        space = {"__name__": "a_file"}
+        exec(text, space)
+        assert replacements(space).keys() == replaced
