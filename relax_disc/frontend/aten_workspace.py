@@ -158,9 +158,10 @@ def _stretched(
     for each in moving:
         for long in ([each], [s for s in moving if s is not each]):
             length = 2
-            while sum(_bytes(x, sizes(long, length)) for x in tensors) < _STRETCHED_BYTES and sizes(
-                long, 2 * length
-            ) != sizes(long, length):
+            while (
+                length < _LONGEST
+                and sum(_bytes(x, sizes(long, length)) for x in tensors) < _STRETCHED_BYTES
+            ):
                 length *= 2
             if (point := sizes(long, length)) not in points:
                 points.append(point)

@@ -111,7 +111,7 @@ def _pow(base: Any, exponent: Any) -> Any:
 
 
 def _floor(value: Any) -> Any:
-    return _divided(value, torch_sympy.FloorDiv)
+    return _divided(value, lambda above, below: torch_sympy.FloorDiv(above, below))
 
 
 def _ceil(value: Any) -> Any:
