@@ -320,7 +320,7 @@ def _overridden(kind: type) -> Iterator[Step]:
     """List the methods of a class's bases that its other methods may call by ``super()``."""
     called, known = set[str](), set[str]()
     for index, base in enumerate(kind.__mro__):
-        if is_foreign(base.__module__):
+        if is_foreign(base.__module__) or is_library(base):  # whose globals are its own affair
             continue
         for name, member in vars(base).items():
             function = function_of(member)
