@@ -250,7 +250,6 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
                 yield "class", name
             elif isinstance(member, _METHODS) and not is_library(value):
                 yield "attribute", name
-        yield from _overridden(value)
     elif isinstance(value, staticmethod | classmethod):
         yield "member", "__func__"
     elif isinstance(value, property):
