@@ -26,7 +26,7 @@ from relax_disc.frontend.capture.exported.torch_errors import translated
 from relax_disc.frontend.capture.loops.cut import LoopBody
 from relax_disc.frontend.capture.loops.source import loops_as_steps
 from relax_disc.frontend.capture.replaced.custom_functions import CustomCalls
-from relax_disc.frontend.capture.replaced.model_patches import symbolic_builtins
+from relax_disc.frontend.capture.replaced.model_patches import files_of, symbolic_builtins
 from relax_disc.frontend.capture.sizes.dims import (
     DimTable,
     declared_dims,
@@ -82,11 +82,12 @@ class _Wrapped(nn.Module):
         self.add_module(MODEL, model)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            files = files_of(model, loss_fn)  # before reads of the model's modules are noted
             with (
                 loops_as_steps(model, loss_fn),
                 outer.tracing((args, kwargs)) as call,
                 # Last, since what it replaces is none of the user's variables.
-                symbolic_builtins(model, loss_fn),
+                symbolic_builtins(files),
             ):
                 result = call.result = function(*args, **kwargs)
             if not call.reassigned:

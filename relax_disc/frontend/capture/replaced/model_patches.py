@@ -11,8 +11,8 @@
 * torch.export puts copies of lists and dicts into the modules that hold them; a user who goes on
   to change the own one would change nothing.
 * Python's ``len`` returns a plain number, so that ``torch.arange(len(logits))`` would fix the batch
-  to the size of the example: ``len(tensor)`` follows the shape, and what
-  `math` makes of sizes does, too (`math_of_sizes`).
+  to the size of the example: ``len(tensor)`` follows the shape, and so does what
+  `math` makes of sizes (`math_of_sizes`).
 * Hooks that a model registers while it runs (Hugging Face's, to collect hidden states) are gone
   afterwards, as is the attribute by which it knows of them: torch.export puts attributes back.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -123,12 +123,12 @@ def own_attributes(model: nn.Module) -> Iterator[None]:
             attributes.update(own)
 
 
-@contextlib.contextmanager
-def symbolic_builtins(model: nn.Module, *functions: Callable[..., Any] | None) -> Iterator[None]:
-    """Replace ``len`` and the functions of `math` for the model's classes and the functions.
+Files = Sequence[dict[str, Any]]
+"""The global variables of files."""
 
-    In the files that define them, that is; PyTorch's own are left alone.
-    """
+
+def files_of(model: nn.Module, *functions: Callable[..., Any] | None) -> Files:
+    """List the files that define the model's classes and the functions, but for PyTorch's own."""
     called = [type(module).forward for module in model.modules()]
     spaces: dict[int, dict[str, Any]] = {}
     for function in [*called, *functions]:
@@ -136,13 +136,19 @@ def symbolic_builtins(model: nn.Module, *functions: Callable[..., Any] | None) -
         space = getattr(function, "__globals__", None)
         if space is not None and not str(space.get("__name__", "")).startswith("torch."):
             spaces[id(space)] = space
+    return list(spaces.values())
+
+
+@contextlib.contextmanager
+def symbolic_builtins(files: Files) -> Iterator[None]:
+    """Replace ``len`` and the functions of `math` in files while this is active."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     with contextlib.ExitStack() as stack:
         for name, method in METHODS.items():
             for kind in (torch.SymInt, torch.SymFloat):
                 stack.enter_context(patch.object(kind, name, method, create=True))
         try:
-            for space in spaces.values():
+            for space in files:
                 made = replacements(space)
                 if "len" not in space:
                     made["len"] = _length

@@ -250,6 +250,7 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
                 yield "class", name
             elif isinstance(member, _METHODS) and not is_library(value):
                 yield "attribute", name
+        yield from _overridden(value)
     elif isinstance(value, staticmethod | classmethod):
         yield "member", "__func__"
     elif isinstance(value, property):
@@ -319,7 +320,7 @@ def _overridden(kind: type) -> Iterator[Step]:
     """List the methods of a class's bases that its other methods may call by ``super()``."""
     called, known = set[str](), set[str]()
     for index, base in enumerate(kind.__mro__):
-        if is_foreign(base.__module__) or is_library(base):  # whose globals are its own affair
+        if is_foreign(base.__module__):
             continue
         for name, member in vars(base).items():
             function = function_of(member)
