@@ -1,6 +1,7 @@
 """The native build: caching, errors and the way without a compiler."""
 
 import ctypes
+import platform
 import re
 import subprocess
 import sys
@@ -189,6 +190,54 @@ def test_no_name_stands_for_two_types() -> None:
             places.setdefault(name, set()).add(path.name)
     assert len(places) > 50
     assert not {name: files for name, files in places.items() if len(files) > 1}
+
+
+def reads_intrinsics(source: Path) -> bool:
+    """Say whether a source, or a header of ours that it includes, includes the processor's."""
+    waiting, seen = [source], set[Path]()
+    while waiting:
+        text = (path := waiting.pop()).read_text()
+        if "<immintrin.h>" in text:
+            return True
+        seen.add(path)
+        included = [native.SOURCES / name for name in re.findall(r'#include "([^"]+)"', text)]
+        waiting += [header for header in included if header.exists() and header not in seen]
+    return False
+
+
+needs_levels = pytest.mark.skipif(
+    native.find_compiler() is None or platform.machine() != "x86_64",
+    reason="no C++ compiler for the levels of x86-64",
+)
+
+
+def check_compiles(sources: list[Path], extensions: str, folder: Path) -> None:
+    """Compile for a level of x86-64, quickly; ``extensions``: such as ``"v4 -mavx512bf16"``."""
+    compiler, flags = native.find_compiler(), native._toolchain().compile_flags
+    flags = [flag for flag in flags if not flag.startswith(("-O", "-march"))]
+    flags += ["-O0", *f"-march=x86-64-{extensions}".split(), f"-I{native.SOURCES}"]
+    for source in sources:
+        command = [compiler, *flags, "-c", str(source), "-o", str(folder / "object")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{source.name}:\n{done.stderr}"
+
+
+@needs_levels
+@pytest.mark.parametrize("extensions", ["v4", "v4 -mavx512bf16 -mavx512vbmi"])
+def test_tiles_compile_for_processors_without_them(extensions, tmp_path):
+    """Wheels for AVX-512 have them, and so does a build on an AMD processor with AVX-512."""
+    source = native.SOURCES / "kernels" / "product" / "amx_kernel.cc"
+    check_compiles([source], extensions, tmp_path)
+
+
+@needs_levels
+@pytest.mark.slow
+@pytest.mark.parametrize("extensions", ["v2", "v3", "v4", "v4 -mavx512bf16 -mavx512vbmi"])
+def test_what_depends_on_the_processor_compiles_for_every_level(extensions, tmp_path):
+    sources = [x for x in sorted(native.SOURCES.rglob("*.cc")) if x.parent.name != "aten"]
+    sources = [source for source in sources if reads_intrinsics(source)]
+    assert len(sources) > 10
+    check_compiles(sources, extensions, tmp_path)
 
 
 def test_a_named_folder_without_a_library_is_an_error(tmp_path, monkeypatch):

@@ -380,6 +380,16 @@ void Replace(float* sums, const float* others, Others rows, Others columns) {
 
 constexpr int64_t kSums = AmxKernel::kRows * AmxKernel::kColumns;
 
+// Functions, since GCC 12 drops the attribute of constructors and destructors.
+RELAX_DISC_TILES void Configure(void* before) {
+  // Not on the stack: GCC takes the instruction to read its first 8 bytes alone.
+  alignas(64) static constexpr Configuration configuration;
+  _tile_storeconfig(before);
+  _tile_loadconfig(&configuration);
+}
+
+RELAX_DISC_TILES void Restore(const void* before) { _tile_loadconfig(before); }
+
 }  // namespace
 
 bool HasAmx() {
@@ -387,14 +397,9 @@ bool HasAmx() {
   return has;
 }
 
-RELAX_DISC_TILES AmxKernel::Scope::Scope() {
-  // Not on the stack: GCC takes the instruction to read its first 8 bytes alone.
-  alignas(64) static constexpr Configuration configuration;
-  _tile_storeconfig(before_);
-  _tile_loadconfig(&configuration);
-}
+AmxKernel::Scope::Scope() { Configure(before_); }
 
-RELAX_DISC_TILES AmxKernel::Scope::~Scope() { _tile_loadconfig(before_); }
+AmxKernel::Scope::~Scope() { Restore(before_); }
 
 void AmxKernel::PackA(const Matrix<float>& a, int64_t rows, int64_t depth, int64_t tiles,
                       Packed* target, int64_t panel) {
