@@ -1,14 +1,16 @@
-"""Peak memory of a training step of PyTorch's, counted in a dry run: no kernel runs.
+"""Peak memory and modelled time of a training step of PyTorch's, in a dry run: no kernel runs.
 
 Eager steps run on fake tensors, with and without layers that are computed again
 (`torch.utils.checkpoint`).  For torch.compile the program that Inductor writes for the CPU runs:
-its allocations are made of fake tensors, its kernels are left out.  A mode under which all
-operators pass counts the storages that are alive.  Scratch memory inside a kernel is not seen.
+its allocations are made of fake tensors, its kernels are left out.  Modes under which all
+operators pass count the storages that are alive, and what the kernels would take
+(`benchmarks.dry_time`).  Scratch memory inside a kernel is not seen.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,6 +29,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
+
+from benchmarks.dry_time import Machine, ModelledTime, flops_of_product
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Peak of a step in bytes, parameters and state included, and its modelled time."""
+
+    peak_bytes: int
+    nanoseconds: float
 
 
 class LiveBytes(TorchDispatchMode):
@@ -76,11 +88,16 @@ class EagerStep:
     ----------
     make : callable
         Returns the model; ``model(ids, labels)`` is its loss, ``model.blocks`` its layers.
+    machine : Machine
+        What times are modelled for.
     checkpointed : bool
         Compute every layer again in the backward pass.
     """
 
-    def __init__(self, make: Callable[[], nn.Module], *, checkpointed: bool = False) -> None:
+    def __init__(
+        self, make: Callable[[], nn.Module], machine: Machine, *, checkpointed: bool = False
+    ) -> None:
+        self._machine = machine
         self._modes = FakeTensorMode(), LiveBytes()
         with self._modes[0], self._modes[1]:
             self._model: Any = make()
@@ -89,28 +106,67 @@ class EagerStep:
                     again = functools.partial(checkpoint, block.forward, use_reentrant=False)
                     block.forward = again
             self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
-        self.peak(1, 4)  # makes the optimizer's state
+        self.count(1, 4)  # makes the optimizer's state
 
-    def peak(self, rows: int, length: int) -> int:
-        """Return the peak of a step at one shape in bytes, parameters and state included."""
+    def count(self, rows: int, length: int) -> Counted:
+        """Count a step at one shape."""
         fake, live = self._modes
-        with fake, live:
+        with fake, live, ModelledTime(self._machine) as time:
             ids, labels = (torch.zeros(rows, length, dtype=torch.long) for _ in range(2))
             live.peak = live.now
             self._model(ids, labels).backward()
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-        return live.peak
+        return Counted(live.peak, time.nanoseconds)
 
 
 @dataclass(frozen=True, slots=True)
 class _Half:
     """A program of Inductor's: a function that takes a list, and names of what goes in and out."""
 
+    kernels: _Kernels
     run: Callable[[list[Any]], Sequence[Any]]
     inputs: tuple[str, ...]
     values: tuple[Any, ...]
     outputs: tuple[str | None, ...]
+
+
+class _Kernels:
+    """Stands for the kernels of a program, which write into memory that is given.
+
+    Attributes
+    ----------
+    time : ModelledTime, optional
+        Is told of each.
+    """
+
+    def __init__(self) -> None:
+        self.time: ModelledTime | None = None
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Look a library's kernel up: `extern_kernels` of the program."""
+
+        def run(*args: Any, out: Tensor, **scales: Any) -> None:
+            """Leave the memory as it is."""
+            if self.time is not None:
+                self.time.add(args, out, flops_of_product(name, args, out))
+
+        return run
+
+    def generated(self, argument_types: Sequence[str], source: str) -> Callable[..., None]:
+        """Stand for a kernel that Inductor wrote; what it changes is read and written."""
+        del argument_types
+        head = re.search(r"void\s+kernel\((.*?)\)", source, re.DOTALL)
+        assert head is not None, source
+        names = [part.split()[-1].lstrip("*") for part in head[1].split(",")]
+
+        def run(*args: Any) -> None:
+            """Leave the memory as it is."""
+            if self.time is not None:
+                changed = [x for x, n in zip(args, names, strict=True) if n.startswith("in_out")]
+                self.time.add(args, changed)
+
+        return run
 
 
 class _Done(Exception):
@@ -124,6 +180,8 @@ class CompiledStep:
     ----------
     make : callable
         Returns the model, on the CPU; its memory is not touched.
+    machine : Machine
+        What times are modelled for.
     rows, length : int
         What it is compiled with first; the partitioner estimates with these sizes.
     budget : float, optional
@@ -131,27 +189,35 @@ class CompiledStep:
     """
 
     def __init__(
-        self, make: Callable[[], nn.Module], rows: int, length: int, budget: float = 1.0
+        self,
+        make: Callable[[], nn.Module],
+        machine: Machine,
+        rows: int,
+        length: int,
+        budget: float = 1.0,
     ) -> None:
         model = make()
+        self._machine = machine
         self._halves = _compiled(model, rows, length, budget)
         assert len(self._halves) == 2, "one graph with its gradients"
         self._parameters = [p.nbytes for p in model.parameters()]
 
-    def peak(self, rows: int, length: int) -> int:
-        """Return the peak of a step at one shape in bytes, parameters and state included."""
+    def count(self, rows: int, length: int) -> Counted:
+        """Count a step at one shape; AdamW's update is one kernel."""
         forward, backward = self._halves
         sizes = {}
         for value in forward.values:
             if isinstance(value, Tensor) and value.dtype == torch.long and value.dim() == 2:
                 sizes = dict(zip(map(str, value.shape), (rows, length), strict=True))
-        with FakeTensorMode(), LiveBytes() as live:
+        with FakeTensorMode(), LiveBytes() as live, ModelledTime(self._machine) as time:
             given = {
                 name: _fake(value, sizes)
                 for name, value in zip(forward.inputs, forward.values, strict=True)
             }
             live.now += 2 * sum(self._parameters)  # the optimizer's state
-            live.peak = live.now
+            live.peak, time.nanoseconds = live.now, 0.0
+            for half in (forward, backward):
+                half.kernels.time = time
             made = dict(zip(forward.outputs, forward.run(list(given.values())), strict=True))
             held = {**given, **made}
             made.clear()
@@ -162,7 +228,8 @@ class CompiledStep:
             held.clear()
             gradients = [x.nbytes for x in backward.run(arguments) if isinstance(x, Tensor)]
             assert sorted(gradients) == sorted(self._parameters)
-        return live.peak
+        update = 7 * sum(self._parameters) / self._machine.bytes_per_ns + self._machine.launch_ns
+        return Counted(live.peak, time.nanoseconds + update)
 
 
 def _fake(value: Any, sizes: Mapping[str, int]) -> Any:
@@ -183,8 +250,13 @@ def _compiled(model: nn.Module, rows: int, length: int, budget: float) -> list[_
         values = tuple(node.meta["val"] for node in holders)
         returned: Any = graph.graph.output_node().args[0]
         outputs = tuple(getattr(node, "name", None) for node in returned)
-        made: Any = compile_fx_inner(graph, inputs, **options)
-        found.append(_Half(_without_kernels(made.current_callable), names, values, outputs))
+        kernels = _Kernels()
+        with patch.object(
+            AsyncCompile, "cpp_pybinding", lambda self, *told: kernels.generated(*told)
+        ):
+            made: Any = compile_fx_inner(graph, inputs, **options)
+        run = _without_kernels(made.current_callable, kernels)
+        found.append(_Half(kernels, run, names, values, outputs))
         made.current_callable = stop
         return made
 
@@ -196,7 +268,6 @@ def _compiled(model: nn.Module, rows: int, length: int, budget: float) -> list[_
     with ExitStack() as stack:
         stack.enter_context(functorch_config.patch(activation_memory_budget=budget))
         stack.enter_context(inductor_config.patch(force_disable_caches=True, compile_threads=1))
-        stack.enter_context(patch.object(AsyncCompile, "cpp_pybinding", _no_kernel))
         compiled = torch.compile(
             model, dynamic=True, backend=lambda *given: compile_fx(*given, inner_compile=keep)
         )
@@ -207,21 +278,7 @@ def _compiled(model: nn.Module, rows: int, length: int, budget: float) -> list[_
     return found
 
 
-def _no_kernel(*_: Any, **__: Any) -> Callable[..., None]:
-    return lambda *_: None
-
-
-class _NoKernels:
-    """Stands for Inductor's `extern_kernels`, which write into memory that is given."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        def run(*_: Any, out: Tensor, **__: Any) -> None:
-            """Leave the memory as it is."""
-
-        return run
-
-
-def _without_kernels(run: Any) -> Any:
+def _without_kernels(run: Any, kernels: _Kernels) -> Any:
     """Let a program of Inductor's allocate by operators, and run nothing."""
     names = getattr(run, "__func__", run).__globals__
 
@@ -237,7 +294,7 @@ def _without_kernels(run: Any) -> Any:
     names.update(
         empty_strided_cpu=allocate,
         reinterpret_tensor=view,
-        extern_kernels=_NoKernels(),
+        extern_kernels=kernels,
         assert_size_stride=nothing,
         assert_alignment=nothing,
         async_compile=SimpleNamespace(),

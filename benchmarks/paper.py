@@ -19,13 +19,12 @@ True) without and with an ``activation_memory_budget``, compiled at the first ba
 Memory is exact: the peak of every batch is planned, and that of the longest without a budget is
 counted in a dry run of the compiled step, for which address space is reserved; PyTorch's peaks are
 counted in dry runs, too (`benchmarks.dry_pytorch`).  No kernel runs: times are those of the plans'
-model of a GPU (`benchmarks.memory.full_size`), good for comparison with each other alone; for
-PyTorch's kernels there is no such model, so their column is empty.
+model of a GPU (`benchmarks.memory.full_size`), and PyTorch's kernels are counted by the same rule
+(`benchmarks.dry_time`): good for comparison with each other alone.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Protocol
@@ -35,8 +34,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.dry_pytorch import CompiledStep, EagerStep
-from benchmarks.memory.full_size import SIZES, full_size_model, full_size_step
+from benchmarks.dry_pytorch import CompiledStep, Counted, EagerStep
+from benchmarks.memory.full_size import MACHINE, SIZES, full_size_model, full_size_step
 from benchmarks.models.document import read_results
 from benchmarks.record import commit, machine, write_result
 from benchmarks.training.batches import epoch_lengths
@@ -59,10 +58,10 @@ _NAMES = ("batch", "length", "tokens")
 
 
 class PyTorchStep(Protocol):
-    """What counts the peak of a step of PyTorch's: see `benchmarks.dry_pytorch`."""
+    """What counts a step of PyTorch's: see `benchmarks.dry_pytorch`."""
 
-    def peak(self, rows: int, length: int) -> int:
-        """Return the peak of a step at one shape, in bytes."""
+    def count(self, rows: int, length: int) -> Counted:
+        """Return peak and modelled time of a step at one shape."""
         ...
 
 
@@ -135,37 +134,42 @@ def count_unlimited(step: TrainingStep, rows: int, length: int) -> int:
 
 
 def count_pytorch(step: PyTorchStep, batches: list[list[int]], limit: int) -> dict[str, Any]:
-    """Count the peaks of PyTorch's step over an epoch; what is over the limit would end the run.
+    """Count PyTorch's step over an epoch; what is over the limit is left out: it would end a run.
 
     ``batches``: lengths of the records of each. ``limit``: in bytes.
     """
     shapes = Counter((len(batch), max(batch)) for batch in batches)
-    fitting: dict[int, int] = {}
-    peak = 0
-    for rows in {rows for rows, _ in shapes}:
-        lengths = sorted(length for count, length in shapes if count == rows)
-        # A longer batch needs no less.
-        fits = bisect_right(lengths, limit, key=lambda length: step.peak(rows, length))
-        fitting[rows] = lengths[fits - 1] if fits else 0
-        peak = max([peak, *(step.peak(rows, length) for length in lengths[fits - 1 : fits])])
-    over = sum(n for (rows, length), n in shapes.items() if length > fitting[rows])
+    tokens: Counter[tuple[int, int]] = Counter()
+    for batch in batches:
+        tokens[len(batch), max(batch)] += sum(batch)
+    peak = over = done = 0
+    nanoseconds = 0.0
+    for shape, times in shapes.items():
+        counted = step.count(*shape)
+        if counted.peak_bytes > limit:
+            over += times
+            continue
+        peak = max(peak, counted.peak_bytes)
+        nanoseconds += times * counted.nanoseconds
+        done += tokens[shape]
     rows, longest = max(shapes)[0], max(length for _, length in shapes)
     return {
-        "unlimited_bytes": step.peak(rows, longest),
+        "unlimited_bytes": step.count(rows, longest).peak_bytes,
         "peak_bytes": peak,
         "longest": longest,
         "batches": len(batches),
         "batches_over_budget": over,
+        "modelled_tokens_per_second": done / nanoseconds * 1e9 if done else None,
     }
 
 
 def pytorch_steps(first: list[int]) -> Iterator[tuple[str, PyTorchStep]]:
     """Make PyTorch's ways of taking the step, by name; ``first``: lengths of the first batch."""
-    yield "PyTorch, eager", EagerStep(lambda: Llama(SIZES))
-    yield "PyTorch, checkpointing", EagerStep(lambda: Llama(SIZES), checkpointed=True)
+    yield "PyTorch, eager", EagerStep(lambda: Llama(SIZES), MACHINE)
+    yield "PyTorch, checkpointing", EagerStep(lambda: Llama(SIZES), MACHINE, checkpointed=True)
     for budget in (1.0, 0.5, 0.3):
         name = "torch.compile" if budget == 1.0 else f"torch.compile, budget {budget}"
-        yield name, CompiledStep(full_size_model, len(first), max(first), budget)
+        yield name, CompiledStep(full_size_model, MACHINE, len(first), max(first), budget)
 
 
 def main(

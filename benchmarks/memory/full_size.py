@@ -17,6 +17,7 @@ import torch
 from torch.export import Dim
 
 import relax_disc
+from benchmarks.dry_time import Machine
 from benchmarks.training.batches import VOCABULARY, make_batch
 from relax_disc.compiler import build_or_reuse
 from relax_disc.frontend import capture_step
@@ -26,7 +27,7 @@ from tutorials._llama import Llama, LlamaSizes
 
 FRACTIONS = (0.75, 0.5, 1 / 3, 0.25)
 # A data-centre GPU: float32 matrix products at tensor-core rate, memory, one kernel's launch.
-FLOPS_PER_NS, BYTES_PER_NS, KERNEL_NS = 500_000.0, 4_000.0, 3_000.0
+MACHINE = Machine(flops_per_ns=500_000.0, bytes_per_ns=4_000.0, launch_ns=3_000.0)
 SIZES = LlamaSizes(
     vocabulary=VOCABULARY, layers=4, hidden=4096, heads=32, feed_forward=11008, longest=2048
 )
@@ -49,7 +50,7 @@ def full_size_model() -> Llama:
 def full_size_step(options: PipelineOptions | None = None) -> TrainingStep:
     """Compile the model's step for batches up to 64 of up to 2,048 tokens."""
     step = compile_llama(full_size_model(), batch=64, longest=2048, options=options)
-    step.session.set_machine(FLOPS_PER_NS, BYTES_PER_NS, KERNEL_NS)
+    step.session.set_machine(MACHINE.flops_per_ns, MACHINE.bytes_per_ns, MACHINE.launch_ns)
     return step
 
 

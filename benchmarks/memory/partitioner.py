@@ -22,7 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
-from benchmarks.memory.full_size import BYTES_PER_NS, FLOPS_PER_NS, KERNEL_NS, full_size_model
+from benchmarks.memory.full_size import MACHINE, full_size_model
 from benchmarks.memory.partitioner_values import (
     Digest,
     alike,
@@ -170,7 +170,7 @@ def compare_plans(step: TrainingStep, batch: int, length: int) -> list[dict[str,
     full = [Kernel(kernel.name, kernel.inputs, kernel.outputs) for kernel in metadata.kernels]
     ours = carried_over(small, full, digests)
     theirs = torch_digests()
-    step.session.set_machine(FLOPS_PER_NS, BYTES_PER_NS, KERNEL_NS)
+    step.session.set_machine(MACHINE.flops_per_ns, MACHINE.bytes_per_ns, MACHINE.launch_ns)
     graph = step.session.planner_graph((batch, length))
     head = step.session.kernel_names.index(HEAD)
     rows = []

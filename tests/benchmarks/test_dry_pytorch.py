@@ -8,11 +8,13 @@ import sys
 import pytest
 
 from benchmarks.dry_pytorch import CompiledStep, EagerStep
+from benchmarks.dry_time import Machine
 from benchmarks.malloc_counter import preload_environment
 from tutorials._llama import Llama, LlamaSizes
 
 SIZES = LlamaSizes(vocabulary=4000, layers=3, hidden=256, heads=4, feed_forward=688, longest=256)
 SHAPES = [(4, 200), (3, 77)]
+MACHINE = Machine(flops_per_ns=1000.0, bytes_per_ns=10.0, launch_ns=500.0)
 
 MEASURED = """
 import functools, json, sys
@@ -70,22 +72,24 @@ def counted(step):
     """The same of a dry run."""
     held = 3 * sum(p.nbytes for p in Llama(SIZES).parameters())
     held += 2 * SIZES.longest * (SIZES.hidden // SIZES.heads) * 4  # the tables of angles
-    return [step.peak(*shape) - held - 2 * 8 * shape[0] * shape[1] for shape in SHAPES]
+    return [step.count(*shape).peak_bytes - held - 2 * 8 * shape[0] * shape[1] for shape in SHAPES]
 
 
 @pytest.mark.parametrize("way", ["eager", "checkpointing"])
 def test_what_eager_steps_hold_is_counted_without_running_them(way, repository):
-    found = counted(EagerStep(lambda: Llama(SIZES), checkpointed=way == "checkpointing"))
+    found = counted(EagerStep(lambda: Llama(SIZES), MACHINE, checkpointed=way == "checkpointing"))
     assert found == pytest.approx(measured(way, repository), rel=0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [1.0, 0.3])
 def test_what_torch_compile_holds_is_counted_without_its_kernels(budget, repository):
-    found = counted(CompiledStep(lambda: Llama(SIZES), *SHAPES[0], budget))
+    found = counted(CompiledStep(lambda: Llama(SIZES), MACHINE, *SHAPES[0], budget))
     assert found == pytest.approx(measured(str(budget), repository), rel=0.01)
 
 
 def test_a_budget_and_checkpoints_hold_less():
-    eager = EagerStep(lambda: Llama(SIZES)).peak(4, 200)
-    assert EagerStep(lambda: Llama(SIZES), checkpointed=True).peak(4, 200) < 0.8 * eager
+    eager = EagerStep(lambda: Llama(SIZES), MACHINE).count(4, 200)
+    again = EagerStep(lambda: Llama(SIZES), MACHINE, checkpointed=True).count(4, 200)
+    assert again.peak_bytes < 0.8 * eager.peak_bytes
+    assert again.nanoseconds > eager.nanoseconds

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.dry_pytorch import Counted
 from benchmarks.memory.full_size import compile_llama
 from benchmarks.paper import (
     count_pytorch,
@@ -38,25 +39,32 @@ def test_an_epoch_is_planned_batch_by_batch():
 
 def test_pytorchs_epoch_is_counted_by_its_peaks():
     class Products:
-        def peak(self, rows, length):
-            return rows * length
+        def count(self, rows, length):
+            return Counted(rows * length, 100.0 * length)
 
     epoch = [[5, 9], [3, 7], [20, 2], [30, 4], [19]]
-    found = count_pytorch(Products(), epoch, 18)
+    found = count_pytorch(Products(), epoch, 19)
+    rate = found.pop("modelled_tokens_per_second")
+    assert rate == pytest.approx((5 + 9 + 3 + 7 + 19) / (9 + 7 + 19) * 1e7)
     assert found == {
         "unlimited_bytes": 60,
-        "peak_bytes": 18,
+        "peak_bytes": 19,
         "longest": 30,
         "batches": 5,
-        "batches_over_budget": 3,
+        "batches_over_budget": 2,
     }
     assert count_pytorch(Products(), epoch, 60)["batches_over_budget"] == 0
-    assert count_pytorch(Products(), epoch, 1)["batches_over_budget"] == 5
+    none = count_pytorch(Products(), epoch, 1)
+    assert none["batches_over_budget"] == 5 and none["modelled_tokens_per_second"] is None
 
 
 @pytest.mark.slow
 def test_pytorchs_ways_at_full_size_hold_what_they_promise():
-    peaks = {name: step.peak(14, 400) for name, step in pytorch_steps([50, 400])}
+    counted = {name: step.count(14, 400) for name, step in pytorch_steps([50, 400])}
+    peaks = {name: found.peak_bytes for name, found in counted.items()}
+    times = {name: found.nanoseconds for name, found in counted.items()}
+    assert times["torch.compile"] < times["PyTorch, eager"] < times["PyTorch, checkpointing"]
+    assert times["torch.compile"] < times["torch.compile, budget 0.3"]
     assert next(iter(peaks)) == "PyTorch, eager"
     assert max(peaks.values()) == peaks["PyTorch, eager"]
     assert peaks["torch.compile, budget 0.3"] < peaks["torch.compile"]
