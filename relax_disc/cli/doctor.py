@@ -57,13 +57,15 @@ def findings() -> list[Finding]:
     own = {"torch": torch.__version__}
     found += [Finding(n, own.get(n) or metadata.version(n)) for n in SUPPORTED_VERSIONS]
     compiler = native.find_compiler()
-    carried = native.carried(native.LIBRARIES, native.processor_flags())
+    try:
+        carried = native.found()
+    except native.NativeBuildError:  # told below
+        carried = None
     needed = "" if carried or compiler else _ADVICE
     found.append(
         Finding("C++ compiler", compiler or "none", True if compiler else not needed, needed)
     )
     try:
-        carried = native.found()
         with progress.shown():
             native.load()
         found.append(Finding("C++ library", "of the wheel" if carried else "built here"))

@@ -67,7 +67,7 @@ def scratch_bytes(
     points = _points(symbols, tensors, free, held)
     if growing is not None:
         tensors = growing
-        points.insert(0, {s: symbols.size_in_range(s, held.get(s, 1)) for s in free})
+        points.insert(0, _sizes(symbols, free, held, 1))
     seen = [
         (sum(_bytes(x, sizes) for x in tensors), found[0])
         for sizes in points
@@ -132,7 +132,7 @@ def _points(
         return [{}]
     points: list[dict[Any, int]] = []
     for factor in (1, 2, 3, 5, 8, 16, 32, 64, 128, 256, 512, 1024):
-        sizes = {s: symbols.size_in_range(s, held.get(s, 2 * factor)) for s in free}
+        sizes = _sizes(symbols, free, held, 2 * factor)
         total = sum(_bytes(x, sizes) for x in tensors)
         if points and (sizes == points[-1] or total > _MOST_BYTES):
             break
@@ -150,22 +150,26 @@ def _stretched(
 ) -> list[dict[Any, int]]:
     """All dims at their least, each dim long beside the others at their least, and the reverse."""
     moving = [s for s in free if s not in held]
-
-    def sizes(long: Sequence[Any], length: int) -> dict[Any, int]:
-        return {s: symbols.size_in_range(s, length if s in long else held.get(s, 1)) for s in free}
-
-    points = [sizes((), 1)] if free else []
+    least = _sizes(symbols, free, held, 1)
+    points = [least] if free else []
     for each in moving:
         for long in ([each], [s for s in moving if s is not each]):
-            length = 2
-            while (
-                length < _LONGEST
-                and sum(_bytes(x, sizes(long, length)) for x in tensors) < _STRETCHED_BYTES
-            ):
+            length, total = 1, 0
+            sizes = least
+            while length < _LONGEST and total < _STRETCHED_BYTES:
                 length *= 2
-            if (point := sizes(long, length)) not in points:
-                points.append(point)
+                sizes = least | _sizes(symbols, long, held, length)
+                total = sum(_bytes(x, sizes) for x in tensors)
+            if sizes not in points:
+                points.append(sizes)
     return points
+
+
+def _sizes(
+    symbols: SymbolTranslator, free: Sequence[Any], held: Mapping[Any, int], length: int
+) -> dict[Any, int]:
+    """Sizes as near to a length, or to what they are held at, as their ranges allow."""
+    return {s: symbols.size_in_range(s, held.get(s, length)) for s in free}
 
 
 def _free(size: Any) -> set[Any]:

@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.ir import prim
 
 from relax_disc.analysis.kernels.element import Element, GuardDepth, is_guard
-from relax_disc.analysis.kernels.mutate import mutate
+from relax_disc.analysis.kernels.mutate import mutate, walk
 from relax_disc.tir_kernels.vectorizable import uses_any
 
 _OPERATIONS = (
@@ -93,5 +93,4 @@ class _Hoister(GuardDepth):
 
 
 def _reads(expr: Any) -> bool:
-    stop = (tvm.ir.TensorLoad, lambda load: tvm_ffi.VisitInterrupt())
-    return tvm_ffi.structural_walk(expr, stop) is not None
+    return walk(expr, tvm.ir.TensorLoad, lambda load: tvm_ffi.VisitInterrupt()) is not None

@@ -17,7 +17,7 @@ import tvm_ffi
 from tvm.ir import prim
 
 from relax_disc.analysis.kernels.element import Element, is_guard, is_short_load
-from relax_disc.analysis.kernels.mutate import mutate
+from relax_disc.analysis.kernels.mutate import mutate, walk
 from relax_disc.analysis.kernels.stages import Axis, constant, nodes_of
 from relax_disc.tir_kernels.vector_math import has_formula
 
@@ -49,7 +49,7 @@ def uses_any(expr: Any, variables: Collection[Any]) -> bool:
     def stop(found: Any) -> Any:
         return tvm_ffi.VisitInterrupt() if found in variables else None
 
-    return tvm_ffi.structural_walk(expr, (tvm.ir.Var, stop)) is not None
+    return walk(expr, tvm.ir.Var, stop) is not None
 
 
 def _uses(expr: Any, var: Any) -> bool:

@@ -17,7 +17,7 @@ from tvm import tirx
 from tvm.ir import prim
 
 from relax_disc.analysis.kernels.half_precision import widen_bfloat16, widen_stage
-from relax_disc.analysis.kernels.mutate import mutate
+from relax_disc.analysis.kernels.mutate import mutate, walk
 from relax_disc.analysis.kernels.stages import (
     Axis,
     Stage,
@@ -339,10 +339,10 @@ def collapse(
             uses[var] += 1
 
     for expr in expressions:
-        tvm_ffi.structural_walk(expr, (tvm.ir.Var, count))
+        walk(expr, tvm.ir.Var, count)
     for store in indices:
         for index in store[1:]:
-            tvm_ffi.structural_walk(index, (tvm.ir.Var, count))
+            walk(index, tvm.ir.Var, count)
     analyzer = tvm.sym.Analyzer()
     groups = [[axes[0]]] if axes else []
     for first, second in itertools.pairwise(axes):

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import tvm
-import tvm_ffi
 from tvm import tirx
 from tvm.ir import prim
 
-from relax_disc.analysis.kernels.stages import is_buffer
+from relax_disc.analysis.kernels.mutate import walk
+from relax_disc.analysis.kernels.stages import is_buffer, nodes_of
 
 APART_ATTRIBUTE = "relax_disc.threads_apart"
 """Of a kernel whose rule knows that threads write apart, at places that are read from memory."""
@@ -154,7 +154,7 @@ class _Walk:
             if is_buffer(param):
                 self._storage[param] = param
                 for extent in param.shape:
-                    tvm_ffi.structural_walk(extent, (tvm.ir.Var, lambda v: self._size(v, sizes)))
+                    walk(extent, tvm.ir.Var, lambda v: self._size(v, sizes))
             else:
                 self._size(param, sizes)
         self._visit(func.body)
@@ -341,8 +341,7 @@ def _sample_blocks(count: int, body: Any) -> Any:
             if isinstance(side, prim.IntImm):
                 numbers.update((int(side.value) - 1, int(side.value)))
 
-    for kind in (prim.LT, prim.LE, prim.GT, prim.GE):
-        tvm_ffi.structural_walk(body, (kind, note))
+    walk(body, (prim.LT, prim.LE, prim.GT, prim.GE), note)
     return np.array(sorted(n for n in numbers if 0 <= n < count))[:, None]
 
 
@@ -355,8 +354,4 @@ def _name(node: Any) -> str:
 
 
 def _has_barrier(body: Any) -> bool:
-    found: list[Any] = []
-    tvm_ffi.structural_walk(
-        body, (tvm.ir.Call, lambda call: found.append(call) if _name(call) == _BARRIER else None)
-    )
-    return bool(found)
+    return any(_name(call) == _BARRIER for call in nodes_of(tvm.ir.Call, body))

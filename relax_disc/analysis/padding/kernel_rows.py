@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tvm
-import tvm_ffi
 from tvm import tirx
 from tvm.ir import prim
 
 from relax_disc.analysis.kernels.element import is_guard
-from relax_disc.analysis.kernels.mutate import mutate
+from relax_disc.analysis.kernels.mutate import mutate, walk
 from relax_disc.analysis.kernels.stages import (
     Stage,
     constant,
@@ -151,7 +150,7 @@ class _Reader:
             rows = self._rows.get(load.source)
             found.append(rows is None or _note(place, rows, load.indices))
 
-        tvm_ffi.structural_walk(expr, (tvm.ir.TensorLoad, note))
+        walk(expr, tvm.ir.TensorLoad, note)
         return all(found)
 
     def _without_rows(self, expr: Any) -> Any:

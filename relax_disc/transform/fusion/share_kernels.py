@@ -25,7 +25,7 @@ from tvm import ir, relax, s_tir, tirx
 from tvm.ir import prim
 from tvm.sym.analyzer import Analyzer
 
-from relax_disc.analysis.kernels.mutate import mutate
+from relax_disc.analysis.kernels.mutate import mutate, walk
 from relax_disc.analysis.kernels.stages import constant, is_buffer, nodes_of
 from relax_disc.tir_kernels.cpu.elementwise import APART, FEW_ELEMENTS, SERIAL_ELEMENTS
 from relax_disc.transform.functions import (
@@ -236,7 +236,7 @@ def _without_needless_divisions(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
         del mutator
         return analyzer.simplify(expr)
 
-    tvm_ffi.structural_walk(kernel.body, (s_tir.SBlock, on_block))
+    walk(kernel.body, s_tir.SBlock, on_block)
     return mutate(kernel, [(kind, on_division) for kind in _DIVISIONS])
 
 

@@ -17,7 +17,7 @@ import builtins
 import dis
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -27,6 +27,7 @@ from torch.utils._sympy import functions as torch_sympy
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.sizes.exact import fraction_of
 from relax_disc.frontend.capture.source_lines import calling_line
+from relax_disc.frontend.capture.state.sources import codes_of, function_of
 
 _SYMBOLIC = torch.SymInt | torch.SymFloat
 
@@ -38,16 +39,14 @@ def replacements(space: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in space.items()
         if value is math or (isinstance(value, types.BuiltinFunctionType) and value in _OF_MATH)
     }
+    codes = codes_of(_functions(space))
     wanted = {"round": _ROUND}
-    wanted |= {name: made for name, made in _CLASSES.items() if _is_only_called(space, name)}
+    wanted |= {name: made for name, made in _CLASSES.items() if _is_only_called(codes, name)}
     return found | {name: made for name, made in wanted.items() if name not in space}
 
 
-def _is_only_called(space: Mapping[str, Any], name: str) -> bool:
-    """Say whether the functions of a file call a class, and do nothing else with it."""
-    codes = [function.__code__ for function in _functions(space)]
-    for code in codes:  # grows
-        codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+def _is_only_called(codes: Sequence[types.CodeType], name: str) -> bool:
+    """Say whether the code of a file calls a class, and does nothing else with it."""
     uses = [
         instruction
         for code in codes
@@ -66,7 +65,7 @@ def _functions(space: Mapping[str, Any]) -> Iterator[types.FunctionType]:
         if isinstance(value, type) and value.__module__ == space.get("__name__"):
             members = list(vars(value).values())
         for member in members:
-            function = getattr(member, "__func__", member)
+            function = function_of(member)
             if isinstance(function, types.FunctionType) and function.__globals__ is space:
                 yield function
 

@@ -51,7 +51,9 @@ _FOLDS: tuple[tuple[Any, Callable[[Any, Any], Any]], ...] = (
     (torch_sympy.ToFloat, operator.add),
 )
 
-_ROUNDED: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+_OF_ONE: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (sympy.Not, np.logical_not),
+    (torch_sympy.OpaqueUnaryFn_sqrt, np.sqrt),
     (torch_sympy.TruncToInt, np.trunc),
     (torch_sympy.FloorToInt, np.floor),
     (torch_sympy.CeilToInt, np.ceil),
@@ -84,13 +86,9 @@ def evaluate(
     if expr in (sympy.true, sympy.false):
         return np.bool_(expr == sympy.true)
     args = [evaluate(arg, values, undefined) for arg in expr.args]
-    if isinstance(expr, sympy.Not):
-        return np.logical_not(args[0])
-    if type(expr).__name__ == "OpaqueUnaryFn_sqrt":
-        return np.sqrt(args[0])
-    for kind, rounded in _ROUNDED:
+    for kind, function in _OF_ONE:
         if isinstance(expr, kind):
-            return rounded(args[0])
+            return function(args[0])
     if isinstance(expr, sympy.Pow) and expr.args[1].is_Integer and expr.args[1] >= 0:
         return functools.reduce(operator.mul, itertools.repeat(args[0], int(expr.args[1])))
     if isinstance(expr, _QUOTIENTS) and not np.all(args[1]):

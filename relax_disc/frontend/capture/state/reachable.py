@@ -41,6 +41,7 @@ from relax_disc.frontend.capture.state.sources import (
     Place,
     Source,
     Step,
+    codes_of,
     function_of,
     step_from,
 )
@@ -319,6 +320,7 @@ def _methods(value: Any) -> Iterator[Step]:
 def _overridden(kind: type) -> Iterator[Step]:
     """List the methods of a class's bases that its other methods may call by ``super()``."""
     called, known = set[str](), set[str]()
+    leads_there = {"super", *(base.__name__ for base in kind.__mro__[1:])}
     for index, base in enumerate(kind.__mro__):
         if is_foreign(base.__module__):
             continue
@@ -329,13 +331,9 @@ def _overridden(kind: type) -> Iterator[Step]:
             if name in known and name in called:
                 yield "inherited", (index, name)
             known.add(name)
-            for code in _codes(function):
-                if {"super", *_names_of_bases(kind)} & {*code.co_names}:
+            for code in codes_of([function]):
+                if not leads_there.isdisjoint(code.co_names):
                     called.update(code.co_names)
-
-
-def _names_of_bases(kind: type) -> Iterator[str]:
-    return (base.__name__ for base in kind.__mro__[1:])
 
 
 def _names_in_methods(kind: type, names: Iterable[str]) -> set[str]:
@@ -346,23 +344,15 @@ def _names_in_methods(kind: type, names: Iterable[str]) -> set[str]:
         for base in kind.__mro__:
             function = function_of(vars(base).get(name))
             if isinstance(function, types.FunctionType) and not is_foreign(base.__module__):
-                new = {name for code in _codes(function) for name in code.co_names} - found
+                new = {name for code in codes_of([function]) for name in code.co_names} - found
                 found |= new
                 left += new
     return found
 
 
-def _codes(function: types.FunctionType) -> list[types.CodeType]:
-    """List the code of a function and of those inside it."""
-    codes = [function.__code__]
-    for code in codes:  # grows
-        codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return codes
-
-
 def _variables(function: types.FunctionType, found: Reachable) -> Iterator[Step]:
     """List the variables from outside that a function's code names."""
-    codes = _codes(function)
+    codes = codes_of([function])
     loaded: dict[str, None] = {}
     stored: set[str] = set()  # variables of closures
     for code in codes:

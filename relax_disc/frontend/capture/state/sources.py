@@ -10,7 +10,7 @@ import enum
 import functools
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,14 @@ def function_of(member: Any) -> Any:
     if isinstance(member, property):
         return member.fget
     return getattr(member, "__func__", member)
+
+
+def codes_of(functions: Iterable[types.FunctionType]) -> list[types.CodeType]:
+    """List the code of functions and of those inside them."""
+    codes = [function.__code__ for function in functions]
+    for code in codes:  # grows
+        codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return codes
 
 
 def step_from(holder: Any, kind: str, key: Any) -> Place:
