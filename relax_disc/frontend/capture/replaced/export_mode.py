@@ -22,10 +22,11 @@ from relax_disc.frontend.capture import example_values, model_checks
 from relax_disc.frontend.capture.loops.sequences import as_tensor
 from relax_disc.frontend.capture.loops.steps import set_item
 from relax_disc.frontend.capture.refusals import refusal
-from relax_disc.frontend.capture.replaced import inner_gradients
+from relax_disc.frontend.capture.replaced import inner_gradients, parts, pooling, ranges
 from relax_disc.frontend.capture.replaced.recurrent_layers import recurrent_layers, refuse_packing
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
 from relax_disc.frontend.capture.sizes import stand_ins
+from relax_disc.frontend.capture.sizes.operands import tensors_for_sizes
 from relax_disc.frontend.capture.sizes.squeezes import Squeezes
 
 
@@ -51,6 +52,7 @@ class ExportMode(TorchFunctionMode):
             raise refusal(getattr(func, "__name__", str(func)), why)
         args, kwargs = stand_ins.sizes_again(args, kwargs)
         args, kwargs = size_numbers.sizes_for_tensors(func, args, kwargs)
+        args, kwargs = tensors_for_sizes(func, args, kwargs)
         replacement = REPLACED.get(func)
         result = None if replacement is None else replacement(*args, **kwargs)
         if result is None:
@@ -115,21 +117,6 @@ def _embedding(
     """Refused by name where its gradient would be sparse; else PyTorch's own."""
     if sparse and weight.requires_grad:
         raise refusal("embedding", "its gradient is sparse; say sparse=False, which is as exact")
-
-
-def _linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor | None:
-    """Evenly spaced numbers, as many as a dim says."""
-    numbers = isinstance(start, int | float) and isinstance(end, int | float)
-    if not isinstance(steps, torch.SymInt) or not numbers or options.get("out") is not None:
-        return None
-    dtype = options.get("dtype") or torch.get_default_dtype()
-    count: Any = steps
-    place = torch.arange(count, dtype=dtype, device=options.get("device"))
-    step = (end - start) / torch.sym_max(steps - 1, 1)
-    # From the nearer end, as PyTorch does, so that both ends are exact; one number is the start.
-    backward: Any = count - 1 - place
-    first = place.lt(torch.sym_max(steps // 2, 1))
-    return torch.where(first, start + place * step, end - backward * step).to(dtype)
 
 
 def _embedding_bag(
@@ -222,26 +209,6 @@ def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
     if x.dim() == 2 and mask.dtype == torch.bool and mask.shape == x.shape:
         setattr(result, _PICKED, (x, mask))
     return result
-
-
-def _max_pool1d(
-    x: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Tensor | None:
-    """Pooling of one axis as pooling of two, which keeps the axis a symbol."""
-    if return_indices:
-        return None
-    kernel, step, border, spread = (
-        (one, v[0] if isinstance(v, tuple | list) else v)
-        for one, v in ((1, kernel_size), (1, stride or kernel_size), (0, padding), (1, dilation))
-    )
-    rows = functional.max_pool2d(x.unsqueeze(-2), kernel, step, border, spread, ceil_mode)
-    return rows.squeeze(-2)
 
 
 def _gaussian_nll_loss(
@@ -337,6 +304,17 @@ def _narrow(x: Tensor, dim: int, start: Any, length: Any) -> Tensor | None:
     return x.index_select(dim, first + torch.arange(length, device=x.device))
 
 
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+) -> Tensor | None:
+    """Queries take a scale that is made of sizes, which PyTorch takes as a number."""
+    if not isinstance(options.get("scale"), torch.SymFloat):
+        return None
+    scaled = query * torch.scalar_tensor(options["scale"], dtype=torch.float64, device=query.device)
+    options["scale"] = 1.0
+    return functional.scaled_dot_product_attention(scaled, key, value, *rest, **options)
+
+
 def _cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
     """By differences whatever the number of rows, on which PyTorch's choice would depend."""
     return torch.cdist(x, y, p, "donot_use_mm_for_euclid_dist")
@@ -355,13 +333,14 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: inner_gradients.record,
     torch.autograd.backward: _backward,
     torch.Tensor.backward: _backward,
-    torch.linspace: _linspace,
     torch.tensor: as_tensor,
     torch.as_tensor: as_tensor,
     functional.embedding: _embedding,
     functional.embedding_bag: _embedding_bag,
-    torch.max_pool1d: _max_pool1d,
-    functional.max_pool1d: _max_pool1d,
+    functional.scaled_dot_product_attention: _attention,
+    **parts.REPLACED,
+    **pooling.REPLACED,
+    **ranges.REPLACED,
     functional.ctc_loss: _ctc_loss,
     torch.masked_select: _masked_select,
     Tensor.masked_select: _masked_select,

@@ -118,6 +118,15 @@ def difference_of(equality: Any) -> Any:
     return -difference if difference.could_extract_minus_sign() else difference
 
 
+def asked_for_model(condition: Any) -> bool:
+    """Ask for a condition of sizes in the place of a line of the model, as if that asked."""
+    return bool(condition)
+
+
+def _place_of(frame: Any) -> tuple[str, int]:
+    return frame.f_code.co_filename, frame.f_lineno
+
+
 @contextlib.contextmanager
 def size_branches(ways: Ways) -> Iterator[SizeBranches]:
     """Collect the equalities that code outside PyTorch asks for while this is active.
@@ -129,17 +138,21 @@ def size_branches(ways: Ways) -> Iterator[SizeBranches]:
 
     def noting(self: Any) -> bool:
         frame = sys._getframe(1)
-        caller = frame.f_code.co_filename
         outer = frame.f_back if frame.f_code.co_name == "__bool__" else frame  # of a SymInt
-        calls = "" if outer is None else outer.f_code.co_filename
-        by_user = not calls.startswith(_INSIDE)
+        for_user = frame.f_code is asked_for_model.__code__
+        by_user = for_user or (
+            outer is not None and not outer.f_code.co_filename.startswith(_INSIDE)
+        )
         if by_user and isinstance(self.node.expr, sympy.Basic):
-            line = SourceLine(calls, outer.f_lineno)  # pyright: ignore[reportOptionalMemberAccess]
+            line = calling_line() if for_user else SourceLine(*_place_of(outer))
             truth = ways.truth(self, line)
             if truth is not None:
                 return truth
-        if not caller.startswith(_INSIDE) and isinstance(self.node.expr, sympy.Basic):
-            found.add(self.node.expr, SourceLine(caller, frame.f_lineno))
+        if isinstance(self.node.expr, sympy.Basic):
+            if for_user:
+                found.add(self.node.expr, calling_line())
+            elif not frame.f_code.co_filename.startswith(_INSIDE):
+                found.add(self.node.expr, SourceLine(*_place_of(frame)))
         try:
             return before(self)
         except GuardOnDataDependentSymNode:

@@ -1,0 +1,165 @@
+"""Tensors that PyTorch makes of an extent alone, which it takes as a number: made of ranges.
+
+Evenly spaced numbers, windows, frequencies, triangles' positions, affine grids, one-hot rows.
+Where no extent is a symbol all of these are PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn import functional
+
+
+def _range(count: Any, options: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Make 0, 1, ... below a count, floats unless a type is given; ``options``: of a factory."""
+    dtype = dtype or options.get("dtype") or torch.get_default_dtype()
+    return torch.arange(count, dtype=dtype, device=options.get("device"))
+
+
+def _linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor | None:
+    """Evenly spaced numbers, as many as a dim says."""
+    numbers = isinstance(start, int | float) and isinstance(end, int | float)
+    if not isinstance(steps, torch.SymInt) or not numbers or options.get("out") is not None:
+        return None
+    count: Any = steps
+    place = _range(count, options)
+    step = (end - start) / torch.sym_max(steps - 1, 1)
+    # From the nearer end, as PyTorch does, so that both ends are exact; one number is the start.
+    backward: Any = count - 1 - place
+    first = place.lt(torch.sym_max(steps // 2, 1))
+    return torch.where(first, start + place * step, end - backward * step).to(place.dtype)
+
+
+def _logspace(
+    start: Any, end: Any, steps: Any, base: float = 10.0, **options: Any
+) -> Tensor | None:
+    """Powers of a base by evenly spaced numbers."""
+    exponents = _linspace(start, end, steps, **options)
+    return None if exponents is None else base**exponents
+
+
+def _window(weights: Callable[..., Sequence[float]]) -> Callable[..., Tensor | None]:
+    """Make a window that is a sum of cosines; ``weights``: of them, from the constant on."""
+
+    def window(
+        window_length: Any, periodic: bool = True, *parameters: float, **options: Any
+    ) -> Tensor | None:
+        """Sum cosines; one point is 1, whatever the window."""
+        if not isinstance(window_length, torch.SymInt):
+            return None
+        named = {k: options.pop(k) for k in ("alpha", "beta") if k in options}
+        length: Any = window_length if periodic else window_length - 1
+        place = _range(window_length, options) * (2 * math.pi / torch.sym_max(length, 1))
+        terms = [w * torch.cos(place * k) for k, w in enumerate(weights(*parameters, **named))]
+        return _one_alone(window_length, sum(terms[1:], terms[0]))
+
+    return window
+
+
+def _one_alone(length: Any, window: Tensor) -> Tensor:
+    return torch.where(torch.scalar_tensor(length, device=window.device) > 1, window, 1.0)
+
+
+def _hamming(alpha: float = 0.54, beta: float = 0.46) -> Sequence[float]:
+    return alpha, -beta
+
+
+def _bartlett(window_length: Any, periodic: bool = True, **options: Any) -> Tensor | None:
+    """Make a triangle; one point is 1."""
+    if not isinstance(window_length, torch.SymInt):
+        return None
+    length: Any = window_length if periodic else window_length - 1
+    place = _range(window_length, options) * (2 / torch.sym_max(length, 1))
+    return _one_alone(window_length, 1 - (place - 1).abs())
+
+
+def _fftfreq(n: Any, d: float = 1.0, **options: Any) -> Tensor | None:
+    """Frequencies of a transform: the positive ones, then the negative ones."""
+    if not isinstance(n, torch.SymInt):
+        return None
+    count: Any = n
+    place = _range(count, options)
+    return torch.where(place < (count + 1) // 2, place, place - count) / (count * d)
+
+
+def _rfftfreq(n: Any, d: float = 1.0, **options: Any) -> Tensor | None:
+    """Frequencies of a transform of real numbers."""
+    count: Any = n
+    return _range(count // 2 + 1, options) / (count * d) if isinstance(n, torch.SymInt) else None
+
+
+def _triangle(is_upper: bool) -> Callable[..., Tensor | None]:
+    def indices(row: Any, col: Any, offset: int = 0, **options: Any) -> Tensor | None:
+        """List rows and columns of a triangle of a square, with or without its diagonal."""
+        least = {0: 0, 1 if is_upper else -1: 1}.get(offset)
+        is_square = isinstance(row, torch.SymInt) and statically_known_true(row == col)
+        if not is_square or least is None:
+            return None
+        side: Any = row
+        count = side * (side + 1 - 2 * least) // 2
+        places, rows = (_range(n, options, torch.int64) for n in (count, side))
+        # Of the lower triangle, where each row starts; the upper one is that, turned round.
+        starts = rows * (rows + 1 - 2 * least) // 2
+        at = count - 1 - places if is_upper else places
+        of_lower = torch.searchsorted(starts, at, right=True) - 1
+        column = at - starts[of_lower]
+        found = (side - 1 - of_lower, side - 1 - column) if is_upper else (of_lower, column)
+        return torch.stack(found).to(options.get("dtype") or torch.int64)
+
+    return indices
+
+
+def _affine_grid(
+    theta: Tensor, size: Sequence[Any], align_corners: bool | None = None
+) -> Tensor | None:
+    """PyTorch's grid of points and ones, times the matrix of each sample.
+
+    ``theta``: [N, 2, 3] or [N, 3, 4].  ``size``: of the pictures, [N, C, H, W] or [N, C, D, H, W].
+    """
+    extents = list(size[2:])
+    if all(isinstance(extent, int) for extent in extents):
+        return None
+    axes = [_from_side_to_side(extent, bool(align_corners), theta) for extent in extents]
+    one = torch.ones((), dtype=theta.dtype, device=theta.device)
+    points = [*reversed(torch.meshgrid(*axes, indexing="ij")), one]
+    grid = torch.stack([x.expand(extents) for x in points], dim=-1)
+    rows = grid.reshape(1, -1, len(points)) @ theta.transpose(1, 2)
+    return rows.reshape(size[0], *extents, len(extents))
+
+
+def _from_side_to_side(length: Any, align_corners: bool, like: Tensor) -> Tensor:
+    """Place points between -1 and 1, at the ends or half a step inside; a single one at 0."""
+    place = torch.arange(length, dtype=like.dtype, device=like.device)
+    steps = torch.sym_max(length - 1, 1) if align_corners else length
+    return (2 * place - (length - 1)) / steps
+
+
+def _one_hot(x: Tensor, num_classes: Any = -1) -> Tensor | None:
+    """Write ones at the places that are named; another place is an index out of range."""
+    if not isinstance(num_classes, torch.SymInt):
+        return None
+    zeros = torch.zeros(*x.shape, num_classes, dtype=torch.int64, device=x.device)
+    return zeros.scatter(-1, x.unsqueeze(-1), 1)
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.linspace: _linspace,
+    torch.logspace: _logspace,
+    torch.hann_window: _window(lambda: (0.5, -0.5)),
+    torch.hamming_window: _window(_hamming),
+    torch.blackman_window: _window(lambda: (0.42, -0.5, 0.08)),
+    torch.bartlett_window: _bartlett,
+    torch.fft.fftfreq: _fftfreq,
+    torch.fft.rfftfreq: _rfftfreq,
+    torch.tril_indices: _triangle(is_upper=False),
+    torch.triu_indices: _triangle(is_upper=True),
+    functional.affine_grid: _affine_grid,
+    torch.affine_grid_generator: _affine_grid,
+    functional.one_hot: _one_hot,
+}

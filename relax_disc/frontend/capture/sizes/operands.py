@@ -1,0 +1,41 @@
+"""Sizes as operands where PyTorch takes numbers and fixes them: they go there as tensors.
+
+``x ** x.shape[1]`` compares the exponent with a few numbers whose powers are cheap, and arithmetic
+of complex numbers has no form for a size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_POWERS = frozenset((torch.pow, Tensor.pow, Tensor.__pow__, torch.float_power, Tensor.float_power))
+_OF_COMPLEX = frozenset(
+    getattr(home, name)
+    for name in ("add", "sub", "mul", "div", "true_divide", "divide", "multiply", "subtract",
+                 "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__",
+                 "__truediv__", "__rtruediv__")
+    for home in (torch, Tensor)
+    if hasattr(home, name)
+)  # fmt: skip
+
+
+def tensors_for_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Put tensors without axes into a call in the place of sizes that it would fix."""
+    if func not in _POWERS and (func not in _OF_COMPLEX or not _has_complex((args, kwargs))):
+        return args, kwargs
+    return tuple(map(_as_tensor, args)), {name: _as_tensor(x) for name, x in kwargs.items()}
+
+
+def _has_complex(given: Any) -> bool:
+    args, kwargs = given
+    return any(isinstance(x, Tensor) and x.is_complex() for x in (*args, *kwargs.values()))
+
+
+def _as_tensor(value: Any) -> Any:
+    kinds = {torch.SymInt: torch.int64, torch.SymFloat: torch.float64}
+    dtype = kinds.get(type(value))
+    return value if dtype is None else torch.scalar_tensor(value, dtype=dtype)
