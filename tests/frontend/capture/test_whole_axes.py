@@ -63,6 +63,9 @@ RANGES = {
     "upper, no diagonal": lambda x, n: pairs(x, torch.triu_indices(n, n, 1)),
     "grid": lambda x, n: F.affine_grid(matrices(x), (x.shape[0], 1, n, 4), align_corners=False),
     "grid, corners": lambda x, n: F.affine_grid(matrices(x), picture(x).size(), align_corners=True),
+    "grid of fixed extents": lambda x, n: F.affine_grid(
+        matrices(x), (x.shape[0], 1, 3, 4), align_corners=False
+    ),
     "sampled": lambda x, n: F.grid_sample(
         picture(x),
         F.affine_grid(matrices(x).detach(), picture(x).size(), align_corners=False),

@@ -122,9 +122,9 @@ def _affine_grid(
 
     ``theta``: [N, 2, 3] or [N, 3, 4].  ``size``: of the pictures, [N, C, H, W] or [N, C, D, H, W].
     """
-    extents = list(size[2:])
-    if all(isinstance(extent, int) for extent in extents):
+    if all(isinstance(extent, int) for extent in size):
         return None
+    extents = list(size[2:])
     axes = [_from_side_to_side(extent, bool(align_corners), theta) for extent in extents]
     one = torch.ones((), dtype=theta.dtype, device=theta.device)
     points = [*reversed(torch.meshgrid(*axes, indexing="ij")), one]
