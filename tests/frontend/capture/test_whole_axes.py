@@ -9,9 +9,12 @@ from torch import nn
 from torch.export import Dim
 
 import relax_disc
-from relax_disc.errors import ShapeRangeError
+from relax_disc.errors import ModelCheckError, ShapeRangeError
 
-pytestmark = pytest.mark.filterwarnings("ignore:Since version 1.3.0")  # of grids of one point
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in ("Since version 1.3.0", "The length of signal is shorter")  # eager PyTorch's
+]
 LONGEST = 40
 LENGTHS = (1, 2, 3, 5, 16, 17, LONGEST)
 
@@ -89,6 +92,25 @@ OPERANDS = {
 }
 
 
+def heard(x, less=None, **options):
+    """Filter a signal of all numbers in a row by its spectrum; ``less`` samples come back."""
+    signal = x.flatten(1)
+    spectrum = torch.stft(signal, 4, hop_length=2, return_complex=True, **options)
+    length = None if less is None else signal.shape[1] - less
+    return torch.istft(spectrum * (0.9 + 0.1j), 4, hop_length=2, length=length, **options)
+
+
+HANN = torch.hann_window(4)
+SPECTRA = {
+    "all": lambda x, n: heard(x, 0, window=HANN),
+    "as many as whole frames": lambda x, n: heard(x, window=HANN),
+    "fewer": lambda x, n: heard(x, 1, window=HANN, normalized=True),
+    "more": lambda x, n: heard(x, -3, window=HANN),
+    "of two sides": lambda x, n: heard(x, 0, window=HANN, onesided=False),
+    "no border": lambda x, n: heard(x, window=torch.hamming_window(4), center=False),
+}
+
+
 def pairs(x, places):
     """Sums over pairs of rows; there may be none."""
     return (x[:, places[0]] * x[:, places[1]]).sum(1)
@@ -118,7 +140,11 @@ def compiled(uses, shortest=1):
     return model, step
 
 
-@pytest.mark.parametrize("uses", [POOLS, RANGES, OPERANDS], ids=["pools", "ranges", "operands"])
+@pytest.mark.parametrize(
+    "uses",
+    [POOLS, RANGES, OPERANDS, SPECTRA],
+    ids=["pools", "ranges", "operands", "spectra"],
+)
 def test_values_and_gradients_are_pytorchs_at_every_length(uses):
     model, step = compiled(list(uses.values()))
     for length in LENGTHS:
@@ -154,3 +180,11 @@ def test_sums_of_quotients_in_any_order():
     for length in LENGTHS:
         x = torch.randn(2, length, 4)
         torch.testing.assert_close(step(x)[1][0], model(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_place_in_no_window_is_an_error():
+    model, step = compiled([lambda x, n: heard(x, window=HANN, center=False)])
+    x = torch.randn(2, 5, 4)
+    for call, error in ((step, ModelCheckError), (model, RuntimeError)):
+        with pytest.raises(error, match="istft"):
+            call(x)

@@ -22,7 +22,7 @@ from relax_disc.frontend.capture import example_values, model_checks
 from relax_disc.frontend.capture.loops.sequences import as_tensor
 from relax_disc.frontend.capture.loops.steps import set_item
 from relax_disc.frontend.capture.refusals import refusal
-from relax_disc.frontend.capture.replaced import inner_gradients, parts, pooling, ranges
+from relax_disc.frontend.capture.replaced import inner_gradients, parts, pooling, ranges, spectra
 from relax_disc.frontend.capture.replaced.recurrent_layers import recurrent_layers, refuse_packing
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
 from relax_disc.frontend.capture.sizes import stand_ins
@@ -341,6 +341,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     **parts.REPLACED,
     **pooling.REPLACED,
     **ranges.REPLACED,
+    **spectra.REPLACED,
     functional.ctc_loss: _ctc_loss,
     torch.masked_select: _masked_select,
     Tensor.masked_select: _masked_select,
