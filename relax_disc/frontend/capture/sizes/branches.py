@@ -123,8 +123,11 @@ def asked_for_model(condition: Any) -> bool:
     return bool(condition)
 
 
-def _place_of(frame: Any) -> tuple[str, int]:
-    return frame.f_code.co_filename, frame.f_lineno
+def _outside(frame: Any) -> SourceLine | None:
+    """Return the line of a frame outside PyTorch and this package; None inside."""
+    if frame is None or frame.f_code.co_filename.startswith(_INSIDE):
+        return None
+    return SourceLine(frame.f_code.co_filename, frame.f_lineno)
 
 
 @contextlib.contextmanager
@@ -137,26 +140,23 @@ def size_branches(ways: Ways) -> Iterator[SizeBranches]:
     before = torch.SymBool.__bool__
 
     def noting(self: Any) -> bool:
-        frame = sys._getframe(1)
+        frame: Any = sys._getframe(1)
         outer = frame.f_back if frame.f_code.co_name == "__bool__" else frame  # of a SymInt
-        for_user = frame.f_code is asked_for_model.__code__
-        by_user = for_user or (
-            outer is not None and not outer.f_code.co_filename.startswith(_INSIDE)
-        )
-        if by_user and isinstance(self.node.expr, sympy.Basic):
-            line = calling_line() if for_user else SourceLine(*_place_of(outer))
-            truth = ways.truth(self, line)
+        is_of_sizes = isinstance(self.node.expr, sympy.Basic)
+        if frame.f_code is asked_for_model.__code__:
+            asks = line = calling_line()
+        else:
+            asks, line = _outside(outer), _outside(frame)
+        if asks is not None and is_of_sizes:
+            truth = ways.truth(self, asks)
             if truth is not None:
                 return truth
-        if isinstance(self.node.expr, sympy.Basic):
-            if for_user:
-                found.add(self.node.expr, calling_line())
-            elif not frame.f_code.co_filename.startswith(_INSIDE):
-                found.add(self.node.expr, SourceLine(*_place_of(frame)))
+        if line is not None and is_of_sizes:
+            found.add(self.node.expr, line)
         try:
             return before(self)
         except GuardOnDataDependentSymNode:
-            truth = model_checks.assumed_of_number(self) if by_user else None
+            truth = model_checks.assumed_of_number(self) if asks is not None else None
             if truth is None:
                 raise
             return truth
