@@ -282,6 +282,57 @@ def test_any_geometry_of_bfloat16_stays_inside_its_workspace(geometry, batch, th
     assert all(overflow == 0 for overflow, _ in taken)
 
 
+WRONG_IN_ONEDNN = [
+    (3, 1, 8, 1, (6, 3), (3, 3), (1, 3), (0, 1), (1, 1)),
+    (3, 1, 1, 1, (47, 25), (17, 24), (1, 3), (0, 0), (1, 1)),
+    (1, 1, 1, 1, (31, 35, 18), (1, 32, 3), (3, 1, 1), (0, 0, 0), (2, 1, 1)),
+    (3, 128, 32, 4, (8, 15), (5, 15), (3, 1), (0, 0), (1, 1)),
+    (3, 4, 128, 4, (7, 3, 6), (7, 2, 3), (2, 1, 3), (3, 0, 0), (1, 1, 1)),
+    (9, 8, 32, 4, (8, 33, 2), (8, 3, 1), (3, 1, 2), (4, 0, 0), (1, 1, 1)),
+]
+"""In float32, with AVX-512; PyTorch itself gives other numbers, or what lay in memory."""
+
+
+@pytest.mark.parametrize("geometry", WRONG_IN_ONEDNN)
+def test_what_onednn_computes_wrongly_is_computed_otherwise(geometry):
+    for overflow, _ in check(*geometry, torch.float32):
+        assert overflow == 0
+
+
+@pytest.mark.skipif(
+    "amx_bf16" in native.processor_flags() or "avx512bw" not in native.processor_flags(),
+    reason="of processors with AVX-512 and no matrix tiles",
+)
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        *WRONG_IN_ONEDNN,
+        (16, 16, 32, 4, (2, 33), (1, 3), (1, 1), (0, 0), (2, 1)),
+        (3, 4, 2, 2, (52, 39), (3, 5), (1, 1), (0, 0), (2, 2)),
+        # Right, but oneDNN takes more than is planned.
+        (9, 8, 16, 8, (31, 31), (1, 1), (1, 1), (0, 0), (1, 1)),
+        (9, 8, 256, 8, (13, 32), (12, 2), (1, 2), (0, 1), (1, 1)),
+        (9, 16, 16, 4, (31, 33, 16), (1, 3, 1), (2, 1, 1), (0, 0, 0), (1, 1, 1)),
+    ],
+)
+def test_the_same_of_bfloat16_without_tiles(geometry):
+    for overflow, _ in check(*geometry, torch.bfloat16):
+        assert overflow == 0
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        (9, 1, 1, 1, (27, 31), (12, 1), (1, 3), (0, 0), (1, 1)),
+        (9, 1, 16, 1, (24, 38), (24, 8), (2, 1), (12, 0), (1, 1)),
+        (3, 1, 1, 1, (7, 33), (7, 3), (2, 2), (3, 0), (1, 1)),
+    ],
+)
+def test_tall_windows_of_one_channel_stay_inside_their_workspace(geometry):
+    for overflow, _ in check(*geometry, torch.float32):
+        assert overflow == 0
+
+
 @pytest.mark.skipif(
     "amx_bf16" not in native.processor_flags(), reason="no matrix tiles of bfloat16 here"
 )

@@ -27,7 +27,13 @@ bool IsMiscomputed(const ConvolutionSizes& s, int64_t which, int64_t element, bo
   const int64_t channels = s.inner_channels / s.groups, wide = s.kernel[last];
   const bool is_deep = s.IsDeep();
   if (which == 0 && is_deep && s.groups > 1 && wide >= 12) return true;
-  if (is_half || !OneDnnHasTiles()) return false;
+  if (is_half || !OneDnnComputes(c10::kBFloat16)) return false;
+  if (!OneDnnHasTiles()) {
+    const bool is_one_wide = s.outer[last] == 1 && s.stride[last] > 1;
+    if (which == 2 && s.groups > 1 && !is_deep) return true;
+    if (which == 0 && channels == 1 && (is_one_wide || s.kernel[0] >= 12)) return true;
+    if (which == 0 && last > 1) return true;
+  }
   const bool is_dilated = Most(s.dilation) > 1, is_strided = Most(s.stride) > 1;
   const bool is_column = s.outer[last] == 1 && is_strided;
   if (which == 2) {
