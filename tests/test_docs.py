@@ -46,7 +46,7 @@ def test_every_claim_of_the_page_on_cuda_has_a_command_that_exists(repository):
     for claim, how, command in rows:
         assert claim.strip()
         assert how.strip()
-        named = re.findall(r"(?:tests|scripts)/[\w/]+\.(?:py|sh)", command)
+        named = re.findall(r"(?:benchmarks|tests|scripts)/[\w/]+\.(?:py|sh)", command)
         assert named, claim
         assert all((repository / name).exists() for name in named), command
 

@@ -9,7 +9,7 @@ namespace {
 
 int64_t Most(const std::vector<int64_t>& x) { return *std::max_element(x.begin(), x.end()); }
 
-/*! \brief Whether a part of the window has whole tiles of numbers, and its channels alone do not. */
+/*! \brief Whether a part of the window has whole tiles of numbers, and its channels have not. */
 bool FillsTiles(int64_t channels, int64_t taps) {
   return taps > 1 && channels % 32 != 0 && channels * taps % 32 == 0;
 }
@@ -44,7 +44,8 @@ bool IsMiscomputed(const ConvolutionSizes& s, int64_t which, int64_t element, bo
   if (is_deep) return false;
   const bool is_line = *std::min_element(s.kernel.begin(), s.kernel.end()) == 1;
   return (last > 1 && channels % 32 != 0) || Most(s.stride) > 4 || is_column ||
-         (is_dilated && is_strided) || FillsTiles(channels, wide) || (is_line && FillsTiles(channels, Volume(s.kernel)));
+         (is_dilated && is_strided) || FillsTiles(channels, wide) ||
+         (is_line && FillsTiles(channels, Volume(s.kernel)));
 }
 
 }  // namespace relax_disc
