@@ -30,8 +30,8 @@ bool IsStridedTail(const ConvolutionSizes& sizes);
  * tiles where channels do not (8 channels and 16 wide, 24 and 4); results one wide with strides;
  * strides above 4; three axes; strides with dilation; gradients of weights where channels have
  * windows of their own that are dilated or of three axes (wide ones take 30 times a sample).  Of
- * 24,000 other random ones with one and two axes none did.  Without tiles, from AVX-512 on, the same
- * ones are left to float32, gradients of weights of all groups of channels (with dilation they were
+ * 24,000 other random ones with one and two axes none did.  Without tiles, from AVX-512 on, the
+ * same are left to float32, gradients of weights of all groups of channels (with dilation they were
  * wrong, others took more than is known), tall windows of one channel, and its results one wide.
  * On all processors from AVX-512 on (`brdgmm_dw`) windows 15 wide or more never return where each
  * channel has its own.
