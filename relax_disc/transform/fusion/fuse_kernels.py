@@ -30,7 +30,6 @@ from relax_disc.transform.fusion.counter_kernels import find_counters
 from relax_disc.transform.fusion.fusion_groups import blocks_of, fuse_ops
 from relax_disc.transform.fusion.fusion_plan import plan_fusion
 from relax_disc.transform.fusion.kernel_graph import Copy, Join, dims_of
-from relax_disc.transform.fusion.order_sums import order_sums
 from relax_disc.transform.fusion.reduction_chains import find_chains
 from relax_disc.transform.fusion.sibling_kernels import find_joins
 
@@ -65,7 +64,6 @@ class FuseKernels:
                 spans[group.result] = located[-1]
         if self.join:
             grouped = join_kernels(grouped)
-        grouped = order_sums(grouped)
         if self.join and self.accepts is not None:
             result = _with_chains(grouped, self.accepts)
         else:

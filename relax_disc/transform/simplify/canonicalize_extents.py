@@ -1,11 +1,16 @@
 """Write equal extents in one way, so that TVM's fusion recognises them.
 
 Extents that are sums come in several spellings (``1 + s`` from a concatenation, ``s + 1`` from
-elsewhere); `FuseTIR` of TVM 0.27 compares them term by term and fails on another order.
+elsewhere); `FuseTIR` of TVM 0.27 compares them term by term and fails on another order.  Of
+``(t + 1) // 2 + t // 2``, whose order TVM's simplification leaves alone, it takes ``t`` to be
+``t + 1``, and again, until the stack ends.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 import tvm
@@ -14,6 +19,7 @@ from tvm import relax, tirx
 from tvm.sym.analyzer import Analyzer
 
 from relax_disc.analysis.kernels.mutate import mutate
+from relax_disc.analysis.kernels.stages import constant
 from relax_disc.transform.functions import copy_module
 
 _COMPOSITE = (tirx.Add, tirx.Sub, tirx.Mul)
@@ -43,12 +49,29 @@ def with_simple_extents(function: Any) -> Any:
         if str(expr.ty) != "int64":
             return expr
         # The same object where nothing changes: another one would make another buffer of it.
-        simpler = analyzer.simplify(expr)
+        simpler = _in_order(analyzer.simplify(expr))
         return expr if tvm_ffi.structural_equal(simpler, expr) else simpler
 
     for kind in _COMPOSITE:
         function = mutate(function, (kind, simplified))
     return function
+
+
+def _in_order(expr: Any) -> Any:
+    """Sort the terms of a sum of quotients; numbers come last, as TVM has them."""
+    terms = list(_terms(expr))
+    if sum(isinstance(term, tirx.FloorDiv) for term in terms) < 2:
+        return expr
+    terms.sort(key=lambda term: (constant(term) is not None, str(term)))
+    return functools.reduce(operator.add, terms)
+
+
+def _terms(total: Any) -> Iterator[Any]:
+    if isinstance(total, tirx.Add):
+        yield from _terms(total.a)
+        yield from _terms(total.b)
+    else:
+        yield total
 
 
 def _has_sum(function: Any) -> bool:

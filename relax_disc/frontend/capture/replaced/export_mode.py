@@ -26,7 +26,7 @@ from relax_disc.frontend.capture.replaced import inner_gradients, parts, pooling
 from relax_disc.frontend.capture.replaced.recurrent_layers import recurrent_layers, refuse_packing
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
 from relax_disc.frontend.capture.sizes import stand_ins
-from relax_disc.frontend.capture.sizes.operands import tensors_for_sizes
+from relax_disc.frontend.capture.sizes.operands import as_operand, tensors_for_sizes
 from relax_disc.frontend.capture.sizes.squeezes import Squeezes
 
 
@@ -54,7 +54,7 @@ class ExportMode(TorchFunctionMode):
         args, kwargs = size_numbers.sizes_for_tensors(func, args, kwargs)
         args, kwargs = tensors_for_sizes(func, args, kwargs)
         replacement = REPLACED.get(func)
-        result = None if replacement is None else replacement(*args, **kwargs)
+        result = None if replacement is None else _called(replacement, args, kwargs)
         if result is None:
             result = size_numbers.remember_size(func, args, kwargs, func(*args, **kwargs))
             example = example_values.active()
@@ -62,6 +62,14 @@ class ExportMode(TorchFunctionMode):
                 example.take(args[0], result)
             self._squeezes.note(func, args, result)
         return result
+
+
+def _called(replacement: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    """Call what takes the place of a function of PyTorch's, whose first argument is ``input``."""
+    if not args and "input" in kwargs:
+        kwargs = dict(kwargs)
+        args = (kwargs.pop("input"),)
+    return replacement(*args, **kwargs)
 
 
 def _data(x: Tensor) -> Tensor:
@@ -308,16 +316,17 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
 ) -> Tensor | None:
     """Queries take a scale that is made of sizes, which PyTorch takes as a number."""
-    if not isinstance(options.get("scale"), torch.SymFloat):
+    scale = options.get("scale")
+    if not isinstance(scale, torch.SymFloat):
         return None
-    scaled = query * torch.scalar_tensor(options["scale"], dtype=torch.float64, device=query.device)
     options["scale"] = 1.0
+    scaled = query * as_operand(scale).to(query.device)
     return functional.scaled_dot_product_attention(scaled, key, value, *rest, **options)
 
 
-def _cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
+def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
     """By differences whatever the number of rows, on which PyTorch's choice would depend."""
-    return torch.cdist(x, y, p, "donot_use_mm_for_euclid_dist")
+    return torch.cdist(x1, x2, p, "donot_use_mm_for_euclid_dist")
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {

@@ -20,7 +20,9 @@ def _cut(x: Tensor, dim: int, lengths: list[Any]) -> tuple[Tensor, ...]:
     )
 
 
-def _tensor_split(x: Tensor, sections: Any, dim: int = 0) -> tuple[Tensor, ...] | None:
+def _tensor_split(
+    x: Tensor, sections: Any = None, dim: int = 0, **_: Any
+) -> tuple[Tensor, ...] | None:
     """Parts whose lengths differ by one at most, the longer ones first."""
     length = x.shape[dim]
     if not isinstance(length, torch.SymInt) or not isinstance(sections, int):

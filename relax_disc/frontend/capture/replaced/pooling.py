@@ -30,23 +30,30 @@ def _each(value: Any, axes: int) -> list[Any]:
     return found * axes if len(found) == 1 else found
 
 
-def _over_whole_axes(
-    x: Tensor, kernel: list[Any], is_plain: Sequence[bool], reduce: Callable[[Tensor, int], Tensor]
-) -> tuple[Tensor, list[int]]:
-    """Reduce the axes that windows cover; return what is left, and which axes these were.
+def _reduced(
+    x: Tensor,
+    kernel: list[Any],
+    stride: Any,
+    is_plain: Sequence[bool],
+    reduce: Callable[[Tensor, int], Tensor],
+) -> tuple[Tensor, list[Any], list[Any], int]:
+    """Reduce the axes that windows cover: tensor, windows and strides that are left, how many.
 
     ``kernel``: of the last axes.  ``is_plain``: whether an axis has neither border nor gaps.
     """
+    axes = len(kernel)
+    step = _each(stride, axes) if stride else list(kernel)
     whole = [
         axis
         for axis, (length, plain) in enumerate(zip(kernel, is_plain, strict=True))
         if isinstance(length, torch.SymInt)
         and plain
-        and statically_known_true(length == x.shape[axis - len(kernel)])
+        and statically_known_true(length == x.shape[axis - axes])
     ]
     for axis in whole:
-        x = reduce(x, axis - len(kernel))
-    return x, whole
+        x = reduce(x, axis - axes)
+        kernel[axis] = step[axis] = 1
+    return x, kernel, step, len(whole)
 
 
 def _max_pool(axes: int, plain: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
@@ -63,13 +70,10 @@ def _max_pool(axes: int, plain: Callable[..., Tensor]) -> Callable[..., Tensor |
         if return_indices:
             return None
         kernel, border, spread = (_each(v, axes) for v in (kernel_size, padding, dilation))
-        step = _each(stride, axes) if stride else list(kernel)
         is_plain = [not b and s == 1 for b, s in zip(border, spread, strict=True)]
-        left, whole = _over_whole_axes(x, kernel, is_plain, _greatest)
-        if len(whole) == axes:
+        left, kernel, step, whole = _reduced(x, kernel, stride, is_plain, _greatest)
+        if whole == axes:
             return left
-        for axis in whole:
-            kernel[axis] = step[axis] = 1
         if axes == 1:
             two = ([1, *kernel], [1, *step], [0, *border], [1, *spread])
             return functional.max_pool2d(x.unsqueeze(-2), *two, ceil_mode).squeeze(-2)
@@ -92,12 +96,10 @@ def _avg_pool(axes: int, plain: Callable[..., Tensor]) -> Callable[..., Tensor |
         if divisor_override is not None:
             return None
         kernel, border = _each(kernel_size, axes), _each(padding, axes)
-        step = _each(stride, axes) if stride else list(kernel)
-        left, whole = _over_whole_axes(x, kernel, [not b for b in border], _mean)
-        if len(whole) == axes:
+        is_plain = [not b for b in border]
+        left, kernel, step, whole = _reduced(x, kernel, stride, is_plain, _mean)
+        if whole == axes:
             return left
-        for axis in whole:
-            kernel[axis] = step[axis] = 1
         return plain(left, kernel, step, border, ceil_mode, count_include_pad) if whole else None
 
     return pool

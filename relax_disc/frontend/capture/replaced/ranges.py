@@ -6,6 +6,7 @@ Where no extent is a symbol all of these are PyTorch's own.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,39 +45,34 @@ def _logspace(
     return None if exponents is None else base**exponents
 
 
-def _window(weights: Callable[..., Sequence[float]]) -> Callable[..., Tensor | None]:
-    """Make a window that is a sum of cosines; ``weights``: of them, from the constant on."""
+def _window(shape: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    """Make a window; ``shape``: its values at angles from 0 to a whole turn."""
 
     def window(
         window_length: Any, periodic: bool = True, *parameters: float, **options: Any
     ) -> Tensor | None:
-        """Sum cosines; one point is 1, whatever the window."""
+        """Compute its values from a range; one point is 1, whatever the window."""
         if not isinstance(window_length, torch.SymInt):
             return None
         named = {k: options.pop(k) for k in ("alpha", "beta") if k in options}
         length: Any = window_length if periodic else window_length - 1
-        place = _range(window_length, options) * (2 * math.pi / torch.sym_max(length, 1))
-        terms = [w * torch.cos(place * k) for k, w in enumerate(weights(*parameters, **named))]
-        return _one_alone(window_length, sum(terms[1:], terms[0]))
+        angle = _range(window_length, options) * (2 * math.pi / torch.sym_max(length, 1))
+        has_others = torch.scalar_tensor(window_length, device=angle.device) > 1
+        return torch.where(has_others, shape(angle, *parameters, **named), 1.0)
 
     return window
 
 
-def _one_alone(length: Any, window: Tensor) -> Tensor:
-    return torch.where(torch.scalar_tensor(length, device=window.device) > 1, window, 1.0)
+def _hamming(angle: Tensor, alpha: float = 0.54, beta: float = 0.46) -> Tensor:
+    return alpha - beta * torch.cos(angle)
 
 
-def _hamming(alpha: float = 0.54, beta: float = 0.46) -> Sequence[float]:
-    return alpha, -beta
+def _blackman(angle: Tensor) -> Tensor:
+    return 0.42 - 0.5 * torch.cos(angle) + 0.08 * torch.cos(2 * angle)
 
 
-def _bartlett(window_length: Any, periodic: bool = True, **options: Any) -> Tensor | None:
-    """Make a triangle; one point is 1."""
-    if not isinstance(window_length, torch.SymInt):
-        return None
-    length: Any = window_length if periodic else window_length - 1
-    place = _range(window_length, options) * (2 / torch.sym_max(length, 1))
-    return _one_alone(window_length, 1 - (place - 1).abs())
+def _bartlett(angle: Tensor) -> Tensor:
+    return 1 - (angle / math.pi - 1).abs()
 
 
 def _fftfreq(n: Any, d: float = 1.0, **options: Any) -> Tensor | None:
@@ -135,7 +131,7 @@ def _affine_grid(
 
 def _from_side_to_side(length: Any, align_corners: bool, like: Tensor) -> Tensor:
     """Place points between -1 and 1, at the ends or half a step inside; a single one at 0."""
-    place = torch.arange(length, dtype=like.dtype, device=like.device)
+    place = _range(length, {"dtype": like.dtype, "device": like.device})
     steps = torch.sym_max(length - 1, 1) if align_corners else length
     return (2 * place - (length - 1)) / steps
 
@@ -151,10 +147,10 @@ def _one_hot(x: Tensor, num_classes: Any = -1) -> Tensor | None:
 REPLACED: dict[Any, Callable[..., Any]] = {
     torch.linspace: _linspace,
     torch.logspace: _logspace,
-    torch.hann_window: _window(lambda: (0.5, -0.5)),
+    torch.hann_window: _window(functools.partial(_hamming, alpha=0.5, beta=0.5)),
     torch.hamming_window: _window(_hamming),
-    torch.blackman_window: _window(lambda: (0.42, -0.5, 0.08)),
-    torch.bartlett_window: _bartlett,
+    torch.blackman_window: _window(_blackman),
+    torch.bartlett_window: _window(_bartlett),
     torch.fft.fftfreq: _fftfreq,
     torch.fft.rfftfreq: _rfftfreq,
     torch.tril_indices: _triangle(is_upper=False),

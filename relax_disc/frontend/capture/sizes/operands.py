@@ -25,17 +25,18 @@ _OF_COMPLEX = frozenset(
 
 def tensors_for_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Put tensors without axes into a call in the place of sizes that it would fix."""
-    if func not in _POWERS and (func not in _OF_COMPLEX or not _has_complex((args, kwargs))):
+    fixes = func in _POWERS or (func in _OF_COMPLEX and any(map(_is_complex, args)))
+    if not fixes:
         return args, kwargs
-    return tuple(map(_as_tensor, args)), {name: _as_tensor(x) for name, x in kwargs.items()}
+    return tuple(map(as_operand, args)), {name: as_operand(x) for name, x in kwargs.items()}
 
 
-def _has_complex(given: Any) -> bool:
-    args, kwargs = given
-    return any(isinstance(x, Tensor) and x.is_complex() for x in (*args, *kwargs.values()))
-
-
-def _as_tensor(value: Any) -> Any:
+def as_operand(value: Any) -> Any:
+    """Make a tensor without axes of a symbolic number; anything else stays."""
     kinds = {torch.SymInt: torch.int64, torch.SymFloat: torch.float64}
     dtype = kinds.get(type(value))
     return value if dtype is None else torch.scalar_tensor(value, dtype=dtype)
+
+
+def _is_complex(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_complex()
