@@ -39,6 +39,7 @@ void Frame::Bind() {
   }
   binding_->Pass(given_, escaping_);
   if (mode_ == Mode::kDryRun) return;
+  TakeOverflow();  // what was called outside of programs took is no part of this one's peak
   if (!plan_->arena.transfers.empty()) BeginTransfers();
   if (!plan_->state.windows.empty()) {
     state_ = std::make_unique<StateMover>(state_file_, plan_->state, given_);
