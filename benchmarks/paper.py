@@ -35,7 +35,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.dry_pytorch import CompiledStep, Counted, EagerStep
-from benchmarks.memory.full_size import MACHINE, SIZES, full_size_model, full_size_step
+from benchmarks.memory.full_size import (
+    MACHINE,
+    SIZES,
+    full_size_model,
+    full_size_step,
+    modelled_ns,
+)
 from benchmarks.models.document import read_results
 from benchmarks.record import commit, machine, write_result
 from benchmarks.training.batches import epoch_lengths
@@ -103,8 +109,7 @@ def plan_epoch(
         if not plan.fits:
             over += count
             continue
-        order = [plan.shape[name] for name in step.session.metadata.dims]
-        nanoseconds += count * step.session.plan(order, budget).time_ns
+        nanoseconds += count * modelled_ns(step, plan.shape)
         peak = max(peak, plan.peak_bytes)
         recomputed += count * bool(plan.evicted)
         done += tokens[shape]

@@ -11,6 +11,7 @@ its own unlimited run, and the default also against the other's.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,10 +86,11 @@ def plan_full_size(
 
 def _unlimited(step: TrainingStep, shape: dict[str, Any]) -> tuple[int, int]:
     """Return the activation peak in bytes and the modelled time in ns without a budget."""
-    return step.plan(**shape).activation_peak_bytes, _modelled_ns(step, shape)
+    return step.plan(**shape).activation_peak_bytes, modelled_ns(step, shape)
 
 
-def _modelled_ns(step: TrainingStep, shape: dict[str, int]) -> int:
+def modelled_ns(step: TrainingStep, shape: Mapping[str, int]) -> int:
+    """Return the modelled time of a step at a shape, within its budget; ``shape``: every dim."""
     dims = [shape[name] for name in step.session.metadata.dims]
     return step.session.plan(dims, step.memory_budget).time_ns
 
@@ -108,7 +110,7 @@ def _plan(
         "fits": plan.fits,
         "activation_peak_bytes": plan.activation_peak_bytes,
         "of_unlimited": plan.activation_peak_bytes / free_bytes,
-        "time_ratio": _modelled_ns(step, shape) / free_ns if plan.fits else None,
+        "time_ratio": modelled_ns(step, shape) / free_ns if plan.fits else None,
         "recomputations": len(plan.evicted),
         "planning_seconds": seconds,
     }

@@ -282,6 +282,12 @@ def processor_identity() -> str:
 
 def _object_key(path: Path, chain: Toolchain, sources: Path) -> str:
     """Hash of a source with the headers it includes (by quotes), and of the tool chain."""
+    ordered = [content for _, content in sorted(with_headers(path, sources).items())]
+    return _digest(path.name, *ordered, *chain.flags_of(path), chain.identity)
+
+
+def with_headers(path: Path, sources: Path) -> dict[Path, bytes]:
+    """Read a source and the headers that it includes by quotes, from the folder ``sources``."""
     parts: dict[Path, bytes] = {}
     waiting = [path]
     while waiting:
@@ -291,8 +297,7 @@ def _object_key(path: Path, chain: Toolchain, sources: Path) -> str:
         parts[current] = current.read_bytes()
         names = _INCLUDE.findall(parts[current])
         waiting += [sources / os.fsdecode(name) for name in names]
-    ordered = [content for _, content in sorted(parts.items())]
-    return _digest(path.name, *ordered, *chain.flags_of(path), chain.identity)
+    return parts
 
 
 def _digest(*parts: str | bytes) -> str:

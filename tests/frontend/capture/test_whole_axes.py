@@ -163,6 +163,26 @@ def test_values_and_gradients_are_pytorchs_at_every_length(uses):
             torch.testing.assert_close(found.grad, gradient, rtol=1e-4, atol=1e-4 * scale)
 
 
+def named(x, n):
+    """Calls whose first argument has a name, as PyTorch's documentation writes them."""
+    first, second = torch.chunk(input=x, chunks=2, dim=2)
+    third, fourth = torch.tensor_split(input=x, indices=(1,), dim=2)
+    pooled = F.avg_pool2d(input=F.max_pool2d(input=picture(x), kernel_size=(n, 1)), kernel_size=1)
+    part = torch.narrow(input=x, dim=2, start=0, length=2)
+    ids = F.embedding(input=torch.arange(n), weight=torch.ones(64, 2))
+    near = torch.cdist(x1=part, x2=first)
+    return (near.sum(2) + second.sum(2) + pooled.sum((1, 3))) * third[..., 0] + (
+        fourth.sum(2) * F.one_hot(input=torch.arange(n), num_classes=n).sum(1) + ids.sum(1)
+    )
+
+
+def test_arguments_may_be_named():
+    model, step = compiled([named])
+    for length in LENGTHS:
+        x = torch.randn(2, length, 4)
+        torch.testing.assert_close(step(x)[1][0], model(x).detach(), rtol=1e-4, atol=1e-4)
+
+
 def test_two_chunks_are_compiled_from_two_rows_on():
     uses = [lambda x, n: torch.cat([y * i for i, y in enumerate(x.chunk(2, dim=1), 1)], 1)]
     model, step = compiled(uses, shortest=2)

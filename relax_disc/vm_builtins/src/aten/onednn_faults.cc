@@ -14,6 +14,19 @@ bool FillsTiles(int64_t channels, int64_t taps) {
   return taps > 1 && channels % 32 != 0 && channels * taps % 32 == 0;
 }
 
+/*! \brief Whether no window reads some places, of any axis. */
+bool LeavesOut(const ConvolutionSizes& s) {
+  for (size_t axis = 0; axis < s.kernel.size(); ++axis) {
+    if (s.stride[axis] > s.kernel[axis]) return true;
+  }
+  return false;
+}
+
+/*! \brief Whether a result is one wide, and strides say how wide its windows could lie apart. */
+bool IsStridedColumn(const ConvolutionSizes& s) {
+  return s.outer.back() == 1 && s.stride.back() > 1;
+}
+
 }  // namespace
 
 bool IsStridedTail(const ConvolutionSizes& s) {
@@ -29,10 +42,8 @@ bool IsMiscomputed(const ConvolutionSizes& s, int64_t which, int64_t element, bo
   if (which == 0 && is_deep && s.groups > 1 && wide >= 12) return true;
   if (is_half || !OneDnnComputes(c10::kBFloat16)) return false;
   if (!OneDnnHasTiles()) {
-    const bool is_one_wide = s.outer[last] == 1 && s.stride[last] > 1;
-    if (which == 2 && s.groups > 1 && !is_deep) return true;
-    if (which == 0 && channels == 1 && (is_one_wide || s.kernel[0] >= 12)) return true;
-    if (which == 0 && last > 1) return true;
+    const bool is_alone = channels == 1 && (IsStridedColumn(s) || s.kernel[0] >= 12);
+    if (which == 2 ? s.groups > 1 && !is_deep : is_alone || last > 1) return true;
   }
   const bool is_dilated = Most(s.dilation) > 1, is_strided = Most(s.stride) > 1;
   const bool is_column = s.outer[last] == 1 && is_strided;
@@ -46,6 +57,24 @@ bool IsMiscomputed(const ConvolutionSizes& s, int64_t which, int64_t element, bo
   return (last > 1 && channels % 32 != 0) || Most(s.stride) > 4 || is_column ||
          (is_dilated && is_strided) || FillsTiles(channels, wide) ||
          (is_line && FillsTiles(channels, Volume(s.kernel)));
+}
+
+bool IsMiscomputedInFloat32(const ConvolutionSizes& s, int64_t which) {
+  const bool has_three_axes = s.outer.size() == 3, is_one_wide = s.outer.back() == 1;
+  switch (which) {
+    case 0:
+      return s.inner_channels == 1 && ((has_three_axes && LeavesOut(s)) || IsStridedColumn(s));
+    case 1:
+      return s.groups > 1 && is_one_wide && s.kernel.back() >= 15;
+    default:
+      return has_three_axes && (is_one_wide || s.kernel[0] >= 7);
+  }
+}
+
+bool TakesUnknown(const ConvolutionSizes& s, int64_t which) {
+  const bool is_narrow = s.kernel.back() <= 4 || s.outer_channels == 1;
+  return which == 0 && s.inner_channels == 1 && s.outer.size() == 2 &&
+         s.kernel[0] >= (is_narrow ? 5 : 12);
 }
 
 }  // namespace relax_disc

@@ -1,6 +1,7 @@
 /*!
  * \file onednn_faults.h
- * \brief Convolutions that oneDNN 3.12, and PyTorch 2.13 with it, computes wrongly or never ends.
+ * \brief Convolutions that oneDNN 3.12, and PyTorch 2.13 with it, computes wrongly, never ends, or
+ * takes memory for that is not known.
  *
  * Each was found by comparing random geometries with float64, and is computed in another way here.
  */
@@ -37,6 +38,23 @@ bool IsStridedTail(const ConvolutionSizes& sizes);
  * channel has its own.
  */
 bool IsMiscomputed(const ConvolutionSizes& sizes, int64_t which, int64_t element, bool is_half);
+
+/*!
+ * \brief Whether a convolution of float32, or one of its gradients, is wrong from AVX-512 on.
+ *
+ * Other numbers, or what lay in memory.  Of one channel: results one wide with strides, and strides
+ * that leave places out on one of three axes.  Gradients of weights with three axes, one wide or
+ * with windows 7 deep.  Gradients of the input of groups, by windows 15 wide of results one wide.
+ * Of 36,000 random ones no others.
+ */
+bool IsMiscomputedInFloat32(const ConvolutionSizes& sizes, int64_t which);
+
+/*!
+ * \brief Whether more is taken from AVX-512 on than the sizes tell: 72 MB where 2 are known.
+ *
+ * By tall windows of one channel, all of which are written out with 32 channels.
+ */
+bool TakesUnknown(const ConvolutionSizes& sizes, int64_t which);
 
 }  // namespace relax_disc
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "aten/onednn_faults.h"
 #include "kernels/product/gemm.h"
 #include "kernels/parallel.h"
 #include "kernels/workspace.h"
@@ -177,45 +178,6 @@ class Windows {
   int64_t tap_, channel_;                    // steps of the columns
 };
 
-bool LeavesOut(const ConvolutionSizes& s) {
-  for (size_t axis = 0; axis < s.kernel.size(); ++axis) {
-    if (s.stride[axis] > s.kernel[axis]) return true;
-  }
-  return false;
-}
-
-/*!
- * \brief What oneDNN 3.12 computes wrongly in float32 from AVX-512 on, and PyTorch by it.
- *
- * Other numbers, or what lay in memory.  Of one channel: results one wide with strides, and strides
- * that leave places out on one of three axes.  Gradients of weights with three axes, one wide or
- * with windows 7 deep.  Gradients of the input of groups, by windows 15 wide of results one wide.
- * Of 50,000 random ones no others.
- */
-bool IsMiscomputedInFloat32(const ConvolutionSizes& s, int64_t which) {
-  const size_t last = s.outer.size() - 1;
-  const bool has_three_axes = last == 2, is_one_wide = s.outer[last] == 1;
-  switch (which) {
-    case 0:
-      return s.inner_channels == 1 &&
-             ((has_three_axes && LeavesOut(s)) || (is_one_wide && s.stride[last] > 1));
-    case 1:
-      return s.groups > 1 && is_one_wide && s.kernel[last] >= 15;
-    default:
-      return has_three_axes && (is_one_wide || s.kernel[0] >= 7);
-  }
-}
-
-/*!
- * \brief Tall windows of one channel, of which oneDNN writes out all from AVX-512 on, with 32
- * channels: 72 MB where 2 are known.
- */
-bool IsTall(const ConvolutionSizes& s, int64_t which) {
-  const bool is_narrow = s.kernel[s.kernel.size() - 1] <= 4 || s.outer_channels == 1;
-  return which == 0 && s.inner_channels == 1 && s.outer.size() == 2 &&
-         s.kernel[0] >= (is_narrow ? 6 : 12);
-}
-
 }  // namespace
 
 void OrderByTaps(const float* weight, int64_t rows, int64_t channels, int64_t taps,
@@ -243,8 +205,8 @@ void OrderLikeWeight(const float* ordered, int64_t rows, int64_t channels, int64
 bool IsWindowProduct(const ConvolutionSizes& s, int64_t which, int64_t element) {
   if (element != 4 || s.batch * Volume(s.outer) == 0) return false;
   return IsPatches(s, which) || HasFewPositions(s, which) || IsUnusualLine(s, which) ||
-         IsPaddedBeyond(s, which) || IsFarPadded(s, which) || IsTall(s, which) ||
-         IsMiscomputedInFloat32(s, which);
+         IsPaddedBeyond(s, which) || IsFarPadded(s, which) ||
+         IsMiscomputedInFloat32(s, which) || TakesUnknown(s, which);
 }
 
 int64_t WindowProductBytes(const ConvolutionSizes& s, int64_t which, int64_t threads) {
