@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
+from relax_disc.frontend.capture.sizes.operands import as_operand
+
 
 def _range(count: Any, options: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Make 0, 1, ... below a count, floats unless a type is given; ``options``: of a factory."""
@@ -57,7 +59,7 @@ def _window(shape: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
         named = {k: options.pop(k) for k in ("alpha", "beta") if k in options}
         length: Any = window_length if periodic else window_length - 1
         angle = _range(window_length, options) * (2 * math.pi / torch.sym_max(length, 1))
-        has_others = torch.scalar_tensor(window_length, device=angle.device) > 1
+        has_others = as_operand(window_length).to(angle.device) > 1
         return torch.where(has_others, shape(angle, *parameters, **named), 1.0)
 
     return window
