@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +27,7 @@ from relax_disc.cli.user_step import (
     with_options,
     writable,
 )
+from relax_disc.report.page import code_of
 from relax_disc.training.memory_plan import WholeGradient
 
 EXAMPLES = (
@@ -129,12 +129,6 @@ def report(
         _show(facts)
     if not plan.fits:
         raise typer.Exit(1)
-
-
-def code_of(line: str) -> str:
-    """Return the text of a line ``"file:line"``; empty where the file is not here."""
-    file, _, number = line.rpartition(":")
-    return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
 
 
 def _show(facts: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from tvm import relax, te, tirx
 from tvm.ir import StringImm
 
+from relax_disc.analysis.symbolic.comparison.compare import at_most
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.errors import GraphError, ShapeRangeError
 from relax_disc.frontend.capture.arguments import Argument
@@ -146,7 +147,6 @@ class IndexChecks:
         return self._safe[key]
 
     def _is_proved(self, found: Interval, lower: Size, upper: Size) -> bool:
-        at_most = self._ranges.at_most
         return at_most(lower, found.lower) and at_most(found.upper, upper)
 
     def _by_sizes(self, node: fx.Node, found: Interval, lower: Size, upper: Size) -> bool:
@@ -156,7 +156,7 @@ class IndexChecks:
         if self._is_counted(found.lower, found.upper, lower, upper):
             return False
         table = self._table(node)
-        if not self._ranges.at_most(found.upper, upper):
+        if not at_most(found.upper, upper):
             self.sizes.append(
                 SizeCheck(
                     _plain(found.upper + 1),
@@ -166,7 +166,7 @@ class IndexChecks:
                     "{limit}. Crop the batch, or declare a narrower Dim.",
                 )
             )
-        if not self._ranges.at_most(lower, found.lower):
+        if not at_most(lower, found.lower):
             self.sizes.append(
                 SizeCheck(
                     _plain(lower),
@@ -184,7 +184,6 @@ class IndexChecks:
             return False
         ignored = use.ignored
         if origin.ignored is not None:
-            at_most = self._ranges.at_most
             if not (at_most(lower, origin.instead) and at_most(origin.instead, upper)):
                 return False
             ignored = origin.ignored

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from relax_disc.analysis.symbolic.comparison.compare import Order, compare
+from relax_disc.analysis.symbolic.comparison.compare import at_most
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.errors import GraphError
@@ -119,13 +119,6 @@ class IndexRanges:
         except GraphError:
             return None
 
-    @staticmethod
-    def at_most(small: Size | None, large: Size | None) -> bool:
-        """Whether one size is proved to be no greater than another, at every shape."""
-        if small is None or large is None:
-            return False
-        return compare(small, large).order in (Order.LESS, Order.LESS_EQUAL, Order.EQUAL)
-
     def _derive(self, node: fx.Node) -> Interval:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
@@ -145,7 +138,7 @@ class IndexRanges:
         found = self._apply(node)
         if limits is not None:
             # Arithmetic in a narrow type wraps around.
-            inside = self.at_most(low, found.lower) and self.at_most(found.upper, high)
+            inside = at_most(low, found.lower) and at_most(found.upper, high)
             return found if inside else Interval(low, high)
         return found
 

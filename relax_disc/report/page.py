@@ -25,7 +25,7 @@ def write_page(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> N
     data = {
         "timelines": [_plain(timeline) for timeline in timelines],
         "colours": COLOURS,
-        "code": {line: _code(line) for line in sorted(source_lines(timelines))},
+        "code": {line: code_of(line) for line in sorted(source_lines(timelines))},
     }
     # "<" is written as JSON allows, so that no name or line of code can end the script.
     text = json.dumps(data).replace("<", "\\u003c")
@@ -45,7 +45,7 @@ def _plain(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _code(line: str) -> str:
+def code_of(line: str) -> str:
     """Return the text of a line ``"file:line"``; empty where the file is not here."""
     file, _, number = line.rpartition(":")
     return linecache.getline(file, int(number)).strip() if number.isdigit() else ""

@@ -21,6 +21,7 @@ from relax_disc.errors import ArtefactError
 from relax_disc.progress import phase
 from relax_disc.training.cache import artefact
 from relax_disc.training.variants import Variant, Variants
+from relax_disc.vm_builtins import native
 from relax_disc.vm_builtins.calibration import Measurement, apply_measurements, measured
 from relax_disc.vm_builtins.session import Session
 
@@ -72,20 +73,10 @@ class Calibration:
 
 def machine_name(device: torch.device) -> str:
     """Name what kernels' times depend on besides the threads: processor, accelerator."""
-    name = f"{platform.machine()} {_processor_name()}"
+    name = f"{platform.machine()} {native.processor_name()}"
     if device.type == "cpu":
         return name
     return f"{name}, {torch.cuda.get_device_name(device)}"
-
-
-def _processor_name() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or "processor"
 
 
 def profiled(

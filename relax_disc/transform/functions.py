@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -13,8 +13,7 @@ from tvm.sym.analyzer import Analyzer
 
 from relax_disc.analysis.kernels.mutate import mutate
 from relax_disc.analysis.kernels.stages import is_buffer
-from relax_disc.analysis.symbolic.expr import SymbolicExpr
-from relax_disc.analysis.symbolic.from_tirx import from_tirx
+from relax_disc.analysis.symbolic.from_tirx import elements
 from relax_disc.errors import GraphError
 from relax_disc.ops.operand_views import operands_of
 from relax_disc.ops.reshape import IS_RESHAPE
@@ -66,14 +65,6 @@ def is_reshape(kernel: tirx.PrimFunc) -> bool:
     with contextlib.suppress(tvm.error.InternalError):
         return relax.analysis.has_reshape_pattern(kernel)
     return False
-
-
-def elements(shape: Iterable[tirx.PrimExpr]) -> SymbolicExpr:
-    """Return the number of elements of a shape; `GraphError` where that is no polynomial."""
-    size = SymbolicExpr.constant(1)
-    for extent in shape:
-        size = size * from_tirx(extent)
-    return size
 
 
 def at_span(call: relax.Call, span: tvm.ir.Span | None) -> relax.Call:

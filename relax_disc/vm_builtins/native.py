@@ -265,6 +265,13 @@ def _toolchain() -> Toolchain:
     )
 
 
+def processor_name() -> str:
+    """Name the processor as its maker does; its architecture where it tells no name."""
+    lines = processor_identity().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def processor_identity() -> str:
     """Name and features of the processor: what is compiled and measured here is for it alone."""
     lines = [platform.machine(), platform.processor()]

@@ -19,7 +19,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -168,14 +167,7 @@ def measure(threads: int) -> Choice:
         if is_settled:
             gains[probe] = gain
     by_class = {probe.index: gain for probe, gain in gains.items()}
-    return Choice(_processor_name(), torch.__version__, threads, by_class)
-
-
-def _processor_name() -> str:
-    """Name the processor for those who read the file; the file's own name holds its features."""
-    lines = native.processor_identity().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return Choice(native.processor_name(), torch.__version__, threads, by_class)
 
 
 def probes() -> Iterator[Probe]:

@@ -16,13 +16,12 @@ from relax_disc.analysis.memory.peak import live_ranges, overlaid_bytes
 from relax_disc.analysis.program.tensor_graph import TensorGraph, evaluate_sizes
 from relax_disc.analysis.program.workspace import LibraryWorkspace
 from relax_disc.analysis.schedule.shapes import check_shapes, sample_shapes
-from relax_disc.analysis.symbolic.comparison.compare import Order, compare
+from relax_disc.analysis.symbolic.comparison.compare import at_most
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.errors import GraphError
 
 _PARTS = 16  # weights are multiples of one in so many
 _PROOFS = 3  # tried for each step, of either kind
-_AT_MOST = (Order.LESS, Order.LESS_EQUAL, Order.EQUAL)
 
 
 def symbolic_trace(graph: TensorGraph) -> list[SymbolicExpr]:
@@ -73,15 +72,11 @@ def symbolic_peak(graph: TensorGraph) -> tuple[SymbolicExpr, ...]:
         above = [k for k in kept if np.all(below <= values[:, k])]
         # Polynomials are compared in microseconds, floor divisions and minima in milliseconds.
         above.sort(key=lambda k: (not steps[k].is_polynomial, -float(values[:, k].mean())))
-        if any(_at_most(graph, steps[candidate], steps[k]) for k in above[:_PROOFS]):
+        if any(at_most(steps[candidate], steps[k], graph.dims) for k in above[:_PROOFS]):
             continue
         if not _below_mixture(graph, candidate, steps, values, largest):
             kept.append(candidate)
     return tuple(steps[k] for k in sorted(kept))
-
-
-def _at_most(graph: TensorGraph, a: SymbolicExpr, b: SymbolicExpr) -> bool:
-    return compare(a, b, graph.dims).order in _AT_MOST
 
 
 def _below_mixture(
@@ -102,7 +97,7 @@ def _below_mixture(
                 if proofs > _PROOFS:
                     return False
                 mixture = part * steps[first] + (_PARTS - part) * steps[second]
-                if _at_most(graph, _PARTS * steps[candidate], mixture):
+                if at_most(_PARTS * steps[candidate], mixture, graph.dims):
                     return True
                 break
     return False

@@ -21,8 +21,7 @@ from typing import Any, Literal
 import tvm
 from tvm import relax, tirx
 
-from relax_disc.analysis.symbolic.expr import SymbolicExpr
-from relax_disc.analysis.symbolic.from_tirx import from_tirx
+from relax_disc.analysis.symbolic.from_tirx import elements, from_tirx
 from relax_disc.errors import GraphError
 
 Layout = Literal["none", "both", "merged", "batch", "length", "odd"]
@@ -157,7 +156,7 @@ class Grid:
     def strides(self, shape: Sequence[Any], rows: Rows) -> tuple[Any, Any] | None:
         """Elements between two sequences and between two positions; None where unknown."""
         try:
-            inner = {axis: product(shape[axis + 1 :]) for axis in rows.axes}
+            inner = {axis: elements(shape[axis + 1 :]) for axis in rows.axes}
         except GraphError:
             return None
         if rows.layout == "merged":
@@ -186,11 +185,3 @@ def constant_of(expr: Any) -> float | None:
         return None
     number = expr.value.numpy()
     return (number.astype("float32") if "bfloat16" in str(number.dtype) else number).item()
-
-
-def product(extents: Sequence[Any]) -> SymbolicExpr:
-    """Multiply extents; raises `GraphError` for one that is no polynomial."""
-    total = SymbolicExpr.constant(1)
-    for extent in extents:
-        total = total * from_tirx(extent)
-    return total

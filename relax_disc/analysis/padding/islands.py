@@ -35,10 +35,10 @@ from relax_disc.analysis.kernels.stages import (
     read_stages,
     same_expr,
 )
-from relax_disc.analysis.padding.grid import Grid, Rows, product
+from relax_disc.analysis.padding.grid import Grid, Rows
 from relax_disc.analysis.padding.operators import Operand
 from relax_disc.analysis.symbolic.expr import content
-from relax_disc.analysis.symbolic.from_tirx import from_tirx
+from relax_disc.analysis.symbolic.from_tirx import elements, from_tirx
 from relax_disc.errors import GraphError
 
 _FINITE = frozenset(
@@ -295,7 +295,7 @@ def _reshaped(
 
 
 def _strides(shape: Sequence[Any]) -> list[Any]:
-    return [product(shape[axis + 1 :]) for axis in range(len(shape))]
+    return [elements(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def _summed(call: relax.Call, kind: relax.TensorType, known: Partial) -> Partial | None:

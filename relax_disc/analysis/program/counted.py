@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from relax_disc.analysis.program.table import FunctionTable, KernelCall, NotPlannableError
-from relax_disc.analysis.symbolic.comparison.compare import Order, compare
+from relax_disc.analysis.symbolic.comparison.compare import at_most
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import Atom, SymbolicExpr
 from relax_disc.ops.counted import COUNTING
@@ -111,7 +111,7 @@ def _expression(symbol: SymbolicDim | Atom) -> SymbolicExpr:
 
 def _is_positive(expr: SymbolicExpr) -> bool:
     """Whether an expression is proved to be 0 or more."""
-    return compare(SymbolicExpr(), expr).order in (Order.LESS, Order.LESS_EQUAL, Order.EQUAL)
+    return at_most(SymbolicExpr(), expr)
 
 
 def _sizes(table: FunctionTable, kernel: KernelCall) -> Iterator[SymbolicExpr]:

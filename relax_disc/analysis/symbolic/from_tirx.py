@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tvm import ir, tirx
@@ -55,6 +55,14 @@ def from_tirx(expr: Any, dims: Mapping[Any, ExprLike] | None = None) -> Symbolic
         if lower is None or lower < 0 or divisor_lower is None or divisor_lower < 1:
             raise _refuse(expr, "it truncates, and an operand may be negative; use floordiv")
     return _BINARY[kind](left, right)
+
+
+def elements(shape: Iterable[Any]) -> SymbolicExpr:
+    """Return the number of elements of a shape; `GraphError` where that is no polynomial."""
+    size = SymbolicExpr.constant(1)
+    for extent in shape:
+        size = size * from_tirx(extent)
+    return size
 
 
 def to_tirx(expr: ExprLike, variables: Mapping[str, Any], dtype: str = "int64") -> Any:

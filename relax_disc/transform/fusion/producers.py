@@ -9,11 +9,11 @@ import tvm
 from tvm import ir, relax, tirx
 
 from relax_disc.analysis.kernels.stages import nodes_of
-from relax_disc.analysis.symbolic.comparison.compare import Order, compare
+from relax_disc.analysis.symbolic.comparison.compare import at_most
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
+from relax_disc.analysis.symbolic.from_tirx import elements
 from relax_disc.errors import GraphError
 from relax_disc.ops.registry import dtype_name, itemsize
-from relax_disc.transform.functions import elements
 
 # TVM's kinds of kernels: one element for each element of operands that may be smaller or permuted;
 # and sums of such.
@@ -69,13 +69,6 @@ def bytes_of(variable: relax.Var) -> SymbolicExpr | None:
     """Size of a tensor in bytes; None where it is not known as a polynomial."""
     size = elements_of(variable)
     return None if size is None else size * itemsize(dtype_name(variable.ty))
-
-
-def at_most(left: SymbolicExpr | None, right: SymbolicExpr | None) -> bool:
-    """Whether a number is known to be no larger than another, at every shape."""
-    if left is None or right is None:
-        return False
-    return compare(left, right).order in (Order.LESS, Order.LESS_EQUAL, Order.EQUAL)
 
 
 def is_small_beside(operand: relax.Var, value: relax.Var) -> bool:

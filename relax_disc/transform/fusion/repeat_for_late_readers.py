@@ -17,6 +17,7 @@ from itertools import pairwise
 import tvm
 from tvm import relax
 
+from relax_disc.analysis.symbolic.comparison.compare import at_most
 from relax_disc.ops.operand_views import Uses, is_call_of, operands_of
 from relax_disc.ops.registry import dtype_name
 from relax_disc.transform.functions import (
@@ -31,7 +32,6 @@ from relax_disc.transform.fusion.fusion_plan import plan_fusion
 from relax_disc.transform.fusion.producers import (
     INJECTIVE,
     MOST_WORK,
-    at_most,
     bytes_of,
     kernel_of,
     pattern_of,

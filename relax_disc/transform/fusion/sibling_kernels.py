@@ -22,6 +22,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
+from relax_disc.analysis.symbolic.comparison.compare import at_most
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.ops.operand_views import operands_of
 from relax_disc.transform.fusion.kernel_graph import (
@@ -35,7 +36,6 @@ from relax_disc.transform.fusion.kernel_graph import (
 from relax_disc.transform.fusion.producers import (
     INJECTIVE,
     MOST_WORK,
-    at_most,
     bytes_of,
     is_small_beside,
     pattern_of,

@@ -108,3 +108,18 @@ def compare(
         less, greater = whole | signs.points[NEGATIVE], whole | signs.points[POSITIVE]
         return Comparison(Order.INCOMPARABLE, less, greater)
     return _ORDERS.get(signs.possible, _UNKNOWN)
+
+
+def at_most(
+    a: ExprLike | None,
+    b: ExprLike | None,
+    dims: Mapping[str, SymbolicDim] | Iterable[SymbolicDim] = (),
+) -> bool:
+    """Whether a size is proved to be no greater than another, at every shape.
+
+    ``a``, ``b``: the sizes; None, a size that is not known, is never proved to be either.
+    ``dims``: as of `compare`.
+    """
+    if a is None or b is None:
+        return False
+    return compare(a, b, dims).order in (Order.LESS, Order.LESS_EQUAL, Order.EQUAL)
