@@ -170,12 +170,12 @@ def required(
             low = None if low is None else low * number
             high = None if high is None else high * number + number - 1
         else:  # at least
-            if high is not None and not ranges.at_most(number, high):
+            if high is not None and not at_most(number, high):
                 return None
             if low is not None:
-                if not (ranges.at_most(low, number) or ranges.at_most(number, low)):
+                if not (at_most(low, number) or at_most(number, low)):
                     return None
-                low = None if ranges.at_most(low, number) else low
+                low = None if at_most(low, number) else low
     return low, high
 
 
@@ -398,7 +398,7 @@ def _mul(ranges: IndexRanges, node: fx.Node) -> Interval:
             return _times(x, number)
     if a.lower is None or a.upper is None or b.lower is None or b.upper is None:
         return _ANY
-    if not (ranges.at_most(_ZERO, a.lower) and ranges.at_most(_ZERO, b.lower)):
+    if not (at_most(_ZERO, a.lower) and at_most(_ZERO, b.lower)):
         return _ANY
     return Interval(a.lower * b.lower, a.upper * b.upper)
 
@@ -416,7 +416,7 @@ def _divide(ranges: IndexRanges, node: fx.Node) -> Interval:
     mode = node.kwargs.get("rounding_mode", "floor" if "floor" in str(node.target) else None)
     if number is None or mode is None:
         return _ANY
-    if mode != "floor" and not ranges.at_most(_ZERO, x.lower):
+    if mode != "floor" and not at_most(_ZERO, x.lower):
         return _ANY
     low, high = (None if end is None else end // number for end in (x.lower, x.upper))
     return Interval(low, high, x.is_reached, _stepped(x, "divide", number))
@@ -425,9 +425,9 @@ def _divide(ranges: IndexRanges, node: fx.Node) -> Interval:
 @_rule("remainder", "fmod")
 def _remainder(ranges: IndexRanges, node: fx.Node) -> Interval:
     number = ranges.of(node.args[1])
-    if "fmod" in str(node.target) and not ranges.at_most(_ZERO, ranges.of(_first(node)).lower):
+    if "fmod" in str(node.target) and not at_most(_ZERO, ranges.of(_first(node)).lower):
         return _ANY
-    if number.lower is None or number.upper is None or not ranges.at_most(_ONE, number.lower):
+    if number.lower is None or number.upper is None or not at_most(_ONE, number.lower):
         return _ANY
     return Interval(_ZERO, number.upper - 1)
 
@@ -436,7 +436,7 @@ def _remainder(ranges: IndexRanges, node: fx.Node) -> Interval:
 def _bitwise_and(ranges: IndexRanges, node: fx.Node) -> Interval:
     for x in node.args[:2]:
         number = _constant(ranges.of(x))
-        if number is not None and ranges.at_most(_ZERO, number):
+        if number is not None and at_most(_ZERO, number):
             return Interval(_ZERO, number)
     return _ANY
 
@@ -545,7 +545,7 @@ def _cumsum(ranges: IndexRanges, node: fx.Node) -> Interval:
     x, source = ranges.of(_first(node)), node.meta["val"]
     axis: Any = node.args[1]
     count = ranges.size(source.shape[axis]) if source.shape else _ONE
-    if not ranges.at_most(_ZERO, x.lower) or x.upper is None or count is None:
+    if not at_most(_ZERO, x.lower) or x.upper is None or count is None:
         return _ANY
     return Interval(x.lower, x.upper * count)
 
