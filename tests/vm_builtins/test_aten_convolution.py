@@ -1,6 +1,7 @@
 """Convolutions of the library against PyTorch in float64, and the workspace that plans count."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -39,6 +40,16 @@ def run(name, tensors, numbers):
     )
     assert own() == before
     return overflow(), size
+
+
+@contextmanager
+def on_threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def error(found, exact):
@@ -138,12 +149,8 @@ def test_kernels(inner, outer, groups, space, kernel, stride, padding, dilation,
 
 
 def test_threads_sum_large_gradients_of_unusual_windows_apart():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with on_threads(2):
         taken = check(8, 384, 384, 1, (16, 16), (2, 5), (2, 1), (0, 0), (4, 1), torch.float32)
-    finally:
-        torch.set_num_threads(before)
     assert [overflow for overflow, _ in taken] == [0, 0, 0]
 
 
@@ -161,25 +168,17 @@ def test_whole_steps_of_channels(data):
     space = (300,) if rank == 1 else data.draw(st.sampled_from([(14, 19), (21, 12)]))
     geometry = (each(1, 4), each(1, 2), each(0, 4), each(1, 2))
     batch, inner, outer = data.draw(st.integers(1, 3)), data.draw(channels), data.draw(channels)
-    before = torch.get_num_threads()
     for threads in (1, 3):
-        torch.set_num_threads(threads)
-        try:
+        with on_threads(threads):
             taken = check(batch, inner, outer, 1, space, *geometry, torch.float32)
-        finally:
-            torch.set_num_threads(before)
         assert all(overflow == 0 for overflow, _ in taken)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_few_positions_take_no_more_than_their_windows(threads):
     """oneDNN would take the weight in its own order, once or twice: 2.3 MiB each."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         taken = check(2, 256, 256, 1, (6, 7), (3, 3), (1, 1), (1, 1), (1, 1), torch.float32)
-    finally:
-        torch.set_num_threads(before)
     windows = 4 * 2 * 6 * 7 * 256 * 9
     # Beside the windows: the packed blocks of a product.
     for overflow, size in taken:
@@ -279,12 +278,8 @@ def is_crash_of_onednn(space, kernel, padding, dilation):
 def test_any_geometry_of_bfloat16_stays_inside_its_workspace(geometry, batch, threads):
     _, _, _, space, kernel, _, padding, dilation = geometry
     assume(not is_crash_of_onednn(space, kernel, padding, dilation))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         check_inside(batch, *geometry, torch.bfloat16)
-    finally:
-        torch.set_num_threads(before)
 
 
 WRONG_IN_ONEDNN = [
@@ -295,8 +290,10 @@ WRONG_IN_ONEDNN = [
     (3, 128, 32, 4, (8, 15), (5, 15), (3, 1), (0, 0), (1, 1)),
     (3, 4, 128, 4, (7, 3, 6), (7, 2, 3), (2, 1, 3), (3, 0, 0), (1, 1, 1)),
     (9, 8, 32, 4, (8, 33, 2), (8, 3, 1), (3, 1, 2), (4, 0, 0), (1, 1, 1)),
+    (8, 48, 96, 1, (132, 2), (1, 1), (3, 3), (0, 1), (4, 4)),
+    (2, 48, 96, 1, (2, 40), (1, 1), (4, 4), (1, 1), (1, 1)),
 ]
-"""In float32, with AVX-512; PyTorch itself gives other numbers, or what lay in memory."""
+"""In float32, with AVX-512; PyTorch itself gives other numbers, what lay in memory, or ends."""
 
 
 @pytest.mark.parametrize("geometry", WRONG_IN_ONEDNN)
@@ -304,14 +301,48 @@ def test_what_onednn_computes_wrongly_is_computed_otherwise(geometry):
     check_inside(*geometry, torch.float32)
 
 
-@pytest.mark.skipif(
+WITHOUT_TILES = pytest.mark.skipif(
     "amx_bf16" in native.processor_flags() or "avx512bw" not in native.processor_flags(),
     reason="of processors with AVX-512 and no matrix tiles",
+)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=WITHOUT_TILES)], ids=str
 )
 @pytest.mark.parametrize(
     "geometry",
     [
+        (4, 64, 64, 1, (48, 40), (3, 3), (1, 1), (1, 1), (1, 1)),
+        (2, 12, 256, 1, (64, 56), (1, 1), (1, 1), (0, 0), (1, 1)),
+        (1, 80, 16, 1, (64, 96), (1, 1), (1, 1), (1, 1), (1, 1)),
+        (2, 80, 16, 1, (2000,), (5,), (1,), (2,), (1,)),
+        (8, 48, 12, 1, (2001,), (3,), (1,), (0,), (1,)),
+        (2, 256, 256, 256, (301,), (3,), (2,), (2,), (1,)),
+        (1, 192, 192, 192, (24, 8), (3, 1), (2, 2), (1, 0), (1, 1)),
+        (1, 384, 384, 384, (4, 2), (3, 3), (2, 2), (0, 2), (1, 1)),
+        (3, 512, 48, 1, (16, 24), (3, 3), (2, 2), (1, 1), (1, 1)),
+        (1, 192, 512, 4, (16, 4), (3, 3), (1, 1), (1, 1), (1, 1)),
+        (1, 1, 24, 1, (132, 112), (11, 11), (4, 4), (5, 5), (1, 1)),
+        (2, 192, 48, 1, (56, 2), (2, 2), (1, 2), (0, 0), (1, 1)),
+        (4, 192, 96, 1, (8, 96), (3, 1), (9, 9), (0, 1), (1, 1)),
+        (8, 128, 64, 1, (28, 56), (3, 3), (3, 3), (4, 4), (4, 4)),
+    ],
+)
+def test_full_sizes_stay_inside_their_workspace(geometry, dtype, threads):
+    with on_threads(threads):
+        check_inside(*geometry, dtype)
+
+
+@WITHOUT_TILES
+@pytest.mark.parametrize(
+    "geometry",
+    [
         *WRONG_IN_ONEDNN,
+        (8, 24, 5, 1, (14, 32), (2, 2), (1, 1), (1, 2), (2, 2)),
+        (1, 56, 16, 1, (26, 34), (3, 1), (1, 1), (3, 0), (3, 1)),
+        (4, 256, 32, 1, (2, 8), (11, 11), (1, 1), (5, 5), (1, 1)),
         (16, 16, 32, 4, (2, 33), (1, 3), (1, 1), (0, 0), (2, 1)),
         (3, 4, 2, 2, (52, 39), (3, 5), (1, 1), (0, 0), (2, 2)),
         # Right, but oneDNN takes more than is planned.
@@ -355,12 +386,8 @@ def test_tall_windows_of_one_channel_stay_inside_their_workspace(geometry):
 )
 def test_windows_of_bfloat16_take_little(geometry, most):
     """MiB on two threads; far strides and dilation once had 1,200, of which 12 were taken."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with on_threads(2):
         sizes = check_inside(*geometry, torch.bfloat16)
-    finally:
-        torch.set_num_threads(before)
     for size, limit in zip(sizes, most, strict=True):
         assert size <= limit << 20
 

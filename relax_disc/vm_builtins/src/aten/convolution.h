@@ -34,6 +34,12 @@ inline bool IsOwnDepthwise(const ConvolutionSizes& sizes, int64_t which) {
 }
 
 /*!
+ * \brief Elements that oneDNN has for each thread, from AVX-512 on, where it writes out the windows
+ * of one channel row by row; 0 where it does not.
+ */
+int64_t LoweredElements(const ConvolutionSizes& sizes);
+
+/*!
  * \brief Workspace of a convolution (`which` 0), its input's (1) or its weight's gradient (2).
  *
  * oneDNN tells nobody what it will take: these are bounds fitted to some thousands of geometries

@@ -3,11 +3,10 @@
 #include <algorithm>
 
 #include "aten/onednn.h"
+#include "aten/onednn_scratch.h"
 
 namespace relax_disc {
 namespace {
-
-int64_t Most(const std::vector<int64_t>& x) { return *std::max_element(x.begin(), x.end()); }
 
 /*! \brief Whether a part of the window has whole tiles of numbers, and its channels have not. */
 bool FillsTiles(int64_t channels, int64_t taps) {
@@ -22,9 +21,49 @@ bool LeavesOut(const ConvolutionSizes& s) {
   return false;
 }
 
+/*! \brief Whether all windows lie in the padding, along some axis. */
+bool ReadsNothing(const ConvolutionSizes& s) {
+  for (size_t axis = 0; axis < s.kernel.size(); ++axis) {
+    const auto reads = [&s, axis](int64_t position) {
+      const int64_t first = position * s.stride[axis] - s.padding[axis];
+      for (int64_t tap = 0; tap < s.kernel[axis]; ++tap) {
+        const int64_t place = first + tap * s.dilation[axis];
+        if (place >= 0 && place < s.inner[axis]) return true;
+      }
+      return false;
+    };
+    int64_t position = 0;
+    while (position < s.outer[axis] && !reads(position)) ++position;
+    if (position == s.outer[axis]) return true;
+  }
+  return false;
+}
+
 /*! \brief Whether a result is one wide, and strides say how wide its windows could lie apart. */
 bool IsStridedColumn(const ConvolutionSizes& s) {
   return s.outer.back() == 1 && s.stride.back() > 1;
+}
+
+/*! \brief Whether windows are dilated along another axis than the last, some longer than it. */
+bool IsDilated(const ConvolutionSizes& s, bool is_longer) {
+  bool is_found = false;
+  for (size_t axis = 0; axis + 1 < s.kernel.size(); ++axis) is_found |= s.dilation[axis] > 1;
+  for (size_t axis = 0; is_longer && axis < s.kernel.size(); ++axis) {
+    if (s.dilation[axis] * (s.kernel[axis] - 1) >= s.inner[axis]) return is_found;
+  }
+  return is_found && !is_longer;
+}
+
+/*! \brief Whether the last channels of a dilated window's gradient are read beyond their rows. */
+bool IsDilatedTail(const ConvolutionSizes& s) {
+  const int64_t channels = s.inner_channels / s.groups;
+  return channels > 16 && channels % 16 != 0 && s.outer.back() > 28 &&
+         IsDilated(s, OneDnnHasTiles());
+}
+
+/*! \brief Whether padding is higher than an image of many channels. */
+bool IsLow(const ConvolutionSizes& s) {
+  return s.inner_channels / s.groups >= 128 && s.inner[0] < s.padding[0];
 }
 
 }  // namespace
@@ -41,10 +80,12 @@ bool IsMiscomputed(const ConvolutionSizes& s, int64_t which, int64_t element, bo
   const bool is_deep = s.IsDeep();
   if (which == 0 && is_deep && s.groups > 1 && wide >= 12) return true;
   if (is_half || !OneDnnComputes(c10::kBFloat16)) return false;
+  if (which == 0 && ReadsNothing(s)) return true;
   if (!OneDnnHasTiles()) {
     const bool is_alone = channels == 1 && (IsStridedColumn(s) || s.kernel[0] >= 12);
     if (which == 2 ? s.groups > 1 && !is_deep : is_alone || last > 1) return true;
   }
+  if (which == 2 && (IsDilatedTail(s) || IsLow(s))) return true;
   const bool is_dilated = Most(s.dilation) > 1, is_strided = Most(s.stride) > 1;
   const bool is_column = s.outer[last] == 1 && is_strided;
   if (which == 2) {
@@ -63,18 +104,13 @@ bool IsMiscomputedInFloat32(const ConvolutionSizes& s, int64_t which) {
   const bool has_three_axes = s.outer.size() == 3, is_one_wide = s.outer.back() == 1;
   switch (which) {
     case 0:
-      return s.inner_channels == 1 && ((has_three_axes && LeavesOut(s)) || IsStridedColumn(s));
+      return ReadsNothing(s) ||
+             (s.inner_channels == 1 && ((has_three_axes && LeavesOut(s)) || IsStridedColumn(s)));
     case 1:
       return s.groups > 1 && is_one_wide && s.kernel.back() >= 15;
     default:
       return has_three_axes && (is_one_wide || s.kernel[0] >= 7);
   }
-}
-
-bool TakesUnknown(const ConvolutionSizes& s, int64_t which) {
-  const bool is_narrow = s.kernel.back() <= 4 || s.outer_channels == 1;
-  return which == 0 && s.inner_channels == 1 && s.outer.size() == 2 &&
-         s.kernel[0] >= (is_narrow ? 5 : 12);
 }
 
 }  // namespace relax_disc

@@ -1,7 +1,6 @@
 /*!
  * \file onednn_faults.h
- * \brief Convolutions that oneDNN 3.12, and PyTorch 2.13 with it, computes wrongly, never ends, or
- * takes memory for that is not known.
+ * \brief Convolutions that oneDNN 3.12, and PyTorch 2.13 with it, computes wrongly or never ends.
  *
  * Each was found by comparing random geometries with float64, and is computed in another way here.
  */
@@ -34,6 +33,10 @@ bool IsStridedTail(const ConvolutionSizes& sizes);
  * 24,000 other random ones with one and two axes none did.  Without tiles, from AVX-512 on, the
  * same are left to float32, gradients of weights of all groups of channels (with dilation they were
  * wrong, others took more than is known), tall windows of one channel, and its results one wide.
+ * Where rows of windows are dilated and results more than 28 wide, `jit_bf16` reads the last
+ * channels' gradients of weights from other memory, if these fill no 16 (209 of 1,500 random ones,
+ * NaN among them); it serves tiles' processors where a window is longer than an axis.  It sums them
+ * wrongly where an image of 128 channels or more is lower than its padding.
  * On all processors from AVX-512 on (`brdgmm_dw`) windows 15 wide or more never return where each
  * channel has its own.
  */
@@ -42,19 +45,13 @@ bool IsMiscomputed(const ConvolutionSizes& sizes, int64_t which, int64_t element
 /*!
  * \brief Whether a convolution of float32, or one of its gradients, is wrong from AVX-512 on.
  *
- * Other numbers, or what lay in memory.  Of one channel: results one wide with strides, and strides
+ * Other numbers, or what lay in memory; where no window reads anything along an axis (windows of one
+ * element with padding and strides) the process may end.  Of one channel: results one wide with strides, and strides
  * that leave places out on one of three axes.  Gradients of weights with three axes, one wide or
  * with windows 7 deep.  Gradients of the input of groups, by windows 15 wide of results one wide.
  * Of 36,000 random ones no others.
  */
 bool IsMiscomputedInFloat32(const ConvolutionSizes& sizes, int64_t which);
-
-/*!
- * \brief Whether more is taken from AVX-512 on than the sizes tell: 72 MB where 2 are known.
- *
- * By tall windows of one channel, all of which are written out with 32 channels.
- */
-bool TakesUnknown(const ConvolutionSizes& sizes, int64_t which);
 
 }  // namespace relax_disc
 

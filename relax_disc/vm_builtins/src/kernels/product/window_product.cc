@@ -12,6 +12,8 @@ namespace {
 
 /*! \brief Bytes of windows that are written out at a time where nothing but room asks for parts. */
 constexpr int64_t kWindowBytes = 1 << 19;
+/*! \brief Elements of one channel's windows, of a thread, above which oneDNN's memory is too much. */
+constexpr int64_t kMostLowered = 1 << 20;
 
 /*!
  * \brief Whether oneDNN would take several times the weight, or the windows of whole samples.
@@ -206,7 +208,8 @@ bool IsWindowProduct(const ConvolutionSizes& s, int64_t which, int64_t element) 
   if (element != 4 || s.batch * Volume(s.outer) == 0) return false;
   return IsPatches(s, which) || HasFewPositions(s, which) || IsUnusualLine(s, which) ||
          IsPaddedBeyond(s, which) || IsFarPadded(s, which) ||
-         IsMiscomputedInFloat32(s, which) || TakesUnknown(s, which);
+         IsMiscomputedInFloat32(s, which) ||
+         (which == 0 && LoweredElements(s) > kMostLowered);
 }
 
 int64_t WindowProductBytes(const ConvolutionSizes& s, int64_t which, int64_t threads) {
