@@ -23,6 +23,46 @@ bool IsUsual(const ConvolutionSizes& s) {
          Most(s.kernel) <= 7;
 }
 
+/*! \brief Elements of a gradient of the input by strides, whose rows lie apart for each thread. */
+int64_t Spread(const ConvolutionSizes& s, int64_t threads) {
+  const Reach reach(s);
+  int64_t plane = 1;
+  for (size_t axis = 0; axis < s.outer.size(); ++axis) {
+    const int64_t edges = 2 * ((reach.span[axis] - 1) / s.stride[axis]) + 1;
+    plane *= s.outer[axis] + std::max(s.kernel[axis], edges);
+  }
+  const int64_t padded = s.groups * Padded(s.outer_channels / s.groups);
+  const int64_t channels = std::min(padded, s.outer_channels + 64);
+  // Rows that strides do not divide are made apart, with gaps (`brgconv_strided`).
+  const int64_t stride = s.stride.back(), wide = RoundUp(s.inner.back(), stride);
+  const bool is_even = wide == s.inner.back();
+  const int64_t row = is_even ? 0 : RoundUp(wide * stride * s.inner_channels, 4096);
+  return threads * (channels * plane + row);
+}
+
+/*! \brief In bfloat16 where there are no matrix tiles: two bytes but for sums. */
+int64_t VectorBytes(const ConvolutionSizes& s, int64_t which, int64_t threads) {
+  const int64_t taps = Volume(s.kernel), g = s.groups;
+  const int64_t inner = s.inner_channels / g, outer = s.outer_channels / g;  // of a group
+  const int64_t gathered = s.inner_channels * Volume(s.outer);
+  // Channels of results are in blocks of up to 64, those of a gradient of the weight of 16.
+  const int64_t blocked = which == 0   ? Padded(outer)
+                          : which == 1 ? Padded(inner)
+                                       : RoundUp(outer, 16);
+  const int64_t others = RoundUp(which == 1 ? outer : inner, 16);
+  const VectorKernels vectors(s, threads);
+  int64_t halves = s.outer_channels * inner * taps + g * blocked * others * taps;
+  halves += vectors.Copied(which);
+  if (which == 1 && Most(s.stride) > 1) halves += Spread(s, threads) + 32768 * threads;
+  if (taps == 1 && Most(s.stride) > 1) halves += threads * gathered;
+  if (which == 2 && IsStridedTail(s)) halves += s.batch * gathered;
+  if (Volume(s.inner) == 1 || Volume(s.outer) == 1) {  // no order of axes tells channels last
+    const int64_t sample = s.inner_channels * Volume(s.inner) + s.outer_channels * Volume(s.outer);
+    halves += 2 * s.batch * sample;
+  }
+  return PieceBytes(2 * halves + 4 * (16384 * (threads + 1) + vectors.InBfloat16(which)));
+}
+
 /*! \brief Of the library's kernels. */
 int64_t LibraryBytes(const ConvolutionSizes& s, int64_t which, int64_t element, bool is_half,
                      int64_t threads) {
@@ -53,19 +93,9 @@ int64_t LibraryBytes(const ConvolutionSizes& s, int64_t which, int64_t element, 
   int64_t elements = 16384 * (threads + 1 + is_deep) + (which == 2 ? 2 : 1) * weight + packed;
   if (inner * outer < 256 && !is_deep) elements += threads * 4096 * taps;
   if (which == 1 && !is_tiled && (Most(s.stride) > 1 || !is_usual)) {
-    // Rows of the gradient spread by strides.
-    int64_t plane = 1;
-    for (size_t axis = 0; axis < s.outer.size(); ++axis) {
-      const int64_t edges = 2 * ((reach.span[axis] - 1) / s.stride[axis]) + 1;
-      plane *= s.outer[axis] + std::max(s.kernel[axis], edges);
-    }
-    elements += threads * std::min(g * Padded(outer), s.outer_channels + 64) * plane;
+    elements += Spread(s, threads) + 16384 * threads;
     // Along one axis: windows, and the sample in other orders (1,500 shapes took up to 5 of it).
     if (is_line) elements += threads * windows + (Most(s.stride) > 2 ? 8 : 1) * inner_sample;
-    // Rows that strides do not divide are made apart, with gaps (`brgconv_strided`).
-    const int64_t stride = s.stride.back(), wide = RoundUp(s.inner.back(), stride);
-    if (wide != s.inner.back()) elements += threads * RoundUp(wide * stride * inner, 4096);
-    elements += 16384 * threads;
   }
   if (taps == 1 && Most(s.stride) > 1) {  // each thread gathers what the strides leave of a sample
     elements += threads * s.inner_channels * Volume(s.outer);
@@ -77,8 +107,8 @@ int64_t LibraryBytes(const ConvolutionSizes& s, int64_t which, int64_t element, 
   // Kernels of their own multiply channels that have one window each, and sum its usual gradients.
   const bool has_vectors =
       is_bfloat16 && !is_tiled && (!is_deep || g == 1 || (which == 2 && is_dense));
+  if (has_vectors && !in_tiles) return VectorBytes(s, which, threads);
   const bool is_bounded = is_tiled || (is_usual && (is_deep || !in_tiles)) ||
-                          (which == 2 && has_vectors && !in_tiles) ||
                           (which == 0 && has_avx512 && !in_tiles && LoweredElements(s) > 0);
   if (which == 2) {
     elements += packed + (is_bounded ? std::min<int64_t>(apart, threads << 18) : apart);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "aten/convolution.h"
+#include "aten/onednn_faults.h"
 
 namespace relax_disc {
 
@@ -81,21 +82,27 @@ class VectorKernels {
     if (which != 2) {
       const int64_t wide = (which == 0 ? s_.outer : s_.inner)[last_];
       const int64_t channels = std::min<int64_t>(64, RoundUp(which == 0 ? outer_ : inner_, 16));
-      const bool is_product = which == 1 && !reach_.is_narrow;
+      const bool is_rare = !reach_.is_narrow || (s_.groups > 1 && Most(s_.kernel) > 7) ||
+                           (Most(s_.dilation) > 1 && Most(s_.stride) > 1);
+      const bool is_product = which == 1 && is_rare;
       return threads_ * (wide * channels +  // sums of a row
                          (is_product ? columns + s_.inner_channels * positions : 0));
     }
     if (IsProduct()) return ProductElements();
     const int64_t most = inner_ < 16 ? 24 : 14;
-    if (reach_.is_read && s_.kernel.back() <= most) return CopyElements();
+    const bool is_copied = reach_.is_read && s_.kernel.back() <= most;
+    if (is_copied && Most(s_.dilation) == 1) return CopyElements();
     const int64_t weight = s_.outer_channels * inner_ * Volume(s_.kernel);
-    return threads_ * (columns + s_.inner_channels * positions) / 2 + 2 * (threads_ + 1) * weight;
+    const int64_t products =
+        threads_ * (columns + s_.inner_channels * positions) / 2 + 2 * (threads_ + 1) * weight;
+    return std::max(products, is_copied ? CopyElements() : 0);
   }
 
  private:
   /*! \brief Windows of one element; strides that leave nothing over are gathered before. */
   bool IsProduct() const {
     if (s_.groups > 1 || Volume(s_.kernel) > 1 || Most(s_.padding) > 0) return false;
+    if (IsStridedTail(s_)) return true;
     for (size_t axis = 0; axis < s_.inner.size(); ++axis) {
       if (s_.outer[axis] * s_.stride[axis] != s_.inner[axis]) return false;
     }
