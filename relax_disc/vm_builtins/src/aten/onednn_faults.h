@@ -45,11 +45,11 @@ bool IsMiscomputed(const ConvolutionSizes& sizes, int64_t which, int64_t element
 /*!
  * \brief Whether a convolution of float32, or one of its gradients, is wrong from AVX-512 on.
  *
- * Other numbers, or what lay in memory; where no window reads anything along an axis (windows of one
- * element with padding and strides) the process may end.  Of one channel: results one wide with strides, and strides
- * that leave places out on one of three axes.  Gradients of weights with three axes, one wide or
- * with windows 7 deep.  Gradients of the input of groups, by windows 15 wide of results one wide.
- * Of 36,000 random ones no others.
+ * Other numbers, or what lay in memory; where no window reads anything along an axis (windows of
+ * one element with padding and strides) the process may end.  Of one channel: results one wide with
+ * strides, and strides that leave places out on one of three axes.  Gradients of weights with three
+ * axes, one wide or with windows 7 deep.  Gradients of the input of groups, by windows 15 wide of
+ * results one wide.  Of 36,000 random small ones and 10,000 of full size no others.
  */
 bool IsMiscomputedInFloat32(const ConvolutionSizes& sizes, int64_t which);
 
