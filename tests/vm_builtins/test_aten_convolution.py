@@ -301,9 +301,9 @@ def test_what_onednn_computes_wrongly_is_computed_otherwise(geometry):
     check_inside(*geometry, torch.float32)
 
 
+HAS_VECTORS = "avx512bw" in native.processor_flags() and "amx_bf16" not in native.processor_flags()
 WITHOUT_TILES = pytest.mark.skipif(
-    "amx_bf16" in native.processor_flags() or "avx512bw" not in native.processor_flags(),
-    reason="of processors with AVX-512 and no matrix tiles",
+    not HAS_VECTORS, reason="of processors with AVX-512 and no matrix tiles"
 )
 
 
@@ -331,6 +331,51 @@ WITHOUT_TILES = pytest.mark.skipif(
     ],
 )
 def test_full_sizes_stay_inside_their_workspace(geometry, dtype, threads):
+    with on_threads(threads):
+        check_inside(*geometry, dtype)
+
+
+CHANNELS = [1, 3, 5, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512]
+EXTENTS = [1, 2, 4, 7, 8, 13, 14, 16, 24, 28, 32, 40, 48, 56, 64, 96, 112, 132]
+
+
+@st.composite
+def full_sizes(draw):
+    """As layers of networks are; most pad half a window, some are dilated or of groups."""
+    rank = draw(st.sampled_from([1, 2, 2, 2]))
+
+    def each(elements):
+        one = draw(st.sampled_from(elements))
+        return (
+            (one,) * rank
+            if draw(st.integers(0, 4))
+            else draw(st.tuples(*[st.sampled_from(elements)] * rank))
+        )
+
+    kernel = each([1, 1, 2, 3, 3, 3, 3, 4, 5, 7, 9, 11, 15])
+    dilation = each([1, 1, 1, 1, 1, 1, 2, 4])
+    half = tuple((k - 1) * d // 2 for k, d in zip(kernel, dilation, strict=True))
+    padding = draw(st.sampled_from([half, half, (0,) * rank, (1,) * rank]))
+    stride = each([1, 1, 1, 2, 2, 3, 4, kernel[0]])
+    space = (
+        draw(st.tuples(*[st.sampled_from(EXTENTS)] * rank))
+        if rank > 1
+        else (draw(st.integers(1, 2003)),)
+    )
+    inner, outer = draw(st.sampled_from(CHANNELS)), draw(st.sampled_from(CHANNELS))
+    groups = draw(st.sampled_from([1, 1, 1, inner, 2, 4, 8]))
+    groups = groups if inner % groups == 0 == outer % groups else 1
+    geometry = inner, outer, groups, space, kernel, stride, padding, dilation
+    batch = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    assume(batch * max(inner, outer) * math.prod(space) < 6e6)
+    assume(batch * inner * outer / groups * math.prod(space) * math.prod(kernel) < 4e9)
+    return batch, *geometry
+
+
+@given(geometry=full_sizes(), threads=st.sampled_from([1, 2, 3, 5, 8]), data=st.data())
+@settings(max_examples=400, deadline=None)
+def test_any_geometry_of_full_size_stays_inside_its_workspace(geometry, threads, data):
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16][: 1 + HAS_VECTORS]))
     with on_threads(threads):
         check_inside(*geometry, dtype)
 
