@@ -1,7 +1,6 @@
 """Convolutions of the library against PyTorch in float64, and the workspace that plans count."""
 
 import math
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from relax_disc.ops import registry
 from relax_disc.vm_builtins import native
 from relax_disc.vm_builtins.libraries import cuda_library
 from relax_disc.vm_builtins.libraries.install import install
+from tests.thread_count import threads as on_threads
 
 install("cpu")
 CONVOLUTION = torch.ops.aten.convolution
@@ -40,16 +40,6 @@ def run(name, tensors, numbers):
     )
     assert own() == before
     return overflow(), size
-
-
-@contextmanager
-def on_threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def error(found, exact):
