@@ -108,7 +108,10 @@ int64_t LibraryBytes(const ConvolutionSizes& s, int64_t which, int64_t element, 
   const bool has_vectors =
       is_bfloat16 && !is_tiled && (!is_deep || g == 1 || (which == 2 && is_dense));
   if (has_vectors && !in_tiles) return VectorBytes(s, which, threads);
-  const bool is_bounded = is_tiled || (is_usual && (is_deep || !in_tiles)) ||
+  // Before AVX-512 images lower than a window are products with windows.
+  const bool is_direct = has_avx512 || which != 2 || !is_low;
+  if (!has_avx512) elements += 32768;
+  const bool is_bounded = is_tiled || (is_usual && is_direct && (is_deep || !in_tiles)) ||
                           (which == 0 && has_avx512 && !in_tiles && LoweredElements(s) > 0);
   if (which == 2) {
     elements += packed + (is_bounded ? std::min<int64_t>(apart, threads << 18) : apart);
