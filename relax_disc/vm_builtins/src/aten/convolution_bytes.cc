@@ -24,8 +24,7 @@ bool IsUsual(const ConvolutionSizes& s) {
 }
 
 /*! \brief Elements of a gradient of the input by strides, whose rows lie apart for each thread. */
-int64_t Spread(const ConvolutionSizes& s, int64_t threads) {
-  const Reach reach(s);
+int64_t Spread(const ConvolutionSizes& s, const Reach& reach, int64_t threads) {
   int64_t plane = 1;
   for (size_t axis = 0; axis < s.outer.size(); ++axis) {
     const int64_t edges = 2 * ((reach.span[axis] - 1) / s.stride[axis]) + 1;
@@ -40,11 +39,25 @@ int64_t Spread(const ConvolutionSizes& s, int64_t threads) {
   return threads * (channels * plane + row);
 }
 
+/*! \brief Elements of copies in another order, by oneDNN or for it. */
+int64_t Reordered(const ConvolutionSizes& s, int64_t which, int64_t threads) {
+  const int64_t gathered = s.inner_channels * Volume(s.outer);
+  int64_t elements = 0;
+  // Each thread gathers what the strides leave of a sample.
+  if (Volume(s.kernel) == 1 && Most(s.stride) > 1) elements += threads * gathered;
+  if (which == 2 && IsStridedTail(s)) elements += s.batch * gathered;
+  if (Volume(s.inner) == 1 || Volume(s.outer) == 1) {  // no order of axes tells channels last
+    const int64_t inner_sample = s.inner_channels * Volume(s.inner);
+    elements += 2 * s.batch * (inner_sample + s.outer_channels * Volume(s.outer));
+  }
+  return elements;
+}
+
 /*! \brief In bfloat16 where there are no matrix tiles: two bytes but for sums. */
-int64_t VectorBytes(const ConvolutionSizes& s, int64_t which, int64_t threads) {
+int64_t VectorBytes(const ConvolutionSizes& s, const Reach& reach, int64_t which,
+                    int64_t threads) {
   const int64_t taps = Volume(s.kernel), g = s.groups;
   const int64_t inner = s.inner_channels / g, outer = s.outer_channels / g;  // of a group
-  const int64_t gathered = s.inner_channels * Volume(s.outer);
   // Channels of results are in blocks of up to 64, those of a gradient of the weight of 16.
   const int64_t blocked = which == 0   ? Padded(outer)
                           : which == 1 ? Padded(inner)
@@ -52,14 +65,8 @@ int64_t VectorBytes(const ConvolutionSizes& s, int64_t which, int64_t threads) {
   const int64_t others = RoundUp(which == 1 ? outer : inner, 16);
   const VectorKernels vectors(s, threads);
   int64_t halves = s.outer_channels * inner * taps + g * blocked * others * taps;
-  halves += vectors.Copied(which);
-  if (which == 1 && Most(s.stride) > 1) halves += Spread(s, threads) + 32768 * threads;
-  if (taps == 1 && Most(s.stride) > 1) halves += threads * gathered;
-  if (which == 2 && IsStridedTail(s)) halves += s.batch * gathered;
-  if (Volume(s.inner) == 1 || Volume(s.outer) == 1) {  // no order of axes tells channels last
-    const int64_t sample = s.inner_channels * Volume(s.inner) + s.outer_channels * Volume(s.outer);
-    halves += 2 * s.batch * sample;
-  }
+  halves += vectors.Copied(which) + Reordered(s, which, threads);
+  if (which == 1 && Most(s.stride) > 1) halves += Spread(s, reach, threads) + 32768 * threads;
   return PieceBytes(2 * halves + 4 * (16384 * (threads + 1) + vectors.InBfloat16(which)));
 }
 
@@ -76,7 +83,7 @@ int64_t LibraryBytes(const ConvolutionSizes& s, int64_t which, int64_t element, 
     return PieceBytes(8 * (4 * weight + 4 * (inner_sample + outer_sample) + 2 * windows)) +
            (1 << 16);
   }
-  const bool has_avx512 = OneDnnComputes(c10::kBFloat16);  // with half of it oneDNN emulates them
+  const bool has_avx512 = OneDnnComputes(c10::kBFloat16);  // natively, or by float32
   const bool is_bfloat16 = element == 2 && !is_half && has_avx512;
   const bool in_tiles = is_bfloat16 && OneDnnHasTiles();
   const TileKernels tiles(s);
@@ -88,26 +95,22 @@ int64_t LibraryBytes(const ConvolutionSizes& s, int64_t which, int64_t element, 
   const bool is_dense = !is_deep || !is_usual ||
                         (which == 2 && (Least(s.kernel) == 1 || is_low || Most(s.kernel) > 3 ||
                                         !reach.is_narrow));
+  // Kernels of their own multiply channels that have one window each, and sum its usual gradients.
+  const bool has_vectors =
+      is_bfloat16 && !is_tiled && (!is_deep || g == 1 || (which == 2 && is_dense));
+  if (has_vectors && !in_tiles) return VectorBytes(s, reach, which, threads);
   const int64_t packed =
       is_dense ? g * Padded(inner) * Padded(outer) * taps : RoundUp(g, 16) * taps;
   int64_t elements = 16384 * (threads + 1 + is_deep) + (which == 2 ? 2 : 1) * weight + packed;
   if (inner * outer < 256 && !is_deep) elements += threads * 4096 * taps;
   if (which == 1 && !is_tiled && (Most(s.stride) > 1 || !is_usual)) {
-    elements += Spread(s, threads) + 16384 * threads;
+    elements += Spread(s, reach, threads) + 16384 * threads;
     // Along one axis: windows, and the sample in other orders (1,500 shapes took up to 5 of it).
     if (is_line) elements += threads * windows + (Most(s.stride) > 2 ? 8 : 1) * inner_sample;
   }
-  if (taps == 1 && Most(s.stride) > 1) {  // each thread gathers what the strides leave of a sample
-    elements += threads * s.inner_channels * Volume(s.outer);
-  }
-  if (which == 2 && IsStridedTail(s)) elements += s.batch * s.inner_channels * Volume(s.outer);
+  elements += Reordered(s, which, threads);
   // Threads sum weights' gradients apart where the weight is small, or its windows are unusual.
   const int64_t apart = (threads - 1) * packed;
-  const VectorKernels vectors(s, threads);
-  // Kernels of their own multiply channels that have one window each, and sum its usual gradients.
-  const bool has_vectors =
-      is_bfloat16 && !is_tiled && (!is_deep || g == 1 || (which == 2 && is_dense));
-  if (has_vectors && !in_tiles) return VectorBytes(s, which, threads);
   // Before AVX-512 images lower than a window are products with windows.
   const bool is_direct = has_avx512 || which != 2 || !is_low;
   if (!has_avx512) elements += 32768;
@@ -124,13 +127,11 @@ int64_t LibraryBytes(const ConvolutionSizes& s, int64_t which, int64_t element, 
     const bool is_known = element == 4 && s.kernel.size() <= 2;
     elements += !is_known ? 1 << 19 : which == 2 ? 1 << 18 : 1 << 15;
   }
-  if (Volume(s.inner) == 1 || Volume(s.outer) == 1) {  // no order of axes tells channels last
-    elements += 2 * s.batch * (inner_sample + outer_sample);
-  }
   if (element == 2) elements += 32768 * threads + weight;  // sums and conversions in float32
   if (in_tiles) {
     elements += threads * (is_deep && is_usual ? 16384 : tiles.Elements(which));
   }
+  const VectorKernels vectors(s, threads);
   if (!in_tiles) elements += vectors.Copied(which) * element / 4;
   if (has_vectors) elements += vectors.InBfloat16(which);
   if (element == 2 && !OneDnnComputes(is_half ? c10::kHalf : c10::kBFloat16)) {

@@ -1,7 +1,5 @@
 #include "aten/onednn_faults.h"
 
-#include <algorithm>
-
 #include "aten/onednn.h"
 #include "aten/onednn_scratch.h"
 
@@ -44,25 +42,25 @@ bool IsStridedColumn(const ConvolutionSizes& s) {
   return s.outer.back() == 1 && s.stride.back() > 1;
 }
 
-/*! \brief Whether windows are dilated along another axis than the last, some longer than it. */
-bool IsDilated(const ConvolutionSizes& s, bool is_longer) {
-  bool is_found = false;
-  for (size_t axis = 0; axis + 1 < s.kernel.size(); ++axis) is_found |= s.dilation[axis] > 1;
-  for (size_t axis = 0; is_longer && axis < s.kernel.size(); ++axis) {
-    if (s.dilation[axis] * (s.kernel[axis] - 1) >= s.inner[axis]) return is_found;
-  }
-  return is_found && !is_longer;
-}
-
-/*! \brief Whether the last channels of a dilated window's gradient are read beyond their rows. */
+/*!
+ * \brief Whether the last channels of a dilated window's gradient are read beyond their rows.
+ *
+ * Tiles compute it themselves, but where a window is longer than an axis.
+ */
 bool IsDilatedTail(const ConvolutionSizes& s) {
   const int64_t channels = s.inner_channels / s.groups;
-  return channels > 16 && channels % 16 != 0 && s.outer.back() > 28 &&
-         IsDilated(s, OneDnnHasTiles());
+  if (channels <= 16 || channels % 16 == 0 || s.outer.back() <= 28) return false;
+  const Reach reach(s);
+  bool is_dilated = false, is_longer = false;
+  for (size_t axis = 0; axis < s.kernel.size(); ++axis) {
+    is_dilated |= axis + 1 < s.kernel.size() && s.dilation[axis] > 1;
+    is_longer |= reach.span[axis] > s.inner[axis];
+  }
+  return is_dilated && (is_longer || !OneDnnHasTiles());
 }
 
 /*! \brief Whether padding is higher than an image of many channels. */
-bool IsLow(const ConvolutionSizes& s) {
+bool IsLowerThanPadding(const ConvolutionSizes& s) {
   return s.inner_channels / s.groups >= 128 && s.inner[0] < s.padding[0];
 }
 
@@ -85,7 +83,7 @@ bool IsMiscomputed(const ConvolutionSizes& s, int64_t which, int64_t element, bo
     const bool is_alone = channels == 1 && (IsStridedColumn(s) || s.kernel[0] >= 12);
     if (which == 2 ? s.groups > 1 && !is_deep : is_alone || last > 1) return true;
   }
-  if (which == 2 && (IsDilatedTail(s) || IsLow(s))) return true;
+  if (which == 2 && (IsDilatedTail(s) || IsLowerThanPadding(s))) return true;
   const bool is_dilated = Most(s.dilation) > 1, is_strided = Most(s.stride) > 1;
   const bool is_column = s.outer[last] == 1 && is_strided;
   if (which == 2) {
@@ -94,7 +92,7 @@ bool IsMiscomputed(const ConvolutionSizes& s, int64_t which, int64_t element, bo
     return is_column || (is_dilated && is_strided) || (is_deep && !is_usual);
   }
   if (is_deep) return false;
-  const bool is_line = *std::min_element(s.kernel.begin(), s.kernel.end()) == 1;
+  const bool is_line = Least(s.kernel) == 1;
   return (last > 1 && channels % 32 != 0) || Most(s.stride) > 4 || is_column ||
          (is_dilated && is_strided) || FillsTiles(channels, wide) ||
          (is_line && FillsTiles(channels, Volume(s.kernel)));

@@ -11,10 +11,9 @@
 
 #include "aten/convolution.h"
 #include "aten/onednn_faults.h"
+#include "runtime/memory.h"
 
 namespace relax_disc {
-
-inline int64_t RoundUp(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 inline int64_t Most(const std::vector<int64_t>& x) { return *std::max_element(x.begin(), x.end()); }
 
@@ -66,13 +65,13 @@ class VectorKernels {
   /*! \brief Elements that copies of what is read have, of a convolution or an input's gradient. */
   int64_t Copied(int64_t which) const {
     if (which == 1) {
-      return s_.inner[last_] == 1 ? Column(s_.inner, s_.outer_channels) : 0;
+      return s_.inner[last_] == 1 ? Column(s_.outer_channels) : 0;
     }
     if (which == 2) return 0;
     if (const int64_t lowered = LoweredElements(s_)) return threads_ * lowered;
     const int64_t stride = inner_ == 1 ? s_.stride[last_] : 1;
     const bool is_copied = s_.outer[last_] == 1 || (inner_ == 1 && s_.kernel[last_] > 1);
-    return is_copied ? Column(s_.inner, s_.inner_channels * stride) : 0;
+    return is_copied ? Column(s_.inner_channels * stride) : 0;
   }
 
   /*! \brief Elements of four bytes that all threads take in bfloat16. */
@@ -118,11 +117,11 @@ class VectorKernels {
   }
 
   /*! \brief Elements of what windows as wide as it read, its rows rounded up to blocks. */
-  int64_t Column(const std::vector<int64_t>& extents, int64_t channels) const {
+  int64_t Column(int64_t channels) const {
     int64_t places = s_.kernel[last_] * (inner_ == 1 ? reach_.span[last_] : 1);
-    if (s_.outer[last_] > 1) places = extents[last_] + s_.padding[last_] + reach_.after[last_];
+    if (s_.outer[last_] > 1) places = s_.inner[last_] + s_.padding[last_] + reach_.after[last_];
     for (size_t axis = 0; axis < last_; ++axis) {
-      places *= 2 * (extents[axis] + s_.padding[axis] + reach_.after[axis] + reach_.span[axis]);
+      places *= 2 * (s_.inner[axis] + s_.padding[axis] + reach_.after[axis] + reach_.span[axis]);
     }
     return threads_ * RoundUp(places * channels, 4096);
   }
@@ -138,8 +137,8 @@ class VectorKernels {
 
   /*! \brief Both sides with positions last, for each part of the batch; its sum in float32. */
   int64_t CopyElements() const {
-    const int64_t parts = std::max<int64_t>(
-        1, std::min(threads_ / s_.groups, s_.batch * (s_.inner.size() > 1 ? s_.outer[0] : 1)));
+    const int64_t most = std::min(threads_ / s_.groups, s_.batch * s_.outer[0]);
+    const int64_t parts = std::max<int64_t>(1, most);
     const int64_t blocks = s_.groups * (RoundUp(inner_, 16) / 16);
     const int64_t outer_blocks = s_.groups * (RoundUp(outer_, 16) / 16);
     const int64_t stride = s_.stride.back();

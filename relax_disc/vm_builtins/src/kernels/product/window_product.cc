@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "aten/onednn_faults.h"
+#include "aten/onednn_scratch.h"
 #include "kernels/product/gemm.h"
 #include "kernels/parallel.h"
 #include "kernels/workspace.h"
@@ -23,12 +24,9 @@ constexpr int64_t kMostLowered = 1 << 20;
  * are up to a third slower, with wide windows no more than the weight's gradient gains.
  */
 bool IsUnusualLine(const ConvolutionSizes& s, int64_t which) {
-  const auto most = [](const std::vector<int64_t>& x) {
-    return *std::max_element(x.begin(), x.end());
-  };
   const bool is_line = s.inner[0] == 1 && s.kernel[0] == 1 && Volume(s.kernel) > 1;
-  const bool is_unusual = most(s.dilation) > 1 || most(s.stride) > 2 || most(s.kernel) > 7;
-  return is_line && (which == 2 ? is_unusual : most(s.kernel) > 16) &&
+  const bool is_unusual = Most(s.dilation) > 1 || Most(s.stride) > 2 || Most(s.kernel) > 7;
+  return is_line && (which == 2 ? is_unusual : Most(s.kernel) > 16) &&
          std::min(s.inner_channels, s.outer_channels) >= 32 * s.groups;
 }
 
