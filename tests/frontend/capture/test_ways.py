@@ -83,6 +83,17 @@ class AsksAgainInside(Layered):
         return self.blocks(x)[:, :length]
 
 
+class FewPad(Layered):
+    """The program of few sizes is right for all, that of most is not; SEW pads its odd lengths."""
+
+    def ways(self, x):
+        missing = x.shape[1] % 4 // 3
+        x = self.mixing.bias[:4] * x[:, : x.shape[1] - missing]
+        if missing:
+            x = functional.pad(x, (0, 0, 0, missing))
+        return x + 1
+
+
 class DrawsBehind(Layered):
     def ways(self, x):
         length = x.shape[1]
@@ -91,7 +102,9 @@ class DrawsBehind(Layered):
         return self.blocks(x)[:, :length] + 0.0 * torch.rand_like(x).sum()
 
 
-ONE_PROGRAM = (CutsWhatItPadded, PadsWhereItMust, AsksForTheNumber, Appends, AsksAgainInside)
+ONE_PROGRAM = (
+    CutsWhatItPadded, PadsWhereItMust, AsksForTheNumber, Appends, AsksAgainInside, FewPad,
+)  # fmt: skip
 
 
 def batch(rows, length):

@@ -60,6 +60,8 @@ RANGES = {
     "real frequencies": lambda x, n: torch.fft.rfftfreq(n) * x.sum(),
     "powers": lambda x, n: torch.logspace(0, 1, n, 2.0)[:, None] * x,
     "one hot": lambda x, n: F.one_hot(torch.arange(n).flip(0), n).float() @ x,
+    "diagonal filled": lambda x, n: (x[0] @ x[0].T).fill_diagonal_(-9.0),
+    "diagonal filled, wide": lambda x, n: (x[0] * 1).fill_diagonal_(fill_value=2.0),
     "upper": lambda x, n: pairs(x, torch.triu_indices(n, n)),
     "lower": lambda x, n: pairs(x, torch.tril_indices(n, n)),
     "lower, no diagonal": lambda x, n: pairs(x, torch.tril_indices(n, n, -1)),

@@ -109,20 +109,21 @@ class Task:
             raise parting.worded(error) from parting.__cause__
 
     def _all_ways(self, ways: Ways, run: Recording | None) -> Recording:
-        """Return the program of most sizes, if at the others the ways that they take are the same.
+        """Return the program of one way that at the sizes of all others is what they are.
 
-        ``run``: one that is right for the example's way. Raises `_AnotherProgram`: some way is
-        another program, or cannot be exported.
+        Of the way of most sizes, if that is one.  ``run``: one that is right for the example's way.
+        Raises `_AnotherProgram`: none is, or some way cannot be exported.
         """
         outer, runs, relied_on = self.wrapped.outer, {}, []
         mine = dict(ways.example_sizes)
         kept = outer.kept()
         ways.are_free = True
         while True:
-            *others, most = classes = {_key(part): part for part in ways.classes()}
+            classes = {_key(part): part for part in reversed(ways.classes())}
+            most = next(iter(classes))
             if run is not None and _holds(classes[most], mine):
                 runs[most] = run
-            missing = [key for key in (*others, most) if key not in runs]
+            missing = [key for key in reversed(classes) if key not in runs]
             if not missing:
                 break
             part = classes[missing[0]]
@@ -134,16 +135,13 @@ class Task:
                 if len(ways.classes()) == len(classes):
                     raise  # else what was asked on this way divides the sizes further
             relied_on.append(outer.relied_on())
-        if runs[most] is run:
+        chosen = _of_all_sizes(runs, classes)
+        if runs[chosen] is run:
             outer.put_back(kept)
-        elif list(runs)[-1] != most:
-            runs[most] = self._way(ways, classes[most])
+        elif list(runs)[-1] != chosen:
+            runs[chosen] = self._way(ways, classes[chosen])
         outer.rely_also(relied_on)  # on what the code of other ways read
-        for key in reversed(others):  # where one dim alone parts them, it is the one that is named
-            line = parting_line(_side(runs[most]), _side(runs[key]))
-            if line is not None or len(runs[most].calls) != len(runs[key].calls):
-                raise _AnotherProgram(classes[key], line)
-        return runs[most]
+        return runs[chosen]
 
     def _way(self, ways: Ways, part: Sizes) -> Recording:
         """Export for the sizes of a class."""
@@ -281,6 +279,33 @@ def _erase_unread(module: fx.GraphModule) -> None:
         if node in of_data and unread:
             graph.erase_node(node)
     module.recompile()
+
+
+def _of_all_sizes(runs: Mapping[Any, Recording], classes: Mapping[Any, Sizes]) -> Any:
+    """Name the class whose program all others' are at their sizes: the first of those in order.
+
+    Raises `_AnotherProgram`: there is none; it tells where the first class's parts from another.
+    """
+    parted = None
+    for base, part in classes.items():
+        if parted is not None and any(len(sizes) == 1 for sizes in part.values()):
+            continue  # that size is a number in its program
+        other = _another(runs[base], runs, {k: v for k, v in classes.items() if k != base})
+        if other is None:
+            return base
+        parted = parted or other
+    assert parted is not None
+    raise parted
+
+
+def _another(
+    base: Recording, runs: Mapping[Any, Recording], others: Mapping[Any, Sizes]
+) -> _AnotherProgram | None:
+    for key, part in others.items():  # where one dim alone parts them, it is the one that is named
+        line = parting_line(_side(base), _side(runs[key]))
+        if line is not None or len(base.calls) != len(runs[key].calls):
+            return _AnotherProgram(part, line)
+    return None
 
 
 def _key(part: Sizes) -> tuple[Any, ...]:

@@ -312,6 +312,14 @@ def _narrow(x: Tensor, dim: int, start: Any, length: Any) -> Tensor | None:
     return x.index_select(dim, first + torch.arange(length, device=x.device))
 
 
+def _fill_diagonal(x: Tensor, fill_value: Any, wrap: bool = False) -> Tensor | None:
+    """Write a matrix's diagonal through its view; PyTorch's own form fixes the sizes."""
+    if x.dim() != 2 or wrap:
+        return None
+    x.diagonal().fill_(fill_value)
+    return x
+
+
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
 ) -> Tensor | None:
@@ -359,6 +367,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     Tensor.bincount: _bincount,
     torch.narrow: _narrow,
     torch.Tensor.narrow: _narrow,
+    Tensor.fill_diagonal_: _fill_diagonal,
     torch.cdist: _cdist,
     torch.take_along_dim: _take_along_dim,
     torch.Tensor.take_along_dim: _take_along_dim,
