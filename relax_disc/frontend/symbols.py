@@ -70,8 +70,12 @@ class SymbolTranslator:
             return tirx.IntImm("int64", value)
         expr = value.node.expr if isinstance(value, torch.SymInt) else value
         if expr not in self._cache:
-            # In TVM's own order of terms: FuseTIR tells `1 + s` and `s + 1` apart.
-            self._cache[expr] = self.analyzer.simplify(self._translate(expr, "int64"))
+            # `4 * (n // 2 + 1)**2` is written the same multiplied out: TVM proves little of both.
+            expanded = sympy.expand(expr)
+            if expanded not in self._cache:
+                # In TVM's own order of terms: FuseTIR tells `1 + s` and `s + 1` apart.
+                self._cache[expanded] = self.analyzer.simplify(self._translate(expr, "int64"))
+            self._cache[expr] = self._cache[expanded]
         return self._cache[expr]
 
     def text(self, value: int | torch.SymInt) -> int | str:

@@ -203,6 +203,34 @@ def test_derived_dims():
     check_gradients(captured, model, [batch(n) for n in (3, 1, 6, 5)], loss_fn)
 
 
+class Routed(nn.Module):
+    """Dynamic routing (Sabour and others, 2017) over the pixels of ``[rows, 1, side, side]``."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.parts = nn.Conv2d(1, 8, 3, 2), nn.Parameter(torch.randn(3, 4, 4) * 0.3)
+
+    def forward(self, x):
+        x = self.embed(x)
+        rows = x.shape[0]
+        x = x.view(rows, 2, 4, -1).permute(0, 1, 3, 2).reshape(rows, -1, 4)
+        votes = torch.einsum("bic,jdc->bijd", x, self.parts)
+        logits = torch.zeros(votes.shape[:3])
+        for _ in range(2):
+            routed = (logits.softmax(2)[..., None] * votes).sum(1).tanh()
+            logits = logits + (votes.detach() * routed[:, None]).sum(-1)
+        return routed.square().mean()
+
+
+def test_sizes_that_are_multiplied_out_are_the_same():
+    torch.manual_seed(0)
+    model, side = Routed(), Dim("side", min=3, max=20)
+    shapes = ({0: Dim("n", min=1, max=4), 2: side, 3: side},)
+    captured = capture_step(model, None, (torch.randn(2, 1, 12, 12),), dynamic_shapes=shapes)
+    batches = [(torch.randn(rows, 1, n, n),) for rows, n in ((1, 3), (4, 20), (2, 9))]
+    check_gradients(captured, model, batches, least=5e-6)
+
+
 class Frozen(nn.Module):
     """Batch norm (mutated buffers), a frozen part, and a parameter that nothing uses."""
 

@@ -5,14 +5,18 @@ from math import sqrt
 
 import numpy as np
 import pytest
+import sympy
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.utils._sympy.functions import FloorDiv, ToFloat
 
 import relax_disc
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend import capture_step
 from relax_disc.frontend.capture.replaced.math_of_sizes import replacements
+from relax_disc.frontend.capture.sizes.evaluation import evaluate
+from relax_disc.frontend.capture.sizes.exact import rounded_multiple
 
 SHORTEST, LONGEST = 4, 24
 
@@ -65,9 +69,22 @@ def padded(x, n):
     return nn.functional.pad(x, (0, 0, 0, math.ceil(n / 8) * 8 - n))
 
 
+def seven_tenths(x, n):
+    return x[:, : int(0.7 * n)]
+
+
+def most_of_it(x, n):
+    return x[:, : math.ceil(n * 0.85)] + round(n * 0.35)
+
+
+def hardest(x, n):
+    """The mean of the greatest tenth, at least one of them."""
+    return x.flatten(2).sum(2).topk(max(1, int(n * 0.1)), dim=1).values
+
+
 USES = (
     by_float, by_sqrt, by_numpy, by_powers, cut, half, rounded_up, rounded_down, nearest_half,
-    nearest_quarter, nearest_third, padded,
+    nearest_quarter, nearest_third, padded, seven_tenths, most_of_it,
 )  # fmt: skip
 
 
@@ -98,8 +115,9 @@ def compiled(uses):
     return model, step
 
 
-def test_every_use_is_pythons_at_every_length():
-    model, step = compiled(USES)
+@pytest.mark.parametrize("uses", [USES, [hardest]], ids=["all", "hardest"])
+def test_every_use_is_pythons_at_every_length(uses):
+    model, step = compiled(uses)
     for length in range(SHORTEST, LONGEST + 1):
         x = torch.randn(2, length, 4)
         _, (terms,) = step(x)
@@ -133,13 +151,49 @@ def test_logarithms_are_refused_by_name(use):
 @pytest.mark.parametrize(
     "use",
     [
-        lambda x, n: x[:, : int(n * 0.1) + 1],  # 0.1 is no fraction of a small number
+        lambda x, n: x[:, : int(n * 0.3333) + 1],  # a third, but of 3 and its multiples
         lambda x, n: x[:, : int((n - 5) / 2) + 3],  # towards zero from both sides
     ],
 )
 def test_what_is_not_exact_is_refused(use):
     with pytest.raises(ShapeRangeError):
         captured(use)
+
+
+def test_a_number_of_the_example_that_asks_for_long_batches_is_told():
+    with pytest.raises(
+        ShapeRangeError, match=r"test_math_of_sizes.py:\d+ makes the plain number 2 "
+    ):
+        captured(lambda x, n: x.topk(1 + int(n * 0.3333), dim=1).values)
+
+
+WAYS = {
+    "int": (math.trunc, lambda above, below: FloorDiv(above, below), np.trunc),
+    "ceil": (math.ceil, lambda above, below: FloorDiv(above + below - 1, below), np.ceil),
+}
+
+
+@pytest.mark.parametrize("most", [40, 100, 3000])
+@pytest.mark.parametrize("way", WAYS)
+def test_decimals_are_rounded_as_python_does_at_all_sizes_or_not_at_all(way, most):
+    of_python, rounded, of_floats = WAYS[way]
+    size = sympy.Symbol("n", integer=True, positive=True)
+    sizes = range(1, most + 1)
+    exact = 0
+    for factor in [k / 100 for k in range(1, 100)] + [1 / 3, 0.3333, math.sqrt(0.5), 1e-9]:
+        expr = sympy.Float(factor) * ToFloat(size)
+        found = rounded_multiple(expr, factor * most, rounded, of_floats)
+        if found is not None:
+            exact += 1
+            wanted = [of_python(factor * n) for n in sizes]
+            assert evaluate(found, {size: np.array(sizes)}).tolist() == wanted
+    assert exact > {40: 95, 100: 85, 3000: 80}[most]
+
+
+@pytest.mark.parametrize("most", [sympy.oo, 10**9])
+def test_decimals_of_sizes_without_a_bound_are_left(most):
+    expr = sympy.Float(0.7) * ToFloat(sympy.Symbol("n", integer=True, positive=True))
+    assert rounded_multiple(expr, most, *WAYS["int"][1:]) is None
 
 
 def test_classes_are_replaced_where_they_are_only_called():

@@ -37,6 +37,7 @@ from relax_disc.frontend.capture.sizes.dims import (
     dim_table,
     enlarge,
     least_size,
+    root_of,
     roots_stay,
 )
 from relax_disc.frontend.capture.sizes.evaluation import OPEN_END
@@ -51,6 +52,7 @@ from relax_disc.frontend.capture.sizes.guards import (
     refusal_of_ways,
     varying_branches,
 )
+from relax_disc.frontend.capture.sizes.longer_example import sizes_beyond_one
 from relax_disc.frontend.capture.sizes.same_program import Side, parting_line
 from relax_disc.frontend.capture.sizes.ways import Ways
 from relax_disc.frontend.capture.source_lines import SourceLine
@@ -101,12 +103,28 @@ class Task:
             if not ways:
                 raise
         if run is not None and not ways:
-            return run
+            return self._longer(run)
         try:
             return self._all_ways(ways, run)
         except _AnotherProgram as parting:
             error = refusal_of_ways(ways, parting.at)
             raise parting.worded(error) from parting.__cause__
+
+    def _longer(self, run: Recording) -> Recording:
+        """Export at longer sizes where the example is too short to tell, if that goes as well."""
+        sizes = sizes_beyond_one(run.program, run.dims)
+        if not sizes:
+            return run
+        outer, ways = self.wrapped.outer, Ways(self.by_source)
+        kept = outer.kept()
+        try:
+            longer = self._checked(ways, {}, sizes)
+            if not ways:
+                return longer
+        except Exception as error:  # the model's own too, which may refuse those sizes
+            _logger.info("a longer example does not go through: %s", error)
+        outer.put_back(kept)
+        return run
 
     def _all_ways(self, ways: Ways, run: Recording | None) -> Recording:
         """Return the program of one way that at the sizes of all others is what they are.
@@ -148,7 +166,7 @@ class Task:
         sizes = ways.example(part)
         shapes = pytree.tree_map(lambda dim: _within(dim, part), self.dynamic_shapes)
         dims = [dim for by_axis in self.declared.values() for dim in by_axis.values()]
-        roots = {dim.root.__name__ for dim in dims if hasattr(dim, "root")}
+        roots = {root_of(dim).__name__ for dim in dims if root_of(dim) is not dim}
         if roots & part.keys():  # other sizes are declared by one of them
             shapes = self.dynamic_shapes
             if 1 in sizes.values():
@@ -258,7 +276,7 @@ def _in_range(
 ) -> dict[str, int]:
     """Cut sizes of dims, by name, to the greatest that is declared for each."""
     dims = (dim for by_axis in declared.values() for dim in by_axis.values())
-    roots = (getattr(dim, "root", dim) for dim in dims)
+    roots = map(root_of, dims)
     most = {root.__name__: root.max for root in roots if isinstance(root, torch.export.Dim)}
     return {name: int(min(size, most.get(name, size))) for name, size in sizes.items()}
 

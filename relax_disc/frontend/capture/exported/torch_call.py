@@ -59,6 +59,7 @@ def call_export(
         # nn.LSTM and its like keep their weights in a list beside the parameters.
         warnings.filterwarnings("ignore", message="The tensor attributes .* were assigned")
         with (
+            own_attributes(wrapped),  # each time: what is read is compared with what is there later
             ExportMode(branches.squeezes),
             recorded_loops(loops),
             stand_ins(),
@@ -76,7 +77,6 @@ def call_export(
 
     try:
         with (
-            own_attributes(wrapped),
             warnings.catch_warnings(),
             inlined_checkpoints(),
             masks_unread(),
@@ -106,7 +106,7 @@ def call_export(
     except UnsupportedOperatorException as error:
         raise untraceable(error) from error
     except UserError as error:
-        raise translated(error, lines) from error
+        raise translated(error, lines, branches.numbers) from error
     except (RelaxDiscError, LoopRefusal):
         raise
     except (RuntimeError, AttributeError) as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch._dynamo.exc import UserError, UserErrorType
@@ -15,13 +16,20 @@ from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOp
 from relax_disc.frontend.capture.sizes.branches import places
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
 
+_NONE: Mapping[Any, SourceLine] = {}
+
 _SMALL = 8
 """Up to this size an example may be too short to tell: of 2 positions ``x[:, 1:]`` has 1, which
 torch.export takes for a number. Then a longer one is tried."""
 
 
-def translated(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
-    """Translate a refusal of torch.export; ``lines`` are those that fixed sizes."""
+def translated(
+    error: UserError, lines: Sequence[SourceLine] = (), numbers: Mapping[Any, SourceLine] = _NONE
+) -> Exception:
+    """Translate a refusal of torch.export.
+
+    ``lines``: those that fixed sizes. ``numbers``: expressions of sizes that became plain numbers.
+    """
     if error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
         said, _, fixes = str(error).partition("Suggested fixes:")
         bounds = dict.fromkeys(_BOUNDS.findall(said))
@@ -32,6 +40,12 @@ def translated(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
                 for name, low, high in least
             )
             reason = f"shorter batches than that do not go through it: give {dims}"
+            if numbers:
+                expression, line = next(iter(numbers.items()))
+                reason += (
+                    f". {line} makes the plain number {expression.args[1]} of the example's sizes: "
+                    "compute with the sizes themselves, // for a floor"
+                )
         elif multiples := _MULTIPLE.findall(fixes):
             name, divisor = multiples[0]
             reason = (
@@ -39,7 +53,7 @@ def translated(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
                 f"whose {name} is a multiple of {divisor}, declare it as {divisor} * Dim(...), and "
                 "pad batches to multiples"
             )
-        elif fixed := _FIXED.findall(fixes):
+        elif fixed := _FIXED.findall(fixes) or _fixed_roots(said):
             dims = " and ".join(f"{name} becomes the number {size}" for name, size in fixed)
             reason = (
                 f"{dims}, by a Python loop over it or another use of its value; write that with "
@@ -60,6 +74,19 @@ def translated(error: UserError, lines: Sequence[SourceLine] = ()) -> Exception:
     return data_dependent(error)
 
 
+def _fixed_roots(said: str) -> list[tuple[str, int]]:
+    """List dims, with their sizes, by which others that torch.export took for one number are made.
+
+    Of ``4*h``, fixed to 8: ``h``, 2.
+    """
+    found = {}
+    for factor, name, sign, offset, low, high in _DERIVED_BOUNDS.findall(said):
+        if low == high:
+            root = int(low) - int(offset or 0) * (-1 if sign == "-" else 1)
+            found[name] = root // int(factor or 1)
+    return list(found.items())
+
+
 def contradiction(reason: str, lines: Sequence[SourceLine]) -> ShapeRangeError:
     """Make the error of a model for which the declared ranges are too wide."""
     return ShapeRangeError(f"The model contradicts dynamic_shapes{places(lines)}: {reason}")
@@ -75,6 +102,11 @@ _FIXED = re.compile(r"^\s*(\w+) = (\d+)\s*$", re.M)
 _MULTIPLE = re.compile(r"^\s*(\w+) = (\d+)\*_\w+(?: [+-] \d+)?\s*$", re.M)
 _BOUNDS = re.compile(
     r"Not all values of (\w+) = .* the generated guard (\d+) <= .* <= (\d+)$", re.M
+)
+_DERIVED_BOUNDS = re.compile(
+    r"Not all values of (?:(\d+)\*)?(\w+)(?: ([+-]) (\d+))? = .* the generated guard "
+    r"(\d+) <= .* <= (\d+)$",
+    re.M,
 )
 _LEAST = re.compile(r"^\s*([^\W_]\w*) = Dim\('\w+', min=(\d+)(?:, max=(\d+))?\)", re.M)
 

@@ -3,7 +3,7 @@
 `math.sqrt`, ``round`` and the like make a plain number of what they are given, which would be the
 example's; so do ``int`` and ``float``.  While a model runs in an export, its files see functions
 that answer with PyTorch's symbolic numbers: roots and powers by PyTorch's own, and what is rounded
-by a division of integers, which is exact at every size.
+by a division of integers, which is exact at every size; of ``int(0.7 * length)`` where that can be.
 
 Limits: PyTorch exports no logarithms of sizes, which are refused.  ``int`` and ``float`` are
 classes, of which code may also ask whether a value is of them: they are replaced in files that do
@@ -20,12 +20,13 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import sympy
 import torch
 from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture.sizes.exact import fraction_of
+from relax_disc.frontend.capture.sizes.exact import fraction_of, rounded_multiple
 from relax_disc.frontend.capture.source_lines import calling_line
 from relax_disc.frontend.capture.state.sources import codes_of, function_of
 
@@ -110,11 +111,14 @@ def _pow(base: Any, exponent: Any) -> Any:
 
 
 def _floor(value: Any) -> Any:
-    return _divided(value, lambda above, below: torch_sympy.FloorDiv(above, below))
+    return _divided(value, lambda above, below: torch_sympy.FloorDiv(above, below), np.floor)
 
 
 def _ceil(value: Any) -> Any:
-    return _divided(value, lambda above, below: torch_sympy.FloorDiv(above + below - 1, below))
+    def rounded(above: Any, below: int) -> Any:
+        return torch_sympy.FloorDiv(above + below - 1, below)
+
+    return _divided(value, rounded, np.ceil)
 
 
 def _trunc(value: Any) -> Any:
@@ -126,7 +130,7 @@ def _trunc(value: Any) -> Any:
 
 def _round(value: Any, digits: Any = None) -> Any:
     """Round to the nearest integer, ties to the even one."""
-    return None if digits is not None else _divided(value, _nearest)
+    return None if digits is not None else _divided(value, _nearest, np.rint)
 
 
 def _nearest(above: Any, below: int) -> Any:
@@ -140,16 +144,23 @@ def _nearest(above: Any, below: int) -> Any:
     )
 
 
-def _divided(value: Any, rounded: Callable[[Any, int], Any]) -> Any:
-    """Round a fraction of sizes by a division of integers; None where that is not exact."""
+def _divided(value: Any, rounded: Callable[[Any, int], Any], of_floats: Any) -> Any:
+    """Round a fraction of sizes by a division of integers; None where that is not exact.
+
+    ``rounded``: the division; ``of_floats``: what it does to floats.
+    """
     if isinstance(value, torch.SymInt):
         return value
-    found = fraction_of(value.node.expr)
-    if found is None:
-        return None
-    above, below = found
-    expr = sympy.expand(above if below == 1 else rounded(above, below))
     environment = value.node.shape_env
+    found = fraction_of(value.node.expr)
+    if found is not None:
+        above, below = found
+        expr = sympy.expand(above if below == 1 else rounded(above, below))
+    else:
+        most = environment.bound_sympy(value.node.expr).upper
+        expr = rounded_multiple(value.node.expr, most, rounded, of_floats)
+        if expr is None:
+            return None
     return environment.create_symintnode(expr, hint=int(environment.guarding_hint_or_throw(expr)))
 
 

@@ -153,10 +153,20 @@ def dims_by_source(
     return found
 
 
+def root_of(dim: Any) -> Any:
+    """Return the dim by which another is declared, such as ``T`` for ``T - 1``; else itself."""
+    return dim.root if isinstance(dim, _DerivedDim) else dim
+
+
+def size_at(dim: Any, root_size: Any) -> Any:
+    """Return what a declared size is where its root's is ``root_size``: numbers, or a symbol."""
+    return dim.fn(root_size) if isinstance(dim, _DerivedDim) else root_size
+
+
 def least_size(dim: Any) -> int:
     """Return the least size that a declaration allows; 1 where it does not say."""
-    if isinstance(dim, _DerivedDim):
-        return int(dim.fn(least_size(dim.root)))
+    if root_of(dim) is not dim:
+        return int(size_at(dim, least_size(root_of(dim))))
     return max(int(getattr(dim, "min", 1)), 1)
 
 
@@ -217,10 +227,8 @@ def enlarge(
     for axis, dim in dims.items():
         if axis >= tensor.dim():
             continue
-        root = dim.root if isinstance(dim, _DerivedDim) else dim
-        size = sizes.get(getattr(root, "__name__", ""), max(tensor.shape[axis], 2))
-        if root is not dim and root.__name__ in sizes:
-            size = dim.fn(size)
+        root = getattr(root_of(dim), "__name__", "")
+        size = size_at(dim, sizes[root]) if root in sizes else max(tensor.shape[axis], 2)
         if size != tensor.shape[axis]:
             place = torch.arange(size, device=tensor.device) % tensor.shape[axis]
             tensor = tensor.index_select(axis, place)
@@ -234,7 +242,7 @@ def _note(
     names: dict[str, str],
     specs: dict[str, DimSpec],
 ) -> None:
-    root = dim.root if isinstance(dim, _DerivedDim) else dim
+    root = root_of(dim)
     if (
         root is dim
         and isinstance(dim, torch.export.Dim)

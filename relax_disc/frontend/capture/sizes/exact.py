@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import sympy
 from torch.utils._sympy import functions as torch_sympy
 
+from relax_disc.frontend.capture.sizes.evaluation import MOST_POINTS, evaluate
+
 _MOST_DIVISOR = 64
 """A size times such a fraction is exact in floating point, or far enough from an integer."""
+
+_MOST_DENOMINATOR = 1000
+"""Of a decimal such as 0.7 or 0.125, which no float is."""
 
 
 def fraction_of(expr: Any) -> tuple[Any, int] | None:
@@ -23,3 +31,36 @@ def fraction_of(expr: Any) -> tuple[Any, int] | None:
     if not below.is_Integer or int(below) > _MOST_DIVISOR:
         return None
     return sympy.expand(above), int(below)
+
+
+def rounded_multiple(
+    expr: Any,
+    most: Any,
+    rounded: Callable[[Any, int], sympy.Expr],
+    of_floats: Callable[[np.ndarray], np.ndarray],
+) -> Any:
+    """Write a rounded multiple of a size, such as 0.7 of it, in integers; None where none is exact.
+
+    By the decimal fraction next to the float, tried at all sizes: 0.7 times 90 is less than 63 to
+    the processor.
+
+    ``most``: upper bound of ``expr``. ``rounded``: rounds a fraction in integers; ``of_floats``:
+    rounds floats.
+    """
+    factor, rest = expr.as_coeff_Mul()
+    if (
+        not isinstance(factor, sympy.Float)
+        or factor <= 0
+        or not isinstance(rest, torch_sympy.ToFloat)
+    ):
+        return None
+    if not sympy.sympify(most).is_number or not most <= MOST_POINTS * factor:
+        return None
+    (size,) = rest.args
+    near = Fraction(float(factor)).limit_denominator(_MOST_DENOMINATOR)
+    any_size = sympy.Symbol("size", integer=True, positive=True)
+    sizes = np.arange(1, round(float(most / factor)) + 1)
+    written = evaluate(rounded(near.numerator * any_size, near.denominator), {any_size: sizes})
+    if not np.array_equal(written, of_floats(float(factor) * sizes)):
+        return None
+    return sympy.expand(rounded(near.numerator * size, near.denominator))

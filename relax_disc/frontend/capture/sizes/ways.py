@@ -20,8 +20,9 @@ import torch
 from torch.export import Dim
 
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture.sizes.dims import Sizes, least_size
+from relax_disc.frontend.capture.sizes.dims import Sizes, least_size, root_of, size_at
 from relax_disc.frontend.capture.sizes.evaluation import OPEN_END, evaluate
+from relax_disc.frontend.capture.sizes.longer_example import size_among
 from relax_disc.frontend.capture.source_lines import SourceLine
 
 
@@ -61,12 +62,12 @@ class Ways:
         expr: Any = condition.node.expr
         env = condition.node.shape_env
         dims = {symbol: self._dim(env, symbol) for symbol in expr.free_symbols}
-        roots = {_root(dim) for dim in dims.values()}
+        roots = {root_of(dim) for dim in dims.values()}
         root = roots.pop() if len(roots) == 1 else None
         if root is None:
             return None
         sizes = _declared(root)
-        values = {symbol: _of_root(dim, sizes) for symbol, dim in dims.items()}
+        values = {symbol: size_at(dim, sizes) for symbol, dim in dims.items()}
         try:
             table = np.broadcast_to(evaluate(expr, values), sizes.shape)
         except UnsupportedOperatorError:
@@ -76,7 +77,7 @@ class Ways:
         at_example = {symbol: env.backed_var_to_val[symbol] for symbol in dims}
         truth = bool(expr.xreplace(at_example))
         name = sympy.Symbol(root.__name__, integer=True, positive=True)
-        asked = expr.xreplace({symbol: _of_root(dim, name) for symbol, dim in dims.items()})
+        asked = expr.xreplace({symbol: size_at(dim, name) for symbol, dim in dims.items()})
         self.asked.setdefault(asked if truth else sympy.Not(asked), line)
         self._tables.setdefault(root.__name__, {})[table.tobytes()] = table
         at = [values[symbol] == int(size) for symbol, size in at_example.items()]
@@ -86,11 +87,11 @@ class Ways:
     def _dim(self, env: Any, symbol: sympy.Symbol) -> Any:
         sources = (source.name for source in env.var_to_sources.get(symbol, ()))
         dims = (self._by_source.get(name) for name in sources)
-        return next((dim for dim in dims if type(_root(dim)) is Dim), None)
+        return next((dim for dim in dims if type(root_of(dim)) is Dim), None)
 
     def dims(self) -> dict[str, Any]:
         """Return the declared dims by name."""
-        roots = map(_root, self._by_source.values())
+        roots = map(root_of, self._by_source.values())
         return {root.__name__: root for root in roots if type(root) is Dim}
 
     def classes(self) -> list[Sizes]:
@@ -118,17 +119,7 @@ class Ways:
 
 def _size_of(sizes: np.ndarray, least: int) -> int:
     beyond = sizes[sizes >= least]
-    beyond = beyond[beyond <= 4 * least] if len(beyond) else sizes
-    return int(beyond[len(beyond) * 3 // 4])
-
-
-def _root(dim: Any) -> Any:
-    """Return the dim by which another is declared, such as ``T`` for ``T - 1``; else itself."""
-    return getattr(dim, "root", dim)
-
-
-def _of_root(dim: Any, size: Any) -> Any:
-    return size if _root(dim) is dim else dim.fn(size)
+    return size_among(beyond) if len(beyond) else int(sizes[len(sizes) * 3 // 4])
 
 
 def _declared(dim: Any) -> np.ndarray:
