@@ -247,12 +247,18 @@ class Weighed(Picking):
 
 
 def test_a_number_made_of_sizes_is_the_examples_own():
-    model = Weighed(lambda n: max(1, int(n * 0.1)))
+    model = Weighed(lambda n: max(1, int(n * 0.3333)))
     with pytest.raises(ShapeRangeError, match=r"test_size_branches.*int\(\).*torch.sym_int"):
         capture_step(model, None, batch(3, 6), dynamic_shapes=SHAPES)
     model = Weighed(lambda n: math.atan(n / 2))
     with pytest.raises(UnsupportedOperatorError, match="a Python number is made of sizes"):
         capture_step(model, None, batch(3, 6), dynamic_shapes=SHAPES)
+
+
+def test_a_share_that_a_division_tells_is_no_number_of_the_example():
+    model = Weighed(lambda n: max(1, int(n * 0.4)))
+    captured = capture_step(model, None, batch(3, 6), dynamic_shapes=SHAPES)
+    check_gradients(captured, model, [batch(*size) for size in ((3, 6), (1, 1), (2, 9), (2, 5))])
 
 
 def test_a_number_that_is_the_same_at_all_sizes_may_be_made_of_them():
