@@ -2,7 +2,8 @@
 
 ``scores.squeeze()`` of a batch of one row has an axis less in eager PyTorch.  A program keeps the
 axes that the example has, so calls with such a size are refused, unless nobody can tell: a first
-axis of size 1 that is missing changes no value of elementwise operators, sums and means over all.
+axis of size 1 that is missing changes no value of elementwise operators, of what is written into a
+tensor, of sums and means over all.
 """
 
 from __future__ import annotations
@@ -113,8 +114,9 @@ def _is_unseen(node: fx.Node) -> bool:
     """Whether no value depends on a first axis of size 1 being there."""
     waiting, seen = [node], {node}
     while waiting:
-        for user in waiting.pop().users:
-            if user in seen or _ends_in_a_number(user):
+        value = waiting.pop()
+        for user in value.users:
+            if user in seen or _ends_in_a_number(user) or _is_written(value, user):
                 continue
             if not _computes_alike(user):
                 return False
@@ -127,6 +129,11 @@ def _ends_in_a_number(node: fx.Node) -> bool:
     target: Any = node.target
     is_mean = target in _LOSSES and _argument(node, "reduction", 1) != _NO_REDUCTION
     return is_mean or target in _OVER_ALL or isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _is_written(value: fx.Node, node: fx.Node) -> bool:
+    """Whether an operator writes a value into a tensor of its own shape, where it is broadcast."""
+    return node.target is _ATEN.copy_.default and node.args[0] is not value
 
 
 def _computes_alike(node: fx.Node) -> bool:
