@@ -6,21 +6,11 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional
 
+from relax_disc.errors import ShapeRangeError
 from relax_disc.frontend import capture_step
+from relax_disc.frontend.capture.exported.all_sizes import Task
+from tests.frontend.capture.test_capture import Padded
 from tests.frontend.running import check_gradients
-
-
-class InChunks(nn.Module):
-    """Running sums over chunks of 16 positions of ``[rows, length, 4]``."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        rows, length, width = x.shape
-        chunks = functional.pad(x, (0, 0, 0, -length % 16)).reshape(rows, -1, 16, width)
-        return self.layer(chunks).cumsum(1).mean(2).tanh().sum(1).square().mean()
 
 
 class Pyramid(nn.Module):
@@ -42,18 +32,16 @@ ROWS = Dim("n", min=1, max=4)
 
 
 def sequence(rows, length):
-    return (torch.randn(rows, length, 4),)
+    return (torch.randn(rows, length, 6),)
 
 
-@pytest.mark.parametrize("example", [4, 12, 16])
-@pytest.mark.parametrize("by_four", [False, True])
-def test_one_chunk_is_no_number_of_chunks(by_four, example):
+@pytest.mark.parametrize(("factor", "example"), [(1, 1), (1, 3), (1, 4), (2, 2), (2, 4)])
+def test_one_chunk_is_no_number_of_chunks(factor, example):
     torch.manual_seed(0)
-    length = 4 * Dim("t", min=1, max=16) if by_four else Dim("t", min=1, max=64)
-    model = InChunks()
-    shapes = ({0: ROWS, 1: length},)
+    length = Dim("t", min=1, max=48) if factor == 1 else 2 * Dim("t", min=1, max=24)
+    model, shapes = Padded(), ({0: ROWS, 1: length},)
     captured = capture_step(model, None, sequence(3, example), dynamic_shapes=shapes)
-    lengths = (4, 12, 16, 20, 32, 64) if by_four else (1, 2, 15, 16, 17, 32, 33, 64)
+    lengths = [size for size in (1, 2, 3, 4, 5, 6, 16, 17, 48) if size % factor == 0]
     check_gradients(captured, model, [sequence(2, size) for size in lengths], least=5e-6)
 
 
@@ -69,15 +57,30 @@ def test_the_smallest_image_of_multiples_is_an_example(factor):
     check_gradients(captured, model, batches, least=5e-6)
 
 
-def test_an_example_is_long_enough_where_longer_ones_do_not_go_through():
-    """The model refuses what it was not declared to get, though the range holds it."""
+class Starts(nn.Module):
+    """As many positions as the length has chunks of 16; one chunk is right for several."""
 
-    class Limited(InChunks):
-        def forward(self, x):
-            torch._check(x.shape[1] <= 16, lambda: "at most 16 positions")
-            return super().forward(x)
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
 
+    def forward(self, x):
+        return self.layer(x)[:, : (x.shape[1] + 15) // 16].square().mean()
+
+
+def test_the_example_stands_where_longer_ones_do_not_go_through(monkeypatch):
+    checked, longer = Task._checked, []
+
+    def refusing(self, ways, part, sizes):
+        run = checked(self, ways, part, sizes)
+        if sizes:
+            longer.append(sizes)
+            raise ShapeRangeError("not at these sizes")
+        return run
+
+    monkeypatch.setattr(Task, "_checked", refusing)
     torch.manual_seed(0)
-    model, length = Limited(), Dim("t", min=1, max=16)
-    captured = capture_step(model, None, sequence(3, 12), dynamic_shapes=({0: ROWS, 1: length},))
-    check_gradients(captured, model, [sequence(2, size) for size in (1, 9, 16)], least=5e-6)
+    model, shapes = Starts(), ({0: ROWS, 1: Dim("t", min=1, max=64)},)
+    captured = capture_step(model, None, sequence(3, 12), dynamic_shapes=shapes)
+    assert len(longer) == 1 and longer[0]["t"] > 16
+    check_gradients(captured, model, [sequence(2, size) for size in (1, 16, 17, 64)], least=5e-6)

@@ -137,7 +137,7 @@ class Task:
         kept = outer.kept()
         ways.are_free = True
         while True:
-            classes = {_key(part): part for part in reversed(ways.classes())}
+            classes = {_key(part): part for part in ways.classes()}
             most = next(iter(classes))
             if run is not None and _holds(classes[most], mine):
                 runs[most] = run
@@ -308,7 +308,7 @@ def _of_all_sizes(runs: Mapping[Any, Recording], classes: Mapping[Any, Sizes]) -
     for base, part in classes.items():
         if parted is not None and any(len(sizes) == 1 for sizes in part.values()):
             continue  # that size is a number in its program
-        other = _another(runs[base], runs, {k: v for k, v in classes.items() if k != base})
+        other = _another(runs[base], runs, classes)
         if other is None:
             return base
         parted = parted or other
@@ -317,11 +317,14 @@ def _of_all_sizes(runs: Mapping[Any, Recording], classes: Mapping[Any, Sizes]) -
 
 
 def _another(
-    base: Recording, runs: Mapping[Any, Recording], others: Mapping[Any, Sizes]
+    base: Recording, runs: Mapping[Any, Recording], classes: Mapping[Any, Sizes]
 ) -> _AnotherProgram | None:
-    for key, part in others.items():  # where one dim alone parts them, it is the one that is named
-        line = parting_line(_side(base), _side(runs[key]))
-        if line is not None or len(base.calls) != len(runs[key].calls):
+    for key, part in classes.items():  # where one dim alone parts them, it is the one that is named
+        run = runs[key]
+        if run is base:
+            continue
+        line = parting_line(_side(base), _side(run))
+        if line is not None or len(base.calls) != len(run.calls):
             return _AnotherProgram(part, line)
     return None
 

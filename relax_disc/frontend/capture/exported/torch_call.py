@@ -106,7 +106,7 @@ def call_export(
     except UnsupportedOperatorException as error:
         raise untraceable(error) from error
     except UserError as error:
-        raise translated(error, lines, branches.numbers) from error
+        raise translated(error, lines, list(branches.numbers.items())) from error
     except (RelaxDiscError, LoopRefusal):
         raise
     except (RuntimeError, AttributeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,24 +16,29 @@ from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOp
 from relax_disc.frontend.capture.sizes.branches import places
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
 
-_NONE: Mapping[Any, SourceLine] = {}
-
 _SMALL = 8
 """Up to this size an example may be too short to tell: of 2 positions ``x[:, 1:]`` has 1, which
 torch.export takes for a number. Then a longer one is tried."""
 
 
 def translated(
-    error: UserError, lines: Sequence[SourceLine] = (), numbers: Mapping[Any, SourceLine] = _NONE
+    error: UserError,
+    lines: Sequence[SourceLine] = (),
+    numbers: Sequence[tuple[Any, SourceLine]] = (),
 ) -> Exception:
     """Translate a refusal of torch.export.
 
-    ``lines``: those that fixed sizes. ``numbers``: expressions of sizes that became plain numbers.
+    ``lines``: those that fixed sizes. ``numbers``: equalities of an expression of sizes and the
+    plain number that it became, and where.
     """
     if error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
         said, _, fixes = str(error).partition("Suggested fixes:")
         bounds = dict.fromkeys(_BOUNDS.findall(said))
-        least = _LEAST.findall(fixes) or [found for found in bounds if found[1] != found[2]]
+        least = _LEAST.findall(fixes) or [
+            (name, low, high)
+            for factor, name, offset, low, high in bounds
+            if low != high and not factor + offset
+        ]
         if least:
             dims = ", ".join(
                 f"Dim({name!r}, min={low}{f', max={high}' if high else ''})"
@@ -41,9 +46,9 @@ def translated(
             )
             reason = f"shorter batches than that do not go through it: give {dims}"
             if numbers:
-                expression, line = next(iter(numbers.items()))
+                equality, line = numbers[0]
                 reason += (
-                    f". {line} makes the plain number {expression.args[1]} of the example's sizes: "
+                    f". {line} makes the plain number {equality.args[1]} of the example's sizes: "
                     "compute with the sizes themselves, // for a floor"
                 )
         elif multiples := _MULTIPLE.findall(fixes):
@@ -53,7 +58,7 @@ def translated(
                 f"whose {name} is a multiple of {divisor}, declare it as {divisor} * Dim(...), and "
                 "pad batches to multiples"
             )
-        elif fixed := _FIXED.findall(fixes) or _fixed_roots(said):
+        elif fixed := _FIXED.findall(fixes) or _fixed_roots(bounds):
             dims = " and ".join(f"{name} becomes the number {size}" for name, size in fixed)
             reason = (
                 f"{dims}, by a Python loop over it or another use of its value; write that with "
@@ -74,16 +79,16 @@ def translated(
     return data_dependent(error)
 
 
-def _fixed_roots(said: str) -> list[tuple[str, int]]:
+def _fixed_roots(bounds: Iterable[tuple[str, ...]]) -> list[tuple[str, int]]:
     """List dims, with their sizes, by which others that torch.export took for one number are made.
 
     Of ``4*h``, fixed to 8: ``h``, 2.
     """
-    found = {}
-    for factor, name, sign, offset, low, high in _DERIVED_BOUNDS.findall(said):
-        if low == high:
-            root = int(low) - int(offset or 0) * (-1 if sign == "-" else 1)
-            found[name] = root // int(factor or 1)
+    found = {
+        name: (int(low) - int(offset.replace(" ", "") or 0)) // int(factor or 1)
+        for factor, name, offset, low, high in bounds
+        if low == high
+    }
     return list(found.items())
 
 
@@ -100,11 +105,8 @@ _ADVICE_OF_TORCH = re.compile(
 )
 _FIXED = re.compile(r"^\s*(\w+) = (\d+)\s*$", re.M)
 _MULTIPLE = re.compile(r"^\s*(\w+) = (\d+)\*_\w+(?: [+-] \d+)?\s*$", re.M)
-_BOUNDS = re.compile(
-    r"Not all values of (\w+) = .* the generated guard (\d+) <= .* <= (\d+)$", re.M
-)
-_DERIVED_BOUNDS = re.compile(
-    r"Not all values of (?:(\d+)\*)?(\w+)(?: ([+-]) (\d+))? = .* the generated guard "
+_BOUNDS = re.compile(  # of a dim, or of one that is made of it, such as 4*h or 2*T - 1
+    r"Not all values of (?:(\d+)\*)?(\w+)((?: [+-] \d+)?) = .* the generated guard "
     r"(\d+) <= .* <= (\d+)$",
     re.M,
 )

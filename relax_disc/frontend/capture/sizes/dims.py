@@ -20,6 +20,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_pa
 
 from relax_disc.errors import InputMismatchError, ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend.capture.sizes.counted import CountedSize
+from relax_disc.frontend.capture.sizes.evaluation import OPEN_END
 from relax_disc.frontend.spec import DimSpec
 
 Sizes = Mapping[str, np.ndarray]
@@ -168,6 +169,17 @@ def least_size(dim: Any) -> int:
     if root_of(dim) is not dim:
         return int(size_at(dim, least_size(root_of(dim))))
     return max(int(getattr(dim, "min", 1)), 1)
+
+
+def spec_of(dim: torch.export.Dim) -> DimSpec:
+    """Return a dim's name and range, whose end is open where it is beyond `OPEN_END`."""
+    upper = None if dim.max > OPEN_END else int(dim.max)
+    return DimSpec(dim.__name__, least_size(dim), upper)
+
+
+def sizes_of(spec: DimSpec) -> np.ndarray:
+    """List the sizes of a dim, to `OPEN_END` at most."""
+    return np.arange(spec.lower, min(spec.upper or OPEN_END, OPEN_END) + 1)
 
 
 @contextlib.contextmanager

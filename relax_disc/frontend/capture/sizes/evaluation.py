@@ -61,6 +61,15 @@ _OF_ONE: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 )
 
 
+def example_among(points: np.ndarray) -> Any:
+    """Choose one of several sizes, or of rows of sizes, to export at.
+
+    Not the first, which may be equal to others by chance, and not a long one.
+    """
+    near = points[(points <= 4 * points[0]).reshape(len(points), -1).all(axis=1)]
+    return near[len(near) * 3 // 4]
+
+
 def holds(condition: Any, values: Mapping[sympy.Symbol, np.ndarray]) -> Any:
     """Evaluate a condition for arrays of sizes; one that divides by 0 there does not hold."""
     undefined: list[Any] = []

@@ -27,11 +27,12 @@ from torch.utils._sympy import functions as torch_sympy
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError, narrower
 from relax_disc.frontend.capture.sizes.branches import SizeBranches, difference_of, general, places
 from relax_disc.frontend.capture.sizes.counted import depends_on_data
-from relax_disc.frontend.capture.sizes.dims import DimTable, Sizes, least_size
+from relax_disc.frontend.capture.sizes.dims import DimTable, Sizes, spec_of
 from relax_disc.frontend.capture.sizes.evaluation import (
     MOST_POINTS,
     OPEN_END,
     REMAINDERS,
+    example_among,
     holds,
 )
 from relax_disc.frontend.capture.sizes.squeezes import Squeezes
@@ -215,10 +216,7 @@ def check_numbers(program: ExportedProgram, dims: DimTable, branches: SizeBranch
 
 def refusal_of_ways(ways: Ways, at: Mapping[str, int]) -> ShapeRangeError:
     """Make the error of a model whose code goes another way at some sizes."""
-    specs = {
-        name: DimSpec(name, least_size(dim), None if dim.max > OPEN_END else int(dim.max))
-        for name, dim in ways.dims().items()
-    }
+    specs = {name: spec_of(dim) for name, dim in ways.dims().items()}
     table = DimTable({name: name for name in specs}, specs)
     sizes = {sympy.Symbol(name, integer=True, positive=True): size for name, size in at.items()}
     broken = [condition for condition in ways.asked if condition.xreplace(sizes) == sympy.false]
@@ -270,7 +268,7 @@ class ProvedConditions:
             if sources.get(symbol)
         }
         dims = {s: dim for s, dim in found.items() if type(dim) is Dim and dim.max <= OPEN_END}
-        specs = {d.__name__: DimSpec(d.__name__, least_size(d), d.max) for d in dims.values()}
+        specs = {dim.__name__: spec_of(dim) for dim in dims.values()}
         points = math.prod(_upper(spec) - spec.lower + 1 for spec in specs.values())
         if dims.keys() != condition.free_symbols or points > OPEN_END:
             return False
@@ -395,8 +393,7 @@ def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
     points = np.stack([sizes[failing[:, k]] for k, sizes in enumerate(ranges)], axis=-1)
     points = points[(points >= 2).all(axis=1)]
     if len(points) and isinstance(condition, sympy.Eq):
-        near = points[(points <= 4 * points[0]).all(axis=1)]
-        point = near[len(near) * 3 // 4]  # the smallest ones are equal to others by chance
+        point = example_among(points)
         error.fails_at = {spec.name: int(n) for spec, n in zip(specs, point, strict=True)}
     raise error
 

@@ -16,9 +16,8 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture.sizes.dims import DimTable
-from relax_disc.frontend.capture.sizes.evaluation import OPEN_END, evaluate
-from relax_disc.frontend.spec import DimSpec
+from relax_disc.frontend.capture.sizes.dims import DimTable, sizes_of
+from relax_disc.frontend.capture.sizes.evaluation import evaluate, example_among
 
 
 def sizes_beyond_one(program: ExportedProgram, dims: DimTable) -> dict[str, int]:
@@ -35,7 +34,7 @@ def sizes_beyond_one(program: ExportedProgram, dims: DimTable) -> dict[str, int]
             continue
         ((name, spec),) = specs.items()
         sizes: Any = found.get(name)
-        sizes = _declared(spec) if sizes is None else sizes
+        sizes = sizes_of(spec) if sizes is None else sizes
         try:
             values = evaluate(extent, {symbol: sizes for symbol in extent.free_symbols})
         except UnsupportedOperatorError:
@@ -43,13 +42,7 @@ def sizes_beyond_one(program: ExportedProgram, dims: DimTable) -> dict[str, int]
         beyond = sizes[np.broadcast_to(values, sizes.shape) > 1]
         if len(beyond):
             found[name] = beyond
-    return {name: size_among(sizes) for name, sizes in found.items()}
-
-
-def size_among(sizes: np.ndarray) -> int:
-    """Choose one that is not the first, which may be equal to others by chance, and not long."""
-    near = sizes[sizes <= 4 * sizes[0]]
-    return int(near[len(near) * 3 // 4])
+    return {name: int(example_among(sizes)) for name, sizes in found.items()}
 
 
 def _ones(program: ExportedProgram) -> Iterator[sympy.Expr]:
@@ -62,7 +55,3 @@ def _ones(program: ExportedProgram) -> Iterator[sympy.Expr]:
                     seen.add(extent.node.expr)
                     if extent.node.hint == 1:
                         yield extent.node.expr
-
-
-def _declared(spec: DimSpec) -> Any:
-    return np.arange(spec.lower, min(spec.upper or OPEN_END, OPEN_END) + 1)

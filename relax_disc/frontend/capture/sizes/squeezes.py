@@ -132,7 +132,7 @@ def _ends_in_a_number(node: fx.Node) -> bool:
 
 
 def _is_written(value: fx.Node, node: fx.Node) -> bool:
-    """Whether an operator writes a value into a tensor of its own shape, where it is broadcast."""
+    """Whether an operator writes a value into another tensor, to whose axes it is broadcast."""
     return node.target is _ATEN.copy_.default and node.args[0] is not value
 
 

@@ -20,9 +20,8 @@ import torch
 from torch.export import Dim
 
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture.sizes.dims import Sizes, least_size, root_of, size_at
-from relax_disc.frontend.capture.sizes.evaluation import OPEN_END, evaluate
-from relax_disc.frontend.capture.sizes.longer_example import size_among
+from relax_disc.frontend.capture.sizes.dims import Sizes, root_of, size_at, sizes_of, spec_of
+from relax_disc.frontend.capture.sizes.evaluation import evaluate, example_among
 from relax_disc.frontend.capture.source_lines import SourceLine
 
 
@@ -66,7 +65,7 @@ class Ways:
         root = roots.pop() if len(roots) == 1 else None
         if root is None:
             return None
-        sizes = _declared(root)
+        sizes = sizes_of(spec_of(root))
         values = {symbol: size_at(dim, sizes) for symbol, dim in dims.items()}
         try:
             table = np.broadcast_to(evaluate(expr, values), sizes.shape)
@@ -95,14 +94,14 @@ class Ways:
         return {root.__name__: root for root in roots if type(root) is Dim}
 
     def classes(self) -> list[Sizes]:
-        """Split the sizes so that each part answers alike; the part with most sizes is the last."""
+        """Split the sizes so that each part answers alike; that with most sizes is the first."""
         dims = self.dims()
         split = [
-            [(name, part) for part in _parts(_declared(dims[name]), list(tables.values()))]
+            [(name, part) for part in _parts(sizes_of(spec_of(dims[name])), list(tables.values()))]
             for name, tables in self._tables.items()
         ]
-        classes = [dict(combination) for combination in itertools.product(*split)]
-        return sorted(classes, key=lambda part: math.prod(map(len, part.values())))
+        classes: list[Sizes] = [dict(combination) for combination in itertools.product(*split)]
+        return sorted(classes, key=lambda part: math.prod(map(len, part.values())))[::-1]
 
     def example(self, part: Sizes) -> dict[str, int]:
         """Choose sizes of a class to export at.
@@ -119,11 +118,7 @@ class Ways:
 
 def _size_of(sizes: np.ndarray, least: int) -> int:
     beyond = sizes[sizes >= least]
-    return size_among(beyond) if len(beyond) else int(sizes[len(sizes) * 3 // 4])
-
-
-def _declared(dim: Any) -> np.ndarray:
-    return np.arange(least_size(dim), int(min(dim.max, OPEN_END)) + 1)
+    return int(example_among(beyond)) if len(beyond) else int(sizes[len(sizes) * 3 // 4])
 
 
 def _parts(sizes: np.ndarray, tables: list[np.ndarray]) -> list[np.ndarray]:
