@@ -452,7 +452,7 @@ OF_TRANSFORMERS = [
         local_transformer_stride=8,
     ),
     _other(
-        "LLaVA, 3 pictures",  # it makes a list of them
+        "LLaVA",
         built(
             "Llava",
             "ForConditionalGeneration",
@@ -460,10 +460,14 @@ OF_TRANSFORMERS = [
             text_config={"model_type": "llama", "use_cache": False, **LLAMA},
             image_token_index=1,
         ),
-        batch=partial(_pictured, 3, **_PATCHES),
-        ranges={"length": (18, 40)},
-        axes={"input_ids": {1: "length"}, "pixel_values": {}, "labels": {1: "length"}},
-        sizes=[(24,), (18,), (40,)],
+        batch=partial(_pictured, **_PATCHES),
+        ranges={"batch": (1, 8), "length": (18, 40)},
+        axes={
+            "input_ids": {0: "batch", 1: "length"},
+            "pixel_values": {0: "batch"},
+            "labels": {0: "batch", 1: "length"},
+        },
+        sizes=[(3, 24), (1, 18), (8, 40), (2, 19)],
     ),
     _other(
         "Wav2Vec2, CTC",

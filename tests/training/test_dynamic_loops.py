@@ -180,7 +180,67 @@ class Chunked(_Recurrent):
         return out.reshape(batch, 1, -1, 8)[:, 0, :length]
 
 
+class ReadsItsLast(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        outs = [torch.zeros(x.shape[0], 8)]
+        for t in range(x.shape[1]):
+            outs.append(self.cell(x[:, t], outs[-1]))
+        for row in x.unbind(1):  # goes on with the same list
+            outs += [self.second(self.cell(row), outs[-1])]
+        first, second = outs[1:].copy(), outs[: -x.shape[2] + 5]
+        return torch.stack(first, 1)[:, : x.shape[1]] + torch.stack(second, 1)[:, -x.shape[1] :]
+
+
+class OverRows(_Recurrent):
+    """Each way to run over an axis: its parts, their numbers, two at once, from the end."""
+
+    def run(self, x: Tensor) -> Tensor:
+        h, total = torch.zeros(x.shape[0], 8), 0.0
+        inputs = x.unbind(1)
+        for row in inputs:
+            h = self.cell(row, h)
+        for _, (row, gate) in enumerate(zip(x.transpose(0, 1), inputs)):  # noqa: B905
+            h = self.cell(row * gate.sigmoid(), h)
+        for part in torch.split(x, 1, dim=1):
+            part = part.squeeze(1) + 1
+            h = self.cell(part, h)
+        outs = []
+        for number in range(len(inputs)):
+            h = self.second(self.cell(inputs[number], h))
+            outs += [h]
+            total = total + h.mean()
+        for row in reversed(outs):
+            h = h * 0.5 + row
+        return torch.stack(tuple(outs), 1) + (h + part.mean())[:, None] + total
+
+
+class Listed(_Recurrent):
+    """Lists that are as long as an axis, read as Python reads lists."""
+
+    def run(self, x: Tensor) -> Tensor:
+        zero = torch.zeros(x.shape[0], 8)
+        outs = [self.cell(x[:, t], zero) for t in range(x.shape[1])]
+        mean = sum(outs) / len(outs)
+        shifted = [mean, *outs[:-1]]
+        turned = outs[::-1]
+        turned.append(turned.pop(0))
+        turned.insert(0, turned.pop())
+        rows = torch.stack(list(self.second(row, row) for row in x_of(outs)))
+        samples = torch.stack([self.cell(sample).tanh() for sample in x])
+        both = torch.stack(shifted, 1) + torch.stack(turned, 1) + rows.transpose(0, 1)
+        joined = torch.cat([row[:, None] for row in outs], dim=1)
+        return both + samples + joined + sum(row.mean() for row in outs)
+
+
+def x_of(rows: Any) -> Any:
+    """Return a list of the model's from a function of its own."""
+    return [row * 2 for row in rows]
+
+
 _TRAIN = (
+    ReadsItsLast,
+    OverRows,
+    Listed,
     Chunked,
     ByKey,
     UpdatesInPlace,
@@ -258,11 +318,11 @@ class KeepsOutside(_Recurrent):
         return torch.stack(outs, 1)
 
 
-class ReadsItsList(_Recurrent):
+class ReadsItsFirst(_Recurrent):
     def run(self, x: Tensor) -> Tensor:
         outs = [torch.zeros(x.shape[0], 8)]
         for t in range(x.shape[1]):
-            outs.append(self.cell(x[:, t], outs[-1]))
+            outs.append(self.cell(x[:, t], outs[0]))
         return torch.stack(outs[1:], 1)
 
 
@@ -284,6 +344,20 @@ class Counts(_Recurrent):
             k = k + 1
             h = self.cell(x[:, t], h) * k
             outs.append(h)
+        return torch.stack(outs, 1)
+
+
+class AppendsPairs(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        outs = [(self.cell(row), row) for row in x.unbind(1)]
+        return torch.stack([h for h, _ in outs], 1)
+
+
+class CountsByEnumerate(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        outs = []
+        for t, row in enumerate(x.unbind(1)):
+            outs.append(self.cell(row) * t)
         return torch.stack(outs, 1)
 
 
@@ -312,7 +386,9 @@ class MayHaveNoStep(_Recurrent):
     ("kind", "why"),
     [
         (KeepsOutside, "it changes KeepsOutside.state"),
-        (ReadsItsList, "it reads outs, which it appends to"),
+        (ReadsItsFirst, "it reads outs, which it appends to"),
+        (AppendsPairs, "the list that it makes grows by 1 of type tuple"),
+        (CountsByEnumerate, "it computes with the number of its step"),
         (Draws, "it draws random numbers"),
         (MayHaveNoStep, "at some length it has no step"),
         (Counts, "k changes from step to step"),

@@ -14,7 +14,9 @@ from torch.nn import functional
 
 import relax_disc
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture.loops.sequences import DynamicList
+from relax_disc.frontend.capture.loops.sequences import DynamicList, Rows
+from relax_disc.frontend.capture.replaced.export_mode import ExportMode
+from relax_disc.frontend.capture.sizes.squeezes import Squeezes
 from tests.frontend.capture.squares import assert_trains_as_eager, compiled
 
 _SHAPES = ((3, 12), (1, 4), (2, 5), (1, 31), (4, 16))
@@ -78,6 +80,69 @@ def test_a_list_is_sliced_as_pythons(count: int) -> None:
     grown = DynamicList(runs)
     grown.append(9)
     assert grown == [*plain, 9]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_rows_of_a_tensor_are_sliced_and_joined_as_pythons(count: int) -> None:
+    x = torch.arange(2.0 * count).reshape(2, count)
+    plain = [torch.full((2,), 9.0), *x.unbind(1)]
+    rows = DynamicList([(1, lambda _: plain[0]), (count, Rows(x, 1))])
+    turned = DynamicList.of(rows)
+    turned.reverse()
+    for found, expected in (
+        (rows, plain),
+        (rows[1:], plain[1:]),
+        (rows[:-1], plain[:-1]),
+        (rows[::2], plain[::2]),
+        (rows[1:][::-1], plain[1:][::-1]),
+        (turned[:-1][::2], plain[::-1][:-1][::2]),
+        ([plain[0], *rows[-1:]] + rows, [plain[0], plain[-1], *plain]),  # noqa: RUF005
+    ):
+        parts = DynamicList.of(found).stacked()
+        assert parts is not None
+        assert torch.equal(torch.cat(parts) if parts else torch.zeros(0), _stacked(expected))
+    taken = DynamicList.of(rows)
+    assert torch.equal(taken.pop(), plain[-1])
+    assert torch.equal(taken.pop(0), plain[0])
+    assert len(taken) == len(plain) - 2
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    return torch.stack(rows) if rows else torch.zeros(0)
+
+
+_JOINS = (torch.stack, torch.vstack, torch.hstack, torch.cat)
+_ROWS = ((), (3,), (3, 2), (3, 2, 2))
+_JOINED = [x for x in itertools.product(_JOINS, _ROWS) if x != (torch.cat, ())]  # of no axis
+
+
+@pytest.mark.parametrize(("join", "shape"), _JOINED)
+def test_a_list_of_symbolic_length_is_joined_as_pytorch_does(join: Any, shape: Any) -> None:
+    x = torch.randn(4, *shape)
+    with ExportMode(Squeezes()):
+        for rows in (DynamicList([(4, Rows(x))]), DynamicList([(1, lambda _: x[0]), (3, Rows(x))])):
+            assert torch.equal(join(rows), join(list(rows)))
+            if join in (torch.stack, torch.cat) and shape:
+                assert torch.equal(join(rows, dim=-1), join(list(rows), dim=-1))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda rows: rows.sort(),
+        lambda rows: rows.__setitem__(0, 1),
+        lambda rows: 2 in rows,
+        lambda rows: rows * 2,
+        lambda rows: rows.insert(1, 3),
+        lambda rows: rows.pop(1),
+        lambda rows: rows[::-2],
+        lambda rows: torch.dstack(rows),
+    ],
+)
+def test_what_a_list_of_symbolic_length_cannot_do_is_refused(use: Any) -> None:
+    rows = DynamicList([(3, Rows(torch.ones(3, 2)))])
+    with pytest.raises(UnsupportedOperatorError, match=r"test_dynamic_lists.py:\d+: a list whose"):
+        use(rows)
 
 
 class Windows(nn.Module):

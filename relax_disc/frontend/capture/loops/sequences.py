@@ -1,20 +1,23 @@
-"""Lists of numbers whose length is a dim: ``range(n)``, ``list(range(n))[1:-1:2]``, and their sums.
+"""Lists whose length is a dim: ``range(n)``, rows of a tensor, what a loop appended, their sums.
 
 An element is known as a function of its place, so that slices, single elements and the length
-follow from the sizes.  What needs each element by itself, such as a loop that is not prepared,
-fixes the length to that of the example, as Python's own lists do.
+follow from the sizes, and rows of a tensor are joined without being cut.  What needs each element
+by itself, such as a loop that is not prepared, fixes the length to that of the example, as Python's
+own lists do.
 
-Limits: bounds of slices are plain numbers, their steps positive.
+Limits: bounds of slices are plain numbers; what is neither a number nor a tensor is not joined.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.source_lines import calling_line
@@ -23,10 +26,58 @@ _Run = tuple[Any, Callable[[Any], Any]]
 """How many elements follow each other, and what each is, by its place among them."""
 
 
-class DynamicList(Sequence):
-    """A sequence of runs, of which some have a symbolic length."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """What lies along an axis of a tensor, as elements of a list: each ``step`` from ``start``."""
+
+    tensor: Tensor
+    axis: int = 0
+    start: Any = 0
+    step: int = 1
+
+    def __call__(self, place: Any) -> Tensor:
+        """Return an element, without that axis."""
+        return self.tensor.select(self.axis, self.start + self.step * place)
+
+    def moved(self, scale: int, shift: Any) -> Rows:
+        """Return the rows of which ``k`` is the row ``scale * k + shift`` of these."""
+        return replace(self, start=self.start + self.step * shift, step=self.step * scale)
+
+    def stacked(self, count: Any) -> Tensor:
+        """Return the first elements as one tensor ``[count, *shape]``."""
+        rows = self.tensor.movedim(self.axis, 0) if self.axis else self.tensor
+        if self.step != 1:
+            return rows[torch.arange(count, device=rows.device) * self.step + self.start]
+        is_whole = isinstance(self.start, int) and self.start == 0
+        if is_whole and statically_known_true(count == rows.shape[0]):
+            return rows
+        return rows.narrow(0, self.start, count)
+
+
+def _moved(at: Callable[[Any], Any], scale: int, shift: Any) -> Callable[[Any], Any]:
+    if isinstance(at, Rows):
+        return at.moved(scale, shift)
+    return lambda place: at(scale * place + shift)
+
+
+class _Mark:
+    """What PyTorch finds in a list of symbolic length: it leads to what reads one, or refuses."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse what cannot read such a list."""
+        name = getattr(func, "__name__", str(func))
+        raise _refusal(f"what {name} makes of it; torch.stack, torch.cat and [-1] can read it")
+
+
+class DynamicList(list):
+    """A list of runs, of which some have a symbolic length.
+
+    PyTorch's functions read the memory of a list as it is: there stands a mark alone.
+    """
 
     def __init__(self, runs: Sequence[_Run]) -> None:
+        super().__init__([_Mark()])
         self._runs = [run for run in runs if not (isinstance(run[0], int) and run[0] == 0)]
 
     @classmethod
@@ -34,7 +85,12 @@ class DynamicList(Sequence):
         """Make one of a list or tuple as well."""
         if isinstance(values, DynamicList):
             return DynamicList(values._runs)
-        return DynamicList([(1, lambda _, value=value: value) for value in values])
+        return DynamicList([_single(value) for value in values])
+
+    @property
+    def runs(self) -> Sequence[_Run]:
+        """The runs in order."""
+        return tuple(self._runs)
 
     def length(self) -> Any:
         """Return the number of elements."""
@@ -44,6 +100,18 @@ class DynamicList(Sequence):
         """Return the element at a symbolic place of the only run."""
         ((_, at),) = self._runs
         return at(index)
+
+    def stacked(self) -> list[Tensor] | None:
+        """Return its elements, which are tensors, in tensors ``[count, *shape]``; or None."""
+        parts: list[Tensor] = []
+        for count, at in self._runs:
+            if isinstance(at, Rows):
+                parts.append(at.stacked(count))
+            elif isinstance(count, int) and all(isinstance(at(k), Tensor) for k in range(count)):
+                parts += [at(k).unsqueeze(0) for k in range(count)]
+            else:
+                return None
+        return parts
 
     def __len__(self) -> int:
         return int(self.length())
@@ -55,27 +123,61 @@ class DynamicList(Sequence):
         """Fix the length: what is not prepared goes on as it always did."""
         return (at(k) for count, at in self._runs for k in range(int(count)))
 
+    def __reversed__(self) -> DynamicList:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return DynamicList(_reversed(self._runs))
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, list | DynamicList) and list(self) == list(other)
+        return isinstance(other, list) and list(iter(self)) == list(iter(other))
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise _refusal(f"`.{name}`")
+    __hash__ = None  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+    def __repr__(self) -> str:
+        return f"<a list of {self.length()} elements>"
 
     def append(self, value: Any) -> None:
         """Put an element behind the last."""
-        self._runs.append((1, lambda _: value))
+        self._runs.append(_single(value))
+
+    def extend(self, values: Any) -> None:
+        """Put elements behind the last."""
+        self._runs += DynamicList.of(values)._runs
+
+    def reverse(self) -> None:
+        """Turn the order round."""
+        self._runs = _reversed(self._runs)
+
+    def copy(self) -> DynamicList:
+        """Return a list of the same elements."""
+        return DynamicList(self._runs)
+
+    def insert(self, index: Any, value: Any) -> None:
+        """Put an element before the first; elsewhere is refused."""
+        if index != 0:
+            raise _refusal(f".insert({index}, ...)")
+        self._runs.insert(0, _single(value))
+
+    def pop(self, index: Any = -1) -> Any:
+        """Take the first or the last element out."""
+        if index not in (0, -1):
+            raise _refusal(f".pop({index})")
+        value = self[index]
+        self._runs = list((self[1:] if index == 0 else self[:-1])._runs)
+        return value
 
     def __add__(self, other: Any) -> DynamicList:
-        if not isinstance(other, list | tuple | DynamicList):
+        if not isinstance(other, list | tuple):
             return NotImplemented
         return DynamicList([*self._runs, *DynamicList.of(other)._runs])
 
     def __radd__(self, other: Any) -> DynamicList:
         return DynamicList.of(other) + self if isinstance(other, list | tuple) else NotImplemented
+
+    def __iadd__(self, other: Any) -> DynamicList:  # pyright: ignore
+        self.extend(other)
+        return self
 
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
@@ -98,6 +200,8 @@ class DynamicList(Sequence):
         if any(not isinstance(x, int | None) for x in (place.start, place.stop, place.step)):
             raise _refusal(f"a slice from {place.start} to {place.stop}; give plain numbers")
         runs, step = self._runs, 1 if place.step is None else place.step
+        if step == -1 and place.start is None and place.stop is None:
+            return DynamicList(_reversed(runs))
         if step < 1:
             raise _refusal(f"a slice of step {step}")
         start, stop = place.start or 0, place.stop
@@ -114,25 +218,42 @@ class DynamicList(Sequence):
         return DynamicList(_every(runs, step))
 
 
+def _refused(name: str) -> Callable[..., Any]:
+    def method(self: DynamicList, *_: Any) -> Any:
+        raise _refusal(f"`.{name}`")
+
+    return method
+
+
+for _name in ("remove", "clear", "sort", "index", "count"):
+    setattr(DynamicList, _name, _refused(_name))
+for _name in ("__setitem__", "__delitem__", "__contains__", "__mul__", "__rmul__", "__imul__"):
+    setattr(DynamicList, _name, _refused(_name))
+
+
+def _single(value: Any) -> _Run:
+    return 1, lambda _: value
+
+
 def _reversed(runs: Sequence[_Run]) -> list[_Run]:
-    return [(n, lambda k, n=n, at=at: at(n - 1 - k)) for n, at in reversed(runs)]
+    return [(n, _moved(at, -1, n - 1)) for n, at in reversed(runs)]
 
 
 def _without(runs: Sequence[_Run], left: int) -> list[_Run]:
     """Leave out the first elements."""
     kept: list[_Run] = []
-    for count, at in runs:
+    for place, (count, at) in enumerate(runs):
         if left == 0:
             kept.append((count, at))
             continue
         if not isinstance(count, int) and least(count) < left:
-            if len(kept) + 1 < len(runs) - runs.index((count, at)):
+            if len(kept) + 1 < len(runs) - place:
                 raise _refusal("a slice whose first element lies here or there")
-            kept.append((torch.sym_max(count - left, 0), lambda k, at=at, d=left: at(k + d)))
+            kept.append((torch.sym_max(count - left, 0), _moved(at, 1, left)))
             left = 0
             continue
         gone = min(left, count) if isinstance(count, int) else left
-        kept.append((count - gone, lambda k, at=at, d=gone: at(k + d)))
+        kept.append((count - gone, _moved(at, 1, gone)))
         left -= gone
     return kept
 
@@ -142,7 +263,7 @@ def _last(runs: Sequence[_Run], wanted: int) -> list[_Run]:
     kept: list[_Run] = []
     for count, at in reversed(runs):
         if least(count) >= wanted:
-            kept.insert(0, (wanted, lambda k, at=at, d=count - wanted: at(k + d)))
+            kept.insert(0, (wanted, _moved(at, 1, count - wanted)))
             return kept
         if not isinstance(count, int):
             raise _refusal("a slice of more elements than there are at some length")
@@ -163,7 +284,7 @@ def _every(runs: Sequence[_Run], step: int) -> list[_Run]:
         taken: Any = (count - skipped + step - 1) // step
         if least(count) < skipped:
             taken = max(taken, 0) if isinstance(taken, int) else torch.sym_max(taken, 0)
-        kept.append((taken, lambda k, at=at, d=skipped: at(step * k + d)))
+        kept.append((taken, _moved(at, step, skipped)))
         skipped = (skipped - count) % step if isinstance(count, int) else None
     return kept
 
@@ -176,9 +297,6 @@ class DynamicRange(DynamicList):
         padded = (0, *arguments) if len(arguments) == 1 else arguments
         self.start, self.stop, self.step = (*padded, 1)[:3]
         super().__init__([(self._count(), lambda index: self.start + self.step * index)])
-
-    def __reversed__(self) -> DynamicList:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return DynamicList(_reversed(self._runs))
 
     def _count(self) -> Any:
         distance: Any = self.stop - self.start
@@ -207,6 +325,16 @@ def fixed(size: Any) -> int | None:
     return int(bounds.lower) if bounds.is_singleton() else None
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two sizes are written alike; to ask PyTorch whether they are equal is a guard."""
+    return text_of(one) == text_of(other)
+
+
+def text_of(size: Any) -> str:
+    """Write a size down."""
+    return str(size.node.expr if isinstance(size, torch.SymInt) else size)
+
+
 def _refusal(what: str) -> UnsupportedOperatorError:
     line = str(calling_line())
     return UnsupportedOperatorError(
@@ -214,13 +342,6 @@ def _refusal(what: str) -> UnsupportedOperatorError:
         "with torch.arange.",
         (("list of dynamic length", line),),
     )
-
-
-def made_list(*values: Any) -> Any:
-    """``list``, which leaves the length of a range symbolic."""
-    if len(values) == 1 and isinstance(values[0], DynamicList):
-        return DynamicList.of(values[0])
-    return list(*values)
 
 
 def as_tensor(data: Any, **options: Any) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Prepare a model's own ``for`` statements so that one over a dynamic length is run as one step.
+"""Prepare a model's own loops so that one over a dynamic length is run as one step.
 
 ``for t in range(x.shape[1]): BODY`` becomes, in the function's code and while it is exported ::
 
@@ -10,29 +10,47 @@
         if loop.is_dynamic:
             h, outs, t = loop.leave(locals())
 
-A length that is a number runs as ever.  For another the body runs once, on values that stand for
-those of any step (:mod:`.steps`).
+and ``[BODY for row in x]`` becomes ``mapped(x, lambda row: BODY)``.  A length that is a number runs
+as ever.  For another the body runs once, on values that stand for those of any step
+(:mod:`.steps`).
+
+Functions that name ``range`` are prepared; where an export meets a loop over a tensor, those with
+any loop are (they are ten times as many, which takes seconds).
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import contextlib
+import dis
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from relax_disc.frontend.capture.loops.sequences import made_list
-from relax_disc.frontend.capture.loops.steps import dynamic_range, note_unread, set_modules, steps
+from relax_disc.frontend.capture.loops.calls import CALLS, ITERATORS, displayed, mapped
+from relax_disc.frontend.capture.loops.steps import (
+    are_all_prepared,
+    note_unread,
+    set_modules,
+    steps,
+)
 
-_RANGE, _STEPS = "__relax_disc_range__", "__relax_disc_steps__"
-_LIST = "__relax_disc_list__"
-_HELPERS = {_RANGE: dynamic_range, _LIST: made_list, _STEPS: steps}
-_CALLS = {"range": _RANGE, "list": _LIST}
-_FOREIGN = frozenset({"torch", "numpy", "relax_disc", "builtins", "sympy", "typing"})
+_PREFIX = "__relax_disc_"
+_STEPS, _MAPPED, _DISPLAYED = (f"{_PREFIX}{name}__" for name in ("steps", "mapped", "displayed"))
+_HELPERS: dict[str, Any] = {
+    **{f"{_PREFIX}{name}__": function for name, function in {**CALLS, **ITERATORS}.items()},
+    _STEPS: steps,
+    _MAPPED: mapped,
+    _DISPLAYED: displayed,
+}
+_FUTURE = __future__.annotations.compiler_flag
+_BUILT_IN = frozenset({*CALLS, *ITERATORS})
+_FOREIGN = frozenset({"torch", "numpy", "relax_disc", "sympy", *sys.stdlib_module_names})
 _MUTATORS = frozenset({"append", "extend", "insert", "pop", "update", "clear", "remove", "add"})
 _known: dict[CodeType, CodeType | None] = {}
 _unread: set[CodeType] = set()  # of those what has no source
@@ -126,11 +144,22 @@ def _locals(code: CodeType) -> set[str]:
 
 def _prepared(function: FunctionType) -> CodeType | None:
     code = function.__code__
-    if "range" not in _names(code) or "range" in function.__globals__:
+    is_wanted = "range" in _names(code) or (are_all_prepared() and _has_loop(code))
+    if not is_wanted or "range" in function.__globals__:
         return None
     if code not in _known:
         _known[code] = _compiled(function)
     return _known[code]
+
+
+def _has_loop(code: CodeType) -> bool:
+    """Whether a function has a loop, or makes a list of what it is given."""
+    if any(op == _FOR for op in code.co_code[::2]) or {"list", "tuple", "sum"} & {*code.co_names}:
+        return True
+    return any(_has_loop(each) for each in code.co_consts if isinstance(each, CodeType))
+
+
+_FOR = dis.opmap["FOR_ITER"]
 
 
 def _compiled(function: FunctionType) -> CodeType | None:
@@ -141,7 +170,8 @@ def _compiled(function: FunctionType) -> CodeType | None:
         # Columns stay as they are in the file, where others look for what a position asks.
         tree: Any = ast.parse("".join(["if True:\n", *lines] if lines[0][0].isspace() else lines))
     except (OSError, SyntaxError, TypeError):
-        if not code.co_filename.startswith("<frozen "):  # a module of Python's own
+        is_pythons = code.co_filename.startswith("<frozen ")
+        if not is_pythons and "range" in _names(code):
             _unread.add(code)
         return None
     node = tree.body[0]
@@ -151,8 +181,7 @@ def _compiled(function: FunctionType) -> CodeType | None:
         return None
     node.decorator_list = []
     taken = {*_locals(code), *function.__globals__}
-    calls = {name: ours for name, ours in _CALLS.items() if name not in taken}
-    prepare = _Prepare(node, first - 1, _locals(code), calls)
+    prepare = _Prepare(node, first - 1, _locals(code), _BUILT_IN - taken)
     prepare.generic_visit(node)
     if not prepare.is_changed:
         return None
@@ -163,12 +192,13 @@ def _compiled(function: FunctionType) -> CodeType | None:
     outer.body[0].body = [*body, node]  # pyright: ignore[reportAttributeAccessIssue]
     ast.increment_lineno(node, first - 1)
     ast.fix_missing_locations(outer)
-    made: Any = compile(outer, code.co_filename, "exec", dont_inherit=True)
+    flags = code.co_flags & _FUTURE
+    made: Any = compile(outer, code.co_filename, "exec", flags, dont_inherit=True)
     for name in ("outer", code.co_name):
         made = next(c for c in made.co_consts if isinstance(c, CodeType) and c.co_name == name)
     if (
         made.co_freevars != code.co_freevars
-        or not _names(code) - _names(made) <= {*_CALLS}  # names such as `__own` of a class
+        or not _names(code) - _names(made) <= _BUILT_IN  # names such as `__own` of a class
         or made.co_varnames[: code.co_argcount] != (code.co_varnames[: code.co_argcount])
     ):
         return None
@@ -179,13 +209,13 @@ class _Prepare(ast.NodeTransformer):
     """Rewrites the loops of one function and of those written in it."""
 
     def __init__(
-        self, function: ast.AST, shift: int, local_names: set[str], calls: Mapping[str, str]
+        self, function: ast.AST, shift: int, local_names: set[str], built_in: frozenset[str]
     ) -> None:
         self.is_changed = False
         self.count = 0
         self._shift = shift
         self._local_names = local_names
-        self._calls = calls
+        self._built_in = built_in
         self._outer_names = {
             name
             for node in ast.walk(function)
@@ -194,37 +224,102 @@ class _Prepare(ast.NodeTransformer):
         }
 
     def visit_Call(self, node: ast.Call) -> Any:
-        """Let ``range`` and ``list`` keep a length symbolic."""
+        """Let what Python makes of a list keep its length symbolic."""
         self.generic_visit(node)
         name = _called(node)
-        if name in self._calls and not node.keywords:
-            node.func = ast.copy_location(ast.Name(self._calls[name], ast.Load()), node.func)
-            self.is_changed = True
+        if name not in CALLS or name not in self._built_in:
+            return node
+        if node.args and isinstance(node.args[0], ast.GeneratorExp) and name != "range":
+            node.args[0] = self._mapped(node.args[0])
+        if not node.keywords or name == "sum":
+            self._rename(node)
         return node
 
-    def visit_For(self, node: ast.For) -> Any:
-        """Prepare a loop over ``range(...)``."""
+    def visit_ListComp(self, node: ast.ListComp) -> Any:
+        """Prepare ``[BODY for target in values]``."""
         self.generic_visit(node)
-        call = node.iter
-        if isinstance(call, ast.Call) and _called(call) == "reversed" and len(call.args) == 1:
-            call = call.args[0]
-        if not isinstance(call, ast.Call) or _called(call) != _RANGE:
+        return self._mapped(node)
+
+    def visit_List(self, node: ast.List | ast.Tuple) -> Any:
+        """Prepare ``[*values, ...]``."""
+        self.generic_visit(node)
+        stars = [isinstance(each, ast.Starred) for each in node.elts]
+        if not any(stars) or not isinstance(node.ctx, ast.Load):
             return node
+        kind = "list" if isinstance(node, ast.List) else "tuple"
+        if kind not in self._built_in:
+            return node
+        parts: list[ast.expr] = [
+            ast.Tuple(
+                [ast.Constant(star), each.value if isinstance(each, ast.Starred) else each],
+                ast.Load(),
+            )
+            for star, each in zip(stars, node.elts, strict=True)
+        ]
+        made = ast.Call(ast.Name(_DISPLAYED, ast.Load()), [ast.Name(kind, ast.Load()), *parts], [])
+        self.is_changed = True
+        return ast.copy_location(made, node)
+
+    visit_Tuple = visit_List
+
+    def _rename(self, call: ast.Call) -> None:
+        name = f"{_PREFIX}{_called(call)}__"
+        call.func = ast.copy_location(ast.Name(name, ast.Load()), call.func)
+        self.is_changed = True
+
+    def _iterated(self, values: ast.expr) -> None:
+        """Prepare what a loop runs over."""
+        if not isinstance(values, ast.Call) or _called(values) not in ITERATORS:
+            return
+        if _called(values) not in self._built_in:
+            return
+        if any(isinstance(each, ast.Starred) for each in values.args):
+            return
+        for argument in values.args:
+            self._iterated(argument)
+        self._rename(values)
+
+    def _mapped(self, node: ast.ListComp | ast.GeneratorExp) -> ast.expr:
+        """Write a comprehension as a call, whose function has the same variables."""
+        only = node.generators[0]
+        inner = [each for each in ast.walk(node) if each is not node]
+        refused = ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
+        if len(node.generators) > 1 or only.ifs or only.is_async:
+            return node
+        if any(isinstance(each, refused) for each in inner):
+            return node
+        self._iterated(only.iter)
+        value = ast.Name(f"{_PREFIX}value__", ast.Load())
+        one = ast.comprehension(only.target, ast.Tuple([value], ast.Load()), [], 0)
+        body = ast.Subscript(ast.ListComp(node.elt, [one]), ast.Constant(0), ast.Load())
+        arguments = ast.arguments([], [ast.arg(value.id)], None, [], [], None, [])
+        function = ast.Lambda(arguments, body)
+        line = ast.Constant(node.lineno + self._shift)
+        made = ast.Call(ast.Name(_MAPPED, ast.Load()), [only.iter, function, line], [])
+        self.is_changed = True
+        return ast.copy_location(made, node)
+
+    def visit_For(self, node: ast.For) -> Any:
+        """Prepare a loop."""
         found = _Body(node, self._outer_names)
+        self.generic_visit(node)
+        self._iterated(node.iter)
+        self.is_changed = True
         name = f"__relax_disc_loop_{self.count}__"
         self.count += 1
         foreign = {*found.stored} - self._local_names
         if foreign and not found.why_not:
             found.why_not = f"it stores into {sorted(foreign)[0]}, which is no local name"
-        target = node.target.id if isinstance(node.target, ast.Name) else ""
-        bound = [n for n in found.bound if n != target]
-        stored = [n for n in found.stored if n not in bound and n != target]
+        targets = {n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)}
+        bound = [n for n in found.bound if n not in targets]
+        stored = [n for n in found.stored if n not in bound and n not in targets]
         arguments: list[ast.expr] = [
             node.iter,
             ast.Constant(found.why_not),
-            ast.Constant(target),
+            _target(node.target),
             _text(bound),
             _text(stored),
+            _text([n for n in found.continued if n in stored]),
             ast.Constant(node.lineno + self._shift),
         ]
         make = ast.Assign(
@@ -236,13 +331,20 @@ class _Prepare(ast.NodeTransformer):
             node.body = [
                 *_exchange(name, "enter", names),
                 *node.body,
-                *_exchange(name, "leave", [*names, target]),
+                *_exchange(name, "leave", [*names, ast.unparse(node.target)]),
             ]
         return [ast.copy_location(make, node), node]
 
 
 def _text(names: list[str]) -> ast.expr:
     return ast.Tuple([ast.Constant(name) for name in names], ast.Load())
+
+
+def _target(target: ast.expr) -> ast.expr:
+    """Write the variables of a loop as names in tuples."""
+    if isinstance(target, ast.Tuple):
+        return ast.Tuple([_target(each) for each in target.elts], ast.Load())
+    return ast.Constant(target.id if isinstance(target, ast.Name) else "")
 
 
 def _called(call: ast.Call) -> str:
@@ -263,14 +365,17 @@ class _Body(ast.NodeVisitor):
         self.stored: dict[str, None] = {}
         self.why_not = ""
         self._depth = 0
-        if not isinstance(loop.target, ast.Name):
-            self.why_not = "its target is not one name"
+        plain = ast.Name | ast.Tuple | ast.Store
+        if not all(isinstance(each, plain) for each in ast.walk(loop.target)):
+            self.why_not = "its target is no name"
         if loop.orelse:
             self.why_not = "it has an `else`"
+        self.continued: dict[str, None] = {}  # lists whose last element is read
         self._read: set[str] = set()
         self._appended: set[str] = set()
         for statement in loop.body:
             self.visit(statement)
+        self._read |= self.continued.keys() - self._appended
         for name in sorted(self._appended & self._read):
             self._refuse(f"it reads {name}, which it appends to; keep the value in a variable")
         if outer := outer_names & {*self.bound}:
@@ -295,7 +400,11 @@ class _Body(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
-        """Note a name that an element is stored into."""
+        """Note a name that an element is stored into, or whose last element is read."""
+        if isinstance(node.ctx, ast.Load) and isinstance(node.value, ast.Name):
+            if isinstance(node.slice, ast.UnaryOp) and ast.unparse(node.slice) == "-1":
+                self.continued[node.value.id] = None
+                return
         if isinstance(node.ctx, ast.Store):
             base = node.value
             while isinstance(base, ast.Subscript):
@@ -304,6 +413,16 @@ class _Body(ast.NodeVisitor):
                 self.stored[base.id] = None
             else:
                 self._refuse("it stores into something that is no local name")
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        """Note that ``outs += [value]`` appends."""
+        is_list = isinstance(node.value, ast.List) and isinstance(node.op, ast.Add)
+        if is_list and isinstance(node.target, ast.Name):
+            self.stored[node.target.id] = None
+            self._appended.add(node.target.id)
+            self.visit(node.value)
+            return
         self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> None:

@@ -8,7 +8,6 @@ step makes of them ends in one operator, from which :mod:`.cut` finds the step i
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +17,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import ShapeRangeError
-from relax_disc.frontend.capture.loops.sequences import DynamicList, DynamicRange, fixed, least
-from relax_disc.frontend.capture.source_lines import SourceLine
+from relax_disc.frontend.capture.loops.sequences import (
+    DynamicList,
+    DynamicRange,
+    Rows,
+    fixed,
+    is_same,
+    least,
+    text_of,
+)
+from relax_disc.frontend.capture.source_lines import SourceLine, calling_line
 
 _LIBRARY = (
     "loop_index(int loop, SymInt count) -> Tensor",
@@ -38,6 +45,10 @@ class LoopRefusal(Exception):
     """Why a loop cannot be run as one step; the message names its line."""
 
 
+class _OtherLoops(LoopRefusal):
+    """A loop over a tensor is met in code that is not prepared for it."""
+
+
 class RecordedLoops:
     """The loops that an export has met: their lines, and why others were left alone."""
 
@@ -46,11 +57,15 @@ class RecordedLoops:
         self.reasons: list[str] = []
         self.inside: SourceLine | None = None  # of the loop whose step is being recorded
         self.is_off = False
+        self.are_all = False  # whether loops over tensors are prepared, beside those over ranges
         self.modules: list[nn.Module] = []
         self.least: Mapping[str, int] = {}  # declared sizes, by the sources of their symbols
 
     def give_up(self, error: Exception) -> bool:
-        """Whether to export once more with each loop as it is written."""
+        """Whether to export once more, with more loops prepared or each as it is written."""
+        if isinstance(error, _OtherLoops):
+            self.are_all = True
+            return True
         if self.is_off or not self.lines:
             return False
         line = self.lines[-1]
@@ -100,6 +115,43 @@ def note_unread(name: str) -> None:
         )
 
 
+def are_all_prepared() -> bool:
+    """Whether to prepare each loop, beside those of functions that name ``range``."""
+    return bool(_ACTIVE) and _ACTIVE[-1].are_all
+
+
+def rows_of(x: Tensor, axis: int, size: int | None = None) -> DynamicList | None:
+    """Make a list of what lies along an axis, ``size`` positions each; None where it is no dim.
+
+    ``size``: None leaves the axis out.
+    """
+    if x.dim() == 0 or not _ACTIVE or _ACTIVE[-1].is_off:
+        return None
+    axis %= x.dim()
+    extent = x.shape[axis]
+    if not isinstance(extent, torch.SymInt) or fixed(extent) is not None:
+        return None
+    if not _ACTIVE[-1].are_all:
+        raise _OtherLoops("a loop over a tensor")
+    if size is None:
+        return DynamicList([(extent, Rows(x, axis))])
+    count = extent // size
+    return DynamicList([(count, Rows(x.unflatten(axis, (count, size)), axis))])
+
+
+def sequence_of(values: Any) -> DynamicList | None:
+    """Return a list or a tensor as a list of one run, if it is as long as a dim."""
+    if isinstance(values, Tensor):
+        values = rows_of(values, 0)
+    if not isinstance(values, DynamicList) or fixed(values.length()) is not None:
+        return None
+    if len(values.runs) > 1 and _ACTIVE and not _ACTIVE[-1].is_off:
+        parts = values.stacked()
+        if parts is not None:
+            return DynamicList([(values.length(), Rows(torch.cat(parts)))])
+    return values
+
+
 def dynamic_range(*arguments: Any) -> Any:
     """``range``, or a :class:`DynamicRange` where sizes tell its length."""
     symbolic = any(isinstance(argument, torch.SymInt) for argument in arguments)
@@ -137,35 +189,44 @@ class _Plain:
         return iter(self._values)
 
 
+_Target = str | tuple["_Target", ...]
+"""The variables that a loop sets, as they are written: names, in tuples."""
+
+
 def steps(
     values: Any,
     why_not: str,
-    target: str,
+    target: _Target,
     bound: tuple[str, ...],
     stored: tuple[str, ...],
+    continued: tuple[str, ...],
     line: int,
 ) -> Any:
     """Make what a prepared ``for`` runs over.
 
-    ``why_not``: why it cannot be one step; empty if it can. ``target``: its variable.
+    ``why_not``: why it cannot be one step; empty if it can. ``target``: its variables.
     ``bound``, ``stored``: the local names that its body binds, and those that it only stores into.
-    ``line``: of the loop.
+    ``continued``: of those the lists whose last element it reads. ``line``: of the loop.
     """
-    if not isinstance(values, DynamicList) or isinstance(values.length(), int):
+    made = sequence_of(values)
+    if made is None:
         return _Plain(values)
-    where = SourceLine(sys._getframe(1).f_code.co_filename, line)
+    values = made
+    where = SourceLine(calling_line().file, line)
     loops = _ACTIVE[-1]
     if loops.inside is not None:
         raise LoopRefusal(
             f"the loop at {loops.inside} cannot be run as one step: it holds another loop over a "
             f"dynamic length ({where}); write one of them with operators over the whole axis"
         )
+    if len(values.runs) != 1:
+        why_not = why_not or "its elements are no tensors of one shape"
     if _fewest(values.length()) < 1:
         why_not = why_not or "at some length it has no step; give the dim a larger min"
     if why_not:
         loops.reasons.append(f"the loop at {where} cannot be run as one step: {why_not}")
         return _Plain(values)
-    return _Loop(target, values, bound, stored, where, loops)
+    return _Loop(target, values, (bound, stored, continued), where, loops)
 
 
 class _Unbound:
@@ -175,67 +236,10 @@ class _Unbound:
 _UNBOUND = _Unbound()
 
 
-class Steps:
-    """Stands in a list for what all steps appended: a tensor ``[count, *shape]``."""
-
-    def __init__(self, stacked: Tensor, where: SourceLine) -> None:
-        self.stacked = stacked
-        self.where = where
-
-    def refuse(self, what: str) -> LoopRefusal:
-        """Make the error for a use that needs each of them."""
-        return LoopRefusal(
-            f"the loop at {self.where} cannot be run as one step: the list that it appends to goes "
-            f"into {what}; torch.stack, torch.cat and [-1] can read it"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        raise self.refuse(f"`.{name}`")
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Join what the steps appended."""
-        parts = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Steps)]
-        name = getattr(func, "__name__", str(func))
-        joiner = {"stack": _stack, "cat": _cat, "concat": _cat, "concatenate": _cat}.get(name)
-        if joiner is None:
-            raise parts[0].refuse(name)
-        return joiner(*args, **(kwargs or {}))
-
-
 def _writes(tensor: Tensor) -> int:
     """How often a tensor was written into; the watch over the user's code does not see this."""
     with torch._C.DisableTorchFunction():
         return tensor._version
-
-
-def _stack(tensors: Sequence[Any], dim: int = 0) -> Tensor:
-    parts = [
-        x.stacked.movedim(0, dim) if isinstance(x, Steps) else x.unsqueeze(dim) for x in tensors
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _cat(tensors: Sequence[Any], dim: int = 0) -> Tensor:
-    parts = []
-    for x in tensors:
-        if isinstance(x, Steps):
-            axis = dim % (x.stacked.dim() - 1)
-            x = x.stacked.movedim(0, axis).flatten(axis, axis + 1)
-        parts.append(x)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-class _LoopList(list):
-    """A list that a loop has appended to: its last element can be read."""
-
-    def __getitem__(self, place: Any) -> Any:
-        found = super().__getitem__(place)
-        if not isinstance(found, Steps):
-            return found
-        if place != -1:
-            raise found.refuse(f"[{place}]")
-        return found.stacked[-1]
 
 
 class _Loop:
@@ -245,15 +249,16 @@ class _Loop:
 
     def __init__(
         self,
-        target: str,
+        target: _Target,
         values: DynamicList,
-        bound: tuple[str, ...],
-        stored: tuple[str, ...],
+        names: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
         where: SourceLine,
         loops: RecordedLoops,
     ) -> None:
-        self._values, self._bound, self._stored, self._where = values, bound, stored, where
+        self._values, self._where = values, where
+        self._bound, self._stored, self._continued = names
         self._target = target
+        self._element: Any = None
         self._state: dict[tuple[str, int], Any] = {}
         self._count = values.length()
         self._loops = loops
@@ -276,7 +281,8 @@ class _Loop:
             torch._check(step >= 0)
             torch._check(step < self._count)
             self._loops.inside = self._where
-            yield self._values.at(step)
+            self._element = self._values.at(step)
+            yield self._element
             self._loops.inside = None
 
     def refuse(self, why: str) -> LoopRefusal:
@@ -292,17 +298,17 @@ class _Loop:
         self._entered = {name: self._enter(name, v) for name, v in self._before.items()}
         # Containers are copied, so that what is appended or stored can be told.
         return tuple(
-            _LoopList(v) if type(v) is _LoopList else pytree.tree_map(lambda x: x, v)
+            v.copy() if isinstance(v, DynamicList) else pytree.tree_map(lambda x: x, v)
             for v in self._entered.values()
         )
 
     def _kept(self, found: dict[str, Any]) -> dict[tuple[str, int], Any]:
         """What the body may read and must not change: other names, members of objects."""
-        own = {*self._bound, *self._stored}
-        own.add(self._target)
+        own = {*self._bound, *self._stored, *pytree.tree_leaves(self._target)}
         seen = {k: v for k, v in found.items() if not k.startswith("__relax_disc")}
         state = {(name, 0): value for name, value in seen.items() if name not in own}
-        for holder in (*self._loops.modules, *seen.values()):
+        others = [v for k, v in seen.items() if k not in own or not isinstance(v, DynamicList)]
+        for holder in (*self._loops.modules, *others):
             if isinstance(holder, _PLAIN) or not hasattr(holder, "__dict__"):
                 continue
             for name, value in vars(holder).items():
@@ -314,15 +320,26 @@ class _Loop:
             return value
         if name in self._stored and value is _UNBOUND:
             raise self.refuse(f"it stores into {name}, which is no local name")
+        if isinstance(value, DynamicList):
+            if name not in self._continued:
+                return value
+            entered = value[:-1]
+            entered.append(self._stand_in(value[-1]))
+            return entered
         leaves, structure = pytree.tree_flatten(value)
         for place, leaf in enumerate(leaves):
             leaf = self._better.get((name, place), leaf)
             if isinstance(leaf, Tensor):
-                carried = torch.ops.relax_disc.loop_carry(self._index, leaf)
-                # Another name for it: `h += y` leaves the variable the same tensor.
-                leaves[place] = torch.ops.aten.alias.default(carried)
-                self._carried[id(leaves[place])] = carried, _writes(leaves[place])
+                leaves[place] = self._stand_in(leaf)
         return pytree.tree_unflatten(leaves, structure)
+
+    def _stand_in(self, first: Tensor) -> Tensor:
+        """Make what stands for a state of the step before; ``first``: before the first step."""
+        carried = torch.ops.relax_disc.loop_carry(self._index, first)
+        # Another name for it: `h += y` leaves the variable the same tensor.
+        made = torch.ops.aten.alias.default(carried)
+        self._carried[id(made)] = carried, _writes(made)
+        return made
 
     def leave(self, found: dict[str, Any]) -> tuple[Any, ...]:
         """Take what the step has made, and return what the names hold after the last one."""
@@ -335,13 +352,28 @@ class _Loop:
         ends = _Ends()
         names = (*self._bound, *self._stored)
         fill = [self._leave(name, found[name], ends) for name in names]
-        last = self._values.at(self._count - 1)
         if self._again:
-            return (*(found[name] for name in names), last)
+            return (*(found[name] for name in names), self._element)
+        element = self._values.at(self._count - 1)
+        last = self._last(self._target, self._element, element, found, ends)
         ends.made = torch.ops.relax_disc.loop_end(
             self._index, ends.olds, ends.news, ends.fresh, ends.stacked, self._count
         )
-        return (*(each() for each in fill), last)
+        return (*(each() for each in fill), last())
+
+    def _last(
+        self, target: _Target, element: Any, last: Any, found: dict[str, Any], ends: _Ends
+    ) -> Callable[[], Any]:
+        """Return what gives the loop's own variables after the last step."""
+        if isinstance(target, str):
+            if found[target] is element:
+                return lambda: last
+            return self._fresh(found[target], ends)  # its body binds it anew
+        if not target:
+            return lambda: last
+        parts = zip(target, element, last, strict=True)
+        each = [self._last(*part, found, ends) for part in parts]
+        return lambda: tuple(part() for part in each)
 
     def _leave(self, name: str, new: Any, ends: _Ends) -> Callable[[], Any]:
         """Note a name's new value; returned: what gives its value after the last step."""
@@ -353,15 +385,9 @@ class _Loop:
             return self._fresh(new, ends)
         appended = None
         if isinstance(new, list) and isinstance(entered, list):
-            more = len(new) - len(entered)
-            if more == 1 and isinstance(new[-1], Tensor) and name in self._stored:
-                appended, new = new[-1], new[:-1]
-            elif more:
-                raise self.refuse(
-                    f"{name} grows by {more} of type {type(new[-1]).__name__}; let each step call "
-                    f"{name}.append() once, on a tensor that is as large in every step, and "
-                    "compute positions with torch.arange"
-                )
+            new, appended = self._without_appended(name, new, entered)
+        if isinstance(new, DynamicList):
+            return self._append(name, before, entered, appended, ends)
         news, structure = pytree.tree_flatten(new)
         olds = pytree.tree_leaves(entered)
         if len(news) != len(olds):
@@ -373,15 +399,51 @@ class _Loop:
         ]
         if appended is None:
             return lambda: pytree.tree_unflatten([leaf() for leaf in leaves], structure)
+        grown = self._append(name, [], entered, appended, ends)
+        return lambda: pytree.tree_unflatten([leaf() for leaf in leaves], structure) + grown()
+
+    def _without_appended(self, name: str, new: list, entered: list) -> tuple[Any, Any]:
+        """Split a list into what it was when the step began, and what the step appended to it."""
+        if isinstance(new, DynamicList):
+            now, then = new.runs, DynamicList.of(entered).runs
+            if not isinstance(entered, DynamicList) or now[: len(then)] != then:
+                raise self.refuse(f"it changes {name} otherwise than by {name}.append()")
+            before, more = entered, [at(0) for _, at in now[len(then) :]]
+        else:
+            before, more = new[: len(entered)], new[len(entered) :]
+            if len(new) < len(entered):
+                raise self.refuse(f"it takes elements out of {name}")
+        if not more:
+            return before, None
+        if len(more) > 1 or not isinstance(more[0], Tensor) or name not in self._stored:
+            raise self.refuse(
+                f"{name} grows by {len(more)} of type {type(more[-1]).__name__}; let each step "
+                "append one tensor that is as large in every step, and compute positions with "
+                "torch.arange"
+            )
+        return before, more[0]
+
+    def _append(
+        self, name: str, before: list, entered: list, appended: Any, ends: _Ends
+    ) -> Callable[[], Any]:
+        """Note what a step appended to a list; returned: what gives the list after the last one."""
+        if appended is None:
+            return lambda: before
+        if name in self._continued:
+            last = entered[-1]
+            alike = isinstance(last, Tensor) and last.dtype == appended.dtype
+            if not alike or _shape(last) != _shape(appended):
+                raise self.refuse(f"what it appends to {name} is no tensor as {name}[-1] is")
+            ends.olds.append(self._carried[id(last)][0])
+            ends.news.append(appended)
         ends.stacked.append(appended)
         row = len(ends.stacked) - 1
 
-        def joined() -> Any:
-            value = pytree.tree_unflatten([leaf() for leaf in leaves], structure)
+        def grown() -> Any:
             stacked = ends.made[len(ends.news) + len(ends.fresh) + row]
-            return _LoopList([*value, Steps(stacked, self._where)])
+            return DynamicList.of(before) + DynamicList([(self._count, Rows(stacked))])
 
-        return joined
+        return grown
 
     def _carry(
         self, name: str, place: int, first: Any, old: Any, new: Any, ends: _Ends
@@ -456,7 +518,7 @@ class _Ends:
 
 def _shape(tensor: Tensor) -> str:
     """Write a shape down: to ask PyTorch whether two are equal would be a guard."""
-    return str([str(n.node.expr if isinstance(n, torch.SymInt) else n) for n in tensor.shape])
+    return str([text_of(n) for n in tensor.shape])
 
 
 def _copied(value: Any) -> Any:
@@ -488,8 +550,7 @@ def _equal_numbers(left: Any, right: Any) -> bool:
 
 def _same(new: Any, old: Any) -> bool:
     if isinstance(new, torch.SymInt) or isinstance(old, torch.SymInt):
-        texts = [str(x.node.expr if isinstance(x, torch.SymInt) else x) for x in (new, old)]
-        return texts[0] == texts[1]
+        return is_same(new, old)
     return new is old or (type(new) is type(old) and new == old)
 
 

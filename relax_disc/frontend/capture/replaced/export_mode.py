@@ -22,7 +22,14 @@ from relax_disc.frontend.capture import example_values, model_checks
 from relax_disc.frontend.capture.loops.sequences import as_tensor
 from relax_disc.frontend.capture.loops.steps import set_item
 from relax_disc.frontend.capture.refusals import refusal
-from relax_disc.frontend.capture.replaced import inner_gradients, parts, pooling, ranges, spectra
+from relax_disc.frontend.capture.replaced import (
+    inner_gradients,
+    joins,
+    parts,
+    pooling,
+    ranges,
+    spectra,
+)
 from relax_disc.frontend.capture.replaced.recurrent_layers import recurrent_layers, refuse_packing
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
 from relax_disc.frontend.capture.sizes import stand_ins
@@ -355,6 +362,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     functional.embedding: _embedding,
     functional.embedding_bag: _embedding_bag,
     functional.scaled_dot_product_attention: _attention,
+    **joins.REPLACED,
     **parts.REPLACED,
     **pooling.REPLACED,
     **ranges.REPLACED,

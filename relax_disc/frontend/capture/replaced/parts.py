@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from relax_disc.frontend.capture.loops.sequences import DynamicList, fixed
+from relax_disc.frontend.capture.loops.steps import rows_of
 from relax_disc.frontend.capture.sizes.branches import asked_for_model
 
 
@@ -32,19 +34,37 @@ def _tensor_split(
     return _cut(x, dim, [(length + sections - 1 - part) // sections for part in range(sections)])
 
 
-def _chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...] | None:
+def _chunk(x: Tensor, chunks: Any, dim: int = 0) -> Any:
     """Two parts, but of a length of 1, which has one.
 
     How many there are of three or more depends on the length, unless it is a multiple.
     """
     length = x.shape[dim]
-    if not isinstance(length, torch.SymInt) or chunks != 2:
+    if not isinstance(length, torch.SymInt):
         return None
-    if statically_known_true(length % 2 == 0):
+    if not isinstance(chunks, int):
+        return _split(x, 1, dim) if statically_known_true(length == chunks) else None
+    if chunks != 2 or statically_known_true(length % 2 == 0):
         return None
     if asked_for_model(length < 2):
         return None
     return _cut(x, dim, [(length + 1) // 2, length // 2])
+
+
+def _unbind(x: Tensor, dim: int = 0) -> DynamicList | None:
+    """List what lies along an axis."""
+    return rows_of(x, dim)
+
+
+def _split(x: Tensor, split_size_or_sections: Any, dim: int = 0) -> DynamicList | None:
+    """List parts of one length, if that of the axis is a multiple."""
+    size = split_size_or_sections
+    if not isinstance(size, int) or x.dim() == 0:
+        return None
+    length = x.shape[dim]
+    if fixed(length // size) is not None or not statically_known_true(length % size == 0):
+        return None  # as many parts at every length
+    return rows_of(x, dim, size)
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {
@@ -52,4 +72,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     Tensor.tensor_split: _tensor_split,
     torch.chunk: _chunk,
     Tensor.chunk: _chunk,
+    torch.unbind: _unbind,
+    Tensor.unbind: _unbind,
+    torch.split: _split,
+    Tensor.split: _split,
 }

@@ -2,8 +2,9 @@
 
 Both are straight lines of operators, in the order of the model's code.  Left out are operators that
 return their operand unchanged at all those sizes (a slice of the whole, padding by nothing, a copy)
-and what nobody reads.  What is left must be the same, one by one: the operator, its operands, and
-each size that it is given, which is evaluated at all those sizes.
+or in another shape, and what nobody reads.  What is left must be the same, one by one: the
+operator, its operands with their shapes, and each size that it is given, which is evaluated at all
+those sizes.
 
 Limits: programs with sizes that depend on data are never called the same.
 """
@@ -31,7 +32,18 @@ from relax_disc.frontend.capture.traced.writes import writes
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
 _COPIES = {_ATEN.clone.default, _ATEN.contiguous.default}
-_SHAPING = {_ATEN.expand.default, _ATEN.reshape.default, _ATEN.view.default}
+_IN_ORDER = {
+    _ATEN.view.default,
+    _ATEN._unsafe_view.default,
+    _ATEN.alias.default,
+    _ATEN.unflatten.int,
+    _ATEN.unsqueeze.default,
+    _ATEN.squeeze.default,
+    _ATEN.squeeze.dim,
+    _ATEN.squeeze.dims,
+}
+"""Views whose elements are those of their operand in the same order."""
+_MAY_COPY_IN_ORDER = {_ATEN.reshape.default, _ATEN.flatten.using_ints}
 _PADDING = {_ATEN.constant_pad_nd.default, _ATEN.pad.default}
 _SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)
 _NUMBERS = (*_SYMBOLIC, int, float)
@@ -122,6 +134,8 @@ class _Comparison:
         matched: dict[fx.Node, fx.Node] = {}
 
         def same(left: Any, right: Any) -> bool:
+            if not self._same_shape(left, right):
+                return False
             left, right = unchanged.get(left, left), other_unchanged.get(right, right)
             if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
                 return False
@@ -173,13 +187,27 @@ class _Comparison:
         written = {_memory(operand) for node in writers for operand in node.all_input_nodes}
         found: dict[fx.Node, fx.Node] = {}
         for node in module.graph.nodes:
-            operand = self._operand(node, side)
+            operand, is_view = self._in_order(node, side), node.target not in _MAY_COPY_IN_ORDER
+            if operand is None:
+                operand = self._operand(node, side)
+                is_view = node.target in (_ATEN.slice.Tensor, _ATEN.expand.default)
             if operand is None:
                 continue
-            is_view = node.target in (_ATEN.slice.Tensor, _ATEN.expand.default, _ATEN.view.default)
             if is_view or (may_copy and not written & {node, _memory(operand)}):
                 found[node] = found.get(operand, operand)
         return found
+
+    def _in_order(self, node: fx.Node, side: Side) -> fx.Node | None:
+        """Return the operand whose elements a node returns in their order, in another shape."""
+        source: Any = node.args[0] if node.args else None
+        if node.target in _IN_ORDER or node.target in _MAY_COPY_IN_ORDER:
+            return source
+        if node.target is operator.getitem and source.target is _ATEN.unbind.int:
+            node, source = source, source.args[0]
+        elif node.target is not _ATEN.select.int:
+            return None
+        axis: Any = node.args[1] if len(node.args) > 1 else 0
+        return source if self._is(source.meta["val"].shape[axis], 1, side) else None
 
     def _operand(self, node: fx.Node, side: Side) -> fx.Node | None:
         args: Any = node.args
@@ -192,7 +220,7 @@ class _Comparison:
             return x if whole and (start is None or self._is(_value(start), 0, side)) else None
         if node.target in _COPIES:
             return args[0]
-        if node.target in _SHAPING:
+        if node.target is _ATEN.expand.default:
             shapes = [x.meta["val"].shape for x in (args[0], node)]
             alike = len(shapes[0]) == len(shapes[1]) and all(
                 self._holds(sympy.Eq, before, after, side)
@@ -245,6 +273,12 @@ class _Comparison:
             elif type(one) is not type(other) or not (one == other or _are_nan(one, other)):
                 return False
         return True
+
+    def _same_shape(self, left: Any, right: Any) -> bool:
+        values = [x.meta.get("val") if isinstance(x, fx.Node) else None for x in (left, right)]
+        if not all(isinstance(value, Tensor) for value in values):
+            return True
+        return self._same_leaves(*(tuple(value.shape) for value in values))
 
     def _same_size(self, left: Any, right: Any) -> bool:
         numbers = (*_NUMBERS, sympy.Basic)

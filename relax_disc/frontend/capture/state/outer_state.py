@@ -541,6 +541,8 @@ class OuterState:
         ] = None
 
     def _warn_of_look(self, what: str) -> None:
+        if what == _LOOKS[Tensor.__format__] and users_line() is None:
+            return  # the message of a check in a library, of which transformers writes many
         line = calling_line()
         self.warnings[
             f"{line}: {what} in the model or loss_fn runs once, while the step is "

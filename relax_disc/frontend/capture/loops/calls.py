@@ -1,0 +1,120 @@
+"""Python's own functions in prepared code, where a list or a tensor is as long as a dim.
+
+For all else each is what it stands for.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from relax_disc.frontend.capture.loops.sequences import DynamicList, is_same
+from relax_disc.frontend.capture.loops.steps import dynamic_range, sequence_of, steps
+
+_MADE = "the list that it makes"  # no variable has this name
+
+
+def made_list(*values: Any) -> Any:
+    """``list``."""
+    made = sequence_of(values[0]) if len(values) == 1 else None
+    return list(*values) if made is None else DynamicList.of(made)
+
+
+def made_tuple(*values: Any) -> Any:
+    """``tuple``; of a symbolic length it is a list."""
+    made = sequence_of(values[0]) if len(values) == 1 else None
+    return tuple(*values) if made is None else DynamicList.of(made)
+
+
+def displayed(kind: type, *parts: tuple[bool, Any]) -> Any:
+    """``[*a, b]``; each part with whether it has a star."""
+    made: list[Any] = []
+    for has_star, value in parts:
+        if not has_star:
+            made.append(value)
+        elif isinstance(value, DynamicList):
+            made = DynamicList.of(made) + value
+        else:
+            made.extend(value)
+    return made if isinstance(made, DynamicList) else kind(made)
+
+
+def summed(values: Any, start: Any = 0) -> Any:
+    """``sum``."""
+    made = sequence_of(values)
+    parts = made.stacked() if made is not None else None
+    if parts is None:
+        return builtins.sum(values, start)
+    return builtins.sum((part.sum(0) for part in parts), start)
+
+
+def numbered(values: Any, start: Any = 0) -> Any:
+    """``enumerate``, as what a loop runs over."""
+    made = sequence_of(values)
+    if made is None:
+        return enumerate(values, start)
+    runs, before = [], start
+    for count, at in made.runs:
+        runs.append((count, lambda k, at=at, first=before: (first + k, at(k))))
+        before = before + count
+    return DynamicList(runs)
+
+
+def together(*values: Any, **options: Any) -> Any:
+    """``zip``, as what a loop runs over."""
+    made = [sequence_of(value) for value in values]
+    runs = [each.runs[0] for each in made if each is not None and len(each.runs) == 1]
+    if not runs or len(runs) != len(values) or not all(is_same(n, runs[0][0]) for n, _ in runs):
+        return builtins.zip(*values, **options)  # noqa: B905
+    return DynamicList([(runs[0][0], lambda k: tuple(at(k) for _, at in runs))])
+
+
+def backwards(values: Any) -> Any:
+    """``reversed``, as what a loop runs over."""
+    made = sequence_of(values)
+    return reversed(values if made is None or isinstance(values, Tensor) else made)
+
+
+def mapped(values: Any, function: Callable[[Any], Any], line: int) -> Any:
+    """``[function(value) for value in values]``, in a line of the calling file."""
+    loop = steps(values, "", (), (), (_MADE,), (), line)
+    if not loop.is_dynamic:
+        return [function(value) for value in loop]
+    made: Any = []
+    around = _captured(function)
+    for value in loop:
+        (made,) = loop.enter({_MADE: made, **around})
+        made.append(function(value))
+        made, _ = loop.leave({_MADE: made, **around})
+    return made
+
+
+def _captured(function: Any) -> dict[str, Any]:
+    """List the variables around a function by name, but for those that are not bound."""
+    found = {}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:
+            continue
+    return found
+
+
+CALLS: Mapping[str, Callable[..., Any]] = {
+    "range": dynamic_range,
+    "list": made_list,
+    "tuple": made_tuple,
+    "sum": summed,
+}
+"""By the name in Python."""
+
+ITERATORS: Mapping[str, Callable[..., Any]] = {
+    "enumerate": numbered,
+    "zip": together,
+    "reversed": backwards,
+}
+"""By the name in Python: those whose result only a loop may read."""
