@@ -42,6 +42,7 @@ from relax_disc.transform.memory.split_gradients import SplitGradients
 from relax_disc.transform.schedule_kernels import ScheduleKernels
 from relax_disc.transform.simplify.canonicalize_extents import CanonicalizeExtents
 from relax_disc.transform.simplify.channels_last import ChannelsLast
+from relax_disc.transform.simplify.empty_constants import EmptyConstants
 from relax_disc.transform.simplify.simplify import Simplify
 from relax_disc.transform.simplify.unify_dims import UnifyDims
 from relax_disc.vm_builtins import runtime
@@ -227,6 +228,7 @@ def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list
 def alias_passes() -> list[Pass]:
     """Reshapes that cost nothing; one name for each value."""
     return [
+        EmptyConstants(),
         RewriteReshapes(),
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),

@@ -194,6 +194,20 @@ def _seen_by_all(rows: int, parts: int) -> Batch:
     }
 
 
+def _llava(name: str, **sizes: Any) -> Entry:
+    return _other(
+        name,
+        built(
+            "Llava",
+            "ForConditionalGeneration",
+            vision_config=_VISION,
+            text_config={"model_type": "llama", "use_cache": False, **LLAMA},
+            image_token_index=1,
+        ),
+        **sizes,
+    )
+
+
 _PATCHES = {"image_size": 32, "patch_size": 8}
 _VISION = {
     "model_type": "clip_vision_model",
@@ -451,15 +465,15 @@ OF_TRANSFORMERS = [
         downsampling_rate=2,
         local_transformer_stride=8,
     ),
-    _other(
-        "LLaVA",
-        built(
-            "Llava",
-            "ForConditionalGeneration",
-            vision_config=_VISION,
-            text_config={"model_type": "llama", "use_cache": False, **LLAMA},
-            image_token_index=1,
-        ),
+    _llava(
+        "LLaVA, 3 pictures",
+        batch=partial(_pictured, 3, **_PATCHES),
+        ranges={"length": (18, 40)},
+        axes={"input_ids": {1: "length"}, "pixel_values": {}, "labels": {1: "length"}},
+        sizes=[(24,), (18,), (40,)],
+    ),
+    _llava(
+        "LLaVA",  # it makes a list of its pictures
         batch=partial(_pictured, **_PATCHES),
         ranges={"batch": (1, 8), "length": (18, 40)},
         axes={

@@ -111,6 +111,7 @@ _OWN_SIZES: dict[str, dict[str, tuple[int, int, int]]] = {
     "Wav2Vec2": {"batch": (2, 3, 8), "frames": (100, 61, 128)},
     "CANINE": {"length": (128, 109, 128)},
     "LLaVA, 3 pictures": {"length": (240, 221, 256)},
+    "LLaVA": {"batch": (3, 1, 8), "length": (240, 221, 256)},
     "Wav2Vec2, CTC": {"frames": (100, 61, 128), "target": (20, 13, 24), "batch": (2, 3, 8)},
     "diffusers UNet2DConditionModel": {"high": (4, 5, 8), "wide": (6, 4, 8), "rows": (2, 1, 4)},
     **{name: {"rows": (16, 12, 32)} for name in _NARROW},

@@ -18,6 +18,7 @@ from relax_disc.transform.memory.schedule_ops import ScheduleOps
 from relax_disc.transform.schedule_kernels import ScheduleKernels
 from relax_disc.transform.simplify.canonicalize_extents import CanonicalizeExtents
 from relax_disc.transform.simplify.channels_last import ChannelsLast
+from relax_disc.transform.simplify.empty_constants import EmptyConstants
 from relax_disc.transform.simplify.simplify import Simplify
 from relax_disc.transform.simplify.unify_dims import UnifyDims
 
@@ -26,6 +27,7 @@ __all__ = [
     "ChannelsLast",
     "ChunkVocabularyHead",
     "DispatchLibrary",
+    "EmptyConstants",
     "FuseKernels",
     "HoistWorkspace",
     "InlineProducers",

@@ -1,9 +1,12 @@
 """Models of Hugging Face, tiny and with random weights: gradients against float64 PyTorch."""
 
+import warnings
+
 import pytest
 import torch
 from torch.export import Dim
 
+from relax_disc.errors import RelaxDiscWarning
 from relax_disc.frontend import capture_step
 from tests.frontend.running import check_gradients
 
@@ -126,3 +129,53 @@ def test_gradients(name):
     check_gradients(
         captured, model, [batch(3, max(12, least)), batch(1, least), batch(5, 33), batch(8, 40)]
     )
+
+
+def test_what_the_library_notes_and_formats_for_itself_is_not_told():
+    """A classifier notes its kind of loss in the config; PaliGemma writes its checks' messages."""
+    config = transformers.BertConfig(**SIZES, **WIDTH, num_attention_heads=4)
+    classifier = transformers.BertForSequenceClassification(config).train()
+    example = {"input_ids": torch.ones(2, 5, dtype=torch.int64), "labels": torch.tensor([0, 1])}
+    rows = {0: Dim("rows", min=1, max=8)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RelaxDiscWarning)
+        capture_step(classifier, None, example, dynamic_shapes={"input_ids": rows, "labels": rows})
+        capture_step(*_pictures(), dynamic_shapes={"input_ids": rows, "pixel_values": rows})
+    assert classifier.config.problem_type is None
+
+
+def _pictures():
+    """A model that calls transformers' check of a message with a tensor in it."""
+
+    class Pictured(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            config = transformers.PaliGemmaConfig(
+                text_config={"model_type": "gemma", **SIZES, **HEADS, **WIDTH, "head_dim": 8},
+                vision_config={
+                    "model_type": "siglip_vision_model",
+                    **WIDTH,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 4,
+                    "image_size": 32,
+                    "patch_size": 16,
+                    "projection_dim": 32,
+                },
+                image_token_index=7,
+                projection_dim=32,
+                hidden_size=32,
+            )
+            self.net = transformers.PaliGemmaForConditionalGeneration(config)
+
+        def forward(self, input_ids, pixel_values):
+            kinds = (input_ids != 7).long()
+            return self.net(
+                input_ids=input_ids,
+                pixel_values=pixel_values,
+                token_type_ids=kinds,
+                labels=input_ids,
+            ).loss
+
+    ids = torch.full((2, 9), 3)
+    ids[:, 1:5] = 7
+    return Pictured().train(), None, {"input_ids": ids, "pixel_values": torch.randn(2, 3, 32, 32)}

@@ -342,7 +342,7 @@ def test_an_example_outside_the_declared_range_is_not_the_models_fault(rows, tol
 
 def test_a_loop_over_a_dim_is_told_of_in_our_words():
     def loss(model, x, y):
-        return sum(model(x)[row].sum() for row in range(x.shape[0]))
+        return sum(model(x)[row].sum() for row in range(x.shape[0]) if row != 2)
 
     with pytest.raises(ShapeRangeError, match="batch becomes the number 4, by a Python") as caught:
         compiled(Net(), (X, Y), loss)

@@ -96,6 +96,7 @@ UNSEEN = {
     "elementwise": lambda x: (x[:, 0].squeeze(0).tanh() * 2 + x[:, 0]).square().mean(),
     "layers": lambda x: functional.linear(x.mean(1).squeeze(0), x.new_ones(2, 4)).sum(),
     "sums by negative axes": lambda x: x[:, :1].squeeze(0).softmax(-1).square().sum((-1, -2)).sum(),
+    "an axis of a number": lambda x: x.square().mean().squeeze(0),
     "an axis that is no dim": lambda x: x[:, :, :1].squeeze(-1).mean(1).square().sum(),
 }
 

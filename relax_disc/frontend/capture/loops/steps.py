@@ -66,12 +66,11 @@ class RecordedLoops:
         if isinstance(error, _OtherLoops):
             self.are_all = True
             return True
-        if self.is_off or not self.lines:
+        if self.is_off or not (self.lines or self.are_all):
             return False
-        line = self.lines[-1]
         why = str(error).strip().partition("\n")[0].rstrip(".")
-        if not isinstance(error, LoopRefusal):
-            why = f"the loop at {line} cannot be run as one step: {why}"
+        if self.lines and not isinstance(error, LoopRefusal):
+            why = f"the loop at {self.lines[-1]} cannot be run as one step: {why}"
         self.reasons.append(why)
         self.is_off = True
         return True

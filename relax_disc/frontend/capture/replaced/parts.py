@@ -59,7 +59,7 @@ def _unbind(x: Tensor, dim: int = 0) -> DynamicList | None:
 def _split(x: Tensor, split_size_or_sections: Any, dim: int = 0) -> DynamicList | None:
     """List parts of one length, if that of the axis is a multiple."""
     size = split_size_or_sections
-    if not isinstance(size, int) or x.dim() == 0:
+    if not isinstance(size, int) or size < 1 or x.dim() == 0:
         return None
     length = x.shape[dim]
     if fixed(length // size) is not None or not statically_known_true(length % size == 0):

@@ -278,7 +278,8 @@ class _Comparison:
         values = [x.meta.get("val") if isinstance(x, fx.Node) else None for x in (left, right)]
         if not all(isinstance(value, Tensor) for value in values):
             return True
-        return self._same_leaves(*(tuple(value.shape) for value in values))
+        shapes = [tuple(value.shape) for value in values]  # pyright: ignore
+        return self._same_leaves(shapes[0], shapes[1])
 
     def _same_size(self, left: Any, right: Any) -> bool:
         numbers = (*_NUMBERS, sympy.Basic)

@@ -96,6 +96,8 @@ class Squeezes:
                 if node.target not in _SQUEEZES:
                     continue
                 shape = node.args[0].meta["val"].shape
+                if not shape:  # a number has no axis, though PyTorch squeezes its axis 0
+                    continue
                 axes = {axis % len(shape) for axis in _axes(node, len(shape))}
                 dynamic = {axis for axis in axes if isinstance(shape[axis], torch.SymInt)}
                 asked = source_line(node) in self._asked

@@ -53,7 +53,14 @@ from relax_disc.frontend.capture.state.relied_on import (
     is_recorded,
     may_read,
 )
-from relax_disc.frontend.capture.state.snapshot import Kept, further, restore, same, snapshot
+from relax_disc.frontend.capture.state.snapshot import (
+    ATTRIBUTES,
+    Kept,
+    further,
+    restore,
+    same,
+    snapshot,
+)
 from relax_disc.frontend.capture.state.sources import Place, Source
 
 _OF_THE_MODEL = (
@@ -458,8 +465,7 @@ class OuterState:
                 pairs = [
                     (further(source, kind, key), Place(where, key), before.get(key), value)
                     for key, value in where.items()
-                    if before.get(key) is not value
-                    and not (kind == "attributes" and key in _HIDDEN)
+                    if before.get(key) is not value and not (kind in ATTRIBUTES and key in _HIDDEN)
                 ]
                 if len(where) < len(before):
                     self._warn_of_write(str(source))
@@ -481,7 +487,10 @@ class OuterState:
                     values.append(new)
                 elif not _computed_before(old):
                     self._refuse_lost(str(target), [old])
-                    self._warn_of_write(str(target))
+                    # transformers notes in a config which loss goes with the labels
+                    is_note = kind == "settings" and old is None and isinstance(new, str)
+                    if not is_note:
+                        self._warn_of_write(str(target))
         return values
 
     def _refuse_lost(self, what: str, before: Iterable[Any]) -> None:
@@ -541,7 +550,7 @@ class OuterState:
         ] = None
 
     def _warn_of_look(self, what: str) -> None:
-        if what == _LOOKS[Tensor.__format__] and users_line() is None:
+        if what == _LOOKS[Tensor.__format__] and users_line(("torch",)) is None:
             return  # the message of a check in a library, of which transformers writes many
         line = calling_line()
         self.warnings[

@@ -7,13 +7,20 @@ import contextlib
 import types
 from typing import Any
 
-from relax_disc.frontend.capture.state.kinds import NAMESPACES, is_foreign, is_listed
+from relax_disc.frontend.capture.state.kinds import (
+    NAMESPACES,
+    is_foreign,
+    is_library,
+    is_listed,
+)
 from relax_disc.frontend.capture.state.reachable import Reachable
 from relax_disc.frontend.capture.state.sources import Source
 
 Kept = tuple[str, Source, Any, Any]
-"""What a thing is (``"buffers"``, ``"attributes"``, ``"internal"``: those of a library's object,
-``"container"`` or ``"variable"``), where it lies, the thing itself, and what it held."""
+"""What a thing is (``"buffers"``; attributes of an object: ``"attributes"``, ``"settings"`` where a
+library defines its class, ``"internal"`` where PyTorch, Python or its like does; ``"container"`` or
+``"variable"``), where it lies, the thing itself, and what it held."""
+ATTRIBUTES = ("attributes", "settings")
 
 
 def snapshot(known: Reachable) -> list[Kept]:
@@ -21,7 +28,7 @@ def snapshot(known: Reachable) -> list[Kept]:
     saved: list[Kept] = []
     for source, module in known.modules.values():
         saved.append(("buffers", source, module._buffers, dict(module._buffers)))
-        kind = "internal" if is_foreign(type(module).__module__) else "attributes"
+        kind = "internal" if is_foreign(type(module).__module__) else _kind_of(module)
         saved.append((kind, source, module.__dict__, dict(module.__dict__)))
     for source, value in known.containers:
         if isinstance(value, dict):
@@ -31,12 +38,16 @@ def snapshot(known: Reachable) -> list[Kept]:
         if hasattr(value, "__dict__"):
             of_python = type(value) in (*NAMESPACES, types.FunctionType)
             strange = is_foreign(type(value).__module__) and not of_python
-            kind = "internal" if strange else "attributes"
+            kind = "internal" if strange else _kind_of(value)
             saved.append((kind, source, value.__dict__, dict(value.__dict__)))
     for source, place in known.cells:
         with contextlib.suppress(LookupError, ValueError):
             saved.append(("variable", source, place, place.get()))
     return saved
+
+
+def _kind_of(value: Any) -> str:
+    return "settings" if is_library(type(value)) else "attributes"
 
 
 def restore(saved: list[Kept]) -> None:
@@ -63,4 +74,4 @@ def further(source: Source, kind: str, key: Any) -> Source:
     """Name an entry of what was kept."""
     if kind == "buffers":
         return source.to("child", ("_buffers", key))
-    return source.to("attribute" if kind == "attributes" else "item", key)
+    return source.to("attribute" if kind in ATTRIBUTES else "item", key)
