@@ -232,6 +232,36 @@ class Listed(_Recurrent):
         return both + samples + joined + sum(row.mean() for row in outs)
 
 
+class WithNumbers(_Recurrent):
+    """What is computed with the number of a step, and parts that begin there."""
+
+    def run(self, x: Tensor) -> Tensor:
+        h, outs = torch.zeros(x.shape[0], 8), []
+        ends = (x[:, :, 0] > 0).sum(1)
+        around = functional.pad(x, (0, 0, 1, 1))
+        for t, row in enumerate(x.unbind(1)):
+            h = torch.where((t < ends)[:, None], self.cell(row, h), h * 0.5)
+            near = around[:, t : t + 3].mean(1) + x[:, t : t + 1].sum(1)
+            outs.append(0.9**t * h + self.cell(near) * (t + 1) / x.shape[1])
+        for t in reversed(range(x.shape[1])):
+            h = h + x[:, t].reshape(-1).view(x.shape[0], 6).mean(1, keepdim=True) / (1 + t)
+        return torch.stack(outs, 1) + h[:, None]
+
+
+class AppendsTuples(_Recurrent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(6, 8)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def run(self, x: Tensor) -> Tensor:
+        states = [(x.new_zeros(x.shape[0], 8), x.new_ones(x.shape[0], 8))]
+        for row in x.unbind(1):
+            states.append(self.cell(row, states[-1]))
+        hs, cs = map(torch.stack, zip(*states[1:]))  # noqa: B905
+        twice, _ = zip(*[(self.second(h, c), h) for h, c in states[:-1]])  # noqa: B905
+        return torch.stack(twice, 1) + hs.transpose(0, 1) + cs[-1][:, None]
+
+
 def x_of(rows: Any) -> Any:
     """Return a list of the model's from a function of its own."""
     return [row * 2 for row in rows]
@@ -240,6 +270,8 @@ def x_of(rows: Any) -> Any:
 _TRAIN = (
     ReadsItsLast,
     OverRows,
+    WithNumbers,
+    AppendsTuples,
     Listed,
     Chunked,
     ByKey,
@@ -305,6 +337,26 @@ def test_a_loop_computed_again_under_a_budget_is_the_same_bit_for_bit() -> None:
             assert torch.equal(ours, theirs)
 
 
+def test_a_loop_over_two_tensors_of_one_dim() -> None:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        losses = [functional.mse_loss(model(a), b) for a, b in zip(x, y, strict=True)]
+        return torch.stack(losses).sum() / len(x)
+
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    shapes = ({0: Dim("batch", min=1, max=8), 1: Dim("length", min=1, max=_LONGEST)},) * 2
+    example = (torch.randn(4, 12, 6), torch.randn(4, 12, 3))
+    step = relax_disc.compile(model, None, example, dynamic_shapes=shapes, loss_fn=loss)
+    for batch, length in ((3, 7), (1, 1), (8, _LONGEST)):
+        x, y = torch.randn(batch, length, 6), torch.randn(batch, length, 3)
+        model.zero_grad()
+        expected = loss(model, x, y)
+        gradients = torch.autograd.grad(expected, list(model.parameters()))
+        torch.testing.assert_close(step(x, y, update=False), expected.detach())
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+
+
 class KeepsOutside(_Recurrent):
     def one(self, x: Tensor) -> Tensor:
         self.state = self.cell(x, self.state)
@@ -347,18 +399,15 @@ class Counts(_Recurrent):
         return torch.stack(outs, 1)
 
 
-class AppendsPairs(_Recurrent):
+class AppendsNumbers(_Recurrent):
     def run(self, x: Tensor) -> Tensor:
-        outs = [(self.cell(row), row) for row in x.unbind(1)]
+        outs = [(self.cell(row), number) for number, row in enumerate(x.unbind(1))]
         return torch.stack([h for h, _ in outs], 1)
 
 
-class CountsByEnumerate(_Recurrent):
+class ReadsThePast(_Recurrent):
     def run(self, x: Tensor) -> Tensor:
-        outs = []
-        for t, row in enumerate(x.unbind(1)):
-            outs.append(self.cell(row) * t)
-        return torch.stack(outs, 1)
+        return torch.stack([self.cell(x[:, : t + 1].mean(1)) for t in range(x.shape[1])], 1)
 
 
 class Nested(_Recurrent):
@@ -387,8 +436,8 @@ class MayHaveNoStep(_Recurrent):
     [
         (KeepsOutside, "it changes KeepsOutside.state"),
         (ReadsItsFirst, "it reads outs, which it appends to"),
-        (AppendsPairs, "the list that it makes grows by 1 of type tuple"),
-        (CountsByEnumerate, "it computes with the number of its step"),
+        (AppendsNumbers, "the list that it makes grows by 1 of type tuple"),
+        (ReadsThePast, "it computes with the number of its step"),
         (Draws, "it draws random numbers"),
         (MayHaveNoStep, "at some length it has no step"),
         (Counts, "k changes from step to step"),

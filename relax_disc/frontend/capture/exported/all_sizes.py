@@ -220,6 +220,7 @@ class Task:
         args, kwargs = _enlarged(self.example, self.declared, sizes)
         loops, eager_branches = RecordedLoops(), EagerBranches()
         loops.least = {name: least_size(dim) for name, dim in self.by_source.items()}
+        loops.dims = {name: dim.__name__ for name, dim in self.by_source.items()}
         while True:
             ways.begin()
             with (

@@ -11,8 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from relax_disc.frontend.capture.loops.sequences import DynamicList, is_same
-from relax_disc.frontend.capture.loops.steps import dynamic_range, sequence_of, steps
+from relax_disc.frontend.capture.loops.sequences import DynamicList, Tuples
+from relax_disc.frontend.capture.loops.steps import (
+    dynamic_range,
+    same_length,
+    sequence_of,
+    steps,
+)
 
 _MADE = "the list that it makes"  # no variable has this name
 
@@ -67,9 +72,18 @@ def together(*values: Any, **options: Any) -> Any:
     """``zip``, as what a loop runs over."""
     made = [sequence_of(value) for value in values]
     runs = [each.runs[0] for each in made if each is not None and len(each.runs) == 1]
-    if not runs or len(runs) != len(values) or not all(is_same(n, runs[0][0]) for n, _ in runs):
+    if not runs or len(runs) != len(values) or not all(same_length(n, runs[0][0]) for n, _ in runs):
         return builtins.zip(*values, **options)  # noqa: B905
     return DynamicList([(runs[0][0], lambda k: tuple(at(k) for _, at in runs))])
+
+
+def transposed(values: Any) -> Any:
+    """``zip(*values)``."""
+    if isinstance(values, DynamicList) and len(values.runs) == 1:
+        ((count, at),) = values.runs
+        if isinstance(at, Tuples):
+            return iter([DynamicList([(count, rows)]) for rows in at.rows])
+    return zip(*values)  # noqa: B905
 
 
 def backwards(values: Any) -> Any:

@@ -88,19 +88,64 @@ class _Cut:
 
     def __init__(self, module: fx.GraphModule, index: fx.Node, line: SourceLine) -> None:
         self._outer, self._index, self._line = module.graph, index, line
-        self._order = {node: k for k, node in enumerate(module.graph.nodes)}
         ends = [n for n in index.users if n.target is _OURS.loop_end.default]
         self._end: Any = ends[0] if ends else None
-        inside = {index}
-        for node in self._outer.nodes:
-            if node is not self._end and inside.intersection(node.all_input_nodes):
-                inside.add(node)
-        self._inside = {node: None for node in self._order if node in inside}
+        self._find_inside()
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, Any] = {}
         self._written: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # select and copy, by tensor
         items = [n for n in self._inside if n.target is _ATEN.item.default]
         self._symbol = items[0].meta["val"].node.expr if items else None
+        if any([self._select_window(node) for node in list(self._inside)]):
+            self._find_inside()
+
+    def _find_inside(self) -> None:
+        """Find the nodes of the step: all that the number of it leads to."""
+        self._order = {node: k for k, node in enumerate(self._outer.nodes)}
+        inside = {self._index}
+        for node in self._outer.nodes:
+            if node is not self._end and inside.intersection(node.all_input_nodes):
+                inside.add(node)
+        self._inside = {node: None for node in self._order if node in inside}
+
+    def _select_window(self, node: fx.Node) -> bool:
+        """Write ``x[:, t : t + 2]`` as a part of all windows of ``x``, if there are as many."""
+        if node.target is not _ATEN.slice.Tensor or node.args[0] in self._inside:
+            return False
+        source: Any
+        source, axis, start, stop, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+        if step != 1 or start is None or stop is None:
+            return False
+        x: Any = source.meta["val"]  # pyright: ignore
+        axis %= x.dim()  # pyright: ignore
+        first, end, size = (_expression(self._value(n)) for n in (start, stop, x.shape[axis]))
+        width, factor = sympy.expand(end - first), sympy.expand(first).coeff(self._symbol, 1)
+        if not width.is_Integer or width < 1 or not factor.is_Integer or not self._end:
+            return False
+        last = _expression(self._value(self._end.args[5])) - 1
+        lows = [first.xreplace({self._symbol: number}) for number in (sympy.S.Zero, last)]
+        env: Any = x.fake_mode.shape_env
+        rooms = [env.bound_sympy(sympy.expand(size - width - low)).lower for low in lows]
+        if min(*rooms, *(env.bound_sympy(sympy.expand(low)).lower for low in lows)) < 0:
+            return False
+        order = [*range(axis), x.dim() - 1, *range(axis, x.dim() - 1)]
+        is_early = self._order[source] < self._order[self._index]
+        at = (
+            self._outer.inserting_before(self._index)
+            if is_early
+            else (self._outer.inserting_after(source))
+        )
+        with at:
+            windows = _call(self._outer, _ATEN.unfold.default, source, axis, int(width), 1)
+        with self._outer.inserting_before(node):
+            part = _call(self._outer, _ATEN.select.int, windows, axis, start)
+            part = _call(self._outer, _ATEN.permute.default, part, order)
+            # As it lies in memory is known: an operator that follows may view it otherwise.
+            part = _call(self._outer, _ATEN.clone.default, part, is_contiguous=True)
+        part.meta["stack_trace"] = node.meta.get("stack_trace")
+        node.replace_all_uses_with(part)
+        self._outer.erase_node(node)
+        return True
 
     def _refuse(self, why: str, node: fx.Node | None = None) -> LoopRefusal:
         line = None if node is None else source_line(node)
@@ -358,6 +403,16 @@ class _Cut:
             self._outer.erase_node(getter)
 
 
+def _call(graph: fx.Graph, target: OpOverload, *args: Any, is_contiguous: bool = False) -> fx.Node:
+    """Add a call to a graph, with the value that PyTorch traces for it."""
+    kwargs: Any = {"memory_format": torch.contiguous_format} if is_contiguous else {}
+    made = graph.call_function(target, args, kwargs)
+    values = pytree.tree_map_only(fx.Node, lambda node: node.meta["val"], args)
+    with values[0].fake_mode:
+        made.meta = {"val": target(*values, **kwargs)}
+    return made
+
+
 def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat)
 
@@ -377,4 +432,5 @@ def _expression(size: Any) -> Any:
 
 
 def _has(size: Any, symbol: Any) -> bool:
-    return isinstance(size, torch.SymInt) and symbol in size.node.expr.free_symbols
+    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return isinstance(size, numbers) and symbol in size.node.expr.free_symbols

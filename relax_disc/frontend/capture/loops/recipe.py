@@ -14,13 +14,23 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.loops.cut import Place
-from relax_disc.frontend.capture.loops.steps import LoopRefusal
 from relax_disc.ops import aten
 from relax_disc.ops.loop import VERSION, LoopCall
 
 _ATEN = torch.ops.aten
-_PLACEMENT = ("layout", "pin_memory", "memory_format", "generator")
+_PLACEMENT = ("layout", "pin_memory", "generator")
+_AS_IT_LIES = {_ATEN.view.default: _ATEN.reshape.default}
+"""A part of an operand, such as ``x[:, t]``, is traced as if it were contiguous, and is not: where
+that has made a view of a reshape, it is one again."""
+_FORMATS = (
+    torch.contiguous_format,
+    torch.preserve_format,
+    torch.channels_last,
+    torch.channels_last_3d,
+)
+"""In the order of c10's numbers for them."""
 _UNKEPT = (_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default)
 
 
@@ -225,6 +235,7 @@ class RecipeBuilder:
                 self._slot(x) if isinstance(x, Tensor) and id(x) in self._needed else -1
                 for x in made
             ]
+            target = _AS_IT_LIES.get(target, target)
             name, overload = target._schema.name, target._overloadname
             entries.append(
                 {
@@ -258,10 +269,12 @@ class RecipeBuilder:
                 value = parameter.default_value if parameter.has_default_value() else None
             if parameter.name in _PLACEMENT:
                 found.append(["none"])
+            elif isinstance(value, torch.memory_format):
+                found.append(["int", _FORMATS.index(value)])
             elif "Device" in str(parameter.real_type):
                 found.append(["none"] if value is None else ["device"])
             elif isinstance(parameter.real_type, torch.TensorType) and isinstance(
-                value, bool | int | float
+                value, bool | int | float | torch.SymInt
             ):
                 found.append(self._scalar_tensor(entries, value, args))
             else:
@@ -274,6 +287,8 @@ class RecipeBuilder:
         like = tensors[0].dtype if tensors else torch.get_default_dtype()
         if isinstance(value, float) and not like.is_floating_point:
             like = torch.get_default_dtype()
+        if any(x.dim() and x.dtype.is_floating_point for x in tensors):
+            like = torch.float64  # beside an axis it raises no type, and 0.9 is not rounded
         holder = object()
         self._held.append(holder)
         slot = self._slot(holder)
@@ -303,9 +318,10 @@ class RecipeBuilder:
             if text not in self._number_slots:
                 self._number_slots[text] = len(self._slots) + len(self._number_slots)
             return ["operand", self._number_slots[text]]
-        raise LoopRefusal(
-            f"the loop at {self._line} cannot be run as one step: {target} takes "
-            f"{type(value).__name__}"
+        raise UnsupportedOperatorError(
+            f"{self._line}: the loop cannot be run as one step: {target} takes "
+            f"{type(value).__name__}; compute that number before the loop, as a tensor.",
+            ((str(target), str(self._line)),),
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils import _pytree as pytree
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.source_lines import calling_line
@@ -54,8 +55,25 @@ class Rows:
         return rows.narrow(0, self.start, count)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Tuples:
+    """Rows of several tensors, as elements that hold one of each."""
+
+    rows: tuple[Rows, ...]
+    structure: pytree.TreeSpec
+
+    def __call__(self, place: Any) -> Any:
+        """Return an element."""
+        return pytree.tree_unflatten([rows(place) for rows in self.rows], self.structure)
+
+    def moved(self, scale: int, shift: Any) -> Tuples:
+        """Return those of which ``k`` is the element ``scale * k + shift`` of these."""
+        rows = tuple(rows.moved(scale, shift) for rows in self.rows)
+        return replace(self, rows=rows)
+
+
 def _moved(at: Callable[[Any], Any], scale: int, shift: Any) -> Callable[[Any], Any]:
-    if isinstance(at, Rows):
+    if isinstance(at, Rows | Tuples):
         return at.moved(scale, shift)
     return lambda place: at(scale * place + shift)
 
@@ -112,6 +130,30 @@ class DynamicList(list):
             else:
                 return None
         return parts
+
+    def in_one_run(self) -> DynamicList | None:
+        """Return a list of the same elements in one run; None where they are not alike."""
+        if len(self._runs) == 1:
+            return self
+        parts: list[list[Tensor]] = []
+        structures = []
+        for count, at in self._runs:
+            if isinstance(at, Rows | Tuples):
+                rows = (at,) if isinstance(at, Rows) else at.rows
+                parts.append([each.stacked(count) for each in rows])
+                structures.append(_ONE if isinstance(at, Rows) else at.structure)
+                continue
+            for place in range(count) if isinstance(count, int) else (None,):
+                leaves, structure = pytree.tree_flatten(None if place is None else at(place))
+                if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+                    return None
+                parts.append([leaf.unsqueeze(0) for leaf in leaves])
+                structures.append(structure)
+        if any(structure != structures[0] for structure in structures):
+            return None
+        rows = tuple(Rows(torch.cat(each)) for each in zip(*parts, strict=True))
+        at = rows[0] if structures[0] == _ONE else Tuples(rows, structures[0])
+        return DynamicList([(self.length(), at)])
 
     def __len__(self) -> int:
         return int(self.length())
@@ -216,6 +258,9 @@ class DynamicList(list):
         if start > 0:
             runs = _without(runs, start)
         return DynamicList(_every(runs, step))
+
+
+_ONE = pytree.tree_structure(torch.empty(0))
 
 
 def _refused(name: str) -> Callable[..., Any]:

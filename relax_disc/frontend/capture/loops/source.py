@@ -27,12 +27,18 @@ import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from relax_disc.frontend.capture.loops.calls import CALLS, ITERATORS, displayed, mapped
+from relax_disc.frontend.capture.loops.calls import (
+    CALLS,
+    ITERATORS,
+    displayed,
+    mapped,
+    transposed,
+)
 from relax_disc.frontend.capture.loops.steps import (
     are_all_prepared,
     note_unread,
@@ -41,12 +47,15 @@ from relax_disc.frontend.capture.loops.steps import (
 )
 
 _PREFIX = "__relax_disc_"
-_STEPS, _MAPPED, _DISPLAYED = (f"{_PREFIX}{name}__" for name in ("steps", "mapped", "displayed"))
+_STEPS, _MAPPED, _DISPLAYED, _TRANSPOSED = (
+    f"{_PREFIX}{name}__" for name in ("steps", "mapped", "displayed", "transposed")
+)
 _HELPERS: dict[str, Any] = {
     **{f"{_PREFIX}{name}__": function for name, function in {**CALLS, **ITERATORS}.items()},
     _STEPS: steps,
     _MAPPED: mapped,
     _DISPLAYED: displayed,
+    _TRANSPOSED: transposed,
 }
 _FUTURE = __future__.annotations.compiler_flag
 _BUILT_IN = frozenset({*CALLS, *ITERATORS})
@@ -88,7 +97,7 @@ def _functions(model: nn.Module, functions: Any) -> list[FunctionType]:
     todo: list[Any] = [function for function in functions if function is not None]
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
     for module in model.modules():
-        todo += [v for k, v in vars(module).items() if k == "forward"]
+        todo += [v for v in vars(module).values() if isinstance(v, FunctionType | MethodType)]
     for kind in kinds:
         if not _is_foreign(kind.__module__):
             todo += vars(kind).values()
@@ -227,6 +236,12 @@ class _Prepare(ast.NodeTransformer):
         """Let what Python makes of a list keep its length symbolic."""
         self.generic_visit(node)
         name = _called(node)
+        if name == "zip" and name in self._built_in and not node.keywords:
+            only = node.args[0] if len(node.args) == 1 else None
+            if isinstance(only, ast.Starred):
+                node.func = ast.copy_location(ast.Name(_TRANSPOSED, ast.Load()), node.func)
+                node.args, self.is_changed = [only.value], True
+            return node
         if name not in CALLS or name not in self._built_in:
             return node
         if node.args and isinstance(node.args[0], ast.GeneratorExp) and name != "range":

@@ -12,15 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import TensorReferenceAnalysis
 
 from relax_disc.errors import ShapeRangeError
 from relax_disc.frontend.capture.loops.sequences import (
     DynamicList,
     DynamicRange,
     Rows,
+    Tuples,
     fixed,
     is_same,
     least,
@@ -37,6 +41,7 @@ _LIBRARY = (
 )
 
 
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (Tensor, type, torch.SymInt, torch.SymBool, torch.SymFloat)
 """Values whose attributes are no state of the model's."""
 
@@ -58,8 +63,11 @@ class RecordedLoops:
         self.inside: SourceLine | None = None  # of the loop whose step is being recorded
         self.is_off = False
         self.are_all = False  # whether loops over tensors are prepared, beside those over ranges
+        self.step: Any = None  # the number of that step, and of how many
+        self.count: Any = None
         self.modules: list[nn.Module] = []
         self.least: Mapping[str, int] = {}  # declared sizes, by the sources of their symbols
+        self.dims: Mapping[str, str] = {}  # names of dims, by the same
 
     def give_up(self, error: Exception) -> bool:
         """Whether to export once more, with more loops prepared or each as it is written."""
@@ -71,6 +79,8 @@ class RecordedLoops:
         why = str(error).strip().partition("\n")[0].rstrip(".")
         if self.lines and not isinstance(error, LoopRefusal):
             why = f"the loop at {self.lines[-1]} cannot be run as one step: {why}"
+        elif isinstance(error, ShapeRangeError):
+            why = ""  # the same again
         self.reasons.append(why)
         self.is_off = True
         return True
@@ -78,7 +88,8 @@ class RecordedLoops:
     def explained(self, error: Exception) -> Exception:
         """Add to an error why a loop over a length was left alone."""
         if self.reasons and isinstance(error, ShapeRangeError):
-            explained = ShapeRangeError(f"{error}; {'; '.join(dict.fromkeys(self.reasons))}")
+            reasons = [reason for reason in dict.fromkeys(self.reasons) if reason]
+            explained = ShapeRangeError("; ".join([str(error), *reasons]))
             vars(explained).update(vars(error))
             return explained
         return error
@@ -114,6 +125,65 @@ def note_unread(name: str) -> None:
         )
 
 
+def same_length(one: Any, other: Any) -> bool:
+    """Whether two sizes are equal, by what they are made of or by their declared dims.
+
+    Two tensors that are declared with one dim have a symbol each until the export ends.
+    """
+    if is_same(one, other):
+        return True
+    if not _ACTIVE or not all(isinstance(size, torch.SymInt) for size in (one, other)):
+        return False
+    if _unified(one) != _unified(other):
+        return False
+    torch._check(one == other)
+    return True
+
+
+def _unified(size: Any) -> Any:
+    """Write a size down with one symbol for each declared dim."""
+    if not isinstance(size, torch.SymInt):
+        return sympy.sympify(size)
+    env: Any = size.node.shape_env
+    dims, firsts, names = _ACTIVE[-1].dims, {}, {}
+    for symbol, sources in env.var_to_sources.items():
+        for source in sources:
+            if source.name in dims:
+                names[symbol] = firsts.setdefault(dims[source.name], symbol)
+    return size.node.expr.xreplace(names)
+
+
+def numbers_as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Put what is made of the number of a step into a call as a tensor without axes."""
+    return tuple(map(_number_as_tensor, args))
+
+
+def _number_as_tensor(value: Any) -> Any:
+    if not isinstance(value, torch.SymInt | torch.SymFloat) or not is_of_step(value):
+        return value
+    loops = _ACTIVE[-1]
+    symbol: Any = loops.step.node.expr
+    expression: Any = value.node.expr
+    env: Any = value.node.shape_env
+    known = {s: torch.scalar_tensor(_size(s, env)) for s in expression.free_symbols - {symbol}}
+    known = {s: x.to(torch.int64) for s, x in known.items()}
+    numbers = torch.arange(loops.count)
+    of_all = sympy_interp(TensorReferenceAnalysis, {**known, symbol: numbers}, expression)
+    dtype = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
+    return of_all.to(dtype).select(0, loops.step)
+
+
+def _size(symbol: Any, env: Any) -> Any:
+    return env.create_symintnode(symbol, hint=int(env.backed_var_to_val[symbol]))
+
+
+def is_of_step(value: Any) -> bool:
+    """Whether a number is made of that of the step which is being recorded."""
+    if not _ACTIVE or _ACTIVE[-1].inside is None or not isinstance(value, _NUMBERS):
+        return False
+    return bool(_ACTIVE[-1].step.node.expr in value.node.expr.free_symbols)
+
+
 def are_all_prepared() -> bool:
     """Whether to prepare each loop, beside those of functions that name ``range``."""
     return bool(_ACTIVE) and _ACTIVE[-1].are_all
@@ -144,10 +214,8 @@ def sequence_of(values: Any) -> DynamicList | None:
         values = rows_of(values, 0)
     if not isinstance(values, DynamicList) or fixed(values.length()) is not None:
         return None
-    if len(values.runs) > 1 and _ACTIVE and not _ACTIVE[-1].is_off:
-        parts = values.stacked()
-        if parts is not None:
-            return DynamicList([(values.length(), Rows(torch.cat(parts)))])
+    if _ACTIVE and not _ACTIVE[-1].is_off:
+        return values.in_one_run() or values
     return values
 
 
@@ -280,6 +348,7 @@ class _Loop:
             torch._check(step >= 0)
             torch._check(step < self._count)
             self._loops.inside = self._where
+            self._loops.step, self._loops.count = step, self._count
             self._element = self._values.at(step)
             yield self._element
             self._loops.inside = None
@@ -323,7 +392,7 @@ class _Loop:
             if name not in self._continued:
                 return value
             entered = value[:-1]
-            entered.append(self._stand_in(value[-1]))
+            entered.append(pytree.tree_map(self._stand_in, value[-1]))
             return entered
         leaves, structure = pytree.tree_flatten(value)
         for place, leaf in enumerate(leaves):
@@ -414,11 +483,13 @@ class _Loop:
                 raise self.refuse(f"it takes elements out of {name}")
         if not more:
             return before, None
-        if len(more) > 1 or not isinstance(more[0], Tensor) or name not in self._stored:
+        leaves = pytree.tree_leaves(more[0])
+        are_tensors = bool(leaves) and all(isinstance(leaf, Tensor) for leaf in leaves)
+        if len(more) > 1 or not are_tensors or name not in self._stored:
             raise self.refuse(
                 f"{name} grows by {len(more)} of type {type(more[-1]).__name__}; let each step "
-                "append one tensor that is as large in every step, and compute positions with "
-                "torch.arange"
+                "append one tensor, or a tuple of them, that is as large in every step, and "
+                "compute positions with torch.arange"
             )
         return before, more[0]
 
@@ -428,21 +499,32 @@ class _Loop:
         """Note what a step appended to a list; returned: what gives the list after the last one."""
         if appended is None:
             return lambda: before
+        leaves, structure = pytree.tree_flatten(appended)
         if name in self._continued:
-            last = entered[-1]
-            alike = isinstance(last, Tensor) and last.dtype == appended.dtype
-            if not alike or _shape(last) != _shape(appended):
-                raise self.refuse(f"what it appends to {name} is no tensor as {name}[-1] is")
-            ends.olds.append(self._carried[id(last)][0])
-            ends.news.append(appended)
-        ends.stacked.append(appended)
-        row = len(ends.stacked) - 1
+            self._continue(name, entered[-1], appended, ends)
+        first = len(ends.stacked)
+        ends.stacked += leaves
 
         def grown() -> Any:
-            stacked = ends.made[len(ends.news) + len(ends.fresh) + row]
-            return DynamicList.of(before) + DynamicList([(self._count, Rows(stacked))])
+            start = len(ends.news) + len(ends.fresh) + first
+            rows = tuple(map(Rows, ends.made[start : start + len(leaves)]))
+            at = rows[0] if isinstance(appended, Tensor) else Tuples(rows, structure)
+            return DynamicList.of(before) + DynamicList([(self._count, at)])
 
         return grown
+
+    def _continue(self, name: str, last: Any, appended: Any, ends: _Ends) -> None:
+        """Let what a step appends be what the next one reads as the list's last element."""
+        olds, structure = pytree.tree_flatten(last)
+        news, own = pytree.tree_flatten(appended)
+        alike = structure == own and all(
+            isinstance(old, Tensor) and old.dtype == new.dtype and _shape(old) == _shape(new)
+            for old, new in zip(olds, news, strict=True)
+        )
+        if not alike:
+            raise self.refuse(f"what it appends to {name} is not as {name}[-1] is")
+        ends.olds += [self._carried[id(old)][0] for old in olds]
+        ends.news += news
 
     def _carry(
         self, name: str, place: int, first: Any, old: Any, new: Any, ends: _Ends

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relax_disc.frontend.capture.loops.steps import numbers_as_tensors
+
 _POWERS = frozenset((torch.pow, Tensor.pow, Tensor.__pow__, torch.float_power, Tensor.float_power))
 _OF_COMPLEX = frozenset(
     getattr(home, name)
@@ -23,8 +25,23 @@ _OF_COMPLEX = frozenset(
 )  # fmt: skip
 
 
+_COMPARING = ("lt", "le", "gt", "ge", "eq", "ne")
+_CALCULATING = ("add", "sub", "mul", "div", "pow", "remainder", "maximum", "minimum")
+_OF_STEPS = frozenset(
+    getattr(home, form.format(name))
+    for name in (*_COMPARING, *_CALCULATING, "truediv", "floordiv", "mod", "where", "floor_divide",
+                 "true_divide", "multiply", "subtract", "divide", "fmod", "greater", "less",
+                 "greater_equal", "less_equal", "not_equal", "clamp", "masked_fill")
+    for form in ("{}", "__{}__", "__r{}__", "__i{}__", "{}_")
+    for home in (torch, Tensor)
+    if hasattr(home, form.format(name))
+)  # fmt: skip
+
+
 def tensors_for_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Put tensors without axes into a call in the place of sizes that it would fix."""
+    if func in _OF_STEPS:
+        args = numbers_as_tensors(args)
     fixes = func in _POWERS or (func in _OF_COMPLEX and any(map(_is_complex, args)))
     if not fixes:
         return args, kwargs
