@@ -29,7 +29,7 @@ from relax_disc.frontend.capture.exported.torch_errors import (
     translated,
     untraceable,
 )
-from relax_disc.frontend.capture.loops.steps import LoopRefusal, RecordedLoops, recorded_loops
+from relax_disc.frontend.capture.loops.recorded import LoopRefusal, RecordedLoops, recorded_loops
 from relax_disc.frontend.capture.replaced.export_mode import ExportMode
 from relax_disc.frontend.capture.replaced.model_patches import (
     cumulative_averages,

@@ -11,13 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from relax_disc.frontend.capture.loops.rows import dynamic_range, same_length, sequence_of
 from relax_disc.frontend.capture.loops.sequences import DynamicList, Tuples
-from relax_disc.frontend.capture.loops.steps import (
-    dynamic_range,
-    same_length,
-    sequence_of,
-    steps,
-)
+from relax_disc.frontend.capture.loops.steps import steps
 
 _MADE = "the list that it makes"  # no variable has this name
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from relax_disc.frontend.capture.loops.steps import LoopRefusal
+from relax_disc.frontend.capture.loops.recorded import LoopRefusal
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.capture.traced.writes import is_new
 

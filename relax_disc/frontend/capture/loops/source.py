@@ -39,12 +39,8 @@ from relax_disc.frontend.capture.loops.calls import (
     mapped,
     transposed,
 )
-from relax_disc.frontend.capture.loops.steps import (
-    are_all_prepared,
-    note_unread,
-    set_modules,
-    steps,
-)
+from relax_disc.frontend.capture.loops.recorded import are_all_prepared, note_unread, set_modules
+from relax_disc.frontend.capture.loops.steps import steps
 
 _PREFIX = "__relax_disc_"
 _STEPS, _MAPPED, _DISPLAYED, _TRANSPOSED = (

@@ -7,25 +7,20 @@ step makes of them ends in one operator, from which :mod:`.cut` finds the step i
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import TensorReferenceAnalysis
 
-from relax_disc.errors import ShapeRangeError
+from relax_disc.frontend.capture.loops.recorded import LoopRefusal, RecordedLoops, active
+from relax_disc.frontend.capture.loops.rows import fewest, sequence_of
 from relax_disc.frontend.capture.loops.sequences import (
     DynamicList,
-    DynamicRange,
     Rows,
     Tuples,
-    fixed,
     is_same,
     least,
     text_of,
@@ -41,207 +36,8 @@ _LIBRARY = (
 )
 
 
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (Tensor, type, torch.SymInt, torch.SymBool, torch.SymFloat)
 """Values whose attributes are no state of the model's."""
-
-
-class LoopRefusal(Exception):
-    """Why a loop cannot be run as one step; the message names its line."""
-
-
-class _OtherLoops(LoopRefusal):
-    """A loop over a tensor is met in code that is not prepared for it."""
-
-
-class RecordedLoops:
-    """The loops that an export has met: their lines, and why others were left alone."""
-
-    def __init__(self) -> None:
-        self.lines: list[SourceLine] = []
-        self.reasons: list[str] = []
-        self.inside: SourceLine | None = None  # of the loop whose step is being recorded
-        self.is_off = False
-        self.are_all = False  # whether loops over tensors are prepared, beside those over ranges
-        self.step: Any = None  # the number of that step, and of how many
-        self.count: Any = None
-        self.modules: list[nn.Module] = []
-        self.least: Mapping[str, int] = {}  # declared sizes, by the sources of their symbols
-        self.dims: Mapping[str, str] = {}  # names of dims, by the same
-
-    def give_up(self, error: Exception) -> bool:
-        """Whether to export once more, with more loops prepared or each as it is written."""
-        if isinstance(error, _OtherLoops):
-            self.are_all = True
-            return True
-        if self.is_off or not (self.lines or self.are_all):
-            return False
-        why = str(error).strip().partition("\n")[0].rstrip(".")
-        if self.lines and not isinstance(error, LoopRefusal):
-            why = f"the loop at {self.lines[-1]} cannot be run as one step: {why}"
-        elif isinstance(error, ShapeRangeError):
-            why = ""  # the same again
-        self.reasons.append(why)
-        self.is_off = True
-        return True
-
-    def explained(self, error: Exception) -> Exception:
-        """Add to an error why a loop over a length was left alone."""
-        if self.reasons and isinstance(error, ShapeRangeError):
-            reasons = [reason for reason in dict.fromkeys(self.reasons) if reason]
-            explained = ShapeRangeError("; ".join([str(error), *reasons]))
-            vars(explained).update(vars(error))
-            return explained
-        return error
-
-
-_ACTIVE: list[RecordedLoops] = []
-
-
-@contextlib.contextmanager
-def recorded_loops(loops: RecordedLoops) -> Iterator[None]:
-    """Record loops over dynamic lengths while this is active."""
-    loops.lines.clear()
-    loops.inside = None
-    _ACTIVE.append(loops)
-    try:
-        yield
-    finally:
-        _ACTIVE.pop()
-
-
-def set_modules(modules: list[nn.Module]) -> None:
-    """Say which modules a loop's body must leave as they are."""
-    if _ACTIVE:
-        _ACTIVE[-1].modules = modules
-
-
-def note_unread(name: str) -> None:
-    """Remember a function whose loops stay as they are, because its source is nowhere."""
-    if _ACTIVE:
-        _ACTIVE[-1].reasons.append(
-            f"the source of {name} cannot be read (exec, python -c and standard input keep none), "
-            "so no loop in it can be run as one step: put it into a file"
-        )
-
-
-def same_length(one: Any, other: Any) -> bool:
-    """Whether two sizes are equal, by what they are made of or by their declared dims.
-
-    Two tensors that are declared with one dim have a symbol each until the export ends.
-    """
-    if is_same(one, other):
-        return True
-    if not _ACTIVE or not all(isinstance(size, torch.SymInt) for size in (one, other)):
-        return False
-    if _unified(one) != _unified(other):
-        return False
-    torch._check(one == other)
-    return True
-
-
-def _unified(size: Any) -> Any:
-    """Write a size down with one symbol for each declared dim."""
-    if not isinstance(size, torch.SymInt):
-        return sympy.sympify(size)
-    env: Any = size.node.shape_env
-    dims, firsts, names = _ACTIVE[-1].dims, {}, {}
-    for symbol, sources in env.var_to_sources.items():
-        for source in sources:
-            if source.name in dims:
-                names[symbol] = firsts.setdefault(dims[source.name], symbol)
-    return size.node.expr.xreplace(names)
-
-
-def numbers_as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Put what is made of the number of a step into a call as a tensor without axes."""
-    return tuple(map(_number_as_tensor, args))
-
-
-def _number_as_tensor(value: Any) -> Any:
-    if not isinstance(value, torch.SymInt | torch.SymFloat) or not is_of_step(value):
-        return value
-    loops = _ACTIVE[-1]
-    symbol: Any = loops.step.node.expr
-    expression: Any = value.node.expr
-    env: Any = value.node.shape_env
-    known = {s: torch.scalar_tensor(_size(s, env)) for s in expression.free_symbols - {symbol}}
-    known = {s: x.to(torch.int64) for s, x in known.items()}
-    numbers = torch.arange(loops.count)
-    of_all = sympy_interp(TensorReferenceAnalysis, {**known, symbol: numbers}, expression)
-    dtype = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
-    return of_all.to(dtype).select(0, loops.step)
-
-
-def _size(symbol: Any, env: Any) -> Any:
-    return env.create_symintnode(symbol, hint=int(env.backed_var_to_val[symbol]))
-
-
-def is_of_step(value: Any) -> bool:
-    """Whether a number is made of that of the step which is being recorded."""
-    if not _ACTIVE or _ACTIVE[-1].inside is None or not isinstance(value, _NUMBERS):
-        return False
-    return bool(_ACTIVE[-1].step.node.expr in value.node.expr.free_symbols)
-
-
-def are_all_prepared() -> bool:
-    """Whether to prepare each loop, beside those of functions that name ``range``."""
-    return bool(_ACTIVE) and _ACTIVE[-1].are_all
-
-
-def rows_of(x: Tensor, axis: int, size: int | None = None) -> DynamicList | None:
-    """Make a list of what lies along an axis, ``size`` positions each; None where it is no dim.
-
-    ``size``: None leaves the axis out.
-    """
-    if x.dim() == 0 or not _ACTIVE or _ACTIVE[-1].is_off:
-        return None
-    axis %= x.dim()
-    extent = x.shape[axis]
-    if not isinstance(extent, torch.SymInt) or fixed(extent) is not None:
-        return None
-    if not _ACTIVE[-1].are_all:
-        raise _OtherLoops("a loop over a tensor")
-    if size is None:
-        return DynamicList([(extent, Rows(x, axis))])
-    count = extent // size
-    return DynamicList([(count, Rows(x.unflatten(axis, (count, size)), axis))])
-
-
-def sequence_of(values: Any) -> DynamicList | None:
-    """Return a list or a tensor as a list of one run, if it is as long as a dim."""
-    if isinstance(values, Tensor):
-        values = rows_of(values, 0)
-    if not isinstance(values, DynamicList) or fixed(values.length()) is not None:
-        return None
-    if _ACTIVE and not _ACTIVE[-1].is_off:
-        return values.in_one_run() or values
-    return values
-
-
-def dynamic_range(*arguments: Any) -> Any:
-    """``range``, or a :class:`DynamicRange` where sizes tell its length."""
-    symbolic = any(isinstance(argument, torch.SymInt) for argument in arguments)
-    fixed_step = len(arguments) < 3 or type(arguments[2]) is int
-    if symbolic and fixed_step and _ACTIVE and not _ACTIVE[-1].is_off:
-        made = DynamicRange(*arguments)
-        count = fixed(made.length())
-        return made if count is None else [made.at(place) for place in range(count)]
-    return range(*arguments)
-
-
-def _fewest(count: torch.SymInt) -> int:
-    """Return the steps at the least sizes; PyTorch notes 2 for a declared 1."""
-    env: Any = count.node.shape_env
-    expression: Any = count.node.expr
-    least = _ACTIVE[-1].least
-    sizes = {}
-    for symbol in expression.free_symbols:
-        sources = (source.name for source in env.var_to_sources.get(symbol, ()))
-        low = int(env.var_to_range[symbol].lower)
-        declared = [least[name] for name in sources if name in least]
-        sizes[symbol] = low if low > 2 else max(declared, default=1)
-    return int(expression.xreplace(sizes))
 
 
 class _Plain:
@@ -275,12 +71,11 @@ def steps(
     ``bound``, ``stored``: the local names that its body binds, and those that it only stores into.
     ``continued``: of those the lists whose last element it reads. ``line``: of the loop.
     """
-    made = sequence_of(values)
-    if made is None:
+    loops, made = active(), sequence_of(values)
+    if loops is None or made is None:
         return _Plain(values)
     values = made
     where = SourceLine(calling_line().file, line)
-    loops = _ACTIVE[-1]
     if loops.inside is not None:
         raise LoopRefusal(
             f"the loop at {loops.inside} cannot be run as one step: it holds another loop over a "
@@ -288,7 +83,7 @@ def steps(
         )
     if len(values.runs) != 1:
         why_not = why_not or "its elements are no tensors of one shape"
-    if _fewest(values.length()) < 1:
+    if fewest(values.length(), loops.least) < 1:
         why_not = why_not or "at some length it has no step; give the dim a larger min"
     if why_not:
         loops.reasons.append(f"the loop at {where} cannot be run as one step: {why_not}")

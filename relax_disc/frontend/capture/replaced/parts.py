@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from relax_disc.frontend.capture.loops.rows import rows_of
 from relax_disc.frontend.capture.loops.sequences import DynamicList, fixed
-from relax_disc.frontend.capture.loops.steps import rows_of
 from relax_disc.frontend.capture.sizes.branches import asked_for_model
 
 

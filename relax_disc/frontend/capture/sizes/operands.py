@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relax_disc.frontend.capture.loops.steps import numbers_as_tensors
+from relax_disc.frontend.capture.loops.numbers import numbers_as_tensors
 
 _POWERS = frozenset((torch.pow, Tensor.pow, Tensor.__pow__, torch.float_power, Tensor.float_power))
 _OF_COMPLEX = frozenset(

@@ -1,0 +1,101 @@
+"""What an export has met of loops over dynamic lengths, and what it knows of the lengths."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from relax_disc.errors import ShapeRangeError
+from relax_disc.frontend.capture.source_lines import SourceLine
+
+
+class LoopRefusal(Exception):
+    """Why a loop cannot be run as one step; the message names its line."""
+
+
+class OtherLoops(LoopRefusal):
+    """A loop over a tensor is met in code that is not prepared for it."""
+
+
+class RecordedLoops:
+    """The loops that an export has met: their lines, and why others were left alone."""
+
+    def __init__(self) -> None:
+        self.lines: list[SourceLine] = []
+        self.reasons: list[str] = []
+        self.inside: SourceLine | None = None  # of the loop whose step is being recorded
+        self.is_off = False
+        self.are_all = False  # whether loops over tensors are prepared, beside those over ranges
+        self.step: Any = None  # the number of that step, and of how many
+        self.count: Any = None
+        self.modules: list[nn.Module] = []
+        self.least: Mapping[str, int] = {}  # declared sizes, by the sources of their symbols
+        self.dims: Mapping[str, str] = {}  # names of dims, by the same
+
+    def give_up(self, error: Exception) -> bool:
+        """Whether to export once more, with more loops prepared or each as it is written."""
+        if isinstance(error, OtherLoops):
+            self.are_all = True
+            return True
+        if self.is_off or not (self.lines or self.are_all):
+            return False
+        why = str(error).strip().partition("\n")[0].rstrip(".")
+        if self.lines and not isinstance(error, LoopRefusal):
+            why = f"the loop at {self.lines[-1]} cannot be run as one step: {why}"
+        elif isinstance(error, ShapeRangeError):
+            why = ""  # the same again
+        self.reasons.append(why)
+        self.is_off = True
+        return True
+
+    def explained(self, error: Exception) -> Exception:
+        """Add to an error why a loop over a length was left alone."""
+        if self.reasons and isinstance(error, ShapeRangeError):
+            reasons = [reason for reason in dict.fromkeys(self.reasons) if reason]
+            explained = ShapeRangeError("; ".join([str(error), *reasons]))
+            vars(explained).update(vars(error))
+            return explained
+        return error
+
+
+_ACTIVE: list[RecordedLoops] = []
+
+
+@contextlib.contextmanager
+def recorded_loops(loops: RecordedLoops) -> Iterator[None]:
+    """Record loops over dynamic lengths while this is active."""
+    loops.lines.clear()
+    loops.inside = None
+    _ACTIVE.append(loops)
+    try:
+        yield
+    finally:
+        _ACTIVE.pop()
+
+
+def set_modules(modules: list[nn.Module]) -> None:
+    """Say which modules a loop's body must leave as they are."""
+    if _ACTIVE:
+        _ACTIVE[-1].modules = modules
+
+
+def note_unread(name: str) -> None:
+    """Remember a function whose loops stay as they are, because its source is nowhere."""
+    if _ACTIVE:
+        _ACTIVE[-1].reasons.append(
+            f"the source of {name} cannot be read (exec, python -c and standard input keep none), "
+            "so no loop in it can be run as one step: put it into a file"
+        )
+
+
+def are_all_prepared() -> bool:
+    """Whether to prepare each loop, beside those of functions that name ``range``."""
+    return bool(_ACTIVE) and _ACTIVE[-1].are_all
+
+
+def active() -> RecordedLoops | None:
+    """Return those of the export that goes on; None where none does, or loops stay as written."""
+    return _ACTIVE[-1] if _ACTIVE and not _ACTIVE[-1].is_off else None
