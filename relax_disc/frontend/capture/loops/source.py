@@ -23,8 +23,11 @@ import __future__
 
 import ast
 import contextlib
+import copy
 import dis
+import functools
 import inspect
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -171,20 +174,14 @@ def _compiled(function: FunctionType) -> CodeType | None:
     """Compile a function's source with its loops prepared; None where there are none."""
     code = function.__code__
     try:
-        lines, first = inspect.getsourcelines(code)
-        # Columns stay as they are in the file, where others look for what a position asks.
-        tree: Any = ast.parse("".join(["if True:\n", *lines] if lines[0][0].isspace() else lines))
+        node, first = _lambda_of(code) if code.co_name == "<lambda>" else _definition_of(code)
     except (OSError, SyntaxError, TypeError):
         is_pythons = code.co_filename.startswith("<frozen ")
         if not is_pythons and "range" in _names(code):
             _unread.add(code)
         return None
-    node = tree.body[0]
-    if isinstance(node, ast.If):
-        node, first = node.body[0], first - 1
-    if not isinstance(node, ast.FunctionDef):
+    if node is None:
         return None
-    node.decorator_list = []
     taken = {*_locals(code), *function.__globals__}
     prepare = _Prepare(node, first - 1, _locals(code), _BUILT_IN - taken)
     prepare.generic_visit(node)
@@ -194,7 +191,8 @@ def _compiled(function: FunctionType) -> CodeType | None:
     body: list[ast.stmt] = [
         ast.Assign([ast.Name(name, ast.Store())], ast.Constant(None)) for name in code.co_freevars
     ]
-    outer.body[0].body = [*body, node]  # pyright: ignore[reportAttributeAccessIssue]
+    made_of = ast.Return(node) if isinstance(node, ast.Lambda) else node
+    outer.body[0].body = [*body, made_of]  # pyright: ignore[reportAttributeAccessIssue]
     ast.increment_lineno(node, first - 1)
     ast.fix_missing_locations(outer)
     flags = code.co_flags & _FUTURE
@@ -208,6 +206,41 @@ def _compiled(function: FunctionType) -> CodeType | None:
     ):
         return None
     return made.replace(co_qualname=code.co_qualname)
+
+
+def _definition_of(code: CodeType) -> tuple[Any, int]:
+    """Return the ``def`` of a function, or None, and the line of the file that is its line 1."""
+    lines, first = inspect.getsourcelines(code)
+    # Columns stay as they are in the file, where others look for what a position asks.
+    tree: Any = ast.parse("".join(["if True:\n", *lines] if lines[0][0].isspace() else lines))
+    node = tree.body[0]
+    if isinstance(node, ast.If):
+        node, first = node.body[0], first - 1
+    if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
+        return None, first
+    node.decorator_list = []
+    return node, first
+
+
+def _lambda_of(code: CodeType) -> tuple[Any, int]:
+    """Return the expression of a lambda, or None where several begin in its line; and 1."""
+    lines = linecache.getlines(code.co_filename)
+    if not lines:
+        raise OSError("no source")
+    arguments = [*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+    found = [
+        node
+        for node in _lambdas("".join(lines))
+        if node.lineno == code.co_firstlineno
+        and [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        == arguments
+    ]
+    return (copy.deepcopy(found[0]) if len(found) == 1 else None), 1
+
+
+@functools.lru_cache(maxsize=16)
+def _lambdas(text: str) -> list[ast.Lambda]:
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Lambda)]
 
 
 class _Prepare(ast.NodeTransformer):
