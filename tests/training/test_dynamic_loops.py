@@ -471,11 +471,21 @@ class MayHaveNoStep(_Recurrent):
         return torch.stack(outs, 1)
 
 
+class ReadsItByAnotherName(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        outs = [torch.zeros(x.shape[0], 8)]
+        kept = {"outs": outs}
+        for t in range(x.shape[1]):
+            outs.append(self.cell(x[:, t]))
+        return torch.stack(kept["outs"][-1:], 1).expand(-1, x.shape[1], -1)
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
         (KeepsOutside, "it changes KeepsOutside.state"),
         (ReadsItsFirst, "it reads outs, which it appends to"),
+        (ReadsItByAnotherName, "a list whose length is a dim is asked for what stack makes of it"),
         (AppendsNumbers, "the list that it makes grows by 1 of type tuple"),
         (ReadsThePast, "it computes with the number of its step"),
         (Draws, "it draws random numbers"),

@@ -95,8 +95,13 @@ class DynamicList(list):
     """
 
     def __init__(self, runs: Sequence[_Run]) -> None:
-        super().__init__([_Mark()])
+        super().__init__(self.mark())
         self._runs = [run for run in runs if not (isinstance(run[0], int) and run[0] == 0)]
+
+    @staticmethod
+    def mark() -> list:
+        """Return what stands in the memory of such a list."""
+        return [_Mark()]
 
     @classmethod
     def of(cls, values: Any) -> DynamicList:

@@ -263,7 +263,13 @@ class _Loop:
         if appended is None:
             return lambda: pytree.tree_unflatten([leaf() for leaf in leaves], structure)
         grown = self._append(name, [], entered, appended, ends)
-        return lambda: pytree.tree_unflatten([leaf() for leaf in leaves], structure) + grown()
+
+        def whole() -> Any:
+            made = pytree.tree_unflatten([leaf() for leaf in leaves], structure) + grown()
+            before[:] = DynamicList.mark()  # another name of it would miss what the steps appended
+            return made
+
+        return whole
 
     def _without_appended(self, name: str, new: list, entered: list) -> tuple[Any, Any]:
         """Split a list into what it was when the step began, and what the step appended to it."""
