@@ -182,7 +182,7 @@ def _compiled(function: FunctionType) -> CodeType | None:
         return None
     if node is None:
         return None
-    taken = {*_locals(code), *function.__globals__}
+    taken = {*_locals(code), *code.co_freevars, *function.__globals__}
     prepare = _Prepare(node, first - 1, _locals(code), _BUILT_IN - taken)
     prepare.generic_visit(node)
     if not prepare.is_changed:
