@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+import tvm
 from torch.export import Dim
+from tvm import relax
 
 import relax_disc
 from relax_disc.frontend import capture_step
@@ -57,9 +59,6 @@ def test_no_constant_without_elements_is_left(target):
 
 
 def _constants(function):
-    import tvm
-    from tvm import relax
-
     found = []
 
     def visit(expr):

@@ -36,7 +36,6 @@ from relax_disc.frontend.capture.sizes.dims import (
     Sizes,
     dim_table,
     enlarge,
-    least_size,
     root_of,
     roots_stay,
 )
@@ -218,9 +217,7 @@ class Task:
         """
         wrapped = self.wrapped
         args, kwargs = _enlarged(self.example, self.declared, sizes)
-        loops, eager_branches = RecordedLoops(), EagerBranches()
-        loops.least = {name: least_size(dim) for name, dim in self.by_source.items()}
-        loops.dims = {name: dim.__name__ for name, dim in self.by_source.items()}
+        loops, eager_branches = RecordedLoops(self.by_source), EagerBranches()
         while True:
             ways.begin()
             with (

@@ -6,6 +6,7 @@ For all else each is what it stands for.
 from __future__ import annotations
 
 import builtins
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,16 +19,10 @@ from relax_disc.frontend.capture.loops.steps import steps
 _MADE = "the list that it makes"  # no variable has this name
 
 
-def made_list(*values: Any) -> Any:
-    """``list``."""
-    made = sequence_of(values[0]) if len(values) == 1 else None
-    return list(*values) if made is None else DynamicList.of(made)
-
-
-def made_tuple(*values: Any) -> Any:
-    """``tuple``; of a symbolic length it is a list."""
-    made = sequence_of(values[0]) if len(values) == 1 else None
-    return tuple(*values) if made is None else DynamicList.of(made)
+def made(kind: type, *values: Any) -> Any:
+    """``list`` or ``tuple``; of a symbolic length both are a list."""
+    found = sequence_of(values[0]) if len(values) == 1 else None
+    return kind(*values) if found is None else DynamicList.of(found)
 
 
 def displayed(kind: type, *parts: tuple[bool, Any]) -> Any:
@@ -116,8 +111,8 @@ def _captured(function: Any) -> dict[str, Any]:
 
 CALLS: Mapping[str, Callable[..., Any]] = {
     "range": dynamic_range,
-    "list": made_list,
-    "tuple": made_tuple,
+    "list": functools.partial(made, list),
+    "tuple": functools.partial(made, tuple),
     "sum": summed,
 }
 """By the name in Python."""

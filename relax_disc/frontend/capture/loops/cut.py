@@ -96,7 +96,8 @@ class _Cut:
         self._written: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # select and copy, by tensor
         items = [n for n in self._inside if n.target is _ATEN.item.default]
         self._symbol = items[0].meta["val"].node.expr if items else None
-        if any([self._select_window(node) for node in list(self._inside)]):
+        windows = [node for node in self._inside if self._select_window(node)]
+        if windows:
             self._find_inside()
 
     def _find_inside(self) -> None:
@@ -129,19 +130,13 @@ class _Cut:
         if min(*rooms, *(env.bound_sympy(sympy.expand(low)).lower for low in lows)) < 0:
             return False
         order = [*range(axis), x.dim() - 1, *range(axis, x.dim() - 1)]
-        is_early = self._order[source] < self._order[self._index]
-        at = (
-            self._outer.inserting_before(self._index)
-            if is_early
-            else (self._outer.inserting_after(source))
-        )
-        with at:
-            windows = _call(self._outer, _ATEN.unfold.default, source, axis, int(width), 1)
+        layout = {"memory_format": torch.contiguous_format}
         with self._outer.inserting_before(node):
+            windows = _call(self._outer, _ATEN.unfold.default, source, axis, int(width), 1)
             part = _call(self._outer, _ATEN.select.int, windows, axis, start)
             part = _call(self._outer, _ATEN.permute.default, part, order)
             # As it lies in memory is known: an operator that follows may view it otherwise.
-            part = _call(self._outer, _ATEN.clone.default, part, is_contiguous=True)
+            part = _call(self._outer, _ATEN.clone.default, part, **layout)
         part.meta["stack_trace"] = node.meta.get("stack_trace")
         node.replace_all_uses_with(part)
         self._outer.erase_node(node)
@@ -403,9 +398,8 @@ class _Cut:
             self._outer.erase_node(getter)
 
 
-def _call(graph: fx.Graph, target: OpOverload, *args: Any, is_contiguous: bool = False) -> fx.Node:
+def _call(graph: fx.Graph, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
     """Add a call to a graph, with the value that PyTorch traces for it."""
-    kwargs: Any = {"memory_format": torch.contiguous_format} if is_contiguous else {}
     made = graph.call_function(target, args, kwargs)
     values = pytree.tree_map_only(fx.Node, lambda node: node.meta["val"], args)
     with values[0].fake_mode:

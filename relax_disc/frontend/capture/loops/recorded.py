@@ -23,17 +23,16 @@ class OtherLoops(LoopRefusal):
 class RecordedLoops:
     """The loops that an export has met: their lines, and why others were left alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, dims: Mapping[str, Any]) -> None:
+        self.dims = dims  # that are declared, by the sources of their symbols
         self.lines: list[SourceLine] = []
         self.reasons: list[str] = []
         self.inside: SourceLine | None = None  # of the loop whose step is being recorded
-        self.is_off = False
-        self.are_all = False  # whether loops over tensors are prepared, beside those over ranges
         self.step: Any = None  # the number of that step, and of how many
         self.count: Any = None
+        self.is_off = False
+        self.are_all = False  # whether loops over tensors are prepared, beside those over ranges
         self.modules: list[nn.Module] = []
-        self.least: Mapping[str, int] = {}  # declared sizes, by the sources of their symbols
-        self.dims: Mapping[str, str] = {}  # names of dims, by the same
 
     def give_up(self, error: Exception) -> bool:
         """Whether to export once more, with more loops prepared or each as it is written."""
@@ -45,17 +44,15 @@ class RecordedLoops:
         why = str(error).strip().partition("\n")[0].rstrip(".")
         if self.lines and not isinstance(error, LoopRefusal):
             why = f"the loop at {self.lines[-1]} cannot be run as one step: {why}"
-        elif isinstance(error, ShapeRangeError):
-            why = ""  # the same again
-        self.reasons.append(why)
+        if self.lines or not isinstance(error, ShapeRangeError):  # else the same again
+            self.reasons.append(why)
         self.is_off = True
         return True
 
     def explained(self, error: Exception) -> Exception:
         """Add to an error why a loop over a length was left alone."""
         if self.reasons and isinstance(error, ShapeRangeError):
-            reasons = [reason for reason in dict.fromkeys(self.reasons) if reason]
-            explained = ShapeRangeError("; ".join([str(error), *reasons]))
+            explained = ShapeRangeError("; ".join([str(error), *dict.fromkeys(self.reasons)]))
             vars(explained).update(vars(error))
             return explained
         return error

@@ -16,6 +16,7 @@ from relax_disc.frontend.capture.loops.sequences import (
     fixed,
     is_same,
 )
+from relax_disc.frontend.capture.sizes.dims import least_size
 
 
 def rows_of(x: Tensor, axis: int, size: int | None = None) -> DynamicList | None:
@@ -74,7 +75,7 @@ def same_length(one: Any, other: Any) -> bool:
     return True
 
 
-def _unified(size: torch.SymInt, dims: Mapping[str, str]) -> Any:
+def _unified(size: torch.SymInt, dims: Mapping[str, Any]) -> Any:
     """Write a size down with one symbol for each declared dim."""
     env: Any = size.node.shape_env
     expression: Any = size.node.expr
@@ -83,21 +84,18 @@ def _unified(size: torch.SymInt, dims: Mapping[str, str]) -> Any:
     for symbol, sources in env.var_to_sources.items():
         for source in sources:
             if source.name in dims:
-                names[symbol] = firsts.setdefault(dims[source.name], symbol)
+                names[symbol] = firsts.setdefault(dims[source.name].__name__, symbol)
     return expression.xreplace(names)
 
 
-def fewest(count: torch.SymInt, least: Mapping[str, int]) -> int:
-    """Return the steps at the least sizes, which are declared by the sources of their symbols.
-
-    PyTorch notes 2 for a declared 1.
-    """
+def fewest(count: torch.SymInt, dims: Mapping[str, Any]) -> int:
+    """Return the steps at the least sizes of the dims; PyTorch notes 2 for a declared 1."""
     env: Any = count.node.shape_env
     expression: Any = count.node.expr
     sizes = {}
     for symbol in expression.free_symbols:
         sources = (source.name for source in env.var_to_sources.get(symbol, ()))
         low = int(env.var_to_range[symbol].lower)
-        declared = [least[name] for name in sources if name in least]
+        declared = [least_size(dims[name]) for name in sources if name in dims]
         sizes[symbol] = low if low > 2 else max(declared, default=1)
     return int(expression.xreplace(sizes))

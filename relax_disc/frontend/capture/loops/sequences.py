@@ -126,39 +126,40 @@ class DynamicList(list):
 
     def stacked(self) -> list[Tensor] | None:
         """Return its elements, which are tensors, in tensors ``[count, *shape]``; or None."""
-        parts: list[Tensor] = []
-        for count, at in self._runs:
-            if isinstance(at, Rows):
-                parts.append(at.stacked(count))
-            elif isinstance(count, int) and all(isinstance(at(k), Tensor) for k in range(count)):
-                parts += [at(k).unsqueeze(0) for k in range(count)]
-            else:
-                return None
-        return parts
+        parts = self._parts()
+        if parts is None or any(structure != _ONE for structure, _ in parts):
+            return None
+        return [tensors[0] for _, tensors in parts]
 
     def in_one_run(self) -> DynamicList | None:
         """Return a list of the same elements in one run; None where they are not alike."""
         if len(self._runs) == 1:
             return self
-        parts: list[list[Tensor]] = []
-        structures = []
-        for count, at in self._runs:
-            if isinstance(at, Rows | Tuples):
-                rows = (at,) if isinstance(at, Rows) else at.rows
-                parts.append([each.stacked(count) for each in rows])
-                structures.append(_ONE if isinstance(at, Rows) else at.structure)
-                continue
-            for place in range(count) if isinstance(count, int) else (None,):
-                leaves, structure = pytree.tree_flatten(None if place is None else at(place))
-                if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
-                    return None
-                parts.append([leaf.unsqueeze(0) for leaf in leaves])
-                structures.append(structure)
-        if any(structure != structures[0] for structure in structures):
+        parts = self._parts()
+        if parts is None or any(structure != parts[0][0] for structure, _ in parts):
             return None
-        rows = tuple(Rows(torch.cat(each)) for each in zip(*parts, strict=True))
-        at = rows[0] if structures[0] == _ONE else Tuples(rows, structures[0])
+        structure = parts[0][0]
+        rows = tuple(Rows(torch.cat(each)) for each in zip(*(x for _, x in parts), strict=True))
+        at = rows[0] if structure == _ONE else Tuples(rows, structure)
         return DynamicList([(self.length(), at)])
+
+    def _parts(self) -> list[tuple[pytree.TreeSpec, list[Tensor]]] | None:
+        """Stack what its elements hold, run by run; None where that is no tensor."""
+        parts = []
+        for count, at in self._runs:
+            if isinstance(at, Rows):
+                parts.append((_ONE, [at.stacked(count)]))
+            elif isinstance(at, Tuples):
+                parts.append((at.structure, [rows.stacked(count) for rows in at.rows]))
+            elif not isinstance(count, int):
+                return None
+            else:
+                for place in range(count):
+                    leaves, structure = pytree.tree_flatten(at(place))
+                    if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+                        return None
+                    parts.append((structure, [leaf.unsqueeze(0) for leaf in leaves]))
+        return parts
 
     def __len__(self) -> int:
         return int(self.length())

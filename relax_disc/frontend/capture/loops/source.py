@@ -162,7 +162,7 @@ def _prepared(function: FunctionType) -> CodeType | None:
 
 def _has_loop(code: CodeType) -> bool:
     """Whether a function has a loop, or makes a list of what it is given."""
-    if any(op == _FOR for op in code.co_code[::2]) or {"list", "tuple", "sum"} & {*code.co_names}:
+    if any(op == _FOR for op in code.co_code[::2]) or CALLS.keys() & {*code.co_names}:
         return True
     return any(_has_loop(each) for each in code.co_consts if isinstance(each, CodeType))
 

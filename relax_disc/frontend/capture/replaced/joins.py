@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,61 +12,54 @@ from torch import Tensor
 from relax_disc.frontend.capture.loops.sequences import DynamicList
 
 
-def _parts(tensors: Any) -> list[Tensor] | None:
-    """Return a list of symbolic length in tensors ``[count, *shape]``; None of other lists."""
-    return tensors.stacked() if isinstance(tensors, DynamicList) else None
+def _of_lists(join: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    """Make what replaces a function; ``join`` takes the list in tensors ``[count, *shape]``."""
+
+    @functools.wraps(join)
+    def joined(tensors: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+        parts = tensors.stacked() if isinstance(tensors, DynamicList) else None
+        return None if parts is None else join(parts, *args, **kwargs)
+
+    return joined
 
 
-def _stack(tensors: Any, dim: int = 0) -> Tensor | None:
+def _stack(parts: list[Tensor], dim: int = 0) -> Tensor:
     """Join a list as long as a dim without cutting it."""
-    parts = _parts(tensors)
-    if parts is None:
-        return None
     axis = dim % parts[0].dim()
-    return _joined([_along(part, axis) for part in parts], axis)
+    return _behind_each_other([_along(part, axis) for part in parts], axis)
 
 
-def _cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Tensor | None:
+def _cat(parts: list[Tensor], dim: int = 0, axis: int | None = None) -> Tensor:
     """Join a list as long as a dim without cutting it."""
-    parts = _parts(tensors)
-    if parts is None:
-        return None
     axis = (dim if axis is None else axis) % (parts[0].dim() - 1)
-    return _joined([_along(part, axis).flatten(axis, axis + 1) for part in parts], axis)
+    flat = [_along(part, axis).flatten(axis, axis + 1) for part in parts]
+    return _behind_each_other(flat, axis)
 
 
-def _vstack(tensors: Any) -> Tensor | None:
+def _vstack(parts: list[Tensor]) -> Tensor:
     """Elements of one axis are rows."""
-    parts = _parts(tensors)
-    if parts is None:
-        return None
-    rank = parts[0].dim() - 1
-    return _cat(tensors) if rank > 1 else _joined([x.reshape(x.shape[0], -1) for x in parts], 0)
+    if parts[0].dim() > 2:
+        return _cat(parts)
+    return _behind_each_other([part.reshape(part.shape[0], -1) for part in parts], 0)
 
 
-def _hstack(tensors: Any) -> Tensor | None:
+def _hstack(parts: list[Tensor]) -> Tensor:
     """Elements of one axis lie behind each other."""
-    parts = _parts(tensors)
-    if parts is None:
-        return None
     rank = parts[0].dim() - 1
-    return _cat(tensors, 1 if rank > 1 else 0) if rank else _joined(parts, 0)
+    return _cat(parts, 1 if rank > 1 else 0) if rank else _stack(parts)
 
 
 def _along(part: Tensor, axis: int) -> Tensor:
     return part.movedim(0, axis) if axis else part
 
 
-def _joined(parts: list[Tensor], axis: int) -> Tensor:
+def _behind_each_other(parts: list[Tensor], axis: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {
-    torch.stack: _stack,
-    torch.cat: _cat,
-    torch.concat: _cat,
-    torch.concatenate: _cat,
-    torch.vstack: _vstack,
-    torch.row_stack: _vstack,
-    torch.hstack: _hstack,
+    torch.stack: _of_lists(_stack),
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _of_lists(_cat)),
+    **dict.fromkeys((torch.vstack, torch.row_stack), _of_lists(_vstack)),
+    torch.hstack: _of_lists(_hstack),
 }

@@ -6,6 +6,7 @@ of complex numbers has no form for a size.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,28 +15,25 @@ from torch import Tensor
 
 from relax_disc.frontend.capture.loops.numbers import numbers_as_tensors
 
+
+def _functions(*names: str) -> frozenset[Any]:
+    found = itertools.product((torch, Tensor), names)
+    return frozenset(getattr(home, name) for home, name in found if hasattr(home, name))
+
+
 _POWERS = frozenset((torch.pow, Tensor.pow, Tensor.__pow__, torch.float_power, Tensor.float_power))
-_OF_COMPLEX = frozenset(
-    getattr(home, name)
-    for name in ("add", "sub", "mul", "div", "true_divide", "divide", "multiply", "subtract",
-                 "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__",
-                 "__truediv__", "__rtruediv__")
-    for home in (torch, Tensor)
-    if hasattr(home, name)
+_OF_COMPLEX = _functions(
+    "add", "sub", "mul", "div", "true_divide", "divide", "multiply", "subtract", "__add__",
+    "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
 )  # fmt: skip
-
-
-_COMPARING = ("lt", "le", "gt", "ge", "eq", "ne")
-_CALCULATING = ("add", "sub", "mul", "div", "pow", "remainder", "maximum", "minimum")
-_OF_STEPS = frozenset(
-    getattr(home, form.format(name))
-    for name in (*_COMPARING, *_CALCULATING, "truediv", "floordiv", "mod", "where", "floor_divide",
-                 "true_divide", "multiply", "subtract", "divide", "fmod", "greater", "less",
-                 "greater_equal", "less_equal", "not_equal", "clamp", "masked_fill")
+_OF_STEPS = _functions(*(
+    form.format(name)
     for form in ("{}", "__{}__", "__r{}__", "__i{}__", "{}_")
-    for home in (torch, Tensor)
-    if hasattr(home, form.format(name))
-)  # fmt: skip
+    for name in ("lt", "le", "gt", "ge", "eq", "ne", "less", "less_equal", "greater",
+                 "greater_equal", "not_equal", "add", "sub", "mul", "div", "pow", "remainder",
+                 "maximum", "minimum", "truediv", "floordiv", "mod", "fmod", "floor_divide",
+                 "true_divide", "multiply", "subtract", "divide", "where", "clamp", "masked_fill")
+))  # fmt: skip
 
 
 def tensors_for_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -285,7 +285,7 @@ class OuterState:
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Make one call of torch in the trace."""
         if func in _LOOKS:
-            self._warn_of_look(_LOOKS[func])
+            self._warn_of_look(func)
         if func == _REQUIRES_GRAD and type(args[0]) in _TENSORS and id(args[0]) not in self._own:
             self._flags[id(args[0])] = args[0]
             return func(*args)
@@ -549,12 +549,12 @@ class OuterState:
             "a tensor of the batch."
         ] = None
 
-    def _warn_of_look(self, what: str) -> None:
-        if what == _LOOKS[Tensor.__format__] and users_line(("torch",)) is None:
+    def _warn_of_look(self, func: Any) -> None:
+        if func is Tensor.__format__ and users_line(("torch",)) is None:
             return  # the message of a check in a library, of which transformers writes many
         line = calling_line()
         self.warnings[
-            f"{line}: {what} in the model or loss_fn runs once, while the step is "
+            f"{line}: {_LOOKS[func]} in the model or loss_fn runs once, while the step is "
             "compiled, where tensors have no values. Return the tensor beside the loss, as "
             "(loss, extras)."
         ] = line
