@@ -26,7 +26,8 @@ from relax_disc.frontend.capture.exported.torch_errors import translated
 from relax_disc.frontend.capture.loops.cut import LoopBody
 from relax_disc.frontend.capture.loops.source import loops_as_steps
 from relax_disc.frontend.capture.replaced.custom_functions import CustomCalls
-from relax_disc.frontend.capture.replaced.model_patches import files_of, symbolic_builtins
+from relax_disc.frontend.capture.replaced.files import files_of
+from relax_disc.frontend.capture.replaced.model_patches import symbolic_builtins
 from relax_disc.frontend.capture.sizes.dims import (
     DimTable,
     declared_dims,

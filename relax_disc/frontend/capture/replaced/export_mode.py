@@ -23,6 +23,7 @@ from relax_disc.frontend.capture.loops.sequences import as_tensor
 from relax_disc.frontend.capture.loops.steps import set_item
 from relax_disc.frontend.capture.refusals import refusal
 from relax_disc.frontend.capture.replaced import (
+    contractions,
     inner_gradients,
     joins,
     parts,
@@ -362,6 +363,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     functional.embedding: _embedding,
     functional.embedding_bag: _embedding_bag,
     functional.scaled_dot_product_attention: _attention,
+    **contractions.REPLACED,
     **joins.REPLACED,
     **parts.REPLACED,
     **pooling.REPLACED,

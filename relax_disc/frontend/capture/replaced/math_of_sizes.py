@@ -26,6 +26,7 @@ import torch
 from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.capture.sizes.branches import asked_for_model
 from relax_disc.frontend.capture.sizes.exact import fraction_of, rounded_multiple
 from relax_disc.frontend.capture.source_lines import calling_line
 from relax_disc.frontend.capture.state.sources import codes_of, function_of
@@ -41,7 +42,7 @@ def replacements(space: Mapping[str, Any]) -> dict[str, Any]:
         if value is math or (isinstance(value, types.BuiltinFunctionType) and value in _OF_MATH)
     }
     codes = codes_of(_functions(space))
-    wanted = {"round": _ROUND}
+    wanted = {"divmod": _DIVMOD, "round": _ROUND}
     wanted |= {name: made for name, made in _CLASSES.items() if _is_only_called(codes, name)}
     return found | {name: made for name, made in wanted.items() if name not in space}
 
@@ -72,9 +73,14 @@ def _functions(space: Mapping[str, Any]) -> Iterator[types.FunctionType]:
 
 
 def _replaced(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
-    """Answer otherwise where an argument is symbolic, and there is an answer."""
+    """Answer otherwise where an argument is symbolic, and there is an answer.
+
+    Of a condition of sizes the number is that of the way that the model takes.
+    """
 
     def function(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, torch.SymBool) for each in args):
+            args = tuple(asked_for_model(x) if isinstance(x, torch.SymBool) else x for x in args)
         if any(isinstance(each, _SYMBOLIC) for each in args):
             found = symbolic(*args, **kwargs)
             if found is not None:
@@ -180,6 +186,7 @@ _OF_MATH: dict[Any, Callable[..., Any]] = {
 _MATH = types.SimpleNamespace(
     **{**vars(math), **{name: _OF_MATH[getattr(math, name)] for name in _SYMBOLIC_OF}}
 )
+_DIVMOD = _replaced(builtins.divmod, lambda above, below: (above // below, above % below))
 _ROUND = _replaced(builtins.round, _round)
 _CLASSES = {
     "float": _replaced(float, torch.sym_float),

@@ -34,6 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import checkpoint
 
 from relax_disc.frontend.capture.loops.sequences import DynamicList
+from relax_disc.frontend.capture.replaced.files import Files
 from relax_disc.frontend.capture.replaced.math_of_sizes import METHODS, replacements
 
 _ABSENT = object()
@@ -121,22 +122,6 @@ def own_attributes(model: nn.Module) -> Iterator[None]:
     finally:
         for attributes, own in before:
             attributes.update(own)
-
-
-Files = Sequence[dict[str, Any]]
-"""The global variables of files."""
-
-
-def files_of(model: nn.Module, *functions: Callable[..., Any] | None) -> Files:
-    """List the files that define the model's classes and the functions, but for PyTorch's own."""
-    called = [type(module).forward for module in model.modules()]
-    spaces: dict[int, dict[str, Any]] = {}
-    for function in [*called, *functions]:
-        function = inspect.unwrap(function) if function is not None else None
-        space = getattr(function, "__globals__", None)
-        if space is not None and not str(space.get("__name__", "")).startswith("torch."):
-            spaces[id(space)] = space
-    return list(spaces.values())
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ def difference_of(equality: Any) -> Any:
 
 
 def asked_for_model(condition: Any) -> bool:
-    """Ask for a condition of sizes in the place of a line of the model, as if that asked."""
+    """Ask for a condition of sizes in the name of the model's line that runs, as if that asked."""
     return bool(condition)
 
 
@@ -141,7 +141,8 @@ def size_branches(ways: Ways) -> Iterator[SizeBranches]:
 
     def noting(self: Any) -> bool:
         frame: Any = sys._getframe(1)
-        outer = frame.f_back if frame.f_code.co_name == "__bool__" else frame  # of a SymInt
+        is_between = frame.f_code.co_name in ("__bool__", "__int__")  # of another symbolic number
+        outer = frame.f_back if is_between else frame
         is_of_sizes = isinstance(self.node.expr, sympy.Basic)
         if frame.f_code is asked_for_model.__code__:
             asks = line = calling_line()
@@ -163,6 +164,8 @@ def size_branches(ways: Ways) -> Iterator[SizeBranches]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(torch.SymBool, "__bool__", noting))
+        stack.enter_context(patch.object(torch.SymBool, "__int__", __int__))
+        stack.enter_context(patch.object(torch.SymFloat, "__bool__", __bool__))
         for kind, name in (
             (torch.SymInt, "__int__"),
             (torch.SymInt, "__index__"),
@@ -174,6 +177,16 @@ def size_branches(ways: Ways) -> Iterator[SizeBranches]:
             given = _given_to_operators(getattr(SymNode, name), found)
             stack.enter_context(patch.object(SymNode, name, given))
         yield found
+
+
+def __bool__(number: torch.SymFloat) -> bool:
+    """Compare a number with 0, since PyTorch's own would note nothing."""
+    return bool(number != 0)
+
+
+def __int__(truth: torch.SymBool) -> int:
+    """Branch on a condition, since PyTorch's own would note nothing."""
+    return int(bool(truth))
 
 
 def _numbering(before: Any, found: SizeBranches) -> Any:

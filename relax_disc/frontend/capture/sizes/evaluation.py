@@ -55,8 +55,8 @@ _OF_ONE: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (sympy.Not, np.logical_not),
     (torch_sympy.OpaqueUnaryFn_sqrt, np.sqrt),
     (torch_sympy.TruncToInt, np.trunc),
-    (torch_sympy.FloorToInt, np.floor),
-    (torch_sympy.CeilToInt, np.ceil),
+    ((sympy.floor, torch_sympy.FloorToInt), np.floor),
+    ((sympy.ceiling, torch_sympy.CeilToInt), np.ceil),
     (torch_sympy.RoundToInt, np.round),
 )
 

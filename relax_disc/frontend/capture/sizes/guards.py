@@ -20,6 +20,7 @@ import numpy as np
 import sympy
 import torch
 from sympy.core.relational import Relational
+from sympy.logic.boolalg import Boolean
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import DimConstraints
 from torch.utils._sympy import functions as torch_sympy
@@ -63,7 +64,7 @@ def varying_branches(
     for condition, line in branches.asked.items() if env is not None else ():
         condition = condition.xreplace(env.replacements)
         symbols = {str(symbol) for symbol in condition.free_symbols}
-        if not isinstance(condition, Relational) or not symbols <= set(dims.names):
+        if not isinstance(condition, Boolean) or not symbols <= set(dims.names):
             continue
         if len({dims.names[symbol] for symbol in symbols}) < 2:
             continue
@@ -71,11 +72,14 @@ def varying_branches(
         taken = condition.xreplace(at_example)
         if taken not in (sympy.true, sympy.false):
             continue
-        condition = condition if taken == sympy.true else condition.negated
-        try:
-            _check(condition, dims, line)
-        except ShapeRangeError:
-            found.append(SizeBranch(condition, line))
+        condition = sympy.to_nnf(condition if taken == sympy.true else sympy.Not(condition))
+        for each in sympy.And.make_args(condition):
+            try:
+                _check(each, dims, line)
+            except ShapeRangeError:
+                if not isinstance(each, Relational):  # one of several, which no call checks
+                    raise
+                found.append(SizeBranch(each, line))
     return tuple(found)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from relax_disc.frontend.capture.loops.numbers import numbers_as_tensors
+from relax_disc.frontend.capture.sizes.branches import asked_for_model
 
 
 def _functions(*names: str) -> frozenset[Any]:
@@ -37,7 +38,13 @@ _OF_STEPS = _functions(*(
 
 
 def tensors_for_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Put tensors without axes into a call in the place of sizes that it would fix."""
+    """Put tensors without axes into a call in the place of sizes that it would fix.
+
+    A condition of sizes becomes a branch of the model on it.
+    """
+    if any(isinstance(x, torch.SymBool) for x in (*args, *kwargs.values())):
+        args = tuple(map(_decided, args))
+        kwargs = {name: _decided(x) for name, x in kwargs.items()}
     if func in _OF_STEPS:
         args = numbers_as_tensors(args)
     fixes = func in _POWERS or (func in _OF_COMPLEX and any(map(_is_complex, args)))
@@ -51,6 +58,10 @@ def as_operand(value: Any) -> Any:
     kinds = {torch.SymInt: torch.int64, torch.SymFloat: torch.float64}
     dtype = kinds.get(type(value))
     return value if dtype is None else torch.scalar_tensor(value, dtype=dtype)
+
+
+def _decided(value: Any) -> Any:
+    return asked_for_model(value) if isinstance(value, torch.SymBool) else value
 
 
 def _is_complex(value: Any) -> bool:

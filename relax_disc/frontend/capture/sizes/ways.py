@@ -69,8 +69,9 @@ class Ways:
         values = {symbol: size_at(dim, sizes) for symbol, dim in dims.items()}
         try:
             table = np.broadcast_to(evaluate(expr, values), sizes.shape)
-        except UnsupportedOperatorError:
-            return None
+        except UnsupportedOperatorError as error:
+            # PyTorch's own note of it may be lost, and with it that the way is the example's.
+            raise UnsupportedOperatorError(f"{line}: {error}") from None
         if table.all() or not table.any():
             return None
         at_example = {symbol: env.backed_var_to_val[symbol] for symbol in dims}
