@@ -77,6 +77,11 @@ def most_of_it(x, n):
     return x[:, : math.ceil(n * 0.85)] + round(n * 0.35)
 
 
+def quotient_and_rest(x, n):
+    quotient, rest = divmod(n, 4)
+    return x[:, : quotient + 1] * rest + divmod(7, 2)[0]
+
+
 def hardest(x, n):
     """The mean of the greatest tenth, at least one of them."""
     return x.flatten(2).sum(2).topk(max(1, int(n * 0.1)), dim=1).values
@@ -84,7 +89,7 @@ def hardest(x, n):
 
 USES = (
     by_float, by_sqrt, by_numpy, by_powers, cut, half, rounded_up, rounded_down, nearest_half,
-    nearest_quarter, nearest_third, padded, seven_tenths, most_of_it,
+    nearest_quarter, nearest_third, padded, seven_tenths, most_of_it, quotient_and_rest,
 )  # fmt: skip
 
 
@@ -199,7 +204,10 @@ def test_decimals_of_sizes_without_a_bound_are_left(most):
 def test_classes_are_replaced_where_they_are_only_called():
     source = "def f(x):\n    return int(x) + float(x)\n"
     asking = source + "def g(x):\n    return isinstance(x, int)\n"
-    for text, replaced in ((source, {"int", "float", "round"}), (asking, {"float", "round"})):
+    for text, replaced in (
+        (source, {"int", "float", "divmod", "round"}),
+        (asking, {"float", "divmod", "round"}),
+    ):
         space = {"__name__": "a_file"}
         exec(text, space)
         assert replacements(space).keys() == replaced

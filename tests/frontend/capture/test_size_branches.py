@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional
 
+import relax_disc
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend import capture_step
 from relax_disc.frontend.capture.sizes.branches import SizeBranches
@@ -76,11 +77,67 @@ def test_a_table_as_long_as_the_longest_sequence():
         lambda x: x.shape[1:] == (LONGEST, 4),
         lambda x: x.shape[1] in (LONGEST, LONGEST + 1),
         lambda x: x.shape[1] > LONGEST - 1,
+        lambda x: (x.shape[1] / 4).is_integer(),
+        lambda x: (x.shape[1] ** 0.5).is_integer(),
+        lambda x: not x.shape[1] / 4 - x.shape[1] // 4,
+        lambda x: (x.shape[1] > LONGEST - 1).__int__(),
+        lambda x: divmod(x.shape[1], 4)[1] == 3,
     ],
 )
 def test_a_branch_of_the_model_is_refused(is_special):
     with pytest.raises(ShapeRangeError, match="t"):
         capture_step(Branching(is_special), None, batch(3, 6), dynamic_shapes=SHAPES)
+
+
+@pytest.mark.parametrize("factor", [lambda n: int(n > 6), lambda n: float(n > 6), lambda n: n > 6])
+def test_a_condition_as_a_number_is_a_branch(factor):
+    model, shapes = nn.Linear(4, 4), SHAPES
+    with pytest.raises(ShapeRangeError, match=r"needs t (<=|>) 6.*test_size_branches\.py:\d+"):
+        capture_step(
+            model, None, batch(3, 6), dynamic_shapes=shapes,
+            loss_fn=lambda m, x: (m(x) * factor(x.shape[1])).sum(),
+        )  # fmt: skip
+
+
+def test_a_condition_that_cannot_be_checked_is_refused():
+    model = Branching(lambda x: x.shape[1] & 1 == 0)
+    with pytest.raises(UnsupportedOperatorError, match=r"branches\.py:\d+: .*bitwise_and"):
+        capture_step(model, None, batch(3, 6), dynamic_shapes=SHAPES)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: x.sum(1, keepdim=x.shape[1] > 6),
+        lambda x: x if (x.shape[1] > 6) ^ (x.shape[0] > 2) else 2 * x,
+    ],
+)
+def test_a_condition_where_only_a_plain_one_can_be_is_refused(ask):
+    with pytest.raises(UnsupportedOperatorError, match=r"branches\.py:\d+: .*plain ones"):
+        capture_step(
+            nn.Linear(4, 4), None, batch(3, 6), dynamic_shapes=SHAPES,
+            loss_fn=lambda m, x: ask(m(x)).sum(),
+        )  # fmt: skip
+
+
+def of_two_dims(x):
+    return (x.shape[1] % 8 == 0) | (x.shape[0] > 3)
+
+
+def test_the_conditions_of_a_way_are_each_checked_by_calls():
+    model = Branching(of_two_dims)
+    step = relax_disc.compile(model, None, batch(3, 6), dynamic_shapes=SHAPES)
+    for rows, length in [(1, 1), (3, 7), (2, LONGEST)]:
+        loss = step(*batch(rows, length), update=False)
+        torch.testing.assert_close(loss, model(*batch(rows, length)).detach())
+    for rows, length in [(2, 8), (4, 6)]:
+        with pytest.raises(ShapeRangeError, match="the model branches at"):
+            step(*batch(rows, length), update=False)
+
+
+def test_one_of_several_conditions_of_a_way_is_refused():
+    with pytest.raises(ShapeRangeError, match=r"needs .*\|"):
+        capture_step(Branching(of_two_dims), None, batch(4, 6), dynamic_shapes=SHAPES)
 
 
 class Asserting(nn.Module):
@@ -319,3 +376,33 @@ def test_an_operator_that_takes_sizes_has_them(use):
     model = Given(use)
     captured = capture_step(model, None, batch(3, 6), dynamic_shapes=SHAPES)
     check_gradients(captured, model, [batch(*size) for size in ((3, 6), (1, 1), (2, 9))])
+
+
+class Flattened(nn.Module):
+    """Takes rows out of all positions, by a number of them that may be more than there are."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.layer, self.count = nn.Linear(4, 4), count
+
+    def forward(self, x):
+        rows = self.layer(x).reshape(-1, 4)
+        return rows[: self.count(rows.shape[0])].square().mean()
+
+
+@pytest.mark.parametrize("example", [(3, 6), (3, 7)])
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda n: 2 * math.ceil(n / 2),
+        lambda n: 2 * ((n + 1) // 2),
+        lambda n: n - n % 2,
+        lambda n: n // 5 * 5 + 3,
+    ],
+)
+def test_a_slice_of_flattened_positions_ends_with_them(count, example):
+    torch.manual_seed(0)
+    model = Flattened(count)
+    captured = capture_step(model, None, batch(*example), dynamic_shapes=SHAPES)
+    sizes = [(1, 2), (1, 3), (3, 5), (7, LONGEST), (7, LONGEST - 1), (2, 8)]
+    check_gradients(captured, model, [batch(*size) for size in sizes], least=5e-6)

@@ -102,8 +102,56 @@ class DrawsBehind(Layered):
         return self.blocks(x)[:, :length] + 0.0 * torch.rand_like(x).sum()
 
 
+class PadsByWhatIsLeft(Layered):
+    """Right where the length is no multiple: elsewhere it would pad by four."""
+
+    def ways(self, x):
+        length = x.shape[1]
+        if length % 4 != 0:
+            x = functional.pad(x, (0, 0, 0, 4 - length % 4))
+        return self.blocks(x)[:, :length]
+
+
+class PadsToTheNext(Layered):
+    def ways(self, x):
+        length = x.shape[1]
+        if (length / 4).is_integer():
+            return self.blocks(x)
+        return self.blocks(functional.pad(x, (0, 0, 0, (length // 4 + 1) * 4 - length)))[:, :length]
+
+
+class PadsToASum(Layered):
+    def ways(self, x):
+        length = whole = x.shape[1]
+        if length % 4 > 0:
+            whole = length + 4 - length % 4
+        return self.blocks(functional.pad(x, (0, 0, 0, whole - length)))[:, :length]
+
+
+class CountsBlocks(Layered):
+    def ways(self, x):
+        blocks, left = divmod(x.shape[1], 4)
+        if left:
+            blocks = blocks + 1
+        x = functional.pad(x, (0, 0, 0, 4 * blocks - x.shape[1]))
+        return self.blocks(x)
+
+
+class PadsAtMultiples(Layered):
+    """By four at multiples, which the other way's number is there, too."""
+
+    def ways(self, x):
+        length = x.shape[1]
+        if length % 4 == 0:
+            x = functional.pad(x, (0, 0, 0, 4 - length % 4))
+        else:
+            x = functional.pad(x, (0, 0, 0, -length % 4))
+        return self.blocks(x)
+
+
 ONE_PROGRAM = (
     CutsWhatItPadded, PadsWhereItMust, AsksForTheNumber, Appends, AsksAgainInside, FewPad,
+    PadsByWhatIsLeft, PadsToTheNext, PadsToASum, CountsBlocks, PadsAtMultiples,
 )  # fmt: skip
 
 
@@ -200,6 +248,12 @@ class Reorders(Layered):
         return x - y if x.shape[1] % 4 == 0 else y - x
 
 
+class RoundsUpOrOneMore(Layered):
+    def ways(self, x):
+        count = x.shape[1] // 4 + 1 if x.shape[1] % 4 else x.shape[1] // 4 + 2
+        return x[:, :count]
+
+
 class LeavesOutABias(Layered):
     """An operand that is there on one way and None on the other."""
 
@@ -221,6 +275,7 @@ class ReadsAnother(Layered):
 
 
 OTHER_PROGRAMS = (
+    RoundsUpOrOneMore,
     LeavesOutABias,
     LeavesOutAParameter,
     ReadsAnother,

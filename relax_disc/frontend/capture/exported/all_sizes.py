@@ -48,10 +48,12 @@ from relax_disc.frontend.capture.sizes.guards import (
     check_assertions,
     check_derived_dims,
     check_numbers,
+    check_several_dims,
     refusal_of_ways,
     varying_branches,
 )
 from relax_disc.frontend.capture.sizes.longer_example import sizes_beyond_one
+from relax_disc.frontend.capture.sizes.next_multiples import general_next_multiples
 from relax_disc.frontend.capture.sizes.same_program import Side, parting_line
 from relax_disc.frontend.capture.sizes.ways import Ways
 from relax_disc.frontend.capture.source_lines import SourceLine
@@ -182,6 +184,7 @@ class Task:
         Where one that was made at ``sizes`` is not, it is made at others.
         """
         first: ShapeRangeError | None = None
+        ways.part = part
         equals = bool(part)  # whether the example's sizes were equal where others are not
         is_longer = False  # whether the example was too short to tell what stands in the way
         for left in reversed(range(_MOST_EXAMPLES)):
@@ -224,6 +227,7 @@ class Task:
                 eager_branches.answered(),
                 tensor_checks(),
                 size_branches(ways) as branches,
+                general_next_multiples(ways),
                 proved.kept_back(branches),
                 lines_that_fix_sizes() as lines,
                 custom_functions() as calls,
@@ -255,6 +259,7 @@ class Task:
         run.varying = varying = (*varying, *branches_of_squeezes(program, table, branches.squeezes))
         check_assertions(program, table, branches, varying)
         check_derived_dims(program, table, branches, run.lines, varying)
+        check_several_dims(program, table, branches, varying)
         if equals:
             check_asked(program, table, branches)
         check_numbers(program, table, branches)

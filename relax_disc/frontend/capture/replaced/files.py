@@ -37,7 +37,7 @@ def files_of(model: nn.Module, *functions: Callable[..., Any] | None) -> Files:
 
 
 class _Walk:
-    """What was found: ``files`` by ``id``, the classes of objects at hand, and the names in code."""
+    """What was found: files by ``id``, the classes of objects at hand, the names in code."""
 
     def __init__(self) -> None:
         self._files: dict[int, dict[str, Any]] = {}

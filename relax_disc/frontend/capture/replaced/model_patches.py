@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 

@@ -176,6 +176,34 @@ def check_derived_dims(
             _check(condition, dims, line)
 
 
+def check_several_dims(
+    program: ExportedProgram,
+    dims: DimTable,
+    branches: SizeBranches,
+    varying: Sequence[SizeBranch] = (),
+) -> None:
+    """Check conditions over several dims, which torch.export takes for granted.
+
+    Its solver notes them and goes on; so ``rows[: 2 * ((batch * length + 1) // 2)]`` would have
+    that many rows at every size. Its own "not equal" is the general way.
+
+    ``varying``: what calls check.
+
+    Raises `ShapeRangeError`: a condition fails at some size in range.
+    """
+    fakes = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
+    env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
+    checked_by_calls = {branch.condition for branch in varying}
+    for guard in env.guards if env is not None else ():
+        condition = guard.expr.xreplace(env.replacements)
+        names = {dims.names.get(str(symbol)) for symbol in condition.free_symbols}
+        if len(names) < 2 or None in names or isinstance(condition, sympy.Ne):
+            continue
+        for each in sympy.And.make_args(sympy.to_nnf(condition)):
+            if each not in checked_by_calls and not _is_left_to_calls(each, varying):
+                _check(general(each), dims, branches.line(each))
+
+
 def check_asked(program: ExportedProgram, dims: DimTable, branches: SizeBranches) -> None:
     """Check that all that the model's own code asked has one answer over the ranges of the dims.
 

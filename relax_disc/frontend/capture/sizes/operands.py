@@ -37,12 +37,17 @@ _OF_STEPS = _functions(*(
 ))  # fmt: skip
 
 
+_MAKE = frozenset((torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.full))
+
+
 def tensors_for_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Put tensors without axes into a call in the place of sizes that it would fix.
 
     A condition of sizes becomes a branch of the model on it.
     """
-    if any(isinstance(x, torch.SymBool) for x in (*args, *kwargs.values())):
+    given = (*args, *kwargs.values())
+    of_tensors = func in _MAKE or any(isinstance(x, Tensor) for x in given)
+    if of_tensors and any(isinstance(x, torch.SymBool) for x in given):
         args = tuple(map(_decided, args))
         kwargs = {name: _decided(x) for name, x in kwargs.items()}
     if func in _OF_STEPS:

@@ -31,7 +31,8 @@ class Ways:
     ``by_source``: what is declared of each axis, by the name that PyTorch has for its size.
     ``are_free``: whether the example's answer is given without a note that it must hold.
     ``asked``: the conditions, over symbols named after the dims, as the example has them, with the
-    lines that asked. ``example_sizes``: at which the last export was made, by dim.
+    lines that asked. ``example_sizes``: at which the last export was made, by dim. ``part``: the
+    sizes for which the model is exported, where these are not all.
     """
 
     def __init__(self, by_source: Mapping[str, Any]) -> None:
@@ -40,6 +41,7 @@ class Ways:
         self.example_sizes: dict[str, int] = {}
         self.asked: dict[Any, SourceLine] = {}
         self.are_free = False
+        self.part: Sizes = {}
 
     def __bool__(self) -> bool:
         """Whether there is more than one way."""
@@ -60,22 +62,26 @@ class Ways:
         """Note a condition; return its truth where ways are free and it has two."""
         expr: Any = condition.node.expr
         env = condition.node.shape_env
-        dims = {symbol: self._dim(env, symbol) for symbol in expr.free_symbols}
-        roots = {root_of(dim) for dim in dims.values()}
-        root = roots.pop() if len(roots) == 1 else None
-        if root is None:
+        found = self._root(expr, env)
+        if found is None:
             return None
+        root, dims = found
         sizes = sizes_of(spec_of(root))
         values = {symbol: size_at(dim, sizes) for symbol, dim in dims.items()}
+        undefined: list[Any] = []
         try:
-            table = np.broadcast_to(evaluate(expr, values), sizes.shape)
+            table = np.broadcast_to(evaluate(expr, values, undefined), sizes.shape)
         except UnsupportedOperatorError as error:
             # PyTorch's own note of it may be lost, and with it that the way is the example's.
             raise UnsupportedOperatorError(f"{line}: {error}") from None
-        if table.all() or not table.any():
+        if undefined and not self.are_free:
             return None
         at_example = {symbol: env.backed_var_to_val[symbol] for symbol in dims}
         truth = bool(expr.xreplace(at_example))
+        for divides_by_0 in undefined:  # at which no way leads here
+            table = np.where(divides_by_0, truth, table)
+        if table.all() or not table.any():
+            return None
         name = sympy.Symbol(root.__name__, integer=True, positive=True)
         asked = expr.xreplace({symbol: size_at(dim, name) for symbol, dim in dims.items()})
         self.asked.setdefault(asked if truth else sympy.Not(asked), line)
@@ -83,6 +89,26 @@ class Ways:
         at = [values[symbol] == int(size) for symbol, size in at_example.items()]
         self.example_sizes[root.__name__] = int(sizes[np.logical_and.reduce(at).argmax()])
         return truth if self.are_free else None
+
+    def hold(self, expr: Any, env: Any) -> bool:
+        """Say whether an expression is not 0 at all sizes of a part of those of one dim."""
+        found = self._root(expr, env) if self.part else None
+        if found is None or found[0].__name__ not in self.part:
+            return False
+        root, dims = found
+        sizes = self.part[root.__name__]
+        try:
+            values = {symbol: size_at(dim, sizes) for symbol, dim in dims.items()}
+            return bool(np.all(evaluate(expr, values)))
+        except UnsupportedOperatorError:
+            return False
+
+    def _root(self, expr: Any, env: Any) -> tuple[Any, dict[Any, Any]] | None:
+        """Return the one dim that an expression is of, and what each symbol is declared as."""
+        dims = {symbol: self._dim(env, symbol) for symbol in expr.free_symbols}
+        roots = {root_of(dim) for dim in dims.values()}
+        root = roots.pop() if len(roots) == 1 else None
+        return None if root is None else (root, dims)
 
     def _dim(self, env: Any, symbol: sympy.Symbol) -> Any:
         sources = (source.name for source in env.var_to_sources.get(symbol, ()))

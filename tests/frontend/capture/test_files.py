@@ -1,0 +1,55 @@
+"""Functions of files that a model's own file imports see sizes as its own do."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from relax_disc.frontend.capture.replaced.files import files_of
+from tests.frontend.capture import helpers
+from tests.frontend.capture.squares import assert_trains_as_eager
+
+
+class Called(nn.Module):
+    """Calls them by the module, by a decorator, by an object and by a partial function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), helpers.Scale(0.5)
+        self.weigh = functools.partial(helpers.weighed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = helpers.weighed(self.layer(x).reshape(-1, 4)) + self.weigh(x.flatten(0, 1))
+        return x[: helpers.half_of(len(x))] * self.scale.of(len(x))
+
+
+def test_files_that_a_model_imports() -> None:
+    torch.manual_seed(0)
+    shapes = [(1, 1), (4, 20), (3, 12), (2, 7)]
+    assert_trains_as_eager(Called(), 4, shapes, min=1, max=20)
+
+
+def names_of(*roots: object) -> set[str]:
+    return {space["__name__"] for space in files_of(nn.Identity(), *roots)}  # type: ignore
+
+
+def by_a_name(x: Tensor) -> Tensor:
+    return helpers.weighed(x)
+
+
+def test_files_are_found_by_the_names_in_code() -> None:
+    here, other = __name__, helpers.__name__
+    assert names_of(by_a_name) == {here, other}
+    assert names_of(functools.partial(by_a_name)) == {here, other}
+    assert names_of(Called().forward) == {here, other}
+    assert names_of(lambda x: x) == {here}
+    assert names_of(torch.sin, nn.Linear(2, 2)) == set()
+    assert names_of(helpers.half_of) == {other}
+
+
+def test_an_object_that_leads_to_itself() -> None:
+    scale = helpers.Scale(1.0)
+    scale.factor = scale
+    assert names_of(scale.of) == {helpers.__name__}
