@@ -58,8 +58,7 @@ def varying_branches(
 
     torch.export watches a dim by itself, but lets two differ and be equal, and one be the larger.
     """
-    fakes = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
-    env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
+    env = _environment(program)
     found = []
     for condition, line in branches.asked.items() if env is not None else ():
         condition = condition.xreplace(env.replacements)
@@ -81,6 +80,12 @@ def varying_branches(
                     raise
                 found.append(SizeBranch(each, line))
     return tuple(found)
+
+
+def _environment(program: ExportedProgram) -> Any:
+    """Return what PyTorch has noted of the sizes; None of a program without tensors."""
+    fakes = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
+    return next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
 
 
 def branches_of_squeezes(
@@ -156,8 +161,7 @@ def check_derived_dims(
                 f"{spec.name}={size} alone; declare the dim static.",
                 *(spec.name, size, size),
             )
-    fakes = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
-    env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
+    env = _environment(program)
     if env is None:
         return
     for guard in env.guards:
@@ -191,8 +195,7 @@ def check_several_dims(
 
     Raises `ShapeRangeError`: a condition fails at some size in range.
     """
-    fakes = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
-    env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
+    env = _environment(program)
     checked_by_calls = {branch.condition for branch in varying}
     for guard in env.guards if env is not None else ():
         condition = guard.expr.xreplace(env.replacements)
@@ -209,8 +212,7 @@ def check_asked(program: ExportedProgram, dims: DimTable, branches: SizeBranches
 
     Raises `ShapeRangeError`: some sizes would take the other branch.
     """
-    fakes = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
-    env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
+    env = _environment(program)
     for condition, line in branches.asked.items():
         condition = condition if env is None else condition.xreplace(env.replacements)
         symbols = {str(symbol) for symbol in condition.free_symbols}
@@ -226,8 +228,7 @@ def check_numbers(program: ExportedProgram, dims: DimTable, branches: SizeBranch
 
     Raises `ShapeRangeError`: ``int(0.5 * length)``, say, is a number of the example alone.
     """
-    fakes = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
-    env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
+    env = _environment(program)
     for condition, line in branches.numbers.items():
         size, number = condition.args
         size = size if env is None else size.xreplace(env.replacements)
