@@ -126,20 +126,20 @@ def call_export(
         ) from error
     except TypeError as error:
         line = parse_stack(traceback_text(error))
-        if "unhashable type: non-nested SymInt" not in str(error):
-            if not re.search(r"\bSym(Int|Float|Bool)\b", str(error)):
-                raise  # the model's own
+        if "unhashable type: non-nested SymInt" in str(error):
             raise UnsupportedOperatorError(
-                f"{line}: a number or a condition made of sizes that differ between batches goes "
-                f"where only plain ones can ({first_part(error)}); compute it with tensors, or "
-                "choose by an if.",
-                (("a number made of sizes", str(line)),),
+                f"{line}: a size that differs between batches is the key of a dict or a member of "
+                "a set; compute what is kept there each time, or keep it for the greatest size and "
+                "slice that.",
+                (("a size as a key", str(line)),),
             ) from error
+        if not re.search(r"\bSym(Int|Float|Bool)\b", str(error)):
+            raise  # the model's own
         raise UnsupportedOperatorError(
-            f"{line}: a size that differs between batches is the key of a dict or a member of a "
-            "set; compute what is kept there each time, or keep it for the greatest size and "
-            "slice that.",
-            (("a size as a key", str(line)),),
+            f"{line}: a number or a condition made of sizes that differ between batches goes where "
+            f"only plain ones can ({first_part(error)}); compute it with tensors, or choose by an "
+            "if.",
+            (("a number made of sizes", str(line)),),
         ) from error
     except ValueError as error:
         trace = traceback_text(error)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.backends import opt_einsum
 
+from relax_disc.frontend.capture.sizes.exact import example_size
+
 _UNKNOWN = 64
 """Stands for a size that data tell, which the example does not know."""
 
@@ -24,14 +26,9 @@ def _einsum(equation: str, *operands: Any) -> Tensor | None:
     planner = opt_einsum.get_opt_einsum()
     if planner is None or not opt_einsum.enabled or len(operands) <= 2:
         return None
-    shapes = [tuple(map(_example_size, tensor.shape)) for tensor in operands]
+    shapes = [tuple(example_size(n) or _UNKNOWN for n in tensor.shape) for tensor in operands]
     pairs, _ = planner.contract_path(equation, *shapes, shapes=True, optimize=opt_einsum.strategy)
     return torch._VF.einsum(equation, operands, path=[*itertools.chain.from_iterable(pairs)])
-
-
-def _example_size(size: int | torch.SymInt) -> int:
-    known = size if isinstance(size, int) else size.node.hint
-    return _UNKNOWN if known is None else int(known)
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {torch.einsum: _einsum}

@@ -26,8 +26,8 @@ import torch
 from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture.sizes.branches import asked_for_model
-from relax_disc.frontend.capture.sizes.exact import fraction_of, rounded_multiple
+from relax_disc.frontend.capture.sizes.branches import decided
+from relax_disc.frontend.capture.sizes.exact import fraction_of, rounded_multiple, size_of
 from relax_disc.frontend.capture.source_lines import calling_line
 from relax_disc.frontend.capture.state.sources import codes_of, function_of
 
@@ -79,8 +79,7 @@ def _replaced(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callab
     """
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(each, torch.SymBool) for each in args):
-            args = tuple(asked_for_model(x) if isinstance(x, torch.SymBool) else x for x in args)
+        args = tuple(map(decided, args))
         if any(isinstance(each, _SYMBOLIC) for each in args):
             found = symbolic(*args, **kwargs)
             if found is not None:
@@ -167,7 +166,7 @@ def _divided(value: Any, rounded: Callable[[Any, int], Any], of_floats: Any) -> 
         expr = rounded_multiple(value.node.expr, most, rounded, of_floats)
         if expr is None:
             return None
-    return environment.create_symintnode(expr, hint=int(environment.guarding_hint_or_throw(expr)))
+    return size_of(expr, environment)
 
 
 _SYMBOLIC_OF: dict[str, Callable[..., Any]] = {

@@ -123,6 +123,11 @@ def asked_for_model(condition: Any) -> bool:
     return bool(condition)
 
 
+def decided(value: Any) -> Any:
+    """Branch on a condition of sizes as the model's line that runs; anything else stays."""
+    return asked_for_model(value) if isinstance(value, torch.SymBool) else value
+
+
 def _outside(frame: Any) -> SourceLine | None:
     """Return the line of a frame outside PyTorch and this package; None inside."""
     if frame is None or frame.f_code.co_filename.startswith(_INSIDE):

@@ -1,4 +1,7 @@
-"""Which floats made of sizes are fractions of them, so that rounding one is a division."""
+"""Sizes and the example's numbers: each made of the other.
+
+Which floats made of sizes are fractions of them, so that rounding one is a division.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import sympy
+import torch
 from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.frontend.capture.sizes.evaluation import MOST_POINTS, evaluate
@@ -17,6 +21,19 @@ _MOST_DIVISOR = 64
 
 _MOST_DENOMINATOR = 1000
 """Of a decimal such as 0.7 or 0.125, which no float is."""
+
+
+def example_size(size: int | torch.SymInt) -> int | None:
+    """Return a size of the example, which asks PyTorch nothing; None of one that data tell."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    hint = size.node.hint
+    return None if hint is None else int(hint)
+
+
+def size_of(expr: Any, environment: Any) -> torch.SymInt:
+    """Make the size that an expression of PyTorch's symbols tells."""
+    return environment.create_symintnode(expr, hint=int(environment.guarding_hint_or_throw(expr)))
 
 
 def fraction_of(expr: Any) -> tuple[Any, int] | None:

@@ -88,6 +88,19 @@ def _environment(program: ExportedProgram) -> Any:
     return next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
 
 
+def _guards(program: ExportedProgram, dims: DimTable) -> Iterator[tuple[Any, Any, set[str]]]:
+    """List what PyTorch relies on of declared dims alone: as it noted that, and of which symbols.
+
+    Yields a condition, the same over the symbols that others depend on, and the names of its dims.
+    """
+    env = _environment(program)
+    for guard in env.guards if env is not None else ():
+        condition = guard.expr.xreplace(env.replacements)
+        symbols = {str(symbol) for symbol in condition.free_symbols}
+        if symbols and symbols <= set(dims.names):
+            yield guard.expr, condition, {dims.names[symbol] for symbol in symbols}
+
+
 def branches_of_squeezes(
     program: ExportedProgram, dims: DimTable, squeezes: Squeezes
 ) -> tuple[SizeBranch, ...]:
@@ -161,21 +174,12 @@ def check_derived_dims(
                 f"{spec.name}={size} alone; declare the dim static.",
                 *(spec.name, size, size),
             )
-    env = _environment(program)
-    if env is None:
-        return
-    for guard in env.guards:
-        if not guard.expr.free_symbols & set(env.replacements):
-            continue
-        condition = guard.expr.xreplace(env.replacements)
-        line = branches.line(guard.expr)
-        line = line if line.file else branches.line(condition)
-        known = {str(symbol) for symbol in condition.free_symbols} <= set(dims.names)
-        if not condition.free_symbols or not known:
-            continue
+    for noted, condition, _ in _guards(program, dims):
         # As in a trace of operators, PyTorch's own "not equal" is the general way.
-        if _is_left_to_calls(condition, varying):
+        if noted == condition or _is_left_to_calls(condition, varying):
             continue
+        line = branches.line(noted)
+        line = line if line.file else branches.line(condition)
         if line.file or not isinstance(condition, sympy.Ne):
             _check(condition, dims, line)
 
@@ -195,12 +199,9 @@ def check_several_dims(
 
     Raises `ShapeRangeError`: a condition fails at some size in range.
     """
-    env = _environment(program)
     checked_by_calls = {branch.condition for branch in varying}
-    for guard in env.guards if env is not None else ():
-        condition = guard.expr.xreplace(env.replacements)
-        names = {dims.names.get(str(symbol)) for symbol in condition.free_symbols}
-        if len(names) < 2 or None in names or isinstance(condition, sympy.Ne):
+    for _, condition, names in _guards(program, dims):
+        if len(names) < 2 or isinstance(condition, sympy.Ne):
             continue
         for each in sympy.And.make_args(sympy.to_nnf(condition)):
             if each not in checked_by_calls and not _is_left_to_calls(each, varying):

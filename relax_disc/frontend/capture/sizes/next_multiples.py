@@ -18,6 +18,7 @@ import torch
 from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.frontend.capture.sizes.evaluation import REMAINDERS
+from relax_disc.frontend.capture.sizes.exact import size_of
 from relax_disc.frontend.capture.sizes.ways import Ways
 
 
@@ -35,7 +36,7 @@ def general_next_multiples(ways: Ways) -> Iterator[None]:
         remainder = _expression(size)
         if not isinstance(remainder, REMAINDERS) or remainder.args[1] != number:
             return missing
-        return missing % number if ways.hold(remainder, size.node.shape_env) else missing
+        return missing % number if ways.is_never_zero(remainder, size.node.shape_env) else missing
 
     def sub(size: torch.SymInt, other: Any) -> Any:
         remainder = _expression(other) if isinstance(other, torch.SymInt) else None
@@ -53,10 +54,10 @@ def general_next_multiples(ways: Ways) -> Iterator[None]:
             return added(size, number)
         above, below = quotient.args
         env = size.node.shape_env
-        if not below.is_Integer or not ways.hold(torch_sympy.Mod(above, below), env):
+        if not below.is_Integer or not ways.is_never_zero(torch_sympy.Mod(above, below), env):
             return added(size, number)
         upper = torch_sympy.FloorDiv(above + below - 1, below)
-        return env.create_symintnode(upper, hint=int(env.guarding_hint_or_throw(upper)))
+        return size_of(upper, env)
 
     def mod(size: torch.SymInt, number: Any) -> Any:
         remainder = _expression(size)

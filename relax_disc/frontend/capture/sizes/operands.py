@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from relax_disc.frontend.capture.loops.numbers import numbers_as_tensors
-from relax_disc.frontend.capture.sizes.branches import asked_for_model
+from relax_disc.frontend.capture.sizes.branches import decided
 
 
 def _functions(*names: str) -> frozenset[Any]:
@@ -48,8 +48,8 @@ def tensors_for_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     given = (*args, *kwargs.values())
     of_tensors = func in _MAKE or any(isinstance(x, Tensor) for x in given)
     if of_tensors and any(isinstance(x, torch.SymBool) for x in given):
-        args = tuple(map(_decided, args))
-        kwargs = {name: _decided(x) for name, x in kwargs.items()}
+        args = tuple(map(decided, args))
+        kwargs = {name: decided(x) for name, x in kwargs.items()}
     if func in _OF_STEPS:
         args = numbers_as_tensors(args)
     fixes = func in _POWERS or (func in _OF_COMPLEX and any(map(_is_complex, args)))
@@ -63,10 +63,6 @@ def as_operand(value: Any) -> Any:
     kinds = {torch.SymInt: torch.int64, torch.SymFloat: torch.float64}
     dtype = kinds.get(type(value))
     return value if dtype is None else torch.scalar_tensor(value, dtype=dtype)
-
-
-def _decided(value: Any) -> Any:
-    return asked_for_model(value) if isinstance(value, torch.SymBool) else value
 
 
 def _is_complex(value: Any) -> bool:

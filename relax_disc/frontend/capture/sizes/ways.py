@@ -90,8 +90,8 @@ class Ways:
         self.example_sizes[root.__name__] = int(sizes[np.logical_and.reduce(at).argmax()])
         return truth if self.are_free else None
 
-    def hold(self, expr: Any, env: Any) -> bool:
-        """Say whether an expression is not 0 at all sizes of a part of those of one dim."""
+    def is_never_zero(self, expr: Any, env: Any) -> bool:
+        """Say whether an expression is 0 at no size of the part, which is of its one dim."""
         found = self._root(expr, env) if self.part else None
         if found is None or found[0].__name__ not in self.part:
             return False

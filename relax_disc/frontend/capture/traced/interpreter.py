@@ -17,6 +17,7 @@ from relax_disc.frontend.capture.refusals import refuse_autocast
 from relax_disc.frontend.capture.replaced import inner_gradients
 from relax_disc.frontend.capture.replaced.custom_functions import CustomCalls
 from relax_disc.frontend.capture.sizes.counted import CountedSizes
+from relax_disc.frontend.capture.sizes.exact import example_size
 from relax_disc.frontend.capture.source_lines import source_line
 from relax_disc.frontend.capture.traced.decompositions import RULES, under_autocast
 from relax_disc.frontend.capture.traced.rewrites import (
@@ -159,7 +160,7 @@ def _laid_out_like(result: Any, recorded: Any) -> Any:
     shapes = [[_text(size) for size in tensor.shape] for tensor in (result, recorded)]
     if shapes[0] != shapes[1] or _same_strides(result, recorded):
         return result
-    hints = [_hint(stride) for stride in recorded.stride()]
+    hints = [example_size(stride) for stride in recorded.stride()]
     if any(hint is None for hint in hints):
         return result
     order = sorted(range(recorded.dim()), key=lambda axis: (-(hints[axis] or 0), axis))
@@ -176,10 +177,3 @@ def _same_strides(left: Tensor, right: Tensor) -> bool:
 def _text(size: int | torch.SymInt) -> str:
     """Compare symbols as they are written: asking PyTorch would be one more guard."""
     return str(size.node.expr if isinstance(size, torch.SymInt) else size)
-
-
-def _hint(size: int | torch.SymInt) -> int | None:
-    if not isinstance(size, torch.SymInt):
-        return size
-    hint = size.node.hint
-    return None if hint is None else int(hint)

@@ -17,6 +17,7 @@ from torch._subclasses.complex_tensor._core import Complex, ComplexTensor
 from torch.utils import _pytree as pytree
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
+from relax_disc.frontend.capture.sizes.exact import example_size
 
 Rule = Callable[..., Any]
 
@@ -156,10 +157,10 @@ def as_strided(
 
 def _order_of_dense(x: Tensor) -> list[int] | None:
     """Order the axes as memory has them; None where it has gaps or overlaps."""
-    hints = [s if isinstance(s, int) else s.node.hint for s in x.stride()]
+    hints = [example_size(stride) for stride in x.stride()]
     if None in hints:
         return None
-    order = sorted(range(x.dim()), key=lambda axis: (-hints[axis], axis))
+    order = sorted(range(x.dim()), key=lambda axis: (-(hints[axis] or 0), axis))
     unit: Any = 1
     for axis in reversed(order):
         if _same(x.shape[axis], 1):
