@@ -23,11 +23,11 @@ from relax_disc.errors import InputMismatchError, RelaxDiscError
 from relax_disc.frontend.capture.batch_spec import BatchSpec, register_containers, shapes_as_lists
 from relax_disc.frontend.capture.exported.all_sizes import Task
 from relax_disc.frontend.capture.exported.torch_errors import translated
+from relax_disc.frontend.capture.functions import functions_of
 from relax_disc.frontend.capture.loops.cut import LoopBody
 from relax_disc.frontend.capture.loops.source import loops_as_steps
 from relax_disc.frontend.capture.replaced.custom_functions import CustomCalls
-from relax_disc.frontend.capture.replaced.files import files_of
-from relax_disc.frontend.capture.replaced.model_patches import symbolic_builtins
+from relax_disc.frontend.capture.replaced.model_patches import changes_of, symbolic_builtins
 from relax_disc.frontend.capture.sizes.dims import (
     DimTable,
     declared_dims,
@@ -82,13 +82,15 @@ class _Wrapped(nn.Module):
         self.training = model.training
         self.add_module(MODEL, model)
 
+        functions = functions_of(model, loss_fn)
+        changes = changes_of(functions)
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            files = files_of(model, loss_fn)  # before reads of the model's modules are noted
             with (
-                loops_as_steps(model, loss_fn),
+                loops_as_steps(model, functions),
                 outer.tracing((args, kwargs)) as call,
                 # Last, since what it replaces is none of the user's variables.
-                symbolic_builtins(files),
+                symbolic_builtins(changes),
             ):
                 result = call.result = function(*args, **kwargs)
             if not call.reassigned:

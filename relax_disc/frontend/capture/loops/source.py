@@ -28,9 +28,8 @@ import dis
 import functools
 import inspect
 import linecache
-import sys
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -58,18 +57,17 @@ _HELPERS: dict[str, Any] = {
 }
 _FUTURE = __future__.annotations.compiler_flag
 _BUILT_IN = frozenset({*CALLS, *ITERATORS})
-_FOREIGN = frozenset({"torch", "numpy", "relax_disc", "sympy", *sys.stdlib_module_names})
 _MUTATORS = frozenset({"append", "extend", "insert", "pop", "update", "clear", "remove", "add"})
 _known: dict[CodeType, CodeType | None] = {}
 _unread: set[CodeType] = set()  # of those what has no source
 
 
 @contextlib.contextmanager
-def loops_as_steps(model: nn.Module, *functions: Callable[..., Any] | None) -> Iterator[None]:
-    """Give the functions of a model, and those that they name, their prepared code for a while."""
+def loops_as_steps(model: nn.Module, functions: Sequence[FunctionType]) -> Iterator[None]:
+    """Give the functions that a model runs their prepared code for a while."""
     changed: list[tuple[FunctionType, CodeType]] = []
     spaces: dict[int, dict[str, Any]] = {}
-    for function in _functions(model, functions):
+    for function in functions:
         code = _prepared(function)
         if code is not None:
             changed.append((function, function.__code__))
@@ -88,50 +86,6 @@ def loops_as_steps(model: nn.Module, *functions: Callable[..., Any] | None) -> I
         for space in spaces.values():
             for name in _HELPERS:
                 del space[name]
-
-
-def _functions(model: nn.Module, functions: Any) -> list[FunctionType]:
-    """List the functions of the model's classes, those given, and all that they name."""
-    found: dict[int, FunctionType] = {}
-    todo: list[Any] = [function for function in functions if function is not None]
-    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
-    for module in model.modules():
-        todo += [v for v in vars(module).values() if isinstance(v, FunctionType | MethodType)]
-    for kind in kinds:
-        if not _is_foreign(kind.__module__):
-            todo += vars(kind).values()
-    while todo:
-        each = todo.pop()
-        if isinstance(each, nn.Module):
-            todo.append(each.__class__.forward)  # also behind a weakref.proxy
-        each = getattr(each, "__func__", each)
-        if wrapped := getattr(each, "__dict__", {}).get("__wrapped__"):
-            todo.append(wrapped)
-        if not isinstance(each, FunctionType) or id(each) in found:
-            continue
-        if _is_foreign(str(each.__globals__.get("__name__", ""))):
-            continue
-        found[id(each)] = each
-        todo += _named_by(each)
-    return list(found.values())
-
-
-def _is_foreign(name: str) -> bool:
-    return name.partition(".")[0] in _FOREIGN
-
-
-def _named_by(function: FunctionType) -> list[Any]:
-    names = _names(function.__code__)
-    values = [function.__globals__[name] for name in names if name in function.__globals__]
-    for value in list(values):
-        if isinstance(value, ModuleType) and not _is_foreign(value.__name__):
-            values += [vars(value)[name] for name in names if name in vars(value)]
-        if isinstance(value, type) and not _is_foreign(value.__module__):
-            values += [member for member in vars(value).values() if callable(member)]
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # not bound yet
-            values.append(cell.cell_contents)
-    return [v for v in values if callable(v) or isinstance(v, staticmethod | classmethod)]
 
 
 def _names(code: CodeType) -> set[str]:

@@ -19,9 +19,9 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -33,10 +33,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import checkpoint
 
 from relax_disc.frontend.capture.loops.sequences import DynamicList
-from relax_disc.frontend.capture.replaced.files import Files
 from relax_disc.frontend.capture.replaced.math_of_sizes import METHODS, replacements
 
+Changes = Sequence[tuple[dict[str, Any], dict[str, Any]]]
+"""The global variables of files, and what these are to be for a while, by their names."""
+
 _ABSENT = object()
+_EINX = "einx"
+"""Is shown stand-ins for sizes instead: `relax_disc.frontend.capture.sizes.stand_ins`."""
 
 
 def masks_unread() -> Any:
@@ -108,8 +112,7 @@ def _length(value: Any) -> Any:
     """``len``, but the symbolic extent of a tensor or of a list that a range made."""
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         return value.shape[0]
-    # `symbolic_builtins` reaches this file as well while a batch norm runs a function of it.
-    return value.length() if isinstance(value, DynamicList) else builtins.len(value)
+    return value.length() if isinstance(value, DynamicList) else len(value)
 
 
 @contextlib.contextmanager
@@ -123,19 +126,27 @@ def own_attributes(model: nn.Module) -> Iterator[None]:
             attributes.update(own)
 
 
+def changes_of(functions: Sequence[FunctionType]) -> Changes:
+    """List what the files of functions see in place of ``len``, functions of `math` and others."""
+    files = {id(function.__globals__): function.__globals__ for function in functions}
+    found = []
+    for space in files.values():
+        if str(space.get("__name__")).split(".")[0] != _EINX:
+            own = {} if "len" in space else {"len": _length}
+            found.append((space, {**replacements(space), **own}))
+    return found
+
+
 @contextlib.contextmanager
-def symbolic_builtins(files: Files) -> Iterator[None]:
-    """Replace ``len`` and the functions of `math` in files while this is active."""
+def symbolic_builtins(changes: Changes) -> Iterator[None]:
+    """Let files see something else in place of some names while this is active."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     with contextlib.ExitStack() as stack:
         for name, method in METHODS.items():
             for kind in (torch.SymInt, torch.SymFloat):
                 stack.enter_context(patch.object(kind, name, method, create=True))
         try:
-            for space in files:
-                made = replacements(space)
-                if "len" not in space:
-                    made["len"] = _length
+            for space, made in changes:
                 before += [(space, name, space.get(name, _ABSENT)) for name in made]
                 space.update(made)
             yield

@@ -1,4 +1,4 @@
-"""The files whose code a model and a loss function run.
+"""The functions that a model and a loss function run.
 
 They are found by the names in that code, as a rapid type analysis finds a program's functions
 (Bacon and Sweeney, OOPSLA 1996): a method counts as called if code that runs names it and an object
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -18,35 +19,30 @@ from relax_disc.frontend.capture.source_lines import is_installed
 from relax_disc.frontend.capture.state.kinds import is_foreign
 from relax_disc.frontend.capture.state.sources import codes_of, function_of
 
-Files = Sequence[dict[str, Any]]
-"""The global variables of files."""
 
-_EINX = "einx"
-"""Is shown stand-ins for sizes instead: `relax_disc.frontend.capture.sizes.stand_ins`."""
+def functions_of(model: nn.Module, *called: Callable[..., Any] | None) -> list[FunctionType]:
+    """List the functions that run, but for PyTorch's and Python's own.
 
-
-def files_of(model: nn.Module, *functions: Callable[..., Any] | None) -> Files:
-    """List the files of the functions that run, but for PyTorch's and Python's own.
-
-    ``functions``: those that run besides the model, or objects that are called.
+    ``called``: functions that run besides the model, or objects that are called. A library's file
+    that does not import PyTorch is left out.
     """
     walk = _Walk()
-    for root in (model, *functions):
+    for root in (model, *called):
         walk.enter(root)
     return walk.run()
 
 
 class _Walk:
-    """What was found: files by ``id``, the classes of objects at hand, the names in code."""
+    """What was found: functions, the classes of objects at hand, the names and texts in code."""
 
     def __init__(self) -> None:
-        self._files: dict[int, dict[str, Any]] = {}
+        self._found: list[FunctionType] = []
         self._kinds: dict[type, None] = {}
         self._names: set[str] = {"forward", "__call__"}
         self._seen: dict[int, Any] = {}  # kept alive, so that an ``id`` stays that of one object
-        self._waiting: list[types.FunctionType] = []
+        self._waiting: list[FunctionType] = []
 
-    def run(self) -> Files:
+    def run(self) -> list[FunctionType]:
         """Go on until nothing new is found."""
         while True:
             while self._waiting:
@@ -57,20 +53,20 @@ class _Walk:
                     if name in self._names or name[:2] == "__":
                         self.enter(function_of(member))
             if not self._waiting:
-                return list(self._files.values())
+                return self._found
 
     def enter(self, value: Any) -> None:
         """Note what calling a value may run."""
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, FunctionType):
             self._waiting.append(value)
         elif isinstance(value, nn.Module):
-            self.enter(type(value))
+            self.enter(value.__class__)  # also behind a weakref.proxy
             self._enter_all((*value.children(), *value.__dict__.values()))
         elif isinstance(value, type):
-            self._kinds.update((k, None) for k in value.__mro__ if not _is_left_out(k.__module__))
+            self._kinds.update((k, None) for k in value.__mro__ if not is_foreign(k.__module__))
         elif isinstance(value, types.MethodType):
             self._enter_all((value.__func__, value.__self__))
         elif isinstance(value, functools.partial):
@@ -83,7 +79,7 @@ class _Walk:
         for value in values:
             self.enter(value)
 
-    def _read(self, function: types.FunctionType) -> None:
+    def _read(self, function: FunctionType) -> None:
         """Follow what a function closes over, and the names in its code."""
         self.enter(_wrapped(function))
         for cell in function.__closure__ or ():
@@ -94,10 +90,12 @@ class _Walk:
         space = function.__globals__
         if not _may_see_tensors(space):
             return
-        self._files[id(space)] = space
+        self._found.append(function)
         self._enter_all(function.__defaults__ or ())
-        names = {name for code in codes_of([function]) for name in code.co_names}
-        self._names |= names
+        codes = codes_of([function])
+        names = {name for code in codes for name in code.co_names}
+        texts = {text for code in codes for text in code.co_consts if isinstance(text, str)}
+        self._names |= names | texts  # `getattr` takes a text
         modules = []
         for name in names & space.keys():
             value = space[name]
@@ -106,7 +104,7 @@ class _Walk:
             else:
                 self.enter(value)
         for module in modules:  # grows
-            if _is_left_out(module.__name__):
+            if is_foreign(module.__name__):
                 continue
             for name in names & vars(module).keys():
                 value = vars(module)[name]
@@ -123,13 +121,9 @@ def _wrapped(value: Any) -> Any:
 
 def _may_see_tensors(space: dict[str, Any]) -> bool:
     """Say whether a file is the user's, or a library's that imports PyTorch."""
-    if _is_left_out(space.get("__name__")):
+    if is_foreign(space.get("__name__")):
         return False
     modules = (value for value in space.values() if isinstance(value, types.ModuleType))
     return not is_installed(space.get("__file__") or "") or any(
         module.__name__.split(".")[0] == "torch" for module in modules
     )
-
-
-def _is_left_out(name: str | None) -> bool:
-    return is_foreign(name) or (name or "").split(".")[0] == _EINX

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from relax_disc.frontend.capture.replaced.files import files_of
+from relax_disc.frontend.capture.functions import functions_of
 from tests.frontend.capture import helpers
 from tests.frontend.capture.squares import assert_trains_as_eager
 
@@ -32,7 +32,7 @@ def test_files_that_a_model_imports() -> None:
 
 
 def names_of(*roots: object) -> set[str]:
-    return {space["__name__"] for space in files_of(nn.Identity(), *roots)}  # type: ignore
+    return {each.__module__ for each in functions_of(nn.Identity(), *roots)}  # type: ignore
 
 
 def by_a_name(x: Tensor) -> Tensor:
