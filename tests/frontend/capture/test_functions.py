@@ -53,3 +53,36 @@ def test_an_object_that_leads_to_itself() -> None:
     scale = helpers.Scale(1.0)
     scale.factor = scale
     assert names_of(scale.of) == {helpers.__name__}
+
+
+class Absent:
+    """What a library puts in the place of an import that is not there."""
+
+    def __getattr__(self, name: str) -> object:
+        raise ImportError(f"needs a library that is not installed ({name})")
+
+    def __deepcopy__(self, memo: object) -> Absent:
+        return self
+
+
+ABSENT = Absent()
+
+
+class WithAbsent(nn.Module):
+    """Has it as a global variable, in its class, in a list and as a default."""
+
+    library = Absent()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.libraries = nn.Linear(4, 4), [Absent()]
+
+    def forward(self, x: Tensor, other: Absent = ABSENT) -> Tensor:
+        if ABSENT is None or other is None or self.library is None or self.libraries[0] is None:
+            return x
+        return self.layer(x)
+
+
+def test_objects_whose_attributes_raise() -> None:
+    torch.manual_seed(0)
+    assert_trains_as_eager(WithAbsent(), 4, [(2, 3), (1, 1), (4, 20)], min=1, max=20)

@@ -204,7 +204,9 @@ def function_of(member: Any) -> Any:
     """Return the function that a member of a class runs; the member itself if it is none."""
     if isinstance(member, property):
         return member.fget
-    return getattr(member, "__func__", member)
+    # By kind: an object of a user's may answer to any name, or raise (an absent optional import).
+    is_around = isinstance(member, staticmethod | classmethod | types.MethodType)
+    return member.__func__ if is_around else member
 
 
 def codes_of(functions: Iterable[types.FunctionType]) -> list[types.CodeType]:
