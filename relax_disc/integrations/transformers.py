@@ -74,6 +74,7 @@ class CompiledTraining:
         self.offload_to, self.offload = offload_to, offload
         self.step: TrainingStep | None = None
         self._after_training = ExitStack()
+        self._extras: Sequence[Any] = ()
 
     def train(self, *args: Any, **settings: Any) -> Any:
         """Train; model, optimizer and arguments may have changed since the last time."""
@@ -100,7 +101,9 @@ class CompiledTraining:
                     f"args.max_grad_norm was {self.step.max_grad_norm} when the step was compiled "
                     f"and is {self._most_norm()} now: set it before train(), or set it back."
                 )
-            return self.step(*batch, update=self.accelerator.sync_gradients)
+            result = self.step(*batch, update=self.accelerator.sync_gradients)
+        loss, self._extras = result if isinstance(result, tuple) else (result, ())
+        return loss
 
     def _loss_is_mean(self, num_items_in_batch: Any) -> bool:
         """Whether `compute_loss` divides by the items of all batches of an update."""
@@ -117,8 +120,9 @@ class CompiledTraining:
         return self.args.max_grad_norm or float("inf")
 
     def _compiled(self, model: torch.nn.Module, batch: tuple[Any, ...]) -> TrainingStep:
-        def loss(model: Any, inputs: Any, items: Any, divisor: Any) -> torch.Tensor:
-            return self.compute_loss(model, dict(inputs), num_items_in_batch=items) / divisor
+        def loss(model: Any, inputs: Any, items: Any, divisor: Any) -> Any:
+            loss, *extras = self._loss(model, dict(inputs), items)
+            return loss / divisor, *extras
 
         shapes = self.dynamic_shapes or self._dims(batch[0])
         step = relax_disc.compile(
@@ -143,6 +147,10 @@ class CompiledTraining:
         self._after_training.callback(setattr, optimizer, "step", optimizer.step)
         optimizer.step = updated
         return step
+
+    def _loss(self, model: Any, inputs: dict[str, Any], items: Any) -> tuple[Any, ...]:
+        """Return the loss, and what else the step returns; traced once."""
+        return (self.compute_loss(model, inputs, num_items_in_batch=items),)
 
     def _dims(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Name the axes that differ between batches."""

@@ -1,0 +1,207 @@
+"""TRL's trainers with a compiled step: one import changes.
+
+>>> from relax_disc.integrations.trl_trainers import SFTTrainer    # instead of from trl
+
+Losses, data, arguments and the metrics that these trainers log are TRL's own.  A compiled step runs
+no Python, so the metrics are returned beside the loss and noted after the step.  TRL's vocabulary
+head, which loops over pieces of the tokens to save memory, is given as the operators that it
+stands for: the compiled step plans their memory itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import trl  # pyright: ignore[reportMissingImports]
+import trl.trainer.utils as trl_utils  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from relax_disc.errors import InputMismatchError
+from relax_disc.integrations.transformers import CompiledTraining
+
+_REFUSED = ("activation_offloading", "packing", "padding_free")
+
+
+class TrlTraining(CompiledTraining):
+    """Mixin that compiles the step of a trainer of TRL's; parameters as of `CompiledTraining`."""
+
+    _rows = 1  # of a table of tokens, for each example of the batch
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        asked = [name for name in _REFUSED if getattr(self.args, name, None)]
+        if asked:
+            raise InputMismatchError(
+                f"{type(self.args).__name__}({', '.join(asked)}) cannot be honoured by a compiled "
+                "step: leave it out. Padding that cannot reach the loss is not computed, and a "
+                "memory_budget is held."
+            )
+        self._notes = _Notes()
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Run the compiled step, and note its metrics where TRL's `log` reads them."""
+        # Alike while the step is compiled and at each call, which compares what the code reads.
+        metrics: dict[str, Any]
+        metrics, seen = self._metrics, getattr(self, "_total_train_tokens", 0)
+        self._metrics, self._total_train_tokens = {"train": self._notes}, 0
+        try:
+            with _plain_head():
+                loss = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._metrics, self._total_train_tokens = metrics, seen
+        self._write_down(metrics["train"])
+        return loss
+
+    def _loss(self, model: Any, inputs: dict[str, Any], items: Any) -> tuple[Tensor, Any]:
+        notes = self._notes
+        notes.appended.clear()  # the loss may be traced more than once
+        with _Numbers() as numbers:
+            loss = self.compute_loss(model, inputs, num_items_in_batch=items)
+        return loss, {
+            "noted": {name: tuple(values) for name, values in notes.appended.items()},
+            "positive": tuple(numbers.conditions),
+            "tokens": torch.as_tensor(self._total_train_tokens),
+        }
+
+    def _write_down(self, metrics: dict[str, list[float]]) -> None:
+        """Append what the last step noted."""
+        (extras,) = self._extras
+        # Such a condition guards a division by a count.
+        is_counted = all(map(bool, extras["positive"]))
+        for name, values in extras["noted"].items():
+            numbers = [float(value) for value in values]
+            metrics[name] += [n if is_counted or n == n else 0.0 for n in numbers]
+        self._total_train_tokens += int(extras["tokens"])
+        metrics["num_tokens"] = [self._total_train_tokens]
+
+    def _dims(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        dims = super()._dims(inputs)
+        if self._rows == 1:
+            return dims
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and value.dim() == 2:
+                dims[name] = {**dims[name], 0: self._rows * dims[name][0]}
+        return dims
+
+
+class SFTTrainer(TrlTraining, trl.SFTTrainer):
+    """``trl.SFTTrainer`` with a compiled step: see `TrlTraining`."""
+
+
+class DPOTrainer(TrlTraining, trl.DPOTrainer):
+    """``trl.DPOTrainer`` with a compiled step: see `TrlTraining`."""
+
+    _rows = 2  # the chosen ones, then the rejected
+
+
+class RewardTrainer(TrlTraining, trl.RewardTrainer):
+    """``trl.RewardTrainer`` with a compiled step: see `TrlTraining`."""
+
+    _rows = 2  # the chosen ones, then the rejected
+
+
+class _Notes:
+    """Stands for the metrics of one kind while a step is traced: what is appended to which."""
+
+    def __init__(self) -> None:
+        self.appended: dict[str, list[Tensor]] = defaultdict(list)
+
+    def __getitem__(self, name: str) -> _Column:
+        return _Column(self.appended[name])
+
+    def __setitem__(self, name: str, values: list[Any]) -> None:
+        if name != "num_tokens":
+            raise InputMismatchError(f"The metric {name!r} is set anew, which is not known of TRL.")
+
+
+class _Column:
+    def __init__(self, values: list[Tensor]) -> None:
+        self._values = values
+
+    def append(self, value: Any) -> None:
+        self._values.append(torch.as_tensor(value, dtype=torch.float64).detach())
+
+
+class _Numbers(TorchFunctionMode):
+    """Lets ``.item()`` in TRL's own code be a tensor, and the count that it asks for positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conditions: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.item and _is_called_by_trl():
+            return args[0].detach()
+        if func is Tensor.__bool__ and _is_called_by_trl():
+            self.conditions.append(args[0].detach())
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def _is_called_by_trl() -> bool:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch"):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").startswith("trl.trainer.")
+
+
+@contextlib.contextmanager
+def _plain_head() -> Iterator[None]:
+    """Let TRL's vocabulary head be plain operators; older versions have no head of their own."""
+    with contextlib.ExitStack() as stack:
+        if hasattr(trl_utils, "_ChunkedLogProbFunction"):
+            stack.enter_context(patch.object(trl_utils, "_ChunkedLogProbFunction", _Head))
+            stack.enter_context(patch.object(trl_utils, "_use_triton", _never))
+        yield
+
+
+def _never(device: torch.device) -> bool:
+    return False
+
+
+class _Head:
+    """What ``trl.kernels.ChunkedLogProbFunction`` computes, by plain operators."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None,
+        scale: float,
+        outputs: tuple[str, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """Return log-probabilities of targets, entropies and the like, for each row of hidden."""
+        logits = functional.linear(hidden, weight, bias).float()
+        if scale != 1.0:
+            logits = logits * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        if temperature != 1.0:
+            logits = logits / temperature
+        told = dict.fromkeys(("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"))
+        if "entropy" in outputs:
+            told["entropy"] = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+        with torch.no_grad():
+            if "log_sum_sq_probs" in outputs:
+                told["log_sum_sq_probs"] = (2 * logits.log_softmax(-1)).logsumexp(-1)
+            if "mean_logits" in outputs:
+                told["mean_logits"] = logits.mean(-1)
+            if "is_top1" in outputs:
+                told["is_top1"] = logits.argmax(-1) == targets
+        return -functional.cross_entropy(logits, targets, reduction="none"), *told.values()

@@ -1,0 +1,92 @@
+"""TRL's trainers with a compiled step against TRL's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+trl = pytest.importorskip("trl", reason="trl is not among the packages of the tests")
+datasets = pytest.importorskip("datasets")
+
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from relax_disc.errors import InputMismatchError  # noqa: E402
+from relax_disc.integrations import trl_trainers as compiled  # noqa: E402
+
+WORDS = {"[PAD]": 0, "[UNK]": 1, "</s>": 2} | {f"w{i}": i + 3 for i in range(61)}
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+
+
+def tokenizer():
+    plain = Tokenizer(models.WordLevel(WORDS, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=plain, model_max_length=32, **names)
+
+
+def rows(*names: str) -> list[dict[str, str]]:
+    draw = torch.Generator().manual_seed(0)
+
+    def text() -> str:
+        count = int(torch.randint(2, 9, (), generator=draw))
+        return " ".join(f"w{i}" for i in torch.randint(0, 61, (count,), generator=draw))
+
+    return [{name: text() for name in names} for _ in range(16)]
+
+
+def trainer(home, kind: str, folder, *names: str, **arguments):
+    torch.manual_seed(0)
+    of_reward = kind == "Reward"
+    sizes = LlamaConfig(**SIZES, num_attention_heads=2, vocab_size=64, pad_token_id=0)
+    sizes.num_labels = 1
+    plain = (LlamaForSequenceClassification if of_reward else LlamaForCausalLM)(sizes)
+    plain.save_pretrained(folder / "model")
+    common = {"report_to": "none", "max_steps": 3, "logging_steps": 1, "use_cpu": True}
+    common |= {"per_device_train_batch_size": 3, "save_strategy": "no", "bf16": False}
+    return getattr(home, f"{kind}Trainer")(
+        model=type(plain).from_pretrained(folder / "model"),
+        args=getattr(trl, f"{kind}Config")(
+            output_dir=str(folder), disable_tqdm=True, learning_rate=1e-2, **common, **arguments
+        ),
+        train_dataset=datasets.Dataset.from_list(rows(*names)),
+        processing_class=tokenizer(),
+    )
+
+
+def weights(of) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in of.model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("SFT", ("text",)),
+        ("Reward", ("prompt", "chosen", "rejected")),
+        ("DPO", ("prompt", "chosen", "rejected")),
+    ],
+)
+def test_losses_metrics_and_weights_are_those_of_the_library(kind, names, tmp_path):
+    theirs = trainer(trl, kind, tmp_path, *names)
+    ours = trainer(compiled, kind, tmp_path, *names)
+    for each in (theirs, ours):
+        each.train()
+    logged = [[*each.state.log_history[:3]] for each in (theirs, ours)]
+    for expected, found in zip(*logged, strict=True):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if name == "rewards/accuracies" and expected["rewards/margins"] == 0:
+                continue  # the model is the reference, and rounding decides
+            assert float(found[name]) == pytest.approx(float(value), rel=1e-3, abs=1e-5), name
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-3, atol=1e-4)
+
+
+def test_what_cannot_be_honoured_is_refused_by_name(tmp_path):
+    with pytest.raises(InputMismatchError, match="packing"):
+        trainer(compiled, "SFT", tmp_path, "text", packing=True)
