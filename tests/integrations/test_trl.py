@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from relax_disc.errors import InputMismatchError  # noqa: E402
 from relax_disc.integrations import trl_trainers as compiled  # noqa: E402
 
 WORDS = {"[PAD]": 0, "[UNK]": 1, "</s>": 2} | {f"w{i}": i + 3 for i in range(61)}
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 
 
 def tokenizer():
