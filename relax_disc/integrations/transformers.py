@@ -10,8 +10,8 @@ Limits: one process, one device; callbacks between gradients and update see no g
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -121,8 +121,10 @@ class CompiledTraining:
 
     def _compiled(self, model: torch.nn.Module, batch: tuple[Any, ...]) -> TrainingStep:
         def loss(model: Any, inputs: Any, items: Any, divisor: Any) -> Any:
-            loss, *extras = self._loss(model, dict(inputs), items)
-            return loss / divisor, *extras
+            # By its name here, so that what it reads is followed.
+            with self._noting() as noted:
+                loss = self.compute_loss(model, dict(inputs), num_items_in_batch=items) / divisor
+            return (loss, noted) if noted else loss
 
         shapes = self.dynamic_shapes or self._dims(batch[0])
         step = relax_disc.compile(
@@ -148,9 +150,10 @@ class CompiledTraining:
         optimizer.step = updated
         return step
 
-    def _loss(self, model: Any, inputs: dict[str, Any], items: Any) -> tuple[Any, ...]:
-        """Return the loss, and what else the step returns; traced once."""
-        return (self.compute_loss(model, inputs, num_items_in_batch=items),)
+    @contextmanager
+    def _noting(self) -> Iterator[dict[str, Any]]:
+        """Surround the loss while it is traced; filled with what else the step returns."""
+        yield {}
 
     def _dims(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Name the axes that differ between batches."""

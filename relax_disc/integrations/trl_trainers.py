@@ -62,16 +62,15 @@ class TrlTraining(CompiledTraining):
         self._write_down(metrics["train"])
         return loss
 
-    def _loss(self, model: Any, inputs: dict[str, Any], items: Any) -> tuple[Tensor, Any]:
-        notes = self._notes
-        notes.appended.clear()  # the loss may be traced more than once
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[dict[str, Any]]:
+        appended, noted = self._notes.appended, {}
+        appended.clear()  # the loss may be traced more than once
         with _Numbers() as numbers:
-            loss = self.compute_loss(model, inputs, num_items_in_batch=items)
-        return loss, {
-            "noted": {name: tuple(values) for name, values in notes.appended.items()},
-            "positive": tuple(numbers.conditions),
-            "tokens": torch.as_tensor(self._total_train_tokens),
-        }
+            yield noted
+        noted["noted"] = {name: tuple(values) for name, values in appended.items()}
+        noted["positive"] = tuple(numbers.conditions)
+        noted["tokens"] = torch.as_tensor(self._total_train_tokens)
 
     def _write_down(self, metrics: dict[str, list[float]]) -> None:
         """Append what the last step noted."""
