@@ -59,6 +59,17 @@ class CompiledTraining:
         An argument of the Trainer cannot be honoured; it is named.
     """
 
+    _refused: Sequence[str] = (
+        "fp16",
+        "deepspeed",
+        "fsdp",
+        "torch_compile",
+        "use_liger_kernel",
+        "debug",
+        "neftune_noise_alpha",
+    )
+    """Arguments that a compiled step would not honour."""
+
     def __init__(
         self,
         *args: Any,
@@ -69,12 +80,11 @@ class CompiledTraining:
         **settings: Any,
     ) -> None:
         super().__init__(*args, **settings)
-        _refuse(self.args)
+        _refuse(self.args, self._refused)
         self.memory_budget, self.dynamic_shapes = memory_budget, dynamic_shapes
         self.offload_to, self.offload = offload_to, offload
         self.step: TrainingStep | None = None
         self._after_training = ExitStack()
-        self._extras: Sequence[Any] = ()
 
     def train(self, *args: Any, **settings: Any) -> Any:
         """Train; model, optimizer and arguments may have changed since the last time."""
@@ -86,6 +96,12 @@ class CompiledTraining:
         self, model: torch.nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Run the compiled step, which updates where the Trainer would call its optimizer."""
+        return self._run(model, inputs, num_items_in_batch)[0]
+
+    def _run(
+        self, model: torch.nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any
+    ) -> tuple[torch.Tensor, Sequence[Any]]:
+        """Run the compiled step; the loss, and what `_noting` was filled with, if it was."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -102,8 +118,7 @@ class CompiledTraining:
                     f"and is {self._most_norm()} now: set it before train(), or set it back."
                 )
             result = self.step(*batch, update=self.accelerator.sync_gradients)
-        loss, self._extras = result if isinstance(result, tuple) else (result, ())
-        return loss
+        return result if isinstance(result, tuple) else (result, ())
 
     def _loss_is_mean(self, num_items_in_batch: Any) -> bool:
         """Whether `compute_loss` divides by the items of all batches of an update."""
@@ -198,16 +213,14 @@ class Seq2SeqTrainer(CompiledTraining, transformers.Seq2SeqTrainer):
     """``transformers.Seq2SeqTrainer`` with a compiled step: see `CompiledTraining`."""
 
 
-def _refuse(args: Any) -> None:
+def _refuse(args: Any, names: Sequence[str]) -> None:
     """Refuse by name what the compiled step would not do."""
-    names = ("fp16", "deepspeed", "fsdp", "torch_compile", "use_liger_kernel", "debug")
-    names += ("neftune_noise_alpha",)
     asked = [name for name in names if getattr(args, name, None)]
     asked += [
         f"{name} of {n}" for name in ("n_gpu", "world_size") if (n := getattr(args, name)) > 1
     ]
     if asked:
         raise InputMismatchError(
-            f"TrainingArguments({', '.join(asked)}) cannot be honoured by a compiled step: leave "
-            "it out, or use transformers.Trainer. bf16=True is supported."
+            f"{type(args).__name__}({', '.join(asked)}) cannot be honoured by a compiled step: "
+            "leave it out, or use the library's own Trainer. bf16=True is supported."
         )

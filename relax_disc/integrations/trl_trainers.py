@@ -11,9 +11,10 @@ stands for: the compiled step plans their memory itself.
 from __future__ import annotations
 
 import contextlib
-import sys
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,9 +26,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from relax_disc.errors import InputMismatchError
+from relax_disc.frontend.capture.source_lines import calling_line
 from relax_disc.integrations.transformers import CompiledTraining
 
-_REFUSED = ("activation_offloading", "packing", "padding_free")
+_TRAINERS = str(Path(inspect.getfile(trl_utils)).parent)
 
 
 class TrlTraining(CompiledTraining):
@@ -35,15 +37,10 @@ class TrlTraining(CompiledTraining):
 
     _rows = 1  # of a table of tokens, for each example of the batch
 
+    _refused = (*CompiledTraining._refused, "activation_offloading", "packing", "padding_free")
+
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        asked = [name for name in _REFUSED if getattr(self.args, name, None)]
-        if asked:
-            raise InputMismatchError(
-                f"{type(self.args).__name__}({', '.join(asked)}) cannot be honoured by a compiled "
-                "step: leave it out. Padding that cannot reach the loss is not computed, and a "
-                "memory_budget is held."
-            )
         self._notes = _Notes()
 
     def training_step(
@@ -56,10 +53,10 @@ class TrlTraining(CompiledTraining):
         self._metrics, self._total_train_tokens = {"train": self._notes}, 0
         try:
             with _plain_head():
-                loss = super().training_step(model, inputs, num_items_in_batch)
+                loss, (noted,) = self._run(model, inputs, num_items_in_batch)
         finally:
             self._metrics, self._total_train_tokens = metrics, seen
-        self._write_down(metrics["train"])
+        self._write_down(noted, metrics["train"])
         return loss
 
     @contextlib.contextmanager
@@ -68,19 +65,18 @@ class TrlTraining(CompiledTraining):
         appended.clear()  # the loss may be traced more than once
         with _Numbers() as numbers:
             yield noted
-        noted["noted"] = {name: tuple(values) for name, values in appended.items()}
+        noted["metrics"] = {name: tuple(values) for name, values in appended.items()}
         noted["positive"] = tuple(numbers.conditions)
         noted["tokens"] = torch.as_tensor(self._total_train_tokens)
 
-    def _write_down(self, metrics: dict[str, list[float]]) -> None:
-        """Append what the last step noted."""
-        (extras,) = self._extras
+    def _write_down(self, noted: Mapping[str, Any], metrics: dict[str, list[float]]) -> None:
+        """Append what a step noted."""
         # Such a condition guards a division by a count.
-        is_counted = all(map(bool, extras["positive"]))
-        for name, values in extras["noted"].items():
+        is_counted = all(map(bool, noted["positive"]))
+        for name, values in noted["metrics"].items():
             numbers = [float(value) for value in values]
             metrics[name] += [n if is_counted or n == n else 0.0 for n in numbers]
-        self._total_train_tokens += int(extras["tokens"])
+        self._total_train_tokens += int(noted["tokens"])
         metrics["num_tokens"] = [self._total_train_tokens]
 
     def _dims(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,20 +146,14 @@ class _Numbers(TorchFunctionMode):
 
 
 def _is_called_by_trl() -> bool:
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch"):
-        frame = frame.f_back
-    return frame.f_globals.get("__name__", "").startswith("trl.trainer.")
+    return calling_line().file.startswith(_TRAINERS)
 
 
-@contextlib.contextmanager
-def _plain_head() -> Iterator[None]:
+def _plain_head() -> contextlib.AbstractContextManager[object]:
     """Let TRL's vocabulary head be plain operators; older versions have no head of their own."""
-    with contextlib.ExitStack() as stack:
-        if hasattr(trl_utils, "_ChunkedLogProbFunction"):
-            stack.enter_context(patch.object(trl_utils, "_ChunkedLogProbFunction", _Head))
-            stack.enter_context(patch.object(trl_utils, "_use_triton", _never))
-        yield
+    if not hasattr(trl_utils, "_ChunkedLogProbFunction"):
+        return contextlib.nullcontext()
+    return patch.multiple(trl_utils, _ChunkedLogProbFunction=_Head, _use_triton=_never)
 
 
 def _never(device: torch.device) -> bool:
@@ -194,11 +184,12 @@ class _Head:
         if temperature != 1.0:
             logits = logits / temperature
         told = dict.fromkeys(("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"))
+        log_probs = logits.log_softmax(-1)
         if "entropy" in outputs:
-            told["entropy"] = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+            told["entropy"] = -(log_probs.exp() * log_probs).sum(-1)
         with torch.no_grad():
             if "log_sum_sq_probs" in outputs:
-                told["log_sum_sq_probs"] = (2 * logits.log_softmax(-1)).logsumexp(-1)
+                told["log_sum_sq_probs"] = (2 * log_probs).logsumexp(-1)
             if "mean_logits" in outputs:
                 told["mean_logits"] = logits.mean(-1)
             if "is_top1" in outputs:

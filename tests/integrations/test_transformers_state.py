@@ -10,6 +10,7 @@ from torch import nn
 
 from relax_disc.errors import InputMismatchError, RelaxDiscWarning, UnsupportedOperatorError
 from relax_disc.integrations.transformers import Trainer
+from tests.integrations.trainers import ARGUMENTS
 
 pytestmark = [
     # Of other libraries, met in every run.
@@ -43,12 +44,7 @@ def trained(tmp_path):
         settings = {
             "per_device_train_batch_size": 4,
             "num_train_epochs": 1,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "use_cpu": True,
-            "disable_tqdm": True,
+            **ARGUMENTS,
             **(arguments or {}),
         }
         trainer = kind(

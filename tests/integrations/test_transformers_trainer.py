@@ -16,6 +16,7 @@ from transformers import (
 
 from relax_disc.errors import InputMismatchError, MemoryBudgetError
 from relax_disc.integrations.transformers import Trainer
+from tests.integrations.trainers import ARGUMENTS, weights
 
 pytestmark = [
     # Of other libraries, met in every run.
@@ -70,12 +71,7 @@ def trainer(tmp_path):
             "output_dir": str(tmp_path / kind.__module__ / folder),
             "per_device_train_batch_size": 4,
             "num_train_epochs": 1,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "use_cpu": True,
-            "disable_tqdm": True,
+            **ARGUMENTS,
             **arguments,
         }
         data = rows(classes=model is bert)
@@ -139,10 +135,6 @@ def test_a_whole_run_and_one_resumed_are_those_of_the_library(trainer):
 
 def logged(trainer, key):
     return [log[key] for log in trainer.state.log_history if key in log]
-
-
-def weights(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
 @pytest.mark.parametrize("model", [llama, bert])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 trl = pytest.importorskip("trl", reason="trl is not among the packages of the tests")
 datasets = pytest.importorskip("datasets")
@@ -21,6 +20,7 @@ from transformers import (  # noqa: E402
 
 from relax_disc.errors import InputMismatchError  # noqa: E402
 from relax_disc.integrations import trl_trainers as compiled  # noqa: E402
+from tests.integrations.trainers import ARGUMENTS, weights  # noqa: E402
 
 WORDS = {"[PAD]": 0, "[UNK]": 1, "</s>": 2} | {f"w{i}": i + 3 for i in range(61)}
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -50,20 +50,13 @@ def trainer(home, kind: str, folder, *names: str, **arguments):
     sizes.num_labels = 1
     plain = (LlamaForSequenceClassification if of_reward else LlamaForCausalLM)(sizes)
     plain.save_pretrained(folder / "model")
-    common = {"report_to": "none", "max_steps": 3, "logging_steps": 1, "use_cpu": True}
-    common |= {"per_device_train_batch_size": 3, "save_strategy": "no", "bf16": False}
+    common = {**ARGUMENTS, "per_device_train_batch_size": 3, "max_steps": 3, "bf16": False}
     return getattr(home, f"{kind}Trainer")(
         model=type(plain).from_pretrained(folder / "model"),
-        args=getattr(trl, f"{kind}Config")(
-            output_dir=str(folder), disable_tqdm=True, learning_rate=1e-2, **common, **arguments
-        ),
+        args=getattr(trl, f"{kind}Config")(output_dir=str(folder), **common, **arguments),
         train_dataset=datasets.Dataset.from_list(rows(*names)),
         processing_class=tokenizer(),
     )
-
-
-def weights(of) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in of.model.parameters()])
 
 
 @pytest.mark.parametrize(
