@@ -128,21 +128,29 @@ class _Column:
 
 
 class _Numbers(TorchFunctionMode):
-    """Lets ``.item()`` in TRL's own code be a tensor, and the count that it asks for positive."""
+    """Lets ``.item()`` in TRL's own code be a tensor, and ``count > 0`` hold.
+
+    ``conditions``: what was taken to hold. Any other branch on data is refused as ever.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.conditions: list[Tensor] = []
+        self._compared: list[Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is Tensor.item and _is_called_by_trl():
             return args[0].detach()
-        if func is Tensor.__bool__ and _is_called_by_trl():
+        if func is Tensor.__bool__ and any(args[0] is found for found in self._compared):
             self.conditions.append(args[0].detach())
             return True
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        is_count = func in (Tensor.gt, Tensor.__gt__) and type(args[1]) is int and not args[1]
+        if is_count and _is_called_by_trl():
+            self._compared.append(result)
+        return result
 
 
 def _is_called_by_trl() -> bool:

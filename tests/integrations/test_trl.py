@@ -85,3 +85,12 @@ def test_losses_metrics_and_weights_are_those_of_the_library(kind, names, tmp_pa
 def test_what_cannot_be_honoured_is_refused_by_name(tmp_path):
     with pytest.raises(InputMismatchError, match="packing"):
         trainer(compiled, "SFT", tmp_path, "text", packing=True)
+
+
+def test_of_branches_on_data_only_those_on_a_count_are_taken_to_hold(monkeypatch):
+    monkeypatch.setattr(compiled, "_is_called_by_trl", lambda: True)
+    with compiled._Numbers() as numbers:
+        assert torch.tensor(0) > 0
+        assert not torch.zeros(2).any()
+        assert not torch.tensor(1) > 1
+    assert [bool(condition) for condition in numbers.conditions] == [False]
