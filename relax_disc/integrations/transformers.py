@@ -9,6 +9,7 @@ Limits: one process, one device; callbacks between gradients and update see no g
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,9 @@ from relax_disc.vm_builtins.tier import TierName
 
 _LONGEST = 4096
 """Tokens, where neither the model nor the tokenizer tells."""
+
+_TABLES = re.compile(r"input_ids|attention_mask|token_type_ids|position_ids|labels")
+"""What inputs of one text are called, beside the text's own name."""
 
 
 class CompiledTraining:
@@ -45,8 +49,10 @@ class CompiledTraining:
     dynamic_shapes : mapping, optional
         For each input of the model its dynamic axes, as `torch.export.export` takes them.  By
         default the first axis of all inputs is the batch, up to
-        ``per_device_train_batch_size``, and the second of tables of integers is the length, up to
-        that of the model's positions.
+        ``per_device_train_batch_size``, and the second of tables of integers is the length of
+        their text, up to that of the model's positions.  Tables are of one text if their names
+        differ by ``input_ids``, ``attention_mask`` and the like: ``query_input_ids`` and
+        ``query_attention_mask`` are of another than ``answer_input_ids``.
 
     Attributes
     ----------
@@ -181,18 +187,23 @@ class CompiledTraining:
         longest = min((size for size in told if size and size < 2**31), default=_LONGEST)
         pairs = getattr(config, "is_encoder_decoder", False)
         batch = Dim("batch", min=1, max=max(self._train_batch_size, 2))
-        length = Dim("length", min=2, max=longest)
-        # Targets are shifted by slices, of which torch.export takes one of length 1 for fixed.
-        target = Dim("target_length", min=3, max=longest)
+        lengths: dict[str, Any] = {}
+
+        def length_of(name: str) -> Any:
+            """The length of the text that a table is of, such as ``query`` of ``query_input_ids``."""
+            text = _TABLES.sub("", name).strip("_") if _TABLES.search(name) else ""
+            if pairs and name.startswith(("labels", "decoder")):
+                text = "target"
+            # Targets are shifted by slices, of which torch.export takes one of length 1 for fixed.
+            least = 3 if text == "target" else 2
+            title = re.sub(r"\W", "_", f"length_of_{text}") if text else "length"
+            return lengths.setdefault(text, Dim(title, min=least, max=longest))
 
         def axes(name: str, value: Any) -> dict[int, Any] | None:
             if not isinstance(value, torch.Tensor) or not value.dim():
                 return None
             tokens = value.dim() == 2 and not value.is_floating_point()
-            if not tokens:
-                return {0: batch}
-            of_target = pairs and name.startswith(("labels", "decoder"))
-            return {0: batch, 1: target if of_target else length}
+            return {0: batch, 1: length_of(name)} if tokens else {0: batch}
 
         return {name: axes(name, value) for name, value in inputs.items()}
 

@@ -55,7 +55,7 @@ def is_foreign_parameter(argument: Argument) -> bool:
 def list_arguments(
     program: ExportedProgram, model: nn.Module, outer: OuterState
 ) -> tuple[tuple[Argument, ...], dict[str, int]]:
-    """List the inputs of a trace, batch first, tied parameters once.
+    """List the inputs of a trace, batch first, tied parameters and buffers once.
 
     Returned with where the value of each exported name comes from; the state of the random numbers,
     which comes last, is left out.
@@ -74,15 +74,14 @@ def list_arguments(
         if spec.kind is InputKind.USER_INPUT:
             argument = Argument(name, "batch", leaf, None)
             leaf += 1
-        elif spec.kind is InputKind.PARAMETER:
-            tensor = parameters[target]
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            is_parameter = spec.kind is InputKind.PARAMETER
+            tensor = parameters[target] if is_parameter else model.get_buffer(target)
             if id(tensor) in seen:
                 position[name] = seen[id(tensor)]
                 continue
             seen[id(tensor)] = len(arguments)
-            argument = Argument(name, "parameter", target, tensor)
-        elif spec.kind is InputKind.BUFFER:
-            argument = Argument(name, "buffer", target, model.get_buffer(target))
+            argument = Argument(name, "parameter" if is_parameter else "buffer", target, tensor)
         else:
             argument = _constant(name, target, constants[str(spec.target)], outer)
         position[name] = len(arguments)

@@ -15,6 +15,7 @@ from relax_disc.frontend.capture.loops.sequences import (
     Rows,
     fixed,
     is_same,
+    least,
 )
 from relax_disc.frontend.capture.sizes.dims import least_size
 
@@ -51,6 +52,10 @@ def sequence_of(values: Any) -> DynamicList | None:
 def dynamic_range(*arguments: Any) -> Any:
     """``range``, or a :class:`DynamicRange` where sizes tell its length."""
     symbolic = any(isinstance(argument, torch.SymInt) for argument in arguments)
+    if len(arguments) == 3 and isinstance(arguments[2], torch.SymInt):
+        start, stop, step = arguments
+        if is_same(stop - start, step) and least(step) >= 1:
+            return [start]  # one piece, as long as the whole
     fixed_step = len(arguments) < 3 or type(arguments[2]) is int
     if symbolic and fixed_step and active() is not None:
         made = DynamicRange(*arguments)

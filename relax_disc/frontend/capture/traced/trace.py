@@ -33,7 +33,6 @@ from torch.export.graph_signature import OutputKind
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -369,14 +368,33 @@ def _lines_of_the_model() -> Iterator[None]:
         torch.autograd.set_detect_anomaly(before, check_nan)
 
 
-def _tensors_replaced(model: nn.Module, arguments: Sequence[Argument], values: list[Any]) -> Any:
-    """Give the model's own modules the traced values of its parameters and buffers."""
+@contextlib.contextmanager
+def _tensors_replaced(
+    model: nn.Module, arguments: Sequence[Argument], values: list[Any]
+) -> Iterator[None]:
+    """Give the model's own modules the traced values of its parameters and buffers.
+
+    Unlike ``torch.func.functional_call``, this restores modules that have several names, too.
+    """
     traced = {
-        str(argument.target): value
+        id(argument.tensor): value
         for argument, value in zip(arguments, values, strict=False)
         if argument.kind in ("parameter", "buffer")
     }
-    return stateless._reparametrize_module(model, traced, tie_weights=True)
+    held = [
+        (table, name, tensor)
+        for module in model.modules()
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+        if id(tensor) in traced
+    ]
+    for table, name, tensor in held:
+        table[name] = traced[id(tensor)]
+    try:
+        yield
+    finally:
+        for table, name, tensor in held:
+            table[name] = tensor
 
 
 def _gradients(
