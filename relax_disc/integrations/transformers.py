@@ -190,14 +190,13 @@ class CompiledTraining:
         lengths: dict[str, Any] = {}
 
         def length_of(name: str) -> Any:
-            """The length of the text that a table is of, such as ``query`` of ``query_input_ids``."""
-            text = _TABLES.sub("", name).strip("_") if _TABLES.search(name) else ""
-            if pairs and name.startswith(("labels", "decoder")):
-                text = "target"
+            """The length of a table's text, such as ``query`` of ``query_input_ids``."""
             # Targets are shifted by slices, of which torch.export takes one of length 1 for fixed.
-            least = 3 if text == "target" else 2
+            if pairs and name.startswith(("labels", "decoder")):
+                return lengths.setdefault("target", Dim("target_length", min=3, max=longest))
+            text = _TABLES.sub("", name).strip("_") if _TABLES.search(name) else ""
             title = re.sub(r"\W", "_", f"length_of_{text}") if text else "length"
-            return lengths.setdefault(text, Dim(title, min=least, max=longest))
+            return lengths.setdefault(title, Dim(title, min=2, max=longest))
 
         def axes(name: str, value: Any) -> dict[int, Any] | None:
             if not isinstance(value, torch.Tensor) or not value.dim():

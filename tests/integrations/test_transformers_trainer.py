@@ -216,6 +216,19 @@ def test_shapes_are_found_by_what_the_inputs_hold(trainer):
     }
 
 
+def test_each_text_has_a_length_of_its_own(trainer):
+    ids = torch.zeros(4, 7, dtype=torch.int64)
+    names = ("query_input_ids", "query_attention_mask", "answer_input_ids", "labels", "input_ids_2")
+    dims = trainer(Trainer)._dims(dict.fromkeys(names, ids))
+    assert {name: axes[1].__name__ for name, axes in dims.items()} == {
+        "query_input_ids": "length_of_query",
+        "query_attention_mask": "length_of_query",
+        "answer_input_ids": "length_of_answer",
+        "labels": "length",
+        "input_ids_2": "length_of_2",
+    }
+
+
 def test_a_budget_holds(trainer):
     small = trainer(Trainer, options={"memory_budget": "100 kB"})
     with pytest.raises(MemoryBudgetError, match="the least found feasible is"):

@@ -10,37 +10,17 @@ import torch
 trl = pytest.importorskip("trl", reason="trl is not among the packages of the tests")
 datasets = pytest.importorskip("datasets")
 
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
 )
 
 from relax_disc.errors import InputMismatchError  # noqa: E402
 from relax_disc.integrations import trl_trainers as compiled  # noqa: E402
-from tests.integrations.trainers import ARGUMENTS, weights  # noqa: E402
+from tests.integrations.trainers import ARGUMENTS, texts, tokenizer, weights  # noqa: E402
 
-WORDS = {"[PAD]": 0, "[UNK]": 1, "</s>": 2} | {f"w{i}": i + 3 for i in range(61)}
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-
-
-def tokenizer():
-    plain = Tokenizer(models.WordLevel(WORDS, unk_token="[UNK]"))
-    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "</s>"}
-    return PreTrainedTokenizerFast(tokenizer_object=plain, model_max_length=32, **names)
-
-
-def rows(*names: str) -> list[dict[str, str]]:
-    draw = torch.Generator().manual_seed(0)
-
-    def text() -> str:
-        count = int(torch.randint(2, 9, (), generator=draw))
-        return " ".join(f"w{i}" for i in torch.randint(0, 61, (count,), generator=draw))
-
-    return [{name: text() for name in names} for _ in range(16)]
 
 
 def trainer(home, kind: str, folder, *names: str, **arguments):
@@ -54,7 +34,7 @@ def trainer(home, kind: str, folder, *names: str, **arguments):
     return getattr(home, f"{kind}Trainer")(
         model=type(plain).from_pretrained(folder / "model"),
         args=getattr(trl, f"{kind}Config")(output_dir=str(folder), **common, **arguments),
-        train_dataset=datasets.Dataset.from_list(rows(*names)),
+        train_dataset=datasets.Dataset.from_list(texts(*names)),
         processing_class=tokenizer(),
     )
 

@@ -160,9 +160,27 @@ class Windows(nn.Module):
         return torch.cat(found, 1).square().mean()
 
 
-def test_a_range_of_as_many_steps_at_every_length_is_a_plain_one() -> None:
+class Pieces(nn.Module):
+    """A layer of each piece, which is as long as the whole unless a number is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.piece: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        piece = length if self.piece is None else self.piece
+        found = [self.layer(x[:, k : k + piece]).cumsum(1) for k in range(0, length, piece)]
+        for start in range(0, length, piece):
+            found.append(self.layer(x[:, start : start + piece] + start))
+        return torch.cat(found, 1).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Windows, Pieces])
+def test_a_range_of_as_many_steps_at_every_length_is_a_plain_one(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    model = Windows()
+    model = kind()
     eager, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
     shape = ({0: Dim("batch", min=1, max=8), 1: Dim("length", min=1, max=16)},)
     step = relax_disc.compile(model, optimizer, (torch.randn(3, 12, 4),), dynamic_shapes=shape)

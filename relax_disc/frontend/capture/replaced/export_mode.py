@@ -31,6 +31,7 @@ from relax_disc.frontend.capture.replaced import (
     ranges,
     spectra,
 )
+from relax_disc.frontend.capture.replaced.chances import Chances
 from relax_disc.frontend.capture.replaced.recurrent_layers import recurrent_layers, refuse_packing
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
 from relax_disc.frontend.capture.sizes import stand_ins
@@ -46,7 +47,7 @@ class ExportMode(TorchFunctionMode):
 
     def __init__(self, squeezes: Squeezes) -> None:
         super().__init__()
-        self._squeezes = squeezes
+        self._squeezes, self._chances = squeezes, Chances()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -61,6 +62,9 @@ class ExportMode(TorchFunctionMode):
         args, kwargs = stand_ins.sizes_again(args, kwargs)
         args, kwargs = size_numbers.sizes_for_tensors(func, args, kwargs)
         args, kwargs = tensors_for_sizes(func, args, kwargs)
+        truth = self._chances.truth(args[0]) if func is Tensor.__bool__ else None
+        if truth is not None:
+            return truth
         replacement = REPLACED.get(func)
         result = None if replacement is None else _called(replacement, args, kwargs)
         if result is None:
@@ -69,6 +73,7 @@ class ExportMode(TorchFunctionMode):
             if func is Tensor.item and example is not None:
                 example.take(args[0], result)
             self._squeezes.note(func, args, result)
+            self._chances.note(func, args, result)
         return result
 
 

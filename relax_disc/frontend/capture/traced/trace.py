@@ -381,13 +381,10 @@ def _tensors_replaced(
         for argument, value in zip(arguments, values, strict=False)
         if argument.kind in ("parameter", "buffer")
     }
-    held = [
-        (table, name, tensor)
-        for module in model.modules()
-        for table in (module._parameters, module._buffers)
-        for name, tensor in table.items()
-        if id(tensor) in traced
-    ]
+    held: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            held += [(table, name, x) for name, x in table.items() if id(x) in traced]
     for table, name, tensor in held:
         table[name] = traced[id(tensor)]
     try:
