@@ -72,7 +72,6 @@ class CompiledTraining:
         "torch_compile",
         "use_liger_kernel",
         "debug",
-        "neftune_noise_alpha",
     )
     """Arguments that a compiled step would not honour."""
 

@@ -248,9 +248,22 @@ def test_a_norm_that_changes_while_training_is_refused(trainer):
         ours.step.max_grad_norm = 0.5
 
 
-@pytest.mark.parametrize(
-    "argument", [{"fp16": True}, {"torch_compile": True}, {"neftune_noise_alpha": 5.0}]
-)
+def test_noise_of_embeddings_is_that_of_the_library_but_for_its_draws(trainer):
+    of_none, of_little, of_much = (
+        [
+            log["loss"]
+            for log in trained(
+                trainer(Trainer, neftune_noise_alpha=alpha, max_steps=2)
+            ).state.log_history
+            if "loss" in log
+        ]
+        for alpha in (None, 1e-6, 100.0)
+    )
+    assert of_little == pytest.approx(of_none, rel=1e-5)
+    assert of_much[0] != pytest.approx(of_none[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("argument", [{"fp16": True}, {"torch_compile": True}])
 def test_what_cannot_be_honoured_is_refused_by_name(trainer, argument):
     arguments = TrainingArguments(report_to=[], use_cpu=True)
     setattr(arguments, *next(iter(argument.items())))

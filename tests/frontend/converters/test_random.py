@@ -135,6 +135,28 @@ def test_statistics_of_more_distributions():
     torch.testing.assert_close(chosen, torch.tensor([0.1, 0.2, 0.7]), atol=0.06, rtol=0)
 
 
+class Noise(nn.Module):
+    """Of an amplitude that a tensor tells, as NEFTune's is for each length."""
+
+    def forward(self, x):
+        most = 5.0 / torch.sqrt(torch.tensor(x.shape[0] * x.shape[1]))
+        drawn = torch.zeros_like(x).uniform_(-most, most)
+        return drawn, torch.empty_like(x).uniform_(**{"from": x.amin(), "to": x.amax() + 1})
+
+
+def test_bounds_that_tensors_tell():
+    forward = relax_disc.compile_forward(Noise(), (torch.randn(4, 16),), dynamic_shapes=({0: N},))
+    for rows in (64, 1, 16):
+        x, most = torch.randn(rows, 16), 5 / math.sqrt(rows * 16)
+        found = [forward(x) for _ in range(8 * 64 // rows)]
+        noise, between = (torch.stack(part) for part in zip(*found, strict=True))
+        assert 0.98 * most < noise.abs().max() <= most
+        assert noise.mean().item() == pytest.approx(0.0, abs=0.05 * most)
+        assert between.min() >= x.min() and between.max() < x.max() + 1
+        width = x.max() + 1 - x.min()
+        assert between.std().item() == pytest.approx(width.item() / math.sqrt(12), rel=0.05)
+
+
 class Picks(nn.Module):
     def forward(self, x):
         weights = torch.tensor([0.1, 0.2, 0.7, 0.0]).expand(x.shape[0], 4)

@@ -350,7 +350,17 @@ def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "") -> Te
     return torch.cdist(x1, x2, p, "donot_use_mm_for_euclid_dist")
 
 
+def _uniform(x: Tensor, low: Any = 0.0, high: Any = 1.0, **options: Any) -> Tensor | None:
+    """Draw between bounds that tensors tell, whose values PyTorch would take out of them."""
+    bounds = options.get("from", low), options.get("to", high)
+    if not any(isinstance(bound, Tensor) for bound in bounds):
+        return None
+    low, high = (b.detach() if isinstance(b, Tensor) else b for b in bounds)
+    return x.copy_(torch.rand_like(x) * (high - low) + low)
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.uniform_: _uniform,
     torch.lstm: _layer("lstm"),
     torch.gru: _layer("gru"),
     torch.rnn_tanh: _layer("rnn_tanh"),
