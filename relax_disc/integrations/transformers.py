@@ -27,7 +27,9 @@ from relax_disc.vm_builtins.tier import TierName
 _LONGEST = 4096
 """Tokens, where neither the model nor the tokenizer tells."""
 
-_TABLES = re.compile(r"input_ids|attention_mask|token_type_ids|position_ids|labels")
+_TABLES = re.compile(
+    "input_ids|(attention|completion|special_tokens)_mask|token_type_ids|position_ids|labels"
+)
 """What inputs of one text are called, beside the text's own name."""
 
 

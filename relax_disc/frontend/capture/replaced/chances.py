@@ -19,7 +19,7 @@ _MORE = frozenset((torch.gt, torch.ge, Tensor.gt, Tensor.ge, Tensor.__gt__, Tens
 
 
 class Chances:
-    """Notes of the random numbers of a trace, and of what they were compared with."""
+    """Notes of the single random numbers of a trace, and of what they were compared with."""
 
     def __init__(self) -> None:
         self._draws: list[Tensor] = []
@@ -28,7 +28,8 @@ class Chances:
     def note(self, func: Any, args: Sequence[Any], result: Any) -> None:
         """Look at a call and its result."""
         if func is torch.rand:
-            self._draws.append(result)
+            if all(type(n) is int and n == 1 for n in result.shape):
+                self._draws.append(result)
         elif (func in _LESS or func in _MORE) and len(args) == 2:
             drawn, other = args
             if type(other) in (int, float) and any(drawn is draw for draw in self._draws):
@@ -45,8 +46,8 @@ class Chances:
             return None
         if 0 < other < 1:
             raise refusal(
-                f"a branch that is taken with the chance {other:g}",
-                "as LayerDrop and module dropout do; a compiled step goes one way. Set the "
+                f"a branch on whether a random number is below {other:g}",
+                "as LayerDrop and module dropout have; a compiled step goes one way. Set the "
                 "chance to 0 (`config.layerdrop = 0.0`, say), or choose with torch.where",
             )
         return (other >= 1) is is_less
