@@ -250,13 +250,7 @@ def test_a_norm_that_changes_while_training_is_refused(trainer):
 
 def test_noise_of_embeddings_is_that_of_the_library_but_for_its_draws(trainer):
     of_none, of_little, of_much = (
-        [
-            log["loss"]
-            for log in trained(
-                trainer(Trainer, neftune_noise_alpha=alpha, max_steps=2)
-            ).state.log_history
-            if "loss" in log
-        ]
+        logged(trained(trainer(Trainer, neftune_noise_alpha=alpha, max_steps=2)), "loss")
         for alpha in (None, 1e-6, 100.0)
     )
     assert of_little == pytest.approx(of_none, rel=1e-5)
