@@ -4,6 +4,8 @@
 .PHONY: demo test test-full test-wheel wheel lint format bench docs site clean tools help
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
+# Else each process compiles the thousands of modules of torch and TVM anew, for six seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := $(or $(VIRTUAL_ENV),.venv)
 PYTHON := $(VENV)/bin/python

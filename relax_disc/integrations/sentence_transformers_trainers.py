@@ -87,10 +87,8 @@ class SentenceTransformersTraining(CompiledTraining):
         """Make the optimizer; of several losses' own parameters, each loss's are a group."""
         optimizer = super().create_optimizer(*args, **settings)
         if isinstance(self.loss, dict):
-            of_model = set(map(id, self.model.parameters()))
             for loss in self.loss.values():
-                own = {id(p) for p in loss.parameters()} - of_model
-                _split_groups(optimizer, own)
+                _split_groups(optimizer, _own_parameters(loss, self.model))
         return optimizer
 
     def _loss_of(self, inputs: Mapping[str, Any]) -> Any:
@@ -108,7 +106,7 @@ class SentenceTransformersTraining(CompiledTraining):
                     f"so by recomputation: use {name.removeprefix('Cached')} and state a "
                     "memory_budget."
                 )
-        own = {id(p) for p in loss.parameters()} - {id(p) for p in model.parameters()}
+        own = _own_parameters(loss, model)
         return super()._compiled(nn.ModuleList([model, loss]) if own else model, batch)
 
 
@@ -188,6 +186,11 @@ class CrossEncoderTrainer(SentenceTransformersTraining, sentence_transformers.Cr
 
 _TOLD = ("label", "dataset_name", "prompt", "task")
 _LOSSES_OF_PAIRS = (losses.BinaryCrossEntropyLoss, losses.CrossEntropyLoss, losses.MSELoss)
+
+
+def _own_parameters(loss: nn.Module, model: nn.Module) -> set[int]:
+    """Ids of the parameters that a loss has beside the model's, which it may hold too."""
+    return {id(p) for p in loss.parameters()} - {id(p) for p in model.parameters()}
 
 
 def _split_groups(optimizer: torch.optim.Optimizer, own: set[int]) -> None:
