@@ -82,6 +82,8 @@ def test_a_table_as_long_as_the_longest_sequence():
         lambda x: not x.shape[1] / 4 - x.shape[1] // 4,
         lambda x: (x.shape[1] > LONGEST - 1).__int__(),
         lambda x: divmod(x.shape[1], 4)[1] == 3,
+        lambda x: (x.shape[1] == LONGEST) ^ (x.shape[0] > 7),
+        lambda x: True ^ (x.shape[1] < LONGEST),
     ],
 )
 def test_a_branch_of_the_model_is_refused(is_special):
@@ -105,19 +107,18 @@ def test_a_condition_that_cannot_be_checked_is_refused():
         capture_step(model, None, batch(3, 6), dynamic_shapes=SHAPES)
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda x: x.sum(1, keepdim=x.shape[1] > 6),
-        lambda x: x if (x.shape[1] > 6) ^ (x.shape[0] > 2) else 2 * x,
-    ],
-)
-def test_a_condition_where_only_a_plain_one_can_be_is_refused(ask):
+def test_a_condition_where_only_a_plain_one_can_be_is_refused():
     with pytest.raises(UnsupportedOperatorError, match=r"branches\.py:\d+: .*plain ones"):
         capture_step(
             nn.Linear(4, 4), None, batch(3, 6), dynamic_shapes=SHAPES,
-            loss_fn=lambda m, x: ask(m(x)).sum(),
+            loss_fn=lambda m, x: m(x).sum(1, keepdim=x.shape[1] > 6).sum(),
         )  # fmt: skip
+
+
+def test_either_of_two_conditions_that_no_size_changes():
+    model = Branching(lambda x: (x.shape[1] > 0) ^ (x.shape[0] > 7) ^ (x.shape[1] > LONGEST))
+    captured = capture_step(model, None, batch(3, 6), dynamic_shapes=SHAPES)
+    check_gradients(captured, model, [batch(1, 1), batch(7, LONGEST)], least=5e-6)
 
 
 def of_two_dims(x):

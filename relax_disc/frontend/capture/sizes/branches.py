@@ -33,6 +33,7 @@ from relax_disc.frontend.capture.sizes.ways import Ways
 from relax_disc.frontend.capture.source_lines import SourceLine, calling_line, parse_stack
 
 _UNKNOWN = SourceLine("", 0)
+_BETWEEN = ("__bool__", "__int__", "__xor__")
 _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
@@ -146,7 +147,7 @@ def size_branches(ways: Ways) -> Iterator[SizeBranches]:
 
     def noting(self: Any) -> bool:
         frame: Any = sys._getframe(1)
-        is_between = frame.f_code.co_name in ("__bool__", "__int__")  # of another symbolic number
+        is_between = frame.f_code.co_name in _BETWEEN  # of another symbolic number
         outer = frame.f_back if is_between else frame
         is_of_sizes = isinstance(self.node.expr, sympy.Basic)
         if frame.f_code is asked_for_model.__code__:
@@ -170,6 +171,8 @@ def size_branches(ways: Ways) -> Iterator[SizeBranches]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(torch.SymBool, "__bool__", noting))
         stack.enter_context(patch.object(torch.SymBool, "__int__", __int__))
+        stack.enter_context(patch.object(torch.SymBool, "__xor__", __xor__, create=True))
+        stack.enter_context(patch.object(torch.SymBool, "__rxor__", __xor__, create=True))
         stack.enter_context(patch.object(torch.SymFloat, "__bool__", __bool__))
         for kind, name in (
             (torch.SymInt, "__int__"),
@@ -192,6 +195,11 @@ def __bool__(number: torch.SymFloat) -> bool:
 def __int__(truth: torch.SymBool) -> int:
     """Branch on a condition, since PyTorch's own would note nothing."""
     return int(bool(truth))
+
+
+def __xor__(truth: torch.SymBool, other: Any) -> Any:
+    """Branch on conditions of which one must hold, since PyTorch's have no such operator."""
+    return bool(truth) ^ (bool(other) if isinstance(other, torch.SymBool) else other)
 
 
 def _numbering(before: Any, found: SizeBranches) -> Any:
