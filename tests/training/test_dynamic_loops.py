@@ -89,6 +89,24 @@ class WritesInPlace(_Recurrent):
         return out
 
 
+class WritesSlices(_Recurrent):
+    """Masks by rows, as litgpt's sliding window, and slices of what a gradient goes through."""
+
+    def run(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        h = self.cell(x.flatten(0, 1)).unflatten(0, (-1, length))
+        windows = torch.full((length, length), float("-inf"))
+        columns, ends = torch.zeros(length, length), torch.zeros(length, length)
+        mixed = torch.zeros(h.shape) + h
+        for t in range(length):
+            windows[t, max(0, t - 2) : t + 1] = 0.0
+            columns[t:, t] = 0.5
+            ends[t, t - length :] = 1.0
+            mixed[:, t, 1:-3] = h[:, t].mean()
+        weights = (h @ mixed.transpose(1, 2) + windows).softmax(-1) * (columns + ends)
+        return weights @ mixed
+
+
 class Backwards(_Recurrent):
     def run(self, x: Tensor) -> Tensor:
         h = torch.zeros(x.shape[0], 8)
@@ -286,6 +304,7 @@ _TRAIN = (
     Pair,
     SelectiveScan,
     WritesInPlace,
+    WritesSlices,
     Backwards,
     TwoLayers,
     NumberFirst,
@@ -494,9 +513,27 @@ class ReadsItByAnotherName(_Recurrent):
         return torch.stack(kept["outs"][-1:], 1).expand(-1, x.shape[1], -1)
 
 
+class WritesSeveralToASlice(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        out = torch.zeros(x.shape[0], x.shape[1], 8)
+        for t in range(x.shape[1]):
+            out[:, t, 2:4] = x[:, t, :2]
+        return out
+
+
+class WritesEverySecond(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        out = torch.zeros(x.shape[0], x.shape[1], 8)
+        for t in range(x.shape[1]):
+            out[:, t, ::2] = x[:, t].mean()
+        return out
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
+        (WritesSeveralToASlice, "a loop writes several values to a slice"),
+        (WritesEverySecond, "a loop writes to positions other than"),
         (KeepsOutside, "it changes KeepsOutside.state"),
         (ReadsItsFirst, "it reads outs, which it appends to"),
         (ReadsItByAnotherName, "a list whose length is a dim is asked for what stack makes of it"),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from relax_disc.frontend.capture.loops.numbers import numbers_as_tensors
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal, RecordedLoops, active
 from relax_disc.frontend.capture.loops.rows import fewest, sequence_of
 from relax_disc.frontend.capture.loops.sequences import (
@@ -437,22 +438,52 @@ def _same(new: Any, old: Any) -> bool:
 
 
 def set_item(x: Tensor, place: Any, value: Any) -> Any:
-    """``x[place] = value`` where the place holds the number of a step; None: PyTorch's own."""
+    """``x[place] = value`` where the place holds the number of a step; None: PyTorch's own.
+
+    Beside the numbers there may be slices, to which a number or a tensor of one is written.
+    """
     items = place if isinstance(place, tuple) else (place,)
-    if not any(isinstance(item, torch.SymInt) and _of_data(item) for item in items):
+    numbers = [bound for item in items for bound in _numbers_of(item)]
+    if not any(isinstance(number, torch.SymInt) and _of_data(number) for number in numbers):
         return None
     wanted = sum(item is not None and item is not Ellipsis for item in items)
-    view, axis = x, 0
+    view, axis, within = x, 0, []
     for item in items:
         if item is Ellipsis:
             axis += x.dim() - wanted
         elif isinstance(item, int | torch.SymInt):
             view = view.select(axis, item)
-        elif isinstance(item, slice) and item == slice(None):
+        elif isinstance(item, slice) and item.step in (None, 1):
+            if item != slice(None):
+                within.append((axis, item))
             axis += 1
         else:
-            raise LoopRefusal("a loop writes to positions other than `[:, t]`")
-    return view.copy_(value if isinstance(value, Tensor) else view.new_full((), value))
+            raise LoopRefusal("a loop writes to positions other than `[:, t]` or `[t, a:b]`")
+    value = value if isinstance(value, Tensor) else view.new_full((), value)
+    if within and value.dim():
+        raise LoopRefusal("a loop writes several values to a slice; write one, or all of `[:, t]`")
+    for axis, part in within:
+        places = torch.arange(view.shape[axis], device=x.device)
+        shape = [-1] + [1] * (view.dim() - axis - 1)
+        value = torch.where(_in_slice(places, part, view.shape[axis]).reshape(shape), value, view)
+    return view.copy_(value)
+
+
+def _numbers_of(item: Any) -> tuple[Any, ...]:
+    return (item.start, item.stop) if isinstance(item, slice) else (item,)
+
+
+def _in_slice(places: Tensor, part: slice, extent: Any) -> Tensor:
+    """Which of the places of an axis are in a slice; bounds below 0 count from the end."""
+    inside = places >= 0
+    for bound, is_first in ((part.start, True), (part.stop, False)):
+        if bound is None:
+            continue
+        _, number = numbers_as_tensors((places, bound))
+        number = number if isinstance(number, Tensor) else torch.full_like(places, number)
+        number = torch.where(number < 0, number + extent, number)
+        inside = inside & ((places >= number) if is_first else (places < number))
+    return inside
 
 
 def _of_data(size: torch.SymInt) -> bool:
