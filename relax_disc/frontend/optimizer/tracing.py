@@ -3,8 +3,9 @@
 A shadow of the optimizer, with the same class and attributes, holds one fake parameter.  Its
 hyper-parameters and counts are numbers that record what is computed of them (:mod:`.numbers`);
 its tensors are traced by ``make_fx``.  A condition on a count (RAdam's first steps) is followed
-both ways, a trace for each; a condition on a hyper-parameter alone (``weight_decay != 0``) is taken
-as it is now and becomes a guard.  The step is traced without state, as the first one runs, and with
+both ways, a trace for each; so is one on a setting of the group in which the step counts itself, if
+both ways can be gone.  Any other on a hyper-parameter (``weight_decay != 0``) is taken as it is now
+and becomes a guard.  The step is traced without state, as the first one runs, and with
 it; where the first is the second on new state, only that is kept.
 """
 
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,8 +150,10 @@ class _PoolEmpty(Exception):
 class _Run:
     """The recorder of one run: decisions ahead of it, and what it met."""
 
-    def __init__(self, decisions: Sequence[bool], forced: Mapping[Expr, bool]) -> None:
-        self._decisions, self._forced = decisions, forced
+    def __init__(
+        self, decisions: Sequence[bool], forced: Mapping[Expr, bool], counting: Set[str]
+    ) -> None:
+        self._decisions, self._forced, self._counting = decisions, forced, counting
         self.path: list[tuple[Expr, bool]] = []
         self.guards: dict[Expr, Any] = {}
         self.entries: dict[Expr, int] = {}
@@ -158,7 +162,7 @@ class _Run:
         self.attributes: dict[str, Any] = {}
 
     def decide(self, expr: Expr, value: bool | None) -> bool:
-        if not depends_on_state(expr):
+        if not depends_on_state(expr) and not _read(self._counting, expr):
             return self.guards.setdefault(expr, self._forced.get(expr, bool(value)))
         known = dict(self.path)
         if expr not in known:
@@ -255,18 +259,23 @@ def _rewritten(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Write a function with numbers for factors in terms of products."""
     plain, x = name.rstrip("_"), args[0]
     out = kwargs.pop("out", None)
+
+    def operand(place: int, word: str, default: Any = None) -> Any:
+        return args[place] if len(args) > place else kwargs.get(word, default)
+
     if plain in ("add", "sub", "subtract") and "alpha" in kwargs:
-        change = args[1] * kwargs["alpha"]
+        change = operand(1, "other") * kwargs["alpha"]
         result = x + change if plain == "add" else x - change
     elif plain in ("addcmul", "addcdiv"):
-        value = kwargs.get("value", args[3] if len(args) > 3 else 1)
-        both = args[1] * args[2] if plain == "addcmul" else args[1] / args[2]
-        result = x + both * value
+        one, other = operand(1, "tensor1"), operand(2, "tensor2")
+        both = one * other if plain == "addcmul" else one / other
+        result = x + both * operand(3, "value", 1)
     elif plain == "lerp":
-        weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
-        result = x + (args[1] - x) * weight
+        result = x + (operand(1, "end") - x) * operand(2, "weight")
     elif plain in ("addmm", "addmv", "baddbmm"):
-        product = torch.matmul(args[1], args[2])
+        words = {"addmm": ("mat1", "mat2"), "addmv": ("mat", "vec")}
+        one, other = words.get(plain, ("batch1", "batch2"))
+        product = torch.matmul(operand(1, one), operand(2, other))
         result = x * kwargs.get("beta", 1) + product * kwargs.get("alpha", 1)
     elif plain in ("clamp", "clip", "clamp_min", "clamp_max"):
         low = kwargs.get("min", args[1] if len(args) > 1 and plain != "clamp_max" else None)
@@ -318,6 +327,7 @@ class OptimizerTracer:
 
     def __init__(self, optimizer: Optimizer, forced: Mapping[Expr, bool] | None = None) -> None:
         self._optimizer, self._forced = weakref.ref(optimizer), dict(forced or {})
+        self._counting: frozenset[str] = frozenset()  # settings of a group that decide and change
         kind = type(optimizer)
         self._step = inspect.unwrap(kind.step)
         methods = [x for base in kind.__mro__ for x in vars(base).values() if callable(x)]
@@ -332,6 +342,26 @@ class OptimizerTracer:
         scalars: Sequence[ScalarState] = (),
     ) -> list[Trace]:
         """Trace the step on a parameter and its state, once for each way through it."""
+        found = self._explore(group, like, tensors, scalars)
+        changed = {key for trace in found for key in trace.group}
+        guards = [guard for trace in found for guard in trace.guards]
+        deciding = {key for guard in guards for key in _read(changed, guard)}
+        if deciding <= self._counting:
+            return found
+        before, self._counting = self._counting, self._counting | deciding
+        try:
+            return self.explore(group, like, tensors, scalars)
+        except Exception:  # `(k + 1) / warmup` where k < warmup, which is 0, never holds
+            self._counting = before
+            return found
+
+    def _explore(
+        self,
+        group: Mapping[str, Any],
+        like: Tensor,
+        tensors: Sequence[TensorState],
+        scalars: Sequence[ScalarState],
+    ) -> list[Trace]:
         found: list[Trace] = []
         waiting: list[tuple[bool, ...]] = [()]
         while waiting:
@@ -369,7 +399,7 @@ class OptimizerTracer:
         pool: int = 12,
         copies: int = 1,
     ) -> Trace:
-        run = _Run(decisions, self._forced)
+        run = _Run(decisions, self._forced, self._counting)
         width = 2 + len(tensors)  # inputs of each copy of the parameter
         kept: dict[str, Any] = {}
 
@@ -471,6 +501,11 @@ def _recording(kind: type[Any], reads: dict[str, Any]) -> type[Any]:
 
 def _is_simple(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | list | tuple | Tensor | None)
+
+
+def _read(settings: Set[str], expr: Expr) -> list[str]:
+    """List those of a group's settings that an expression reads; states are written in quotes."""
+    return [key for key in settings if re.search(rf"(?<!')\b{re.escape(key)}\b", expr)]
 
 
 def _refuse_changed_attributes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

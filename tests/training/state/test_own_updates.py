@@ -64,6 +64,45 @@ def test_an_optimizer_of_the_users_own():
         check_equal(model, optimizer, eager, followed)
 
 
+class ScheduleFree(optim.Optimizer):
+    """Schedule-free SGD (arXiv 2405.15682), its counts in the group; ``warmup`` updates rise."""
+
+    def __init__(self, parameters, lr, warmup):
+        counts = {"k": 0, "largest": -1.0, "weights": 0.0}
+        super().__init__(parameters, {"lr": lr, "warmup": warmup, **counts})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            k = group["k"]
+            lr = group["lr"] * ((k + 1) / group["warmup"] if k < group["warmup"] else 1.0)
+            largest = group["largest"] = max(lr, group["largest"])
+            group["weights"] = group["weights"] + largest**2
+            share = largest**2 / group["weights"]
+            for y in group["params"]:
+                if y.grad is None:
+                    continue
+                if "z" not in self.state[y]:
+                    self.state[y]["z"] = torch.clone(y)
+                z = self.state[y]["z"]
+                y.lerp_(end=z, weight=share)
+                y.add_(y.grad, alpha=lr * (0.9 * (1 - share) - 1))
+                z.addcmul_(tensor1=y.grad, tensor2=torch.ones_like(y), value=-lr)
+            group["k"] = k + 1
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_a_condition_on_what_the_step_counts_in_its_group_goes_both_ways(warmup):
+    model, optimizer, eager, followed = pair(lambda p: ScheduleFree(p, 0.1, warmup))
+    step = compiled(model, optimizer)
+    for k in range(6):
+        step(*batch(4, k)), eager_step(eager, followed, batch(4, k))
+        check_equal(model, optimizer, eager, followed)
+        counts = ("k", "largest", "weights")
+        ours, theirs = optimizer.param_groups[0], followed.param_groups[0]
+        assert [ours[key] for key in counts] == [theirs[key] for key in counts]
+
+
 class Careful(optim.SGD):
     """Takes a gradient that is NaN as 0, and no step below a bound that may be NaN."""
 
