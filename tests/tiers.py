@@ -38,6 +38,8 @@ def read_steps(text: str) -> Steps:
         entry = re.fullmatch(r"\s+(\d+) (test_\w+)", line)
         if entry is None or entry[1] == "1":
             raise pytest.UsageError(f"{LONG.name}:{number} is no '<0, or 2 and more> <test>'.")
+        if entry[2] in tests:
+            raise pytest.UsageError(f"{LONG.name}:{number} lists {entry[2]} a second time.")
         tests[entry[2]] = int(entry[1])
     return steps
 
