@@ -15,7 +15,7 @@ import contextvars
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -110,6 +110,11 @@ def plain_number(value: Any) -> Any:
 def depends_on_state(expr: Expr) -> bool:
     """Say whether an expression reads a count of steps."""
     return "s_[" in expr or FRESH in expr
+
+
+def settings_read(settings: Iterable[str], expr: Expr) -> list[str]:
+    """List those of a group's settings that an expression reads; states are written in quotes."""
+    return [key for key in settings if re.search(rf"(?<!')\b{re.escape(key)}\b", expr)]
 
 
 def constant(expr: Expr) -> float | None:

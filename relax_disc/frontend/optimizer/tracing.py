@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from relax_disc.frontend.optimizer.numbers import (
     is_tensor,
     plain_number,
     recording_functions,
+    settings_read,
 )
 
 IMPLEMENTATION = ("foreach", "fused", "capturable")
@@ -162,7 +162,7 @@ class _Run:
         self.attributes: dict[str, Any] = {}
 
     def decide(self, expr: Expr, value: bool | None) -> bool:
-        if not depends_on_state(expr) and not _read(self._counting, expr):
+        if not depends_on_state(expr) and not settings_read(self._counting, expr):
             return self.guards.setdefault(expr, self._forced.get(expr, bool(value)))
         known = dict(self.path)
         if expr not in known:
@@ -278,10 +278,9 @@ def _rewritten(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         product = torch.matmul(operand(1, one), operand(2, other))
         result = x * kwargs.get("beta", 1) + product * kwargs.get("alpha", 1)
     elif plain in ("clamp", "clip", "clamp_min", "clamp_max"):
-        low = kwargs.get("min", args[1] if len(args) > 1 and plain != "clamp_max" else None)
-        high = kwargs.get("max", args[2] if len(args) > 2 else None)
-        if plain == "clamp_max" and high is None:
-            high = args[1]
+        is_upper = plain == "clamp_max"
+        low = None if is_upper else operand(1, "min")
+        high = operand(1 if is_upper else 2, "max")
         result = x if low is None else torch.maximum(x, _like(low, x))
         result = result if high is None else torch.minimum(result, _like(high, x))
     elif plain in ("full_like", "new_full"):
@@ -345,7 +344,7 @@ class OptimizerTracer:
         found = self._explore(group, like, tensors, scalars)
         changed = {key for trace in found for key in trace.group}
         guards = [guard for trace in found for guard in trace.guards]
-        deciding = {key for guard in guards for key in _read(changed, guard)}
+        deciding = {key for guard in guards for key in settings_read(changed, guard)}
         if deciding <= self._counting:
             return found
         before, self._counting = self._counting, self._counting | deciding
@@ -501,11 +500,6 @@ def _recording(kind: type[Any], reads: dict[str, Any]) -> type[Any]:
 
 def _is_simple(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | list | tuple | Tensor | None)
-
-
-def _read(settings: Set[str], expr: Expr) -> list[str]:
-    """List those of a group's settings that an expression reads; states are written in quotes."""
-    return [key for key in settings if re.search(rf"(?<!')\b{re.escape(key)}\b", expr)]
 
 
 def _refuse_changed_attributes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

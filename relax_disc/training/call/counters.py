@@ -16,7 +16,12 @@ from typing import Any
 import torch
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.optimizer.numbers import Expr, plain_number, plain_settings
+from relax_disc.frontend.optimizer.numbers import (
+    Expr,
+    plain_number,
+    plain_settings,
+    settings_read,
+)
 from relax_disc.frontend.optimizer.program import UpdateProgram
 from relax_disc.frontend.optimizer.programs import programs_of
 from relax_disc.frontend.optimizer.several import groups_of
@@ -215,7 +220,7 @@ class StepCounters:
         program, outcomes = wrong[0]
         guards = zip(program.guards.items(), outcomes, strict=True)
         expr, outcome = next(guard for guard, found in guards if guard[1] != found)
-        names = [name for name in settings if re.search(rf"\b{name}\b", expr)]
+        names = settings_read(settings, expr)
         held = "held" if outcome else "did not hold"
         self._refuse(
             f"{' and '.join(names)} decides what it computes: {_text(expr)} {held} when the "
