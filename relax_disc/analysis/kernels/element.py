@@ -236,9 +236,9 @@ class _ElementBuilder(GuardDepth):
         start = len(self._lets)
         for var, expr in stage.lets:
             if var not in self._bound:
-                named = self._run(substitute(expr, self._bound))
+                named = self._run(expr)
                 self._bound[var] = self._name(str(var.name), named)
-        value = self._run(substitute(stage.value, self._bound))
+        value = self._run(stage.value)
         if stage.combiner is None and stage.buffer in self._producers:
             key = (stage.buffer, tvm_ffi.StructuralKey(list(stage.indices)))
             if key not in self._known:
@@ -262,6 +262,7 @@ class _ElementBuilder(GuardDepth):
                 (tvm.ir.TensorLoad, self._on_load),
                 (tvm.ir.Call, self._on_call),
                 (prim.Cast, _on_cast),
+                (tvm.ir.Var, lambda var, _: self._bound.get(var, var)),
             ],
         )
 
