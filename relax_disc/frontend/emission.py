@@ -19,15 +19,15 @@ from relax_disc.frontend.capture.sizes.counted import reaches_results
 from relax_disc.frontend.capture.traced.trace import Traced
 from relax_disc.frontend.emitter import Emitter
 from relax_disc.frontend.importer import Parameters, declare, translate
-from relax_disc.frontend.index_checks import (
-    Guards,
-    IndexChecks,
+from relax_disc.frontend.index_checks import Guards, IndexChecks
+from relax_disc.frontend.optimizer.gradients import declare_gradients, emit_sums
+from relax_disc.frontend.optimizer.updates import emit_updates, plan_updates
+from relax_disc.frontend.size_checks import (
     branch_checks,
+    count_checks,
     extent_checks,
     normalization_checks,
 )
-from relax_disc.frontend.optimizer.gradients import declare_gradients, emit_sums
-from relax_disc.frontend.optimizer.updates import emit_updates, plan_updates
 from relax_disc.frontend.spec import (
     CapturedStep,
     CountedDim,
@@ -83,7 +83,7 @@ def _emit(
     parameters = Parameters()
     env = declare(traced, emitter, parameters)
     given = symbols.used
-    counted = _declare_counted(traced, symbols)
+    counted, conditions = _declare_counted(traced, symbols), count_checks(traced.counted, symbols)
     _add_shape_parameter(parameters, symbols.used)
     sums = declare_gradients(traced, parameters) if wanted.accumulate else ()
     updates = plan_updates(
@@ -138,6 +138,7 @@ def _emit(
         ),
         outer=outer_of(traced.arguments, exported),
         counted=counted,
+        count_checks=tuple(conditions),
     )
 
 
@@ -231,6 +232,9 @@ def _attributes(step: CapturedStep) -> dict[str, Any]:
     }
     if counted:
         attrs["relax_disc.counted"] = {dim.name: dim.least for dim in step.counted}
+    if step.count_checks:
+        checks = [[str(x.size), x.relation, str(x.limit), x.message] for x in step.count_checks]
+        attrs["relax_disc.count_checks"] = checks
     if dims:
         attrs["tir_var_lower_bound"] = {d.name: d.lower for d in dims}
     if upper := {d.name: d.upper for d in dims if d.upper is not None}:

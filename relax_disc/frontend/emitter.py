@@ -101,6 +101,12 @@ class Emitter:
         return self.symbols.shape(self.wanted.shape)
 
     @property
+    def counted_dim(self) -> Any:
+        """The dim that the node counts, also where a trace has proved it equal to others."""
+        (symbol,) = self.node.meta["unbacked_bindings"]
+        return self.symbols.variable(symbol)
+
+    @property
     def wanted_dtype(self) -> str:
         """Element type of the node's value."""
         return dtype_name(self.wanted.dtype)

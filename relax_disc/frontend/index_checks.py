@@ -13,24 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
-from torch.export import ExportedProgram
 from tvm import relax, te, tirx
 from tvm.ir import StringImm
 
 from relax_disc.analysis.symbolic.comparison.compare import at_most
-from relax_disc.analysis.symbolic.expr import SymbolicExpr
-from relax_disc.errors import GraphError, ShapeRangeError
 from relax_disc.frontend.capture.arguments import Argument
-from relax_disc.frontend.capture.sizes.dims import DimTable
-from relax_disc.frontend.capture.sizes.guards import SizeBranch, everywhere
-from relax_disc.frontend.capture.source_lines import SourceLine, source_line
+from relax_disc.frontend.capture.source_lines import SourceLine, at_line
 from relax_disc.frontend.emitter import Emitter
 from relax_disc.frontend.index_ranges import IndexRanges, Interval, Size, required
 from relax_disc.frontend.spec import IndexCheck, SizeCheck
-from relax_disc.frontend.symbols import SymbolTranslator
 from relax_disc.vm_builtins.guard import GUARD
 
 _FARTHEST = 2**40
@@ -260,7 +253,7 @@ class IndexChecks:
             return te.compute(condition.shape, fails, name="fails")
 
         text = node.args[1] if len(node.args) > 1 else ""
-        message = text or f"An assertion of the model{_at_line(node)} fails."
+        message = text or f"An assertion of the model{at_line(node)} fails."
         bounds = [relax.prim_value(1), relax.prim_value(0)]
         self.flags += [self._emitter.te("fails", flag, condition), *bounds, StringImm(message)]
 
@@ -284,103 +277,7 @@ def _plain(size: Size) -> int | str:
 
 def _where(node: fx.Node) -> str:
     name = _origin(node) or str(node.target)
-    return name.removesuffix(".default") + _at_line(node)
-
-
-def _at_line(node: fx.Node) -> str:
-    line = source_line(node)
-    return f" at {line}" if line.file else ""
-
-
-_MEANS_OF = {
-    "aten.batch_norm.default": "Expected more than 1 value per channel",
-    "aten.instance_norm.default": "Expected more than 1 spatial element",
-    "aten.group_norm.default": "Expected more than 1 value per channel",
-}
-
-
-def normalization_checks(program: ExportedProgram, symbols: SymbolTranslator) -> list[SizeCheck]:
-    """Find the layers that PyTorch refuses to train on one value for each mean.
-
-    Batch and instance normalization look at the axes behind the channels, batch normalization at
-    the batch, too; group normalization at a group's channels as well.
-    """
-    checks = []
-    for node in program.graph.nodes:
-        name = str(node.target)
-        text = _MEANS_OF.get(name)
-        if text is None:
-            continue
-        if name != "aten.group_norm.default" and not node.args[5]:
-            continue  # in inference
-        shape = [symbols.text(n) for n in node.args[0].meta["val"].shape]
-        if name == "aten.group_norm.default":
-            shape[:2] = f"({shape[0]})*({shape[1]})//{node.args[1]}", node.args[1]
-        counted = shape[2:] if name == "aten.instance_norm.default" else [shape[0], *shape[2:]]
-        size = "*".join(f"({n})" for n in counted) or "1"
-        extents = ", ".join(f"{{shape[{k}]}}" for k in range(len(shape)))
-        extents = f"[{extents}]" if "group" in name else f"torch.Size([{extents}])"
-        message = f"{text} when training, got input size {extents}{_at_line(node)}"
-        checks.append(SizeCheck(size, "!=", 1, message, tuple(shape)))
-    return checks
-
-
-def extent_checks(graph: fx.Graph, dims: DimTable, symbols: SymbolTranslator) -> list[SizeCheck]:
-    """Find the sizes that would be negative somewhere in the declared ranges.
-
-    PyTorch traces with sizes of 2 or more and writes them so: ``x[:, 1:]`` twice has ``t - 2``
-    positions, where for ``t = 1`` it has none.
-    """
-    checks, seen = [], set()
-    for node in graph.nodes:
-        for size in getattr(node.meta.get("val"), "shape", ()):
-            expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
-            if expr in seen or expr.is_nonnegative:
-                continue
-            seen.add(expr)
-            if everywhere(expr >= 0, dims) is False:
-                message = (
-                    f"traced with longer batches, the model has a tensor of {{limit}} elements "
-                    f"along an axis{_at_line(node)}. Crop or pad the batch, or declare the dim "
-                    "with a larger min."
-                )
-                checks.append(SizeCheck(0, "<=", symbols.arithmetic(expr), message))
-    return checks
-
-
-def branch_checks(branches: Sequence[SizeBranch], symbols: SymbolTranslator) -> list[SizeCheck]:
-    """Write what calls must fulfil to go the example's way where the model branches on sizes.
-
-    Raises `ShapeRangeError`: a condition is none between whole numbers.
-    """
-    checks = []
-    for branch in branches:
-        less, more = branch.condition.args
-        if isinstance(branch.condition, sympy.Ge | sympy.Gt):
-            less, more = more, less
-        if isinstance(branch.condition, sympy.Gt | sympy.Lt):
-            less += 1
-        text = [symbols.arithmetic(side) for side in (less, more)]
-        asked = symbols.arithmetic(branch.condition)
-        try:
-            for side in text:
-                SymbolicExpr.parse(side)
-        except GraphError as error:
-            raise ShapeRangeError(
-                f"{branch.line}: the model goes one way where {asked} and another elsewhere, which "
-                "calls cannot check; write it without division and max, or declare ranges that "
-                "decide it."
-            ) from error
-        message = (
-            f"the model {branch.what} at {branch.line}, and goes the example's way where {asked}. "
-            "Crop or pad the batch, or compile a second step with such a batch as the example."
-        )
-        message = message.replace("{", "{{").replace("}", "}}")
-        is_unequal = isinstance(branch.condition, sympy.Ne)
-        checks.append(SizeCheck(text[0], "!=" if is_unequal else "<=", text[1], message))
-        if isinstance(branch.condition, sympy.Eq):
-            checks.append(SizeCheck(text[1], "<=", text[0], message))
-    return checks
+    return name.removesuffix(".default") + at_line(node)
 
 
 class Guards:

@@ -235,6 +235,8 @@ class CapturedStep:
         Why rows that do not count are computed after all.
     counted : tuple of CountedDim
         More dims: those that the function counts.
+    count_checks : tuple of SizeCheck
+        What they must fulfil beyond their ranges; looked at once they have been counted.
     """
 
     module: tvm.IRModule
@@ -252,3 +254,4 @@ class CapturedStep:
     packings: tuple[Packing, ...] = ()
     padding: tuple[PaddingReason, ...] = ()
     counted: tuple[CountedDim, ...] = ()
+    count_checks: tuple[SizeCheck, ...] = ()

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 
 Program = tuple[int, ...]
 
@@ -75,6 +75,17 @@ class KernelEntry:
     counts: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class CountCheckEntry:
+    """What dims must fulfil once the last of them has been counted; else the call is refused."""
+
+    size: int  # index of a program
+    relation: str  # "<=": the size must not be above the limit; "!=": they must differ
+    limit: int
+    dims: tuple[int, ...]  # that it mentions
+    message: str  # what the model does or needs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What plans must know of the machine that a function runs on.
@@ -113,7 +124,7 @@ class PlanMetadata:
     kernels: tuple[KernelEntry, ...]
     outputs: tuple[int, ...]  # views that the function returns, in order
     machine: Machine  # what it runs on
-    nonempty: tuple[int, ...] = ()  # dims that kernels count and that must not be 0
+    count_checks: tuple[CountCheckEntry, ...] = ()
     # Large gradients that are never made by rows: the parameter, how many of the function's
     # parameters come before it, and why (`split_gradients`).  Only Python reads them.
     whole_gradients: tuple[tuple[str, int, str], ...] = ()
@@ -138,7 +149,7 @@ class PlanMetadata:
                 "kernels": [asdict(kernel) for kernel in self.kernels],
                 "outputs": self.outputs,
                 "machine": asdict(self.machine),
-                "nonempty": self.nonempty,
+                "count_checks": [asdict(check) for check in self.count_checks],
                 "whole_gradients": self.whole_gradients,
             },
             separators=(",", ":"),
@@ -165,7 +176,10 @@ class PlanMetadata:
             kernels=tuple(_kernel(entry) for entry in data["kernels"]),
             outputs=tuple(data["outputs"]),
             machine=Machine(**data["machine"]),
-            nonempty=tuple(data["nonempty"]),
+            count_checks=tuple(
+                CountCheckEntry(**{**check, "dims": tuple(check["dims"])})
+                for check in data["count_checks"]
+            ),
             whole_gradients=tuple((name, k, why) for name, k, why in data["whole_gradients"]),
         )
 

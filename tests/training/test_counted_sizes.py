@@ -380,6 +380,120 @@ def test_a_count_that_pytorch_refuses_is_refused_before_anything_is_written(loss
     _check(step, loss_fn, right)
 
 
+def _one_a_row(model, ids, labels):
+    return F.cross_entropy(model(ids)[labels >= 0], ids[:, 0])
+
+
+def _last_of_each_row(model, ids, labels):
+    x = model(ids)
+    return x[labels >= 0].view(x.shape[0], -1, x.shape[-1])[:, -1].cos().sum()
+
+
+def _three_a_row(model, ids, labels):
+    x = model(ids)
+    return x[labels >= 0].view(x.shape[0], 3, x.shape[-1]).cos().sum()
+
+
+def _in_fours(model, ids, labels):
+    return model(ids)[labels >= 0].reshape(-1, 4, _WORDS).mean(1).cos().sum()
+
+
+def _last_of_all(model, ids, labels):
+    return model(ids)[labels >= 0][-1].cos().sum()
+
+
+def _three_at_most(model, ids, labels):
+    x = model(ids)[labels >= 0]
+    torch._check(x.shape[0] <= 3)
+    return x.cos().sum()
+
+
+def _twice_as_many(model, ids, labels):
+    x = model(ids)
+    return (torch.cat([x[labels >= 0]] * 2) * x[ids >= 3]).sum()
+
+
+def _labelled(*counts, length=5):
+    """Make ids and labels, of which each row has so many that are 0 or more."""
+    ids = torch.arange(len(counts) * length).reshape(-1, length) % _WORDS
+    return ids, torch.arange(length).flip(0) - length + torch.tensor(counts)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "right", "wrong", "words"),
+    [
+        (
+            _one_a_row,
+            [_labelled(1, 1), _labelled(1), _labelled(1, 1, 1, length=1), _labelled(0, 2)],
+            [_labelled(2, 2), _labelled(0, 0), _labelled(1, 0, length=2)],
+            r"needs selected == batch at .*; for this batch batch is 2, selected is",
+        ),
+        (
+            _last_of_each_row,
+            [_labelled(2, 2), _labelled(1), _labelled(4, 4, 4, 4), _labelled(1, length=1)],
+            [_labelled(2, 1), _labelled(0, 0)],
+            r"\(selected % batch\) == 0 at .* is 3|0 < \(selected // batch\) at .* is 0",
+        ),
+        (
+            _three_a_row,
+            [_labelled(3, 3), _labelled(3), _labelled(3, 3, 3, length=40)],
+            [_labelled(2, 2), _labelled(4, 4), _labelled(1, 1, length=1), _labelled(0)],
+            r"needs selected == 3\*batch",
+        ),
+        (
+            _in_fours,
+            [_labelled(2, 2), _labelled(4), _labelled(0), _labelled(1, 1, 1, 1, length=1)],
+            [_labelled(3), _labelled(1, 1)],
+            r"needs \(selected % 4\) == 0",
+        ),
+        (
+            _last_of_all,
+            [_labelled(0, 1), _labelled(1, length=1)],
+            [_labelled(0, 0), _labelled(0, length=1)],
+            "selected is 0",
+        ),
+        (_three_at_most, [_labelled(3), _labelled(0)], [_labelled(4)], "needs selected <= 3"),
+        (
+            _twice_as_many,
+            [_labelled(1, length=5), _labelled(3, 1, length=6)],
+            [_labelled(2), _labelled(0)],
+            r"needs 2\*selected == selected_2",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_a_model_needs_of_a_count_is_checked_when_it_is_counted(loss_fn, right, wrong, words):
+    step = _compiled(loss_fn)
+    for batch in right:
+        _check(step, loss_fn, batch)
+    before = _state(step)
+    for batch in wrong:
+        with pytest.raises(ShapeRangeError, match=words):
+            step(*batch)
+        with pytest.raises((RuntimeError, IndexError, ValueError)):
+            loss_fn(step.model, *batch)
+    assert all(torch.equal(a, b) for a, b in zip(_state(step), before, strict=True))
+    _check(step, loss_fn, right[0])
+
+
+def test_what_a_model_needs_of_a_count_that_parameters_tell():
+    def loss_fn(model, ids, labels):
+        x = model.table(ids)
+        return x[x > 0].view(x.shape[0], -1).cos().sum() + labels.sum() * 0.0
+
+    step = _compiled(loss_fn)
+    with torch.no_grad():
+        step.model.table.weight.fill_(0.5)
+        step.model.table.weight[0, 0] = -0.5
+    ids, labels = _labelled(1, 1)
+    _check(step, loss_fn, (ids + 1, labels))
+    before = _state(step)
+    with pytest.raises(ShapeRangeError, match=r"main: .*% batch\) == 0 .* selected is 79"):
+        step(ids, labels)
+    assert all(torch.equal(a, b) for a, b in zip(_state(step), before, strict=True))
+    _check(step, loss_fn, (ids[:1] + 1, labels[:1]))
+
+
 def test_positions_of_what_is_picked_are_checked_when_they_are_counted():
     def loss_fn(model, ids, labels):
         picked = model(ids)[labels >= 0]
@@ -430,10 +544,6 @@ def test_such_a_size_is_no_more_than_the_mask_holds():
         step(*_batch(2, 2, selected="all"))
 
 
-def _in_eights(model, ids, labels):
-    return model(ids)[labels >= 0].reshape(-1, 8).sum()
-
-
 def _what_is_left(model, ids, labels):
     x = model(ids).flatten(0, 1)
     return x[x[labels.flatten() >= 0].shape[0] :].cos().sum()
@@ -454,7 +564,6 @@ def _normalised(model, ids, labels):
     [
         (_number, "aten.item.default"),
         (_consecutive, "aten.unique_consecutive.default"),
-        (_in_eights, "relies on|reshape"),
         (_what_is_left, "size .* of .* is not largest where selected are"),
         (_written_into, "aten.item.default"),
         (_normalised, "decides from data"),

@@ -28,6 +28,7 @@ from relax_disc.analysis.program.tensor_graph import Kernel, Size, TensorGraph
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.devices import PCIE_4_BYTES_PER_NS, PRODUCT_WORKSPACE_BYTES, device_figures
 from relax_disc.vm_builtins.plan_metadata import (
+    CountCheckEntry,
     KernelEntry,
     Machine,
     PlanMetadata,
@@ -168,6 +169,16 @@ class Extraction:
             )
             for k, kernel in zip(self.order, self.kernels, strict=True)
         )
+        count_checks = tuple(
+            CountCheckEntry(
+                size=program(check.size),
+                relation=check.relation,
+                limit=program(check.limit),
+                dims=tuple(names.index(name) for name in check.dims),
+                message=check.message,
+            )
+            for check in table.count_checks
+        )
         return PlanMetadata(
             function=table.name,
             dims=tuple(names),
@@ -177,7 +188,7 @@ class Extraction:
             kernels=kernels,
             outputs=tuple(self.result_views()),
             machine=machine,
-            nonempty=tuple(names.index(name) for name in table.nonempty),
+            count_checks=count_checks,
             whole_gradients=self.whole_gradients,
         )
 

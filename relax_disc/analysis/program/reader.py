@@ -16,8 +16,15 @@ import tvm
 from tvm import relax, tirx
 
 from relax_disc.analysis.program.counted import counted_dims, order_behind_counts
-from relax_disc.analysis.program.table import FunctionTable, Joined, KernelCall, NotPlannableError
+from relax_disc.analysis.program.table import (
+    CountCheck,
+    FunctionTable,
+    Joined,
+    KernelCall,
+    NotPlannableError,
+)
 from relax_disc.analysis.symbolic.dim import SymbolicDim
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.ops.registry import dtype_name, itemsize
 from relax_disc.vm_builtins.plan_metadata import Storage
 
@@ -33,6 +40,8 @@ ALIASES = frozenset(
     }
 )
 
+
+_NEEDS_ONE = "needs one that is selected, as PyTorch does, and none is"
 
 KERNEL_CALLS = frozenset({"relax.call_tir", "relax.call_tir_inplace", "relax.call_dps_packed"})
 
@@ -112,11 +121,27 @@ class FunctionReader:
             self.table.late.add(self.table.views[self._values[param]].buffer)
         counted = dict((self.func.attrs or {}).get("relax_disc.counted") or {})
         self.table.counted = counted_dims(self.table, [str(name) for name in counted])
-        self.table.nonempty = tuple(str(name) for name, least in counted.items() if int(least))
+        self.table.count_checks = self._count_checks(counted)
         order_behind_counts(self.table)
         for index in (self.func.attrs or {}).get("relax_disc.recomputable") or ():
             self.table.kernels[int(index)].may_rerun = True
         return self.table
+
+    def _count_checks(self, counted: Mapping[Any, Any]) -> tuple[CountCheck, ...]:
+        dims = self.table.dims.values()
+        nonempty = [
+            ("1", "<=", str(name), _NEEDS_ONE) for name, n in counted.items() if int(n)
+        ]
+        others = (self.func.attrs or {}).get("relax_disc.count_checks") or ()
+        return tuple(
+            CountCheck(
+                SymbolicExpr.parse(str(size), dims),
+                str(relation),
+                SymbolicExpr.parse(str(limit), dims),
+                str(message),
+            )
+            for size, relation, limit, message in (*nonempty, *others)
+        )
 
     def _parameter(self, expr: relax.Expr, kind: Any) -> Any:
         if isinstance(kind, relax.TensorType):

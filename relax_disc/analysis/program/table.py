@@ -67,6 +67,21 @@ class KernelCall:
     source: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class CountCheck:
+    """What dims must fulfil once all of them have been counted."""
+
+    size: SymbolicExpr
+    relation: str  # "<=" or "!="
+    limit: SymbolicExpr
+    message: str  # what the model does or needs
+
+    @property
+    def dims(self) -> list[str]:
+        """Names of the dims that it mentions."""
+        return sorted({dim.name for expr in (self.size, self.limit) for dim in expr.free_dims})
+
+
 class FunctionTable:
     """Everything that one walk over a function finds.
 
@@ -78,7 +93,7 @@ class FunctionTable:
     has only once it has the early results. ``values``: what every variable stands for, as in
     `result`.
     ``counted``: of the dims that the function counts itself, the first kernel that does.
-    ``nonempty``: those that must not be 0.
+    ``count_checks``: what those must fulfil.
     ``parameter_given``: index of a parameter -> index in `given` of its (first) tensor.
     """
 
@@ -94,7 +109,7 @@ class FunctionTable:
         self.candidates: set[int] = set()
         self.late: set[int] = set()
         self.counted: dict[str, int] = {}
-        self.nonempty: tuple[str, ...] = ()
+        self.count_checks: tuple[CountCheck, ...] = ()
         self.values: dict[relax.Expr, Any] = {}
         self.parameter_given: dict[int, int] = {}
         self._view_index: dict[View, int] = {}

@@ -38,6 +38,12 @@ def source_line(node: fx.Node) -> SourceLine:
     return parse_stack(node.meta.get("stack_trace") or "")
 
 
+def at_line(node: fx.Node) -> str:
+    """Return ``" at file:line"`` for the end of a message; nothing where the trace knows none."""
+    line = source_line(node)
+    return f" at {line}" if line.file else ""
+
+
 def users_frames(summary: traceback.StackSummary) -> list[traceback.FrameSummary]:
     """Return the frames of the model and of ``loss_fn`` that run inside an export, outermost first.
 

@@ -19,9 +19,8 @@ def nonzero(emitter: Emitter, x: Any) -> Any:
     """Positions ``[count, 1]`` of the true elements; the trace asks for those of one axis alone."""
     if emitter.dtype(x) != "bool" or len(emitter.shape(x)) != 1:
         raise emitter.refuse("it counts the elements of a mask with one axis alone")
-    count, one = emitter.wanted_shape
-    found = emitter.emit(counted.nonzero(x, count))
-    return emitter.emit(op.reshape(found, relax.ShapeExpr([count, one])))
+    found = emitter.emit(counted.nonzero(x, emitter.counted_dim))
+    return emitter.emit(op.reshape(found, relax.ShapeExpr(emitter.wanted_shape)))
 
 
 @converts("aten._unique2.default")

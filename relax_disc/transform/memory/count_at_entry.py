@@ -19,6 +19,7 @@ from tvm.relax.utils import copy_with_new_vars
 
 from relax_disc.analysis.program.reader import bindings_of
 from relax_disc.analysis.program.table import NotPlannableError
+from relax_disc.analysis.symbolic.expr import SymbolicExpr
 from relax_disc.ops.counted import COUNTING
 from relax_disc.ops.operand_views import operands_of
 from relax_disc.transform.functions import program_functions
@@ -75,12 +76,23 @@ def _counting_function(function: relax.Function) -> relax.Function | None:
     counts = relax.Var("counts", relax.TupleType([variable.ty for variable in found]))
     needed = [*_needed(bindings, found), relax.VarBinding(counts, relax.Tuple(found))]
     body = relax.SeqExpr([relax.DataflowBlock(needed)], counts)
+    mine = {str(name): least for name, least in counted.items() if str(name) not in left}
+    checks = [
+        check
+        for check in attrs.get("relax_disc.count_checks") or ()
+        if left.isdisjoint(_dims_of(check[0]) | _dims_of(check[2]))
+    ]
     own = {
         **{name: attrs[name] for name in _OF_DIMS if name in attrs},
-        "relax_disc.counted": {k: v for k, v in counted.items() if str(k) not in left},
+        "relax_disc.counted": mine,
+        "relax_disc.count_checks": checks,
         "relax_disc.param_kinds": [kinds[k] for k in kept],
     }
     return copy_with_new_vars(relax.Function(parameters, body, counts.ty)).with_attrs(own)
+
+
+def _dims_of(size: Any) -> set[str]:
+    return {dim.name for dim in SymbolicExpr.parse(str(size)).free_dims}
 
 
 def _counted_by(binding: relax.Binding) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.capture.sizes.count_checks import conditions_on, is_checkable
 from relax_disc.frontend.capture.source_lines import source_line
 
 _ATEN = torch.ops.aten
@@ -66,6 +67,7 @@ class CountedSize:
     name: str  # of its dim
     bound: Any  # the most it can be: a `torch.SymInt` or an integer
     least: int  # 1 where it must not be 0
+    conditions: tuple[Any, ...] = ()  # what else it must fulfil: relations of sympy's
 
 
 def refuse_other_sizes(program: ExportedProgram) -> None:
@@ -197,6 +199,8 @@ class CountedSizes:
     def __init__(self) -> None:
         self._positions: dict[int, tuple[Tensor, Tensor]] = {}
         self.nonempty: set[sympy.Symbol] = set()  # sizes that must not be 0
+        self._symbols: dict[sympy.Symbol, Any] = {}  # of this trace, by those of the export
+        self._exported: list[Any] = []
 
     def look_at(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Note what an operator of the model needs of the sizes that are counted."""
@@ -210,6 +214,19 @@ class CountedSizes:
         axes = [axes] if isinstance(axes, int) else axes or range(x.dim())
         for axis in axes:
             self.nonempty |= free_unbacked_symbols(x.shape[axis])
+
+    def note(self, node: fx.Node, result: Any) -> None:
+        """Note what the export relied on of the sizes that a node of its graph counts."""
+        for symbol, path in (node.meta.get("unbacked_bindings") or {}).items():
+            size = pytree.key_get(result, path)
+            if isinstance(size, torch.SymInt):
+                self._symbols[symbol] = size.node._expr
+                self._exported += conditions_on(node, symbol)
+
+    @property
+    def conditions(self) -> tuple[Any, ...]:
+        """What the export relied on, which a trace of its graph need not ask for again."""
+        return tuple(condition.xreplace(self._symbols) for condition in self._exported)
 
     def rules(self) -> dict[Any, Callable[..., Any]]:
         """Return rules as :mod:`.decompositions` has them."""
@@ -293,33 +310,36 @@ def _merged(x: Tensor, axis: int, count: int) -> Tensor:
 
 
 def find_counted(
-    graph: fx.GraphModule, taken: Sequence[str], nonempty: Set[sympy.Symbol]
+    graph: fx.GraphModule, taken: Sequence[str], seen: CountedSizes
 ) -> tuple[CountedSize, ...]:
     """Find the sizes that a traced graph counts, in the order in which it does.
 
     Masks of which the graph relies on that they select as much as each other have one dim.
 
-    ``graph``: the trace. ``taken``: names that the dims must not have. ``nonempty``: those that
-    must not be 0.
+    ``graph``: the trace. ``taken``: names that the dims must not have. ``seen``: what was noted
+    meanwhile.
 
     Raises `UnsupportedOperatorError`: an operator makes a size that has no bound here, or the
-    trace relies on more of it.
+    trace relies on what a call cannot check.
     """
     names, found = set(taken), []
-    needed = set(nonempty)
-    for node in graph.graph.nodes:
-        bindings = node.meta.get("unbacked_bindings")
-        if not bindings:
-            continue
+    needed = set(seen.nonempty)
+    counting = [node for node in graph.graph.nodes if node.meta.get("unbacked_bindings")]
+    known = {symbol for node in counting for symbol in node.meta["unbacked_bindings"]}
+    for node in counting:
+        bindings = node.meta["unbacked_bindings"]
         if node.target not in _NAMES or len(bindings) != 1:
             raise _refusal([(str(node.target), str(source_line(node)))])
         ((symbol, _),) = bindings.items()
-        equal = {symbol}
-        for condition in _conditions(node, symbol):
+        equal, others = {symbol}, []
+        relied_on = [c for c in seen.conditions if symbol in c.free_symbols]
+        for condition in (*conditions_on(node, symbol), *relied_on):
             if _is_equality(condition):
                 equal |= condition.free_symbols
             elif _is_nonzero(condition):
                 needed |= condition.free_symbols
+            elif is_checkable(condition, known):
+                others.append(condition)
             else:
                 raise UnsupportedOperatorError(
                     f"{source_line(node)}: the model relies on {condition}, of which {symbol} "
@@ -329,24 +349,18 @@ def find_counted(
                 )
         same = next((size for size in found if not size.symbols.isdisjoint(equal)), None)
         if same is not None:
-            found[found.index(same)] = replace(same, symbols=same.symbols | equal)
+            found[found.index(same)] = replace(
+                same, symbols=same.symbols | equal, conditions=(*same.conditions, *others)
+            )
             continue
         base = _NAMES[node.target]
         free = (base if k == 1 else f"{base}_{k}" for k in itertools.count(1))
         name = next(each for each in free if each not in names)
         names.add(name)
         source: Any = node.args[0]
-        found.append(CountedSize(node, frozenset(equal), name, source.meta["val"].numel(), 0))
+        bound = source.meta["val"].numel()
+        found.append(CountedSize(node, frozenset(equal), name, bound, 0, tuple(others)))
     return tuple(replace(x, least=int(not needed.isdisjoint(x.symbols))) for x in found)
-
-
-def _conditions(node: fx.Node, symbol: sympy.Symbol) -> list[Any]:
-    """What the trace relies on of a size that a node counts."""
-    env = pytree.tree_leaves(node.meta["val"])[0].fake_mode.shape_env
-    found = [each.expr for each in env.deferred_runtime_asserts.get(symbol, ())]
-    if symbol in env.replacements:
-        found.append(sympy.Eq(symbol, env.replacements[symbol], evaluate=False))
-    return found
 
 
 def _is_equality(condition: Any) -> bool:

@@ -84,6 +84,7 @@ class StepInterpreter(fx.Interpreter):
                 f"{str(error).splitlines()[0]}",
                 ((str(n.target), str(line)),),
             ) from error
+        self._counted.note(n, result)
         if n in self._differentiated and not result.requires_grad:
             result.requires_grad_()
         if n.target not in RULES:

@@ -261,7 +261,7 @@ def _trace(
             graph = _make_graph(step, fakes, functionalize=True)
     watch.check(exported.dims)
     _refuse_foreign_parameters(list(itertools.compress(foreign, outputs["missed"])), arguments)
-    counted = find_counted(graph, tuple(exported.dims.specs), outputs["counted"].nonempty)
+    counted = find_counted(graph, tuple(exported.dims.specs), outputs["counted"])
     _refuse_foreign_tensors(graph, exported.outer)
     check_where_computed(graph)
     graph.graph.eliminate_dead_code()

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <sstream>
 
 #include "runtime/session.h"
 #include "kernels/parallel.h"
@@ -189,13 +190,7 @@ void Frame::Count(int32_t dim, int64_t count) {
   const Metadata& metadata = session_->metadata();
   if (is_counted_.empty()) is_counted_.assign(dims_.size(), 0);
   const bool is_known = is_counted_[dim] != 0;
-  is_counted_[dim] = 1;
-  if (count == 0 && std::count(metadata.nonempty.begin(), metadata.nonempty.end(), dim) > 0) {
-    TVM_FFI_THROW(ShapeRangeError)
-        << metadata.function << ": " << metadata.dims[dim] << " is 0: nothing is selected of this "
-        << "batch, and the model takes the greatest or least of it, which PyTorch refuses, too";
-  }
-  if (count == dims_[dim]) return;
+  if (is_known && count == dims_[dim]) return;
   if (is_known) {
     TVM_FFI_THROW(ShapeRangeError)
         << metadata.function << ": " << metadata.dims[dim] << " is " << dims_[dim] << " and "
@@ -205,10 +200,38 @@ void Frame::Count(int32_t dim, int64_t count) {
     TVM_FFI_THROW(InternalError) << metadata.function << ": " << metadata.dims[dim] << " is "
                                  << count << ", beyond its bound of " << plan_->dims[dim];
   }
-  dims_[dim] = count;
-  counted_ = metadata.Evaluate(dims_);
+  is_counted_[dim] = 1;
+  const bool is_less = count < dims_[dim];
+  if (is_less) {
+    dims_[dim] = count;
+    counted_ = metadata.Evaluate(dims_);
+  }
+  CheckCounts(dim);
+  if (!is_less) return;
   if (!PlanRest()) binding_->Resize(counted_);
   binding_->Pass(given_, escaping_);
+}
+
+// Look at what the model needs of a dim and of those that were counted before it.
+void Frame::CheckCounts(int32_t dim) const {
+  const Metadata& metadata = session_->metadata();
+  const std::vector<int64_t>& values = Values();
+  for (const CountCheck& check : metadata.count_checks) {
+    const std::vector<int32_t>& dims = check.dims;
+    if (std::find(dims.begin(), dims.end(), dim) == dims.end()) continue;
+    const bool waits = std::any_of(metadata.kernels.begin(), metadata.kernels.end(), [&](auto& k) {
+      return k.counts >= 0 && is_counted_[k.counts] == 0 &&
+             std::find(dims.begin(), dims.end(), k.counts) != dims.end();
+    });
+    const int64_t size = values[check.size], limit = values[check.limit];
+    if (waits || (check.is_inequality ? size != limit : size <= limit)) continue;
+    std::ostringstream sizes;
+    for (int32_t each : dims) {
+      sizes << (each == dims.front() ? "" : ", ") << metadata.dims[each] << " is " << dims_[each];
+    }
+    TVM_FFI_THROW(ShapeRangeError) << metadata.function << ": the model " << check.message
+                                   << "; for this batch " << sizes.str();
+  }
 }
 
 // The plan was made for the bound.  What it computes again for want of memory is left out from here

@@ -17,7 +17,7 @@ namespace json = tvm::ffi::json;
 
 namespace {
 
-constexpr int64_t kVersion = 9;
+constexpr int64_t kVersion = 10;
 
 ffi::Any Field(const json::Object& object, const char* name) {
   auto found = object.find(ffi::String(name));
@@ -147,7 +147,14 @@ Metadata Metadata::Parse(const ffi::String& text) {
     }
   }
   result.outputs = Integers(Field(object, "outputs"));
-  result.nonempty = Integers(Field(object, "nonempty"));
+  for (const ffi::Any& item : ListOf(Field(object, "count_checks"))) {
+    auto check = item.cast<json::Object>();
+    result.count_checks.push_back(
+        {static_cast<int32_t>(Field(check, "size").cast<int64_t>()),
+         static_cast<int32_t>(Field(check, "limit").cast<int64_t>()),
+         std::string(Field(check, "relation").cast<ffi::String>()) == "!=",
+         Integers(Field(check, "dims")), std::string(Field(check, "message").cast<ffi::String>())});
+  }
   auto machine = Field(object, "machine").cast<json::Object>();
   result.machine = {Field(machine, "alignment").cast<int64_t>(),
                     Field(machine, "flops_per_ns").cast<double>(),

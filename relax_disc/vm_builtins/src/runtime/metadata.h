@@ -67,6 +67,14 @@ struct KernelEntry {
   bool overwrites = false;  // whether a given tensor's buffer is written
 };
 
+/*! \brief What dims must fulfil once the last of them has been counted. */
+struct CountCheck {
+  int32_t size, limit;        // programs
+  bool is_inequality;         // they must differ; else the size must not be above the limit
+  std::vector<int32_t> dims;  // that it mentions
+  std::string message;        // what the model does or needs
+};
+
 /*! \brief What plans must know of the machine; a kernel's time before it has been measured. */
 struct Machine {
   int64_t alignment = 64;  // bytes that every size and offset is a multiple of
@@ -84,7 +92,7 @@ struct Metadata {
   std::vector<ViewEntry> views;
   std::vector<KernelEntry> kernels;
   std::vector<int32_t> outputs;  // views, in the order of the flat result
-  std::vector<int32_t> nonempty;  // dims that are counted and must not be 0
+  std::vector<CountCheck> count_checks;
   int32_t given_count = 0;
   Machine machine;
 

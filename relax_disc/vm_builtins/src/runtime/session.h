@@ -196,6 +196,7 @@ class Frame : public tvm::ffi::Object {
   const Binding& Bound() const;
   void Execute(const Step& step, const Step& next);
   void Count(int32_t dim, int64_t count);
+  void CheckCounts(int32_t dim) const;
   bool PlanRest();
   /*! \brief Of the metadata's programs, for the sizes as far as they are known. */
   const std::vector<int64_t>& Values() const { return counted_.empty() ? plan_->values : counted_; }

@@ -1,0 +1,42 @@
+"""What a trace relies on of sizes that only the data tell: a call checks it once it has counted.
+
+``hidden[ends].view(batch, -1, width)`` needs a count that is a multiple of the batch's size;
+``head(hidden[mask])`` with one label a row, as many as there are rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import sympy
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+from torch.utils._sympy import functions as torch_sympy
+
+_RELATIONS = (sympy.Eq, sympy.Ne, sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)
+
+
+def conditions_on(node: fx.Node, symbol: sympy.Symbol) -> list[Any]:
+    """Return what the trace relies on of a size that a node counts."""
+    env = pytree.tree_leaves(node.meta["val"])[0].fake_mode.shape_env
+    found = [each.expr for each in env.deferred_runtime_asserts.get(symbol, ())]
+    if symbol in env.replacements:
+        found.append(sympy.Eq(symbol, env.replacements[symbol], evaluate=False))
+    return [_without_factor(part) for condition in found for part in sympy.And.make_args(condition)]
+
+
+def is_checkable(condition: Any, counted: Set[sympy.Symbol]) -> bool:
+    """Whether a condition compares sizes that a call knows: dims, and the symbols ``counted``."""
+    return isinstance(condition, _RELATIONS) and free_unbacked_symbols(condition) <= counted
+
+
+def _without_factor(condition: Any) -> Any:
+    """Write ``(32*n) % (32*m) == 0``, of rows of 32, as ``n % m == 0``."""
+    sides = condition.args if isinstance(condition, sympy.Eq) else ()
+    if len(sides) != 2 or sides[1] != 0 or not isinstance(sides[0], torch_sympy.Mod):
+        return condition
+    factor = sympy.gcd(*sides[0].args)
+    value, divisor = (sympy.cancel(x / factor) for x in sides[0].args)
+    return sympy.Eq(torch_sympy.Mod(value, divisor), 0, evaluate=False)
