@@ -129,9 +129,7 @@ class FunctionReader:
 
     def _count_checks(self, counted: Mapping[Any, Any]) -> tuple[CountCheck, ...]:
         dims = self.table.dims.values()
-        nonempty = [
-            ("1", "<=", str(name), _NEEDS_ONE) for name, n in counted.items() if int(n)
-        ]
+        nonempty = [("1", "<=", str(name), _NEEDS_ONE) for name, n in counted.items() if int(n)]
         others = (self.func.attrs or {}).get("relax_disc.count_checks") or ()
         return tuple(
             CountCheck(

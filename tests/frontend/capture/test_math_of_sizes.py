@@ -1,5 +1,6 @@
 """Numbers that `math`, `int`, `float` and `round` make of sizes follow the sizes."""
 
+import functools
 import math
 from math import sqrt
 
@@ -201,13 +202,27 @@ def test_decimals_of_sizes_without_a_bound_are_left(most):
     assert rounded_multiple(expr, most, *WAYS["int"][1:]) is None
 
 
+def _decorated(function):
+    """Wrap a function in one of this file, as libraries do to the forward of a model."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
 def test_classes_are_replaced_where_they_are_only_called():
     source = "def f(x):\n    return int(x) + float(x)\n"
     asking = source + "def g(x):\n    return isinstance(x, int)\n"
+    given = source + (
+        "class A:\n    @other\n    def h(self, x):\n        return make(x, dtype=int)\n"
+    )
     for text, replaced in (
         (source, {"int", "float", "divmod", "round"}),
         (asking, {"float", "divmod", "round"}),
+        (given, {"float", "divmod", "round"}),
     ):
-        space = {"__name__": "a_file"}
+        space = {"__name__": "a_file", "other": _decorated}
         exec(text, space)
         assert replacements(space).keys() == replaced

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import builtins
 import dis
+import functools
+import inspect
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +34,7 @@ from relax_disc.frontend.capture.source_lines import calling_line
 from relax_disc.frontend.capture.state.sources import codes_of, function_of
 
 _SYMBOLIC = torch.SymInt | torch.SymFloat
+_FUNCTIONS = types.FunctionType | type(functools.cache(len))
 
 
 def replacements(space: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,13 +64,15 @@ def _is_only_called(codes: Sequence[types.CodeType], name: str) -> bool:
 
 
 def _functions(space: Mapping[str, Any]) -> Iterator[types.FunctionType]:
-    """List the functions that a file defines, methods included."""
+    """List the functions that a file defines, methods and what decorators wrap included."""
     for value in list(space.values()):
         members = [value]
         if isinstance(value, type) and value.__module__ == space.get("__name__"):
             members = list(vars(value).values())
         for member in members:
             function = function_of(member)
+            if isinstance(function, _FUNCTIONS):
+                function = inspect.unwrap(function)
             if isinstance(function, types.FunctionType) and function.__globals__ is space:
                 yield function
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import sympy
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._sympy import functions as torch_sympy
 
@@ -24,12 +24,19 @@ def conditions_on(node: fx.Node, symbol: sympy.Symbol) -> list[Any]:
     found = [each.expr for each in env.deferred_runtime_asserts.get(symbol, ())]
     if symbol in env.replacements:
         found.append(sympy.Eq(symbol, env.replacements[symbol], evaluate=False))
-    return [_without_factor(part) for condition in found for part in sympy.And.make_args(condition)]
+    parts = (part for condition in found for part in sympy.And.make_args(condition))
+    return [_without_factor(_of_dims(part, env)) for part in parts]
 
 
 def is_checkable(condition: Any, counted: Set[sympy.Symbol]) -> bool:
     """Whether a condition compares sizes that a call knows: dims, and the symbols ``counted``."""
     return isinstance(condition, _RELATIONS) and free_unbacked_symbols(condition) <= counted
+
+
+def _of_dims(condition: Any, env: ShapeEnv) -> Any:
+    """Name each size of the batch as the trace does, which has found some of them equal since."""
+    counted = free_unbacked_symbols(condition)
+    return condition.xreplace({s: env.replace(s) for s in condition.free_symbols - counted})
 
 
 def _without_factor(condition: Any) -> Any:
