@@ -164,6 +164,10 @@ def sequences(model, ids, labels):
     return F.layer_norm(x, (4,)).cos().sum()
 
 
+def variances(model, ids, labels):
+    return model(ids)[labels >= 0].exp().var(0).sum()
+
+
 _LOSSES = [
     *(cross_entropy, equal_masks, rows_before_the_head, positive, squared_error, positions),
     *(
@@ -176,10 +180,12 @@ _LOSSES = [
         attention,
         sequences,
         rows_before_a_regression,
+        variances,
     ),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")  # of eager, about variances of one
 @pytest.mark.parametrize("loss_fn", every(2, _LOSSES), ids=lambda f: f.__name__)
 def test_a_step_is_pytorchs_at_every_count(loss_fn):
     step = _compiled(loss_fn)

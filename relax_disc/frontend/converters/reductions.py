@@ -99,7 +99,7 @@ def any_(emitter: Emitter, x: Any, axes: Any = None, keepdim: bool = False) -> A
 def variance(
     emitter: Emitter, x: Any, axes: Any = None, correction: Any = 1, keepdim: bool = False
 ) -> Any:
-    """Variance in two passes."""
+    """Variance in two passes; not finite for no more elements than the correction."""
     axes = axes_of(emitter, x, axes)
     dtype = emitter.dtype(x)
     wide = WIDE.get(dtype, dtype)
@@ -109,11 +109,11 @@ def variance(
     mean = emitter.emit(op.mean(x, axes, keepdims=True))
     centred = emitter.emit(op.subtract(x, mean))
     total = emitter.emit(op.sum(emitter.emit(op.multiply(centred, centred)), axes, keepdim))
-    correction = 1 if correction is None else correction
-    divisor = emitter.symbols.analyzer.simplify(
-        count.astype("float64") - tirx.const(float(correction), "float64")
-    )
-    var = emitter.emit(op.divide(total, emitter.tensor(divisor, wide)))
+    correction = 1.0 if correction is None else float(correction)
+    kind = "int64" if correction.is_integer() else "float64"
+    left = count.astype(kind) - tirx.const(correction, kind)
+    divisor = emitter.symbols.analyzer.simplify(tirx.max(left, tirx.const(0, kind)))
+    var = emitter.emit(op.divide(total, emitter.tensor(divisor.astype("float64"), wide)))
     name = str(emitter.node.target)
     var = emitter.cast(var, dtype)
     if "var_mean" not in name:
