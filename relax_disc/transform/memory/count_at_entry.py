@@ -85,7 +85,7 @@ def _counting_function(function: relax.Function) -> relax.Function | None:
     own = {
         **{name: attrs[name] for name in _OF_DIMS if name in attrs},
         "relax_disc.counted": mine,
-        "relax_disc.count_checks": checks,
+        **({"relax_disc.count_checks": checks} if checks else {}),
         "relax_disc.param_kinds": [kinds[k] for k in kept],
     }
     return copy_with_new_vars(relax.Function(parameters, body, counts.ty)).with_attrs(own)
