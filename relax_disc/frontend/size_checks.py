@@ -109,7 +109,7 @@ def count_checks(sizes: Sequence[CountedSize], symbols: SymbolTranslator) -> lis
     for size in sizes:
         for condition in dict.fromkeys(size.conditions):
             for symbol in condition.free_symbols:
-                symbols.variable(symbol)
+                symbols.variable(symbol)  # a call is told its size
             try:
                 left, right = (_shown(side, symbols) for side in condition.args)
                 message = f"needs {left} {condition.rel_op} {right}{at_line(size.node)}"

@@ -404,6 +404,16 @@ def _in_fours(model, ids, labels):
     return model(ids)[labels >= 0].reshape(-1, 4, _WORDS).mean(1).cos().sum()
 
 
+def _in_eights(model, ids, labels):
+    return model(ids)[labels >= 0].reshape(-1, 8).sum()
+
+
+def _as_many_distinct(model, ids, labels):
+    words, counts = torch.unique(ids, return_counts=True)
+    x = model(words)
+    return (x * counts[:, None]).cos().sum() + F.cross_entropy(x, labels[:, 0].clamp(min=0))
+
+
 def _last_of_all(model, ids, labels):
     return model(ids)[labels >= 0][-1].cos().sum()
 
@@ -451,6 +461,18 @@ def _labelled(*counts, length=5):
             [_labelled(2, 2), _labelled(4), _labelled(0), _labelled(1, 1, 1, 1, length=1)],
             [_labelled(3), _labelled(1, 1)],
             r"needs \(selected % 4\) == 0",
+        ),
+        (
+            _in_eights,
+            [_labelled(5, 3), _labelled(0)],
+            [_labelled(3), _labelled(1, 1)],
+            r"needs \(\(3\*selected\) % 8\) == 0",
+        ),
+        (
+            _as_many_distinct,
+            [_labelled(1, length=1), _labelled(1, 0, 1, 1, length=1)],
+            [_labelled(1, 2, length=2)],
+            "needs distinct == batch",
         ),
         (
             _last_of_all,

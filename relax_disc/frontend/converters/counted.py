@@ -35,10 +35,13 @@ def unique(
     fakes, dtype = emitter.node.meta["val"], emitter.dtype(x)
     kept = {"float32", "float64", "int32", "int64"}
     wide = dtype if dtype in kept else "float32" if "float" in dtype else "int32"
-    (count,) = emitter.symbols.shape(fakes[0].shape)
+    wanted = relax.ShapeExpr(emitter.symbols.shape(fakes[0].shape))
     elements = emitter.symbols.size(emitter.value(emitter.node.args[0]).numel())
     flat = emitter.emit(op.reshape(emitter.cast(x, wide), relax.ShapeExpr([elements])))
-    values, inverse, counts, _ = emitter.elements(emitter.emit(counted.unique(flat, count)))
+    values, inverse, counts, _ = emitter.elements(
+        emitter.emit(counted.unique(flat, emitter.counted_dim))
+    )
+    values, counts = (emitter.emit(op.reshape(each, wanted)) for each in (values, counts))
     nothing = emitter.emit(relax.const(np.zeros(0, "int64"), "int64"))
     shape = relax.ShapeExpr(emitter.shape(x))
     return (

@@ -325,6 +325,7 @@ def find_counted(
     names, found = set(taken), []
     needed = set(seen.nonempty)
     counting = [node for node in graph.graph.nodes if node.meta.get("unbacked_bindings")]
+    exported = seen.conditions
     known = {symbol for node in counting for symbol in node.meta["unbacked_bindings"]}
     for node in counting:
         bindings = node.meta["unbacked_bindings"]
@@ -332,7 +333,7 @@ def find_counted(
             raise _refusal([(str(node.target), str(source_line(node)))])
         ((symbol, _),) = bindings.items()
         equal, others = {symbol}, []
-        relied_on = [c for c in seen.conditions if symbol in c.free_symbols]
+        relied_on = [each for each in exported if symbol in each.free_symbols]
         for condition in (*conditions_on(node, symbol), *relied_on):
             if _is_equality(condition):
                 equal |= condition.free_symbols

@@ -188,10 +188,14 @@ void Frame::Call(const Step& step, const Step& next) {
 // A dim that was entered with its bound gets its size, and with it whatever is made of it.
 void Frame::Count(int32_t dim, int64_t count) {
   const Metadata& metadata = session_->metadata();
-  if (is_counted_.empty()) is_counted_.assign(dims_.size(), 0);
-  const bool is_known = is_counted_[dim] != 0;
-  if (is_known && count == dims_[dim]) return;
-  if (is_known) {
+  if (is_known_.empty()) {
+    is_known_.assign(dims_.size(), 1);
+    for (const KernelEntry& kernel : metadata.kernels) {
+      if (kernel.counts >= 0) is_known_[kernel.counts] = 0;
+    }
+  }
+  if (is_known_[dim]) {
+    if (count == dims_[dim]) return;
     TVM_FFI_THROW(ShapeRangeError)
         << metadata.function << ": " << metadata.dims[dim] << " is " << dims_[dim] << " and "
         << count << ": the model combines what two masks select, which must be as much";
@@ -200,7 +204,7 @@ void Frame::Count(int32_t dim, int64_t count) {
     TVM_FFI_THROW(InternalError) << metadata.function << ": " << metadata.dims[dim] << " is "
                                  << count << ", beyond its bound of " << plan_->dims[dim];
   }
-  is_counted_[dim] = 1;
+  is_known_[dim] = 1;
   const bool is_less = count < dims_[dim];
   if (is_less) {
     dims_[dim] = count;
@@ -219,12 +223,9 @@ void Frame::CheckCounts(int32_t dim) const {
   for (const CountCheck& check : metadata.count_checks) {
     const std::vector<int32_t>& dims = check.dims;
     if (std::find(dims.begin(), dims.end(), dim) == dims.end()) continue;
-    const bool waits = std::any_of(metadata.kernels.begin(), metadata.kernels.end(), [&](auto& k) {
-      return k.counts >= 0 && is_counted_[k.counts] == 0 &&
-             std::find(dims.begin(), dims.end(), k.counts) != dims.end();
-    });
+    if (!std::all_of(dims.begin(), dims.end(), [&](int32_t d) { return is_known_[d]; })) continue;
     const int64_t size = values[check.size], limit = values[check.limit];
-    if (waits || (check.is_inequality ? size != limit : size <= limit)) continue;
+    if (check.is_inequality ? size != limit : size <= limit) continue;
     std::ostringstream sizes;
     for (int32_t each : dims) {
       sizes << (each == dims.front() ? "" : ", ") << metadata.dims[each] << " is " << dims_[each];

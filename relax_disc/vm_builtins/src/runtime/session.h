@@ -224,7 +224,7 @@ class Frame : public tvm::ffi::Object {
   size_t next_wait_ = 0;
   std::vector<tvm::ffi::Tensor> given_, escaping_;
   std::vector<int64_t> dims_, counted_;  // counted_: values, once a dim has been counted
-  std::vector<char> is_counted_;         // of each dim, once one has been
+  std::vector<char> is_known_;           // of each dim, once one has been counted
   int32_t position_ = 0;
   int64_t arena_peak_ = 0, escaping_bytes_ = 0, resident_bytes_ = 0, replanning_ns_ = 0;
   Report report_;
