@@ -40,32 +40,21 @@ def _(rng: Tensor, shape: Sequence[int], stream: int, p: float) -> Tensor:
     return torch.empty(tuple(shape), dtype=torch.bool, device=rng.device)
 
 
-class Randomness:
-    """The random operators of one traced function: each call gets a stream of its own.
-
-    ``rng`` is the input ``[seed, offset]``, int64.
-    """
-
-    def __init__(self, rng: Tensor) -> None:
-        self._rng = rng
-        self._streams = 0
+class RandomOperators:
+    """The random operators, by the numbers that a subclass draws."""
 
     def uniform(self, shape: Sequence[Any]) -> Tensor:
         """Draw numbers in [0, 1), float32."""
-        return torch.ops.relax_disc.uniform(self._rng, list(shape), self._stream())
+        raise NotImplementedError
+
+    def keep(self, shape: Sequence[Any], p: float) -> Tensor:
+        """Draw a mask that is false with probability ``p``."""
+        raise NotImplementedError
 
     def normal(self, shape: Sequence[Any]) -> Tensor:
         """Draw normal numbers by the method of Box and Muller."""
         radius = torch.sqrt(-2.0 * torch.log1p(-self.uniform(shape)))
         return radius * torch.cos(2.0 * math.pi * self.uniform(shape))
-
-    def keep(self, shape: Sequence[Any], p: float) -> Tensor:
-        """Draw a mask that is false with probability ``p``."""
-        return torch.ops.relax_disc.keep(self._rng, list(shape), self._stream(), p)
-
-    def _stream(self) -> int:
-        self._streams += 1
-        return self._streams - 1
 
     # -- operators of ATen, with their own arguments ------------------------------------------
 
@@ -192,22 +181,20 @@ class Randomness:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
         *,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> Tensor:
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor | None:
         """Attention with dropout of its weights: one operator, or plain ones where it is not."""
-        draws = (self._rng, dropout_p, self._streams)
-        if dropout_p < 1:
-            found = whole_attention(
-                *(query, key, value, attn_mask, is_causal, scale, enable_gqa), draws
-            )
-            if found is not None:
-                self._streams += 1
-                return found
+        if dropout_p == 0:
+            return None
+        operands = (query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        found = self._whole_attention(operands, dropout_p) if dropout_p < 1 else None
+        if found is not None:
+            return found
         if enable_gqa:
             repeats = query.shape[-3] // key.shape[-3]
             key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
@@ -221,6 +208,10 @@ class Randomness:
         elif attn_mask is not None:
             scores = scores + attn_mask
         return self.dropout(torch.softmax(scores, -1), dropout_p, True) @ value
+
+    def _whole_attention(self, operands: tuple[Any, ...], p: float) -> Tensor | None:
+        """Attention as one operator that drops weights by itself; None where there is none."""
+        return None
 
     def rules(self) -> dict[Any, Callable[..., Any]]:
         """List the operators that draw numbers, with what traces them."""
@@ -248,6 +239,7 @@ class Randomness:
             aten.randperm.default: self.randperm,
             aten.multinomial.default: self.multinomial,
             aten.rrelu.default: self.rrelu,
+            aten.scaled_dot_product_attention.default: self.attention,
             aten.normal_.default: self.fill_normal,
             aten.uniform_.default: self.fill_uniform,
             aten.exponential_.default: self.fill_exponential,
@@ -261,3 +253,32 @@ class Randomness:
             ),
             aten.randint.default: lambda high, size, **o: self.randint(0, high, size, **o),
         }
+
+
+class Randomness(RandomOperators):
+    """The random operators of one traced function: each call gets a stream of its own.
+
+    ``rng`` is the input ``[seed, offset]``, int64.
+    """
+
+    def __init__(self, rng: Tensor) -> None:
+        self._rng = rng
+        self._streams = 0
+
+    def uniform(self, shape: Sequence[Any]) -> Tensor:
+        """Draw numbers in [0, 1), float32."""
+        return torch.ops.relax_disc.uniform(self._rng, list(shape), self._stream())
+
+    def keep(self, shape: Sequence[Any], p: float) -> Tensor:
+        """Draw a mask that is false with probability ``p``."""
+        return torch.ops.relax_disc.keep(self._rng, list(shape), self._stream(), p)
+
+    def _stream(self) -> int:
+        self._streams += 1
+        return self._streams - 1
+
+    def _whole_attention(self, operands: tuple[Any, ...], p: float) -> Tensor | None:
+        found = whole_attention(*operands, draws=(self._rng, p, self._streams))
+        if found is not None:
+            self._streams += 1
+        return found

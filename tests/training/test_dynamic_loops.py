@@ -451,16 +451,6 @@ class ReadsItsFirst(_Recurrent):
         return torch.stack(outs[1:], 1)
 
 
-class Draws(_Recurrent):
-    def run(self, x: Tensor) -> Tensor:
-        h = torch.zeros(x.shape[0], 8)
-        outs = []
-        for t in range(x.shape[1]):
-            h = functional.dropout(self.cell(x[:, t], h))
-            outs.append(h)
-        return torch.stack(outs, 1)
-
-
 class Counts(_Recurrent):
     def run(self, x: Tensor) -> Tensor:
         h, k = torch.zeros(x.shape[0], 8), 0
@@ -539,7 +529,6 @@ class WritesEverySecond(_Recurrent):
         (ReadsItByAnotherName, "a list whose length is a dim is asked for what stack makes of it"),
         (AppendsNumbers, "the list that it makes grows by 1 of type tuple"),
         (ReadsThePast, "it computes with the number of its step"),
-        (Draws, "it draws random numbers"),
         (MayHaveNoStep, "at some length it has no step"),
         (Counts, "k changes from step to step"),
         (Nested, "it holds another loop over a dynamic length"),

@@ -7,6 +7,7 @@ one that it writes so, ``out[:, t] = h``, becomes a result that is written part 
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,14 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from relax_disc.frontend.capture.loops.draws import DrawnOperator, draw_before, is_random
+from relax_disc.frontend.capture.loops.nodes import add_call
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.capture.traced.writes import is_new
 
 _ATEN, _OURS = torch.ops.aten, torch.ops.relax_disc
 CHECKS = ("aten._assert_scalar.", "aten.sym_constrain_range", "aten._assert_tensor_metadata.")
-_RANDOM = torch.Tag.nondeterministic_seeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +98,24 @@ class _Cut:
         self._written: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # select and copy, by tensor
         items = [n for n in self._inside if n.target is _ATEN.item.default]
         self._symbol = items[0].meta["val"].node.expr if items else None
+        if self._end is not None:
+            self._draw_before(items[0])
         windows = [node for node in self._inside if self._select_window(node)]
         if windows:
             self._find_inside()
+
+    def _draw_before(self, step: fx.Node) -> None:
+        """Let random operators between begin and end read numbers that are drawn before."""
+        drawing = [node for node in self._between() if is_random(node)]
+        for node in drawing:
+            draw_before(self._index, step, node, self._refuse)
+        if drawing:
+            self._find_inside()
+
+    def _between(self) -> list[fx.Node]:
+        """List the nodes from the loop's begin to its end, whatever they depend on."""
+        first, last = self._order[self._index], self._order[self._end]
+        return [node for node, k in self._order.items() if first < k < last]
 
     def _find_inside(self) -> None:
         """Find the nodes of the step: all that the number of it leads to."""
@@ -132,11 +149,12 @@ class _Cut:
         order = [*range(axis), x.dim() - 1, *range(axis, x.dim() - 1)]
         layout = {"memory_format": torch.contiguous_format}
         with self._outer.inserting_before(node):
-            windows = _call(self._outer, _ATEN.unfold.default, source, axis, int(width), 1)
-            part = _call(self._outer, _ATEN.select.int, windows, axis, start)
-            part = _call(self._outer, _ATEN.permute.default, part, order)
+            add = functools.partial(add_call, self._outer, x.fake_mode)
+            windows = add(_ATEN.unfold.default, source, axis, int(width), 1)
+            part = add(_ATEN.select.int, windows, axis, start)
+            part = add(_ATEN.permute.default, part, order)
             # As it lies in memory is known: an operator that follows may view it otherwise.
-            part = _call(self._outer, _ATEN.clone.default, part, **layout)
+            part = add(_ATEN.clone.default, part, **layout)
         part.meta["stack_trace"] = node.meta.get("stack_trace")
         node.replace_all_uses_with(part)
         self._outer.erase_node(node)
@@ -163,7 +181,7 @@ class _Cut:
         for node in list(self._inside):
             if self._order[node] > last and not _is_check(node):
                 raise self._refuse("what only a step knows is read after the loop", node)
-        between = [n for n, k in self._order.items() if self._order[self._index] < k < last]
+        between = self._between()
         for node in between:
             self._check_node(node)
         for tensor, (select, _) in self._written.items():
@@ -177,12 +195,11 @@ class _Cut:
             raise self._refuse("its check of data would be lost; check behind the loop", node)
         if node in self._inside and not _is_size(node) and target is not _ATEN.item.default:
             known = isinstance(target, OpOverload) and target.namespace == "aten"
-            if not known and target is not _OURS.loop_carry.default:
+            known |= target is _OURS.loop_carry.default or isinstance(target, DrawnOperator)
+            if not known:
                 raise self._refuse(f"{target} inside it cannot be repeated", node)
         if not isinstance(target, OpOverload):
             return
-        if _RANDOM in target.tags and not _is_idle(node):
-            raise self._refuse("it draws random numbers; draw them before the loop", node)
         if not target._schema.is_mutable:
             return
         written = self._root(node.args[0])
@@ -398,27 +415,12 @@ class _Cut:
             self._outer.erase_node(getter)
 
 
-def _call(graph: fx.Graph, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
-    """Add a call to a graph, with the value that PyTorch traces for it."""
-    made = graph.call_function(target, args, kwargs)
-    values = pytree.tree_map_only(fx.Node, lambda node: node.meta["val"], args)
-    with values[0].fake_mode:
-        made.meta = {"val": target(*values, **kwargs)}
-    return made
-
-
 def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat)
 
 
 def _is_check(node: fx.Node) -> bool:
     return str(node.target).startswith(CHECKS) or isinstance(node.meta.get("val"), torch.SymBool)
-
-
-def _is_idle(node: fx.Node) -> bool:
-    """Whether a random operator draws nothing: dropout in evaluation."""
-    name = getattr(node.target, "_schema", node).name
-    return "dropout" in name and bool(node.args[1] == 0 or node.args[2] is False)
 
 
 def _expression(size: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,7 +50,7 @@ class StepInterpreter(fx.Interpreter):
         self._randomness = randomness
         self._counted = counted
         whole = {**REWRITES, **inner_gradients.RULES} if twice else RULES
-        self._rules = {**randomness.rules(), **counted.rules(), **whole}
+        self._rules = whole, counted.rules(), randomness.rules()
         self._differentiated = inner_gradients.differentiated(graph)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -99,14 +98,10 @@ class StepInterpreter(fx.Interpreter):
             args, kwargs = under_autocast(target, args, kwargs)
         if target is torch.ops.aten._assert_tensor_metadata.default:  # held when it was exported
             return None
-        rule = self._rules.get(target)
-        if rule is not None and (result := rule(*args, **kwargs)) is not None:
-            return result
-        if target is torch.ops.aten.scaled_dot_product_attention.default:
-            call = inspect.signature(RULES[target]).bind(*args, **kwargs)
-            call.apply_defaults()
-            if call.arguments["dropout_p"] > 0:
-                return self._randomness.attention(*call.args, **call.kwargs)
+        for rules in self._rules:
+            rule = rules.get(target)
+            if rule is not None and (result := rule(*args, **kwargs)) is not None:
+                return result
         if target is torch.ops.relax_disc.custom_function.default:
             call, tensors, sizes = args
             results = pytree.tree_leaves(self._custom_calls[call].run(tensors, sizes))

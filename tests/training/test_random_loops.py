@@ -1,0 +1,205 @@
+"""Random numbers in Python loops over a dynamic length: each step draws its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn import functional
+
+import relax_disc
+from relax_disc.errors import ShapeRangeError
+from tests.tiers import every
+
+_LONGEST = 24
+_DIMS = {0: Dim("batch", min=1, max=16), 1: Dim("length", min=1, max=_LONGEST)}
+_SHAPES = ((16, _LONGEST), (1, 1), (3, 9))
+
+
+def _filled(v: Tensor) -> Tensor:
+    return v * torch.empty(v.shape[0], 1).bernoulli_(0.25)
+
+
+def _attention(v: Tensor) -> Tensor:
+    row = v[:, None, :, None]
+    flat = torch.zeros(v.shape[0], 1, 6, 1)
+    drawn = functional.scaled_dot_product_attention(flat, flat, row, dropout_p=0.5)
+    same = functional.scaled_dot_product_attention(flat, flat, row)
+    return (drawn + same)[:, 0, :, 0]
+
+
+_LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda v: functional.dropout(v, 0.3),
+    "dropout in place": lambda v: functional.dropout(v * 2, 0.5, inplace=True),
+    "channels": lambda v: functional.dropout2d(v[:, :, None, None].expand(-1, -1, 2, 2)).sum(3)[
+        :, :, 0
+    ],
+    "normal": lambda v: v * torch.randn(v.shape[0], 6) + v * torch.normal(0.5, 0.1, v.shape),
+    "filled": _filled,
+    "like": lambda v: v * torch.rand_like(v) + v * torch.empty_like(v).exponential_(),
+    "probabilities": lambda v: v * torch.bernoulli(torch.sigmoid(v.detach())),
+    "gumbel": lambda v: v * functional.gumbel_softmax(v.detach(), tau=0.5, hard=True),
+    "permutation": lambda v: v[:, torch.randperm(6)],
+    "attention": _attention,
+}
+"""Random functions that are linear in their operand."""
+
+
+class _Scaled(nn.Module):
+    """The mean of a random linear function of a weight, applied in each step by itself."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6).abs() + 0.5)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        outs = []
+        for t in range(x.shape[1]):
+            outs.append(self.draw(self.weight * x[:, t]))
+        made = torch.stack(outs, 1)
+        return made.sum(), made
+
+
+@pytest.mark.parametrize("kind", every(3, list(_LINEAR)))
+def test_each_step_draws_its_own_numbers_and_its_gradient_reads_them(kind: str) -> None:
+    torch.manual_seed(0)
+    model = _Scaled(_LINEAR[kind])
+    step = relax_disc.compile(model, None, (torch.rand(4, 5, 6),), dynamic_shapes=(_DIMS,))
+    for batch, length in _SHAPES:
+        x = torch.ones(batch, length, 6)
+        model.zero_grad()
+        loss, (made,) = step(x, update=False)
+        gradient: Any = model.weight.grad
+        # Euler: what is linear is its gradient times its operand.
+        torch.testing.assert_close((gradient * model.weight).sum(), loss.detach())
+        if batch < 16:
+            continue
+        assert not any(torch.equal(made[:, t], made[:, t - 1]) for t in range(length))
+        assert not torch.equal(made, step(x, update=False)[1][0])
+        # Means over the batch, one for each step: what is drawn for a whole batch counts once.
+        eager = torch.cat([model(x)[1].detach().mean(0) for _ in range(4)])
+        rows = torch.cat([step(x, update=False)[1][0].mean(0) for _ in range(4)])
+        error = (eager.var(0) / len(eager) + rows.var(0) / len(rows)).sqrt()
+        assert ((eager.mean(0) - rows.mean(0)).abs() <= 5 * error).all()
+
+
+class _Decoder(nn.Module):
+    """A recurrence with dropout of its input and its state; tells what it has drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(6, 8)
+        self.dropout = nn.Dropout(0.4)
+        self.out = nn.Linear(8, 3)
+
+    def forward(
+        self, x: Tensor, y: Tensor, drawn: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        h = c = x.new_zeros(x.shape[0], 8)
+        outs, inputs, states = [], [], []
+        for t, row in enumerate(x.unbind(1)):
+            if drawn is None:
+                kept, noise = self.dropout(torch.ones_like(row)), torch.randn(x.shape[0], 8)
+            else:
+                kept, noise = drawn[0][:, t], drawn[1][:, t]
+            h, c = self.cell(row * kept, (h + 0.1 * noise, c))
+            outs.append(self.out(h))
+            inputs.append(kept)
+            states.append(noise)
+        made = torch.stack(inputs, 1), torch.stack(states, 1)
+        return functional.mse_loss(torch.stack(outs, 1), y), made
+
+
+def _batch(batch: int, length: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, length, 6), torch.randn(batch, length, 3)
+
+
+def test_with_the_numbers_that_a_step_drew_eager_pytorch_computes_the_same() -> None:
+    torch.manual_seed(0)
+    model = _Decoder()
+    eager = copy.deepcopy(model)
+    step = relax_disc.compile(model, None, _batch(4, 5), dynamic_shapes=(_DIMS, _DIMS))
+    for shape in _SHAPES:
+        x, y = _batch(*shape)
+        model.zero_grad()
+        loss, (drawn,) = step(x, y, update=False)
+        assert set(drawn[0].unique().tolist()) <= {0.0, float(torch.tensor(1.0) / 0.6)}
+        expected, _ = eager(x, y, drawn)
+        gradients = torch.autograd.grad(expected, list(eager.parameters()))
+        torch.testing.assert_close(loss, expected.detach())
+        for ours, theirs in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(ours.grad, theirs, rtol=1e-4, atol=1e-6)
+
+
+class _Wide(nn.Module):
+    """A recurrence with dropout between wide layers, whose activations a budget leaves no room."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 64), nn.Sequential(nn.Linear(8, 64), nn.Tanh())
+        self.cell = nn.RNNCell(64, 8)
+        self.out = nn.Linear(64, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        wide = torch.tanh(self.first(x))
+        h, outs = x.new_zeros(x.shape[0], 8), []
+        for t in range(x.shape[1]):
+            h = self.cell(functional.dropout(wide[:, t], 0.3), h)
+            outs.append(self.last(functional.dropout(h, 0.2)) * torch.rand(64))
+        return functional.mse_loss(self.out(torch.stack(outs, 1).tanh()), y)
+
+
+def test_numbers_drawn_again_under_a_budget_are_the_same() -> None:
+    torch.manual_seed(0)
+    model = _Wide()
+    other = copy.deepcopy(model)
+    steps = []
+    for each in (model, other):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        steps.append(
+            relax_disc.compile(each, optimizer, _batch(4, 5), dynamic_shapes=(_DIMS, _DIMS))
+        )
+    free, tight = steps
+    for shape in _SHAPES:
+        sizes = dict(zip(("batch", "length"), shape, strict=True))
+        plan, batch = free.plan(**sizes), _batch(*shape)
+        tight.memory_budget = int(plan.least_bytes)
+        assert tight.memory_budget < plan.peak_bytes or shape == (1, 1)
+        losses = []
+        for step in steps:
+            torch.manual_seed(3)
+            losses.append(step(*batch))
+        assert torch.equal(*losses)
+        report = tight.memory_report()
+        assert report.peak_bytes == tight.plan(**sizes).peak_bytes <= tight.memory_budget
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _unknown(v: Tensor) -> Tensor:
+    return v * torch.poisson(torch.ones(6))
+
+
+def _view(v: Tensor) -> Tensor:
+    made = torch.empty(v.shape[0], 6)
+    row = made[0]
+    made.uniform_()
+    return v * row
+
+
+@pytest.mark.parametrize(
+    ("draw", "why"),
+    [
+        (_unknown, r"aten.poisson.default inside it draws random numbers.*test_random_loops.py"),
+        (_view, "fills with random numbers a tensor that may have other names"),
+    ],
+)
+def test_what_cannot_be_drawn_before_is_refused_with_the_reason(draw: Any, why: str) -> None:
+    with pytest.raises(ShapeRangeError, match=why):
+        relax_disc.compile(_Scaled(draw), None, (torch.rand(4, 5, 6),), dynamic_shapes=(_DIMS,))
