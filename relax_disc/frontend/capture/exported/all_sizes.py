@@ -238,7 +238,7 @@ class Task:
                     program = call_export(
                         wrapped, args, kwargs, self.dynamic_shapes, lines, branches, loops
                     )
-                    bodies = cut_loops(program.graph_module, loops.lines)
+                    bodies = cut_loops(program, loops)
                     return Recording(program, bodies, branches, lines, calls, example)
                 except Exception as error:
                     grows = may_grow and isinstance(error.__cause__, UserError) and proved.fails_at

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,12 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from relax_disc.frontend.capture.loops.draws import DrawnOperator, draw_before, is_random
 from relax_disc.frontend.capture.loops.nodes import add_call
-from relax_disc.frontend.capture.loops.recorded import LoopRefusal
+from relax_disc.frontend.capture.loops.recorded import LoopRefusal, RecordedLoops
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.capture.traced.writes import is_new
 
@@ -66,23 +68,61 @@ class LoopBody:
         return "\n".join([str(counts), *nodes])
 
 
-def cut_loops(module: fx.GraphModule, lines: list[SourceLine]) -> list[LoopBody]:
+def cut_loops(program: ExportedProgram, loops: RecordedLoops) -> list[LoopBody]:
     """Put one operator in the place of each recorded loop, in a graph and in those inside it.
 
-    ``lines``: of the loops, by number.  Raises `LoopRefusal`: a body is no step.
+    Raises `LoopRefusal`: a body is no step.
     """
     bodies: list[LoopBody] = []
+    module = program.graph_module
     for part in module.modules():
         if not isinstance(part, fx.GraphModule):
             continue
         found = list(part.graph.find_nodes(op="call_function", target=_OURS.loop_index.default))
         for index in reversed(found):  # loops inside others begin later
             number: Any = index.args[0]
-            _Cut(part, index, lines[number]).replace(bodies)
+            made = _Cut(part, index, loops.lines[number]).replace(bodies)
+            if made is not None and loops.may_be_empty[number]:
+                names = program.graph_signature.inputs_to_parameters if part is module else None
+                _check_without_steps(made, bodies[-1], names)
         if found:
             part.graph.lint()
             part.recompile()
     return bodies
+
+
+def _check_without_steps(
+    loop: fx.Node, body: LoopBody, parameters: Mapping[str, str] | None
+) -> None:
+    """Refuse a loop that may have no step, if parameters are read in its steps alone.
+
+    PyTorch leaves those without a gradient where there is none, and so does its optimizer.
+    ``parameters``: their names in the model, by those of the inputs; None: all inputs may be.
+    """
+    operands: Any = loop.args[2]
+    last = len(operands) - len(body.written)
+    in_steps = operands[body.carries : last]
+    outside = [*operands[: body.carries], *operands[last:]]
+    read = _inputs(loop.graph, loop, outside)
+    only = [node for node in _inputs(loop.graph, loop, in_steps) if node not in read]
+    names = [node.name if parameters is None else parameters.get(node.name) for node in only]
+    if found := sorted(name for name in names if name):
+        raise LoopRefusal(
+            f"the loop at {body.line} cannot be run as one step: where it has none but its first "
+            f"or last one, which differs, {found[0]} gets no gradient; give the dim a larger min"
+        )
+
+
+def _inputs(graph: fx.Graph, loop: fx.Node, operands: Sequence[fx.Node]) -> set[fx.Node]:
+    """Find what the graph's results are made of, were a loop made of these operands alone."""
+    found: set[fx.Node] = set()
+    left: list[fx.Node] = [*graph.output_node().all_input_nodes]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += operands if node is loop else node.all_input_nodes
+    return {node for node in found if node.op == "placeholder"}
 
 
 class _Cut:
@@ -165,14 +205,19 @@ class _Cut:
         at = f" ({line})" if line is not None and line.file else ""
         return LoopRefusal(f"the loop at {self._line} cannot be run as one step: {why}{at}")
 
-    def replace(self, bodies: list[LoopBody]) -> None:
-        """Put the operator in the place of the step, and enter the step."""
+    def replace(self, bodies: list[LoopBody]) -> fx.Node | None:
+        """Put the operator in the place of the step, and enter the step.
+
+        Returned: the operator; None where the step was recorded once more.
+        """
+        made = None
         if self._end is not None:
             self._check()
-            self._make(bodies)
+            made = self._make(bodies)
             self._outer.erase_node(self._end)
         for node in reversed(self._inside):
             self._outer.erase_node(node)
+        return made
 
     # -- what a step may be ---------------------------------------------------------------------
 
@@ -238,7 +283,7 @@ class _Cut:
 
     # -- the step as a graph --------------------------------------------------------------------
 
-    def _make(self, bodies: list[LoopBody]) -> None:
+    def _make(self, bodies: list[LoopBody]) -> fx.Node:
         olds, news, fresh, stacked = self._end.args[1:5]
         used = {n.args[1] for n in self._end.users if n.users}
         first = len(news)
@@ -280,7 +325,7 @@ class _Cut:
             )
         )
         order = [*kept, *(first + k for k in lasts), *(first + len(fresh) + k for k in rows)]
-        self._put(bodies, operands, order)
+        return self._put(bodies, operands, order)
 
     def _value(self, value: Any) -> Any:
         return value.meta["val"] if isinstance(value, fx.Node) else value
@@ -385,7 +430,7 @@ class _Cut:
         made.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace")}
         self._copies[node] = made
 
-    def _put(self, bodies: list[LoopBody], operands: list[fx.Node], order: list[int]) -> None:
+    def _put(self, bodies: list[LoopBody], operands: list[fx.Node], order: list[int]) -> fx.Node:
         body = bodies[-1]
         getters = {n.args[1]: n for n in self._end.users}
         made = self._end.meta["val"]
@@ -413,6 +458,7 @@ class _Cut:
                 user.replace_input_with(tensor, result)
         for getter in getters.values():
             self._outer.erase_node(getter)
+        return loop
 
 
 def _is_size(node: fx.Node) -> bool:

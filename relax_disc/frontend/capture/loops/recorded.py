@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from relax_disc.errors import ShapeRangeError
 from relax_disc.frontend.capture.source_lines import SourceLine
@@ -20,6 +21,10 @@ class OtherLoops(LoopRefusal):
     """A loop over a tensor is met in code that is not prepared for it."""
 
 
+class FirstStepDiffers(LoopRefusal):
+    """What a loop carries is something else before its first step than before the others."""
+
+
 class RecordedLoops:
     """The loops that an export has met: their lines, and why others were left alone."""
 
@@ -30,6 +35,8 @@ class RecordedLoops:
         self.inside: SourceLine | None = None  # of the loop whose step is being recorded
         self.step: Any = None  # the number of that step, and of how many
         self.count: Any = None
+        self.may_be_empty: list[bool] = []  # whether a loop has no step at some length
+        self.apart: dict[SourceLine, str] = {}  # of which loops "first" or "last" steps are apart
         self.is_off = False
         self.are_all = False  # whether loops over tensors are prepared, beside those over ranges
         self.modules: list[nn.Module] = []
@@ -39,6 +46,12 @@ class RecordedLoops:
         if isinstance(error, OtherLoops):
             self.are_all = True
             return True
+        branches = isinstance(error.__cause__, GuardOnDataDependentSymNode)
+        if self.inside is not None and (branches or isinstance(error, FirstStepDiffers)):
+            tried = self.apart.get(self.inside)
+            self.apart[self.inside] = "last" if tried else "first"
+            if tried != "last":
+                return True
         if self.is_off or not (self.lines or self.are_all):
             return False
         why = str(error).strip().partition("\n")[0].rstrip(".")
@@ -65,6 +78,7 @@ _ACTIVE: list[RecordedLoops] = []
 def recorded_loops(loops: RecordedLoops) -> Iterator[None]:
     """Record loops over dynamic lengths while this is active."""
     loops.lines.clear()
+    loops.may_be_empty.clear()
     loops.inside = None
     _ACTIVE.append(loops)
     try:

@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from relax_disc.frontend.capture.loops.numbers import numbers_as_tensors
-from relax_disc.frontend.capture.loops.recorded import LoopRefusal, RecordedLoops, active
+from relax_disc.frontend.capture.loops.recorded import (
+    FirstStepDiffers,
+    LoopRefusal,
+    RecordedLoops,
+    active,
+)
 from relax_disc.frontend.capture.loops.rows import fewest, sequence_of
 from relax_disc.frontend.capture.loops.sequences import (
     DynamicList,
@@ -36,6 +41,9 @@ _LIBRARY = (
     "dynamic_loop(int loop, str body, Tensor[] operands) -> Tensor[]",
 )
 
+
+_WEIGHTS_AGAIN = ("_flat_weights", "_flat_weight_refs")
+"""Lists that nn.RNN, nn.LSTM and nn.GRU make of their parameters when they are called."""
 
 _PLAIN = (Tensor, type, torch.SymInt, torch.SymBool, torch.SymFloat)
 """Values whose attributes are no state of the model's."""
@@ -84,12 +92,13 @@ def steps(
         )
     if len(values.runs) != 1:
         why_not = why_not or "its elements are no tensors of one shape"
-    if fewest(values.length(), loops.dims) < 1:
+    count = fewest(values.length(), loops.dims)
+    if count < 1:
         why_not = why_not or "at some length it has no step; give the dim a larger min"
     if why_not:
         loops.reasons.append(f"the loop at {where} cannot be run as one step: {why_not}")
         return _Plain(values)
-    return _Loop(target, values, (bound, stored, continued), where, loops)
+    return _Loop(target, values, (bound, stored, continued), where, loops, count)
 
 
 class _Unbound:
@@ -106,9 +115,10 @@ def _writes(tensor: Tensor) -> int:
 
 
 class _Loop:
-    """A loop over a dynamic length: it runs its body once, or again on better stand-ins."""
+    """A loop over a dynamic length: it runs its body once, or again on better stand-ins.
 
-    is_dynamic = True
+    A first or last step that differs from the others is run by itself, as it is written.
+    """
 
     def __init__(
         self,
@@ -117,13 +127,20 @@ class _Loop:
         names: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
         where: SourceLine,
         loops: RecordedLoops,
+        fewest: int,
     ) -> None:
-        self._values, self._where = values, where
+        self.is_dynamic = True
+        self._where = where
+        apart = loops.apart.get(where)
+        self._first = [values[0]] if apart == "first" else []
+        self._rest = [values[-1]] if apart == "last" else []
+        self._values = values[len(self._first) : -1 if self._rest else None]
+        self._may_be_empty = fewest <= len(self._first) + len(self._rest)
         self._bound, self._stored, self._continued = names
         self._target = target
         self._element: Any = None
         self._state: dict[tuple[str, int], Any] = {}
-        self._count = values.length()
+        self._count = self._values.length()
         self._loops = loops
         self._number = -1
         self._index: Any = None
@@ -135,10 +152,14 @@ class _Loop:
         self._again = True
 
     def __iter__(self) -> Iterator[Any]:
+        self.is_dynamic = False
+        yield from self._first
+        self.is_dynamic = True
         while self._again:
             self._again = False
             self._number = len(self._loops.lines)
             self._loops.lines.append(self._where)
+            self._loops.may_be_empty.append(self._may_be_empty)
             self._index = torch.ops.relax_disc.loop_index(self._number, self._count)
             step: Any = torch.ops.aten.item.default(self._index)
             torch._check(step >= 0)
@@ -148,10 +169,12 @@ class _Loop:
             self._element = self._values.at(step)
             yield self._element
             self._loops.inside = None
+        self.is_dynamic = False
+        yield from self._rest
 
-    def refuse(self, why: str) -> LoopRefusal:
+    def refuse(self, why: str, kind: type[LoopRefusal] = LoopRefusal) -> LoopRefusal:
         """Make the error for a body that is no step."""
-        return LoopRefusal(f"the loop at {self._where} cannot be run as one step: {why}")
+        return kind(f"the loop at {self._where} cannot be run as one step: {why}")
 
     def enter(self, found: dict[str, Any]) -> tuple[Any, ...]:
         """Put stand-ins into the names that the body binds or stores into."""
@@ -176,6 +199,8 @@ class _Loop:
             if isinstance(holder, _PLAIN) or not hasattr(holder, "__dict__"):
                 continue
             for name, value in vars(holder).items():
+                if name in _WEIGHTS_AGAIN and isinstance(holder, nn.RNNBase):
+                    continue
                 state[f"{type(holder).__name__}.{name}", id(holder)] = value
         return {name: _copied(value) for name, value in state.items()}
 
@@ -255,7 +280,8 @@ class _Loop:
         news, structure = pytree.tree_flatten(new)
         olds = pytree.tree_leaves(entered)
         if len(news) != len(olds):
-            raise self.refuse(f"{name} is another kind of value after a step than before")
+            why = f"{name} is another kind of value after a step than before"
+            raise self.refuse(why, FirstStepDiffers)
         firsts = pytree.tree_leaves(before)
         leaves = [
             self._carry(name, k, first, old, new, ends)
@@ -339,12 +365,14 @@ class _Loop:
         if not isinstance(new, Tensor):
             if isinstance(old, Tensor) or not _same(new, old):
                 raise self.refuse(
-                    f"{name} changes from step to step and is no tensor; make it a tensor"
+                    f"{name} changes from step to step and is no tensor; make it a tensor",
+                    FirstStepDiffers,
                 )
             return lambda: new
         if not isinstance(first, Tensor):
             if isinstance(first, bool) or not isinstance(first, int | float):
-                raise self.refuse(f"{name} is {first!r} before the first step; make it a tensor")
+                why = f"{name} is {first!r} before the first step; make it a tensor"
+                raise self.refuse(why, FirstStepDiffers)
             self._better[name, place] = torch.full(
                 new.shape, first, dtype=new.dtype, device=new.device
             )
@@ -365,14 +393,16 @@ class _Loop:
                 return first.expand(new.shape).to(torch.promote_types(first.dtype, new.dtype))
         except RuntimeError:
             pass
-        raise self.refuse(f"the shape or type of {name} changes from step to step")
+        why = f"the shape or type of {name} changes from step to step"
+        raise self.refuse(why, FirstStepDiffers)
 
     def _fresh(self, new: Any, ends: _Ends) -> Callable[[], Any]:
         """Return what a name that only the body binds holds after the last step."""
         leaves, structure = pytree.tree_flatten(new)
         rows: list[int | None] = []
         for leaf in leaves:
-            known = isinstance(leaf, Tensor) and least(self._count) >= 1
+            known = isinstance(leaf, Tensor) and not self._may_be_empty
+            known = known and least(self._count) >= 1
             rows.append(len(ends.fresh) if known else None)
             if known:
                 ends.fresh.append(leaf)

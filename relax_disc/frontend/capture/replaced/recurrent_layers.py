@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
+from relax_disc.frontend.capture.loops.recorded import active
 from relax_disc.frontend.capture.refusals import refusal
 from relax_disc.ops.recurrence_steps import KINDS
 
@@ -87,10 +88,37 @@ def _one(
     input_weight, weight, *biases = weights
     projected = functional.linear(x, input_weight, biases[0] if biases else None).to(wide)
     bias = biases[1].to(wide) if biases else weight.new_zeros(weight.shape[0], dtype=wide)
+    loops, axis = active(), int(batch_first)
+    if loops is not None and loops.inside is not None and isinstance(x.shape[axis], int):
+        steps = projected.unbind(axis)
+        outs = []
+        for step in reversed(steps) if reverse else steps:
+            state = _step(kind, step, state, weight.to(wide), bias)
+            outs.append(state[0])
+        return torch.stack(outs[::-1] if reverse else outs, axis), state
     out, last, _ = torch.ops.relax_disc.recurrence(
         projected, state, weight.to(wide), bias, kind, batch_first, reverse
     )
     return out, last
+
+
+def _step(kind: str, projected: Tensor, state: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Trace one step in plain operators: what a loop's step repeats has no operator of ours.
+
+    ``projected``: of the step's input, ``[B, gates H]``. ``state``: before and, returned, after it.
+    """
+    hidden, product = state[0], functional.linear(state[0], weight, bias)
+    if kind == "lstm":
+        i, f, g, o = (projected + product).chunk(4, -1)
+        cell = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        return torch.stack([o.sigmoid() * cell.tanh(), cell])
+    if kind == "gru":
+        (r, z, n), (to_r, to_z, to_n) = projected.chunk(3, -1), product.chunk(3, -1)
+        update = (z + to_z).sigmoid()
+        new = (n + (r + to_r).sigmoid() * to_n).tanh()
+        return (new + update * (hidden - new))[None]
+    total = projected + product
+    return (total.tanh() if kind == "rnn_tanh" else total.relu())[None]
 
 
 def _result_dtype(kind: str, x: Tensor) -> torch.dtype:
