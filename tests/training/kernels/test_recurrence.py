@@ -182,6 +182,10 @@ def test_dropout_between_layers_drops_the_given_share():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="eager PyTorch has no LSTM of bfloat16 on this processor",
+)
 def test_autocast_gives_the_types_of_eager():
     torch.manual_seed(4)
     model = Layer(nn.LSTM, batch_first=True)
