@@ -193,9 +193,26 @@ def _view(v: Tensor) -> Tensor:
     return v * row
 
 
+def _without_gradient(v: Tensor) -> Tensor:
+    with torch.no_grad():
+        row = torch.rand(6)
+    return v * row
+
+
+def _counts(v: Tensor) -> Tensor:
+    with torch.no_grad():
+        _COUNT.add_(1)
+    return v * torch.rand(6)
+
+
+_COUNT = torch.zeros(1)
+
+
 @pytest.mark.parametrize(
     ("draw", "why"),
     [
+        (_counts, "writes into a tensor in a region of its own"),
+        (_without_gradient, r"draws random numbers in a region of its own.*test_random_loops.py"),
         (_unknown, r"aten.poisson.default inside it draws random numbers.*test_random_loops.py"),
         (_view, "fills with random numbers a tensor that may have other names"),
     ],

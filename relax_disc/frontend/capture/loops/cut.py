@@ -20,7 +20,12 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from relax_disc.frontend.capture.loops.draws import DrawnOperator, draw_before, is_random
+from relax_disc.frontend.capture.loops.draws import (
+    DrawnOperator,
+    draw_before,
+    is_random,
+    once_inside,
+)
 from relax_disc.frontend.capture.loops.nodes import add_call
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal, RecordedLoops
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
@@ -243,6 +248,9 @@ class _Cut:
             known |= target is _OURS.loop_carry.default or isinstance(target, DrawnOperator)
             if not known:
                 raise self._refuse(f"{target} inside it cannot be repeated", node)
+        if (found := once_inside(node)) is not None:
+            does, inner = found
+            raise self._refuse(f"it {does} in a region of its own; do that before the loop", inner)
         if not isinstance(target, OpOverload):
             return
         if not target._schema.is_mutable:

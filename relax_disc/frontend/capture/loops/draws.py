@@ -32,19 +32,38 @@ def is_random(node: fx.Node) -> bool:
     return "dropout" not in target._schema.name or not (node.args[1] == 0 or node.args[2] is False)
 
 
+def once_inside(node: fx.Node) -> tuple[str, fx.Node] | None:
+    """Find what a region that a call enters, such as one without gradients, must not do once.
+
+    Returned: what it does, and the node; None where a loop may have the region computed before it.
+    """
+    modules = node.graph.owning_module
+    for inner in node.all_input_nodes:
+        part = getattr(modules, str(inner.target), None) if inner.op == "get_attr" else None
+        for each in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if is_random(each):
+                return "draws random numbers", each
+            if isinstance(each.target, OpOverload) and each.target._schema.is_mutable:
+                return "writes into a tensor", each
+            if each.op == "call_function" and (found := once_inside(each)) is not None:
+                return found
+    return None
+
+
 class _Asked(RandomOperators):
     """Notes which numbers a random operator asks for: a shape, and for masks a probability."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.asked: list[tuple[Sequence[Any], float | None]] = []
 
     def uniform(self, shape: Sequence[Any]) -> Tensor:
         self.asked.append((shape, None))
-        return torch.empty(tuple(shape), dtype=torch.float32)
+        return torch.empty(tuple(shape), dtype=torch.float32, device=self._device)
 
     def keep(self, shape: Sequence[Any], p: float) -> Tensor:
         self.asked.append((shape, p))
-        return torch.empty(tuple(shape), dtype=torch.bool)
+        return torch.empty(tuple(shape), dtype=torch.bool, device=self._device)
 
 
 class _Given(RandomOperators):
@@ -91,7 +110,8 @@ def draw_before(
     """
     graph, mode = node.graph, index.meta["val"].fake_mode
     target: Any = node.target
-    asked = _Asked()
+    device = next(x.device for x in pytree.tree_leaves(node.meta["val"]) if isinstance(x, Tensor))
+    asked = _Asked(device)
     if target in asked.rules():
         args, kwargs = pytree.tree_map_only(
             fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs))
@@ -110,7 +130,8 @@ def draw_before(
             sizes = [index.args[1], *(add_size(index, size) for size in shape)]
             if None in sizes:
                 raise refuse("how many random numbers it draws is not known before it", node)
-            drawn = add_call(graph, mode, _ATEN.rand.default, sizes, dtype=torch.float32)
+            options = {"dtype": torch.float32, "device": device}
+            drawn = add_call(graph, mode, _ATEN.rand.default, sizes, **options)
             if p is not None:
                 drawn = add_call(graph, mode, _ATEN.ge.Scalar, drawn, p)
         with graph.inserting_before(node):
