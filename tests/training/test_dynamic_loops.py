@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,8 +15,7 @@ from torch.nn import functional
 import relax_disc
 from relax_disc.errors import ShapeRangeError
 from tests.tiers import every
-
-_LONGEST = 32
+from tests.training.trained_loops import LONGEST, assert_trains_as_eager, compiled, loss_of
 
 
 class _Recurrent(nn.Module):
@@ -311,37 +311,19 @@ _TRAIN = (
 )
 
 
-def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return functional.mse_loss(model(x), y)
+def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def _compiled(model: nn.Module, least: int = 1) -> Any:
-    batch, length = Dim("batch", min=1, max=8), Dim("length", min=least, max=_LONGEST)
-    shapes = ({0: batch, 1: length}, {0: batch, 1: length})
-    example = (torch.randn(4, 12, 6), torch.randn(4, 12, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return relax_disc.compile(model, optimizer, example, dynamic_shapes=shapes, loss_fn=_loss)
+    return compiled(model, _optimizer, least)
 
 
 @pytest.mark.parametrize("kind", every(2, _TRAIN))
 def test_a_loop_trains_at_every_length(kind: type[_Recurrent]) -> None:
     torch.manual_seed(0)
-    model = kind()
-    eager = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
-    step = _compiled(model)
-    for batch, length in ((3, 7), (1, 1), (2, 2), (8, _LONGEST), (1, _LONGEST), (8, 1)):
-        x, y = torch.randn(batch, length, 6), torch.randn(batch, length, 3)
-        loss = step(x, y)
-        optimizer.zero_grad()
-        expected = _loss(eager, x, y)
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
-        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        planned = step.plan(batch=batch, length=length).peak_bytes
-        assert step.memory_report().peak_bytes == planned
+    sizes = ((3, 7), (1, 1), (2, 2), (8, LONGEST), (1, LONGEST), (8, 1))
+    assert_trains_as_eager(kind(), _optimizer, sizes)
 
 
 def test_a_loop_computed_again_under_a_budget_is_the_same_bit_for_bit() -> None:
@@ -349,7 +331,7 @@ def test_a_loop_computed_again_under_a_budget_is_the_same_bit_for_bit() -> None:
     model = SelectiveScan()
     other = copy.deepcopy(model)
     free, tight = _compiled(model), _compiled(other)
-    for batch, length in ((8, _LONGEST), (5, 9), (1, 30)):
+    for batch, length in ((8, LONGEST), (5, 9), (1, 30)):
         x, y = torch.randn(batch, length, 6), torch.randn(batch, length, 3)
         plan = free.plan(batch=batch, length=length)
         tight.memory_budget = int(plan.least_bytes)
@@ -369,10 +351,10 @@ def test_a_loop_over_two_tensors_of_one_dim() -> None:
 
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
-    shapes = ({0: Dim("batch", min=1, max=8), 1: Dim("length", min=1, max=_LONGEST)},) * 2
+    shapes = ({0: Dim("batch", min=1, max=8), 1: Dim("length", min=1, max=LONGEST)},) * 2
     example = (torch.randn(4, 12, 6), torch.randn(4, 12, 3))
     step = relax_disc.compile(model, None, example, dynamic_shapes=shapes, loss_fn=loss)
-    for batch, length in ((3, 7), (1, 1), (8, _LONGEST)):
+    for batch, length in ((3, 7), (1, 1), (8, LONGEST)):
         x, y = torch.randn(batch, length, 6), torch.randn(batch, length, 3)
         model.zero_grad()
         expected = loss(model, x, y)
@@ -549,7 +531,7 @@ def test_a_loop_from_the_second_element_trains_from_two_on() -> None:
     step = _compiled(model, least=2)
     for length in (2, 3, 7):
         x, y = torch.randn(3, length, 6), torch.randn(3, length, 3)
-        expected = _loss(model, x, y).detach()
+        expected = loss_of(model, x, y).detach()
         torch.testing.assert_close(step(x, y), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -106,10 +106,6 @@ class AllUses(nn.Module):
         return torch.stack([use(hidden, x.shape[1]).square().mean() for use in self.uses])
 
 
-def _summed(terms):
-    return terms.sum(), terms
-
-
 def compiled(uses):
     torch.manual_seed(0)
     model = AllUses(uses)
@@ -120,7 +116,7 @@ def compiled(uses):
         dynamic_shapes=(
             {0: Dim("rows", min=1, max=4), 1: Dim("length", min=SHORTEST, max=LONGEST)},
         ),
-        loss_fn=lambda model, x: _summed(model(x)),
+        loss_fn=lambda model, x: ((terms := model(x)).sum(), terms),
     )
     return model, step
 

@@ -130,10 +130,6 @@ class Terms(nn.Module):
         return torch.stack([(y * (1 + y.flip(-1))).sum() for y in found])
 
 
-def _summed(terms):
-    return terms.sum(), terms
-
-
 def compiled(uses, shortest=1):
     torch.manual_seed(0)
     model = Terms(uses)
@@ -141,7 +137,7 @@ def compiled(uses, shortest=1):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     step = relax_disc.compile(
         model, optimizer, (torch.randn(3, 9, 4),), dynamic_shapes=shapes,
-        loss_fn=lambda model, x: _summed(model(x)),
+        loss_fn=lambda model, x: ((terms := model(x)).sum(), terms),
     )  # fmt: skip
     return model, step
 

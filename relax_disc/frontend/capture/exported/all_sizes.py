@@ -91,6 +91,8 @@ class Task:
     declared: Mapping[int, Mapping[int, Any]]
     leaves: Sequence[Any]
     by_source: Mapping[str, Any]
+    apart: dict[SourceLine, str] = field(default_factory=dict)
+    """Steps of loops that an export had to record by themselves, for the exports that follow."""
 
     def export(self) -> Recording:
         """Export one program that is right at all declared sizes.
@@ -220,7 +222,7 @@ class Task:
         """
         wrapped = self.wrapped
         args, kwargs = _enlarged(self.example, self.declared, sizes)
-        loops, eager_branches = RecordedLoops(self.by_source), EagerBranches()
+        loops, eager_branches = RecordedLoops(self.by_source, self.apart), EagerBranches()
         while True:
             ways.begin()
             with (

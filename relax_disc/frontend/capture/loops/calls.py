@@ -86,14 +86,14 @@ def backwards(values: Any) -> Any:
 def mapped(values: Any, function: Callable[[Any], Any], line: int) -> Any:
     """``[function(value) for value in values]``, in a line of the calling file."""
     loop = steps(values, "", (), (), (_MADE,), (), line)
-    if not loop.is_dynamic:
-        return [function(value) for value in loop]
     made: Any = []
     around = _captured(function)
     for value in loop:
-        (made,) = loop.enter({_MADE: made, **around})
+        if loop.is_dynamic:
+            (made,) = loop.enter({_MADE: made, **around})
         made.append(function(value))
-        made, _ = loop.leave({_MADE: made, **around})
+        if loop.is_dynamic:
+            made, _ = loop.leave({_MADE: made, **around})
     return made
 
 

@@ -26,7 +26,7 @@ from relax_disc.frontend.capture.loops.draws import (
     is_random,
     once_inside,
 )
-from relax_disc.frontend.capture.loops.nodes import add_call
+from relax_disc.frontend.capture.loops.nodes import add_call, values_of
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal, RecordedLoops
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.capture.traced.writes import is_new
@@ -181,11 +181,11 @@ class _Cut:
             return False
         x: Any = source.meta["val"]  # pyright: ignore
         axis %= x.dim()  # pyright: ignore
-        first, end, size = (_expression(self._value(n)) for n in (start, stop, x.shape[axis]))
+        first, end, size = (_expression(values_of(n)) for n in (start, stop, x.shape[axis]))
         width, factor = sympy.expand(end - first), sympy.expand(first).coeff(self._symbol, 1)
         if not width.is_Integer or width < 1 or not factor.is_Integer or not self._end:
             return False
-        last = _expression(self._value(self._end.args[5])) - 1
+        last = _expression(values_of(self._end.args[5])) - 1
         lows = [first.xreplace({self._symbol: number}) for number in (sympy.S.Zero, last)]
         env: Any = x.fake_mode.shape_env
         rooms = [env.bound_sympy(sympy.expand(size - width - low)).lower for low in lows]
@@ -321,7 +321,7 @@ class _Cut:
             LoopBody(
                 line=self._line,
                 graph=self._graph,
-                count=self._value(self._end.args[5]),
+                count=values_of(self._end.args[5]),
                 carries=len(kept),
                 parts=parts,
                 wholes=len(whole),
@@ -334,9 +334,6 @@ class _Cut:
         )
         order = [*kept, *(first + k for k in lasts), *(first + len(fresh) + k for k in rows)]
         return self._put(bodies, operands, order)
-
-    def _value(self, value: Any) -> Any:
-        return value.meta["val"] if isinstance(value, fx.Node) else value
 
     def _ancestors(self, outputs: list[Any]) -> list[fx.Node]:
         """List the nodes of the step that its results need, with those that write in place."""
@@ -386,12 +383,12 @@ class _Cut:
     def _place(self, select: fx.Node) -> Place:
         """Read the position that a step reads or writes: a multiple of its number."""
         _, axis, at = select.args
-        position = _expression(self._value(at))
+        position = _expression(values_of(at))
         factor = sympy.expand(position).coeff(self._symbol, 1)
         offset = sympy.expand(position - factor * self._symbol)
         if self._symbol in (factor.free_symbols | offset.free_symbols) or factor == 0:
             raise self._refuse("it reads at a position that is no multiple of its step", select)
-        rank = self._value(select.args[0]).dim()
+        rank = values_of(select.args[0]).dim()
         return Place(axis % rank, factor, offset)  # pyright: ignore[reportOperatorIssue]
 
     def _wholes(self, needed: list[fx.Node], outputs: list[Any]) -> list[fx.Node]:

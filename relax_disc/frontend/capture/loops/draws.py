@@ -5,6 +5,7 @@ A step is repeated, so what it draws by itself would be the same numbers each ti
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from relax_disc.frontend.capture.loops.nodes import add_call, add_size
+from relax_disc.frontend.capture.loops.nodes import add_call, add_size, values_of
 from relax_disc.frontend.capture.traced.writes import is_new
 from relax_disc.frontend.random_ops import RandomOperators
 
@@ -37,16 +38,15 @@ def once_inside(node: fx.Node) -> tuple[str, fx.Node] | None:
 
     Returned: what it does, and the node; None where a loop may have the region computed before it.
     """
-    modules = node.graph.owning_module
-    for inner in node.all_input_nodes:
-        part = getattr(modules, str(inner.target), None) if inner.op == "get_attr" else None
+    held = [operator.attrgetter(str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+    regions = [get(node.graph.owning_module) for get in held]
+    parts = [part for x in regions if isinstance(x, fx.GraphModule) for part in x.modules()]
+    for part in parts:
         for each in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             if is_random(each):
                 return "draws random numbers", each
             if isinstance(each.target, OpOverload) and each.target._schema.is_mutable:
                 return "writes into a tensor", each
-            if each.op == "call_function" and (found := once_inside(each)) is not None:
-                return found
     return None
 
 
@@ -112,14 +112,11 @@ def draw_before(
     target: Any = node.target
     device = next(x.device for x in pytree.tree_leaves(node.meta["val"]) if isinstance(x, Tensor))
     asked = _Asked(device)
-    if target in asked.rules():
-        args, kwargs = pytree.tree_map_only(
-            fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs))
-        )
+    known = target in asked.rules()
+    if known:
         with mode:
-            known = _draw(target, asked, args, kwargs) is not None
-    else:
-        known = False
+            made = _draw(target, asked, values_of(node.args), values_of(dict(node.kwargs)))
+        known = made is not None
     if not known:
         raise refuse(f"{target} inside it draws random numbers; draw them before the loop", node)
     if target._schema.is_mutable:
@@ -140,7 +137,9 @@ def draw_before(
         made = graph.call_function(DrawnOperator(target), (given, *node.args), dict(node.kwargs))
     made.meta = dict(node.meta)
     if target._schema.is_mutable:
-        _read_instead(node.args[0], made, node)
+        filled: Any = node.args[0]
+        for user in [user for user in filled.users if user > node]:
+            user.replace_input_with(filled, made)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
@@ -150,10 +149,3 @@ def _check_filled(node: fx.Node, refuse: Callable[[str, fx.Node], Exception]) ->
     filled: Any = node.args[0]
     if not is_new(filled) or not all(user is node or is_new(user) for user in filled.users):
         raise refuse("it fills with random numbers a tensor that may have other names", node)
-
-
-def _read_instead(filled: Any, made: fx.Node, node: fx.Node) -> None:
-    """Let what comes after a node read what is made, instead of the tensor that it filled."""
-    order = {n: k for k, n in enumerate(node.graph.nodes)}
-    for user in [user for user in filled.users if order[user] > order[node]]:
-        user.replace_input_with(filled, made)

@@ -17,11 +17,12 @@ def add_call(graph: fx.Graph, mode: Any, target: Any, *args: Any, **kwargs: Any)
     """Add a call where the graph inserts; ``mode``: of the graph's fake tensors."""
     made = graph.call_function(target, args, kwargs)
     with mode:
-        made.meta = {"val": target(*_values(args), **_values(kwargs))}
+        made.meta = {"val": target(*values_of(args), **values_of(kwargs))}
     return made
 
 
-def _values(arguments: Any) -> Any:
+def values_of(arguments: Any) -> Any:
+    """Put the values that PyTorch has traced in the places of nodes."""
     return pytree.tree_map_only(fx.Node, lambda node: node.meta["val"], arguments)
 
 
@@ -30,7 +31,7 @@ class _Adding(GraphAppendingTracer):
 
     def create_node(self, kind: Any, target: Any, args: Any, kwargs: Any, *rest: Any) -> fx.Node:
         node = super().create_node(kind, target, args, kwargs, *rest)
-        node.meta["val"] = target(*_values(args), **_values(kwargs))
+        node.meta["val"] = target(*values_of(args), **values_of(kwargs))
         return node
 
 

@@ -28,15 +28,15 @@ class FirstStepDiffers(LoopRefusal):
 class RecordedLoops:
     """The loops that an export has met: their lines, and why others were left alone."""
 
-    def __init__(self, dims: Mapping[str, Any]) -> None:
+    def __init__(self, dims: Mapping[str, Any], apart: dict[SourceLine, str]) -> None:
         self.dims = dims  # that are declared, by the sources of their symbols
+        self.apart = apart  # which step of a loop is recorded by itself: "first" or "last"
         self.lines: list[SourceLine] = []
         self.reasons: list[str] = []
         self.inside: SourceLine | None = None  # of the loop whose step is being recorded
         self.step: Any = None  # the number of that step, and of how many
         self.count: Any = None
         self.may_be_empty: list[bool] = []  # whether a loop has no step at some length
-        self.apart: dict[SourceLine, str] = {}  # of which loops "first" or "last" steps are apart
         self.is_off = False
         self.are_all = False  # whether loops over tensors are prepared, beside those over ranges
         self.modules: list[nn.Module] = []
@@ -46,12 +46,8 @@ class RecordedLoops:
         if isinstance(error, OtherLoops):
             self.are_all = True
             return True
-        branches = isinstance(error.__cause__, GuardOnDataDependentSymNode)
-        if self.inside is not None and (branches or isinstance(error, FirstStepDiffers)):
-            tried = self.apart.get(self.inside)
-            self.apart[self.inside] = "last" if tried else "first"
-            if tried != "last":
-                return True
+        if self._takes_a_step_apart(error):
+            return True
         if self.is_off or not (self.lines or self.are_all):
             return False
         why = str(error).strip().partition("\n")[0].rstrip(".")
@@ -60,6 +56,20 @@ class RecordedLoops:
         if self.lines or not isinstance(error, ShapeRangeError):  # else the same again
             self.reasons.append(why)
         self.is_off = True
+        return True
+
+    def _takes_a_step_apart(self, error: Exception) -> bool:
+        """Whether to record the first step of a loop by itself, and if that fails the last one."""
+        if self.inside is None:
+            return False
+        branches = isinstance(error.__cause__, GuardOnDataDependentSymNode)
+        tried = self.apart.get(self.inside)
+        if tried is None and (branches or isinstance(error, FirstStepDiffers)):
+            self.apart[self.inside] = "first"
+        elif tried == "first" and branches:
+            self.apart[self.inside] = "last"
+        else:
+            return False
         return True
 
     def explained(self, error: Exception) -> Exception:

@@ -92,13 +92,12 @@ def steps(
         )
     if len(values.runs) != 1:
         why_not = why_not or "its elements are no tensors of one shape"
-    count = fewest(values.length(), loops.dims)
-    if count < 1:
+    if fewest(values.length(), loops.dims) < 1:
         why_not = why_not or "at some length it has no step; give the dim a larger min"
     if why_not:
         loops.reasons.append(f"the loop at {where} cannot be run as one step: {why_not}")
         return _Plain(values)
-    return _Loop(target, values, (bound, stored, continued), where, loops, count)
+    return _Loop(target, values, (bound, stored, continued), where, loops)
 
 
 class _Unbound:
@@ -120,6 +119,8 @@ class _Loop:
     A first or last step that differs from the others is run by itself, as it is written.
     """
 
+    is_dynamic = False  # whether the body that runs now is the step
+
     def __init__(
         self,
         target: _Target,
@@ -127,20 +128,18 @@ class _Loop:
         names: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
         where: SourceLine,
         loops: RecordedLoops,
-        fewest: int,
     ) -> None:
-        self.is_dynamic = True
         self._where = where
         apart = loops.apart.get(where)
         self._first = [values[0]] if apart == "first" else []
         self._rest = [values[-1]] if apart == "last" else []
         self._values = values[len(self._first) : -1 if self._rest else None]
-        self._may_be_empty = fewest <= len(self._first) + len(self._rest)
         self._bound, self._stored, self._continued = names
         self._target = target
         self._element: Any = None
         self._state: dict[tuple[str, int], Any] = {}
         self._count = self._values.length()
+        self._may_be_empty = fewest(self._count, loops.dims) < 1
         self._loops = loops
         self._number = -1
         self._index: Any = None
@@ -152,7 +151,6 @@ class _Loop:
         self._again = True
 
     def __iter__(self) -> Iterator[Any]:
-        self.is_dynamic = False
         yield from self._first
         self.is_dynamic = True
         while self._again:

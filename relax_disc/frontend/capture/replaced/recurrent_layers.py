@@ -85,40 +85,34 @@ def _one(
     wide: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Trace one layer in one direction; the recurrent part in float32 for short floats."""
+    loops, axis = active(), int(batch_first)
+    if loops is not None and loops.inside is not None and isinstance(x.shape[axis], int):
+        order = -1 if reverse else 1
+        rows = x.to(wide).unbind(axis)[::order]
+        outs, last = _by_cells(kind, rows, state, [weight.to(wide) for weight in weights])
+        return torch.stack(outs[::order], axis), last
     input_weight, weight, *biases = weights
     projected = functional.linear(x, input_weight, biases[0] if biases else None).to(wide)
     bias = biases[1].to(wide) if biases else weight.new_zeros(weight.shape[0], dtype=wide)
-    loops, axis = active(), int(batch_first)
-    if loops is not None and loops.inside is not None and isinstance(x.shape[axis], int):
-        steps = projected.unbind(axis)
-        outs = []
-        for step in reversed(steps) if reverse else steps:
-            state = _step(kind, step, state, weight.to(wide), bias)
-            outs.append(state[0])
-        return torch.stack(outs[::-1] if reverse else outs, axis), state
     out, last, _ = torch.ops.relax_disc.recurrence(
         projected, state, weight.to(wide), bias, kind, batch_first, reverse
     )
     return out, last
 
 
-def _step(kind: str, projected: Tensor, state: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Trace one step in plain operators: what a loop's step repeats has no operator of ours.
+def _by_cells(
+    kind: str, rows: Sequence[Tensor], state: Tensor, weights: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor]:
+    """Trace positions one by one: what a loop's step repeats has no operator of ours.
 
-    ``projected``: of the step's input, ``[B, gates H]``. ``state``: before and, returned, after it.
+    ``state``: before them and, returned behind their outputs, after them.
     """
-    hidden, product = state[0], functional.linear(state[0], weight, bias)
-    if kind == "lstm":
-        i, f, g, o = (projected + product).chunk(4, -1)
-        cell = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
-        return torch.stack([o.sigmoid() * cell.tanh(), cell])
-    if kind == "gru":
-        (r, z, n), (to_r, to_z, to_n) = projected.chunk(3, -1), product.chunk(3, -1)
-        update = (z + to_z).sigmoid()
-        new = (n + (r + to_r).sigmoid() * to_n).tanh()
-        return (new + update * (hidden - new))[None]
-    total = projected + product
-    return (total.tanh() if kind == "rnn_tanh" else total.relu())[None]
+    cell, outs = getattr(torch, f"{kind}_cell"), []
+    for row in rows:
+        made = cell(row, tuple(state) if kind == "lstm" else state[0], *weights)
+        state = torch.stack(made if kind == "lstm" else (made,)).to(state.dtype)
+        outs.append(state[0])
+    return outs, state
 
 
 def _result_dtype(kind: str, x: Tensor) -> torch.dtype:
