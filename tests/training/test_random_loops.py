@@ -33,6 +33,12 @@ def _attention(v: Tensor) -> Tensor:
     return (drawn + same)[:, 0, :, 0]
 
 
+def _without_gradient(v: Tensor) -> Tensor:
+    with torch.no_grad():
+        row = torch.rand_like(v) * v.detach().sign()
+    return v * row
+
+
 _LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda v: functional.dropout(v, 0.3),
     "dropout in place": lambda v: functional.dropout(v * 2, 0.5, inplace=True),
@@ -46,6 +52,7 @@ _LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "gumbel": lambda v: v * functional.gumbel_softmax(v.detach(), tau=0.5, hard=True),
     "permutation": lambda v: v[:, torch.randperm(6)],
     "attention": _attention,
+    "no gradient": _without_gradient,
 }
 """Random functions that are linear in their operand."""
 
@@ -193,8 +200,8 @@ def _view(v: Tensor) -> Tensor:
     return v * row
 
 
-def _without_gradient(v: Tensor) -> Tensor:
-    with torch.no_grad():
+def _cast(v: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
         row = torch.rand(6)
     return v * row
 
@@ -212,7 +219,7 @@ _COUNT = torch.zeros(1)
     ("draw", "why"),
     [
         (_counts, "writes into a tensor in a region of its own"),
-        (_without_gradient, r"draws random numbers in a region of its own.*test_random_loops.py"),
+        (_cast, r"draws random numbers in a region of its own.*test_random_loops.py"),
         (_unknown, r"aten.poisson.default inside it draws random numbers.*test_random_loops.py"),
         (_view, "fills with random numbers a tensor that may have other names"),
     ],

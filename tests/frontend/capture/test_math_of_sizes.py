@@ -215,11 +215,13 @@ def _decorated(function):
 def test_classes_are_replaced_where_they_are_only_called():
     source = "def f(x):\n    return int(x) + float(x)\n"
     asking = source + "def g(x):\n    return isinstance(x, int)\n"
+    method = source + "def g(x):\n    return x.int().float()\n"
     given = source + (
         "class A:\n    @other\n    def h(self, x):\n        return make(x, dtype=int)\n"
     )
     for text, replaced in (
         (source, {"int", "float", "divmod", "round"}),
+        (method, {"int", "float", "divmod", "round"}),
         (asking, {"float", "divmod", "round"}),
         (given, {"float", "divmod", "round"}),
     ):

@@ -28,6 +28,7 @@ from relax_disc.frontend.capture.loops.draws import (
 )
 from relax_disc.frontend.capture.loops.nodes import add_call, values_of
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal, RecordedLoops
+from relax_disc.frontend.capture.loops.regions import inline_regions
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.capture.traced.writes import is_new
 
@@ -138,6 +139,8 @@ class _Cut:
         ends = [n for n in index.users if n.target is _OURS.loop_end.default]
         self._end: Any = ends[0] if ends else None
         self._find_inside()
+        if self._end is not None and inline_regions(module, self._between()):
+            self._find_inside()
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, Any] = {}
         self._written: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # select and copy, by tensor
@@ -243,14 +246,14 @@ class _Cut:
             return
         if node in self._inside and str(target).startswith("aten._assert_async."):
             raise self._refuse("its check of data would be lost; check behind the loop", node)
+        if (found := once_inside(node)) is not None:
+            does, inner = found
+            raise self._refuse(f"it {does} in a region of its own; do that before the loop", inner)
         if node in self._inside and not _is_size(node) and target is not _ATEN.item.default:
             known = isinstance(target, OpOverload) and target.namespace == "aten"
             known |= target is _OURS.loop_carry.default or isinstance(target, DrawnOperator)
             if not known:
                 raise self._refuse(f"{target} inside it cannot be repeated", node)
-        if (found := once_inside(node)) is not None:
-            does, inner = found
-            raise self._refuse(f"it {does} in a region of its own; do that before the loop", inner)
         if not isinstance(target, OpOverload):
             return
         if not target._schema.is_mutable:

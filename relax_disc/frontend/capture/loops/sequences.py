@@ -124,6 +124,11 @@ class DynamicList(list):
         ((_, at),) = self._runs
         return at(index)
 
+    def as_numbers(self, device: Any) -> Tensor:
+        """Return its elements, which are numbers that are made of their places, as a tensor."""
+        places = [(torch.arange(n, device=device), at) for n, at in self._runs]
+        return torch.cat([at(k) + torch.zeros_like(k) for k, at in places])
+
     def stacked(self) -> list[Tensor] | None:
         """Return its elements, which are tensors, in tensors ``[count, *shape]``; or None."""
         parts = self._parts()
@@ -393,12 +398,3 @@ def _refusal(what: str) -> UnsupportedOperatorError:
         "with torch.arange.",
         (("list of dynamic length", line),),
     )
-
-
-def as_tensor(data: Any, **options: Any) -> Tensor | None:
-    """``torch.tensor`` of a list of symbolic length; None for other values."""
-    if not isinstance(data, DynamicList):
-        return None
-    device = options.get("device")
-    places = [(torch.arange(n, device=device), at) for n, at in data._runs]
-    return torch.cat([at(k) + torch.zeros_like(k) for k, at in places]).to(options.get("dtype"))

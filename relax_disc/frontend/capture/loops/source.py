@@ -318,6 +318,7 @@ class _Prepare(ast.NodeTransformer):
             _text(bound),
             _text(stored),
             _text([n for n in found.continued if n in stored]),
+            _text([n for n in found.prepended if n in stored]),
             ast.Constant(node.lineno + self._shift),
         ]
         make = ast.Assign(
@@ -369,12 +370,15 @@ class _Body(ast.NodeVisitor):
         if loop.orelse:
             self.why_not = "it has an `else`"
         self.continued: dict[str, None] = {}  # lists whose last element is read
+        self.prepended: dict[str, None] = {}  # lists that grow in front
         self._read: set[str] = set()
         self._appended: set[str] = set()
         for statement in loop.body:
             self.visit(statement)
         self._read |= self.continued.keys() - self._appended
-        for name in sorted(self._appended & self._read):
+        for name in sorted(self._appended & self.prepended.keys()):
+            self._refuse(f"it puts values in front of {name} and behind")
+        for name in sorted((self._appended | self.prepended.keys()) & self._read):
             self._refuse(f"it reads {name}, which it appends to; keep the value in a variable")
         if outer := outer_names & {*self.bound}:
             self.why_not = f"it binds {sorted(outer)[0]}, which is global or of an outer function"
@@ -424,14 +428,18 @@ class _Body(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        """Note a name that is appended to."""
+        """Note a name that grows by an element, behind or in front."""
         call = node.value
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
             base, method = call.func.value, call.func.attr
             if method in _MUTATORS:
-                if isinstance(base, ast.Name) and method == "append":
+                in_front = method == "insert" and [*map(ast.unparse, call.args[:1])] == ["0"]
+                if isinstance(base, ast.Name) and (method == "append" or in_front):
                     self.stored[base.id] = None
-                    self._appended.add(base.id)
+                    if in_front:
+                        self.prepended[base.id] = None
+                    else:
+                        self._appended.add(base.id)
                     for argument in call.args:
                         self.visit(argument)
                     return

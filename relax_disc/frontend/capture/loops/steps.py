@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from relax_disc.frontend.capture.loops.numbers import numbers_as_tensors
 from relax_disc.frontend.capture.loops.recorded import (
     FirstStepDiffers,
     LoopRefusal,
@@ -72,13 +71,15 @@ def steps(
     bound: tuple[str, ...],
     stored: tuple[str, ...],
     continued: tuple[str, ...],
+    prepended: tuple[str, ...],
     line: int,
 ) -> Any:
     """Make what a prepared ``for`` runs over.
 
     ``why_not``: why it cannot be one step; empty if it can. ``target``: its variables.
     ``bound``, ``stored``: the local names that its body binds, and those that it only stores into.
-    ``continued``: of those the lists whose last element it reads. ``line``: of the loop.
+    ``continued``: of those the lists whose last element it reads. ``prepended``: those that grow
+    in front. ``line``: of the loop.
     """
     loops, made = active(), sequence_of(values)
     if loops is None or made is None:
@@ -97,7 +98,7 @@ def steps(
     if why_not:
         loops.reasons.append(f"the loop at {where} cannot be run as one step: {why_not}")
         return _Plain(values)
-    return _Loop(target, values, (bound, stored, continued), where, loops)
+    return _Loop(target, values, (bound, stored, continued, prepended), where, loops)
 
 
 class _Unbound:
@@ -125,7 +126,7 @@ class _Loop:
         self,
         target: _Target,
         values: DynamicList,
-        names: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
+        names: tuple[tuple[str, ...], ...],
         where: SourceLine,
         loops: RecordedLoops,
     ) -> None:
@@ -134,7 +135,7 @@ class _Loop:
         self._first = [values[0]] if apart == "first" else []
         self._rest = [values[-1]] if apart == "last" else []
         self._values = values[len(self._first) : -1 if self._rest else None]
-        self._bound, self._stored, self._continued = names
+        self._bound, self._stored, self._continued, self._prepended = names
         self._target = target
         self._element: Any = None
         self._state: dict[tuple[str, int], Any] = {}
@@ -290,7 +291,8 @@ class _Loop:
         grown = self._append(name, [], entered, appended, ends)
 
         def whole() -> Any:
-            made = pytree.tree_unflatten([leaf() for leaf in leaves], structure) + grown()
+            kept = pytree.tree_unflatten([leaf() for leaf in leaves], structure)
+            made = grown() + kept if name in self._prepended else kept + grown()
             before[:] = DynamicList.mark()  # another name of it would miss what the steps appended
             return made
 
@@ -298,13 +300,15 @@ class _Loop:
 
     def _without_appended(self, name: str, new: list, entered: list) -> tuple[Any, Any]:
         """Split a list into what it was when the step began, and what the step appended to it."""
+        in_front = name in self._prepended
         if isinstance(new, DynamicList):
-            now, then = new.runs, DynamicList.of(entered).runs
-            if not isinstance(entered, DynamicList) or now[: len(then)] != then:
+            then = DynamicList.of(entered).runs
+            kept, grown = _split(new.runs, len(then), in_front)
+            if not isinstance(entered, DynamicList) or kept != then:
                 raise self.refuse(f"it changes {name} otherwise than by {name}.append()")
-            before, more = entered, [at(0) for _, at in now[len(then) :]]
+            before, more = entered, [at(0) for _, at in grown]
         else:
-            before, more = new[: len(entered)], new[len(entered) :]
+            before, more = _split(new, len(entered), in_front)
             if len(new) < len(entered):
                 raise self.refuse(f"it takes elements out of {name}")
         if not more:
@@ -326,7 +330,7 @@ class _Loop:
         if appended is None:
             return lambda: before
         leaves, structure = pytree.tree_flatten(appended)
-        if name in self._continued:
+        if name in self._continued and entered:  # else it reads what the step itself appended
             self._continue(name, entered[-1], appended, ends)
         first = len(ends.stacked)
         ends.stacked += leaves
@@ -335,7 +339,10 @@ class _Loop:
             start = len(ends.news) + len(ends.fresh) + first
             rows = tuple(map(Rows, ends.made[start : start + len(leaves)]))
             at = rows[0] if isinstance(appended, Tensor) else Tuples(rows, structure)
-            return DynamicList.of(before) + DynamicList([(self._count, at)])
+            made = DynamicList([(self._count, at)])
+            if name in self._prepended:
+                return reversed(made) + DynamicList.of(before)
+            return DynamicList.of(before) + made
 
         return grown
 
@@ -427,6 +434,14 @@ class _Ends:
     made: Sequence[Tensor] = ()
 
 
+def _split(grown: Sequence[Any], kept: int, in_front: bool) -> tuple[Any, Any]:
+    """Split what grew at one end into what it was, so many, and what is new."""
+    if in_front:
+        new = max(len(grown) - kept, 0)
+        return grown[new:], grown[:new]
+    return grown[:kept], grown[kept:]
+
+
 def _shape(tensor: Tensor) -> str:
     """Write a shape down: to ask PyTorch whether two are equal would be a guard."""
     return str([text_of(n) for n in tensor.shape])
@@ -463,64 +478,6 @@ def _same(new: Any, old: Any) -> bool:
     if isinstance(new, torch.SymInt) or isinstance(old, torch.SymInt):
         return is_same(new, old)
     return new is old or (type(new) is type(old) and new == old)
-
-
-def set_item(x: Tensor, place: Any, value: Any) -> Any:
-    """``x[place] = value`` where the place holds the number of a step; None: PyTorch's own.
-
-    Beside the numbers there may be slices, to which a number or a tensor of one is written.
-    """
-    items = place if isinstance(place, tuple) else (place,)
-    numbers = [bound for item in items for bound in _numbers_of(item)]
-    if not any(isinstance(number, torch.SymInt) and _of_data(number) for number in numbers):
-        return None
-    wanted = sum(item is not None and item is not Ellipsis for item in items)
-    view, axis, within = x, 0, []
-    for item in items:
-        if item is Ellipsis:
-            axis += x.dim() - wanted
-        elif isinstance(item, int | torch.SymInt):
-            view = view.select(axis, item)
-        elif isinstance(item, slice) and item.step in (None, 1):
-            if item != slice(None):
-                within.append((axis, item))
-            axis += 1
-        else:
-            raise LoopRefusal("a loop writes to positions other than `[:, t]` or `[t, a:b]`")
-    value = value if isinstance(value, Tensor) else view.new_full((), value)
-    if within and value.dim():
-        raise LoopRefusal("a loop writes several values to a slice; write one, or all of `[:, t]`")
-    for axis, part in within:
-        places = torch.arange(view.shape[axis], device=x.device)
-        shape = [-1] + [1] * (view.dim() - axis - 1)
-        value = torch.where(_in_slice(places, part, view.shape[axis]).reshape(shape), value, view)
-    return view.copy_(value)
-
-
-def _numbers_of(item: Any) -> tuple[Any, ...]:
-    return (item.start, item.stop) if isinstance(item, slice) else (item,)
-
-
-def _in_slice(places: Tensor, part: slice, extent: Any) -> Tensor:
-    """Which of the places of an axis are in a slice; bounds below 0 count from the end."""
-    inside = places >= 0
-    for bound, is_first in ((part.start, True), (part.stop, False)):
-        if bound is None:
-            continue
-        _, number = numbers_as_tensors((places, bound))
-        number = number if isinstance(number, Tensor) else torch.full_like(places, number)
-        number = torch.where(number < 0, number + extent, number)
-        inside = inside & ((places >= number) if is_first else (places < number))
-    return inside
-
-
-def _of_data(size: torch.SymInt) -> bool:
-    return bool(size.node.shape_env.is_unbacked_symint(next(iter(_free(size)), None)))
-
-
-def _free(size: torch.SymInt) -> list[Any]:
-    symbols = sorted(size.node.expr.free_symbols, key=str)
-    return [s for s in symbols if str(s).startswith("u")]
 
 
 def _define() -> None:

@@ -1,11 +1,12 @@
-"""``torch.einsum`` of three or more tensors, where opt_einsum plans the order of its products.
+"""Products of three or more tensors, whose order opt_einsum plans: einsum, multi_dot.
 
-opt_einsum compares numbers, which would fix every size at the example's.
+opt_einsum compares numbers, and so does multi_dot, which would fix every size at the example's.
 """
 
 from __future__ import annotations
 
 import itertools
+import string
 from collections.abc import Callable
 from typing import Any
 
@@ -31,4 +32,24 @@ def _einsum(equation: str, *operands: Any) -> Tensor | None:
     return torch._VF.einsum(equation, operands, path=[*itertools.chain.from_iterable(pairs)])
 
 
-REPLACED: dict[Any, Callable[..., Any]] = {torch.einsum: _einsum}
+def _multi_dot(tensors: Any) -> Tensor:
+    """Multiply matrices; the first and the last may be vectors.
+
+    Without opt_einsum from left to right, as einsum does.
+    """
+    tensors = tuple(tensors)
+    ends = [*itertools.accumulate((each.dim() - 1 for each in tensors), initial=0)]
+    names = [
+        string.ascii_letters[end : end + each.dim()]
+        for end, each in zip(ends, tensors, strict=False)
+    ]
+    around = names[0][:-1] + names[-1][1:]
+    equation = f"{','.join(names)}->{around}"
+    made = _einsum(equation, *tensors)
+    return torch._VF.einsum(equation, tensors) if made is None else made
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.einsum: _einsum,
+    torch.linalg.multi_dot: _multi_dot,
+}

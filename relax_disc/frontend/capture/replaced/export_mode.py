@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 from relax_disc.frontend.capture import example_values, model_checks
-from relax_disc.frontend.capture.loops.sequences import as_tensor
-from relax_disc.frontend.capture.loops.steps import set_item
 from relax_disc.frontend.capture.refusals import refusal
 from relax_disc.frontend.capture.replaced import (
     contractions,
     inner_gradients,
+    items,
     joins,
+    matrices,
     parts,
     pooling,
     ranges,
@@ -267,40 +267,6 @@ def _take_along_dim(x: Tensor, indices: Tensor, dim: int | None = None) -> Tenso
     return x.gather(at, indices)
 
 
-def _cov(
-    x: Tensor,
-    *,
-    correction: int = 1,
-    fweights: Tensor | None = None,
-    aweights: Tensor | None = None,
-) -> Tensor:
-    """PyTorch's formula without its look at the weights."""
-    x = x if x.dim() == 2 else x.reshape(1, -1)
-    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
-    weights = [w for w in (fweights, aweights) if w is not None]
-    if not weights:
-        count: Any = x.shape[1]
-        centred = x - x.mean(1, keepdim=True)
-        return (centred @ centred.mH / torch.sym_max(count - correction, 0)).squeeze()
-    w = math.prod(weights[1:], start=weights[0])
-    total = w.sum()
-    spent = correction if aweights is None else correction * (w * aweights).sum() / total
-    centred = x - (x * w).sum(1, keepdim=True) / total
-    return (centred * w @ centred.mH / (total - spent).clamp_min(0)).squeeze()
-
-
-def _corrcoef(x: Tensor) -> Tensor:
-    """The covariance by the standard deviations."""
-    cov = _cov(x)
-    if cov.dim() == 0:
-        return cov / cov
-    deviation = cov.diagonal().real.sqrt() if cov.is_complex() else cov.diagonal().sqrt()
-    found = cov / deviation[:, None] / deviation[None]
-    if not found.is_complex():
-        return found.clamp(-1, 1)
-    return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
-
-
 def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """As many counts as ``minlength`` says; a larger value is an index out of range."""
     if not minlength:
@@ -325,14 +291,6 @@ def _narrow(x: Tensor, dim: int, start: Any, length: Any) -> Tensor | None:
     return x.index_select(dim, first + torch.arange(length, device=x.device))
 
 
-def _fill_diagonal(x: Tensor, fill_value: Any, wrap: bool = False) -> Tensor | None:
-    """Write a matrix's diagonal through its view; PyTorch's own form fixes the sizes."""
-    if x.dim() != 2 or wrap:
-        return None
-    x.diagonal().fill_(fill_value)
-    return x
-
-
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
 ) -> Tensor | None:
@@ -343,11 +301,6 @@ def _attention(
     options["scale"] = 1.0
     scaled = query * as_operand(scale).to(query.device)
     return functional.scaled_dot_product_attention(scaled, key, value, *rest, **options)
-
-
-def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
-    """By differences whatever the number of rows, on which PyTorch's choice would depend."""
-    return torch.cdist(x1, x2, p, "donot_use_mm_for_euclid_dist")
 
 
 def _uniform(x: Tensor, low: Any = 0.0, high: Any = 1.0, **options: Any) -> Tensor | None:
@@ -373,8 +326,6 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: inner_gradients.record,
     torch.autograd.backward: _backward,
     torch.Tensor.backward: _backward,
-    torch.tensor: as_tensor,
-    torch.as_tensor: as_tensor,
     functional.embedding: _embedding,
     functional.embedding_bag: _embedding_bag,
     functional.scaled_dot_product_attention: _attention,
@@ -382,6 +333,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     **joins.REPLACED,
     **parts.REPLACED,
     **pooling.REPLACED,
+    **items.REPLACED,
+    **matrices.REPLACED,
     **ranges.REPLACED,
     **spectra.REPLACED,
     functional.ctc_loss: _ctc_loss,
@@ -392,16 +345,9 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     Tensor.bincount: _bincount,
     torch.narrow: _narrow,
     torch.Tensor.narrow: _narrow,
-    Tensor.fill_diagonal_: _fill_diagonal,
-    torch.cdist: _cdist,
     torch.take_along_dim: _take_along_dim,
     torch.Tensor.take_along_dim: _take_along_dim,
-    torch.cov: _cov,
-    torch.Tensor.cov: _cov,
-    torch.corrcoef: _corrcoef,
-    torch.Tensor.corrcoef: _corrcoef,
     **size_numbers.REPLACED,
-    torch.Tensor.__setitem__: set_item,
     Tensor.__bool__: model_checks.assumed,
     torch._assert: model_checks.asserted,
 }

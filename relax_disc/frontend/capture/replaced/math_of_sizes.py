@@ -57,7 +57,7 @@ def _is_only_called(codes: Sequence[types.CodeType], name: str) -> bool:
         for code in codes
         if name in code.co_names
         for instruction in dis.get_instructions(code)
-        if instruction.argval == name
+        if instruction.argval == name and instruction.opname == "LOAD_GLOBAL"  # not `x.float`
     ]
     # Python 3.11 and later tell so.
     return bool(uses) and all(use.argrepr.startswith("NULL + ") for use in uses)

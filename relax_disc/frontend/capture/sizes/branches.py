@@ -23,6 +23,7 @@ from unittest.mock import patch
 import sympy
 import torch
 from sympy.core.relational import Relational
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy import functions as torch_sympy
@@ -251,8 +252,18 @@ def overlaps_by_stride() -> Iterator[None]:
         repeated = any(_is(stride, 0) and not _is(size, 1) for size, stride in pairs)
         return 1 if repeated else 2  # MemOverlap: Yes, TooHard
 
-    with patch.object(torch, "_debug_has_internal_overlap", overlap):
+    with (
+        patch.object(torch, "_debug_has_internal_overlap", overlap),
+        patch.dict(op_implementations_dict, {torch.ops.aten.copy.default: _copied}),
+    ):
         yield
+
+
+def _copied(mode: Any, _: Any, into: torch.Tensor, source: torch.Tensor, *__: Any) -> torch.Tensor:
+    """``copy``, the form of ``copy_`` that writes nothing, which asks it in C++ otherwise."""
+    with mode:
+        torch._refs.expand(source, into.shape)  # checks that it broadcasts
+        return into.new_empty_strided(into.shape, into.stride())
 
 
 def _is(size: Any, number: int) -> bool:

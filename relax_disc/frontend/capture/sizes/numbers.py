@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
+from relax_disc.frontend.capture.loops.sequences import DynamicList
 from relax_disc.frontend.capture.source_lines import calling_line
 
 _MAKE = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
@@ -154,6 +155,24 @@ def divided(x: Any, y: Any, *, rounding_mode: str | None = None) -> Tensor | Non
     return remember_size(torch.tensor, (quotient,), {}, whole)
 
 
+def made(data: Any, **options: Any) -> Tensor | None:
+    """``torch.tensor`` of a list of symbolic length; None for other values."""
+    if not isinstance(data, DynamicList):
+        return None
+    return data.as_numbers(options.get("device")).to(options.get("dtype"))
+
+
+def made_as(data: Any, dtype: Any = None, device: Any = None) -> Tensor | None:
+    """``torch.as_tensor`` of sizes, which makes numbers of them where ``torch.tensor`` does not."""
+    options = {"dtype": dtype, "device": device}
+    symbols = torch.SymInt | torch.SymFloat | torch.SymBool
+    if isinstance(data, Tensor | DynamicList):
+        return made(data, **options)
+    if not any(isinstance(leaf, symbols) for leaf in pytree.tree_leaves(data)):
+        return None
+    return remember_size(torch.tensor, (data,), {}, torch._refs.tensor(data, **options))
+
+
 def item(x: Tensor) -> Any:
     """Return the number that a tensor remembers; torch.export asks for the bounds of slices so."""
     return _remembered(x)
@@ -169,4 +188,9 @@ def _is_whole(x: Tensor) -> bool:
     return x.dim() == 0 and x.dtype == torch.int64
 
 
-REPLACED: dict[Any, Callable[..., Any]] = {**dict.fromkeys(_DIVIDE, divided), Tensor.item: item}
+REPLACED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_DIVIDE, divided),
+    Tensor.item: item,
+    torch.tensor: made,
+    torch.as_tensor: made_as,
+}

@@ -41,6 +41,7 @@ from relax_disc.frontend.capture.arguments import Argument, is_foreign_parameter
 from relax_disc.frontend.capture.exported.export import Exported
 from relax_disc.frontend.capture.loops.programs import Loops
 from relax_disc.frontend.capture.replaced import inner_gradients
+from relax_disc.frontend.capture.sizes.branches import overlaps_by_stride
 from relax_disc.frontend.capture.sizes.counted import (
     CountedSize,
     CountedSizes,
@@ -328,6 +329,7 @@ def _make_graph(step: Callable[..., Any], fakes: list[Any], functionalize: bool)
         _without_libraries(),
         kept_whole(),
         checks_are_traced(),
+        overlaps_by_stride(),
     )
     with contextlib.ExitStack() as stack:
         for context in contexts:

@@ -1,0 +1,125 @@
+"""``x[place]`` and ``x[place] = value`` where the place holds sizes or the number of a loop's step.
+
+PyTorch's own make numbers of the sizes among indices that are tensors, or where they write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relax_disc.frontend.capture.loops.numbers import numbers_as_tensors
+from relax_disc.frontend.capture.loops.recorded import LoopRefusal
+
+
+def _get_item(x: Tensor, place: Any) -> Tensor | None:
+    """Read what ``x[place]`` reads; None: PyTorch's own does."""
+    if not isinstance(place, tuple) or not any(isinstance(item, torch.SymInt) for item in place):
+        return None
+    selected = _selected(x, place) if any(isinstance(item, Tensor) for item in place) else None
+    return None if selected is None else selected[0][tuple(selected[1])]
+
+
+def _set_item(x: Tensor, place: Any, value: Any) -> Any:
+    """Write what ``x[place] = value`` writes; None: PyTorch's own does.
+
+    Beside numbers of steps there may be slices, to which a number or a tensor of one is written.
+    """
+    items = place if isinstance(place, tuple) else (place,)
+    bounds = [x for item in items if isinstance(item, slice) for x in (item.start, item.stop)]
+    of_step = any(_is_of_step(number) for number in (*items, *bounds))
+    if not of_step and not any(isinstance(item, torch.SymInt) for item in items):
+        return None
+    selected = _selected(x, items)
+    if selected is None:
+        if of_step:
+            raise LoopRefusal("a loop writes to positions other than `[:, t]` or `[t, a:b]`")
+        return None
+    view, rest = selected
+    if of_step:
+        return _write_in_step(view, rest, value)
+    if all(isinstance(item, slice) and item == slice(None) for item in rest):
+        return view.copy_(_as_tensor(value, view))
+    view[tuple(rest)] = value
+    return view
+
+
+def _selected(x: Tensor, items: Sequence[Any]) -> tuple[Tensor, list[Any]] | None:
+    """Apply the numbers among the indices, as PyTorch does before the others.
+
+    Returned: the view, and the indices that are left for it; None where one is of another kind.
+    """
+    wanted = sum(_axes(item) for item in items)
+    rest: list[Any] = []
+    view, axis = x, 0
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, _KINDS):
+            return None
+        if isinstance(item, int | torch.SymInt):
+            view = view.select(axis, item)
+            continue
+        own = [slice(None)] * (x.dim() - wanted) if item is Ellipsis else [item]
+        axis += sum(_axes(each) for each in own)
+        rest += own
+    return view, rest
+
+
+_KINDS = int | torch.SymInt | slice | Tensor | type(None) | type(Ellipsis)
+
+
+def _axes(item: Any) -> int:
+    """How many axes an index reads."""
+    if item is None or item is Ellipsis:
+        return 0
+    return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+
+
+def _write_in_step(view: Tensor, rest: Sequence[Any], value: Any) -> Tensor:
+    within = []
+    for axis, item in enumerate(rest):
+        if not isinstance(item, slice) or item.step not in (None, 1):
+            raise LoopRefusal("a loop writes to positions other than `[:, t]` or `[t, a:b]`")
+        if item != slice(None):
+            within.append((axis, item))
+    value = _as_tensor(value, view)
+    if within and value.dim():
+        raise LoopRefusal("a loop writes several values to a slice; write one, or all of `[:, t]`")
+    for axis, part in within:
+        places = torch.arange(view.shape[axis], device=view.device)
+        shape = [-1] + [1] * (view.dim() - axis - 1)
+        value = torch.where(_in_slice(places, part, view.shape[axis]).reshape(shape), value, view)
+    return view.copy_(value)
+
+
+def _as_tensor(value: Any, view: Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else view.new_full((), value)
+
+
+def _in_slice(places: Tensor, part: slice, extent: Any) -> Tensor:
+    """Which of the places of an axis are in a slice; bounds below 0 count from the end."""
+    inside = places >= 0
+    for bound, is_first in ((part.start, True), (part.stop, False)):
+        if bound is None:
+            continue
+        _, number = numbers_as_tensors((places, bound))
+        number = number if isinstance(number, Tensor) else torch.full_like(places, number)
+        number = torch.where(number < 0, number + extent, number)
+        inside = inside & ((places >= number) if is_first else (places < number))
+    return inside
+
+
+def _is_of_step(number: Any) -> bool:
+    """Whether a number is known at run time alone, as that of a loop's step is."""
+    if not isinstance(number, torch.SymInt):
+        return False
+    env = number.node.shape_env
+    return any(env.is_unbacked_symint(symbol) for symbol in number.node.expr.free_symbols)
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: _get_item,
+    Tensor.__setitem__: _set_item,
+}
