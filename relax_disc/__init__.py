@@ -23,6 +23,10 @@ except errors.UnsupportedEnvironmentError as error:
     if Path(sys.argv[0]).name in ("relax-disc", "-m"):
         sys.exit(f"error: {error}")
     raise
+else:
+    from relax_disc.tvm_loading import load_tvm
+
+    load_tvm()
 
 from tvm import relax
 

@@ -29,8 +29,9 @@ def inline_regions(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> bool:
 
 
 def _inline(module: fx.GraphModule, call: fx.Node) -> bool:
+    held: Any
     with_gradients, held, *operands = call.args
-    region: Any = module.get_submodule(str(held.target))  # pyright: ignore[reportAttributeAccessIssue]
+    region: Any = module.get_submodule(str(held.target))
     inline_regions(region, list(region.graph.nodes))
     if any(node.op == "get_attr" or _writes_outside(node) for node in region.graph.nodes):
         return False
@@ -52,8 +53,8 @@ def _inline(module: fx.GraphModule, call: fx.Node) -> bool:
             user.replace_all_uses_with(result)
             graph.erase_node(user)
     graph.erase_node(call)
-    if not held.users:  # pyright: ignore[reportAttributeAccessIssue]
-        graph.erase_node(held)  # pyright: ignore[reportArgumentType]
+    if not held.users:
+        graph.erase_node(held)
     return True
 
 
