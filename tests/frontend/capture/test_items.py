@@ -42,6 +42,7 @@ def written_at_the_end(h: Tensor, x: Tensor) -> Tensor:
     out[:, end // 2, 1] = 2.0
     out[x.shape[0] - 1, end, 2:] = x[0, 0, 2:]
     out[:, end] += h[:, end]
+    out[0, end] = h[:1, 0]
     return out
 
 

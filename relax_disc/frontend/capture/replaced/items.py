@@ -95,7 +95,12 @@ def _write_in_step(view: Tensor, rest: Sequence[Any], value: Any) -> Tensor:
 
 
 def _as_tensor(value: Any, view: Tensor) -> Tensor:
-    return value if isinstance(value, Tensor) else view.new_full((), value)
+    """Make what is written a tensor, without axes of 1 in front that the view does not have."""
+    if not isinstance(value, Tensor):
+        return view.new_full((), value)
+    while value.dim() > view.dim() and isinstance(value.shape[0], int) and value.shape[0] == 1:
+        value = value.squeeze(0)
+    return value
 
 
 def _in_slice(places: Tensor, part: slice, extent: Any) -> Tensor:
