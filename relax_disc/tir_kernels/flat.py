@@ -12,7 +12,7 @@ from relax_disc.analysis.kernels.element import rewrite_loads
 from relax_disc.analysis.kernels.half_precision import from_bfloat16_bits, to_bfloat16_bits
 
 INDEX = "int64"
-_BITS = "uint16"
+_BITS, _BYTE = "uint16", "uint8"
 
 # TVM 0.27 puts small buffers of this scope on the stack, where LLVM turns them into registers;
 # those of scope "local" it takes from a pool, each time anew (10 times slower).
@@ -41,7 +41,8 @@ class FlatBuffers:
     """One-dimensional views of the parameters of a kernel, declared when first needed.
 
     With ``bits``, what is converted from bfloat16 as it is read, or to it as it is written, goes
-    through a view as integers: TVM 0.27 miscounts the lanes of vectors that it converts itself.
+    through a view as integers, and truth values go through one as bytes: TVM 0.27 miscounts the
+    lanes of vectors that it converts itself, and addresses vectors of truth values as bits.
     """
 
     def __init__(self, bits: bool = False) -> None:
@@ -74,6 +75,9 @@ class FlatBuffers:
         """Read one element."""
         if not indices:
             return tirx.BufferLoad(buffer, [])
+        if self._bits and str(buffer.dtype) == "bool":
+            byte = tirx.BufferLoad(self.view(buffer, _BYTE), [self.address(buffer, indices)])
+            return prim.NE(byte, tirx.const(0, _BYTE))
         return tirx.BufferLoad(self.view(buffer), [self.address(buffer, indices)])
 
     def store(self, buffer: Any, indices: Sequence[Any], value: Any) -> Any:
@@ -84,6 +88,9 @@ class FlatBuffers:
             return tirx.BufferStore(self.view(buffer, _BITS), bits, [self.address(buffer, indices)])
         if str(value.ty.dtype) != dtype:
             value = tirx.Cast(dtype, value)
+        if self._bits and indices and dtype == "bool":
+            byte = prim.Select(value, tirx.const(1, _BYTE), tirx.const(0, _BYTE))
+            return tirx.BufferStore(self.view(buffer, _BYTE), byte, [self.address(buffer, indices)])
         if not indices:
             return tirx.BufferStore(buffer, value, [])
         return tirx.BufferStore(self.view(buffer), value, [self.address(buffer, indices)])

@@ -67,25 +67,21 @@ def vectorizable(expressions: Sequence[Any], var: Any) -> bool:
             return False
         if is_guard(call) and _uses(call.args[0], var):
             return False
-    return _reads_in_vectors(expressions, var)
+    return _reads_in_vectors(expressions)
 
 
 def moves_in_vectors(element: Element) -> bool:
     """Whether vectors of an element are written right.
 
-    TVM 0.27 keeps truth values in bytes but addresses vectors of them as bits, and miscounts the
-    lanes of bfloat16 when it converts them, which `FlatBuffers` does therefore, from and to
-    float32; LLVM vectorises such loops where it can.
+    TVM 0.27 miscounts the lanes of bfloat16 when it converts them, which `FlatBuffers` does
+    therefore, from and to float32; LLVM vectorises such loops where it can.
     """
     dtype = str(element.stage.buffer.dtype)
-    return dtype != "bool" and (dtype != "bfloat16" or str(element.value.ty.dtype) == "float32")
+    return dtype != "bfloat16" or str(element.value.ty.dtype) == "float32"
 
 
-def _reads_in_vectors(expressions: Sequence[Any], var: Any) -> bool:
-    """Whether vectors over ``var`` of all that expressions read are read right.
-
-    A truth value that is the same for all lanes is no vector: the mask of rows, broadcast.
-    """
+def _reads_in_vectors(expressions: Sequence[Any]) -> bool:
+    """Whether vectors of all that expressions read are read right."""
     loads: list[Any] = []
     widened: list[Any] = []
 
@@ -96,9 +92,6 @@ def _reads_in_vectors(expressions: Sequence[Any], var: Any) -> bool:
     for expr in expressions:
         tvm_ffi.structural_walk(expr, [(tvm.ir.TensorLoad, loads.append), (prim.Cast, note)])
     dtypes = [str(load.source.dtype) for load in loads]
-    truths = (load for load in loads if str(load.source.dtype) == "bool")
-    if any(_uses(list(load.indices), var) for load in truths):
-        return False
     return dtypes.count("bfloat16") == len(widened)
 
 
@@ -124,7 +117,7 @@ def segments(expressions: Sequence[Any], inner: Sequence[Axis]) -> list[tuple[in
             seams.update(seam for seam in found if 0 < seam < extent)
     parts = list(itertools.pairwise(sorted(seams)))
     is_long = len(parts) > _FEW_PARTS and len(parts) * _operations(expressions) > _MOST_OPERATIONS
-    return None if is_long or not _reads_in_vectors(expressions, var) else parts
+    return None if is_long or not _reads_in_vectors(expressions) else parts
 
 
 def _operations(expressions: Sequence[Any]) -> int:

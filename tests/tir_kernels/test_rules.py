@@ -172,6 +172,22 @@ CASES = {
         lambda x, b, v: np.where(b, x, v),
         lambda n, m: [floats(n, m), RNG.random((n, m)) < 0.5, np.array(-np.inf, "float32")],
     ),
+    "transposed_mask": (
+        "Transpose",
+        [tensor("x", [N, 12, M]), tensor("b", [12, M], "bool"), tensor("v", [])],
+        lambda emit, x, b, v: op.permute_dims(emit(op.where(b, emit(op.exp(x)), v)), [0, 2, 1]),
+        lambda x, b, v: np.where(b, np.exp(x), v).transpose(0, 2, 1),
+        lambda n, m: [floats(n, 12, m), RNG.random((12, m)) < 0.5, np.array(0.5, "float32")],
+    ),
+    "truths_of_truths": (
+        "Elementwise",
+        [tensor("x", [N, M]), tensor("b", [N, M], "bool"), tensor("r", [N, 1], "bool")],
+        lambda emit, x, b, r: op.logical_or(
+            emit(op.logical_and(emit(op.greater(x, const(0.0))), b)), emit(op.logical_not(r))
+        ),
+        lambda x, b, r: (x > 0) & b | ~r,
+        lambda n, m: [floats(n, m), RNG.random((n, m)) < 0.5, RNG.random((n, 1)) < 0.5],
+    ),
     "mask_of_rows": (
         "Elementwise",
         [tensor("x", [N, M, 24]), tensor("b", [N, M, 1], "bool"), tensor("v", [])],
@@ -422,8 +438,11 @@ def test_no_vector_is_filled_up_with_what_lies_in_memory(kernels, name):
     assert [count for count in lanes if count & count - 1] == []
 
 
-@pytest.mark.parametrize("name", ["mask_of_rows", "columns_under_a_mask_of_rows"])
-def test_a_truth_value_of_all_lanes_leaves_them_a_vector(kernels, name):
+@pytest.mark.parametrize(
+    "name",
+    ["mask", "mask_of_rows", "transposed_mask", "truths_of_truths", "columns_under_a_mask_of_rows"],
+)
+def test_truth_values_are_read_and_written_in_vectors(kernels, name):
     """One lane at a time took sixteen times as long."""
     loops = nodes_of(tirx.For, scheduled(kernels[name]).body)
     assert any(loop.kind == tirx.ForKind.VECTORIZED for loop in loops)

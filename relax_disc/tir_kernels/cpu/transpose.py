@@ -25,9 +25,9 @@ from relax_disc.tir_kernels.loops import (
     Settings,
     TunedRule,
     group_mapping,
+    lane_loops,
     loop,
     sequence,
-    vector_loop,
     with_body,
 )
 from relax_disc.tir_kernels.vectorizable import moves_in_vectors, vectorizable
@@ -108,23 +108,29 @@ def _emit(
         def rows(start: Any, lanes: int) -> Any:
             def row(index: Any) -> Any:
                 here = {**unit, **mapping, **group_mapping([read], first + index)}
-                body = vector_loop(
+                body = lane_loops(
                     "column",
-                    index_const(lanes),
+                    lanes,
                     lambda column: emit_element(
                         [element], flat, {**here, **group_mapping([written], start + column)}
                     ),
-                    lanes=lanes,
                 )
                 return sequence(body)
 
             return loop("row_of_tile", count, row)
 
         whole = as_index(written.extent) // columns_of_tile
-        rest = as_index(written.extent) % columns_of_tile
-        return [
-            loop("columns", whole, lambda at: rows(at * columns_of_tile, columns_of_tile)),
-            loop("column", rest, lambda at: rows(whole * columns_of_tile + at, 1)),
+        statements = [
+            loop("columns", whole, lambda at: rows(at * columns_of_tile, columns_of_tile))
         ]
+        columns = constant(written.extent)
+        if columns is None:
+            rest = as_index(written.extent) % columns_of_tile
+            statements.append(
+                loop("column", rest, lambda at: rows(whole * columns_of_tile + at, 1))
+            )
+        elif columns % columns_of_tile:  # eight heads are a vector, too
+            statements.append(rows(whole * columns_of_tile, columns % columns_of_tile))
+        return statements
 
     return emit_outer([*others, [tiles]], tile, True)
