@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ def _scan(
 
     ``step(before, there, at)`` makes an element of the element before it, of whether there is one,
     and of ``at(tensor, shift)``, which reads an input at the element or one step before it.
+    Loops go through memory in its order; the first, where it is not along the axis, in parallel.
     """
 
     def compute(*tensors: Any) -> Any:
@@ -30,13 +32,15 @@ def _scan(
 
         def body(sources: Any, outputs: Any) -> Any:
             with IRBuilder() as made:
-                others = [n for d, n in enumerate(shape) if d != axis]
-                with T.grid(*others, shape[axis]) as loops:
-                    *rest, k = [loops] if isinstance(loops, tirx.Var) else list(loops)
+                with contextlib.ExitStack() as stack:
+                    loops = [stack.enter_context(T.parallel(shape[0]))] if axis else []
+                    inner = stack.enter_context(T.grid(*shape[len(loops) :]))
+                    loops += [inner] if isinstance(inner, tirx.Var) else list(inner)
+                    k = loops[axis]
 
                     def place(k: Any) -> tuple[Any, ...]:
                         k = shape[axis] - 1 - k if backward else k
-                        return (*rest[:axis], k, *rest[axis:])
+                        return (*loops[:axis], k, *loops[axis + 1 :])
 
                     def at(index: int, shift: int = 0) -> Any:
                         return sources[index][place(k if shift == 0 else tirx.max(k - shift, 0))]
