@@ -145,7 +145,10 @@ def read_stages(func: tirx.PrimFunc) -> StagedKernel | None:
 
 
 def loops_of(kernel: tirx.PrimFunc) -> list[Stage] | None:
-    """Read a kernel of loops round one store each, which run in the order of the program."""
+    """Read a kernel of loops round one store each, which run in the order of the program.
+
+    A parallel loop is read as one in order where each of its turns writes elements of its own.
+    """
     root = kernel.body
     if not isinstance(root, s_tir.SBlockRealize) or root.block.iter_vars:
         return None
@@ -157,15 +160,21 @@ def loops_of(kernel: tirx.PrimFunc) -> list[Stage] | None:
         body = body.body
     found = []
     for statement in body.seq if isinstance(body, tirx.SeqStmt) else [body]:
-        axes = []
+        axes, parallel = [], []
         while isinstance(statement, tirx.For):
-            if statement.kind != tirx.ForKind.SERIAL or constant(statement.min) != 0:
+            if statement.kind == tirx.ForKind.PARALLEL:
+                parallel.append(statement.loop_var)
+            elif statement.kind != tirx.ForKind.SERIAL:
+                return None
+            if constant(statement.min) != 0:
                 return None
             axes.append(Axis(statement.loop_var, statement.extent, is_reduction=False))
             statement = statement.body
         if not isinstance(statement, tirx.BufferStore):
             return None
         indices = tuple(statement.indices)
+        if not all(any(var.same_as(index) for index in indices) for var in parallel):
+            return None
         found.append(Stage("loops", tuple(axes), statement.buffer, indices, statement.value))
     return found
 

@@ -24,10 +24,11 @@ def cumulated_axis(kernel: tirx.PrimFunc) -> int | None:
     )
     if not is_whole or len(source.shape) != len(out.shape):
         return None
-    # The last loop runs along the axis, so that what is before an element is there.
-    last = variables[-1]
-    axis = list(stage.indices).index(last)
-    return axis if same_expr(stage.value, _sum_up_to(source, out, stage, axis, last)) else None
+    # All loops go forward, so that what is before an element along any of them is there.
+    for axis, at in enumerate(stage.indices):
+        if same_expr(stage.value, _sum_up_to(source, out, stage, axis, at)):
+            return axis
+    return None
 
 
 def _sum_up_to(source: Any, out: Any, stage: Any, axis: int, at: Any) -> Any:

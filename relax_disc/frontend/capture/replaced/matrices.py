@@ -59,8 +59,14 @@ def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "") -> Te
     return torch.cdist(x1, x2, p, "donot_use_mm_for_euclid_dist")
 
 
-def _kron(x: Tensor, y: Tensor) -> Tensor:
+def _has_symbols(*tensors: Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for each in tensors for size in each.shape)
+
+
+def _kron(x: Tensor, y: Tensor) -> Tensor | None:
     """Each element of one times the whole of the other, by one product that broadcasts."""
+    if not _has_symbols(x, y):
+        return None
     rank = max(x.dim(), y.dim())
     left, right = ([1] * (rank - each.dim()) + list(each.shape) for each in (x, y))
     one = x.reshape([size for n in left for size in (n, 1)])
@@ -68,8 +74,10 @@ def _kron(x: Tensor, y: Tensor) -> Tensor:
     return (one * other).reshape([n * m for n, m in zip(left, right, strict=True)])
 
 
-def _block_diag(*tensors: Tensor) -> Tensor:
+def _block_diag(*tensors: Tensor) -> Tensor | None:
     """Matrices, or rows, along a diagonal, each with zeros on either side."""
+    if not _has_symbols(*tensors):
+        return None
     blocks = [each.reshape(1, -1) if each.dim() < 2 else each for each in tensors]
     dtype = functools.reduce(torch.promote_types, (each.dtype for each in blocks))
     before, columns = 0, sum(each.shape[1] for each in blocks)
