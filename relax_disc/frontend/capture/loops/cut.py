@@ -26,7 +26,7 @@ from relax_disc.frontend.capture.loops.draws import (
     is_random,
     once_inside,
 )
-from relax_disc.frontend.capture.loops.nodes import add_call, values_of
+from relax_disc.frontend.capture.loops.nodes import add_call, may_share_memory, values_of
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal, RecordedLoops
 from relax_disc.frontend.capture.loops.regions import inline_regions
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
@@ -273,9 +273,7 @@ class _Cut:
 
     def _root(self, node: Any) -> Any:
         """Follow a view, or what was written in place, to the tensor that holds its memory."""
-        while node in self._inside and isinstance(node.target, OpOverload):
-            if not any(r.alias_info is not None for r in node.target._schema.returns):
-                break
+        while node in self._inside and may_share_memory(node):
             node = node.args[0]
         return node
 

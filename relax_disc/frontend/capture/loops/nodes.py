@@ -26,6 +26,12 @@ def values_of(arguments: Any) -> Any:
     return pytree.tree_map_only(fx.Node, lambda node: node.meta["val"], arguments)
 
 
+def may_share_memory(node: fx.Node) -> bool:
+    """Whether an operator returns a view, or what it has written into."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(each.alias_info is not None for each in schema.returns)
+
+
 class _Adding(GraphAppendingTracer):
     """Adds arithmetic of sizes to a graph."""
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from relax_disc.frontend.capture.loops.nodes import may_share_memory
+
 _ATEN = torch.ops.aten
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 
@@ -37,9 +39,8 @@ def _inline(module: fx.GraphModule, call: fx.Node) -> bool:
         return False
     if any(user.target is not operator.getitem for user in call.users):
         return False
-    copies: dict[fx.Node, Any] = {}
-    inputs = [node for node in region.graph.nodes if node.op == "placeholder"]
-    copies.update(zip(inputs, operands, strict=True))
+    inputs = (node for node in region.graph.nodes if node.op == "placeholder")
+    copies: dict[fx.Node, Any] = dict(zip(inputs, operands, strict=True))
     graph = call.graph
     with graph.inserting_before(call):
         results: Any = graph.graph_copy(region.graph, copies)
@@ -69,11 +70,6 @@ def _writes_outside(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return False
     written: Any = node.args[0]
-    while written.op == "call_function" and _is_view(written):
+    while written.op == "call_function" and may_share_memory(written):
         written = written.args[0]
     return written.op == "placeholder"
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(each.alias_info is not None for each in schema.returns)
