@@ -277,7 +277,7 @@ def _refuse_counts(
     for function in module.functions.values():
         if "relax_disc.counted" not in (function.attrs or {}):
             continue
-        if target.kind.name != "llvm" or not options.plan_arena:
+        if target.kind.name not in ("llvm", "cuda") or not options.plan_arena:
             where = f"on {target.kind.name}" if options.plan_arena else "without plan_arena"
             raise UnsupportedOperatorError(
                 f"The model has sizes that depend on data, by a mask, nonzero or unique; {where} "

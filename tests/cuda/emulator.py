@@ -250,7 +250,8 @@ class Emulator:
                 )
                 given = dict(zip(tags, values[len(types) :], strict=True))
                 dynamic = int(given.pop("tirx.use_dyn_shared_memory", 0))
-                extents.update({tag: int(extent) for tag, extent in given.items()})
+                # as TVM does: `ThreadWorkLoad Extract` in src/runtime/thread_storage_scope.h
+                extents.update({tag: int(extent) or 1 for tag, extent in given.items()})
                 cells = [
                     kind(_address(value)) if kind is ctypes.c_void_p else kind(value)
                     for kind, value in zip(types, values, strict=False)

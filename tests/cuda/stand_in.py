@@ -211,17 +211,19 @@ def _library_names() -> list[str]:
     return sorted(name for name in names if name.startswith(_LIBRARIES))
 
 
-def _on_host(emulator: Emulator, name: str, function: Callable[..., None]) -> Callable[..., None]:
-    def run(*arguments: Any) -> None:
+def _on_host(emulator: Emulator, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
         given = [_as_host(value) for value in arguments]
         if is_capturing():
             _rehearse(function, given)
+        returned = []  # a number that the host waited for
 
         def work() -> None:
             emulator.events.append(f"library {name.removeprefix('relax_disc.')}")
-            function(*given)
+            returned.append(function(*given))
 
         emulator.ask(work)
+        return returned[0] if returned else None
 
     return run
 

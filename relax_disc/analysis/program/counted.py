@@ -12,7 +12,7 @@ from relax_disc.analysis.program.table import FunctionTable, KernelCall, NotPlan
 from relax_disc.analysis.symbolic.comparison.compare import at_most
 from relax_disc.analysis.symbolic.dim import SymbolicDim
 from relax_disc.analysis.symbolic.expr import Atom, SymbolicExpr
-from relax_disc.ops.counted import COUNTING
+from relax_disc.ops.counted import COUNTING_KERNELS
 from relax_disc.vm_builtins.guard import GUARD
 
 
@@ -32,7 +32,7 @@ def counted_dims(table: FunctionTable, names: Sequence[str]) -> dict[str, int]:
 
 def counting_kernels(table: FunctionTable) -> dict[int, str]:
     """Return the dim that each kernel counts; those after the first must find the same."""
-    return {k: _dim_of(table, x) for k, x in enumerate(table.kernels) if x.name in COUNTING}
+    return {k: _dim_of(table, x) for k, x in enumerate(table.kernels) if x.name in COUNTING_KERNELS}
 
 
 def _dim_of(table: FunctionTable, kernel: KernelCall) -> str:

@@ -49,14 +49,18 @@ def short_indices(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def launch(blocks: Any, threads: int, body: Callable[[Any, Any], Sequence[Any]]) -> Any:
-    """Run ``body(block, thread)`` in every thread."""
-    return bound_loop(
+    """Run ``body(block, thread)`` in every thread.
+
+    Nothing is launched where there is no block: TVM would launch one.
+    """
+    whole = bound_loop(
         "blockIdx.x",
         blocks,
         lambda block: bound_loop(
             "threadIdx.x", index_const(threads), lambda thread: sequence(body(block, thread))
         ),
     )
+    return whole if isinstance(blocks, tirx.IntImm) else only_where(blocks > 0, [whole])
 
 
 def at_groups(

@@ -26,7 +26,7 @@ from relax_disc.transform.functions import program_functions
 
 _AT_ENTRY = ("shape", "batch", "packing")
 _OF_DIMS = ("relax_disc.dims", "tir_var_lower_bound", "tir_var_upper_bound")
-_LONG = ("matmul", "conv")
+_LONG = ("matmul", "conv", "call_dps_packed")
 
 
 def counts_name(function: str) -> str:
@@ -98,17 +98,11 @@ def _dims_of(size: Any) -> set[str]:
 def _counted_by(binding: relax.Binding) -> str | None:
     """Return the dim that a call counts; None for all else."""
     value: Any = binding.value
-    if not isinstance(value, relax.Call) or _callee(value) not in COUNTING:
+    if not isinstance(value, relax.Call) or getattr(value.op, "name", "") not in COUNTING:
         return None
     kind: Any = binding.var.ty
     first = kind.fields[0] if isinstance(kind, relax.TupleType) else kind
     return str(first.shape.values[0])
-
-
-def _callee(call: Any) -> str | None:
-    """Return the name of the library's function that is called."""
-    is_library = isinstance(call.op, tvm.ir.Op) and call.op.name == "relax.call_dps_packed"
-    return str(call.args[0].global_symbol) if is_library else None
 
 
 def _known(
@@ -129,9 +123,6 @@ def _known(
 def _is_short(value: Any) -> bool:
     if not isinstance(value, relax.Call):
         return True
-    library = _callee(value)
-    if library is not None:
-        return library in COUNTING
     return not any(word in str(getattr(value.op, "name", "")) for word in _LONG)
 
 

@@ -147,6 +147,31 @@ def ctc_loss_backward(
     _tensor(result).copy_(found.masked_fill(silent[None, :, None], 0))
 
 
+def nonzero(mask: Any, positions: Any) -> int:
+    """List the true elements of a mask; return how many there are, for which the host waits."""
+    refuse_capture("how many elements a mask selects is read on the host")
+    found = torch.nonzero(_tensor(mask)).view(-1)
+    _fill(positions, found)
+    return len(found)
+
+
+def unique(x: Any, values: Any, inverse: Any, counts: Any, scratch: Any) -> int:
+    """List the distinct values of a tensor; return how many there are, for which the host waits."""
+    del scratch
+    refuse_capture("how many distinct values a tensor has is read on the host")
+    found, where, times = torch.unique(_tensor(x), return_inverse=True, return_counts=True)
+    for target, source in ((values, found), (inverse, where), (counts, times)):
+        _fill(target, source)
+    return len(found)
+
+
+def _fill(target: Any, source: torch.Tensor) -> None:
+    """Copy what there is room for: the caller refuses more than that."""
+    room = _tensor(target)
+    kept = min(len(room), len(source))
+    room[:kept].copy_(source[:kept])
+
+
 def convolution(x: Any, weight: Any, *rest: Any) -> None:
     """Compute a convolution; activations have their channels last."""
     *numbers, out = rest
@@ -204,12 +229,12 @@ def _tensor(value: Any) -> torch.Tensor:
     return torch.from_dlpack(value)
 
 
-def _on_stream(function: Callable[..., None]) -> Callable[..., None]:
+def _on_stream(function: Callable[..., int | None]) -> Callable[..., int | None]:
     """Run a function without gradients on the virtual machine's stream."""
 
-    def run(*arguments: Any) -> None:
+    def run(*arguments: Any) -> int | None:
         with torch.no_grad(), _stream_of(arguments[0]):
-            function(*arguments)
+            return function(*arguments)
 
     return run
 
@@ -226,7 +251,7 @@ def _stream_of(tensor: Any) -> Iterator[None]:
         yield
 
 
-FUNCTIONS: dict[str, Callable[..., None]] = {
+FUNCTIONS: dict[str, Callable[..., int | None]] = {
     "matmul": matmul,
     "matmul_add": matmul_add,
     "batch_matmul": batch_matmul,
@@ -241,4 +266,6 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "convolution_weight": convolution_weight,
     "ctc_loss": ctc_loss,
     "ctc_loss_backward": ctc_loss_backward,
+    "nonzero": nonzero,
+    "unique": unique,
 }

@@ -31,6 +31,7 @@
                                              reverse, out, last, reserve
 `relax_disc.cpu.recurrence_backward`         grad_out, grad_last, state, weight, out, reserve, kind,
                                              batch_first, reverse, gradients, grad_state
+`relax_disc.cpu.nonzero`, `.unique`          see `ops/counted.py`
 `relax_disc.cpu.vocabulary_head`             see `vocabulary_head`, also for the suffixes
 `relax_disc.cpu.workspace_bytes`             formula, parameters -> bytes beside the arguments
 `relax_disc.cpu.library_bytes`               formula, parameters, whether they are bounds -> bytes
