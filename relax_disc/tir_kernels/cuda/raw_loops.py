@@ -1,8 +1,7 @@
 """CUDA rule: raw loops (scatters, cumulative sums) spread over threads as far as nothing conflicts.
 
-A loop whose variable is an index, at one place, of all that a nest writes is *owned*: its
-iterations touch nothing of each other's, so they are threads.  The others are *walked* in order.
-Of scatters that walk far, warps own destinations besides: each looks at the positions of all
+Iterations of owned loops (`relax_disc.tir_kernels.nests`) are threads; the others are walked.  Of
+scatters that walk far, warps own destinations besides: each looks at the positions of all
 writes, 32 at a time, and makes those that are its own, in order.  So nothing is atomic, and the
 result is that of the loops, to the last bit.  Sums along the last axis are scans of a warp instead.
 """
@@ -10,10 +9,9 @@ result is that of the loops, to the last bit.  Sums along the last axis are scan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.ir import prim
 from tvm.target import Target
 
@@ -24,6 +22,7 @@ from relax_disc.tir_kernels.cuda.threads import WARP, hold, launch, only_where, 
 from relax_disc.tir_kernels.cuda.vectors import Neighbours
 from relax_disc.tir_kernels.flat import INDEX, FlatBuffers, index_const, product
 from relax_disc.tir_kernels.loops import Scheduled, loop, narrow, sequence, with_body
+from relax_disc.tir_kernels.nests import Nest, read_nests
 from relax_disc.tir_kernels.vectorizable import uses_any
 
 _THREADS = 256
@@ -43,13 +42,8 @@ class RawLoops:
 
         That launches touch the same only in their order follows from which loops are owned.
         """
-        root = func.body
-        if not isinstance(root, s_tir.SBlockRealize) or root.block.iter_vars:
-            return None
-        if root.block.alloc_buffers:
-            return None
-        nests = _read(root.block.body, (), ())
-        if nests is None or not _may_run_apart(nests):
+        nests = read_nests(func)
+        if nests is None:
             return None
         flat = FlatBuffers()
         launches = [_launch(nest, flat, target.kind.name == "cuda") for nest in nests]
@@ -58,30 +52,12 @@ class RawLoops:
         return with_body(func.with_attr(APART_ATTRIBUTE, True), [*flat.declarations(), *launches])
 
 
-@dataclass(frozen=True, eq=False)
-class _Nest:
-    """``for loops: if conditions: store``."""
-
-    loops: tuple[Any, ...]
-    conditions: tuple[Any, ...]
-    store: Any
-
-    @property
-    def reads(self) -> list[Any]:
-        """All that is read for a store."""
-        expressions = [*self.conditions, *self.store.indices, self.store.value]
-        return [load for expr in expressions for load in loads_of(expr)]
-
-    def reads_of(self, buffer: Any) -> list[list[Any]]:
-        """Places at which it reads a buffer."""
-        return [list(load.indices) for load in self.reads if load.source.same_as(buffer)]
-
-    def statement(self, mapping: dict[Any, Any]) -> Any:
-        """Make the store, with other variables for those of the loops."""
-        store = self.store
-        indices = [substitute(index, mapping) for index in store.indices]
-        made = tirx.BufferStore(store.buffer, substitute(store.value, mapping), indices)
-        return only_where(_all(self.conditions, mapping), [made]) if self.conditions else made
+def _statement(nest: Nest, mapping: dict[Any, Any]) -> Any:
+    """Make the store, with other variables for those of the loops."""
+    store = nest.store
+    indices = [substitute(index, mapping) for index in store.indices]
+    made = tirx.BufferStore(store.buffer, substitute(store.value, mapping), indices)
+    return only_where(_all(nest.conditions, mapping), [made]) if nest.conditions else made
 
 
 def _all(conditions: Sequence[Any], mapping: dict[Any, Any]) -> Any:
@@ -89,54 +65,9 @@ def _all(conditions: Sequence[Any], mapping: dict[Any, Any]) -> Any:
     return tirx.all(first, *rest) if rest else first
 
 
-def _read(
-    statement: Any, loops: tuple[Any, ...], conditions: tuple[Any, ...]
-) -> list[_Nest] | None:
-    """Read statements as nests, one for each store; None when they have another form."""
-    if isinstance(statement, tirx.BufferStore):
-        return [_Nest(loops, conditions, statement)]
-    if isinstance(statement, tirx.For):
-        plain = statement.kind in (tirx.ForKind.SERIAL, tirx.ForKind.PARALLEL)
-        if not plain or constant(statement.min) != 0:
-            return None
-        return _read(statement.body, (*loops, statement), conditions)
-    if isinstance(statement, tirx.IfThenElse) and statement.else_case is None:
-        return _read(statement.then_case, loops, (*conditions, statement.condition))
-    if not isinstance(statement, tirx.SeqStmt):
-        return None
-    nests = [_read(part, loops, conditions) for part in statement.seq]
-    if any(found is None for found in nests):
-        return None
-    return [nest for found in nests if found is not None for nest in found]
-
-
-def _may_run_apart(nests: Sequence[_Nest]) -> bool:
-    """Whether loops round several nests may be loops round each."""
-    written = [nest.store.buffer for nest in nests]
-    for nest in nests:
-        for around in nest.loops:
-            sharing = [other for other in nests if around in other.loops]
-            if len(sharing) > 1 and not all(
-                _owned_at(sharing, around.loop_var, buffer) for buffer in written
-            ):
-                return False
-    return True
-
-
-def _owned_at(nests: Sequence[_Nest], var: Any, buffer: Any) -> bool:
-    """Whether a variable is the same index of a buffer wherever nests touch it."""
-    places = [place for nest in nests for place in nest.reads_of(buffer)]
-    places += [list(nest.store.indices) for nest in nests if nest.store.buffer.same_as(buffer)]
-    return any(
-        all(place[axis].same_as(var) for place in places) for axis in range(len(buffer.shape))
-    )
-
-
-def _launch(nest: _Nest, flat: FlatBuffers, has_votes: bool) -> Any:
+def _launch(nest: Nest, flat: FlatBuffers, has_votes: bool) -> Any:
     """Make a launch; without votes of a warp (ROCm) threads walk alone."""
-    buffer = nest.store.buffer
-    owned = [x for x in nest.loops if _owned_at([nest], x.loop_var, buffer)]
-    walked = [x for x in nest.loops if x not in owned]
+    buffer, owned, walked = nest.store.buffer, nest.owned, nest.walked
     steps = constant(product([x.extent for x in walked]))
     own = list(nest.store.indices)
     if not has_votes:
@@ -173,7 +104,7 @@ def _count(loops: Sequence[Any]) -> Any:
     return product([x.extent for x in loops])
 
 
-def _each_a_thread(nest: _Nest, owned: Sequence[Any], walked: Sequence[Any]) -> Any:
+def _each_a_thread(nest: Nest, owned: Sequence[Any], walked: Sequence[Any]) -> Any:
     """Let a thread walk for each iteration of the owned loops."""
     count = _count(owned)
 
@@ -182,14 +113,14 @@ def _each_a_thread(nest: _Nest, owned: Sequence[Any], walked: Sequence[Any]) -> 
         held, mapping = hold(_places(owned, index)) if walked else ([], _places(owned, index))
 
         def step(at: Any) -> Any:
-            return nest.statement({**mapping, **_places(walked, at)})
+            return _statement(nest, {**mapping, **_places(walked, at)})
 
         return [only_where(index < count, [*held, loop("step", _count(walked), step)])]
 
     return launch((count + (_THREADS - 1)) // _THREADS, _THREADS, body)
 
 
-def _scatter(nest: _Nest, flat: FlatBuffers, owned: Sequence[Any], walked: Sequence[Any]) -> Any:
+def _scatter(nest: Nest, flat: FlatBuffers, owned: Sequence[Any], walked: Sequence[Any]) -> Any:
     """Let warps own destinations; lanes look for writes to those, then are columns of each.
 
     A lane has the columns of 16 bytes where they are aligned, so that fewer warps look.
@@ -242,7 +173,7 @@ def _scatter(nest: _Nest, flat: FlatBuffers, owned: Sequence[Any], walked: Seque
             hit = tirx.Var("hit", "int64")
             there = {**mapping, **_places(walked, turn * WARP + hit)}
             if lanes == 1:
-                write = [nest.statement({**there, **_places(columns, column)})]
+                write = [_statement(nest, {**there, **_places(columns, column)})]
             else:
                 write = _vector(nest, flat, there, columns, column, lanes)
             make = [
@@ -263,7 +194,7 @@ def _scatter(nest: _Nest, flat: FlatBuffers, owned: Sequence[Any], walked: Seque
     return launch((units + (warps - 1)) // warps, _THREADS, body)
 
 
-def _side_by_side(nest: _Nest, columns: Sequence[Any]) -> int:
+def _side_by_side(nest: Nest, columns: Sequence[Any]) -> int:
     """Columns that a lane has: as many as 16 bytes have, where all of them move as one."""
     store = nest.store
     lanes = _BYTES * 8 // store.buffer.dtype.bits
@@ -281,7 +212,7 @@ def _side_by_side(nest: _Nest, columns: Sequence[Any]) -> int:
 
 
 def _vector(
-    nest: _Nest,
+    nest: Nest,
     flat: FlatBuffers,
     there: dict[Any, Any],
     columns: Sequence[Any],
@@ -311,7 +242,7 @@ def _has_last(loops: Sequence[Any], store: Any) -> bool:
     return any(store.indices[-1].same_as(x.loop_var) for x in loops)
 
 
-def _read_scan(nest: _Nest, walked: Sequence[Any]) -> tuple[Any, type, Any] | None:
+def _read_scan(nest: Nest, walked: Sequence[Any]) -> tuple[Any, type, Any] | None:
     """Read ``out[k] = k > 0 ? out[k - 1] + x[k] : x[k]``: the loop, the operator and ``x[k]``."""
     store, value = nest.store, nest.store.value
     if len(walked) != 1 or nest.conditions or not is_guard(value):
@@ -331,7 +262,7 @@ def _read_scan(nest: _Nest, walked: Sequence[Any]) -> tuple[Any, type, Any] | No
     return walked[0], type(rest), first
 
 
-def _scan(nest: _Nest, owned: Sequence[Any], along: Any, operator: type, value: Any) -> Any:
+def _scan(nest: Nest, owned: Sequence[Any], along: Any, operator: type, value: Any) -> Any:
     """Let a warp go along each row, 32 elements at a time, in logarithmically many additions."""
     store, rows, extent = nest.store, _count(owned), along.extent
     dtype, warps = str(store.buffer.dtype), _THREADS // WARP
