@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from relax_disc.tir_kernels.target import cuda_target
-from tests.cuda.stand_in import WaitsRecorded, emulator_without_findings
+from tests.cuda.stand_in import Recorder, WaitsRecorded, emulator_without_findings
 from tests.tiers import every
 from tests.training.counted_losses import (
     LOSSES,
@@ -67,3 +67,14 @@ def test_nothing_is_launched_for_no_rows(monkeypatch):
             launches[selected] = sum(event.startswith("launch ") for event in emulator.events)
         assert launches["none"] < launches["some"]
         assert torch.isnan(step(*batch_of(3, 5, "none")))  # a mean of nothing
+
+
+def test_calls_that_count_run_without_a_graph_and_say_why(monkeypatch):
+    monkeypatch.setenv("RELAX_DISC_COMPILE_CACHE", "0")
+    with emulator_without_findings() as emulator, Recorder(emulator).running():
+        step = compiled(rows_before_a_regression, target=cuda_target("sm_90"), cuda_graphs=True)
+        for seed in range(3):
+            check_step(step, rows_before_a_regression, batch_of(3, 5, "some", seed))
+        report = step.graph_report()
+        assert report.replays == 0
+        assert any("a mask selects" in reason for reason in report.plain_calls)
