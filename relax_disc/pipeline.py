@@ -20,6 +20,7 @@ from relax_disc.tir_kernels import accepts_chain, rules_for
 from relax_disc.tir_kernels.tuning.database import USER, load
 from relax_disc.tir_kernels.tuning.replay import Tuned
 from relax_disc.transform.fusion.annotate_means import AnnotateMeans
+from relax_disc.transform.fusion.fold_constants import FoldConstants
 from relax_disc.transform.fusion.fuse_kernels import FuseKernels
 from relax_disc.transform.fusion.inline_producers import InlineProducers
 from relax_disc.transform.fusion.join_sizes import JoinSizes
@@ -212,17 +213,19 @@ def legalize_passes(target: tvm.target.Target, options: PipelineOptions) -> list
         stock = list(relax.pipeline.legalize_passes(target))
         if options.schedule_kernels:  # TVM's rules for CUDA raise on kernels that are not theirs
             stock = [stage for stage in stock if stage.info.name != "ApplyDefaultSchedule"]
+        ours: dict[str, list[Pass]] = {"LegalizeOps": [Legalize()]}
+        ours["FoldConstant"] = [FoldConstants(), relax.transform.FoldConstant()]
+        stock = [own for stage in stock for own in ours.get(stage.info.name, [stage])]
         fusion = next(k for k, stage in enumerate(stock) if stage.info.name == "FuseOps")
         assert stock[fusion + 1].info.name == "FuseTIR"
-        stock = [Legalize() if stage.info.name == "LegalizeOps" else stage for stage in stock]
         inlined = [InlineProducers(), RepeatForLateReaders()] if options.inline_producers else []
         accepts = accepts_chain(target) if options.schedule_kernels else None
         fuse = FuseKernels(options.join_kernels, accepts)
         for_launches = [AnnotateMeans(), JoinSizes()] if accepts is not None else []
         updates = [JoinUpdates()] if accepts is not None and options.join_kernels else []
-        ours = [CanonicalizeExtents(), *for_launches, *inlined, fuse, *updates]
-        return [*stock[:fusion], *ours, *stock[fusion + 2 :]]
-    return [Legalize(), relax.transform.FoldConstant()]
+        fused = [CanonicalizeExtents(), *for_launches, *inlined, fuse, *updates]
+        return [*stock[:fusion], *fused, *stock[fusion + 2 :]]
+    return [Legalize(), FoldConstants(), relax.transform.FoldConstant()]
 
 
 def alias_passes() -> list[Pass]:
