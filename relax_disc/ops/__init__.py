@@ -11,6 +11,7 @@ from relax_disc.ops import cumprod as _cumprod  # noqa: F401
 from relax_disc.ops import loop as _loop  # noqa: F401
 from relax_disc.ops import matmul as _matmul  # noqa: F401
 from relax_disc.ops import reshape as _reshape  # noqa: F401
+from relax_disc.ops import softmax as _softmax  # noqa: F401
 from relax_disc.ops import vocabulary_head as _vocabulary_head  # noqa: F401
 from relax_disc.ops.attention import attention, attention_backward, attention_backward_trained
 from relax_disc.ops.convolution import convolution, convolution_input, convolution_weight

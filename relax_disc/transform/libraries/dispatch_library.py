@@ -19,6 +19,7 @@ from tvm.sym.analyzer import Analyzer
 
 from relax_disc import ops  # noqa: F401  fills the table of rules
 from relax_disc.analysis.padding.masked_rows import may_hide_rows
+from relax_disc.analysis.program.told_from_zero import is_told_from_zero
 from relax_disc.ops.operand_views import Uses, definition, is_call_of, permutation_of
 from relax_disc.ops.registry import DISPATCH
 from relax_disc.transform.functions import at_span, copy_module
@@ -57,6 +58,10 @@ class Site:
             is_own_key_seen=is_own_key_seen,
             is_first_key_seen=is_first_key_seen,
         )
+
+    def is_told_from_zero(self) -> bool:
+        """Whether what the function makes of the call's result tells little from nothing."""
+        return is_told_from_zero(self.variable, self.uses.users_of, self.builder.get())
 
     def call(
         self, name: str, arguments: list[Any], result: tvm.ir.Type | list[tvm.ir.Type]
