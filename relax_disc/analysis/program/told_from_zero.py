@@ -23,7 +23,7 @@ _ADDS = frozenset(
 def is_told_from_zero(variable: relax.Var, users_of: Users, mod: tvm.IRModule) -> bool:
     """Whether a program returns a tensor, divides by it, or takes a logarithm of what follows.
 
-    Behind a sum only logarithms count: the sum may be of little alone.  A call of PyTorch's operator
+    Behind a sum only logarithms count: the sum may be of little alone.  An operator of PyTorch's
     counts as one; of our own libraries none takes a logarithm of what it is given.
     """
     seen: set[tuple[relax.Var, bool]] = set()
