@@ -24,6 +24,7 @@ from benchmarks.models.numerics import reference, relative_error
 from relax_disc.compiler import build_or_reuse
 from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
 from relax_disc.frontend import capture_step
+from relax_disc.training.memory_plan import MemoryReport
 from relax_disc.training_step import TrainingStep
 
 LEARNING_RATE = 1e-2
@@ -114,6 +115,13 @@ def _compiled(
     return step
 
 
+def _is_as_planned(report: MemoryReport, entry: Entry) -> bool:
+    """Whether the peak is the plan's; a plan for a size that data tell is for that rounded up."""
+    if report.shape.keys() - entry.ranges.keys() - {"tokens"}:
+        return report.peak_bytes <= report.planned_peak_bytes
+    return report.peak_bytes == report.planned_peak_bytes
+
+
 def _train(
     step: TrainingStep,
     model: nn.Module,
@@ -154,7 +162,7 @@ def _train(
         and loss_error <= max(FACTOR * own_loss_error, MOST)
         and parameter_error <= max(FACTOR * own_parameter_error, MOST)
         and buffer_error <= max(FACTOR * own_buffer_error, MOST)
-        and report.peak_bytes == report.planned_peak_bytes
+        and _is_as_planned(report, entry)
     )
     return {
         "sizes": dict(zip(entry.ranges, sizes, strict=True)),
