@@ -20,13 +20,13 @@ from tvm.relax.utils import copy_with_new_vars
 from relax_disc.analysis.program.reader import bindings_of
 from relax_disc.analysis.program.table import NotPlannableError
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
-from relax_disc.ops.counted import COUNTING
-from relax_disc.ops.operand_views import operands_of
+from relax_disc.ops.counted import COUNTING, COUNTING_KERNELS
+from relax_disc.ops.operand_views import is_call_of, operands_of
 from relax_disc.transform.functions import program_functions
 
 _AT_ENTRY = ("shape", "batch", "packing")
 _OF_DIMS = ("relax_disc.dims", "tir_var_lower_bound", "tir_var_upper_bound")
-_LONG = ("matmul", "conv", "call_dps_packed")
+_LONG = ("matmul", "conv")
 
 
 def counts_name(function: str) -> str:
@@ -98,11 +98,18 @@ def _dims_of(size: Any) -> set[str]:
 def _counted_by(binding: relax.Binding) -> str | None:
     """Return the dim that a call counts; None for all else."""
     value: Any = binding.value
-    if not isinstance(value, relax.Call) or getattr(value.op, "name", "") not in COUNTING:
+    if not isinstance(value, relax.Call) or _operation(value) not in COUNTING | COUNTING_KERNELS:
         return None
     kind: Any = binding.var.ty
     first = kind.fields[0] if isinstance(kind, relax.TupleType) else kind
     return str(first.shape.values[0])
+
+
+def _operation(call: Any) -> str:
+    """Name the operator that is called, or the function of a library."""
+    if is_call_of(call, "relax.call_dps_packed"):
+        return str(call.args[0].global_symbol)
+    return str(getattr(call.op, "name", ""))
 
 
 def _known(
@@ -123,7 +130,9 @@ def _known(
 def _is_short(value: Any) -> bool:
     if not isinstance(value, relax.Call):
         return True
-    return not any(word in str(getattr(value.op, "name", "")) for word in _LONG)
+    if is_call_of(value, "relax.call_dps_packed"):
+        return _operation(value) in COUNTING_KERNELS
+    return not any(word in _operation(value) for word in _LONG)
 
 
 def _dims_in(binding: relax.Binding) -> set[str]:
