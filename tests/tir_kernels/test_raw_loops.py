@@ -35,7 +35,9 @@ class Scatter:
         self.along = choose.choice(self.kept) if self.kept and choose.random() < 0.3 else None
         self.dtype = choose.choice(["float32", "float32", "float64", "int32", "bool"])
         self.kind = "set" if self.dtype == "bool" else choose.choice(["add", "add", "set", "max"])
-        self.has_start, self.is_guarded = choose.random() < 0.4, choose.random() < 0.2
+        self.has_start, self.is_guarded = choose.random() < 0.4, choose.random() < 0.3
+        # by the first event, or by where it is along the last axis that is kept
+        self.guarded_along = choose.choice([0, len(self.events) + len(self.kept) - 1])
         self.order = [*range(len(self.events) + len(self.kept))]  # of the values' axes
         if choose.random() < 0.4:
             choose.shuffle(self.order)
@@ -52,7 +54,7 @@ class Scatter:
         return [
             [self.extents[k] for k in self.order],
             *[first, self.events][: len(self.looked_up)],
-            *([self.events[:1]] if self.is_guarded else []),
+            *([[self.extents[self.guarded_along]]] if self.is_guarded else []),
             *([self.shape] if self.has_start else []),
         ]
 
@@ -63,7 +65,9 @@ class Scatter:
         along = [] if self.along is None else [named[self.along]]
         for k, d in enumerate(self.looked_up):
             named[d] = read(1 + k, [*event, *([] if k else along)])
-        guard = read(1 + len(self.looked_up), event[:1]) % 2 == 0 if self.is_guarded else None
+        guard = None
+        if self.is_guarded:
+            guard = read(1 + len(self.looked_up), [at[self.guarded_along]]) % 2 == 0
         value = read(0, [at[k] for k in self.order])
         return [named[d] for d in range(len(self.shape))], value, guard
 

@@ -66,6 +66,9 @@ def _emit(nest: Nest, flat: FlatBuffers) -> Any:
     has_rows = bool(groups) and store.indices[-1].same_as(groups[-1][-1].var)
     inner = groups.pop() if has_rows else []
     in_vectors = has_rows and _moves_in_vectors(nest, inner, keys)
+    variables = {axis.var for axis in inner}  # conditions along a row, and those of all of it
+    along = [condition for condition in nest.conditions if uses_any(condition, variables)]
+    across = [condition for condition in nest.conditions if not uses_any(condition, variables)]
     extent = group_extent(inner) if inner else index_const(1)
     strip = _strip(constant(extent))
     strips = (extent + (strip - 1)) // strip
@@ -83,9 +86,15 @@ def _emit(nest: Nest, flat: FlatBuffers) -> Any:
         if size is not None and size < strip:
             first, width = index_const(0), index_const(size)
 
+        def only_where(conditions: Sequence[Any], made: Any, mapping: dict[Any, Any]) -> Any:
+            for condition in reversed(conditions):
+                made = tirx.IfThenElse(flat.rewrite(condition, mapping), made, None)
+            return made
+
         def write(mapping: dict[Any, Any]) -> Any:
             indices = [flat.rewrite(place, mapping) for place in store.indices]
-            return flat.store(store.buffer, indices, flat.rewrite(value, mapping))
+            made = flat.store(store.buffer, indices, flat.rewrite(value, mapping))
+            return only_where(along, made, mapping)
 
         def walk(rest: Sequence[Any], mapping: dict[Any, Any]) -> Any:
             if rest:
@@ -107,11 +116,7 @@ def _emit(nest: Nest, flat: FlatBuffers) -> Any:
                     if in_vectors
                     else [loop("column", width, column)]
                 )
-            conditions = [flat.rewrite(each, mapping) for each in nest.conditions]
-            made = sequence(columns)
-            for condition in reversed(conditions):
-                made = tirx.IfThenElse(condition, made, None)
-            return made
+            return only_where(across, sequence(columns), mapping)
 
         return sequence([*statements, walk(walked, mapping)])
 
