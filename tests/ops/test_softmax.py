@@ -69,6 +69,16 @@ USES = {
         lambda e, p, w: e(relax.op.log(through(e, e(relax.op.multiply(p, p)), w))),
         False,
     ),
+    "compared": (
+        lambda e, p, w: through(
+            e, e(relax.op.astype(e(relax.op.greater(p, relax.const(0.0))), "float32")), w
+        ),
+        False,
+    ),
+    "a power": (
+        lambda e, p, w: through(e, e(relax.op.power(p, relax.const(-0.5))), w),
+        False,
+    ),
     "a divisor": (
         lambda e, p, w: through(e, e(relax.op.divide(relax.const(1.0), p)), w),
         False,
