@@ -97,9 +97,8 @@ def _unique_device_bytes(views: list[Any], numbers: list[Any], units: int) -> An
     del numbers, units
     x = views[0]
     wide = 8 * registry.elements(x.shape)
-    return 3 * registry.size_bytes(x) + 7 * wide + _SORT_BYTES
+    return 3 * registry.size_bytes(x) + 7 * wide + registry.SORT_BYTES
 
 
-_SORT_BYTES = 1 << 20  # of CUB's histograms
 registry.LIBRARY["nonzero"] = registry.LibraryFunction(device_bytes=_nonzero_device_bytes)
 registry.LIBRARY["unique"] = registry.LibraryFunction(device_bytes=_unique_device_bytes)

@@ -78,10 +78,9 @@ def _device_bytes(views: list[Any], numbers: list[Any], units: int) -> Any:
     grad, ids, table = views[0], views[1], views[-1]
     sums = registry.elements(grad.shape) * max(4, registry.itemsize(grad.dtype))
     segments = 96 * registry.elements(ids.shape)
-    return registry.size_bytes(table) + sums + segments + _SORT_BYTES
+    return registry.size_bytes(table) + sums + segments + registry.SORT_BYTES
 
 
-_SORT_BYTES = 1 << 20  # of CUB's histograms
 registry.LIBRARY["embedding_backward"] = registry.LibraryFunction(device_bytes=_device_bytes)
 for _end, _result in (("add", 4), ("add_rows", 6)):
     registry.LIBRARY[f"embedding_backward_{_end}"] = registry.LibraryFunction(

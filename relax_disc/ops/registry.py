@@ -40,6 +40,9 @@ DeviceBytes = Callable[[list[Any], list[Any], int], Any]
 SMALL_BYTES = 1 << 16
 """Of a call's smallest tensors, each of which PyTorch's allocator gives 512 bytes."""
 
+SORT_BYTES = 1 << 20
+"""Of the histograms of CUB's radix sort."""
+
 KEPT: dict[Any, Keep] = {}
 """ATen operators that are traced whole where their rule says so, by overload."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tvm import s_tir, tirx
@@ -34,16 +35,15 @@ class Nest:
         """Places at which it reads a buffer."""
         return [list(load.indices) for load in self.reads if load.source.same_as(buffer)]
 
-    @property
+    @cached_property
     def owned(self) -> list[Any]:
         """Loops of which no two iterations touch the same."""
         return [x for x in self.loops if _owned_at([self], x.loop_var, self.store.buffer)]
 
-    @property
+    @cached_property
     def walked(self) -> list[Any]:
         """Loops that run in order."""
-        owned = self.owned
-        return [x for x in self.loops if x not in owned]
+        return [x for x in self.loops if x not in self.owned]
 
 
 def read_nests(func: tirx.PrimFunc) -> list[Nest] | None:

@@ -70,7 +70,8 @@ def _emit(nest: Nest, flat: FlatBuffers) -> Any:
     along = [condition for condition in nest.conditions if uses_any(condition, variables)]
     across = [condition for condition in nest.conditions if not uses_any(condition, variables)]
     extent = group_extent(inner) if inner else index_const(1)
-    strip = _strip(constant(extent))
+    size = constant(extent)
+    strip = _strip(size)
     strips = (extent + (strip - 1)) // strip
     extents = [*map(group_extent, groups), strips]
 
@@ -80,7 +81,6 @@ def _emit(nest: Nest, flat: FlatBuffers) -> Any:
         for group, place in zip(groups, outer, strict=True):
             mapping.update(group_mapping(group, place))
         first = number * strip
-        size = constant(extent)
         whole = size is not None and size % strip == 0
         width = index_const(strip) if whole else tirx.min(index_const(strip), extent - first)
         if size is not None and size < strip:

@@ -17,6 +17,7 @@ from tvm import relax, tirx
 from tvm.target import Target
 
 from relax_disc.transform.functions import block_like, copy_module, program_functions, with_blocks
+from relax_disc.transform.fusion.fusion_groups import blocks_of
 from relax_disc.transform.schedule_kernels import LOWERING_FAILURES
 
 _logger = logging.getLogger(__name__)
@@ -25,8 +26,6 @@ _MOST_CREATED = 1024
 """Elements of a tensor that is made of nothing: larger ones are cheaper to make than to keep."""
 
 _TARGET = Target({"kind": "llvm", "opt-level": 0})
-
-Array = Any  # tvm.runtime.Tensor
 
 
 @tvm.transform.module_pass(opt_level=0, name="FoldConstants")
@@ -56,25 +55,16 @@ def _foldable(mod: tvm.IRModule, func: relax.Function) -> dict[relax.Var, relax.
     """Find the calls of kernels that depend on no input, in order, by their variables."""
     known: set[relax.Var] = set()
     calls: dict[relax.Var, relax.Call] = {}
-    for binding in _bindings(func):
+    for binding in (x for block in blocks_of(func) for x in block.bindings):
         value: Any = binding.value
+        if not isinstance(binding, relax.VarBinding):
+            continue
         if isinstance(value, tvm.ir.GenericConst):
             known.add(binding.var)
         elif _is_foldable(mod, value, known):
             known.add(binding.var)
             calls[binding.var] = value
     return calls
-
-
-def _bindings(func: relax.Function) -> list[Any]:
-    if not isinstance(func.body, relax.SeqExpr):
-        return []
-    return [
-        binding
-        for block in func.body.blocks
-        for binding in block.bindings
-        if isinstance(binding, relax.VarBinding)
-    ]
 
 
 def _is_foldable(mod: tvm.IRModule, value: Any, known: set[relax.Var]) -> bool:
@@ -115,7 +105,7 @@ def _compiled(mod: tvm.IRModule, kernels: Sequence[tvm.ir.GlobalVar]) -> dict[An
 def _folded(
     func: relax.Function, calls: dict[relax.Var, relax.Call], compiled: dict[Any, Any]
 ) -> relax.Function:
-    values: dict[relax.Var, Array] = {}
+    values: dict[relax.Var, Any] = {}
 
     def bound(binding: Any) -> Any:
         value = binding.value
