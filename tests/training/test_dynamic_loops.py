@@ -315,8 +315,8 @@ def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def _compiled(model: nn.Module, least: int = 1) -> Any:
-    return compiled(model, _optimizer, least)
+def _compiled(model: nn.Module) -> Any:
+    return compiled(model, _optimizer)
 
 
 @pytest.mark.parametrize("kind", every(2, _TRAIN))
@@ -511,7 +511,6 @@ class WritesEverySecond(_Recurrent):
         (ReadsItByAnotherName, "a list whose length is a dim is asked for what stack makes of it"),
         (AppendsNumbers, "the list that it makes grows by 1 of type tuple"),
         (ReadsThePast, "it computes with the number of its step"),
-        (MayHaveNoStep, "at some length it has no step"),
         (Counts, "k changes from step to step"),
         (Nested, "it holds another loop over a dynamic length"),
     ],
@@ -525,14 +524,55 @@ def test_a_loop_that_is_no_step_is_refused_with_the_reason(
     assert "test_dynamic_loops.py:" in str(caught.value)
 
 
-def test_a_loop_from_the_second_element_trains_from_two_on() -> None:
+class SumsChanges(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        h = self.cell(x[:, 0], torch.zeros(x.shape[0], 8))
+        outs = [h]
+        for t in range(1, x.shape[1]):
+            h = h + torch.tanh(x[:, t] - x[:, t - 1]).sum(1, keepdim=True)
+            outs.append(h)
+        return torch.stack(outs, 1)
+
+
+def test_a_loop_from_the_second_element_trains_where_it_has_no_step() -> None:
     torch.manual_seed(0)
-    model = MayHaveNoStep()
-    step = _compiled(model, least=2)
-    for length in (2, 3, 7):
+    sizes = ((3, 5), (2, 1), (1, 2), (2, 1), (8, LONGEST))
+    assert_trains_as_eager(SumsChanges(), _optimizer, sizes)
+
+
+class TwoLoops(_Recurrent):
+    """As in a CRF: one parameter is read in the steps of two loops alone."""
+
+    def run(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], 8)
+        score = h
+        for t in range(1, x.shape[1]):
+            score = score + self.cell(x[:, t], h)
+        for t in range(1, x.shape[1]):
+            h = self.cell(x[:, t - 1], h)
+        return (h + score).unsqueeze(1).expand(-1, x.shape[1], -1)
+
+
+@pytest.mark.parametrize("kind", every(1, [MayHaveNoStep, TwoLoops]))
+def test_a_loop_without_a_step_is_refused_where_it_would_train_alone(
+    kind: type[_Recurrent],
+) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    eager = copy.deepcopy(model)
+    step, optimizer = _compiled(model), _optimizer(eager.parameters())
+    for length in (2, 1, 7, 2):
         x, y = torch.randn(3, length, 6), torch.randn(3, length, 3)
-        expected = loss_of(model, x, y).detach()
-        torch.testing.assert_close(step(x, y), expected, rtol=1e-4, atol=1e-5)
+        if length == 1:
+            with pytest.raises(ShapeRangeError, match=r"length=1: .*trains model\.cell\..* alone"):
+                step(x, y)
+            continue
+        expected = loss_of(eager, x, y)
+        torch.testing.assert_close(step(x, y), expected.detach(), rtol=1e-4, atol=1e-5)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-3, atol=1e-4)
 
 
 def test_a_loop_whose_source_is_nowhere_is_refused_with_the_reason() -> None:

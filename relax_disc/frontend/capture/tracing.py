@@ -25,8 +25,10 @@ tracer that nobody uses here, and a guard of such a global would remember the re
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
+import operator
 import os
 import threading
 import traceback
@@ -51,6 +53,7 @@ from relax_disc.frontend.capture.source_lines import users_frames
 
 _LOCK = threading.RLock()
 _EXPORT: Any = torch.export._trace
+_AS_PYTORCH_RECORDS = proxy_tensor._build_proxy_for_sym_expr
 _BINARY = ("add", "sub", "mul", "int_floordiv", "mod", "sym_max", "sym_min", "and_", "or_")
 _BINARY += ("eq", "ne", "lt", "le", "gt", "ge")
 _RARE = (50_000, 20, 1000)  # thresholds of gc, which by default are 700, 10, 10
@@ -116,6 +119,7 @@ def _lean_tracing() -> Iterator[None]:
         patch.object(proxy_tensor, "_extract_tensor_metadata", lambda *_, **__: None),
         patch.object(SymNode, "expr", property(_expression)),
         patch.object(SymNode, "wrap_int", _integers(SymNode.wrap_int)),
+        patch.object(proxy_tensor, "_build_proxy_for_sym_expr", _recorded),
         _use_lazy_graph_module(True),  # nobody runs a graph as Python code
     ]
     for name in ("is_number", "free_symbols"):
@@ -130,6 +134,24 @@ def _lean_tracing() -> Iterator[None]:
         for change in changes:
             stack.enter_context(change)
         yield
+
+
+def _recorded(tracer: Any, expression: Any, out: Any = None) -> Any:
+    """Record what a size is made of that a trace meets for the first time.
+
+    PyTorch calls `operator.mul` with all factors of a product, which takes two.
+    """
+    if not isinstance(expression, sympy.Mul) or expression in tracer.sympy_expr_tracker:
+        return _AS_PYTORCH_RECORDS(tracer, expression, out)
+    factors = [_recorded(tracer, factor) for factor in expression.args]
+    if any(factor is None for factor in factors):
+        return None
+    *others, last = factors
+    first = functools.reduce(operator.mul, others)
+    if out is None:
+        return first * last
+    proxy_tensor._sym_register(tracer, operator.mul, (first, last), out)  # type: ignore[arg-type]
+    return out
 
 
 @contextlib.contextmanager

@@ -228,3 +228,32 @@ def test_classes_are_replaced_where_they_are_only_called():
         space = {"__name__": "a_file", "other": _decorated}
         exec(text, space)
         assert replacements(space).keys() == replaced
+
+
+class HardestQuarter(nn.Module):
+    """Losses of the hardest quarter of all positions of a picture: of a product of three sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x, labels):
+        losses = nn.functional.cross_entropy(self.classes(x), labels, reduction="none").view(-1)
+        return losses.topk(max(1, int(0.25 * losses.numel()))).values.mean()
+
+
+def test_a_part_of_all_positions_of_pictures():
+    torch.manual_seed(0)
+    rows, high, wide = (Dim(name, min=1, max=12) for name in ("rows", "high", "wide"))
+    shapes = ({0: rows, 2: high, 3: wide}, {0: rows, 1: high, 2: wide})
+
+    def batch(b, h, w):
+        return torch.randn(b, 3, h, w), torch.randint(0, 4, (b, h, w))
+
+    model = HardestQuarter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = relax_disc.compile(model, optimizer, batch(2, 5, 7), dynamic_shapes=shapes)
+    for sizes in ((2, 5, 7), (1, 1, 1), (3, 12, 2), (1, 3, 3)):
+        pictures = batch(*sizes)
+        expected = model(*pictures).detach()
+        torch.testing.assert_close(step(*pictures), expected)

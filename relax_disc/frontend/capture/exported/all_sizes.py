@@ -43,6 +43,7 @@ from relax_disc.frontend.capture.sizes.evaluation import OPEN_END
 from relax_disc.frontend.capture.sizes.guards import (
     ProvedConditions,
     SizeBranch,
+    branches_of_loops,
     branches_of_squeezes,
     check_asked,
     check_assertions,
@@ -258,7 +259,8 @@ class Task:
         merge_equal_masks(program.graph_module)
         run.dims = table = dim_table(program, self.leaves, self.declared, part)
         varying = varying_branches(program, table, branches)
-        run.varying = varying = (*varying, *branches_of_squeezes(program, table, branches.squeezes))
+        squeezes = branches_of_squeezes(program, table, branches.squeezes)
+        run.varying = varying = (*varying, *squeezes, *branches_of_loops(run.bodies))
         check_assertions(program, table, branches, varying)
         check_derived_dims(program, table, branches, run.lines, varying)
         check_several_dims(program, table, branches, varying)

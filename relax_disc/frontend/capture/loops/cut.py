@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -66,6 +66,9 @@ class LoopBody:
     written: tuple[Place, ...]
     pieces: tuple[Tensor, ...]  # what is written in a step, without data
     operands: tuple[Tensor, ...]  # without data
+    trains_alone: str = ""
+    """A parameter that only its steps read, of which there are none at some length: PyTorch gives
+    it no gradient there."""
 
     def text(self) -> str:
         """Write down all that decides what the loop computes."""
@@ -85,49 +88,57 @@ def cut_loops(program: ExportedProgram, loops: RecordedLoops) -> list[LoopBody]:
         if not isinstance(part, fx.GraphModule):
             continue
         found = list(part.graph.find_nodes(op="call_function", target=_OURS.loop_index.default))
+        may_be_empty: dict[int, fx.Node] = {}
         for index in reversed(found):  # loops inside others begin later
             number: Any = index.args[0]
             made = _Cut(part, index, loops.lines[number]).replace(bodies)
             if made is not None and loops.may_be_empty[number]:
-                names = program.graph_signature.inputs_to_parameters if part is module else None
-                _check_without_steps(made, bodies[-1], names)
+                may_be_empty[len(bodies) - 1] = made
+        names = program.graph_signature.inputs_to_parameters if part is module else None
+        for k, name in _trained_alone(may_be_empty, bodies, names):
+            bodies[k] = replace(bodies[k], trains_alone=name)
         if found:
             part.graph.lint()
             part.recompile()
     return bodies
 
 
-def _check_without_steps(
-    loop: fx.Node, body: LoopBody, parameters: Mapping[str, str] | None
-) -> None:
-    """Refuse a loop that may have no step, if parameters are read in its steps alone.
+def _trained_alone(
+    loops: Mapping[int, fx.Node],
+    bodies: Sequence[LoopBody],
+    parameters: Mapping[str, str] | None,
+) -> Iterator[tuple[int, str]]:
+    """Find the loops without whose steps the loss would depend on fewer parameters, and name one.
 
-    PyTorch leaves those without a gradient where there is none, and so does its optimizer.
-    ``parameters``: their names in the model, by those of the inputs; None: all inputs may be.
+    Of several that read a parameter, only one is found: with a step of that it has a gradient.
+
+    ``loops``: those that may have no step, by the places of their bodies. ``parameters``: their
+    names in the model, by those of the inputs; None: all inputs may be.
     """
-    operands: Any = loop.args[2]
-    last = len(operands) - len(body.written)
-    in_steps = operands[body.carries : last]
-    outside = [*operands[: body.carries], *operands[last:]]
-    read = _inputs(loop.graph, loop, outside)
-    only = [node for node in _inputs(loop.graph, loop, in_steps) if node not in read]
-    names = [node.name if parameters is None else parameters.get(node.name) for node in only]
-    if found := sorted(name for name in names if name):
-        raise LoopRefusal(
-            f"the loop at {body.line} cannot be run as one step: where it has none but its first "
-            f"or last one, which differs, {found[0]} gets no gradient; give the dim a larger min"
-        )
+    in_steps, outside = {}, {}
+    for k, loop in loops.items():
+        operands: Any = loop.args[2]
+        first, last = bodies[k].carries, len(operands) - len(bodies[k].written)
+        in_steps[k] = operands[first:last]
+        outside[loop] = [*operands[:first], *operands[last:]]
+    for k, loop in loops.items():
+        output = loop.graph.output_node()
+        missing = _inputs(in_steps[k], {}) - _inputs(output.all_input_nodes, outside)
+        names = [node.name if parameters is None else parameters.get(node.name) for node in missing]
+        if found := sorted(name for name in names if name):
+            yield k, found[0]
+            del outside[loop]  # it has a step, then
 
 
-def _inputs(graph: fx.Graph, loop: fx.Node, operands: Sequence[fx.Node]) -> set[fx.Node]:
-    """Find what the graph's results are made of, were a loop made of these operands alone."""
+def _inputs(nodes: Iterable[fx.Node], made_of: Mapping[fx.Node, Sequence[fx.Node]]) -> set[fx.Node]:
+    """Find the inputs that values are made of; ``made_of``: of these operands alone, some."""
     found: set[fx.Node] = set()
-    left: list[fx.Node] = [*graph.output_node().all_input_nodes]
+    left = list(nodes)
     while left:
         node = left.pop()
         if node not in found:
             found.add(node)
-            left += operands if node is loop else node.all_input_nodes
+            left += made_of.get(node, node.all_input_nodes)
     return {node for node in found if node.op == "placeholder"}
 
 

@@ -93,8 +93,6 @@ def steps(
         )
     if len(values.runs) != 1:
         why_not = why_not or "its elements are no tensors of one shape"
-    if fewest(values.length(), loops.dims) < 1:
-        why_not = why_not or "at some length it has no step; give the dim a larger min"
     if why_not:
         loops.reasons.append(f"the loop at {where} cannot be run as one step: {why_not}")
         return _Plain(values)

@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import DimConstraints
 from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError, narrower
+from relax_disc.frontend.capture.loops.cut import LoopBody
 from relax_disc.frontend.capture.sizes.branches import SizeBranches, difference_of, general, places
 from relax_disc.frontend.capture.sizes.counted import depends_on_data
 from relax_disc.frontend.capture.sizes.dims import DimTable, Sizes, spec_of
@@ -114,6 +115,30 @@ def branches_of_squeezes(
             except ShapeRangeError:
                 found.append(branch)
     return tuple(found)
+
+
+def branches_of_loops(bodies: Sequence[LoopBody]) -> tuple[SizeBranch, ...]:
+    """List what a call must fulfil so that a loop has a step, where it trains parameters alone.
+
+    PyTorch gives them no gradient where it has none, and its optimizers leave such ones as they
+    are.
+    """
+    return tuple(
+        SizeBranch(
+            sympy.Ge(_positive(body.count.node.expr), 1),
+            body.line,
+            f"trains {body.trains_alone} in the steps of a loop alone",
+        )
+        for body in bodies
+        if body.trains_alone
+    )
+
+
+def _positive(size: Any) -> Any:
+    """Of ``max(0, n)`` return ``n``: it is the same where it is positive."""
+    if isinstance(size, sympy.Max | torch_sympy.Max) and sympy.S.Zero in size.args:
+        (size,) = (part for part in size.args if part != 0)
+    return size
 
 
 def check_assertions(
