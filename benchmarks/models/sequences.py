@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from benchmarks.models.entry import Batch, Entry, seeded
 
@@ -58,6 +59,18 @@ class Tagger(nn.Module):
     def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
         """Return the cross-entropy, padding left out."""
         out, _ = self.cell(self.table(ids))
+        return F.cross_entropy(self.head(out).flatten(0, 1), tags.flatten(), ignore_index=-100)
+
+
+class PackedTagger(Tagger):
+    """The same over packed sequences, which end where their padding begins."""
+
+    def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
+        """Return the cross-entropy, padding left out."""
+        lengths = (ids != 0).sum(1).cpu()
+        packed = pack_padded_sequence(self.table(ids), lengths, True, enforce_sorted=False)
+        packed, _ = self.cell(packed)
+        out, _ = pad_packed_sequence(packed, batch_first=True, total_length=ids.shape[1])
         return F.cross_entropy(self.head(out).flatten(0, 1), tags.flatten(), ignore_index=-100)
 
 
@@ -160,6 +173,7 @@ ENTRIES = [
     ),
     _of_tags("LSTM tagger", partial(Tagger, nn.LSTM)),
     _of_tags("GRU tagger", partial(Tagger, nn.GRU)),
+    _of_tags("LSTM tagger, packed", partial(PackedTagger, nn.LSTM)),
     _of_tags("Temporal convolution, weight norm", TemporalConvolution),
     _of_tags("Mixture of experts, dense", DenseExperts),
 ]

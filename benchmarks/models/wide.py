@@ -242,6 +242,7 @@ WIDE: tuple[Entry, ...] = (
     _scaled("nn.Transformer", 8, [(8, 96, 64), (6, 51, 120)], [16, 256, 256]),
     _scaled("LSTM tagger", 8, [(16, 64), (12, 47)], [32, 128]),
     _scaled("GRU tagger", 8, [(16, 64), (12, 47)], [32, 128]),
+    _scaled("LSTM tagger, packed", 8, [(16, 64), (12, 47)], [32, 128]),
     _scaled("Temporal convolution, weight norm", 8, [(16, 128), (12, 93)], [32, 256]),
     _scaled("Mixture of experts, dense", 8, [(8, 128), (6, 93)], [16, 256]),
     *full_width.ENTRIES,

@@ -118,6 +118,14 @@ def written(model, ids, labels):
     return (y * x).sum()
 
 
+def written_and_forgotten(model, ids, labels):
+    """As farthest point sampling does in its last step."""
+    x, mask = model(ids), labels >= 0
+    nearest = torch.full_like(x, 1e10)
+    nearest[mask] = x.detach()[mask]
+    return x.square().mean()
+
+
 def of_what_was_picked(model, ids, labels):
     x = model(ids)[labels >= 0]
     y = x[x > 0.1]
@@ -162,6 +170,7 @@ LOSSES = [
     *(
         distinct,
         written,
+        written_and_forgotten,
         of_what_was_picked,
         number_alone,
         shifted,

@@ -524,6 +524,26 @@ def test_a_loop_that_is_no_step_is_refused_with_the_reason(
     assert "test_dynamic_loops.py:" in str(caught.value)
 
 
+class OwnList(_Recurrent):
+    """Each step fills a list of its own, as an RNN transducer's does along the target."""
+
+    def run(self, x: Tensor) -> Tensor:
+        h, outs = torch.zeros(x.shape[0], 8), []
+        for t in range(x.shape[1]):
+            columns = [self.cell(x[:, t], h)]
+            for k in range(3):
+                columns.append(torch.tanh(columns[-1] * 0.5 + columns[0] * k))
+            columns.pop(1)
+            h = torch.stack(columns).mean(0)
+            outs.append(h)
+        return torch.stack(outs, 1)
+
+
+def test_a_step_grows_and_reads_a_list_of_its_own() -> None:
+    torch.manual_seed(0)
+    assert_trains_as_eager(OwnList(), _optimizer, ((3, 5), (1, 1), (8, LONGEST)))
+
+
 class SumsChanges(_Recurrent):
     def run(self, x: Tensor) -> Tensor:
         h = self.cell(x[:, 0], torch.zeros(x.shape[0], 8))

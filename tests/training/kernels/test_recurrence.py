@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
-from torch.nn.utils import rnn
 
 import relax_disc
 from relax_disc.compiler import build
@@ -200,26 +199,6 @@ def test_autocast_gives_the_types_of_eager():
     captured = capture_step(model, None, (x,), dynamic_shapes=shapes(model), loss_fn=loss_fn)
     function = CompiledFunction(captured, build(captured.module, "llvm"), model, None)
     assert function.run((x,))[0].item() == pytest.approx(loss_fn(model, x).item(), rel=2e-2)
-
-
-class Packed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.LSTM(5, 6)
-
-    def forward(self, x, lengths):
-        packed = rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
-        return self.cell(packed)[0].data.mean()
-
-
-def test_packed_sequences_are_refused_by_name():
-    shape = ({0: DIMS[1]}, None)
-    with pytest.raises(UnsupportedOperatorError, match="padded tensor") as caught:
-        capture_step(
-            Packed(), None, (torch.randn(7, 2, 5), torch.tensor([7, 4])), dynamic_shapes=shape
-        )
-    assert caught.value.operators[0][0] == "pack_padded_sequence"
-    assert "test_recurrence.py" in caught.value.operators[0][1]
 
 
 def test_projections_are_refused_by_name():

@@ -37,6 +37,7 @@ from relax_disc.frontend.capture.replaced.model_patches import (
     inlined_checkpoints,
     masks_unread,
     own_attributes,
+    packed_batches,
 )
 from relax_disc.frontend.capture.sizes.branches import SizeBranches, overlaps_by_stride
 from relax_disc.frontend.capture.sizes.stand_ins import stand_ins
@@ -81,6 +82,7 @@ def call_export(
             inlined_checkpoints(),
             masks_unread(),
             cumulative_averages(),
+            packed_batches(),
             overlaps_by_stride(),
         ):
             for deferred in () if branches.ones_are_general else (False, True):

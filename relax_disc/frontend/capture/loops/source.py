@@ -373,18 +373,33 @@ class _Body(ast.NodeVisitor):
         self.prepended: dict[str, None] = {}  # lists that grow in front
         self._read: set[str] = set()
         self._appended: set[str] = set()
+        self._own: set[str] = set()  # containers that each step makes anew
         for statement in loop.body:
+            self._note_made(statement)
             self.visit(statement)
         self._read |= self.continued.keys() - self._appended
-        for name in sorted(self._appended & self.prepended.keys()):
+        grown = (self._appended | self.prepended.keys()) - self._own
+        for name in sorted((self._appended & self.prepended.keys()) - self._own):
             self._refuse(f"it puts values in front of {name} and behind")
-        for name in sorted((self._appended | self.prepended.keys()) & self._read):
+        for name in sorted(grown & self._read):
             self._refuse(f"it reads {name}, which it appends to; keep the value in a variable")
         if outer := outer_names & {*self.bound}:
             self.why_not = f"it binds {sorted(outer)[0]}, which is global or of an outer function"
 
     def _refuse(self, why: str) -> None:
         self.why_not = self.why_not or why
+
+    def _note_made(self, statement: ast.stmt) -> None:
+        """Note a container that a step makes before it reads or changes one of that name."""
+        if not isinstance(statement, ast.Assign | ast.AnnAssign):
+            return
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        value = statement.value
+        is_made = isinstance(value, ast.List | ast.ListComp | ast.Dict | ast.Set)
+        is_made |= isinstance(value, ast.Call) and _called(value) in ("list", "dict", "set")
+        for target in targets if is_made else ():
+            if isinstance(target, ast.Name) and target.id not in self._read | self._appended:
+                self._own.add(target.id)
 
     def visit_Name(self, node: ast.Name) -> None:
         """Note a name that is bound."""
@@ -443,7 +458,8 @@ class _Body(ast.NodeVisitor):
                     for argument in call.args:
                         self.visit(argument)
                     return
-                self._refuse(f"it calls {ast.unparse(call.func)}()")
+                if not isinstance(base, ast.Name) or base.id not in self._own:
+                    self._refuse(f"it calls {ast.unparse(call.func)}()")
         self.generic_visit(node)
 
     def visit_For(self, node: ast.For) -> None:

@@ -26,13 +26,14 @@ from relax_disc.frontend.capture.replaced import (
     items,
     joins,
     matrices,
+    packed_sequences,
     parts,
     pooling,
     ranges,
     spectra,
 )
 from relax_disc.frontend.capture.replaced.chances import Chances
-from relax_disc.frontend.capture.replaced.recurrent_layers import recurrent_layers, refuse_packing
+from relax_disc.frontend.capture.replaced.recurrent_layers import layers
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
 from relax_disc.frontend.capture.sizes import stand_ins
 from relax_disc.frontend.capture.sizes.operands import as_operand, tensors_for_sizes
@@ -98,17 +99,15 @@ def _set_data(*_: Any) -> Any:
 def _layer(kind: str) -> Callable[..., Any]:
     def layer(*args: Any) -> Any:
         """Recurrent layers over any length, one operator for each layer and direction."""
-        return recurrent_layers(kind, *args)
+        return layers(kind, *args)
 
     return layer
 
 
-def _packing(name: str) -> Callable[..., Any]:
-    def packing(*_: Any) -> Any:
-        """Refused by name: the layout depends on the data of the lengths."""
-        refuse_packing(name)
-
-    return packing
+def _get_item(x: Tensor, index: Any) -> Any:
+    """Read what `x[place]` reads, or the size of a packed batch; None: PyTorch's own does."""
+    number = packed_sequences.first_item(x, index)
+    return items.REPLACED[Tensor.__getitem__](x, index) if number is None else number
 
 
 def _hook(*_: Any) -> Any:
@@ -318,8 +317,6 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.gru: _layer("gru"),
     torch.rnn_tanh: _layer("rnn_tanh"),
     torch.rnn_relu: _layer("rnn_relu"),
-    torch._VF._pack_padded_sequence: _packing("pack_padded_sequence"),
-    torch._VF._pad_packed_sequence: _packing("pad_packed_sequence"),
     torch.Tensor.register_hook: _hook,
     torch.Tensor.data.__get__: _data,  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.data.__set__: _set_data,  # pyright: ignore[reportAttributeAccessIssue]
@@ -334,7 +331,9 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     **parts.REPLACED,
     **pooling.REPLACED,
     **items.REPLACED,
+    Tensor.__getitem__: _get_item,
     **matrices.REPLACED,
+    **packed_sequences.REPLACED,
     **ranges.REPLACED,
     **spectra.REPLACED,
     functional.ctc_loss: _ctc_loss,

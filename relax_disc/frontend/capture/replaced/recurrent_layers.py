@@ -8,7 +8,7 @@ in between.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,19 +17,32 @@ from torch.nn import functional
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 from relax_disc.frontend.capture.loops.recorded import active
 from relax_disc.frontend.capture.refusals import refusal
+from relax_disc.frontend.capture.replaced.packed_sequences import Packing, packing_of
 from relax_disc.ops.recurrence_steps import KINDS
 
+_BIG = 1e4
+"""Added up with anything finite, the logistic function of it is exactly 1, and of -_BIG 0."""
 
-def refuse_packing(name: str) -> NoReturn:
-    """Raise, since the model packs sequences.
+_AT_PADDING = {
+    "lstm": (-_BIG, _BIG, 0.0, 0.0),  # gates: input, forget, cell, output
+    "gru": (0.0, _BIG, 0.0),  # reset, update, new
+    "rnn_tanh": (0.0,),
+    "rnn_relu": (-1e30,),
+}
+"""Products of inputs beyond the end of a sequence, of each gate: the state stays, or is 0."""
 
-    Raises `UnsupportedOperatorError`: always.
+
+def layers(kind: str, *args: Any) -> tuple[Tensor, ...]:
+    """``torch.lstm`` and its like, of a padded tensor or of the rows of a packed sequence.
+
+    Raises `UnsupportedOperatorError`: as `recurrent_layers`, or the sequence was packed elsewhere.
     """
-    raise refusal(
-        name,
-        "the layout of a packed sequence depends on the data of the lengths; give the layer the "
-        "padded tensor, and mask what lies beyond each length (in the loss, ignore_index does)",
-    )
+    data, batch_sizes, *rest = args
+    if not isinstance(rest[1], list | tuple):  # weights, which come one later
+        return recurrent_layers(kind, *args)
+    packing = packing_of(batch_sizes)
+    out, *lasts = recurrent_layers(kind, packing.padded(data), *rest, packing=packing)
+    return packing.pack(out), *lasts
 
 
 def recurrent_layers(
@@ -43,14 +56,12 @@ def recurrent_layers(
     train: bool,
     bidirectional: bool,
     batch_first: bool = False,
+    packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
-    """``torch.lstm`` and its like: stacked layers, each in one or two directions.
+    """Stacked layers, each in one or two directions; ``packing``: where each sequence ends.
 
-    Raises `UnsupportedOperatorError`: the input is a packed sequence, or the layer projects its
-    hidden state.
+    Raises `UnsupportedOperatorError`: the layer projects its hidden state.
     """
-    if not isinstance(num_layers, int) or isinstance(num_layers, bool):
-        raise refusal(kind, "a packed sequence cannot be compiled; give the layer a padded tensor")
     directions = 2 if bidirectional else 1
     each = len(weights) // (num_layers * directions)
     if each != (4 if has_biases else 2):
@@ -65,7 +76,7 @@ def recurrent_layers(
             index = layer * directions + direction
             own = weights[index * each : (index + 1) * each]
             state = torch.stack([s[index] for s in states]).to(wide)
-            out, last = _one(kind, x, state, own, batch_first, direction == 1, wide)
+            out, last = _one(kind, x, state, own, batch_first, direction == 1, wide, packing)
             outs.append(out.to(dtype))
             lasts.append(last)
         x = outs[0] if directions == 1 else torch.cat(outs, -1)
@@ -83,6 +94,7 @@ def _one(
     batch_first: bool,
     reverse: bool,
     wide: torch.dtype,
+    packing: Packing | None,
 ) -> tuple[Tensor, Tensor]:
     """Trace one layer in one direction; the recurrent part in float32 for short floats."""
     loops, axis = active(), int(batch_first)
@@ -94,10 +106,20 @@ def _one(
     input_weight, weight, *biases = weights
     projected = functional.linear(x, input_weight, biases[0] if biases else None).to(wide)
     bias = biases[1].to(wide) if biases else weight.new_zeros(weight.shape[0], dtype=wide)
+    if packing is None:
+        out, last, _ = torch.ops.relax_disc.recurrence(
+            projected, state, weight.to(wide), bias, kind, batch_first, reverse
+        )
+        return out, last
+    gates = projected.new_tensor(_AT_PADDING[kind]).repeat_interleave(weight.shape[1])
+    projected = packing.only(projected, gates)
+    if reverse:
+        projected = packing.flipped(projected)
     out, last, _ = torch.ops.relax_disc.recurrence(
-        projected, state, weight.to(wide), bias, kind, batch_first, reverse
+        projected, state, weight.to(wide), bias, kind, False, False
     )
-    return out, last
+    last = torch.cat([packing.at_last(out)[None], last[1:]])
+    return (packing.flipped(out) if reverse else out), last
 
 
 def _by_cells(

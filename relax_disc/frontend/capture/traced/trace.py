@@ -262,10 +262,10 @@ def _trace(
             graph = _make_graph(step, fakes, functionalize=True)
     watch.check(exported.dims)
     _refuse_foreign_parameters(list(itertools.compress(foreign, outputs["missed"])), arguments)
+    graph.graph.eliminate_dead_code()
     counted = find_counted(graph, tuple(exported.dims.specs), outputs["counted"])
     _refuse_foreign_tensors(graph, exported.outer)
     check_where_computed(graph)
-    graph.graph.eliminate_dead_code()
     kept = [i for i, there in zip(trained, outputs["grads"], strict=True) if there]
     extra_count = len(users) - 1 - len(reassigned)
     traced = _drop_unchanged(graph, arguments, extra_count, buffers, tuple(kept), program)
