@@ -434,6 +434,20 @@ class AtTheEnd(Pooled):
         return F.cross_entropy(self.head(self.norm(x))[:, -1], labels[:, 0].clamp(min=0))
 
 
+class Gated(Pooled):
+    """Joins what a block makes to what it was given by a recurrent cell over all positions."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.gate = nn.GRUCell(32, 32)
+
+    def end(self, x, labels):
+        for block in self.blocks:
+            y = block(x, *self.angles(labels), None)
+            x = self.gate(y.reshape(-1, 32), x.reshape(-1, 32)).reshape_as(x)
+        return self.loss(x, labels)
+
+
 class Valued(Pooled):
     """Gives each position a number, as reward models do, and takes that of the last label."""
 
@@ -452,7 +466,11 @@ class Valued(Pooled):
 @pytest.mark.parametrize(
     "kind",
     every(
-        3, [Shifted, Gathered, Picked, FirstState, Weighted, MeanOfMasked, Chosen, Valued, AtTheEnd]
+        3,
+        [
+            *(Shifted, Gathered, Picked, FirstState, Weighted, MeanOfMasked, Chosen, Gated, Valued),
+            AtTheEnd,
+        ],
     ),
 )
 def test_losses_of_what_counts_are_those_of_all_positions(kind):
