@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy import functions as torch_sympy
 
@@ -49,8 +50,15 @@ _OPERATORS: tuple[tuple[Any, Callable[..., Any]], ...] = (
     ((torch_sympy.Mod, torch_sympy.PythonMod, sympy.Mod), torch.remainder),
     ((sympy.Max, torch_sympy.Max), torch.maximum),
     ((sympy.Min, torch_sympy.Min), torch.minimum),
-    (torch_sympy.FloatTrueDiv, torch.div),
+    ((torch_sympy.FloatTrueDiv, torch_sympy.IntTrueDiv), torch.div),
     (torch_sympy.ToFloat, Tensor.double),
+    (torch_sympy.OpaqueUnaryFn_sqrt, lambda x: torch.sqrt(x.double())),
+    ((sympy.Pow, torch_sympy.PowByNatural, torch_sympy.FloatPow), torch.pow),
+    (torch_sympy.TruncToInt, lambda x: x.trunc().long()),
+    (torch_sympy.FloorToInt, lambda x: x.floor().long()),
+    (torch_sympy.CeilToInt, lambda x: x.ceil().long()),
+    (torch_sympy.RoundToInt, lambda x: x.round().long()),
+    (sympy.Abs, torch.abs),
 )
 
 
@@ -61,7 +69,8 @@ class ExampleValues:
         parameters = dict(module.named_parameters(remove_duplicate=False))
         buffers = dict(module.named_buffers(remove_duplicate=False))
         self._inputs = [*({**parameters, **buffers}).values(), *leaves]
-        self._taken: dict[sympy.Symbol, tuple[Tensor, SourceLine]] = {}
+        # Of a number the tensor, its value at that moment, and the line.
+        self._taken: dict[sympy.Symbol, tuple[Tensor, Tensor, SourceLine]] = {}
         self.deciding: set[SourceLine | None] = set()
 
     def truth(self, x: Tensor) -> bool | None:
@@ -82,8 +91,9 @@ class ExampleValues:
     def take(self, x: Tensor, number: Any) -> None:
         """Remember that a number of the trace is the value of a tensor."""
         if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
+            value = x.detach().clone()  # the model may write into the tensor afterwards
             for symbol in number.node.expr.free_symbols:
-                self._taken[symbol] = x, calling_line()
+                self._taken[symbol] = x, value, calling_line()
 
     def condition(self, condition: torch.SymBool) -> Tensor | None:
         """Write a condition on numbers that were taken as a tensor; None where that fails."""
@@ -93,12 +103,34 @@ class ExampleValues:
         except NotImplementedError as error:
             _logger.info("%s cannot be written as a tensor: %s", expr, error)
             return None
-        self.deciding |= {self._taken[s][1] for s in expr.free_symbols if s in self._taken}
+        self.deciding |= {self._taken[s][2] for s in expr.free_symbols if s in self._taken}
         return result
+
+    def taken(self, number: Any) -> Tensor | None:
+        """Return the tensor out of which a number was taken; None of any other."""
+        expr = number.node.expr if isinstance(number, torch.SymInt) else None
+        return self._taken[expr][0] if expr in self._taken else None
+
+    def number(self, number: torch.SymInt | torch.SymFloat) -> Tensor | None:
+        """Write a number made of those that were taken as a tensor without axes or a gradient.
+
+        It is of int64 or float64, as Python's numbers are; None of any other number.
+        """
+        expr: Any = number.node.expr
+        unknown = free_unbacked_symbols(number)
+        if not unknown or not unknown <= self._taken.keys():
+            return None
+        try:
+            made = self._tensor(expr, number.node.shape_env).detach()
+        except NotImplementedError as error:
+            _logger.info("%s cannot be written as a tensor: %s", expr, error)
+            return None
+        self.deciding |= {self._taken[symbol][2] for symbol in unknown}
+        return made
 
     def _tensor(self, expr: Any, env: Any) -> Tensor:
         if expr in self._taken:
-            x = self._taken[expr][0].reshape(())
+            x = self._taken[expr][1].reshape(())
             return x.to(torch.float64 if x.is_floating_point() else torch.int64)  # as Python's are
         if expr.is_Integer:
             return torch.scalar_tensor(int(expr), dtype=torch.int64)

@@ -30,6 +30,7 @@ from relax_disc.frontend.capture.exported.torch_errors import (
     untraceable,
 )
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal, RecordedLoops, recorded_loops
+from relax_disc.frontend.capture.replaced.data_places import copies_unwritten
 from relax_disc.frontend.capture.replaced.export_mode import ExportMode
 from relax_disc.frontend.capture.replaced.model_patches import (
     cumulative_averages,
@@ -61,6 +62,7 @@ def call_export(
         warnings.filterwarnings("ignore", message="The tensor attributes .* were assigned")
         with (
             own_attributes(wrapped),  # each time: what is read is compared with what is there later
+            copies_unwritten(),
             ExportMode(branches.squeezes),
             recorded_loops(loops),
             stand_ins(),

@@ -22,6 +22,7 @@ from relax_disc.frontend.capture import example_values, model_checks
 from relax_disc.frontend.capture.refusals import refusal
 from relax_disc.frontend.capture.replaced import (
     contractions,
+    data_places,
     inner_gradients,
     items,
     joins,
@@ -35,8 +36,7 @@ from relax_disc.frontend.capture.replaced import (
 from relax_disc.frontend.capture.replaced.chances import Chances
 from relax_disc.frontend.capture.replaced.recurrent_layers import layers
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
-from relax_disc.frontend.capture.sizes import stand_ins
-from relax_disc.frontend.capture.sizes.operands import as_operand, tensors_for_sizes
+from relax_disc.frontend.capture.sizes import operands, stand_ins
 from relax_disc.frontend.capture.sizes.squeezes import Squeezes
 
 
@@ -60,9 +60,10 @@ class ExportMode(TorchFunctionMode):
                 "a torch.Generator cannot be drawn from; leave it out, step.rng_state is the state"
             )
             raise refusal(getattr(func, "__name__", str(func)), why)
+        data_places.check_use((*args, *kwargs.values()))
         args, kwargs = stand_ins.sizes_again(args, kwargs)
         args, kwargs = size_numbers.sizes_for_tensors(func, args, kwargs)
-        args, kwargs = tensors_for_sizes(func, args, kwargs)
+        args, kwargs = operands.tensors_for_sizes(func, args, kwargs)
         truth = self._chances.truth(args[0]) if func is Tensor.__bool__ else None
         if truth is not None:
             return truth
@@ -298,7 +299,7 @@ def _attention(
     if not isinstance(scale, torch.SymFloat):
         return None
     options["scale"] = 1.0
-    scaled = query * as_operand(scale).to(query.device)
+    scaled = query * operands.as_operand(scale).to(query.device)
     return functional.scaled_dot_product_attention(scaled, key, value, *rest, **options)
 
 
@@ -327,6 +328,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     functional.embedding_bag: _embedding_bag,
     functional.scaled_dot_product_attention: _attention,
     **contractions.REPLACED,
+    **data_places.REPLACED,
     **joins.REPLACED,
     **parts.REPLACED,
     **pooling.REPLACED,
@@ -346,6 +348,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.narrow: _narrow,
     torch.take_along_dim: _take_along_dim,
     torch.Tensor.take_along_dim: _take_along_dim,
+    **operands.REPLACED,
     **size_numbers.REPLACED,
     Tensor.__bool__: model_checks.assumed,
     torch._assert: model_checks.asserted,

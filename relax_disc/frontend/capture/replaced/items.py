@@ -1,4 +1,4 @@
-"""``x[place]`` and ``x[place] = value`` where the place holds sizes or the number of a loop's step.
+"""``x[place]`` and ``x[place] = value`` where the place holds sizes, numbers of steps, or data.
 
 PyTorch's own make numbers of the sizes among indices that are tensors, or where they write.
 """
@@ -6,6 +6,7 @@ PyTorch's own make numbers of the sizes among indices that are tensors, or where
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,14 +14,18 @@ from torch import Tensor
 
 from relax_disc.frontend.capture.loops.numbers import numbers_as_tensors
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal
+from relax_disc.frontend.capture.replaced import data_places
 
 
 def _get_item(x: Tensor, place: Any) -> Tensor | None:
     """Read what ``x[place]`` reads; None: PyTorch's own does."""
-    if not isinstance(place, tuple) or not any(isinstance(item, torch.SymInt) for item in place):
+    if not isinstance(place, tuple) or not any(isinstance(item, Tensor) for item in place):
         return None
-    selected = _selected(x, place) if any(isinstance(item, Tensor) for item in place) else None
-    return None if selected is None else selected[0][tuple(selected[1])]
+    of_data = [data_places.place_of(item) is not None for item in place]
+    if not any(of_data) and not any(isinstance(item, torch.SymInt) for item in place):
+        return None
+    selected = _selected(x, place)
+    return None if selected is None else selected.view[tuple(selected.rest)]
 
 
 def _set_item(x: Tensor, place: Any, value: Any) -> Any:
@@ -31,40 +36,70 @@ def _set_item(x: Tensor, place: Any, value: Any) -> Any:
     items = place if isinstance(place, tuple) else (place,)
     bounds = [x for item in items if isinstance(item, slice) for x in (item.start, item.stop)]
     of_step = any(_is_of_step(number) for number in (*items, *bounds))
-    if not of_step and not any(isinstance(item, torch.SymInt) for item in items):
+    of_data = any(data_places.place_of(item) is not None for item in items)
+    if not (of_step or of_data) and not any(isinstance(item, torch.SymInt) for item in items):
         return None
     selected = _selected(x, items)
     if selected is None:
         if of_step:
             raise LoopRefusal("a loop writes to positions other than `[:, t]` or `[t, a:b]`")
         return None
-    view, rest = selected
-    if of_step:
+    view, rest = selected.view, selected.rest
+    if of_step and not of_data:
         return _write_in_step(view, rest, value)
+    for each in selected.picked:
+        data_places.forgive(each.source, each.axis, each.index, value)
     if all(isinstance(item, slice) and item == slice(None) for item in rest):
-        return view.copy_(_as_tensor(value, view))
-    view[tuple(rest)] = value
+        view.copy_(_as_tensor(value, view))
+    else:
+        view[tuple(rest)] = value
+    for each in reversed(selected.picked):
+        data_places.put_back(each.source, each.axis, each.place, each.part)
     return view
 
 
-def _selected(x: Tensor, items: Sequence[Any]) -> tuple[Tensor, list[Any]] | None:
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """What was picked of a tensor, at a place of an axis that is data."""
+
+    source: Tensor
+    axis: int
+    index: Any
+    place: Tensor
+    part: Tensor
+
+
+@dataclass(slots=True)
+class _Selected:
+    """A tensor with the numbers among the indices applied, and the indices that are left for it."""
+
+    view: Tensor
+    rest: list[Any] = field(default_factory=list)
+    picked: list[_Picked] = field(default_factory=list)
+
+
+def _selected(x: Tensor, items: Sequence[Any]) -> _Selected | None:
     """Apply the numbers among the indices, as PyTorch does before the others.
 
-    Returned: the view, and the indices that are left for it; None where one is of another kind.
+    Returned: None where an index is of another kind.
     """
     wanted = sum(_axes(item) for item in items)
-    rest: list[Any] = []
-    view, axis = x, 0
+    made, axis = _Selected(x), 0
     for item in items:
         if isinstance(item, bool) or not isinstance(item, _KINDS):
             return None
+        if (place := data_places.place_of(item)) is not None:
+            part = data_places.picked(made.view, axis, place)
+            made.picked.append(_Picked(made.view, axis, item, place, part))
+            made.view = part
+            continue
         if isinstance(item, int | torch.SymInt):
-            view = view.select(axis, item)
+            made.view = made.view.select(axis, item)
             continue
         own = [slice(None)] * (x.dim() - wanted) if item is Ellipsis else [item]
         axis += sum(_axes(each) for each in own)
-        rest += own
-    return view, rest
+        made.rest += own
+    return made
 
 
 _KINDS = int | torch.SymInt | slice | Tensor | type(None) | type(Ellipsis)

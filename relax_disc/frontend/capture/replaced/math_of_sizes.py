@@ -174,6 +174,25 @@ def _divided(value: Any, rounded: Callable[[Any, int], Any], of_floats: Any) -> 
     return size_of(expr, environment)
 
 
+_WHOLE_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _whole(value: Any = 0, *rest: Any) -> Any:
+    """``int``; of a tensor of whole numbers the number that `Tensor.item` takes out of it."""
+    if isinstance(value, torch.Tensor) and value.dtype in _WHOLE_TYPES and not rest:
+        return value.item()
+    return _INT(value, *rest)
+
+
+def _real(value: Any = 0.0) -> Any:
+    """``float``; of a tensor the number that `Tensor.item` takes out of it."""
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    return _FLOAT(value)
+
+
+_FLOAT = _replaced(float, torch.sym_float)
+_INT = _replaced(int, lambda value, *rest: None if rest else _trunc(value))
 _SYMBOLIC_OF: dict[str, Callable[..., Any]] = {
     **{name: _refused(name) for name in ("cos", "log", "log10", "log2", "sin", "tan", "tanh")},
     "ceil": _ceil,
@@ -193,8 +212,8 @@ _MATH = types.SimpleNamespace(
 _DIVMOD = _replaced(builtins.divmod, lambda above, below: (above // below, above % below))
 _ROUND = _replaced(builtins.round, _round)
 _CLASSES = {
-    "float": _replaced(float, torch.sym_float),
-    "int": _replaced(int, lambda value, *rest: None if rest else _trunc(value)),
+    "float": _real,
+    "int": _whole,
 }
 METHODS: dict[str, Callable[[Any], Any]] = {
     name: _SYMBOLIC_OF[name] for name in ("cos", "exp", "log", "log10", "log2", "sin", "sqrt")

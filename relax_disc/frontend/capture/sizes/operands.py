@@ -1,18 +1,21 @@
-"""Sizes as operands where PyTorch takes numbers and fixes them: they go there as tensors.
+"""Sizes and data as operands where PyTorch takes numbers and fixes them: they go there as tensors.
 
 ``x ** x.shape[1]`` compares the exponent with a few numbers whose powers are cheap, and arithmetic
-of complex numbers has no form for a size.
+of complex numbers has no form for a size.  A number that was taken out of a tensor, as in
+``loss / mask.sum().item()``, is that tensor again.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from relax_disc.frontend.capture import example_values
 from relax_disc.frontend.capture.loops.numbers import numbers_as_tensors
 from relax_disc.frontend.capture.sizes.branches import decided
 
@@ -33,7 +36,8 @@ _OF_STEPS = _functions(*(
     for name in ("lt", "le", "gt", "ge", "eq", "ne", "less", "less_equal", "greater",
                  "greater_equal", "not_equal", "add", "sub", "mul", "div", "pow", "remainder",
                  "maximum", "minimum", "truediv", "floordiv", "mod", "fmod", "floor_divide",
-                 "true_divide", "multiply", "subtract", "divide", "where", "clamp", "masked_fill")
+                 "true_divide", "multiply", "subtract", "divide", "where", "clamp", "masked_fill",
+                 "fill")
 ))  # fmt: skip
 
 
@@ -52,10 +56,89 @@ def tensors_for_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         kwargs = {name: decided(x) for name, x in kwargs.items()}
     if func in _OF_STEPS:
         args = numbers_as_tensors(args)
+        args, kwargs = _data_as_tensors(func, args, kwargs)
     fixes = func in _POWERS or (func in _OF_COMPLEX and any(map(_is_complex, args)))
     if not fixes:
         return args, kwargs
     return tuple(map(as_operand, args)), {name: as_operand(x) for name, x in kwargs.items()}
+
+
+def number_of_data(value: Any) -> Tensor | None:
+    """Return a number that was taken out of tensors as a tensor without axes; None of others."""
+    if not isinstance(value, torch.SymInt | torch.SymFloat):
+        return None
+    example = example_values.active()
+    return None if example is None else example.number(value)
+
+
+def _data_as_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Put tensors without axes in the place of numbers that were taken out of tensors.
+
+    The type of the result is what it would be with the number.
+    """
+    values = [*args, *(kwargs[name] for name in kwargs if name != "alpha")]
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    if not tensors or all(number_of_data(x) is None for x in values):
+        return args, kwargs
+    all_numbers = func in _CLAMPS  # which take tensors or numbers, not both
+
+    def operand(value: Any) -> Any:
+        number = number_of_data(value)
+        if number is None and all_numbers and isinstance(value, int | float):
+            dtype = torch.float64 if isinstance(value, float) else torch.int64
+            number = torch.scalar_tensor(value, dtype=dtype)
+        if number is None:
+            return value
+        if func in _FILLS:
+            return number.to(tensors[0].dtype)
+        kind = 1.0 if number.is_floating_point() else 1
+        return number.to(
+            functools.reduce(torch.promote_types, (torch.result_type(x, kind) for x in tensors))
+        )
+
+    return tuple(map(operand, args)), {
+        name: value if name == "alpha" else operand(value) for name, value in kwargs.items()
+    }
+
+
+def _full_like(x: Tensor, fill_value: Any, **options: Any) -> Tensor | None:
+    """A number that was taken out of a tensor fills as one; None: PyTorch's own."""
+    number = number_of_data(fill_value)
+    return None if number is None else torch.empty_like(x, **options).fill_(number)
+
+
+def _new_full(x: Tensor, size: Any, fill_value: Any, **options: Any) -> Tensor | None:
+    """A number that was taken out of a tensor fills as one; None: PyTorch's own."""
+    number = number_of_data(fill_value)
+    return None if number is None else x.new_empty(size, **options).fill_(number)
+
+
+def _full(size: Any, fill_value: Any, *, dtype: Any = None, **options: Any) -> Tensor | None:
+    """A number that was taken out of a tensor fills as one; None: PyTorch's own."""
+    number = number_of_data(fill_value)
+    if number is None:
+        return None
+    default = torch.get_default_dtype() if number.is_floating_point() else torch.int64
+    return torch.empty(size, dtype=dtype or default, **options).fill_(number)
+
+
+def _scalar_tensor(value: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor | None:
+    """A number that was taken out of a tensor is one again; None: PyTorch's own."""
+    number = number_of_data(value)
+    if number is None:
+        return None
+    return number.to(device, dtype or torch.get_default_dtype())
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.full: _full,
+    torch.full_like: _full_like,
+    Tensor.new_full: _new_full,
+    torch.scalar_tensor: _scalar_tensor,
+}
+
+_CLAMPS = _functions("clamp", "clamp_")
+_FILLS = _functions("masked_fill", "masked_fill_", "fill_")
 
 
 def as_operand(value: Any) -> Any:
