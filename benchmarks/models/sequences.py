@@ -58,20 +58,23 @@ class Tagger(nn.Module):
 
     def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
         """Return the cross-entropy, padding left out."""
-        out, _ = self.cell(self.table(ids))
+        out = self.states(ids)
         return F.cross_entropy(self.head(out).flatten(0, 1), tags.flatten(), ignore_index=-100)
+
+    def states(self, ids: Tensor) -> Tensor:
+        """Return the outputs of the recurrence."""
+        return self.cell(self.table(ids))[0]
 
 
 class PackedTagger(Tagger):
     """The same over packed sequences, which end where their padding begins."""
 
-    def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
-        """Return the cross-entropy, padding left out."""
+    def states(self, ids: Tensor) -> Tensor:
+        """Return the outputs of the recurrence, of padding zeros."""
         lengths = (ids != 0).sum(1).cpu()
         packed = pack_padded_sequence(self.table(ids), lengths, True, enforce_sorted=False)
         packed, _ = self.cell(packed)
-        out, _ = pad_packed_sequence(packed, batch_first=True, total_length=ids.shape[1])
-        return F.cross_entropy(self.head(out).flatten(0, 1), tags.flatten(), ignore_index=-100)
+        return pad_packed_sequence(packed, batch_first=True, total_length=ids.shape[1])[0]
 
 
 class _CausalBlock(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -110,10 +111,14 @@ def batch_of(batch: int, length: int, longest: int | None = None) -> tuple[Tenso
     return torch.randint(0, WORDS, (batch, length)), lengths, torch.randint(0, CLASSES, (batch,))
 
 
+def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
 def compiled(model: nn.Module, **options: Any) -> Any:
     batch, length = Dim("batch", min=1, max=8), Dim("length", min=1, max=16)
     example = batch_of(3, 8)
     model(*example)  # lazy layers are told their size
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = optimizer_of(model.parameters())
     shapes = ({0: batch, 1: length}, {0: batch}, {0: batch})
     return relax_disc.compile(model, optimizer, example, dynamic_shapes=shapes, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.export import Dim
 import relax_disc
 from relax_disc.errors import IndexRangeError, UnsupportedOperatorError
 from tests.tiers import every
+from tests.training.beside_eager import assert_trains_as_eager
 
 SIZES = ((4, 9), (1, 1), (3, 12), (2, 2))
 
@@ -85,9 +87,13 @@ _FUNCTIONS = (greatest, from_the_end, the_best_two, beside_other_indices, number
 _FUNCTIONS += (added_to, in_steps)
 
 
+def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
 def _compiled(model: nn.Module) -> Any:
     shape = {0: Dim("batch", min=1, max=8), 1: Dim("length", min=1, max=16)}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = _optimizer(model.parameters())
     example = torch.randn(3, 7, 6), torch.tensor(2)
     return relax_disc.compile(model, optimizer, example, dynamic_shapes=(shape, None))
 
@@ -95,20 +101,12 @@ def _compiled(model: nn.Module) -> Any:
 @pytest.mark.parametrize("function", every(4, _FUNCTIONS), ids=lambda f: f.__name__)
 def test_places_are_read_and_written_as_in_eager(function: Any) -> None:
     torch.manual_seed(0)
-    model = _Model(function)
-    step, eager = _compiled(model), copy.deepcopy(model)
-    optimizer = torch.optim.SGD(eager.parameters(), lr=0.05)
-    for batch, length in SIZES:
-        for place in {0, length // 2, length - 1}:
-            x, where = torch.randn(batch, length, 6), torch.tensor(place)
-            optimizer.zero_grad()
-            expected = eager(x, where)
-            expected.backward()
-            optimizer.step()
-            torch.testing.assert_close(step(x, where), expected.detach(), rtol=1e-5, atol=1e-6)
-            planned = step.plan(batch=batch, length=length).peak_bytes
-            assert step.memory_report().peak_bytes == planned
-    torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-4, atol=1e-5)
+    batches = (
+        ((batch, length), (torch.randn(batch, length, 6), torch.tensor(place)))
+        for batch, length in SIZES
+        for place in {0, length // 2, length - 1}
+    )
+    assert_trains_as_eager(_compiled(_Model(function)), _optimizer, batches)
 
 
 @pytest.mark.parametrize("function", [greatest, added_to], ids=lambda f: f.__name__)

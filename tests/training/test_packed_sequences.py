@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import relax_disc
 from relax_disc.errors import ModelCheckError, UnsupportedOperatorError
 from tests.tiers import every
-from tests.training.packed_models import MODELS, AsLongAsAsked, batch_of, compiled
+from tests.training.beside_eager import assert_trains_as_eager
+from tests.training.packed_models import MODELS, AsLongAsAsked, batch_of, compiled, optimizer_of
 
 SIZES = ((4, 9), (1, 1), (3, 12), (5, 2), (1, 7))
 
@@ -21,18 +22,8 @@ SIZES = ((4, 9), (1, 1), (3, 12), (5, 2), (1, 7))
 @pytest.mark.parametrize("name", every(3, list(MODELS)))
 def test_packed_sequences_train_as_in_eager(name: str) -> None:
     torch.manual_seed(0)
-    model = MODELS[name]()
-    step = compiled(model)
-    eager = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(eager.parameters(), lr=0.05)
-    for size in SIZES:
-        batch = batch_of(*size)
-        optimizer.zero_grad()
-        expected = eager(*batch)
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(step(*batch), expected.detach(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-4, atol=1e-5)
+    batches = ((size, batch_of(*size)) for size in SIZES)
+    assert_trains_as_eager(compiled(MODELS[name]()), optimizer_of, batches)
 
 
 def test_no_sequence_need_be_as_long_as_a_length_that_is_named() -> None:

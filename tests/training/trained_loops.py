@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,10 +11,10 @@ from torch.export import Dim
 from torch.nn import functional
 
 import relax_disc
+from tests.training import beside_eager
+from tests.training.beside_eager import MakeOptimizer
 
 LONGEST = 32
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -35,18 +34,5 @@ def assert_trains_as_eager(
     model: nn.Module, make: MakeOptimizer, sizes: Iterable[tuple[int, int]], least: int = 1
 ) -> None:
     """Check losses, parameters and planned peaks of one step at each size, in turn."""
-    eager = copy.deepcopy(model)
-    optimizer = make(eager.parameters())
-    step = compiled(model, make, least)
-    for batch, length in sizes:
-        x, y = torch.randn(batch, length, 6), torch.randn(batch, length, 3)
-        loss = step(x, y)
-        optimizer.zero_grad()
-        expected = loss_of(eager, x, y)
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
-        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        planned = step.plan(batch=batch, length=length).peak_bytes
-        assert step.memory_report().peak_bytes == planned
+    batches = ((size, (torch.randn(*size, 6), torch.randn(*size, 3))) for size in sizes)
+    beside_eager.assert_trains_as_eager(compiled(model, make, least), make, batches, loss_of)

@@ -53,7 +53,7 @@ from relax_disc.transform.functions import (
     substitute_sizes,
 )
 from relax_disc.transform.padding import island_rows, picks
-from relax_disc.transform.padding.joined import of_one_sequence
+from relax_disc.transform.padding.joined import of_one_sequence, of_packed_rows
 from relax_disc.transform.padding.zeros_behind import zeros_behind
 from relax_disc.transform.simplify.canonicalize_extents import with_simple_extents
 
@@ -340,7 +340,7 @@ class _Rewriter:
         }
         pairs = list(zip(call.args[1].fields, operands, strict=True))
         kernel, pairs = self._of_cut(*self._of_joined(kernel, pairs), result_types(call))
-        kernel, pairs = self._of_rows(kernel, pairs)
+        kernel, pairs = of_packed_rows(kernel, pairs, [each.tokens for each in self._packings])
         if ones and all(map(is_buffer, kernel.params)):
             kernel = substitute_sizes(kernel, ones)
         operands = [operand for _, operand in pairs]
@@ -383,32 +383,6 @@ class _Rewriter:
                     kernel = kernel.specialize({kernel.params[k]: kept + left_out})
                     return with_simple_extents(kernel), [*pairs[:k], *pairs[k + 1 :]]
         return kernel, pairs
-
-    def _of_rows(
-        self, kernel: tirx.PrimFunc, pairs: list[tuple[Any, Any]]
-    ) -> tuple[tirx.PrimFunc, list[tuple[Any, Any]]]:
-        """Let a kernel of ``length * batch`` rows, given as numbers, read them from its buffers.
-
-        Of packed rows there is one sequence, as long as there are rows.
-        """
-        tokens = [packing.tokens for packing in self._packings]
-        given: dict[Any, Any] = {}
-        for (_, operand), parameter in zip(pairs, kernel.params, strict=False):
-            if isinstance(operand, tirx.IntImm) and int(operand) == 1:
-                given[parameter] = operand
-            elif any(operand.same_as(each) for each in tokens):
-                given[parameter] = tirx.Var(operand.name, "int64")
-        made = with_simple_extents(kernel.specialize(given)) if given else kernel
-        extents = [n for parameter in made.params if is_buffer(parameter) for n in parameter.shape]
-        rows = [size for size in given.values() if isinstance(size, tirx.Var)]
-        if not rows or not all(any(n.same_as(size) for n in extents) for size in rows):
-            return kernel, pairs
-        kept = [
-            pair
-            for pair, parameter in zip(pairs, kernel.params, strict=False)
-            if parameter not in given
-        ]
-        return made, kept
 
     def _attention(self, call: relax.Call) -> relax.Call:
         count = 3 if call.op.name == ATTENTION[0] else 6

@@ -38,8 +38,8 @@ from relax_disc.frontend.capture.replaced.model_patches import (
     inlined_checkpoints,
     masks_unread,
     own_attributes,
-    packed_batches,
 )
+from relax_disc.frontend.capture.replaced.packed_sequences import packed_batches
 from relax_disc.frontend.capture.sizes.branches import SizeBranches, overlaps_by_stride
 from relax_disc.frontend.capture.sizes.stand_ins import stand_ins
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack

@@ -31,6 +31,7 @@ from relax_disc.frontend.capture.loops.sequences import (
     text_of,
 )
 from relax_disc.frontend.capture.source_lines import SourceLine, calling_line
+from relax_disc.frontend.capture.versions import times_written
 
 _LIBRARY = (
     "loop_index(int loop, SymInt count) -> Tensor",
@@ -104,12 +105,6 @@ class _Unbound:
 
 
 _UNBOUND = _Unbound()
-
-
-def _writes(tensor: Tensor) -> int:
-    """How often a tensor was written into; the watch over the user's code does not see this."""
-    with torch._C.DisableTorchFunction():
-        return tensor._version
 
 
 class _Loop:
@@ -224,7 +219,7 @@ class _Loop:
         carried = torch.ops.relax_disc.loop_carry(self._index, first)
         # Another name for it: `h += y` leaves the variable the same tensor.
         made = torch.ops.aten.alias.default(carried)
-        self._carried[id(made)] = carried, _writes(made)
+        self._carried[id(made)] = carried, times_written(made)
         return made
 
     def leave(self, found: dict[str, Any]) -> tuple[Any, ...]:
@@ -363,7 +358,7 @@ class _Loop:
         """Note one state's new value; returned: what gives it after the last step."""
         first = self._better.get((name, place), first)
         carried, version = self._carried.get(id(old), (old, 0))
-        if new is old and (not isinstance(old, Tensor) or _writes(old) == version):
+        if new is old and (not isinstance(old, Tensor) or times_written(old) == version):
             return lambda: first
         if not isinstance(new, Tensor):
             if isinstance(old, Tensor) or not _same(new, old):

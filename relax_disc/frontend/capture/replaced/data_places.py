@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture import example_values
 from relax_disc.frontend.capture.loops.sequences import text_of
 from relax_disc.frontend.capture.sizes.numbers import item as size_of_tensor
+from relax_disc.frontend.capture.sizes.operands import number_of_data
 from relax_disc.frontend.capture.source_lines import SourceLine, calling_line
+from relax_disc.frontend.capture.versions import times_written
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 
@@ -33,10 +34,7 @@ def place_of(index: Any) -> Tensor | None:
     if isinstance(index, Tensor):
         is_place = index.dim() == 0 and index.dtype in _WHOLE and size_of_tensor(index) is None
         return index if is_place else None
-    if isinstance(index, torch.SymInt) and free_unbacked_symbols(index):
-        example = example_values.active()
-        return None if example is None else example.number(index)
-    return None
+    return number_of_data(index) if isinstance(index, torch.SymInt) else None
 
 
 @dataclass(slots=True)
@@ -67,7 +65,7 @@ def copies_unwritten() -> Iterator[None]:
     try:
         yield
         for copy in _copies.values():
-            if _writes(copy.picked) != copy.writes:
+            if times_written(copy.picked) != copy.writes:
                 raise _refused(copy, "written into")
     finally:
         _copies.clear()
@@ -82,7 +80,7 @@ def check_use(args: Sequence[Any]) -> None:
     """
     for leaf in pytree.tree_leaves(args) if _copies else ():
         copy = _copies.get(id(leaf))
-        if copy is not None and _writes(copy.source) != copy.source_writes:
+        if copy is not None and times_written(copy.source) != copy.source_writes:
             raise _refused(copy, "read when its source has changed")
 
 
@@ -94,7 +92,7 @@ def forgive(source: Tensor, axis: int, index: Any, value: Any) -> None:
     for copy in _copies.values() if isinstance(value, Tensor) else ():
         if copy.axis == axis and _origin(value) is _origin(copy.picked):
             if _is_same_index(copy.index, index) and _is_same_view(copy.source, source):
-                copy.writes = _writes(value)
+                copy.writes = times_written(value)
 
 
 def _refused(copy: _Copy, what: str) -> UnsupportedOperatorError:
@@ -103,11 +101,6 @@ def _refused(copy: _Copy, what: str) -> UnsupportedOperatorError:
         "write x[i] = value or x[i] += value, and pick again what has changed.",
         (("Tensor.__getitem__", str(copy.line)),),
     )
-
-
-def _writes(x: Tensor) -> int:
-    with torch._C.DisableTorchFunction():
-        return x._version
 
 
 def _origin(x: Tensor) -> Tensor:
@@ -153,7 +146,7 @@ def _select(x: Tensor, dim: int, index: Any) -> Tensor | None:
     if place is None:
         return None
     made = picked(x, dim, place)
-    written = _writes(made), _writes(x)
+    written = times_written(made), times_written(x)
     _copies[id(made)] = _Copy(made, x, dim % x.dim(), index, calling_line(), *written)
     return made
 

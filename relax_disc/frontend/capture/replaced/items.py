@@ -21,8 +21,7 @@ def _get_item(x: Tensor, place: Any) -> Tensor | None:
     """Read what ``x[place]`` reads; None: PyTorch's own does."""
     if not isinstance(place, tuple) or not any(isinstance(item, Tensor) for item in place):
         return None
-    of_data = [data_places.place_of(item) is not None for item in place]
-    if not any(of_data) and not any(isinstance(item, torch.SymInt) for item in place):
+    if not any(map(_is_number, place)):
         return None
     selected = _selected(x, place)
     return None if selected is None else selected.view[tuple(selected.rest)]
@@ -36,8 +35,7 @@ def _set_item(x: Tensor, place: Any, value: Any) -> Any:
     items = place if isinstance(place, tuple) else (place,)
     bounds = [x for item in items if isinstance(item, slice) for x in (item.start, item.stop)]
     of_step = any(_is_of_step(number) for number in (*items, *bounds))
-    of_data = any(data_places.place_of(item) is not None for item in items)
-    if not (of_step or of_data) and not any(isinstance(item, torch.SymInt) for item in items):
+    if not of_step and not any(map(_is_number, items)):
         return None
     selected = _selected(x, items)
     if selected is None:
@@ -45,7 +43,7 @@ def _set_item(x: Tensor, place: Any, value: Any) -> Any:
             raise LoopRefusal("a loop writes to positions other than `[:, t]` or `[t, a:b]`")
         return None
     view, rest = selected.view, selected.rest
-    if of_step and not of_data:
+    if of_step and not selected.picked:
         return _write_in_step(view, rest, value)
     for each in selected.picked:
         data_places.forgive(each.source, each.axis, each.index, value)
@@ -100,6 +98,11 @@ def _selected(x: Tensor, items: Sequence[Any]) -> _Selected | None:
         axis += sum(_axes(each) for each in own)
         made.rest += own
     return made
+
+
+def _is_number(item: Any) -> bool:
+    """Whether an index is a size, the number of a step, or a place that is data."""
+    return isinstance(item, torch.SymInt) or data_places.place_of(item) is not None
 
 
 _KINDS = int | torch.SymInt | slice | Tensor | type(None) | type(Ellipsis)

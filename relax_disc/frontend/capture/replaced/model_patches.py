@@ -8,8 +8,6 @@
   without gradients, and the region's parameters would silently not train.
 * Batch norms with ``momentum=None`` average over all batches, by a count that PyTorch's own code
   reads as a number: they take it as the tensor that it is.
-* Recurrent layers make a plain number of the size of a packed batch, ``int(batch_sizes[0])``, to
-  compare it; they compare the size.
 * torch.export puts copies of lists and dicts into the modules that hold them; a user who goes on
   to change the own one would change nothing.
 * Python's ``len`` returns a plain number, so that ``torch.arange(len(logits))`` would fix the batch
@@ -95,36 +93,6 @@ def _batch_norm(self: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
 def cumulative_averages() -> Any:
     """Let batch norms with ``momentum=None`` count by tensors, in the context that is returned."""
     return patch.object(_BatchNorm, "forward", _batch_norm)
-
-
-class _Sized:
-    """Stands for a padded batch of which only the size is asked."""
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-
-    def size(self, _: int) -> Any:
-        """Return the number of sequences."""
-        return self._batch
-
-
-def _of_packed(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def expected(self: nn.RNNBase, x: Any, batch_sizes: Any) -> Any:
-        """Shape of a state, of a packed batch too."""
-        return plain(self, x if batch_sizes is None else _Sized(batch_sizes[0]), None)
-
-    return expected
-
-
-@contextlib.contextmanager
-def packed_batches() -> Iterator[None]:
-    """Let recurrent layers see the symbolic size of a packed batch while this is active."""
-    hidden, cell = nn.RNNBase.get_expected_hidden_size, nn.LSTM.get_expected_cell_size
-    with (
-        patch.object(nn.RNNBase, hidden.__name__, _of_packed(hidden)),
-        patch.object(nn.LSTM, cell.__name__, _of_packed(cell)),
-    ):
-        yield
 
 
 @contextlib.contextmanager

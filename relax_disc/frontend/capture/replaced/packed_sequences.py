@@ -12,12 +12,14 @@ PyTorch pads again to the longest of the lengths, which a program knows only whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
@@ -138,6 +140,39 @@ def first_item(x: Tensor, index: Any) -> Any:
     if packing is None or not isinstance(index, int) or index != 0:
         return None
     return packing.there.shape[1]
+
+
+class _Sized:
+    """Stands for a padded batch of which only the size is asked."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def size(self, _: int) -> Any:
+        """Return the number of sequences."""
+        return self._batch
+
+
+def _of_packed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def expected(self: nn.RNNBase, x: Any, batch_sizes: Any) -> Any:
+        """Shape of a state, of a packed batch too."""
+        return plain(self, x if batch_sizes is None else _Sized(batch_sizes[0]), None)
+
+    return expected
+
+
+@contextlib.contextmanager
+def packed_batches() -> Iterator[None]:
+    """Let recurrent layers see the symbolic size of a packed batch while this is active.
+
+    They make a plain number of it, ``int(batch_sizes[0])``, to compare it.
+    """
+    hidden, cell = nn.RNNBase.get_expected_hidden_size, nn.LSTM.get_expected_cell_size
+    with (
+        patch.object(nn.RNNBase, hidden.__name__, _of_packed(hidden)),
+        patch.object(nn.LSTM, cell.__name__, _of_packed(cell)),
+    ):
+        yield
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {

@@ -106,20 +106,18 @@ def _one(
     input_weight, weight, *biases = weights
     projected = functional.linear(x, input_weight, biases[0] if biases else None).to(wide)
     bias = biases[1].to(wide) if biases else weight.new_zeros(weight.shape[0], dtype=wide)
-    if packing is None:
-        out, last, _ = torch.ops.relax_disc.recurrence(
-            projected, state, weight.to(wide), bias, kind, batch_first, reverse
-        )
-        return out, last
-    gates = projected.new_tensor(_AT_PADDING[kind]).repeat_interleave(weight.shape[1])
-    projected = packing.only(projected, gates)
-    if reverse:
-        projected = packing.flipped(projected)
+    turned = packing if reverse else None  # each sequence round its own end, not all at once
+    if packing is not None:
+        gates = projected.new_tensor(_AT_PADDING[kind]).repeat_interleave(weight.shape[1])
+        projected = packing.only(projected, gates)
+    if turned is not None:
+        projected, reverse = turned.flipped(projected), False
     out, last, _ = torch.ops.relax_disc.recurrence(
-        projected, state, weight.to(wide), bias, kind, False, False
+        projected, state, weight.to(wide), bias, kind, batch_first, reverse
     )
-    last = torch.cat([packing.at_last(out)[None], last[1:]])
-    return (packing.flipped(out) if reverse else out), last
+    if packing is not None:
+        last = torch.cat([packing.at_last(out)[None], last[1:]])
+    return (out if turned is None else turned.flipped(out)), last
 
 
 def _by_cells(

@@ -76,29 +76,27 @@ def _data_as_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
     The type of the result is what it would be with the number.
     """
-    values = [*args, *(kwargs[name] for name in kwargs if name != "alpha")]
-    tensors = [x for x in values if isinstance(x, Tensor)]
-    if not tensors or all(number_of_data(x) is None for x in values):
-        return args, kwargs
-    all_numbers = func in _CLAMPS  # which take tensors or numbers, not both
-
-    def operand(value: Any) -> Any:
-        number = number_of_data(value)
-        if number is None and all_numbers and isinstance(value, int | float):
-            dtype = torch.float64 if isinstance(value, float) else torch.int64
-            number = torch.scalar_tensor(value, dtype=dtype)
-        if number is None:
-            return value
-        if func in _FILLS:
-            return number.to(tensors[0].dtype)
-        kind = 1.0 if number.is_floating_point() else 1
-        return number.to(
-            functools.reduce(torch.promote_types, (torch.result_type(x, kind) for x in tensors))
-        )
-
-    return tuple(map(operand, args)), {
-        name: value if name == "alpha" else operand(value) for name, value in kwargs.items()
+    given = {**dict(enumerate(args)), **kwargs}
+    numbers = {
+        place: number
+        for place, value in given.items()
+        if place != "alpha" and (number := number_of_data(value)) is not None
     }
+    tensors = [x for x in given.values() if isinstance(x, Tensor)]
+    if not tensors or not numbers:
+        return args, kwargs
+    if func in _CLAMPS:  # which take tensors or numbers, not both
+        for place, value in given.items():
+            if isinstance(value, int | float):
+                dtype = torch.float64 if isinstance(value, float) else torch.int64
+                numbers[place] = torch.scalar_tensor(value, dtype=dtype)
+    for place, number in numbers.items():
+        kind = 1.0 if number.is_floating_point() else 1
+        types = (torch.result_type(x, kind) for x in tensors)
+        fills = func in _FILLS
+        dtype = tensors[0].dtype if fills else functools.reduce(torch.promote_types, types)
+        given[place] = number.to(dtype)
+    return tuple(given[k] for k in range(len(args))), {name: given[name] for name in kwargs}
 
 
 def _full_like(x: Tensor, fill_value: Any, **options: Any) -> Tensor | None:
