@@ -149,9 +149,23 @@ class PadsAtMultiples(Layered):
         return self.blocks(x)
 
 
+class ReadsATable(Layered):
+    """Positions of a table, which PyTorch cuts as ``[0:1]`` for one and as ``[:n]`` for more."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(20, 4))
+
+    def ways(self, x):
+        length = x.shape[1]
+        x = x + self.table[:length]
+        assert length == 1 or length <= len(self.table)
+        return x
+
+
 ONE_PROGRAM = (
     CutsWhatItPadded, PadsWhereItMust, AsksForTheNumber, Appends, AsksAgainInside, FewPad,
-    PadsByWhatIsLeft, PadsToTheNext, PadsToASum, CountsBlocks, PadsAtMultiples,
+    PadsByWhatIsLeft, PadsToTheNext, PadsToASum, CountsBlocks, PadsAtMultiples, ReadsATable,
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -168,6 +169,8 @@ class _Comparison:
             return False
         if left.target is _ATTENTION and self._is_of_one(left):
             return self._same_leaves(_not_causal(left), _not_causal(right), same)
+        if left.target is _ATEN.slice.Tensor:
+            return self._same_leaves(_slice_arguments(left), _slice_arguments(right), same)
         return self._same_leaves((left.args, left.kwargs), (right.args, right.kwargs), same)
 
     def _is_of_one(self, node: fx.Node) -> bool:
@@ -212,12 +215,10 @@ class _Comparison:
     def _operand(self, node: fx.Node, side: Side) -> fx.Node | None:
         args: Any = node.args
         if node.target is _ATEN.slice.Tensor:
-            axis, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
-            x: Any = args[0]
+            x, axis, start, end, step = _slice_arguments(node)
             size = x.meta["val"].shape[axis]
-            reaches = end is None or self._holds(sympy.Ge, _value(end), size, side)
-            whole = step == 1 and reaches
-            return x if whole and (start is None or self._is(_value(start), 0, side)) else None
+            whole = step == 1 and self._holds(sympy.Ge, _value(end), size, side)
+            return x if whole and self._is(_value(start), 0, side) else None
         if node.target in _COPIES:
             return args[0]
         if node.target is _ATEN.expand.default:
@@ -349,6 +350,13 @@ def _does_more(node: fx.Node) -> bool:
 def _not_causal(node: fx.Node) -> Any:
     args = dict(zip((a.name for a in _ATTENTION._schema.arguments), node.args, strict=False))
     return {"attn_mask": None, "dropout_p": 0.0, **args, **node.kwargs, "is_causal": False}
+
+
+def _slice_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Return operand, axis, start, end and step: PyTorch writes ``x[:n]`` with and without a 0."""
+    args: Any = node.args
+    x, axis, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    return x, axis, 0 if start is None else start, sys.maxsize if end is None else end, step
 
 
 def _is_size(node: fx.Node) -> bool:
