@@ -40,8 +40,7 @@ def why_not(node: fx.Node) -> str:
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return "it is no operator of PyTorch"
-    why = _why_not_operator(target)
-    if why:
+    if (why := _why_not_operator(target)) and not _indexes_by_places(node):
         return why
     for value in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(value, Tensor) and (why := _why_not_tensor(value)):
@@ -67,6 +66,13 @@ def _why_not_operator(target: OpOverload) -> str:
     if "sparse" in target._schema.name or "quantize" in target._schema.name:
         return "it is no operator of plain tensors"
     return ""
+
+
+def _indexes_by_places(node: fx.Node) -> bool:
+    """Whether a node indexes by tensors of integers, whose shapes tell that of the result."""
+    indices: Any = node.args[1] if node.target is torch.ops.aten.index.Tensor else ()
+    tensors = [index.meta["val"] for index in indices if index is not None]
+    return bool(tensors) and all(tensor.dtype is not torch.bool for tensor in tensors)
 
 
 def _why_not_tensor(value: Tensor) -> str:

@@ -32,6 +32,10 @@ def functions_of(model: nn.Module, *called: Callable[..., Any] | None) -> list[F
     return walk.run()
 
 
+_CALLED = FunctionType | types.MethodType | functools.partial | nn.Module
+"""What is followed in a list or a dict: classes there are tables of libraries, of many models."""
+
+
 class _Walk:
     """What was found: functions, the classes of objects at hand, the names and texts in code."""
 
@@ -71,6 +75,9 @@ class _Walk:
             self._enter_all((value.__func__, value.__self__))
         elif isinstance(value, functools.partial):
             self._enter_all((value.func, *value.args, *value.keywords.values()))
+        elif type(value) in (list, tuple, dict):
+            held = value.values() if isinstance(value, dict) else value
+            self._enter_all([each for each in held if isinstance(each, _CALLED)])
         elif not isinstance(value, types.ModuleType):
             self.enter(type(value))
             self.enter(_wrapped(value))

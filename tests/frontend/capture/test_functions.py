@@ -49,6 +49,16 @@ def test_files_are_found_by_the_names_in_code() -> None:
     assert names_of(helpers.half_of) == {other}
 
 
+def test_functions_in_lists_and_dicts() -> None:
+    other = {helpers.__name__}
+    assert names_of([1, helpers.half_of]) == other
+    assert names_of({"half": functools.partial(helpers.half_of, 1)}, (2,)) == other
+    assert names_of([helpers.Scale, "half_of"]) == set()
+    model = nn.Identity()
+    model.functions = (helpers.half_of,)
+    assert names_of(model) == other
+
+
 def test_an_object_that_leads_to_itself() -> None:
     scale = helpers.Scale(1.0)
     scale.factor = scale

@@ -83,8 +83,24 @@ def chains(h: Tensor, x: Tensor) -> Tensor:
     return torch.linalg.multi_dot([two, h[0].T, x[0]]) + vectors
 
 
+def ranges_beside_data(h: Tensor, x: Tensor) -> Tensor:
+    rows, label = range(h.shape[0]), (x[:, 0, 0] > 0).long()
+    picked = h[rows, 0, label] - h[list(range(len(h))), :, 1 - label].sum()
+    return picked + h.tanh()[:, range(h.shape[1] - 1, -1, -1)].cumsum(1)[range(len(h)), -1, label]
+
+
+def ranges_that_are_written_to(h: Tensor, x: Tensor) -> Tensor:
+    out, label = h.clone(), (x[:, 0, 0] > 0).long()
+    places = tuple(range(x.shape[0]))
+    out[places, -1, label] -= 1
+    out[range(len(out)), :, 2] = 0.0
+    out[places, 0, 3] = h[places, 0, 0]
+    return out
+
+
 USES = (
-    last_of_each, places_around_a_size, picked_at_a_size, written_at_the_end, written_at_several,
+    ranges_beside_data, ranges_that_are_written_to, last_of_each, places_around_a_size,
+    picked_at_a_size, written_at_the_end, written_at_several,
     written_where_there_may_be_none, tensors_of_sizes, blocks, kronecker, chains,
 )  # fmt: skip
 

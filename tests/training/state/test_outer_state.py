@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import math
 import queue
 import random
 import threading
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 import relax_disc
 from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
+from relax_disc.frontend.capture.state.live_number import LiveNumber
 from relax_disc.frontend.capture.state.outer_state import OuterState
 from relax_disc.frontend.capture.state.reachable import reachable
 from relax_disc.frontend.capture.state.sources import resolve
@@ -485,6 +487,14 @@ def test_a_setting_that_changes_is_used_or_refused(kind):
         assert next(iter(settings)) in str(error)
     else:
         torch.testing.assert_close(loss, model(X).detach())
+
+
+def test_whole_numbers_go_into_functions_of_math():
+    pinned = []
+    number = LiveNumber(4, ["width"], pinned.append, None)
+    assert math.sqrt(number) == 2.0
+    assert type(float(number)) is float
+    assert pinned == ["width", "width"]
 
 
 def test_a_list_stays_the_users_own():

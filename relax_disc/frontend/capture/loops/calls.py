@@ -83,6 +83,20 @@ def backwards(values: Any) -> Any:
     return reversed(values if made is None or isinstance(values, Tensor) else made)
 
 
+def placed(x: Any, index: Any) -> Any:
+    """``index`` of ``x[index]``, in which lists of numbers are tensors."""
+    if not isinstance(x, Tensor):
+        return index
+    items = index if isinstance(index, tuple) else (index,)
+    made = [i.as_numbers(x.device) if isinstance(i, DynamicList) else i for i in items]
+    return tuple(made) if isinstance(index, tuple) else made[0]
+
+
+def read(x: Any, index: Any) -> Any:
+    """``x[index]``."""
+    return x[placed(x, index)]
+
+
 def mapped(values: Any, function: Callable[[Any], Any], line: int) -> Any:
     """``[function(value) for value in values]``, in a line of the calling file."""
     loop = steps(values, "", (), (), (_MADE,), (), (), line)

@@ -39,14 +39,17 @@ from relax_disc.frontend.capture.loops.calls import (
     ITERATORS,
     displayed,
     mapped,
+    placed,
+    read,
     transposed,
 )
 from relax_disc.frontend.capture.loops.recorded import are_all_prepared, note_unread, set_modules
 from relax_disc.frontend.capture.loops.steps import steps
 
 _PREFIX = "__relax_disc_"
-_STEPS, _MAPPED, _DISPLAYED, _TRANSPOSED = (
-    f"{_PREFIX}{name}__" for name in ("steps", "mapped", "displayed", "transposed")
+_STEPS, _MAPPED, _DISPLAYED, _TRANSPOSED, _PLACED, _READ, _SLICE = (
+    f"{_PREFIX}{name}__"
+    for name in ("steps", "mapped", "displayed", "transposed", "placed", "read", "slice")
 )
 _HELPERS: dict[str, Any] = {
     **{f"{_PREFIX}{name}__": function for name, function in {**CALLS, **ITERATORS}.items()},
@@ -54,6 +57,9 @@ _HELPERS: dict[str, Any] = {
     _MAPPED: mapped,
     _DISPLAYED: displayed,
     _TRANSPOSED: transposed,
+    _PLACED: placed,
+    _READ: read,
+    _SLICE: slice,
 }
 _FUTURE = __future__.annotations.compiler_flag
 _BUILT_IN = frozenset({*CALLS, *ITERATORS})
@@ -208,6 +214,7 @@ class _Prepare(ast.NodeTransformer):
         self._shift = shift
         self._local_names = local_names
         self._built_in = built_in
+        self._lists: set[str] = set()  # names of lists of numbers
         self._outer_names = {
             name
             for node in ast.walk(function)
@@ -259,6 +266,35 @@ class _Prepare(ast.NodeTransformer):
         return ast.copy_location(made, node)
 
     visit_Tuple = visit_List
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        """Note a name of a list of numbers."""
+        for target in node.targets:
+            both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            targets, values = (target.elts, node.value.elts) if both else ([target], [node.value])
+            pairs = zip(targets, values, strict=False)
+            self._lists |= {_named(name) for name, value in pairs if _is_range(value)} - {""}
+        return self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> Any:
+        """Prepare ``x[range(n), y]``: PyTorch asks such a list for its length."""
+        items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        has_lists = any(_is_range(i) or _named(i) in self._lists for i in items)
+        has_stars = any(isinstance(i, ast.Starred) for i in items)
+        self.generic_visit(node)
+        is_read = isinstance(node.ctx, ast.Load)
+        base = node.value if is_read or isinstance(node.value, ast.Name) else None
+        if not has_lists or has_stars or base is None or not {"range", "list"} <= self._built_in:
+            return node
+        self.is_changed = True
+        plain = [_slice_call(i) if isinstance(i, ast.Slice) else i for i in items]
+        index = ast.Tuple(plain, ast.Load()) if isinstance(node.slice, ast.Tuple) else plain[0]
+        if is_read:
+            made: Any = ast.Call(ast.Name(_READ, ast.Load()), [base, index], [])
+            return ast.copy_location(made, node)
+        again = ast.Name(_named(base), ast.Load())
+        node.slice = ast.Call(ast.Name(_PLACED, ast.Load()), [again, index], [])
+        return node
 
     def _rename(self, call: ast.Call) -> None:
         name = f"{_PREFIX}{_called(call)}__"
@@ -346,8 +382,27 @@ def _target(target: ast.expr) -> ast.expr:
     return ast.Constant(target.id if isinstance(target, ast.Name) else "")
 
 
+def _is_range(node: ast.AST) -> bool:
+    """Whether an expression is ``range(...)``, ``list(range(...))`` or ``tuple(range(...))``."""
+    if not isinstance(node, ast.Call):
+        return False
+    inner = node.args[0] if len(node.args) == 1 else node
+    is_copy = _called(node) in ("list", "tuple")
+    return _called(node) == "range" or (is_copy and inner is not node and _is_range(inner))
+
+
+def _named(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _slice_call(node: ast.Slice) -> ast.expr:
+    bounds = (node.lower, node.upper, node.step)
+    arguments = [ast.Constant(None) if each is None else each for each in bounds]
+    return ast.Call(ast.Name(_SLICE, ast.Load()), arguments, [])
+
+
 def _called(call: ast.Call) -> str:
-    return call.func.id if isinstance(call.func, ast.Name) else ""
+    return _named(call.func)
 
 
 def _exchange(loop: str, method: str, names: list[str]) -> list[ast.stmt]:

@@ -111,7 +111,7 @@ class LiveNumber:
         return func(*args, **kwargs)
 
     def __float__(self) -> float:
-        return self.fixed()
+        return float(self.fixed())  # Python takes no int there
 
     def __int__(self) -> int:
         return int(self.fixed())
