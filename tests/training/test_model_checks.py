@@ -85,12 +85,23 @@ def repeated(model, x, n):
     return model.layer(h).mean()
 
 
-def test_a_check_inside_a_loop_over_a_length_is_refused():
-    shape = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=2, max=64)}
+def test_a_check_inside_a_loop_looks_at_every_step():
+    shape = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=64)}
     optimizer = torch.optim.SGD((model := Checked()).parameters(), 0.1)
-    with pytest.raises(ShapeRangeError, match="check of data would be lost"):
-        relax_disc.compile(
-            *(model, optimizer, (X[:, :3, None].expand(4, 3, 4), None)),
-            dynamic_shapes=(shape, None),
-            loss_fn=repeated,
-        )
+    step = relax_disc.compile(
+        *(model, optimizer, (X[:, :3, None].expand(4, 3, 4) / 8, None)),
+        dynamic_shapes=(shape, None),
+        loss_fn=repeated,
+    )
+    eager = copy.deepcopy(model)
+    for length in (1, 2, 9):
+        x = torch.randn(3, length, 4) / 100
+        torch.testing.assert_close(step(x, None, update=False), repeated(eager, x, None).detach())
+        for place in {0, length // 2, length - 1}:
+            bad = x.clone()
+            bad[1, place] = 5
+            with pytest.raises(AssertionError):
+                repeated(eager, bad, None)
+            with pytest.raises(ModelCheckError, match=r"`\(h < 0.9\).all\(\)` does not hold"):
+                step(bad, None)
+    assert all(map(torch.equal, model.parameters(), eager.parameters()))

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from relax_disc.frontend.capture import example_values
+from relax_disc.frontend.capture.loops import recorded
 from relax_disc.frontend.capture.source_lines import calling_line
 from relax_disc.vm_builtins.guard import BRANCH
 
@@ -179,7 +180,12 @@ def _uses(file: str) -> dict[Position | None, type[ast.stmt]]:
 
 def _assert(x: Tensor, truth: bool, message: str) -> None:
     holds = (x != 0).reshape(())
-    torch.ops.aten._assert_async.msg(holds if truth else holds.logical_not(), message)
+    holds = holds if truth else holds.logical_not()
+    loops = recorded.active()
+    if loops is not None and loops.inside is not None:
+        loops.checks.append((holds, message))
+    else:
+        torch.ops.aten._assert_async.msg(holds, message)
 
 
 def _is_of_a_mode(code: CodeType) -> bool:

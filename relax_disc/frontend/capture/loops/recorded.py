@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from relax_disc.errors import ShapeRangeError
@@ -36,6 +36,7 @@ class RecordedLoops:
         self.inside: SourceLine | None = None  # of the loop whose step is being recorded
         self.step: Any = None  # the number of that step, and of how many
         self.count: Any = None
+        self.checks: list[tuple[Tensor, str]] = []  # that it makes of data, with their messages
         self.may_be_empty: list[bool] = []  # whether a loop has no step at some length
         self.is_off = False
         self.are_all = False  # whether loops over tensors are prepared, beside those over ranges

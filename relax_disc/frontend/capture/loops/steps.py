@@ -158,6 +158,7 @@ class _Loop:
             torch._check(step < self._count)
             self._loops.inside = self._where
             self._loops.step, self._loops.count = step, self._count
+            self._loops.checks.clear()
             self._element = self._values.at(step)
             yield self._element
             self._loops.inside = None
@@ -237,9 +238,15 @@ class _Loop:
             return (*(found[name] for name in names), self._element)
         element = self._values.at(self._count - 1)
         last = self._last(self._target, self._element, element, found, ends)
+        checks = [*self._loops.checks]
+        ends.stacked += [holds for holds, _ in checks]
         ends.made = torch.ops.relax_disc.loop_end(
             self._index, ends.olds, ends.news, ends.fresh, ends.stacked, self._count
         )
+        for made, (_, message) in zip(
+            ends.made[len(ends.made) - len(checks) :], checks, strict=True
+        ):
+            torch.ops.aten._assert_async.msg(made.all(), message)  # of all steps
         return (*(each() for each in fill), last())
 
     def _last(
