@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import Dim
 
 import relax_disc
-from relax_disc.errors import ModelCheckError, ShapeRangeError
+from relax_disc.errors import ModelCheckError
 
 pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="Python 3.10 does not tell which part of a condition asks"
