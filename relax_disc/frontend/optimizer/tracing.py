@@ -194,8 +194,11 @@ class _Numbers(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name == "__get__":
+        is_set = name == "__set__"
+        if name in ("__get__", "__set__"):
             name = getattr(func.__self__, "__name__", "")
+        if is_set and name == "data":
+            return _set_data(*args)
         if name in _SIZES:
             self._run.sizes_read = True
         if (made := _made(func, args, kwargs)) is not None:
@@ -218,6 +221,14 @@ class _Numbers(TorchFunctionMode):
         if (rewritten := _rewritten(name, args, kwargs)) is not NotImplemented:
             return rewritten
         return func(*args, **kwargs)
+
+
+def _set_data(x: Tensor, value: Any) -> None:
+    """``x.data = value``: nothing else knows the memory that ``x`` would leave."""
+    value = value.tensor() if isinstance(value, Number) else value
+    if value.shape != x.shape or value.dtype != x.dtype:
+        raise Untraceable("gives a parameter data of another shape or type")
+    x.copy_(value)
 
 
 def _flat(values: Any) -> Iterator[Any]:
@@ -412,6 +423,8 @@ class OptimizerTracer:
                 states[-1].scalars = {s.key: s for s in scalars}
                 parameters.append(parameter)
             kept["group"] = self._run(run, group, parameters, states)
+            for parameter, state in zip(parameters, states, strict=True):
+                _refuse_one_memory(parameter, state)
             made = [
                 {key: x for key, x in state.items() if is_tensor(x)} for state in reversed(states)
             ]
@@ -479,9 +492,13 @@ class OptimizerTracer:
         vars(shadow).update(attributes)
         before = {key: copy.copy(x) for key, x in attributes.items() if _is_simple(x)}
         given = dict(settings)
+        own = [set(vars(parameter)) for parameter in parameters]
         with torch.no_grad(), recording_functions(self._scopes), _Numbers(run):
             self._step(shadow)
         _refuse_changed_attributes(before, vars(shadow))
+        for names, parameter in zip(own, parameters, strict=True):
+            if added := sorted(vars(parameter).keys() - names):
+                raise Untraceable(f"keeps {added[0]} on the parameter itself, not in its state")
         return _group_after(given, settings)
 
 
@@ -516,6 +533,18 @@ def _differs(old: Any, new: Any) -> bool:
     if isinstance(old, Tensor) or isinstance(new, Tensor):
         return True
     return type(old) is not type(new) or bool(old != new)
+
+
+def _refuse_one_memory(parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """Refuse states that are written where another one is, or the parameter."""
+    known: dict[int, str] = {}
+    for key, value in {"the parameter": parameter, **state}.items():
+        if is_tensor(value):
+            # PyTorch's tracing holds the memory behind a wrapper of each tensor.
+            memory = getattr(value, "elem", value).untyped_storage()._cdata
+            if memory in known:
+                raise Untraceable(f"keeps {known[memory]} as {key} too, in one memory; clone it")
+            known[memory] = key
 
 
 def _scalars_after(state: _State) -> dict[str, Expr]:

@@ -128,6 +128,92 @@ def test_an_update_that_looks_for_nan():
         check_equal(model, optimizer, eager, followed)
 
 
+class Replacing(optim.Optimizer):
+    """Writes parameters by ``p.data = ...``, from a copy of them, as mixed precision is written."""
+
+    def __init__(self, parameters, way):
+        self.way = way
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
+            lr = self.param_groups[0]["lr"]
+            if self.way == "difference":
+                p.data = p.data - lr * p.grad.data
+                continue
+            state = self.state[p]
+            if not state:
+                state["master"] = p.detach().clone()
+            state["master"].add_(p.grad, alpha=-lr)
+            p.data = state["master"] if self.way == "state" else state["master"].to(p.dtype) * 1
+
+
+@pytest.mark.parametrize("way", ["difference", "state", "product"])
+def test_data_that_is_put_in_the_place_of_a_parameters(way):
+    model, optimizer, eager, followed = pair(lambda p: Replacing(p, way))
+    step = compiled(model, optimizer)
+    before = model.first.weight.detach().clone()
+    for k in range(4):
+        step(*batch(4, k)), eager_step(eager, followed, batch(4, k))
+        check_equal(model, optimizer, eager, followed)
+    assert (model.first.weight - before).abs().max() > 0.001
+
+
+class Reshaping(Replacing):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data.flatten()[:2]
+
+
+class SharingItself(Replacing):
+    """Its copy of a float32 parameter is the parameter."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["master"] = p.detach().float()
+            state["master"].add_(p.grad, alpha=-0.1)
+
+
+class SharingStates(Replacing):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["mean"] = torch.zeros_like(p)
+                state["last"] = state["mean"]
+            state["mean"].add_(p.grad)
+            p.data.sub_(state["last"])
+
+
+class Marking(Replacing):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if not hasattr(p, "velocity"):
+                p.velocity = torch.zeros_like(p)
+            p.velocity.add_(p.grad)
+            p.data.sub_(p.velocity)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Reshaping, "data of another shape"),
+        (SharingItself, "keeps the parameter as master too"),
+        (SharingStates, "keeps mean as last too"),
+        (Marking, "keeps velocity on the parameter itself"),
+    ],
+)
+def test_steps_that_lose_what_they_write_are_refused(kind, why):
+    model = Small()
+    with pytest.raises(UnsupportedOperatorError, match=f"{kind.__name__} cannot be .*{why}"):
+        compiled(model, kind(model.parameters(), ""))
+
+
 class Coupled(Counting):
     """All parameters share the norm of all gradients."""
 

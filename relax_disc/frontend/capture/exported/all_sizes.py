@@ -200,7 +200,8 @@ class Task:
             except Exception as error:
                 # torch.export took sizes for numbers
                 fixed = isinstance(error.__cause__, UserError)
-                fails_at = getattr(error, "fails_at", {}) or (proved.fails_at if fixed else {})
+                known = proved.fails_at if fixed else {}
+                fails_at = known or getattr(error, "fails_at", {})
                 grown = {**sizes, **_in_range(fails_at, self.declared)}
                 last = not left or (fixed and (first is not None or not fails_at))
                 last = last or not _holds(part, grown) or ways.are_unseen
@@ -208,7 +209,7 @@ class Task:
                     if first is None or (is_longer and not fixed):
                         raise
                     raise first from None
-                is_longer = is_longer or (fixed and not error.fails_at)
+                is_longer = is_longer or bool(known)
                 equals = equals or not fixed
                 first = first or error
                 sizes = grown

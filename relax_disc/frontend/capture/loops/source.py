@@ -355,6 +355,7 @@ class _Prepare(ast.NodeTransformer):
             _text(stored),
             _text([n for n in found.continued if n in stored]),
             _text([n for n in found.prepended if n in stored]),
+            _text([n for n in found.rebound if n in bound]),
             ast.Constant(node.lineno + self._shift),
         ]
         make = ast.Assign(
@@ -429,8 +430,10 @@ class _Body(ast.NodeVisitor):
         self._read: set[str] = set()
         self._appended: set[str] = set()
         self._own: set[str] = set()  # containers that each step makes anew
+        self.rebound: dict[str, None] = {}  # names that each step binds before it reads them
         for statement in loop.body:
             self._note_made(statement)
+            self._note_rebound(statement)
             self.visit(statement)
         self._read |= self.continued.keys() - self._appended
         grown = (self._appended | self.prepended.keys()) - self._own
@@ -455,6 +458,15 @@ class _Body(ast.NodeVisitor):
         for target in targets if is_made else ():
             if isinstance(target, ast.Name) and target.id not in self._read | self._appended:
                 self._own.add(target.id)
+
+    def _note_rebound(self, statement: ast.stmt) -> None:
+        if not isinstance(statement, ast.Assign):
+            return
+        used = {n.id for n in ast.walk(statement.value) if isinstance(n, ast.Name)} | self._read
+        used |= self.bound.keys() | self.stored.keys() | self.continued.keys()
+        for target in statement.targets:
+            parts = target.elts if isinstance(target, ast.Tuple) else [target]
+            self.rebound.update((n, None) for n in map(_named, parts) if n and n not in used)
 
     def visit_Name(self, node: ast.Name) -> None:
         """Note a name that is bound."""

@@ -73,6 +73,7 @@ def steps(
     stored: tuple[str, ...],
     continued: tuple[str, ...],
     prepended: tuple[str, ...],
+    rebound: tuple[str, ...],
     line: int,
 ) -> Any:
     """Make what a prepared ``for`` runs over.
@@ -80,7 +81,7 @@ def steps(
     ``why_not``: why it cannot be one step; empty if it can. ``target``: its variables.
     ``bound``, ``stored``: the local names that its body binds, and those that it only stores into.
     ``continued``: of those the lists whose last element it reads. ``prepended``: those that grow
-    in front. ``line``: of the loop.
+    in front. ``rebound``: names that it binds before it reads them. ``line``: of the loop.
     """
     loops, made = active(), sequence_of(values)
     if loops is None or made is None:
@@ -97,7 +98,8 @@ def steps(
     if why_not:
         loops.reasons.append(f"the loop at {where} cannot be run as one step: {why_not}")
         return _Plain(values)
-    return _Loop(target, values, (bound, stored, continued, prepended), where, loops)
+    names = bound, stored, continued, prepended, rebound
+    return _Loop(target, values, names, where, loops)
 
 
 class _Unbound:
@@ -125,10 +127,12 @@ class _Loop:
     ) -> None:
         self._where = where
         apart = loops.apart.get(where)
-        self._first = [values[0]] if apart == "first" else []
-        self._rest = [values[-1]] if apart == "last" else []
+        if apart and fewest(values.length(), loops.dims) < 1:
+            raise self.refuse(f"its {apart} step differs from the others, and may not be there")
+        self._first = [values.at(0)] if apart == "first" else []
+        self._rest = [values.at(values.length() - 1)] if apart == "last" else []
         self._values = values[len(self._first) : -1 if self._rest else None]
-        self._bound, self._stored, self._continued, self._prepended = names
+        self._bound, self._stored, self._continued, self._prepended, self._rebound = names
         self._target = target
         self._element: Any = None
         self._state: dict[tuple[str, int], Any] = {}
@@ -276,6 +280,8 @@ class _Loop:
             new, appended = self._without_appended(name, new, entered)
         if isinstance(new, DynamicList):
             return self._append(name, before, entered, appended, ends)
+        if name in self._rebound and not _alike(before, new):
+            return self._fresh(new, ends)
         news, structure = pytree.tree_flatten(new)
         olds = pytree.tree_leaves(entered)
         if len(news) != len(olds):
@@ -440,6 +446,18 @@ def _split(grown: Sequence[Any], kept: int, in_front: bool) -> tuple[Any, Any]:
         new = max(len(grown) - kept, 0)
         return grown[new:], grown[:new]
     return grown[:kept], grown[kept:]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two values hold tensors of the same types and shapes."""
+    (leaves, structure), (others, own) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+    return structure == own and all(
+        isinstance(x, Tensor)
+        and isinstance(y, Tensor)
+        and x.dtype == y.dtype
+        and _shape(x) == _shape(y)
+        for x, y in zip(leaves, others, strict=True)
+    )
 
 
 def _shape(tensor: Tensor) -> str:
