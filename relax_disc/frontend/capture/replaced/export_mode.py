@@ -34,6 +34,7 @@ from relax_disc.frontend.capture.replaced import (
     spectra,
 )
 from relax_disc.frontend.capture.replaced.chances import Chances
+from relax_disc.frontend.capture.replaced.equal_masks import EqualMasks
 from relax_disc.frontend.capture.replaced.recurrent_layers import layers
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
 from relax_disc.frontend.capture.sizes import operands, stand_ins
@@ -48,7 +49,7 @@ class ExportMode(TorchFunctionMode):
 
     def __init__(self, squeezes: Squeezes) -> None:
         super().__init__()
-        self._squeezes, self._chances = squeezes, Chances()
+        self._squeezes, self._chances, self._masks = squeezes, Chances(), EqualMasks()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -64,6 +65,7 @@ class ExportMode(TorchFunctionMode):
         args, kwargs = stand_ins.sizes_again(args, kwargs)
         args, kwargs = size_numbers.sizes_for_tensors(func, args, kwargs)
         args, kwargs = operands.tensors_for_sizes(func, args, kwargs)
+        args = self._masks.with_firsts(func, args)
         truth = self._chances.truth(args[0]) if func is Tensor.__bool__ else None
         if truth is not None:
             return truth
@@ -76,6 +78,7 @@ class ExportMode(TorchFunctionMode):
                 example.take(args[0], result)
             self._squeezes.note(func, args, result)
             self._chances.note(func, args, result)
+            self._masks.note(func, args, kwargs, result)
         return result
 
 
@@ -225,8 +228,17 @@ _PICKED = "_relax_disc_picked"
 
 
 def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    """PyTorch's own; the result remembers where it was picked from, for ``ctc_loss``."""
-    result = torch.masked_select(x, mask)
+    """``x[mask]``, whose size PyTorch knows to be that of other picks by the mask.
+
+    The result remembers where it was picked from, for ``ctc_loss``.
+    """
+
+    def are_alike(one: Any, other: Any) -> bool:
+        # Without a question that PyTorch would keep: inputs have a symbol for each size.
+        return type(one) is type(other) and (isinstance(one, torch.SymInt) or one == other)
+
+    alike = x.dim() == mask.dim() and all(map(are_alike, x.shape, mask.shape))
+    result = x[mask] if alike else torch.masked_select(x, mask)
     if x.dim() == 2 and mask.dtype == torch.bool and mask.shape == x.shape:
         setattr(result, _PICKED, (x, mask))
     return result
