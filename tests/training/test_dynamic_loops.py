@@ -286,6 +286,30 @@ class AppendsTuples(_Recurrent):
         return torch.stack(twice, 1) + hs.transpose(0, 1) + cs[-1][:, None]
 
 
+class OnADevice(_Recurrent):
+    """As tutorials on translation are written; a name that has another shape before the loop."""
+
+    def run(self, x: Tensor) -> Tensor:
+        outs = torch.zeros(x.shape[0], x.shape[1], 8).to(x.device)
+        h, row = torch.zeros(x.shape[0], 8).to("cpu", x.dtype), x.mean((1, 2))
+        scale = row[:, None].tanh()
+        for t in range(x.shape[1]):
+            row = x[:, t]
+            h = self.cell(row, h).to(outs) * scale
+            outs[:, t] = h
+        return outs
+
+
+class TablesAndSizes(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        kept = [(x[:, 0, k] > 0).nonzero(as_tuple=True)[0] for k in range(3)]
+        counts = x.new_tensor([len(rows) for rows in kept])
+        outs = []
+        for row in x.unbind(1):
+            outs.append(self.cell(row) * counts.sum() / (1 + x.new_tensor([len(x), 1]).sum()))
+        return torch.stack(outs, 1)
+
+
 def x_of(rows: Any) -> Any:
     """Return a list of the model's from a function of its own."""
     return [row * 2 for row in rows]
@@ -308,6 +332,8 @@ _TRAIN = (
     Backwards,
     TwoLayers,
     NumberFirst,
+    OnADevice,
+    TablesAndSizes,
 )
 
 

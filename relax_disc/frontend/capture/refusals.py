@@ -30,6 +30,20 @@ def refusal(name: str, why: str) -> UnsupportedOperatorError:
     return UnsupportedOperatorError(f"{line}: {name}: {why}.", ((name, str(line)),))
 
 
+def refuse_sparse(tensor: torch.Tensor, where: str) -> None:
+    """Refuse a sparse tensor; ``where``: a name or a line, and what reads it.
+
+    Raises `UnsupportedOperatorError`: it is one.
+    """
+    if tensor.layout is not torch.strided:
+        raise UnsupportedOperatorError(
+            f"{where}: a tensor of layout {tensor.layout} cannot be compiled; give it dense, or "
+            "add up by its places: "
+            "torch.zeros(n, width).index_add(0, rows, values[:, None] * x[columns]).",
+            ((str(tensor.layout), where),),
+        )
+
+
 def refuse_model(model: nn.Module, trained: bool, scaled: bool = False) -> None:
     """Look at a model before anything is traced; ``scaled``: with loss scaling.
 
@@ -53,6 +67,7 @@ def refuse_model(model: nn.Module, trained: bool, scaled: bool = False) -> None:
     devices: dict[torch.device, str] = {}
     for name, tensor in _tensors(model):
         _refuse_tensor(name, tensor, trained)
+        refuse_sparse(tensor, name)
         devices.setdefault(tensor.device, name)
     if len(devices) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in devices.items())

@@ -72,6 +72,39 @@ def test_tensors_with_rules_of_their_own():
         capture(nn.LazyLinear(3))
 
 
+class Graph(nn.Module):
+    """A layer over the neighbours that a matrix tells, from wherever that comes."""
+
+    def __init__(self, matrix, is_buffer):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        if is_buffer:
+            self.register_buffer("matrix", matrix)
+        else:
+            self.of_graph = lambda x: torch.sparse.mm(matrix, x)
+
+    def forward(self, x, matrix=None):
+        x = self.layer(x)
+        if matrix is not None or "matrix" in self._buffers:
+            return torch.sparse.mm(self.matrix if matrix is None else matrix, x).square().mean()
+        return self.of_graph(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors(layout):
+    matrix, x = torch.eye(6).to_sparse(layout=layout), torch.randn(6, 4)
+    for model, batch, where in (
+        (Graph(matrix, True), (x,), "^matrix: "),
+        (Graph(matrix, False), (x,), r"test_refusals\.py:\d+, _sparse_mm: "),
+        (Graph(torch.eye(6), True), (x, matrix), "^example_inputs: "),
+    ):
+        assert torch.isfinite(model(*batch))
+        words = f"{where}.*{layout}.*dense.*index_add"
+        with pytest.raises(UnsupportedOperatorError, match=words):
+            capture_step(model, None, batch, dynamic_shapes=({},) * len(batch))
+
+
 @pytest.fixture
 def group(tmp_path):
     """A process group of this process alone."""

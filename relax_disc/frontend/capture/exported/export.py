@@ -26,6 +26,7 @@ from relax_disc.frontend.capture.exported.torch_errors import translated
 from relax_disc.frontend.capture.functions import functions_of
 from relax_disc.frontend.capture.loops.cut import LoopBody
 from relax_disc.frontend.capture.loops.source import loops_as_steps
+from relax_disc.frontend.capture.refusals import refuse_sparse
 from relax_disc.frontend.capture.replaced.custom_functions import CustomCalls
 from relax_disc.frontend.capture.replaced.model_patches import changes_of, symbolic_builtins
 from relax_disc.frontend.capture.sizes.dims import (
@@ -239,6 +240,9 @@ def export(wrapped: _Wrapped, example_inputs: Any, dynamic_shapes: Any) -> Expor
             f"dynamic_shapes do not fit the example inputs: {error}"
         ) from error
     leaves, structure = pytree.tree_flatten((args, kwargs))
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            refuse_sparse(leaf, "example_inputs")
     by_source = dims_by_source(wrapped, args, kwargs, declared)
     run = Task(wrapped, (args, kwargs), dynamic_shapes, declared, leaves, by_source).export()
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}

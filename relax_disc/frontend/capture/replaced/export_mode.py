@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 from relax_disc.frontend.capture import example_values, model_checks
-from relax_disc.frontend.capture.refusals import refusal
+from relax_disc.frontend.capture.refusals import refusal, refuse_sparse
 from relax_disc.frontend.capture.replaced import (
     contractions,
     data_places,
@@ -39,6 +39,7 @@ from relax_disc.frontend.capture.replaced.recurrent_layers import layers
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
 from relax_disc.frontend.capture.sizes import operands, stand_ins
 from relax_disc.frontend.capture.sizes.squeezes import Squeezes
+from relax_disc.frontend.capture.source_lines import calling_line
 
 
 class ExportMode(TorchFunctionMode):
@@ -62,6 +63,10 @@ class ExportMode(TorchFunctionMode):
             )
             raise refusal(getattr(func, "__name__", str(func)), why)
         data_places.check_use((*args, *kwargs.values()))
+        name = getattr(func, "__name__", str(func))
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor) and name != "__get__" and x.layout is not torch.strided:
+                refuse_sparse(x, f"{calling_line()}, {name}")
         args, kwargs = stand_ins.sizes_again(args, kwargs)
         args, kwargs = size_numbers.sizes_for_tensors(func, args, kwargs)
         args, kwargs = operands.tensors_for_sizes(func, args, kwargs)
@@ -106,6 +111,24 @@ def _layer(kind: str) -> Callable[..., Any]:
         return layers(kind, *args)
 
     return layer
+
+
+def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The tensor itself where it is as asked for: PyTorch's trace keeps a view of it there.
+
+    A loop may write into ``torch.zeros(...).to(device)`` as into what was made for it.
+    """
+    if {"copy", "other"} & kwargs.keys() or len(args) > 2:
+        return None
+    try:
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    except (RuntimeError, TypeError):
+        return None  # PyTorch's own raises better
+    is_there = device is None or (device.type, device.index or 0) == (
+        x.device.type,
+        x.device.index or 0,
+    )
+    return x if is_there and dtype in (None, x.dtype) and memory_format is None else None
 
 
 def _get_item(x: Tensor, index: Any) -> Any:
@@ -345,6 +368,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     **parts.REPLACED,
     **pooling.REPLACED,
     **items.REPLACED,
+    Tensor.to: _to,
     Tensor.__getitem__: _get_item,
     **matrices.REPLACED,
     **packed_sequences.REPLACED,

@@ -173,6 +173,12 @@ def made_as(data: Any, dtype: Any = None, device: Any = None) -> Tensor | None:
     return remember_size(torch.tensor, (data,), {}, torch._refs.tensor(data, **options))
 
 
+def made_like(x: Tensor, data: Any, dtype: Any = None, device: Any = None) -> Tensor | None:
+    """``x.new_tensor`` of sizes; None for other values."""
+    dtype = x.dtype if dtype is None else dtype
+    return made_as(data, dtype, x.device if device is None else device)
+
+
 def item(x: Tensor) -> Any:
     """Return the number that a tensor remembers; torch.export asks for the bounds of slices so."""
     return _remembered(x)
@@ -193,4 +199,5 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     Tensor.item: item,
     torch.tensor: made,
     torch.as_tensor: made_as,
+    Tensor.new_tensor: made_like,
 }
