@@ -26,8 +26,14 @@ _MAKING = frozenset((*_TRUTHS.split(), *_VIEWS.split()))
 """Functions without the underscores of methods: truths of elements, and other shapes of them."""
 
 _PICKING = frozenset(
-    (Tensor.__getitem__, Tensor.masked_select, torch.masked_select)
-    + (Tensor.nonzero, torch.nonzero, torch.where)
+    (
+        Tensor.__getitem__,
+        Tensor.masked_select,
+        torch.masked_select,
+        Tensor.nonzero,
+        torch.nonzero,
+        torch.where,
+    )
 )
 
 
