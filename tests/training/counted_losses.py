@@ -183,6 +183,13 @@ def masks_of_what_changes(model, ids, labels):
     return picked + less + x[ids > 4].cos().sum() + x[first].sin().sum()
 
 
+def sums_along(model, ids, labels):
+    """As the bins of a spline are summed up."""
+    x = model(ids)[labels >= 0].softmax(-1)
+    bins = x.cumsum(-1) * torch.arange(WORDS)
+    return bins.cos().sum() + torch.cumsum(x, 0).sin().sum()
+
+
 def variances(model, ids, labels):
     return model(ids)[labels >= 0].exp().var(0).sum()
 
@@ -201,6 +208,7 @@ LOSSES = [
         sequences,
         rows_before_a_regression,
         variances,
+        sums_along,
         masks_written_twice,
         masks_of_what_changes,
     ),

@@ -25,15 +25,9 @@ _VIEWS = "getitem select squeeze unsqueeze view reshape flatten expand expand_as
 _MAKING = frozenset((*_TRUTHS.split(), *_VIEWS.split()))
 """Functions without the underscores of methods: truths of elements, and other shapes of them."""
 
-_PICKING = frozenset(
-    (
-        Tensor.__getitem__,
-        Tensor.masked_select,
-        torch.masked_select,
-        Tensor.nonzero,
-        torch.nonzero,
-        torch.where,
-    )
+_PICKING = (
+    *(Tensor.__getitem__, Tensor.masked_select, torch.masked_select),
+    *(Tensor.nonzero, torch.nonzero, torch.where),
 )
 
 

@@ -193,6 +193,27 @@ def _draws(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+class _CumulativeSum(torch.autograd.Function):
+    """``cumsum``; PyTorch's gradient of it asks whether there is more than one element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
+        """Compute it."""
+        ctx.dim, ctx.dtype = dim, x.dtype
+        return _ATEN.cumsum.default(x, dim, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Sum the gradients from the other end."""
+        summed = gradients[0].to(ctx.dtype).flip(ctx.dim).cumsum(ctx.dim).flip(ctx.dim)
+        return summed, None, None
+
+
+def _cumulative_sum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor | None:
+    is_counted = any(free_unbacked_symbols(size) for size in x.shape)
+    return _CumulativeSum.apply(x, dim, dtype) if is_counted and x.requires_grad else None
+
+
 class CountedSizes:
     """The operators of one traced function that pick by a mask: each mask is counted once."""
 
@@ -234,6 +255,7 @@ class CountedSizes:
             _ATEN.index.Tensor: self._index,
             _ATEN.index_put.default: functools.partial(self._put, _ATEN.index_put.default),
             _ATEN.index_put_.default: functools.partial(self._put, _ATEN.index_put_.default),
+            _ATEN.cumsum.default: _cumulative_sum,
             _ATEN.masked_select.default: self._masked_select,
             _ATEN.nonzero.default: self._nonzero,
             _ATEN.nonzero_numpy.default: self._where,
