@@ -190,6 +190,13 @@ def sums_along(model, ids, labels):
     return bins.cos().sum() + torch.cumsum(x, 0).sin().sum()
 
 
+def beside_a_question(model, ids, labels):
+    """What is picked at one position and at more is one program."""
+    assert ids.shape[1] == 1 or ids.shape[1] < 1000
+    x = model(ids)[labels >= 0]
+    return (x[1:].flip(0).cos().sum() + x.square().sum()) / (1 + x.shape[0])
+
+
 def variances(model, ids, labels):
     return model(ids)[labels >= 0].exp().var(0).sum()
 
@@ -209,6 +216,7 @@ LOSSES = [
         rows_before_a_regression,
         variances,
         sums_along,
+        beside_a_question,
         masks_written_twice,
         masks_of_what_changes,
     ),

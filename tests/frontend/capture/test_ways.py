@@ -288,7 +288,22 @@ class ReadsAnother(Layered):
         return x * (self.layer.bias if x.shape[1] % 4 else self.mixing.bias[:4])
 
 
+class PicksOthers(Layered):
+    def ways(self, x):
+        return x + x[(x[..., 0] > 0) if x.shape[1] % 4 else (x[..., 1] > 0)].sum()
+
+
+class CountsOthers(Layered):
+    """The number alone of what is picked."""
+
+    def ways(self, x):
+        first, second = x[x[..., 0] > 0].shape[0], x[x[..., 1] > 0].shape[0]
+        return x * (first if x.shape[1] % 4 else second)
+
+
 OTHER_PROGRAMS = (
+    PicksOthers,
+    CountsOthers,
     RoundsUpOrOneMore,
     LeavesOutABias,
     LeavesOutAParameter,

@@ -6,7 +6,7 @@ or in another shape, and what nobody reads.  What is left must be the same, one 
 operator, its operands with their shapes, and each size that it is given, which is evaluated at all
 those sizes.
 
-Limits: programs with sizes that depend on data are never called the same.
+Sizes that data decide are the same where the operators that make them are.
 """
 
 from __future__ import annotations
@@ -65,13 +65,15 @@ class Side:
         self.program, self.dims, self.loops = program, dims, loops
         sign = program.graph_signature
         self.inputs = {spec.arg.name: spec for spec in sign.input_specs}
+        self.counted: dict[str, str] = {}  # names of sizes that data decide, by their symbols
 
     def expression(self, size: Any) -> sympy.Expr:
-        """Write a size in symbols named after the dims."""
+        """Write a size in symbols named after the dims, and those that data decide."""
         expr = sympy.sympify(size.node.expr if isinstance(size, _SYMBOLIC) else size)
-        names = {s: self.dims.names.get(str(s)) for s in expr.free_symbols}
+        known = {**self.counted, **self.dims.names}
+        names = {s: known.get(str(s)) for s in expr.free_symbols}
         if None in names.values():
-            raise _Different  # a size that depends on data
+            raise _Different  # a size that depends on data, of what is not known to be the same
         return expr.xreplace({s: _symbol(name) for s, name in names.items()})
 
 
@@ -163,6 +165,15 @@ class _Comparison:
                 telling = left if len(lines) > len(other_lines) else right
                 raise _Different(source_line(telling) if telling is not None else None)
             matched[left] = right
+            self._name_counted(left, right)
+
+    def _name_counted(self, left: fx.Node, right: fx.Node) -> None:
+        """Name the sizes that two equal operators have counted."""
+        one, other = (node.meta.get("unbacked_bindings") or {} for node in (left, right))
+        if [*one.values()] == [*other.values()]:
+            for symbol, same in zip(one, other, strict=True):
+                name = f"counted {len(self._one.counted)}"
+                self._one.counted[str(symbol)] = self._other.counted[str(same)] = name
 
     def _same_call(self, left: fx.Node, right: fx.Node, same: Callable[..., bool]) -> bool:
         if left.op != right.op or left.target != right.target:
