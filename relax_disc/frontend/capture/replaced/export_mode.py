@@ -42,6 +42,14 @@ from relax_disc.frontend.capture.sizes.squeezes import Squeezes
 from relax_disc.frontend.capture.source_lines import calling_line
 
 
+_OF_SPARSE = frozenset(
+    "mm spmm matmul __matmul__ _sparse_mm addmm sparse_addmm _sparse_addmm bmm mv mul __mul__ add "
+    "__add__ sum _sparse_sum softmax _sparse_softmax index_select t transpose coalesce indices "
+    "values to_dense to".split()
+)
+"""What models do with sparse tensors; PyTorch itself asks gradients that are for more."""
+
+
 class ExportMode(TorchFunctionMode):
     """While active, the calls of `REPLACED` are replaced where a replacement is not None.
 
@@ -63,10 +71,10 @@ class ExportMode(TorchFunctionMode):
             )
             raise refusal(getattr(func, "__name__", str(func)), why)
         data_places.check_use((*args, *kwargs.values()))
-        name = getattr(func, "__name__", str(func))
-        for x in (*args, *kwargs.values()):
-            if isinstance(x, Tensor) and name != "__get__" and x.layout is not torch.strided:
-                refuse_sparse(x, f"{calling_line()}, {name}")
+        if (name := getattr(func, "__name__", "")) in _OF_SPARSE:
+            for x in args:
+                if isinstance(x, Tensor):
+                    refuse_sparse(x, f"{calling_line()}, {name}")
         args, kwargs = stand_ins.sizes_again(args, kwargs)
         args, kwargs = size_numbers.sizes_for_tensors(func, args, kwargs)
         args, kwargs = operands.tensors_for_sizes(func, args, kwargs)
