@@ -87,6 +87,12 @@ FAMILIES = {
         "bicubic": lambda im: F.interpolate(im, scale_factor=2, mode="bicubic") ** 2,
         "replicate": lambda im: F.pad(im, (1, 2, 0, 1), mode="replicate") ** 2,
         "reflect": lambda im: F.pad(im, (1, 2, 0, 1), mode="reflect") ** 2,
+        "reflect, cut": lambda im: F.pad(im, (-1, 2, 1, 1), mode="reflect") ** 2,
+        "reflect one axis": lambda im: F.pad(im.flatten(1, 2), (2, 3), mode="reflect") ** 2,
+        "reflect volumes": lambda im: (
+            F.pad(im[:, :2, None].expand(-1, -1, 3, -1, -1), (1, 1, 2, 1, 2, 2), mode="reflect")
+            ** 2
+        ),
         "circular": lambda im: F.pad(im, (1, 2, 0, 1), mode="circular") ** 2,
         "response norm": lambda im: F.local_response_norm(im, 2) ** 2,
         "pixel_shuffle": lambda im: F.pixel_shuffle(im.repeat(1, 4, 1, 1), 2) ** 2,

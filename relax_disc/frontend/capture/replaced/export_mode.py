@@ -41,7 +41,6 @@ from relax_disc.frontend.capture.sizes import operands, stand_ins
 from relax_disc.frontend.capture.sizes.squeezes import Squeezes
 from relax_disc.frontend.capture.source_lines import calling_line
 
-
 _OF_SPARSE = frozenset(
     "mm spmm matmul __matmul__ _sparse_mm addmm sparse_addmm _sparse_addmm bmm mv mul __mul__ add "
     "__add__ sum _sparse_sum softmax _sparse_softmax index_select t transpose coalesce indices "

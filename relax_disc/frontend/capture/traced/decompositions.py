@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._library.simple_registry import singleton
 from torch._subclasses.fake_impls import op_implementations_dict, register_op_impl
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from relax_disc.frontend.capture.traced.rewrites import REWRITES
@@ -121,7 +122,33 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
         table.pop(operator, None)
     table[_ATEN.stack.default] = _stack
     table[_ATEN.smooth_l1_loss_backward.default] = _smooth_l1_gradient
+    for dims in (1, 2, 3):
+        operator = getattr(_ATEN, f"reflection_pad{dims}d_backward").default
+        table[operator] = functools.partial(_reflected_back, table[operator])
     return table
+
+
+def _reflected_back(
+    general: Callable[..., Any], grad: Tensor, x: Tensor, padding: Sequence[Any]
+) -> Tensor:
+    """Fold back one axis after the other; PyTorch's form masks all once for each side and corner.
+
+    ``general``: PyTorch's, for axes that are cut instead.
+    """
+    if any(not isinstance(amount, int) or amount < 0 for amount in padding):
+        return general(grad, x, padding)
+    for k, (before, after) in enumerate(zip(padding[::2], padding[1::2], strict=True)):
+        axis, others = x.dim() - 1 - k, (0, 0) * k
+        size = x.shape[axis]
+        made = grad.narrow(axis, before, size)
+        if before:
+            first = grad.narrow(axis, 0, before).flip(axis)
+            made = made + functional.pad(first, (*others, 1, size - 1 - before))
+        if after:
+            last = grad.narrow(axis, before + size, after).flip(axis)
+            made = made + functional.pad(last, (*others, size - 1 - after, 1))
+        grad = made
+    return grad
 
 
 def _smooth_l1_gradient(grad: Tensor, x: Tensor, y: Tensor, reduction: int, beta: float) -> Tensor:
