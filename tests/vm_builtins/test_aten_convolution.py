@@ -427,6 +427,25 @@ def test_windows_of_bfloat16_take_little(geometry, most):
         assert size <= limit << 20
 
 
+@pytest.mark.skipif("avx512bw" not in native.processor_flags(), reason="no AVX-512 here")
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        (1, 32, 3, 1, (208, 188), (9, 9), (1, 1), (0, 0), (1, 1)),  # of style transfer
+        (2, 64, 3, 1, (96, 96), (9, 9), (1, 1), (4, 4), (1, 1)),  # of super resolution
+        (1, 64, 64, 1, (40, 50), (11, 11), (1, 1), (5, 5), (1, 1)),
+        (2, 32, 32, 1, (4000,), (11,), (1,), (5,), (1,)),
+        (3, 24, 48, 2, (33, 64), (10, 2), (1, 1), (1, 1), (1, 1)),
+    ],
+)
+def test_wide_windows_take_little(geometry, threads):
+    """Were counted as products with windows: 392 MiB of the first, of which 0.3 were taken."""
+    with on_threads(threads):
+        sizes = check_inside(*geometry, torch.float32)
+    assert max(sizes) <= (12 + 4 * threads) << 20
+
+
 def test_an_overflow_is_counted():
     x, weight, out = torch.randn(2, 8, 8, 16), torch.randn(16, 16, 3, 3), torch.empty(2, 8, 8, 16)
     tensors = [tvm_ffi.from_dlpack(t) for t in (x, weight)]

@@ -17,10 +17,15 @@ namespace {
 /*! \brief Channels as oneDNN pads them in its blocks of weights. */
 int64_t Padded(int64_t channels) { return RoundUp(channels, channels <= 32 ? 16 : 64); }
 
-/*! \brief Windows of the usual networks. */
-bool IsUsual(const ConvolutionSizes& s) {
+/*!
+ * \brief Windows of the usual networks, at most so wide where they do not stride.
+ *
+ * With AVX-512 float32 takes no more for wide ones (style transfer, super resolution): none of the
+ * random shapes that were tried. Without it oneDNN makes products with windows of some of these.
+ */
+bool IsUsual(const ConvolutionSizes& s, int64_t widest) {
   return s.kernel.size() <= 2 && Most(s.dilation) == 1 && Most(s.stride) <= 2 &&
-         Most(s.kernel) <= 7;
+         Most(s.kernel) <= (Most(s.stride) == 1 ? widest : 7);
 }
 
 /*! \brief Elements of a gradient of the input by strides, whose rows lie apart for each thread. */
@@ -88,7 +93,7 @@ int64_t LibraryBytes(const ConvolutionSizes& s, int64_t which, int64_t element, 
   const bool in_tiles = is_bfloat16 && OneDnnHasTiles();
   const TileKernels tiles(s);
   const bool is_tiled = in_tiles && tiles.Compute(which);
-  const bool is_deep = s.IsDeep(), is_usual = IsUsual(s);
+  const bool is_deep = s.IsDeep(), is_usual = IsUsual(s, element == 4 && has_avx512 ? 11 : 7);
   const bool is_line = s.inner[0] == 1 && s.kernel[0] == 1;  // one axis, or like one
   const bool is_low = s.inner[0] < s.kernel[0] + Most(s.stride) - 1;  // no window lies inside
   const Reach reach(s);
