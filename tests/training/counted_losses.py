@@ -172,6 +172,15 @@ def masks_written_twice(model, ids, labels):
     return picked + selected + torch.nan_to_num(where)
 
 
+def masks_without_gradients(model, ids, labels):
+    """What is picked from has a gradient the second time alone."""
+    x = model(ids)
+    with torch.no_grad():
+        scale = x.view(-1, WORDS)[labels.view(-1) >= 0].square().sum()
+    y = x.view(-1, WORDS)[labels.view(-1) >= 0]
+    return y.sin().sum() / (1 + scale) + x.flatten(0, 1)[labels.view(-1) >= 0].cos().sum()
+
+
 def masks_of_what_changes(model, ids, labels):
     x, ids = model(ids), ids.clone()
     first = ids > 4
@@ -219,5 +228,6 @@ LOSSES = [
         beside_a_question,
         masks_written_twice,
         masks_of_what_changes,
+        masks_without_gradients,
     ),
 ]

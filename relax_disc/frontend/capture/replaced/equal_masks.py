@@ -58,7 +58,12 @@ class EqualMasks:
         """Put the first of equal masks in the places of the others, where a call picks by them."""
         if func not in _PICKING or not self._firsts:
             return args
-        return pytree.tree_map_only(Tensor, self._first, args)
+
+        def first(x: Tensor) -> Tensor:
+            # What is picked from may have a gradient here that the first had not.
+            return x if x.is_floating_point() or x.is_complex() else self._first(x)
+
+        return pytree.tree_map_only(Tensor, first, args)
 
     def _first(self, x: Tensor) -> Tensor:
         found = self._firsts.get(id(x))
