@@ -354,16 +354,10 @@ class _Loop:
 
     def _continue(self, name: str, last: Any, appended: Any, ends: _Ends) -> None:
         """Let what a step appends be what the next one reads as the list's last element."""
-        olds, structure = pytree.tree_flatten(last)
-        news, own = pytree.tree_flatten(appended)
-        alike = structure == own and all(
-            isinstance(old, Tensor) and old.dtype == new.dtype and _shape(old) == _shape(new)
-            for old, new in zip(olds, news, strict=True)
-        )
-        if not alike:
+        if not _alike(last, appended):
             raise self.refuse(f"what it appends to {name} is not as {name}[-1] is")
-        ends.olds += [self._carried[id(old)][0] for old in olds]
-        ends.news += news
+        ends.olds += [self._carried[id(old)][0] for old in pytree.tree_leaves(last)]
+        ends.news += pytree.tree_leaves(appended)
 
     def _carry(
         self, name: str, place: int, first: Any, old: Any, new: Any, ends: _Ends
