@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torch.export import Dim
 from torch.nn import functional
 
 import relax_disc
-from relax_disc.errors import ShapeRangeError
+from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
 from tests.tiers import every
 
 _LONGEST = 24
@@ -227,3 +229,139 @@ _COUNT = torch.zeros(1)
 def test_what_cannot_be_drawn_before_is_refused_with_the_reason(draw: Any, why: str) -> None:
     with pytest.raises(ShapeRangeError, match=why):
         relax_disc.compile(_Scaled(draw), None, (torch.rand(4, 5, 6),), dynamic_shapes=(_DIMS,))
+
+
+class _Forced(nn.Module):
+    """A decoder that goes on from the target or from what it said, and tells which."""
+
+    def __init__(self, draw: Callable[[], Any], ratio: float) -> None:
+        super().__init__()
+        self.tokens, self.cell, self.out = nn.Embedding(9, 6), nn.GRUCell(6, 6), nn.Linear(6, 9)
+        self.draw, self.ratio = draw, ratio
+
+    def forward(self, target: Tensor, forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        h = torch.zeros(target.shape[0], 6)
+        token = target[:, 0]
+        outs, ways = [], []
+        for t in range(1, target.shape[1]):
+            h = self.cell(self.tokens(token), h)
+            outs.append(self.out(h))
+            best = outs[-1].argmax(1)
+            is_forced = self.draw() < self.ratio if forced is None else forced[t - 1].bool()
+            token = target[:, t] if is_forced else best
+            ways.append(torch.ones(()) if is_forced else torch.zeros(()))
+        scores = torch.stack(outs, 1).flatten(0, 1)
+        return functional.cross_entropy(scores, target[:, 1:].flatten()), torch.stack(ways)
+
+
+class _ForcedByStatements(_Forced):
+    """The same, chosen by an ``if`` with names of one side alone, and an input that is floats."""
+
+    def forward(self, target: Tensor, forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        h = row = torch.zeros(target.shape[0], 6)
+        outs, ways = [], []
+        for t in range(1, target.shape[1]):
+            h = self.cell(row + self.tokens(target[:, t - 1]), h)
+            score = self.out(h)
+            way = torch.zeros(())
+            chance = self.ratio if forced is None else forced[t - 1] * 2
+            if chance > (self.draw() if forced is None else 1):
+                way = torch.ones(())
+                row = functional.one_hot(target[:, t] % 6, 6).float()
+            else:
+                values, _ = score.topk(6, dim=1)
+                row = values.squeeze(-1) * 0.5
+            outs.append(score)
+            ways.append(way)
+        scores = torch.stack(outs, 1).flatten(0, 1)
+        return functional.cross_entropy(scores, target[:, 1:].flatten()), torch.stack(ways)
+
+
+_FRACTIONS: dict[str, Callable[[], Any]] = {
+    "random": lambda: random.random(),
+    "uniform": lambda: random.uniform(0, 1),
+    "numpy": lambda: np.random.rand(),
+    "torch": lambda: torch.rand(1),
+}
+
+
+@pytest.mark.parametrize("draw", _FRACTIONS)
+@pytest.mark.parametrize("kind", every(1, [_Forced, _ForcedByStatements]))
+def test_teacher_forcing_goes_both_ways_and_computes_what_eager_does_there(
+    kind: Any, draw: str
+) -> None:
+    torch.manual_seed(0)
+    model = kind(_FRACTIONS[draw], 0.25)
+    eager = copy.deepcopy(model)
+    dims = {0: _DIMS[0], 1: Dim("length", min=2, max=200)}
+    step = relax_disc.compile(model, None, (torch.randint(9, (4, 5)),), dynamic_shapes=(dims,))
+    state = random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
+    for batch, length in ((1, 2), (3, 9), (16, 200)):
+        target = torch.randint(9, (batch, length))
+        drawn = []
+        for ratio in (0.0, 0.25, 1.0):
+            model.ratio = ratio
+            model.zero_grad()
+            loss, (ways,) = step(target, update=False)
+            expected, _ = eager(target, ways)
+            gradients = torch.autograd.grad(expected, list(eager.parameters()))
+            torch.testing.assert_close(loss, expected.detach())
+            for ours, theirs in zip(model.parameters(), gradients, strict=True):
+                torch.testing.assert_close(ours.grad, theirs, rtol=1e-4, atol=1e-6)
+            drawn.append(ways.sum().item())
+        assert (drawn[0], drawn[2]) == (0, length - 1)
+    assert 20 <= drawn[1] <= 80  # of 199 by a chance of 0.25: more than 4 deviations
+    model.ratio = 0.5
+    assert not torch.equal(step(target, update=False)[1][0], step(target, update=False)[1][0])
+    assert state == (random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist())
+
+
+class _Chosen(nn.Module):
+    """Goes on from what an embedding or the model itself gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.cell = nn.Embedding(9, 6), nn.GRUCell(6, 6)
+
+    def forward(self, target: Tensor) -> Tensor:
+        h = row = torch.zeros(target.shape[0], 6)
+        for t in range(target.shape[1]):
+            h = self.cell(row, h)
+            truth = self.tokens(target[:, t])
+            row = truth if random.random() < 0.5 else h
+        return h.square().mean()
+
+
+def test_a_parameter_of_one_side_alone_is_refused_unless_it_is_frozen() -> None:
+    torch.manual_seed(0)
+    dims = ({0: _DIMS[0], 1: Dim("length", min=2, max=9)},)
+    batch = (torch.randint(9, (3, 4)),)
+    with pytest.raises(UnsupportedOperatorError, match=r"random_loops.py:\d+: .* tokens.weight"):
+        relax_disc.compile(_Chosen(), None, batch, dynamic_shapes=dims)
+    model = _Chosen()
+    model.tokens.requires_grad_(False)
+    step = relax_disc.compile(model, None, batch, dynamic_shapes=dims)
+    losses = {float(step(*batch, update=False)) for _ in range(20)}
+    assert 2 <= len(losses) <= 8  # the last of four choices comes too late
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda m, x: m(x) if random.random() < 0.5 else x,
+        lambda m, x: m(x) * (2.0 if random.random() < 0.5 else 1.0),
+        lambda m, x: m(x)[: 1 if random.random() < 0.5 else 2],
+        lambda m, x: m(x) * int(random.random() * 3),
+        lambda m, x: m(x) * random.randint(0, 3),
+    ],
+    ids=["layer", "number", "size", "int", "randint"],
+)
+def test_other_choices_by_chance_are_refused(choose: Any) -> None:
+    with pytest.raises(UnsupportedOperatorError, match=r"random_loops.py|`random`"):
+        relax_disc.compile(
+            nn.Linear(4, 4),
+            None,
+            (torch.rand(3, 4),),
+            dynamic_shapes=({0: _DIMS[0]},),
+            loss_fn=lambda m, x: choose(m, x).mean(),
+        )

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from relax_disc.errors import ShapeRangeError
 from relax_disc.frontend.capture.example_values import example_values
 from relax_disc.frontend.capture.exported.torch_call import call_export
+from relax_disc.frontend.capture.loops.choices import settle_choices
 from relax_disc.frontend.capture.loops.cut import LoopBody, cut_loops
 from relax_disc.frontend.capture.loops.recorded import RecordedLoops
 from relax_disc.frontend.capture.model_checks import EagerBranches, tensor_checks
@@ -242,8 +243,8 @@ class Task:
                     program = call_export(
                         wrapped, args, kwargs, self.dynamic_shapes, lines, branches, loops
                     )
+                    refusal = settle_choices(program)
                     bodies = cut_loops(program, loops)
-                    return Recording(program, bodies, branches, lines, calls, example)
                 except Exception as error:
                     grows = may_grow and isinstance(error.__cause__, UserError) and proved.fails_at
                     if grows or (ways.are_unseen and isinstance(error, ShapeRangeError)):
@@ -252,6 +253,10 @@ class Task:
                         continue
                     if not wrapped.outer.give_up_live_numbers(error):
                         raise loops.explained(error) from error.__cause__
+                else:
+                    if refusal is not None:
+                        raise refusal
+                    return Recording(program, bodies, branches, lines, calls, example)
 
     def _check(self, run: Recording, part: Sizes, equals: bool) -> None:
         program, branches = run.program, run.branches

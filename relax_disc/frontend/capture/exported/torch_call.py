@@ -30,6 +30,7 @@ from relax_disc.frontend.capture.exported.torch_errors import (
     untraceable,
 )
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal, RecordedLoops, recorded_loops
+from relax_disc.frontend.capture.replaced.chances import noted_chances
 from relax_disc.frontend.capture.replaced.data_places import copies_unwritten
 from relax_disc.frontend.capture.replaced.export_mode import ExportMode
 from relax_disc.frontend.capture.replaced.model_patches import (
@@ -63,7 +64,8 @@ def call_export(
         with (
             own_attributes(wrapped),  # each time: what is read is compared with what is there later
             copies_unwritten(),
-            ExportMode(branches.squeezes),
+            noted_chances() as chances,
+            ExportMode(branches.squeezes, chances),
             recorded_loops(loops),
             stand_ins(),
             no_foreign_randomness(wrapped.outer.moving),

@@ -14,8 +14,9 @@ and ``[BODY for row in x]`` becomes ``mapped(x, lambda row: BODY)``.  A length t
 as ever.  For another the body runs once, on values that stand for those of any step
 (:mod:`.steps`).
 
-Functions that name ``range`` are prepared; where an export meets a loop over a tensor, those with
-any loop are (they are ten times as many, which takes seconds).
+Functions that name ``range`` are prepared, and those that draw a number to choose by
+(:mod:`.choice_source`); where an export meets a loop over a tensor, those with any loop are (they
+are ten times as many, which takes seconds).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any
 
 from torch import nn
 
+from relax_disc.frontend.capture.loops import choice_source
 from relax_disc.frontend.capture.loops.calls import (
     CALLS,
     ITERATORS,
@@ -43,6 +45,7 @@ from relax_disc.frontend.capture.loops.calls import (
     read,
     transposed,
 )
+from relax_disc.frontend.capture.loops.choices import CHOICES
 from relax_disc.frontend.capture.loops.recorded import are_all_prepared, note_unread, set_modules
 from relax_disc.frontend.capture.loops.steps import steps
 
@@ -61,6 +64,12 @@ _HELPERS: dict[str, Any] = {
     _READ: read,
     _SLICE: slice,
 }
+_CHOICES = {
+    name: f"{_PREFIX}{name}__"
+    for name in ("by_chance", "decided", "chosen", "bound", "either", "before", "first")
+}
+_HELPERS |= {_CHOICES[function.__name__]: function for function in CHOICES}
+_DRAWS = frozenset({"random", "rand", "uniform"})  # functions that return a random number
 _FUTURE = __future__.annotations.compiler_flag
 _BUILT_IN = frozenset({*CALLS, *ITERATORS})
 _MUTATORS = frozenset({"append", "extend", "insert", "pop", "update", "clear", "remove", "add"})
@@ -112,7 +121,8 @@ def _locals(code: CodeType) -> set[str]:
 
 def _prepared(function: FunctionType) -> CodeType | None:
     code = function.__code__
-    is_wanted = "range" in _names(code) or (are_all_prepared() and _has_loop(code))
+    is_wanted = not _names(code).isdisjoint({"range", *_DRAWS})
+    is_wanted = is_wanted or (are_all_prepared() and _has_loop(code))
     if not is_wanted or "range" in function.__globals__:
         return None
     if code not in _known:
@@ -295,6 +305,18 @@ class _Prepare(ast.NodeTransformer):
         again = ast.Name(_named(base), ast.Load())
         node.slice = ast.Call(ast.Name(_PLACED, ast.Load()), [again, index], [])
         return node
+
+    def visit_IfExp(self, node: Any) -> Any:
+        """Prepare what may choose by a random number."""
+        is_choice = choice_source.is_choice(node, self._local_names - self._outer_names)
+        self.generic_visit(node)
+        if not is_choice:
+            return node
+        self.is_changed = True
+        write = choice_source.expression if isinstance(node, ast.IfExp) else choice_source.statement
+        return ast.copy_location(write(node, _CHOICES), node)
+
+    visit_If = visit_IfExp
 
     def _rename(self, call: ast.Call) -> None:
         name = f"{_PREFIX}{_called(call)}__"

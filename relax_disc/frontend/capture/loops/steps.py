@@ -103,10 +103,10 @@ def steps(
 
 
 class _Unbound:
-    """Stands in a name that the loop's body has yet to bind."""
+    """Stands in a name that has yet to be bound."""
 
 
-_UNBOUND = _Unbound()
+UNBOUND = _Unbound()
 
 
 class _Loop:
@@ -177,7 +177,7 @@ class _Loop:
         """Put stand-ins into the names that the body binds or stores into."""
         if self._before is None:
             names = (*self._bound, *self._stored)
-            self._before = {name: found.get(name, _UNBOUND) for name in names}
+            self._before = {name: found.get(name, UNBOUND) for name in names}
         self._state = self._kept(found)
         self._entered = {name: self._enter(name, v) for name, v in self._before.items()}
         # Containers are copied, so that what is appended or stored can be told.
@@ -204,7 +204,7 @@ class _Loop:
     def _enter(self, name: str, value: Any) -> Any:
         if name in self._stored and isinstance(value, Tensor):
             return value
-        if name in self._stored and value is _UNBOUND:
+        if name in self._stored and value is UNBOUND:
             raise self.refuse(f"it stores into {name}, which is no local name")
         if isinstance(value, DynamicList):
             if name not in self._continued:
@@ -273,14 +273,14 @@ class _Loop:
         before, entered = self._before[name], self._entered[name]
         if name in self._stored and isinstance(new, Tensor):
             return lambda: new
-        if before is _UNBOUND:
+        if before is UNBOUND:
             return self._fresh(new, ends)
         appended = None
         if isinstance(new, list) and isinstance(entered, list):
             new, appended = self._without_appended(name, new, entered)
         if isinstance(new, DynamicList):
             return self._append(name, before, entered, appended, ends)
-        if name in self._rebound and not _alike(before, new):
+        if name in self._rebound and not are_alike(before, new):
             return self._fresh(new, ends)
         news, structure = pytree.tree_flatten(new)
         olds = pytree.tree_leaves(entered)
@@ -354,7 +354,7 @@ class _Loop:
 
     def _continue(self, name: str, last: Any, appended: Any, ends: _Ends) -> None:
         """Let what a step appends be what the next one reads as the list's last element."""
-        if not _alike(last, appended):
+        if not are_alike(last, appended):
             raise self.refuse(f"what it appends to {name} is not as {name}[-1] is")
         ends.olds += [self._carried[id(old)][0] for old in pytree.tree_leaves(last)]
         ends.news += pytree.tree_leaves(appended)
@@ -442,7 +442,7 @@ def _split(grown: Sequence[Any], kept: int, in_front: bool) -> tuple[Any, Any]:
     return grown[:kept], grown[kept:]
 
 
-def _alike(one: Any, other: Any) -> bool:
+def are_alike(one: Any, other: Any) -> bool:
     """Whether two values hold tensors of the same types and shapes."""
     (leaves, structure), (others, own) = pytree.tree_flatten(one), pytree.tree_flatten(other)
     return structure == own and all(

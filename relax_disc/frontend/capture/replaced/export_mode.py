@@ -53,11 +53,12 @@ class ExportMode(TorchFunctionMode):
     """While active, the calls of `REPLACED` are replaced where a replacement is not None.
 
     ``squeezes``: takes note of axes that are squeezed, and of questions for what is left.
+    ``chances``: takes note of random numbers.
     """
 
-    def __init__(self, squeezes: Squeezes) -> None:
+    def __init__(self, squeezes: Squeezes, chances: Chances) -> None:
         super().__init__()
-        self._squeezes, self._chances, self._masks = squeezes, Chances(), EqualMasks()
+        self._squeezes, self._chances, self._masks = squeezes, chances, EqualMasks()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

@@ -242,7 +242,22 @@ def _unary(name: str) -> Callable[..., Any]:
 for _name in (*_BINARY, "pow"):
     setattr(LiveNumber, f"__{_name}__", _binary(_name, swap=False))
     setattr(LiveNumber, f"__r{_name}__", _binary(_name, swap=True))
-for _name in (*_COMPARE, "floordiv", "mod"):
+
+
+def _comparing(name: str) -> Callable[..., Any]:
+    """A comparison; one with a tensor is the tensor's own, turned round."""
+    fixed, turned = _fixing(getattr(operator, name)), f"__{_TURNED.get(name, name)}__"
+
+    def method(self: LiveNumber, other: Any) -> Any:
+        return getattr(other, turned)(self) if isinstance(other, Tensor) else fixed(self, other)
+
+    return method
+
+
+_TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+for _name in _COMPARE:
+    setattr(LiveNumber, f"__{_name}__", _comparing(_name))
+for _name in ("floordiv", "mod"):
     setattr(LiveNumber, f"__{_name}__", _fixing(getattr(operator, _name)))
 for _name in ("floordiv", "mod"):
     setattr(LiveNumber, f"__r{_name}__", _fixing(getattr(operator, _name), swap=True))

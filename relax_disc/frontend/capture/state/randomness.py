@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import numpy as np
+import torch
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.source_lines import SourceLine, users_line
@@ -23,7 +24,9 @@ _SEEDING = ("random", "secrets", "uuid", "numpy")
 
 @contextlib.contextmanager
 def no_foreign_randomness(known: Sequence[tuple[Source, Place, Any]]) -> Iterator[None]:
-    """Refuse a model that draws numbers of Python, NumPy or the system.
+    """Refuse a model that draws numbers of Python, NumPy or the system, but for single fractions.
+
+    ``random.random()`` and its like, between 0 and 1, are drawn anew in each call, as torch.rand.
 
     ``known``: what it reaches, generators of random numbers among others.
 
@@ -33,7 +36,7 @@ def no_foreign_randomness(known: Sequence[tuple[Source, Place, Any]]) -> Iterato
     generators = {id(value): (source, value) for source, _, value in known if _has_state(value)}
     before = {key: _state(value) for key, (_, value) in generators.items()}
     python, numpy = random.getstate(), _numpy_state()
-    with _watched_system():
+    with _watched_system(), _drawn_by_torch():
         yield
     if random.getstate() != python:
         _refuse("draws numbers by Python's `random`", "random")
@@ -71,6 +74,29 @@ def _state(value: Any) -> bytes:
 def _numpy_state() -> bytes:
     """Return the state of NumPy's global generator."""
     return pickle.dumps(np.random.get_state(legacy=False))
+
+
+@contextlib.contextmanager
+def _drawn_by_torch() -> Iterator[None]:
+    """Let the user's code draw its numbers between 0 and 1 from PyTorch, which a step repeats."""
+
+    def drawn(function: Callable[..., Any]) -> Callable[..., Any]:
+        def number(*args: Any, **kwargs: Any) -> Any:
+            is_fraction = not kwargs and args in ((), (0, 1))
+            if not is_fraction or users_line() is None:
+                return function(*args, **kwargs)
+            return torch.rand(())
+
+        return number
+
+    with contextlib.ExitStack() as patches:
+        for home, names in ((random, ("random", "uniform")), (np.random, _NUMPY)):
+            for name in names:
+                patches.enter_context(patch.object(home, name, drawn(getattr(home, name))))
+        yield
+
+
+_NUMPY = ("random", "rand", "random_sample", "uniform")
 
 
 @contextlib.contextmanager
