@@ -313,7 +313,9 @@ class _Prepare(ast.NodeTransformer):
         if not is_choice:
             return node
         self.is_changed = True
-        write = choice_source.expression if isinstance(node, ast.IfExp) else choice_source.statement
+        write: Any = choice_source.expression
+        if isinstance(node, ast.If):
+            write = choice_source.statement
         return ast.copy_location(write(node, _CHOICES), node)
 
     visit_If = visit_IfExp

@@ -35,6 +35,7 @@ from relax_disc.frontend.capture.replaced import (
 )
 from relax_disc.frontend.capture.replaced.chances import Chances
 from relax_disc.frontend.capture.replaced.equal_masks import EqualMasks
+from relax_disc.frontend.capture.replaced.frozen import FrozenParameters
 from relax_disc.frontend.capture.replaced.recurrent_layers import layers
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
 from relax_disc.frontend.capture.sizes import operands, stand_ins
@@ -59,6 +60,14 @@ class ExportMode(TorchFunctionMode):
     def __init__(self, squeezes: Squeezes, chances: Chances) -> None:
         super().__init__()
         self._squeezes, self._chances, self._masks = squeezes, chances, EqualMasks()
+        self._frozen = FrozenParameters()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Check what the user's code leaves, if it has run to its end."""
+        super().__exit__(kind, error, trace)
+        self._frozen.put_back()
+        if error is None:
+            self._frozen.check_end()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -71,6 +80,8 @@ class ExportMode(TorchFunctionMode):
             )
             raise refusal(getattr(func, "__name__", str(func)), why)
         data_places.check_use((*args, *kwargs.values()))
+        self._frozen.note(func, args, kwargs)
+        args, kwargs = self._frozen.detached(func, args, kwargs)
         if (name := getattr(func, "__name__", "")) in _OF_SPARSE:
             for x in args:
                 if isinstance(x, Tensor):

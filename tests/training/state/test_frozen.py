@@ -1,0 +1,135 @@
+"""Losses that freeze a part of the model for a while, as those of generators do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import relax_disc
+from relax_disc.errors import RelaxDiscWarning, UnsupportedOperatorError
+
+_DIMS = {0: Dim("batch", min=1, max=16)}
+
+
+class _Rivals(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Linear(3, 4)
+        self.critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.memory = nn.GRU(1, 2, batch_first=True)
+
+
+def _by_each(part: nn.Module, value: bool) -> None:
+    for parameter in part.parameters():
+        parameter.requires_grad_(value)
+
+
+def _by_attribute(part: nn.Module, value: bool) -> None:
+    for parameter in part.parameters():
+        parameter.requires_grad = value
+
+
+def _by_keyword(part: nn.Module, value: bool) -> None:
+    part.requires_grad_(requires_grad=value)
+
+
+_WAYS: dict[str, Callable[[nn.Module, bool], Any]] = {
+    "each": _by_each,
+    "attribute": _by_attribute,
+    "module": nn.Module.requires_grad_,
+    "keyword": _by_keyword,
+}
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_gradients_of_a_frozen_part_stay_out(way: str) -> None:
+    toggle = _WAYS[way]
+
+    def loss_of(model: Any, x: Tensor, noise: Tensor) -> Tensor:
+        toggle(model.critic, True)  # it is already
+        fake = model.generator(noise)
+        told = model.critic(fake.detach()).mean() - model.critic(x).square().mean()
+        toggle(model.critic, False)
+        assert not model.critic[0].weight.requires_grad
+        toggle(model.memory, False)
+        fooled, _ = model.memory(model.critic(fake)[:, None])
+        weight = model.critic[2].weight.square().sum()  # has no gradient here
+        toggle(model.critic, True)
+        toggle(model.memory, True)
+        later, _ = model.memory(fake[:, :, None])
+        return told - fooled.mean() + weight + later.square().mean()
+
+    torch.manual_seed(0)
+    model = _Rivals()
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
+    step = relax_disc.compile(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        (torch.rand(3, 4), torch.rand(3, 3)),
+        dynamic_shapes=(_DIMS, _DIMS),
+        loss_fn=loss_of,
+    )
+    for rows in (5, 1, 16):
+        batch = torch.randn(rows, 4), torch.randn(rows, 3)
+        loss = step(*batch)
+        optimizer.zero_grad()
+        expected = loss_of(eager, *batch)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss, expected.detach())
+        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+            assert ours.requires_grad
+
+
+def _thawing(model: Any, x: Tensor) -> Tensor:
+    model.requires_grad_(True)
+    return model(x).mean()
+
+
+def _freezing(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).mean()
+    model.weight.requires_grad = False
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "frozen", "said"),
+    [(_thawing, "weight", "Thaw it before"), (_freezing, "bias", "Freeze it before")],
+)
+def test_what_stays_frozen_or_thawed_is_refused(loss_of: Any, frozen: str, said: str) -> None:
+    model = nn.Linear(4, 2)
+    model.get_parameter(frozen).requires_grad_(False)
+    with pytest.raises(UnsupportedOperatorError, match=rf"test_frozen.py:\d+: .*{said}"):
+        relax_disc.compile(
+            model, None, (torch.rand(3, 4),), dynamic_shapes=(_DIMS,), loss_fn=loss_of
+        )
+    assert [p.requires_grad for p in model.parameters()] == [frozen != "weight", frozen != "bias"]
+
+
+def test_another_network_that_a_loss_freezes_stays_as_it_was() -> None:
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def loss_of(model: nn.Module, noise: Tensor) -> Tensor:
+        critic.requires_grad_(False)
+        return -critic(model(noise)).mean()
+
+    x = torch.randn(5, 3)
+    with pytest.warns(RelaxDiscWarning, match="critic.weight"):
+        step = relax_disc.compile(generator, None, (x,), dynamic_shapes=(_DIMS,), loss_fn=loss_of)
+    assert all(p.requires_grad for p in critic.parameters())
+    loss = step(x, update=False)
+    assert all(p.requires_grad for p in critic.parameters())
+    expected = -critic(generator(x)).mean()
+    torch.testing.assert_close(loss, expected.detach())
+    gradients = torch.autograd.grad(expected, list(generator.parameters()))
+    for parameter, gradient in zip(generator.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
