@@ -43,6 +43,10 @@ def times_axes(x):
     return x.ndim * x.square().mean()
 
 
+def batch_mean(x):
+    return functional.kl_div(x.log_softmax(-1), x.softmax(-1), reduction="batchmean")
+
+
 SEEN = {  # the axes whose size must not be 1
     "a sum over the axis that follows": (lambda x: x.squeeze(1).sum(1).square().mean(), {1}),
     "no axis named": (lambda x: x.squeeze().mean(0).square().sum(), {0, 1}),
@@ -53,6 +57,7 @@ SEEN = {  # the axes whose size must not be 1
     "a question later": (lambda x: times_axes(x.squeeze(0).tanh()), {0}),
     "a question for the shape": (lambda x: len(x.squeeze(0).shape) * x.square().mean(), {0}),
     "in place": (lambda x: x[:, 0].clone().squeeze_(0).mean(0).square().sum(), {0}),
+    "a mean over a batch": (lambda x: batch_mean(x[:, 0].squeeze(0)), {0}),
     "transposed": (lambda x: x[:, 0].squeeze(0).T.softmax(0)[0].square().mean(), {0}),
 }
 
@@ -76,6 +81,30 @@ def scores(x):
     return functional.mse_loss(x[:, 0, :1].squeeze(), x[:, 0, 1])
 
 
+def signs(x):
+    """Twice ``[n, 1]`` without the axis that is 1, the second 1 or -1."""
+    return x[:, 0, :1].squeeze(), x[:, 0, 1:2].squeeze().detach().sign()
+
+
+def binary(x, loss, **options):
+    scores, wanted = signs(x)
+    return loss(scores, wanted * 0.5 + 0.5, **options)
+
+
+LOSSES = {
+    "binary": lambda x: binary(x.sigmoid(), functional.binary_cross_entropy, reduction="sum"),
+    "binary of logits": lambda x: binary(
+        x, functional.binary_cross_entropy_with_logits, pos_weight=x.new_full((), 3.0)
+    ),
+    "soft margin": lambda x: functional.soft_margin_loss(*signs(x)),
+    "Poisson": lambda x: binary(x, functional.poisson_nll_loss),
+    "ranking": lambda x: functional.margin_ranking_loss(
+        signs(x)[0], signs(x)[0] * 2, signs(x)[1], margin=0.5
+    ),
+    "hinge": lambda x: functional.hinge_embedding_loss(*signs(x)),
+}
+
+
 def written(x):
     """As mBART makes its decoder's first token."""
     shifted = x.clone()
@@ -90,6 +119,7 @@ def written_whole(x):
 
 
 UNSEEN = {
+    **LOSSES,
     "written": written,
     "written whole": written_whole,
     "scores of rows": scores,

@@ -57,6 +57,12 @@ _LOSSES = (
     _ATEN.l1_loss.default,
     _ATEN.smooth_l1_loss.default,
     _ATEN.huber_loss.default,
+    _ATEN.binary_cross_entropy.default,
+    _ATEN.binary_cross_entropy_with_logits.default,
+    _ATEN.soft_margin_loss.default,
+    _ATEN.poisson_nll_loss.default,
+    _ATEN.margin_ranking_loss.default,
+    _ATEN.hinge_embedding_loss.default,
 )
 _NO_REDUCTION = 0
 
