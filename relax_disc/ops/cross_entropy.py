@@ -80,7 +80,8 @@ def keep_cross_entropy(
         # A size of the batch, as for answers that lie beyond a text: another number stands for it.
         target, ignore_index = torch.where(target == ignore_index, _IGNORED, target), _IGNORED
     if logits.dim() > 2:
-        logits = logits.movedim(1, -1).reshape(-1, classes)
+        # As it lies in memory asks nothing of the sizes.
+        logits = logits.movedim(1, -1).contiguous().view(-1, classes)
         target = target.reshape(-1)
     loss = torch.ops.relax_disc.cross_entropy(
         logits, target, weight, ignore_index, label_smoothing, ("none", "mean", "sum")[reduction]

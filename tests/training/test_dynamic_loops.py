@@ -438,16 +438,48 @@ def test_numbers_in_a_loop_of_bfloat16_are_not_rounded() -> None:
         assert torch.equal(extras[0], loss(model, x)[1])
 
 
-class KeepsOutside(_Recurrent):
+class CountsOutside(_Recurrent):
     def one(self, x: Tensor) -> Tensor:
-        self.state = self.cell(x, self.state)
-        return self.state
+        self.number = self.number + 1
+        return self.cell(x) / self.number
 
     def run(self, x: Tensor) -> Tensor:
-        self.state = torch.zeros(x.shape[0], 8)
+        self.number = 0
         outs = []
         for t in range(x.shape[1]):
             outs.append(self.one(x[:, t]))
+        return torch.stack(outs, 1)
+
+
+class AppendsOutside(_Recurrent):
+    def one(self, x: Tensor) -> Tensor:
+        self.rows.append(self.cell(x))
+        return self.rows[-1]
+
+    def run(self, x: Tensor) -> Tensor:
+        self.rows = []
+        outs = []
+        for t in range(x.shape[1]):
+            outs.append(self.one(x[:, t]))
+        return torch.stack(outs, 1)
+
+
+class SetsOutsideSometimes(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        outs = []
+        for t in range(x.shape[1]):
+            outs.append(self.cell(x[:, t]))
+            holder = self if t == 0 else nn.Identity()
+            holder.last = outs[-1]
+        return torch.stack(outs, 1)
+
+
+class SetsGlobals(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        outs = []
+        for t in range(x.shape[1]):
+            outs.append(self.cell(x[:, t]))
+            nn.last_of_all = outs[-1]  # pyright: ignore[reportAttributeAccessIssue]
         return torch.stack(outs, 1)
 
 
@@ -532,7 +564,10 @@ class WritesEverySecond(_Recurrent):
     [
         (WritesSeveralToASlice, "a loop writes several values to a slice"),
         (WritesEverySecond, "a loop writes to positions other than"),
-        (KeepsOutside, "it changes KeepsOutside.state"),
+        (CountsOutside, "CountsOutside.number changes from step to step and is no tensor"),
+        (AppendsOutside, "it changes AppendsOutside.rows"),
+        (SetsOutsideSometimes, "cannot be run as one step"),
+        (SetsGlobals, "it stores into nn, which is no local name"),
         (ReadsItsFirst, "it reads outs, which it appends to"),
         (ReadsItByAnotherName, "a list whose length is a dim is asked for what stack makes of it"),
         (AppendsNumbers, "the list that it makes grows by 1 of type tuple"),

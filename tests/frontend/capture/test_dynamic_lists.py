@@ -15,6 +15,7 @@ from torch.nn import functional
 import relax_disc
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.loops.sequences import DynamicList, Rows
+from relax_disc.frontend.capture.replaced.chances import Chances
 from relax_disc.frontend.capture.replaced.export_mode import ExportMode
 from relax_disc.frontend.capture.sizes.squeezes import Squeezes
 from tests.frontend.capture.squares import assert_trains_as_eager, compiled
@@ -119,7 +120,7 @@ _JOINED = [x for x in itertools.product(_JOINS, _ROWS) if x != (torch.cat, ())] 
 @pytest.mark.parametrize(("join", "shape"), _JOINED)
 def test_a_list_of_symbolic_length_is_joined_as_pytorch_does(join: Any, shape: Any) -> None:
     x = torch.randn(4, *shape)
-    with ExportMode(Squeezes()):
+    with ExportMode(Squeezes(), Chances()):
         for rows in (DynamicList([(4, Rows(x))]), DynamicList([(1, lambda _: x[0]), (3, Rows(x))])):
             assert torch.equal(join(rows), join(list(rows)))
             if join in (torch.stack, torch.cat) and shape:

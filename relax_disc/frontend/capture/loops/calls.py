@@ -99,7 +99,7 @@ def read(x: Any, index: Any) -> Any:
 
 def mapped(values: Any, function: Callable[[Any], Any], line: int) -> Any:
     """``[function(value) for value in values]``, in a line of the calling file."""
-    loop = steps(values, "", (), (), (_MADE,), (), (), (), line)
+    loop = steps(values, "", (), (), (_MADE,), (), (), (), (), line)
     made: Any = []
     around = _captured(function)
     for value in loop:

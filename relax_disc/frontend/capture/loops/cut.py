@@ -7,7 +7,6 @@ one that it writes so, ``out[:, t] = h``, becomes a result that is written part 
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from relax_disc.frontend.capture.loops.draws import (
     is_random,
     once_inside,
 )
-from relax_disc.frontend.capture.loops.nodes import add_call, may_share_memory, values_of
+from relax_disc.frontend.capture.loops.nodes import may_share_memory, values_of
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal, RecordedLoops
 from relax_disc.frontend.capture.loops.regions import inline_regions
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
@@ -159,9 +158,6 @@ class _Cut:
         self._symbol = items[0].meta["val"].node.expr if items else None
         if self._end is not None:
             self._draw_before(items[0])
-        windows = [node for node in self._inside if self._select_window(node)]
-        if windows:
-            self._find_inside()
 
     def _draw_before(self, step: fx.Node) -> None:
         """Let random operators between begin and end read numbers that are drawn before."""
@@ -184,40 +180,6 @@ class _Cut:
             if node is not self._end and inside.intersection(node.all_input_nodes):
                 inside.add(node)
         self._inside = {node: None for node in self._order if node in inside}
-
-    def _select_window(self, node: fx.Node) -> bool:
-        """Write ``x[:, t : t + 2]`` as a part of all windows of ``x``, if there are as many."""
-        if node.target is not _ATEN.slice.Tensor or node.args[0] in self._inside:
-            return False
-        source: Any
-        source, axis, start, stop, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
-        if step != 1 or start is None or stop is None:
-            return False
-        x: Any = source.meta["val"]  # pyright: ignore
-        axis %= x.dim()  # pyright: ignore
-        first, end, size = (_expression(values_of(n)) for n in (start, stop, x.shape[axis]))
-        width, factor = sympy.expand(end - first), sympy.expand(first).coeff(self._symbol, 1)
-        if not width.is_Integer or width < 1 or not factor.is_Integer or not self._end:
-            return False
-        last = _expression(values_of(self._end.args[5])) - 1
-        lows = [first.xreplace({self._symbol: number}) for number in (sympy.S.Zero, last)]
-        env: Any = x.fake_mode.shape_env
-        rooms = [env.bound_sympy(sympy.expand(size - width - low)).lower for low in lows]
-        if min(*rooms, *(env.bound_sympy(sympy.expand(low)).lower for low in lows)) < 0:
-            return False
-        order = [*range(axis), x.dim() - 1, *range(axis, x.dim() - 1)]
-        layout = {"memory_format": torch.contiguous_format}
-        with self._outer.inserting_before(node):
-            add = functools.partial(add_call, self._outer, x.fake_mode)
-            windows = add(_ATEN.unfold.default, source, axis, int(width), 1)
-            part = add(_ATEN.select.int, windows, axis, start)
-            part = add(_ATEN.permute.default, part, order)
-            # As it lies in memory is known: an operator that follows may view it otherwise.
-            part = add(_ATEN.clone.default, part, **layout)
-        part.meta["stack_trace"] = node.meta.get("stack_trace")
-        node.replace_all_uses_with(part)
-        self._outer.erase_node(node)
-        return True
 
     def _refuse(self, why: str, node: fx.Node | None = None) -> LoopRefusal:
         line = None if node is None else source_line(node)

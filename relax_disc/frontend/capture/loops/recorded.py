@@ -25,6 +25,10 @@ class FirstStepDiffers(LoopRefusal):
     """What a loop carries is something else before its first step than before the others."""
 
 
+class ReadsBeforeItSets(LoopRefusal):
+    """A step reads an attribute that the step before has set."""
+
+
 class RecordedLoops:
     """The loops that an export has met: their lines, and why others were left alone."""
 
@@ -41,13 +45,17 @@ class RecordedLoops:
         self.is_off = False
         self.are_all = False  # whether loops over tensors are prepared, beside those over ranges
         self.modules: list[nn.Module] = []
+        # attributes, by the ``id`` of their object and their name, that carry a value to the next
+        # step, and what watches who reads the others
+        self.carried: set[tuple[int, str]] = set()
+        self.watching = contextlib.ExitStack()
 
     def give_up(self, error: Exception) -> bool:
         """Whether to export once more, with more loops prepared or each as it is written."""
         if isinstance(error, OtherLoops):
             self.are_all = True
             return True
-        if self._takes_a_step_apart(error):
+        if isinstance(error, ReadsBeforeItSets) or self._takes_a_step_apart(error):
             return True
         if self.is_off or not (self.lines or self.are_all):
             return False
@@ -95,6 +103,7 @@ def recorded_loops(loops: RecordedLoops) -> Iterator[None]:
     try:
         yield
     finally:
+        loops.watching.close()
         _ACTIVE.pop()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 
@@ -74,16 +75,35 @@ def same_length(one: Any, other: Any) -> bool:
     loops = active()
     if loops is None or not all(isinstance(size, torch.SymInt) for size in (one, other)):
         return False
-    if _unified(one, loops.dims) != _unified(other, loops.dims):
+    if _unified(one, one.node.expr, loops.dims) != _unified(other, other.node.expr, loops.dims):
         return False
     torch._check(one == other)
     return True
 
 
-def _unified(size: torch.SymInt, dims: Mapping[str, Any]) -> Any:
-    """Write a size down with one symbol for each declared dim."""
+def window(start: torch.SymInt, stop: torch.SymInt, extent: Any) -> int | None:
+    """Return how long a slice is, if it is one length and inside an axis in each step of a loop."""
+    loops = active()
+    if loops is None or loops.inside is None:
+        return None
+    number: Any = loops.step.node.expr
+    first, end, size = (
+        sympy.sympify(n.node.expr) if isinstance(n, torch.SymInt) else sympy.Integer(n)
+        for n in (start, stop, extent)
+    )
+    width, factor = sympy.expand(end - first), sympy.expand(first).coeff(number, 1)
+    last = sympy.expand(end.xreplace({number: loops.count.node.expr - 1}))
+    low = sympy.expand(first.xreplace({number: sympy.S.Zero}))
+    if not (width.is_Integer and width >= 1 and factor.is_Integer and factor >= 0):
+        return None
+    env: Any = loops.step.node.shape_env
+    rooms = low, sympy.expand(_unified(loops.step, size - last, loops.dims))
+    return int(width) if all(env.bound_sympy(room).lower >= 0 for room in rooms) else None
+
+
+def _unified(size: torch.SymInt, expression: Any, dims: Mapping[str, Any]) -> Any:
+    """Write an expression with one symbol for each declared dim; ``size``: any of its trace."""
     env: Any = size.node.shape_env
-    expression: Any = size.node.expr
     firsts: dict[str, Any] = {}
     names: dict[Any, Any] = {}
     for symbol, sources in env.var_to_sources.items():

@@ -365,7 +365,7 @@ class _Prepare(ast.NodeTransformer):
         self.is_changed = True
         name = f"__relax_disc_loop_{self.count}__"
         self.count += 1
-        foreign = {*found.stored} - self._local_names
+        foreign = {*found.stored, *found.attributed} - self._local_names
         if foreign and not found.why_not:
             found.why_not = f"it stores into {sorted(foreign)[0]}, which is no local name"
         targets = {n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)}
@@ -380,6 +380,7 @@ class _Prepare(ast.NodeTransformer):
             _text([n for n in found.continued if n in stored]),
             _text([n for n in found.prepended if n in stored]),
             _text([n for n in found.rebound if n in bound]),
+            _text([*found.attributed]),
             ast.Constant(node.lineno + self._shift),
         ]
         make = ast.Assign(
@@ -455,6 +456,7 @@ class _Body(ast.NodeVisitor):
         self._appended: set[str] = set()
         self._own: set[str] = set()  # containers that each step makes anew
         self.rebound: dict[str, None] = {}  # names that each step binds before it reads them
+        self.attributed: dict[str, None] = {}  # names of objects whose attributes it sets
         for statement in loop.body:
             self._note_made(statement)
             self._note_rebound(statement)
@@ -502,9 +504,11 @@ class _Body(ast.NodeVisitor):
             self._refuse(f"it deletes {node.id}")
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """Refuse to write attributes."""
+        """Note an object whose attribute is set, which must have a name."""
         if isinstance(node.ctx, ast.Store):
-            self._refuse(f"it sets the attribute {node.attr}")
+            self.attributed[_named(node.value)] = None
+            if not isinstance(node.value, ast.Name):
+                self._refuse(f"it sets the attribute {node.attr}")
         self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:

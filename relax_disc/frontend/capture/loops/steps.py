@@ -8,13 +8,14 @@ step makes of them ends in one operator, from which :mod:`.cut` finds the step i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from relax_disc.frontend.capture.loops.attributes import StepAttribute, watch_reads
 from relax_disc.frontend.capture.loops.recorded import (
     FirstStepDiffers,
     LoopRefusal,
@@ -74,6 +75,7 @@ def steps(
     continued: tuple[str, ...],
     prepended: tuple[str, ...],
     rebound: tuple[str, ...],
+    attributed: tuple[str, ...],
     line: int,
 ) -> Any:
     """Make what a prepared ``for`` runs over.
@@ -81,7 +83,8 @@ def steps(
     ``why_not``: why it cannot be one step; empty if it can. ``target``: its variables.
     ``bound``, ``stored``: the local names that its body binds, and those that it only stores into.
     ``continued``: of those the lists whose last element it reads. ``prepended``: those that grow
-    in front. ``rebound``: names that it binds before it reads them. ``line``: of the loop.
+    in front. ``rebound``: names that it binds before it reads them. ``attributed``: names of
+    objects that it sets attributes of. ``line``: of the loop.
     """
     loops, made = active(), sequence_of(values)
     if loops is None or made is None:
@@ -98,7 +101,7 @@ def steps(
     if why_not:
         loops.reasons.append(f"the loop at {where} cannot be run as one step: {why_not}")
         return _Plain(values)
-    names = bound, stored, continued, prepended, rebound
+    names = bound, stored, continued, prepended, rebound, attributed
     return _Loop(target, values, names, where, loops)
 
 
@@ -132,10 +135,12 @@ class _Loop:
         self._first = [values.at(0)] if apart == "first" else []
         self._rest = [values.at(values.length() - 1)] if apart == "last" else []
         self._values = values[len(self._first) : -1 if self._rest else None]
-        self._bound, self._stored, self._continued, self._prepended, self._rebound = names
+        self._bound, self._stored, self._continued, self._prepended, self._rebound = names[:5]
+        self._attributed = names[5]
         self._target = target
         self._element: Any = None
         self._state: dict[tuple[str, int], Any] = {}
+        self._attributes: dict[tuple[int, str], StepAttribute] = {}  # that the steps set
         self._count = self._values.length()
         self._may_be_empty = fewest(self._count, loops.dims) < 1
         self._loops = loops
@@ -178,27 +183,78 @@ class _Loop:
         if self._before is None:
             names = (*self._bound, *self._stored)
             self._before = {name: found.get(name, UNBOUND) for name in names}
+            for name in self._attributed:
+                if not hasattr(found.get(name), "__dict__") or isinstance(found[name], _PLAIN):
+                    raise self.refuse(f"it sets an attribute of {name}, which keeps none")
+            for holder in self._holders(found):
+                for name in [name for name in vars(holder) if self._is_carried(holder, name)]:
+                    self._note_attribute(holder, name, vars(holder)[name])
         self._state = self._kept(found)
-        self._entered = {name: self._enter(name, v) for name, v in self._before.items()}
+        self._entered = {name: self._enter(name, self._before[name]) for name in self._before}
+        self._enter_attributes()
         # Containers are copied, so that what is appended or stored can be told.
         return tuple(
             v.copy() if isinstance(v, DynamicList) else pytree.tree_map(lambda x: x, v)
-            for v in self._entered.values()
+            for v in (self._entered[name] for name in (*self._bound, *self._stored))
         )
+
+    def _is_carried(self, holder: Any, name: str) -> bool:
+        return (id(holder), name) in self._loops.carried
+
+    def _note_attribute(self, holder: Any, name: str, before: Any) -> None:
+        """Let steps set an attribute; ``before``: what it holds before the first."""
+        assert self._before is not None
+        attribute = StepAttribute(holder, name, f"{type(holder).__name__}.{name}")
+        while attribute.text in self._before:
+            attribute = replace(attribute, text=f"{attribute.text} of another")
+        self._attributes[attribute.key] = attribute
+        self._before[attribute.text] = before
+
+    def _enter_attributes(self) -> None:
+        """Let attributes hold stand-ins, or what no step may read."""
+        assert self._before is not None
+        hidden = []
+        for key, attribute in self._attributes.items():
+            if key in self._loops.carried:
+                if self._before[attribute.text] is UNBOUND:
+                    raise self.refuse(f"{attribute.text} is not there before the first step")
+                attribute.set(self._entered[attribute.text])
+            else:
+                attribute.hide()
+                hidden.append(attribute)
+        watch_reads(self._loops, hidden)
+
+    def _leave_attributes(self, ends: _Ends) -> list[tuple[StepAttribute, Callable[[], Any]]]:
+        """Note the new values; returned: the attributes with what gives them after the last one."""
+        made = []
+        for key, attribute in self._attributes.items():
+            new = attribute.get(UNBOUND)
+            if new is UNBOUND:
+                raise self.refuse(f"it sets {attribute.text} in some steps; set it in each")
+            is_carried = key in self._loops.carried
+            each = self._leave(attribute.text, new, ends) if is_carried else self._fresh(new, ends)
+            made.append((attribute, each))
+        return made
+
+    def _holders(self, found: dict[str, Any]) -> list[Any]:
+        """List the objects whose attributes a step may set: modules, and what variables hold."""
+        own = {*self._bound, *self._stored, *pytree.tree_leaves(self._target)}
+        seen = {k: v for k, v in found.items() if not k.startswith("__relax_disc")}
+        others = [v for k, v in seen.items() if k not in own or not isinstance(v, DynamicList)]
+        held = [x for x in others if not isinstance(x, _PLAIN) and hasattr(x, "__dict__")]
+        return list({id(x): x for x in (*self._loops.modules, *held)}.values())
 
     def _kept(self, found: dict[str, Any]) -> dict[tuple[str, int], Any]:
         """What the body may read and must not change: other names, members of objects."""
         own = {*self._bound, *self._stored, *pytree.tree_leaves(self._target)}
         seen = {k: v for k, v in found.items() if not k.startswith("__relax_disc")}
         state = {(name, 0): value for name, value in seen.items() if name not in own}
-        others = [v for k, v in seen.items() if k not in own or not isinstance(v, DynamicList)]
-        for holder in (*self._loops.modules, *others):
-            if isinstance(holder, _PLAIN) or not hasattr(holder, "__dict__"):
-                continue
+        for holder in self._holders(found):
             for name, value in vars(holder).items():
                 if name in _WEIGHTS_AGAIN and isinstance(holder, nn.RNNBase):
                     continue
-                state[f"{type(holder).__name__}.{name}", id(holder)] = value
+                if (id(holder), name) not in self._attributes:
+                    state[f"{type(holder).__name__}.{name}", id(holder)] = value
         return {name: _copied(value) for name, value in state.items()}
 
     def _enter(self, name: str, value: Any) -> Any:
@@ -230,14 +286,12 @@ class _Loop:
     def leave(self, found: dict[str, Any]) -> tuple[Any, ...]:
         """Take what the step has made, and return what the names hold after the last one."""
         assert self._before is not None
-        for what, now in self._kept(found).items():
-            if what not in self._state or not _unchanged(self._state[what], now):
-                raise self.refuse(
-                    f"it changes {what[0]}; let the loop itself carry it in a variable"
-                )
+        self._loops.watching.close()
+        self._find_attributes(found)
         ends = _Ends()
         names = (*self._bound, *self._stored)
         fill = [self._leave(name, found[name], ends) for name in names]
+        attributes = self._leave_attributes(ends)
         if self._again:
             return (*(found[name] for name in names), self._element)
         element = self._values.at(self._count - 1)
@@ -251,7 +305,24 @@ class _Loop:
             ends.made[len(ends.made) - len(checks) :], checks, strict=True
         ):
             torch.ops.aten._assert_async.msg(made.all(), message)  # of all steps
+        for attribute, value in attributes:
+            attribute.set(value())
         return (*(each() for each in fill), last())
+
+    def _find_attributes(self, found: dict[str, Any]) -> None:
+        """Find out which attributes a step has set; with new ones it is recorded again."""
+        now = self._kept(found)
+        holders = {id(holder): holder for holder in self._holders(found)}
+        for what in now:
+            if what in self._state and _unchanged(self._state[what], now[what]):
+                continue
+            text, key = what
+            name = text.rpartition(".")[2]
+            before = self._state[what].value if what in self._state else UNBOUND
+            if key not in holders or before is now[what].value:
+                raise self.refuse(f"it changes {text}; let the loop itself carry it in a variable")
+            self._note_attribute(holders[key], name, before)
+            self._again = True
 
     def _last(
         self, target: _Target, element: Any, last: Any, found: dict[str, Any], ends: _Ends
@@ -459,20 +530,26 @@ def _shape(tensor: Tensor) -> str:
     return str([text_of(n) for n in tensor.shape])
 
 
-def _copied(value: Any) -> Any:
-    return (
-        type(value),
-        list(value) if type(value) in (list, dict, set) else None,
-        pytree.tree_leaves(value) if isinstance(value, list | dict | tuple) else value,
-    )
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A value, its members if it is a container, and all that it holds."""
+
+    value: Any
+    members: list[Any] | None
+    held: Any
 
 
-def _unchanged(one: Any, other: Any) -> bool:
+def _copied(value: Any) -> _Kept:
+    members = list(value) if type(value) in (list, dict, set) else None
+    is_held = isinstance(value, list | dict | tuple)
+    return _Kept(value, members, pytree.tree_leaves(value) if is_held else value)
+
+
+def _unchanged(one: _Kept, other: _Kept) -> bool:
     """Whether two states of a value are the same object with the same members."""
-    (kind, names, held), (kind_now, names_now, held_now) = one, other
-    if kind is not kind_now:
+    if type(one.value) is not type(other.value):
         return False
-    for left, right in ((names, names_now), (held, held_now)):
+    for left, right in ((one.members, other.members), (one.held, other.held)):
         if isinstance(left, list) and isinstance(right, list) and left is not right:
             if len(left) != len(right) or any(a is not b for a, b in zip(left, right, strict=True)):
                 return False

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from relax_disc.frontend.capture.loops.numbers import numbers_as_tensors
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal
+from relax_disc.frontend.capture.loops.rows import window
 from relax_disc.frontend.capture.replaced import data_places
 
 
@@ -25,6 +26,19 @@ def _get_item(x: Tensor, place: Any) -> Tensor | None:
         return None
     selected = _selected(x, place)
     return None if selected is None else selected.view[tuple(selected.rest)]
+
+
+def _slice(x: Tensor, axis: int, start: Any, stop: Any, step: Any) -> Tensor | None:
+    """Read a part such as ``x[:, t : t + 3]`` in a loop, if it is as long in each step."""
+    # So torch.export writes what is indexed by sizes.
+    if step != 1 or not (_is_of_step(start) and _is_of_step(stop)):
+        return None
+    width = window(start, stop, x.shape[axis])
+    if width is None:
+        return None
+    if width == 1:
+        return x.select(axis, start).unsqueeze(axis)
+    return x.unfold(axis, width, 1).select(axis, start).movedim(-1, axis)
 
 
 def _set_item(x: Tensor, place: Any, value: Any) -> Any:
@@ -165,4 +179,5 @@ def _is_of_step(number: Any) -> bool:
 REPLACED: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _get_item,
     Tensor.__setitem__: _set_item,
+    torch.ops.aten.slice: _slice,
 }
