@@ -38,6 +38,8 @@ def apply(
     """Convert the operands, apply ``build``, convert the result."""
     traced = emitter.node.args[: len(operands)]
     dtype = compute_dtype(emitter, kind, *traced)
+    if kind is KIND.ALWAYS_BOOL and dtype == "bool":
+        dtype = "int8"  # TVM's LLVM compares truths as floats, which it refuses
     tensors = [emitter.tensor(x, dtype) for x in operands]
     return emitter.cast(emitter.emit(build(*tensors)), emitter.wanted_dtype)
 
@@ -253,7 +255,11 @@ def _like(x: Any, value: Any) -> Any:
 @converts("aten.maximum.default", "aten.minimum.default")
 def extremum(emitter: Emitter, x: Any, y: Any) -> Any:
     """Greater or lesser of two; NaN wins.  TVM's keeps only the NaN of the second operand."""
-    build = op.maximum if "maximum" in str(emitter.node.target) else op.minimum
+    is_greater = "maximum" in str(emitter.node.target)
+    if emitter.wanted_dtype == "bool":
+        truth = op.logical_or if is_greater else op.logical_and
+        return apply(emitter, KIND.DEFAULT, truth, (x, y))
+    build = op.maximum if is_greater else op.minimum
     return apply(emitter, KIND.DEFAULT, functools.partial(_bound, emitter, build), (x, y))
 
 

@@ -46,9 +46,10 @@ def mean(
 def extremum(emitter: Emitter, x: Any, axes: Any = None, keepdim: bool = False) -> Any:
     """Greatest or least element; NaN wins, which TVM's own reductions lose."""
     is_max = "max" in str(emitter.node.target)
-    return _reduce(
-        emitter, functools.partial(_extremum, emitter, is_max), x, axes, keepdim, emitter.dtype(x)
-    )
+    # Of truths TVM knows no least and no greatest value.
+    dtype = "uint8" if emitter.dtype(x) == "bool" else emitter.dtype(x)
+    build = functools.partial(_extremum, emitter, is_max)
+    return _reduce(emitter, build, x, axes, keepdim, dtype)
 
 
 def _extremum(emitter: Emitter, is_max: bool, x: Any, axes: Any, keepdims: bool) -> Any:

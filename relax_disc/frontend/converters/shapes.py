@@ -108,32 +108,42 @@ def _clamped(emitter: Emitter, position: Any, extent: Any, otherwise: Any) -> An
 
 @converts("aten.slice.Tensor")
 def slice_(
-    emitter: Emitter, x: Any, axis: int = 0, start: Any = None, end: Any = None, step: int = 1
+    emitter: Emitter, x: Any, axis: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> Any:
     """Slice along one axis."""
     shape, wanted = emitter.shape(x), emitter.wanted_shape
-    if emitter.same_shape(shape, wanted) and step == 1:
+    if emitter.same_shape(shape, wanted) and _is_one(step):
         return x
     axis = axis_of(emitter, x, axis)
     first = _clamped(emitter, start, shape[axis], tirx.IntImm("int64", 0))
     # With symbolic bounds TVM infers min(length, 128), without seeing that length is at most that,
     # and the shape would match nothing later on: then the kernel is written with the traced shape.
     last = _clamped(emitter, end, shape[axis], shape[axis])
-    if all(isinstance(bound, tirx.IntImm) for bound in (first, last, shape[axis])):
+    bounds = first, last, shape[axis], step
+    if all(isinstance(bound, int | tirx.IntImm) for bound in bounds):
         return emitter.emit(op.strided_slice(x, [axis], [first], [last], [step]))
 
-    def compute(a: Any, first: Any, shape: Any) -> Any:
+    def compute(a: Any, first: Any, shape: Any, step: Any = step) -> Any:
         def element(*index: Any) -> Any:
             return a(*(i * step + first if d == axis else i for d, i in enumerate(index)))
 
         return te.compute(shape, element, name="slice")
 
-    return emitter.te("slice", compute, x, first, relax.ShapeExpr(wanted))
+    return emitter.te("slice", compute, x, first, relax.ShapeExpr(wanted), *_if_size(step))
+
+
+def _is_one(step: Any) -> bool:
+    return isinstance(step, int) and step == 1
+
+
+def _if_size(step: Any) -> tuple[Any, ...]:
+    """Return what a kernel must be given besides: a step that is a size."""
+    return () if isinstance(step, int) else (step,)
 
 
 @converts("aten.slice_backward.default")
 def slice_backward(
-    emitter: Emitter, grad: Any, sizes: Any, axis: int, start: Any, end: Any, step: int
+    emitter: Emitter, grad: Any, sizes: Any, axis: int, start: Any, end: Any, step: Any
 ) -> Any:
     """Gradient of a slice: zeros around the slice."""
     axis = axis + len(emitter.wanted.shape) if axis < 0 else axis
@@ -150,7 +160,7 @@ def slice_scatter(
     axis: int = 0,
     start: Any = None,
     end: Any = None,
-    step: int = 1,
+    step: Any = 1,
 ) -> Any:
     """A tensor with one slice replaced."""
     axis = axis_of(emitter, x, axis)
@@ -159,18 +169,18 @@ def slice_scatter(
 
 
 def _placed(
-    emitter: Emitter, name: str, part: Any, around: Any, axis: int, first: Any, step: int
+    emitter: Emitter, name: str, part: Any, around: Any, axis: int, first: Any, step: Any
 ) -> Any:
     """Place ``part`` at ``first``, ``first + step``, ... of an axis, ``around`` elsewhere."""
 
-    def kernel(part: Any, around: Any, first: Any, shape: Any) -> Any:
+    def kernel(part: Any, around: Any, first: Any, shape: Any, step: Any = step) -> Any:
         count = part.shape[axis]
 
         def element(*index: Any) -> Any:
             offset = index[axis] - first
-            place = offset if step == 1 else tirx.floordiv(offset, step)
+            place = offset if _is_one(step) else tirx.floordiv(offset, step)
             inside = tirx.all(offset >= 0, place < count)
-            if step != 1:
+            if not _is_one(step):
                 inside = tirx.all(inside, tirx.floormod(offset, step) == 0)
             moved = part(*(place if d == axis else i for d, i in enumerate(index)))
             return tirx.if_then_else(inside, moved, around(*index))
@@ -179,8 +189,9 @@ def _placed(
 
     shape = relax.ShapeExpr(emitter.wanted_shape)
     if isinstance(around, relax.Expr):
-        return emitter.te(name, kernel, part, around, first, shape)
-    return emitter.te(name, lambda p, f, s: kernel(p, around, f, s), part, first, shape)
+        return emitter.te(name, kernel, part, around, first, shape, *_if_size(step))
+    of_part = lambda p, f, s, *step: kernel(p, around, f, s, *step)  # noqa: E731
+    return emitter.te(name, of_part, part, first, shape, *_if_size(step))
 
 
 @converts("aten.select.int")

@@ -21,6 +21,7 @@ from relax_disc import ops  # noqa: F401  registers torch.ops.relax_disc
 from relax_disc.frontend.capture import example_values, model_checks
 from relax_disc.frontend.capture.refusals import refusal, refuse_sparse
 from relax_disc.frontend.capture.replaced import (
+    arguments,
     contractions,
     data_places,
     inner_gradients,
@@ -381,6 +382,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     functional.embedding: _embedding,
     functional.embedding_bag: _embedding_bag,
     functional.scaled_dot_product_attention: _attention,
+    **arguments.REPLACED,
     **contractions.REPLACED,
     **data_places.REPLACED,
     **joins.REPLACED,

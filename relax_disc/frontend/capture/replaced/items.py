@@ -20,12 +20,24 @@ from relax_disc.frontend.capture.replaced import data_places
 
 def _get_item(x: Tensor, place: Any) -> Tensor | None:
     """Read what ``x[place]`` reads; None: PyTorch's own does."""
+    masked = _with_masks(place)
+    if masked is not place:
+        return x[masked]
     if not isinstance(place, tuple) or not any(isinstance(item, Tensor) for item in place):
         return None
     if not any(map(_is_number, place)):
         return None
     selected = _selected(x, place)
     return None if selected is None else selected.view[tuple(selected.rest)]
+
+
+def _with_masks(place: Any) -> Any:
+    """Write a mask of bytes among indices as one of truths; the place itself if there is none."""
+    if isinstance(place, Tensor) and place.dtype == torch.uint8:
+        return place.bool()
+    items = place if isinstance(place, tuple) else ()
+    made = [_with_masks(item) if isinstance(item, Tensor) else item for item in items]
+    return place if all(a is b for a, b in zip(made, items, strict=True)) else tuple(made)
 
 
 def _slice(x: Tensor, axis: int, start: Any, stop: Any, step: Any) -> Tensor | None:

@@ -12,7 +12,8 @@
   to change the own one would change nothing.
 * Python's ``len`` returns a plain number, so that ``torch.arange(len(logits))`` would fix the batch
   to the size of the example: ``len(tensor)`` follows the shape, and so does what
-  `math` makes of sizes (`math_of_sizes`).
+  `math` makes of sizes (`math_of_sizes`).  ``isinstance(x.shape[0], int)`` is true, as it is of the
+  plain number.
 * Hooks that a model registers while it runs (Hugging Face's, to collect hidden states) are gone
   afterwards, as is the attribute by which it knows of them: torch.export puts attributes back.
 """
@@ -115,6 +116,16 @@ def _length(value: Any) -> Any:
     return value.length() if isinstance(value, DynamicList) else len(value)
 
 
+def _is_instance(value: Any, kinds: Any) -> bool:
+    """``isinstance``, to which a size is the number that it stands for."""
+    number = _NUMBERS.get(type(value))
+    return isinstance(value, kinds) or (number is not None and issubclass(number, kinds))
+
+
+_NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_BUILT_IN = {"len": _length, "isinstance": _is_instance}
+
+
 @contextlib.contextmanager
 def own_attributes(model: nn.Module) -> Iterator[None]:
     """Keep the lists and dicts that modules hold: torch.export leaves copies in their place."""
@@ -132,7 +143,7 @@ def changes_of(functions: Sequence[FunctionType]) -> Changes:
     found = []
     for space in files.values():
         if str(space.get("__name__")).split(".")[0] != _EINX:
-            own = {} if "len" in space else {"len": _length}
+            own = {name: f for name, f in _BUILT_IN.items() if name not in space}
             found.append((space, {**replacements(space), **own}))
     return found
 

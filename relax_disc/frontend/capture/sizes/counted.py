@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.capture.loops.regions import inline_regions
 from relax_disc.frontend.capture.sizes.count_checks import conditions_on, is_checkable
 from relax_disc.frontend.capture.source_lines import source_line
 
@@ -75,13 +77,22 @@ def refuse_other_sizes(program: ExportedProgram) -> None:
 
     Raises `UnsupportedOperatorError`: names them and their lines.
     """
+    graph = program.graph
+    regions = [node.args[0] for node in graph.nodes if _is_made_in_a_region(node)]
+    if regions and inline_regions(program.graph_module, dict.fromkeys(regions)):
+        program.graph_module.recompile()
     found = [
         (str(node.target), str(source_line(node)))
-        for node in program.graph.nodes
+        for node in graph.nodes
         if node.meta.get("unbacked_bindings") and node.target not in _COUNTING
     ]
     if found:
         raise _refusal(found)
+
+
+def _is_made_in_a_region(node: fx.Node) -> bool:
+    """Whether a region, such as one without gradients, has counted a result's size."""
+    return node.target is operator.getitem and bool(node.meta.get("unbacked_bindings"))
 
 
 @contextlib.contextmanager
@@ -214,6 +225,15 @@ def _cumulative_sum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Te
     return _CumulativeSum.apply(x, dim, dtype) if is_counted and x.requires_grad else None
 
 
+def _that_make_it_empty(size: Any) -> set[sympy.Symbol]:
+    """Find the counted sizes without which an axis would be empty: none if others add to it."""
+    counted = {*free_unbacked_symbols(size)}
+    if not counted:
+        return set()
+    rest = size.node.expr.xreplace(dict.fromkeys(counted, sympy.S.Zero))
+    return set() if size.node.shape_env.bound_sympy(rest).lower >= 1 else counted
+
+
 class CountedSizes:
     """The operators of one traced function that pick by a mask: each mask is counted once."""
 
@@ -234,7 +254,7 @@ class CountedSizes:
         axes = args[1] if len(args) > 1 else kwargs.get("dim")
         axes = [axes] if isinstance(axes, int) else axes or range(x.dim())
         for axis in axes:
-            self.nonempty |= free_unbacked_symbols(x.shape[axis])
+            self.nonempty |= _that_make_it_empty(x.shape[axis])
 
     def note(self, node: fx.Node, result: Any) -> None:
         """Note what the export relied on of the sizes that a node of its graph counts."""

@@ -1,0 +1,63 @@
+"""Arguments that PyTorch's own tracing takes otherwise than eager PyTorch does.
+
+Masks of bytes, bounds that are a number and a tensor, and sums of exponentials over rows that a
+mask has picked, for which PyTorch asks whether there is any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+
+def _where(condition: Tensor, *values: Any, **named: Any) -> Tensor | None:
+    """``where`` by a mask of bytes."""
+    if not isinstance(condition, Tensor) or condition.dtype != torch.uint8:
+        return None
+    return torch.where(condition.bool(), *values, **named)
+
+
+def _where_of(x: Any, condition: Any, other: Any) -> Tensor | None:
+    is_mask = isinstance(condition, Tensor) and condition.dtype == torch.uint8
+    return torch.where(condition.bool(), x, other) if is_mask else None
+
+
+def _clamp(x: Tensor, min: Any = None, max: Any = None) -> Tensor | None:
+    """Bounds of which one is a number and one a tensor without axes, which stands for a number."""
+    tensors = [bound for bound in (min, max) if isinstance(bound, Tensor)]
+    if len(tensors) != 1 or min is None or max is None or tensors[0].dim():
+        return None
+
+    def bound(value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().to(x.device)
+        return torch.full((), value, dtype=tensors[0].dtype, device=x.device)
+
+    return x.clamp(bound(min), bound(max))
+
+
+def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor | None:
+    """``logsumexp`` of rows that a mask has picked; PyTorch's own asks whether there is any."""
+    if not any(free_unbacked_symbols(size) for size in x.shape):
+        return None
+    top = x.detach().amax(dim, keepdim=True)
+    top = torch.where(top.isinf(), 0.0, top)
+    total = (x - top).exp().sum(dim, keepdim=True).log() + top
+    return total if keepdim else total.sum(dim)  # over axes of size 1
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.where: _where,
+    Tensor.where: _where_of,
+    torch.clamp: _clamp,
+    Tensor.clamp: _clamp,
+    torch.clip: _clamp,
+    Tensor.clip: _clamp,
+    torch.logsumexp: _logsumexp,
+    Tensor.logsumexp: _logsumexp,
+    torch.special.logsumexp: _logsumexp,
+}

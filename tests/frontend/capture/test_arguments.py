@@ -1,0 +1,102 @@
+"""Calls whose arguments PyTorch's tracing takes otherwise than eager PyTorch does."""
+
+from __future__ import annotations
+
+import copy
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import relax_disc
+
+_SIZES = (9, 2, 16, 6)
+_Loss = Callable[[Any, Tensor], Tensor]
+
+
+def _pairs(x: Tensor) -> Any:
+    """Pick pairs of rows of one sign; of two rows in which they differ there is none."""
+    kinds = x[:, 0] > 0
+    return torch.where((kinds[:, None] == kinds[None]) & ~torch.eye(len(x), dtype=torch.bool))
+
+
+def _mined(model: Any, x: Tensor) -> Tensor:
+    """Pick of what was picked, without gradients, as miners of metric learning do."""
+    rows = model(x)
+    with torch.no_grad():
+        first, second = _pairs(x)
+        near = (rows[first] * rows[second]).sum(1) < 0.8
+        first, second = first[near], second[near]
+    return (rows[first] * rows[second]).square().sum()
+
+
+def _stripes(x: Tensor, step: int) -> Tensor:
+    made = torch.full((len(x), len(x)), 1 / len(x))
+    made.view(-1)[::step] = 0.1
+    return made
+
+
+def _is_number(model: Any, x: Tensor) -> Tensor:
+    kinds = int | float, (str, (int,)), numbers.Integral, object
+    known = [isinstance(x.shape[0], kind) for kind in kinds]
+    known += [isinstance(1 / x.shape[0], float), not isinstance(x.shape[0], float | str)]
+    return model(x).mean() * sum(known)
+
+
+LOSSES: dict[str, _Loss] = {
+    "isinstance of sizes": _is_number,
+    "where of bytes": lambda m, x: torch.where((x > 0).byte(), m(x), x).square().sum(),
+    "a method's where of bytes": lambda m, x: m(x).where((x > 0).byte(), x * 2).sum(),
+    "picked by bytes": lambda m, x: m(x)[(x > 0).byte()].square().sum(),
+    "compared truths": lambda m, x: (
+        m(x) * ((x > 0) == (x.flip(0) > 0)) + m(x) * ((x > 0) != (x > 1)) * ((x > 0) >= (x > 1))
+    ).sum(),
+    "a number and a tensor as bounds": lambda m, x: (
+        torch.clamp(m(x), 0, x[0, 0].abs())  # pyright: ignore
+        + m(x).clip(x[0, 0].abs() - 3, 1)
+    ).sum(),
+    "extremes of truths": lambda m, x: (
+        m(x) * torch.max(x < 0, x > 1) + m(x) * torch.minimum(x < 1, x > -1)
+    ).sum(),
+    "greatest truth of a row": lambda m, x: (m(x) * (x < 0).amax(1, keepdim=True)).sum(),
+    "least truth of all": lambda m, x: (m(x) * (x < 3).min()).sum(),
+    "every n-th is written": lambda m, x: (m(x) @ m(x).t() * _stripes(x, len(x))).mean(),
+    "a diagonal is written": lambda m, x: (m(x) @ m(x).t() * _stripes(x, len(x) + 1)).mean(),
+    "a diagonal is read": lambda m, x: (m(x) @ m(x).t()).reshape(-1)[:: len(x) + 1].mean(),
+    "logsumexp of picked rows": lambda m, x: torch.logsumexp(m(x)[_pairs(x)[0]], 1).sum(),
+    "logsumexp that keeps axes": lambda m, x: (
+        (m(x)[_pairs(x)[0]] @ m(x).t()).logsumexp(-1, keepdim=True).sum()
+    ),
+    "logsumexp of infinite rows": lambda m, x: torch.logsumexp(
+        m(x)[_pairs(x)[0]].masked_fill(torch.tensor([True, False, False]), -torch.inf), 1
+    ).sum(),
+    "mined": _mined,
+    "the greatest of picked rows and others": lambda m, x: (
+        torch.cat([m(x)[_pairs(x)[0]], m(x)]).amax(0).square().sum()
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8", "ignore:where received a")
+@pytest.mark.parametrize("what", LOSSES)
+def test_the_call_is_as_in_eager_pytorch(what: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    eager = copy.deepcopy(model)
+    dims = ({0: Dim("rows", min=2, max=32)},)
+    options: Any = {"dynamic_shapes": dims, "loss_fn": LOSSES[what]}
+    step = relax_disc.compile(model, None, (torch.randn(5, 3),), **options)
+    for rows in _SIZES:
+        x = torch.randn(rows, 3)
+        x[0, 0], x[1, 0] = 0.5, -0.5
+        model.zero_grad()
+        loss = step(x, update=False)
+        expected = LOSSES[what](eager, x)
+        gradients = torch.autograd.grad(expected, list(eager.parameters()))
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+        for ours, theirs in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(ours.grad, theirs, rtol=1e-4, atol=1e-6)
