@@ -218,6 +218,8 @@ def convert(emitter: Emitter, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """
     node = emitter.node
     converter = TABLE.get(str(node.target))
+    if _is_empty(node.meta["val"]):  # an extent of 0 means another thing to some of TVM's operators
+        converter = TABLE["aten.empty.memory_format"]
     if converter is None or fallback.touches_complex(node):
         return fallback.call(emitter, args, kwargs)
     try:
@@ -233,6 +235,12 @@ def convert(emitter: Emitter, args: list[Any], kwargs: dict[str, Any]) -> Any:
         refusal.__cause__ = error
         return _by_pytorch(emitter, args, kwargs, refusal)
     return result
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a value is a tensor without elements at every size."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return is_tensor and any(isinstance(n, int) and n == 0 for n in value.shape)
 
 
 def _by_pytorch(

@@ -276,7 +276,7 @@ def _gathered(shapes: Any, sign: inspect.Signature, args: Sequence[Any]) -> Any:
     first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
     rest = list(shapes[first:])
     is_gathered = len(rest) == 1 and isinstance(rest[0], tuple | list)
-    if len(shapes) != len(args) or is_gathered:
+    if len(shapes) != len(args) or is_gathered or not rest:
         return shapes
     return (*shapes[:first], tuple(rest))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from relax_disc.frontend.capture.loops.numbers import numbers_as_tensors
-from relax_disc.frontend.capture.loops.recorded import LoopRefusal
+from relax_disc.frontend.capture.loops.recorded import LoopRefusal, active
 from relax_disc.frontend.capture.loops.rows import window
 from relax_disc.frontend.capture.replaced import data_places
 
@@ -181,11 +181,11 @@ def _in_slice(places: Tensor, part: slice, extent: Any) -> Tensor:
 
 
 def _is_of_step(number: Any) -> bool:
-    """Whether a number is known at run time alone, as that of a loop's step is."""
-    if not isinstance(number, torch.SymInt):
+    """Whether a number is made of that of the step that a loop records."""
+    loops = active()
+    if not isinstance(number, torch.SymInt) or loops is None or loops.inside is None:
         return False
-    env = number.node.shape_env
-    return any(env.is_unbacked_symint(symbol) for symbol in number.node.expr.free_symbols)
+    return bool(number.node.expr.free_symbols & loops.step.node.expr.free_symbols)
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {

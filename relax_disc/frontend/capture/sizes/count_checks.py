@@ -25,12 +25,27 @@ def conditions_on(node: fx.Node, symbol: sympy.Symbol) -> list[Any]:
     if symbol in env.replacements:
         found.append(sympy.Eq(symbol, env.replacements[symbol], evaluate=False))
     parts = (part for condition in found for part in sympy.And.make_args(condition))
-    return [_without_factor(_of_dims(part, env)) for part in parts]
+    conditions = [_without_factor(_of_dims(part, env)) for part in parts]
+    return [condition for condition in conditions if not _always_holds(condition)]
 
 
 def is_checkable(condition: Any, counted: Set[sympy.Symbol]) -> bool:
     """Whether a condition compares sizes that a call knows: dims, and the symbols ``counted``."""
     return isinstance(condition, _RELATIONS) and free_unbacked_symbols(condition) <= counted
+
+
+_FEW = 4
+
+
+def _always_holds(condition: Any) -> bool:
+    """Whether a condition on one counted size holds at a few, each tried, and at all beyond."""
+    counted = condition.free_symbols
+    if len(counted) != 1 or counted != free_unbacked_symbols(condition):
+        return False
+    beyond = sympy.Symbol("beyond", integer=True, nonnegative=True) + _FEW
+    plain = condition.replace(torch_sympy.Max, sympy.Max).replace(torch_sympy.Min, sympy.Min)
+    sizes = [*map(sympy.Integer, range(_FEW)), beyond]
+    return all(plain.subs(symbol, size) == True for symbol in counted for size in sizes)  # noqa: E712
 
 
 def _of_dims(condition: Any, env: ShapeEnv) -> Any:

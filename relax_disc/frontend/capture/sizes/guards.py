@@ -194,11 +194,14 @@ def check_derived_dims(
         spec = dims.specs.get(dims.names.get(str(symbol), ""))
         if spec is not None and interval.lower == interval.upper and spec.lower != _upper(spec):
             size = int(interval.lower)
-            raise narrower(
+            error = narrower(
                 f"The model contradicts dynamic_shapes{places(fixing)}: it works for "
                 f"{spec.name}={size} alone; declare the dim static.",
                 *(spec.name, size, size),
             )
+            # A size that is made of it may be 1 in the example alone.
+            error.dims, error.fails_at = (spec.name,), {spec.name: 2 * size + 3}
+            raise error
     for noted, condition, _ in _guards(program, dims):
         # As in a trace of operators, PyTorch's own "not equal" is the general way.
         if noted == condition or _is_left_to_calls(condition, varying):

@@ -362,7 +362,9 @@ class OuterState:
                 return lifted
         source, place = self._known.tensors.get(id(tensor), (None, None))
         with _disable_current_modes():
-            lifted = tensor.detach()
+            # One that does not lie in order is moved before the first call, if it is no view of
+            # another: no further name of its memory may stay.
+            lifted = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
         self._inputs[id(lifted)] = OuterTensor(tensor, source, place), lifted
         return lifted
 

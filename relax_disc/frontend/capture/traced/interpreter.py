@@ -25,6 +25,7 @@ from relax_disc.frontend.capture.traced.rewrites import (
     is_whole_complex,
     whole_complex,
 )
+from relax_disc.frontend.capture.traced.writes import writes
 from relax_disc.frontend.random_ops import Randomness
 
 
@@ -83,6 +84,8 @@ class StepInterpreter(fx.Interpreter):
                 f"{str(error).splitlines()[0]}",
                 ((str(n.target), str(line)),),
             ) from error
+        if _is_own(n, result) and any(writes(user) and user.args[0] is n for user in n.users):
+            result = result.clone()  # a view of what no one else knows, of which autograd does
         self._counted.note(n, result)
         if n in self._differentiated and not result.requires_grad:
             result.requires_grad_()
@@ -142,6 +145,13 @@ class StepInterpreter(fx.Interpreter):
     def _enter(self, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
         parts = self._randomness, self._counted, self._custom_calls, self._allows_half
         return StepInterpreter(graph, *parts, self._loops, self._twice).run(*args)
+
+
+def _is_own(node: fx.Node, result: Any) -> bool:
+    """Whether an operator says that it makes a tensor, and its rule made it as a view of one."""
+    schema = getattr(node.target, "_schema", None)
+    says = schema is not None and all(each.alias_info is None for each in schema.returns)
+    return says and isinstance(result, Tensor) and result._is_view()
 
 
 def _laid_out_like(result: Any, recorded: Any) -> Any:
