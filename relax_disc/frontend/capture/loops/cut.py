@@ -28,6 +28,7 @@ from relax_disc.frontend.capture.loops.draws import (
 from relax_disc.frontend.capture.loops.nodes import may_share_memory, values_of
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal, RecordedLoops
 from relax_disc.frontend.capture.loops.regions import inline_regions
+from relax_disc.frontend.capture.loops.tables import carry_rows
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.capture.traced.writes import is_new
 
@@ -158,6 +159,8 @@ class _Cut:
         self._symbol = items[0].meta["val"].node.expr if items else None
         if self._end is not None:
             self._draw_before(items[0])
+            if carry_rows(self._index, self._end, list(self._inside), self._place):
+                self._find_inside()
 
     def _draw_before(self, step: fx.Node) -> None:
         """Let random operators between begin and end read numbers that are drawn before."""
