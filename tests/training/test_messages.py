@@ -388,6 +388,51 @@ def test_transforms_that_pytorch_cannot_trace_are_refused_with_the_line():
         compiled(Net(), (X, Y), loss)
 
 
+TRANSFORMS = {
+    "vjp": lambda m, x: torch.func.vjp(m, x)[1](torch.ones(x.shape[0], 3))[0],
+    "jvp": lambda m, x: torch.func.jvp(m, (x,), (torch.ones_like(x),))[1],
+    "grad": lambda m, x: torch.func.grad(lambda x: m(x).square().sum())(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own call
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_gradients_by_torch_func_are_refused_with_the_line_and_what_to_do(name):
+    said = r"test_messages\.py:\d+: a gradient by torch.func .*torch.autograd.grad"
+    with pytest.raises(UnsupportedOperatorError, match=said):
+        compiled(Net(), (X, Y), lambda model, x, y: TRANSFORMS[name](model, x).square().mean())
+
+
+class Failing(torch.autograd.Function):
+    """Has a gradient that raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("of the user's own")
+
+
+def test_what_a_gradient_of_the_users_raises_is_told_with_its_line():
+    def loss(model, x, y):
+        return Failing.apply(model(x)).sum()
+
+    with pytest.raises(
+        UnsupportedOperatorError, match=r"test_messages\.py:\d+: .*of the user's own"
+    ):
+        compiled(Net(), (X, Y), loss)
+
+
+def test_a_loss_function_may_take_more_that_is_not_given():
+    def loss(model, x, y, *rest):
+        return F.cross_entropy(model(x), y) * (1 + len(rest))
+
+    expected = loss(Net(), X, Y).detach()
+    torch.testing.assert_close(compiled(Net(), (X, Y), loss)(X, Y), expected)
+
+
 def test_gradients_of_each_sample_are_refused_with_a_way_out():
     def loss(model, x, y):
         weights = dict(model.named_parameters())

@@ -7,9 +7,10 @@ of its class is at hand.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -81,6 +82,8 @@ class _Walk:
         elif not isinstance(value, types.ModuleType):
             self.enter(type(value))
             self.enter(_wrapped(value))
+            held = getattr(value, "__dict__", {}).values()
+            self._enter_all([each for each in held if isinstance(each, _CALLED)])
 
     def _enter_all(self, values: Iterable[Any]) -> None:
         for value in values:
@@ -113,12 +116,23 @@ class _Walk:
         for module in modules:  # grows
             if is_foreign(module.__name__):
                 continue
-            for name in names & vars(module).keys():
-                value = vars(module)[name]
+            for _, value in _members(module, names | texts):
                 if not isinstance(value, types.ModuleType):
                     self.enter(value)
                 elif value not in modules:
                     modules.append(value)
+
+
+def _members(module: types.ModuleType, names: set[str]) -> Iterator[tuple[str, Any]]:
+    """List what a module holds by some names; a lazy one is asked, as the code will do."""
+    held = vars(module)
+    is_lazy = "__getattr__" in held or hasattr(type(module), "__getattr__")
+    for name in names:
+        if name in held:
+            yield name, held[name]
+        elif is_lazy and name.isidentifier():
+            with contextlib.suppress(Exception):
+                yield name, getattr(module, name)
 
 
 def _wrapped(value: Any) -> Any:

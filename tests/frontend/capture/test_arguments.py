@@ -34,6 +34,25 @@ def _mined(model: Any, x: Tensor) -> Tensor:
     return (rows[first] * rows[second]).square().sum()
 
 
+_EMPTY = torch.zeros(0, 1)
+
+
+def _lovasz(model: Any, x: Tensor) -> Tensor:
+    """As Lovasz losses with an ignored label: of what is picked, each less the one before."""
+    picked = model(x)[:, 0][x[:, 0] > 0]
+    grown = (1 - picked.detach().cumsum(0)).abs()
+    grown[1 : len(grown)] = grown[1 : len(grown)] - grown[:-1]
+    return (picked * grown).sum()
+
+
+def _filled(model: Any, x: Tensor) -> Tensor:
+    """As DETR's maps of masks: what einsum gives is written in place."""
+    rows = model(x).view(len(x), 1, 3, 1)
+    scores = torch.einsum("bqnc,bnch->bqnh", rows[..., None, :].flatten(2, 3), rows.transpose(1, 2))
+    scores.masked_fill_((x > 0.5)[:, None, :, None], -1.0)
+    return scores.flatten(1).softmax(-1).square().sum()
+
+
 def _stripes(x: Tensor, step: int) -> Tensor:
     made = torch.full((len(x), len(x)), 1 / len(x))
     made.view(-1)[::step] = 0.1
@@ -75,6 +94,13 @@ LOSSES: dict[str, _Loss] = {
         m(x)[_pairs(x)[0]].masked_fill(torch.tensor([True, False, False]), -torch.inf), 1
     ).sum(),
     "mined": _mined,
+    "differences of what was picked": _lovasz,
+    "a product that is written in place": _filled,
+    "rows that are not there": lambda m, x: (
+        torch.cat((_EMPTY.expand(-1, 3), m(x))).square().sum()
+        + m(_EMPTY[None].expand(len(x), -1, 3)).sum()
+        + m(x).square().sum()
+    ),
     "the greatest of picked rows and others": lambda m, x: (
         torch.cat([m(x)[_pairs(x)[0]], m(x)]).amax(0).square().sum()
     ),
@@ -100,3 +126,28 @@ def test_the_call_is_as_in_eager_pytorch(what: str) -> None:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
         for ours, theirs in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(ours.grad, theirs, rtol=1e-4, atol=1e-6)
+
+
+class _Strided(nn.Module):
+    """Of 4 x 4 pixels the second layer makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.first(x)
+        keys = self.second(queries)
+        scores = queries.flatten(2).transpose(1, 2) @ keys.flatten(2)
+        return scores.softmax(-1).square().mean() + keys.square().mean()
+
+
+def test_a_size_that_is_1_in_the_example_alone_stays_a_size() -> None:
+    torch.manual_seed(0)
+    model = _Strided()
+    height, width = (2 * Dim(name, min=1, max=8) for name in ("h", "w"))
+    dims = ({2: height, 3: width},)
+    step = relax_disc.compile(model, None, (torch.randn(2, 3, 4, 4),), dynamic_shapes=dims)
+    for size in ((4, 4), (2, 8), (8, 4), (2, 2), (16, 12)):
+        x = torch.randn(2, 3, *size)
+        torch.testing.assert_close(step(x, update=False), model(x).detach())

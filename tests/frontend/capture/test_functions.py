@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import types
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +60,39 @@ def test_functions_in_lists_and_dicts() -> None:
     model = nn.Identity()
     model.functions = (helpers.half_of,)
     assert names_of(model) == other
+
+
+class Lazy(types.ModuleType):
+    """A module that imports what it holds when it is asked, as speechbrain's do."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(importlib.import_module("tests.frontend.capture.helpers"), name)
+
+
+LAZY: Any = Lazy("lazy")
+
+
+class ByOtherWays(nn.Module):
+    """Calls them through a lazy module, by a text, and by an attribute of an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.held = types.SimpleNamespace(function=helpers.weighed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = LAZY.weighed(self.layer(x).reshape(-1, 4)) + helpers.weighed(x.flatten(0, 1))
+        return x + self.held.function(x)
+
+
+def test_functions_of_lazy_modules_by_texts_and_in_objects() -> None:
+    torch.manual_seed(0)
+    shapes = [(1, 1), (4, 20), (3, 12), (2, 7)]
+    assert_trains_as_eager(ByOtherWays(), 4, shapes, min=1, max=20)
+    other = {helpers.__name__}
+    assert names_of(types.SimpleNamespace(function=helpers.half_of)) == other
+    assert other < names_of(lambda x: LAZY.half_of(x))
+    assert other < names_of(lambda x: LAZY.nothing(helpers.half_of(x)))
 
 
 def test_an_object_that_leads_to_itself() -> None:

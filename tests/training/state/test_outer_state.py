@@ -515,3 +515,33 @@ def test_a_tensor_in_a_dict_may_be_replaced():
     torch.testing.assert_close(step(X), model(X).detach())
     model.state["scale"] = torch.tensor([5.0])
     torch.testing.assert_close(step(X), model(X).detach())
+
+
+class Remembers(nn.Module):
+    """A prior whose factor lies by columns, and averages that are updated by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.prior = torch.distributions.MultivariateNormal(torch.zeros(4), torch.eye(4) * 2)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        assert self.mean.grad is None  # as vector quantization asks of its codes
+        rows = self.layer(x)
+        if self.training:
+            self.mean.data.lerp_(rows.detach().mean(0), 0.25)
+        return (
+            -self.prior.log_prob(rows).mean() + (rows - self.mean.detach().clone()).square().mean()
+        )
+
+
+def test_a_prior_by_columns_and_an_average_without_a_gradient():
+    torch.manual_seed(0)
+    model = Remembers()
+    eager = copy.deepcopy(model)
+    step = compiled(model, X)
+    for _ in range(3):
+        loss = step(X, update=False)
+        torch.testing.assert_close(loss, eager(X).detach())
+        torch.testing.assert_close(model.mean, eager.mean)

@@ -75,6 +75,7 @@ class ExportMode(TorchFunctionMode):
     ) -> Any:
         """Replace a call, or make it."""
         kwargs = kwargs or {}
+        inner_gradients.refuse_transforms()
         if kwargs.get("generator") is not None:
             why = (
                 "a torch.Generator cannot be drawn from; leave it out, step.rng_state is the state"

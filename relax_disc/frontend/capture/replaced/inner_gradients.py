@@ -48,6 +48,25 @@ def _(
     return [torch.empty_like(tensor) for tensor in inputs]
 
 
+def refuse_transforms() -> None:
+    """Refuse gradients by ``torch.func``, whose tensors torch.export cannot follow.
+
+    Raises `UnsupportedOperatorError`: such a transform runs.
+    """
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and transform.key() in _TRANSFORMS:
+        raise refusal(
+            "a gradient by torch.func (grad, vjp, jvp, jacrev, jacfwd, hessian)",
+            "it is not compiled; take the gradient of a sum by torch.autograd.grad, with "
+            "create_graph=True and torch.func.functional_call where the loss is made of it, or "
+            "compute it beside the step, on the model itself",
+        )
+
+
+_KINDS = torch._C._functorch.TransformType
+_TRANSFORMS = (_KINDS.Grad, _KINDS.Jvp)
+
+
 def record(
     outputs: Tensor | Sequence[Tensor],
     inputs: Tensor | Sequence[Tensor],

@@ -10,7 +10,7 @@ from collections.abc import Set
 from typing import Any
 
 import sympy
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._sympy import functions as torch_sympy
@@ -20,7 +20,8 @@ _RELATIONS = (sympy.Eq, sympy.Ne, sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)
 
 def conditions_on(node: fx.Node, symbol: sympy.Symbol) -> list[Any]:
     """Return what the trace relies on of a size that a node counts."""
-    env = pytree.tree_leaves(node.meta["val"])[0].fake_mode.shape_env
+    leaf = pytree.tree_leaves(node.meta["val"])[0]
+    env = leaf.fake_mode.shape_env if isinstance(leaf, Tensor) else leaf.node.shape_env
     found = [each.expr for each in env.deferred_runtime_asserts.get(symbol, ())]
     if symbol in env.replacements:
         found.append(sympy.Eq(symbol, env.replacements[symbol], evaluate=False))

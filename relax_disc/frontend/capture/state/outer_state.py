@@ -76,6 +76,7 @@ _HIDDEN = _INTERNAL | {"_flat_weights", "_flat_weight_refs"}  # of PyTorch's rec
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _SET_DATA = Tensor.data.__set__  # pyright: ignore
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # pyright: ignore
+_GRAD = Tensor.grad.__get__  # pyright: ignore
 _LOOKS = {
     Tensor.item: ".item()",
     Tensor.tolist: ".tolist()",
@@ -289,6 +290,8 @@ class OuterState:
         if func == _REQUIRES_GRAD and type(args[0]) in _TENSORS and id(args[0]) not in self._own:
             self._flags[id(args[0])] = args[0]
             return func(*args)
+        if func == _GRAD and not isinstance(args[0], nn.Parameter):
+            return None  # as of all that eager PyTorch makes no gradient of
         if func in _OF_EAGER and (line := users_line()) is not None:
             name, why = _OF_EAGER[func]
             raise UnsupportedOperatorError(f"{line}: {name} {why}.", ((name, str(line)),))

@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
 from relax_disc.frontend.capture.arguments import Argument, is_foreign_parameter, list_arguments
 from relax_disc.frontend.capture.exported.export import Exported
+from relax_disc.frontend.capture.exported.torch_errors import traceback_text
 from relax_disc.frontend.capture.loops.programs import Loops
 from relax_disc.frontend.capture.replaced import inner_gradients
 from relax_disc.frontend.capture.sizes.branches import overlaps_by_stride
@@ -49,7 +50,7 @@ from relax_disc.frontend.capture.sizes.counted import (
     general_ways,
 )
 from relax_disc.frontend.capture.sizes.guards import GuardWatch
-from relax_disc.frontend.capture.source_lines import source_line
+from relax_disc.frontend.capture.source_lines import parse_stack, source_line
 from relax_disc.frontend.capture.state.outer_state import OuterState
 from relax_disc.frontend.capture.traced.decompositions import (
     check_where_computed,
@@ -428,7 +429,13 @@ def _gradients(
         if found is None:
             name = _running(error)
             if name is None:
-                raise
+                line = parse_stack(traceback_text(error))  # of a backward of the user's, if any
+                said = str(error).partition(". ")[0].partition("\n")[0]
+                raise UnsupportedOperatorError(
+                    f"{line}: PyTorch cannot trace the gradient of the model: {said}. Where that "
+                    "is of a tensor that is written in place, write a clone() of it.",
+                    (("the gradient", str(line)),),
+                ) from error
             raise UnsupportedOperatorError(
                 f"The gradient of the model needs {name}, which PyTorch cannot trace with symbolic "
                 f"sizes ({str(error).splitlines()[0]}); write what it belongs to in another way.",
