@@ -109,3 +109,25 @@ class _Masked(nn.Module):
 def test_parts_of_one_length_are_as_wide_as_they_say() -> None:
     torch.manual_seed(0)
     assert_trains_as_eager(_Masked(), lambda ps: torch.optim.SGD(ps, lr=0.05), _SIZES)
+
+
+class _ReadsNothing(nn.Module):
+    """Makes lists that no one reads, as losses that choose between ways do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        _ = [row.sum() for row in hidden]
+        last = None
+        for row in hidden.unbind(1):
+            last = row.square().sum()
+        del last
+        return self.out(hidden)
+
+
+def test_a_list_that_no_one_reads_is_not_made() -> None:
+    torch.manual_seed(0)
+    assert_trains_as_eager(_ReadsNothing(), lambda ps: torch.optim.SGD(ps, lr=0.05), _SIZES)

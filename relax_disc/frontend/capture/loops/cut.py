@@ -192,7 +192,7 @@ class _Cut:
     def replace(self, bodies: list[LoopBody]) -> fx.Node | None:
         """Put the operator in the place of the step, and enter the step.
 
-        Returned: the operator; None where the step was recorded once more.
+        Returned: the operator; None where the step was recorded once more, or nothing is read.
         """
         made = None
         if self._end is not None:
@@ -268,7 +268,8 @@ class _Cut:
 
     # -- the step as a graph --------------------------------------------------------------------
 
-    def _make(self, bodies: list[LoopBody]) -> fx.Node:
+    def _make(self, bodies: list[LoopBody]) -> fx.Node | None:
+        """Make the operator; None: nothing of what it makes is read."""
         olds, news, fresh, stacked = self._end.args[1:5]
         used = {n.args[1] for n in self._end.users if n.users}
         first = len(news)
@@ -279,6 +280,10 @@ class _Cut:
             for k, old in enumerate(olds)
             if k in used or any(n in self._inside for n in old.users)
         ]
+        if not (kept or lasts or rows or self._written):  # as of a list that no one reads
+            for getter in list(self._end.users):
+                self._outer.erase_node(getter)
+            return None
         values = [copy.args[1] for _, copy in self._written.values()]
         outputs = [*(news[k] for k in kept), *(fresh[k] for k in lasts)]
         outputs += [*(stacked[k] for k in rows), *values]
