@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from relax_disc.errors import RelaxDiscWarning
-from tests.training.trained_loops import LONGEST, assert_trains_as_eager
+from relax_disc.errors import RelaxDiscWarning, ShapeRangeError
+from tests.training.trained_loops import LONGEST, assert_trains_as_eager, compiled
 
 _SIZES = ((3, 7), (1, 1), (8, LONGEST), (2, 5))
 
@@ -131,3 +131,42 @@ class _ReadsNothing(nn.Module):
 def test_a_list_that_no_one_reads_is_not_made() -> None:
     torch.manual_seed(0)
     assert_trains_as_eager(_ReadsNothing(), lambda ps: torch.optim.SGD(ps, lr=0.05), _SIZES)
+
+
+class _LastOfEach(nn.Module):
+    """Keeps the state at each sequence's own last position, by a mask on both sides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x[:, :, 0] > 0).sum(1).clamp_min(1)
+        h = x.new_zeros(x.shape[0], 8)
+        last = torch.full_like(h, 0.5)
+        same = {"tensor": last}
+        outs = []
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h)
+            last[lengths - 1 == t] = h[lengths - 1 == t]
+            outs.append(self.out(h))
+        return torch.stack(outs, 1) + self.out(last + same["tensor"])[:, None]
+
+
+class _LastBySeveralNames(_LastOfEach):
+    def forward(self, x: Tensor) -> Tensor:
+        h = last = x.new_zeros(x.shape[0], 8)
+        for t in range(x.shape[1]):
+            new = self.cell(x[:, t], h)
+            last[x[:, t, 0] > 0] = new[x[:, t, 0] > 0]
+        return self.out(h)[:, None].expand(-1, x.shape[1], -1)
+
+
+def test_rows_that_a_mask_writes_into_others() -> None:
+    torch.manual_seed(0)
+    assert_trains_as_eager(_LastOfEach(), lambda ps: torch.optim.SGD(ps, lr=0.05), _SIZES)
+
+
+def test_rows_that_a_mask_writes_into_what_has_another_name() -> None:
+    with pytest.raises(ShapeRangeError, match=r"writes into last, (h|last) by a mask|last, h"):
+        compiled(_LastBySeveralNames(), lambda ps: torch.optim.SGD(ps, lr=0.05))

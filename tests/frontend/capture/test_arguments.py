@@ -53,6 +53,13 @@ def _filled(model: Any, x: Tensor) -> Tensor:
     return scores.flatten(1).softmax(-1).square().sum()
 
 
+def _overwritten(model: Any, x: Tensor) -> Tensor:
+    made = torch.zeros(len(x), 3)
+    made[:] = model(x)
+    made[...] = made * 2
+    return made.clone().square().sum() + made.copy_(model(x)[:, :1]).sum()
+
+
 def _stripes(x: Tensor, step: int) -> Tensor:
     made = torch.full((len(x), len(x)), 1 / len(x))
     made.view(-1)[::step] = 0.1
@@ -95,6 +102,8 @@ LOSSES: dict[str, _Loss] = {
     ).sum(),
     "mined": _mined,
     "differences of what was picked": _lovasz,
+    "a whole tensor is written": lambda m, x: torch.zeros_like(x).copy_(m(x)).square().sum(),
+    "a whole tensor is written by an index": _overwritten,
     "a product that is written in place": _filled,
     "rows that are not there": lambda m, x: (
         torch.cat((_EMPTY.expand(-1, 3), m(x))).square().sum()

@@ -545,3 +545,29 @@ def test_a_prior_by_columns_and_an_average_without_a_gradient():
         loss = step(X, update=False)
         torch.testing.assert_close(loss, eager(X).detach())
         torch.testing.assert_close(model.mean, eager.mean)
+
+
+class ShowsItsWeights(nn.Module):
+    """Keeps what it computed last, to be looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.weights = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        rows = self.layer(x)
+        self.weights = (rows @ rows.t()).softmax(-1)
+        return (self.weights @ x).square().mean()
+
+
+def test_what_a_run_before_has_left_fixes_no_size():
+    torch.manual_seed(0)
+    model = ShowsItsWeights()
+    model(X)
+    left = model.weights
+    with pytest.warns(relax_disc.errors.RelaxDiscWarning, match="model.weights is changed"):
+        step = compiled(model, X)
+    assert model.weights is left
+    for rows in (X, X[:1], torch.randn(9, X.shape[1])):
+        expected = model(rows)
+        torch.testing.assert_close(step(rows), expected.detach())

@@ -10,10 +10,12 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from relax_disc.frontend.capture.loops.recorded import active
 from relax_disc.frontend.capture.loops.rows import dynamic_range, same_length, sequence_of
-from relax_disc.frontend.capture.loops.sequences import DynamicList, Tuples
+from relax_disc.frontend.capture.loops.sequences import DynamicList, Tuples, text_of
 from relax_disc.frontend.capture.loops.steps import steps
 
 _MADE = "the list that it makes"  # no variable has this name
@@ -97,9 +99,25 @@ def read(x: Any, index: Any) -> Any:
     return x[placed(x, index)]
 
 
+def masked(x: Any, y: Any, mask: Any) -> Any:
+    """Write ``x[mask] = y[mask]``, and return what ``x`` is then."""
+    loops = active()
+    if loops is None or loops.inside is None or not _are_masked(x, y, mask):
+        x[mask] = y[mask]
+        return x
+    wide = mask.reshape(*mask.shape, *(1 for _ in range(x.dim() - mask.dim())))
+    return torch.where(wide, y.to(x.dtype), x)
+
+
+def _are_masked(x: Any, y: Any, mask: Any) -> bool:
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
+    are_alike = is_mask and isinstance(x, Tensor) and isinstance(y, Tensor)
+    return are_alike and [*map(text_of, x.shape)] == [*map(text_of, y.shape)]
+
+
 def mapped(values: Any, function: Callable[[Any], Any], line: int) -> Any:
     """``[function(value) for value in values]``, in a line of the calling file."""
-    loop = steps(values, "", (), (), (_MADE,), (), (), (), (), line)
+    loop = steps(values, "", (), {"stored": (_MADE,)}, line)
     made: Any = []
     around = _captured(function)
     for value in loop:

@@ -413,6 +413,9 @@ class _Cut:
         args, kwargs = pytree.tree_map_only(fx.Node, translate, (node.args, dict(node.kwargs)))
         if any(_has(x, self._symbol) for x in pytree.tree_leaves((args, kwargs))):
             raise self._refuse("it computes with the number of its step", node)
+        if node.meta.get("unbacked_bindings"):
+            why = "it picks by data, in each step as many as there are; choose with torch.where"
+            raise self._refuse(why, node)
         made = self._graph.call_function(node.target, args, kwargs)  # pyright: ignore
         made.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace")}
         self._copies[node] = made

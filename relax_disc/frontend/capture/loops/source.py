@@ -41,6 +41,7 @@ from relax_disc.frontend.capture.loops.calls import (
     ITERATORS,
     displayed,
     mapped,
+    masked,
     placed,
     read,
     transposed,
@@ -50,14 +51,15 @@ from relax_disc.frontend.capture.loops.recorded import are_all_prepared, note_un
 from relax_disc.frontend.capture.loops.steps import steps
 
 _PREFIX = "__relax_disc_"
-_STEPS, _MAPPED, _DISPLAYED, _TRANSPOSED, _PLACED, _READ, _SLICE = (
+_STEPS, _MAPPED, _MASKED, _DISPLAYED, _TRANSPOSED, _PLACED, _READ, _SLICE = (
     f"{_PREFIX}{name}__"
-    for name in ("steps", "mapped", "displayed", "transposed", "placed", "read", "slice")
+    for name in ("steps", "mapped", "masked", "displayed", "transposed", "placed", "read", "slice")
 )
 _HELPERS: dict[str, Any] = {
     **{f"{_PREFIX}{name}__": function for name, function in {**CALLS, **ITERATORS}.items()},
     _STEPS: steps,
     _MAPPED: mapped,
+    _MASKED: masked,
     _DISPLAYED: displayed,
     _TRANSPOSED: transposed,
     _PLACED: placed,
@@ -359,6 +361,7 @@ class _Prepare(ast.NodeTransformer):
 
     def visit_For(self, node: ast.For) -> Any:
         """Prepare a loop."""
+        masked = _MaskWrites(node).names
         found = _Body(node, self._outer_names)
         self.generic_visit(node)
         self._iterated(node.iter)
@@ -371,16 +374,20 @@ class _Prepare(ast.NodeTransformer):
         targets = {n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)}
         bound = [n for n in found.bound if n not in targets]
         stored = [n for n in found.stored if n not in bound and n not in targets]
+        names = {
+            "bound": bound,
+            "stored": stored,
+            "continued": [n for n in found.continued if n in stored],
+            "prepended": [n for n in found.prepended if n in stored],
+            "rebound": [n for n in found.rebound if n in bound],
+            "masked": [n for n in masked if n in bound],
+            "attributed": [*found.attributed],
+        }
         arguments: list[ast.expr] = [
             node.iter,
             ast.Constant(found.why_not),
             _target(node.target),
-            _text(bound),
-            _text(stored),
-            _text([n for n in found.continued if n in stored]),
-            _text([n for n in found.prepended if n in stored]),
-            _text([n for n in found.rebound if n in bound]),
-            _text([*found.attributed]),
+            ast.Dict([ast.Constant(role) for role in names], [*map(_text, names.values())]),
             ast.Constant(node.lineno + self._shift),
         ]
         make = ast.Assign(
@@ -388,13 +395,48 @@ class _Prepare(ast.NodeTransformer):
         )
         node.iter = ast.Name(name, ast.Load())
         if not found.why_not:
-            names = [*bound, *stored]
+            own = [*bound, *stored]
             node.body = [
-                *_exchange(name, "enter", names),
+                *_exchange(name, "enter", own),
                 *node.body,
-                *_exchange(name, "leave", [*names, ast.unparse(node.target)]),
+                *_exchange(name, "leave", [*own, ast.unparse(node.target)]),
             ]
         return [ast.copy_location(make, node), node]
+
+
+class _MaskWrites(ast.NodeTransformer):
+    """Writes ``h[mask] = new[mask]`` in a loop's body as ``h = masked(h, new, mask)``."""
+
+    def __init__(self, loop: ast.For) -> None:
+        self.names: dict[str, None] = {}
+        nodes = [part for statement in loop.body for part in ast.walk(statement)]
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        self._bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        loop.body = [self.visit(statement) for statement in loop.body]
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        """Write one."""
+        target, value = node.targets[0], node.value
+        if len(node.targets) > 1 or not isinstance(target, ast.Subscript):
+            return node
+        name = _named(target.value)
+        is_same = isinstance(value, ast.Subscript) and _is_mask(target.slice, value.slice)
+        if not is_same or not name or name in self._bound:
+            return node
+        self.names[name] = None
+        arguments = [ast.Name(name, ast.Load()), value.value, value.slice]
+        made = ast.Call(ast.Name(_MASKED, ast.Load()), arguments, [])
+        return ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], made), node)
+
+    def visit_For(self, node: ast.For) -> ast.stmt:
+        """Leave a loop inside to itself."""
+        return node
+
+
+def _is_mask(one: ast.expr, other: ast.expr) -> bool:
+    """Whether two indices are written alike, and may be a mask."""
+    plain = ast.Name | ast.Compare | ast.UnaryOp | ast.BinOp | ast.Call | ast.Attribute
+    return isinstance(one, plain) and ast.dump(one) == ast.dump(other)
 
 
 def _text(names: list[str]) -> ast.expr:

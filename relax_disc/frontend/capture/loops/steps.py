@@ -66,25 +66,24 @@ _Target = str | tuple["_Target", ...]
 """The variables that a loop sets, as they are written: names, in tuples."""
 
 
-def steps(
-    values: Any,
-    why_not: str,
-    target: _Target,
-    bound: tuple[str, ...],
-    stored: tuple[str, ...],
-    continued: tuple[str, ...],
-    prepended: tuple[str, ...],
-    rebound: tuple[str, ...],
-    attributed: tuple[str, ...],
-    line: int,
-) -> Any:
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the body of a loop does with names of its function."""
+
+    bound: tuple[str, ...] = ()  # that it binds
+    stored: tuple[str, ...] = ()  # that it only stores into
+    continued: tuple[str, ...] = ()  # of those, lists whose last element it reads
+    prepended: tuple[str, ...] = ()  # of those, lists that grow in front
+    rebound: tuple[str, ...] = ()  # that it binds before it reads them
+    masked: tuple[str, ...] = ()  # of tensors that it binds to themselves, written by masks
+    attributed: tuple[str, ...] = ()  # of objects that it sets attributes of
+
+
+def steps(values: Any, why_not: str, target: _Target, names: dict[str, Any], line: int) -> Any:
     """Make what a prepared ``for`` runs over.
 
     ``why_not``: why it cannot be one step; empty if it can. ``target``: its variables.
-    ``bound``, ``stored``: the local names that its body binds, and those that it only stores into.
-    ``continued``: of those the lists whose last element it reads. ``prepended``: those that grow
-    in front. ``rebound``: names that it binds before it reads them. ``attributed``: names of
-    objects that it sets attributes of. ``line``: of the loop.
+    ``names``: fields of `Names`. ``line``: of the loop.
     """
     loops, made = active(), sequence_of(values)
     if loops is None or made is None:
@@ -101,8 +100,7 @@ def steps(
     if why_not:
         loops.reasons.append(f"the loop at {where} cannot be run as one step: {why_not}")
         return _Plain(values)
-    names = bound, stored, continued, prepended, rebound, attributed
-    return _Loop(target, values, names, where, loops)
+    return _Loop(target, values, Names(**names), where, loops)
 
 
 class _Unbound:
@@ -124,7 +122,7 @@ class _Loop:
         self,
         target: _Target,
         values: DynamicList,
-        names: tuple[tuple[str, ...], ...],
+        names: Names,
         where: SourceLine,
         loops: RecordedLoops,
     ) -> None:
@@ -135,8 +133,7 @@ class _Loop:
         self._first = [values.at(0)] if apart == "first" else []
         self._rest = [values.at(values.length() - 1)] if apart == "last" else []
         self._values = values[len(self._first) : -1 if self._rest else None]
-        self._bound, self._stored, self._continued, self._prepended, self._rebound = names[:5]
-        self._attributed = names[5]
+        self._names = names
         self._target = target
         self._element: Any = None
         self._state: dict[tuple[str, int], Any] = {}
@@ -181,9 +178,11 @@ class _Loop:
     def enter(self, found: dict[str, Any]) -> tuple[Any, ...]:
         """Put stand-ins into the names that the body binds or stores into."""
         if self._before is None:
-            names = (*self._bound, *self._stored)
+            names = (*self._names.bound, *self._names.stored)
             self._before = {name: found.get(name, UNBOUND) for name in names}
-            for name in self._attributed:
+            for name in self._names.masked:
+                self._check_masked(name, found)
+            for name in self._names.attributed:
                 if not hasattr(found.get(name), "__dict__") or isinstance(found[name], _PLAIN):
                     raise self.refuse(f"it sets an attribute of {name}, which keeps none")
             for holder in self._holders(found):
@@ -195,8 +194,16 @@ class _Loop:
         # Containers are copied, so that what is appended or stored can be told.
         return tuple(
             v.copy() if isinstance(v, DynamicList) else pytree.tree_map(lambda x: x, v)
-            for v in (self._entered[name] for name in (*self._bound, *self._stored))
+            for v in (self._entered[name] for name in (*self._names.bound, *self._names.stored))
         )
+
+    def _check_masked(self, name: str, found: dict[str, Any]) -> None:
+        """Check that the steps read no other name of what they write by masks."""
+        tensors = {k: v for k, v in found.items() if isinstance(v, Tensor)}
+        memory = {k: v.untyped_storage()._cdata for k, v in tensors.items()}
+        others = [k for k, v in memory.items() if k != name and v == memory.get(name)]
+        if others or name not in memory:
+            raise self.refuse(f"it writes into {name}, {' and '.join(others)} by a mask")
 
     def _is_carried(self, holder: Any, name: str) -> bool:
         return (id(holder), name) in self._loops.carried
@@ -238,7 +245,7 @@ class _Loop:
 
     def _holders(self, found: dict[str, Any]) -> list[Any]:
         """List the objects whose attributes a step may set: modules, and what variables hold."""
-        own = {*self._bound, *self._stored, *pytree.tree_leaves(self._target)}
+        own = {*self._names.bound, *self._names.stored, *pytree.tree_leaves(self._target)}
         seen = {k: v for k, v in found.items() if not k.startswith("__relax_disc")}
         others = [v for k, v in seen.items() if k not in own or not isinstance(v, DynamicList)]
         held = [x for x in others if not isinstance(x, _PLAIN) and hasattr(x, "__dict__")]
@@ -246,7 +253,7 @@ class _Loop:
 
     def _kept(self, found: dict[str, Any]) -> dict[tuple[str, int], Any]:
         """What the body may read and must not change: other names, members of objects."""
-        own = {*self._bound, *self._stored, *pytree.tree_leaves(self._target)}
+        own = {*self._names.bound, *self._names.stored, *pytree.tree_leaves(self._target)}
         seen = {k: v for k, v in found.items() if not k.startswith("__relax_disc")}
         state = {(name, 0): value for name, value in seen.items() if name not in own}
         for holder in self._holders(found):
@@ -258,12 +265,12 @@ class _Loop:
         return {name: _copied(value) for name, value in state.items()}
 
     def _enter(self, name: str, value: Any) -> Any:
-        if name in self._stored and isinstance(value, Tensor):
+        if name in self._names.stored and isinstance(value, Tensor):
             return value
-        if name in self._stored and value is UNBOUND:
+        if name in self._names.stored and value is UNBOUND:
             raise self.refuse(f"it stores into {name}, which is no local name")
         if isinstance(value, DynamicList):
-            if name not in self._continued:
+            if name not in self._names.continued:
                 return value
             entered = value[:-1]
             entered.append(pytree.tree_map(self._stand_in, value[-1]))
@@ -272,7 +279,9 @@ class _Loop:
         for place, leaf in enumerate(leaves):
             leaf = self._better.get((name, place), leaf)
             if isinstance(leaf, Tensor):
-                leaves[place] = self._stand_in(leaf)
+                # What is written into afterwards is not what the gradient reads.
+                first = leaf.clone() if name in self._names.masked else leaf
+                leaves[place] = self._stand_in(first)
         return pytree.tree_unflatten(leaves, structure)
 
     def _stand_in(self, first: Tensor) -> Tensor:
@@ -289,7 +298,7 @@ class _Loop:
         self._loops.watching.close()
         self._find_attributes(found)
         ends = _Ends()
-        names = (*self._bound, *self._stored)
+        names = (*self._names.bound, *self._names.stored)
         fill = [self._leave(name, found[name], ends) for name in names]
         attributes = self._leave_attributes(ends)
         if self._again:
@@ -307,7 +316,10 @@ class _Loop:
             torch.ops.aten._assert_async.msg(made.all(), message)  # of all steps
         for attribute, value in attributes:
             attribute.set(value())
-        return (*(each() for each in fill), last())
+        made = {name: each() for name, each in zip(names, fill, strict=True)}
+        for name in self._names.masked:  # its other names see what was written
+            made[name] = self._before[name].copy_(made[name])
+        return (*made.values(), last())
 
     def _find_attributes(self, found: dict[str, Any]) -> None:
         """Find out which attributes a step has set; with new ones it is recorded again."""
@@ -342,7 +354,7 @@ class _Loop:
         """Note a name's new value; returned: what gives its value after the last step."""
         assert self._before is not None
         before, entered = self._before[name], self._entered[name]
-        if name in self._stored and isinstance(new, Tensor):
+        if name in self._names.stored and isinstance(new, Tensor):
             return lambda: new
         if before is UNBOUND:
             return self._fresh(new, ends)
@@ -351,7 +363,7 @@ class _Loop:
             new, appended = self._without_appended(name, new, entered)
         if isinstance(new, DynamicList):
             return self._append(name, before, entered, appended, ends)
-        if name in self._rebound and not are_alike(before, new):
+        if name in self._names.rebound and not are_alike(before, new):
             return self._fresh(new, ends)
         news, structure = pytree.tree_flatten(new)
         olds = pytree.tree_leaves(entered)
@@ -369,7 +381,7 @@ class _Loop:
 
         def whole() -> Any:
             kept = pytree.tree_unflatten([leaf() for leaf in leaves], structure)
-            made = grown() + kept if name in self._prepended else kept + grown()
+            made = grown() + kept if name in self._names.prepended else kept + grown()
             before[:] = DynamicList.mark()  # another name of it would miss what the steps appended
             return made
 
@@ -377,7 +389,7 @@ class _Loop:
 
     def _without_appended(self, name: str, new: list, entered: list) -> tuple[Any, Any]:
         """Split a list into what it was when the step began, and what the step appended to it."""
-        in_front = name in self._prepended
+        in_front = name in self._names.prepended
         if isinstance(new, DynamicList):
             then = DynamicList.of(entered).runs
             kept, grown = _split(new.runs, len(then), in_front)
@@ -392,7 +404,7 @@ class _Loop:
             return before, None
         leaves = pytree.tree_leaves(more[0])
         are_tensors = bool(leaves) and all(isinstance(leaf, Tensor) for leaf in leaves)
-        if len(more) > 1 or not are_tensors or name not in self._stored:
+        if len(more) > 1 or not are_tensors or name not in self._names.stored:
             raise self.refuse(
                 f"{name} grows by {len(more)} of type {type(more[-1]).__name__}; let each step "
                 "append one tensor, or a tuple of them, that is as large in every step, and "
@@ -407,7 +419,7 @@ class _Loop:
         if appended is None:
             return lambda: before
         leaves, structure = pytree.tree_flatten(appended)
-        if name in self._continued and entered:  # else it reads what the step itself appended
+        if name in self._names.continued and entered:  # else it reads what the step itself appended
             self._continue(name, entered[-1], appended, ends)
         first = len(ends.stacked)
         ends.stacked += leaves
@@ -417,7 +429,7 @@ class _Loop:
             rows = tuple(map(Rows, ends.made[start : start + len(leaves)]))
             at = rows[0] if isinstance(appended, Tensor) else Tuples(rows, structure)
             made = DynamicList([(self._count, at)])
-            if name in self._prepended:
+            if name in self._names.prepended:
                 return reversed(made) + DynamicList.of(before)
             return DynamicList.of(before) + made
 

@@ -125,6 +125,9 @@ def _functional(graph: fx.Graph, node: Any) -> list[fx.Node] | None:
         and all(x.dtype == value.dtype for x in others if isinstance(x, Tensor))
         and (value.is_floating_point() or not any(isinstance(x, float) for x in node.args))
     )
+    if target is _ATEN.copy_.default:  # PyTorch has no gradient of ``copy``
+        source = node.args[1].meta.get("val")
+        return [_copied(graph, node)] if is_plain and _has_one_shape(source, value) else None
     packet = getattr(_ATEN, base[:-1], None) if is_plain else None
     functional = getattr(packet, target._overloadname, None)
     if functional is None or functional._schema.is_mutable:
@@ -138,6 +141,18 @@ def _functional(graph: fx.Graph, node: Any) -> list[fx.Node] | None:
         new = graph.call_function(functional, node.args, node.kwargs)
     new.meta = dict(node.meta)
     return [new]
+
+
+def _copied(graph: fx.Graph, node: Any) -> fx.Node:
+    with graph.inserting_before(node):
+        new = graph.call_function(_ATEN.clone.default, (node.args[1],))
+    new.meta = dict(node.meta)
+    return new
+
+
+def _has_one_shape(one: Any, other: Any) -> bool:
+    """Whether two tensors are written as of one shape: to ask PyTorch would be a guard."""
+    return isinstance(one, Tensor) and str(list(one.shape)) == str(list(other.shape))
 
 
 def is_new(node: fx.Node) -> bool:
