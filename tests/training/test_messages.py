@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -401,6 +402,20 @@ def test_gradients_by_torch_func_are_refused_with_the_line_and_what_to_do(name):
     said = r"test_messages\.py:\d+: a gradient by torch.func .*torch.autograd.grad"
     with pytest.raises(UnsupportedOperatorError, match=said):
         compiled(Net(), (X, Y), lambda model, x, y: TRANSFORMS[name](model, x).square().mean())
+
+
+def test_values_read_by_numpy_are_refused_with_the_line():
+    def loss(model, x, y):
+        return model(x).mean() * float(np.asarray(x.detach()).sum())
+
+    with pytest.raises(UnsupportedOperatorError, match=r"test_messages\.py:\d+: .*with NumPy"):
+        compiled(Net(), (X, Y), loss)
+
+
+def test_an_example_outside_the_range_of_a_multiple_is_told_so():
+    shapes = ({0: 2 * Dim("half", min=4, max=6)},)
+    with pytest.raises(ShapeRangeError, match="axis of 4 positions, outside .* 8 to 12"):
+        compiled(Net(), (X,), lambda model, x: model(x).mean(), shapes)
 
 
 class Failing(torch.autograd.Function):

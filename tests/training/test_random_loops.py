@@ -353,8 +353,9 @@ def test_a_parameter_of_one_side_alone_is_refused_unless_it_is_frozen() -> None:
         lambda m, x: m(x)[: 1 if random.random() < 0.5 else 2],
         lambda m, x: m(x) * int(random.random() * 3),
         lambda m, x: m(x) * random.randint(0, 3),
+        lambda m, x: m(x) * random.Random(torch.randint(9, ()).item()).randrange(3),
     ],
-    ids=["layer", "number", "size", "int", "randint"],
+    ids=["layer", "number", "size", "int", "randint", "seed"],
 )
 def test_other_choices_by_chance_are_refused(choose: Any) -> None:
     with pytest.raises(UnsupportedOperatorError, match=r"random_loops.py|`random`"):

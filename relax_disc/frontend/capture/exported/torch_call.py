@@ -19,7 +19,12 @@ from torch.export import ExportedProgram
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from relax_disc.errors import InputMismatchError, RelaxDiscError, UnsupportedOperatorError
+from relax_disc.errors import (
+    InputMismatchError,
+    RelaxDiscError,
+    ShapeRangeError,
+    UnsupportedOperatorError,
+)
 from relax_disc.frontend.capture.exported.torch_errors import (
     contradiction,
     data_dependent,
@@ -120,6 +125,17 @@ def call_export(
             raise  # the model's own
         line = parse_stack(traceback_text(error))
         reason = first_part(error)
+        outside = re.match(r"(\d+) not in range \[(\d+), (\d+)\]", reason)
+        if outside:
+            raise ShapeRangeError(
+                "example_inputs have an axis of {} positions, outside its declared range of {} to "
+                "{}.".format(*outside.groups())
+            ) from error
+        if ".numpy() is not supported" in reason:
+            reason = (
+                "it reads the values of a tensor with NumPy, which one compiled program cannot "
+                "follow; compute that in your loop, and give it as a tensor of the batch"
+            )
         if "Batching rule not implemented for relax_disc::inner_gradient" in reason:
             reason = (
                 "gradients of each sample (torch.func.grad inside vmap) are not compiled; take the "

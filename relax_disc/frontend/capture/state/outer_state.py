@@ -508,10 +508,10 @@ class OuterState:
             return
         raise UnsupportedOperatorError(
             f"{what} holds a tensor of shape {tuple(read[0].shape)} that the model or loss_fn "
-            "reads, and is given others, of another shape or number, while it runs: a compiled "
-            "step keeps the shape of its state. Use a buffer of fixed size that is written in "
-            "place (a ring with a position), or pass the tensor as an argument and return the new "
-            "one beside the loss, as (loss, extras).",
+            "reads, and is given others, of another shape, type or number, while it runs: a "
+            "compiled step keeps the shape and type of its state. Use a buffer of fixed size that "
+            "is written in place (a ring with a position), or pass the tensor as an argument and "
+            "return the new one beside the loss, as (loss, extras).",
             (("state of another shape", what),),
         )
 

@@ -115,9 +115,10 @@ def _watched_system() -> Iterator[None]:
     seed = random.Random.seed
 
     def seeded(self: random.Random, a: Any = None, version: int = 2) -> None:
-        line = users_line(_SEEDING) if a is None else None
+        line = users_line(_SEEDING) if a is None or isinstance(a, torch.SymInt) else None
         if line is not None:
-            _refuse("asks the system for random numbers", "random.Random", line)
+            what = "asks the system for random numbers" if a is None else "draws numbers by data"
+            _refuse(what, "random.Random", line)
         seed(self, a, version)
 
     with (
