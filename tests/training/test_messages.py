@@ -414,7 +414,7 @@ def test_values_read_by_numpy_are_refused_with_the_line():
 
 def test_an_example_outside_the_range_of_a_multiple_is_told_so():
     shapes = ({0: 2 * Dim("half", min=4, max=6)},)
-    with pytest.raises(ShapeRangeError, match="axis of 4 positions, outside .* 8 to 12"):
+    with pytest.raises(ShapeRangeError, match=r"axis of 4 positions, outside .* 8 to 12"):
         compiled(Net(), (X,), lambda model, x: model(x).mean(), shapes)
 
 

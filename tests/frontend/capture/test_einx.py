@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
+import relax_disc
 from relax_disc.errors import UnsupportedOperatorError
 from tests.frontend.capture.squares import assert_trains_as_eager, compiled
 
@@ -32,6 +34,24 @@ def test_einx_trains_at_every_size() -> None:
     assert_trains_as_eager(Distances(), 3, ((3, 12), (1, 1), (4, 7), (1, 32)), min=1, max=32)
 
 
+class Picked(nn.Module):
+    """Picks rows of a table and elements of what another tensor of the same dims names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(7, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = (x[..., 0].detach().abs() * 3).long().clamp_max(6)
+        rows = einx.get_at("[c] d, b n -> b n d", self.table, places)
+        return x * rows + einx.get_at("b n [l], b n -> b n", x, places % 3)[..., None]
+
+
+def test_einx_picks_by_places_at_every_size() -> None:
+    torch.manual_seed(0)
+    assert_trains_as_eager(Picked(), 3, ((3, 12), (1, 1), (4, 7), (1, 32)), min=1, max=32)
+
+
 class Joined(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -51,3 +71,25 @@ def test_einx_sees_plain_numbers_again() -> None:
 
     compiled(Distances(), 3, min=1, max=32)
     assert "int" not in vars(home)
+
+
+class PickedByAnother(nn.Module):
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return einx.get_at("b n [l], b n -> b n", x, places).square().mean()
+
+
+def test_two_tensors_of_the_same_dims() -> None:
+    rows, length = Dim("rows", min=1, max=9), Dim("length", min=1, max=32)
+    model = nn.ModuleDict({"layer": nn.Linear(3, 3), "pick": PickedByAnother()})
+    batch = torch.randn(2, 5, 3), torch.randint(3, (2, 5))
+    step = relax_disc.compile(
+        model,
+        None,
+        batch,
+        dynamic_shapes=({0: rows, 1: length},) * 2,
+        loss_fn=lambda m, x, places: m["pick"](m["layer"](x), places),
+    )
+    for size in ((2, 5), (1, 1), (9, 32)):
+        x, places = torch.randn(*size, 3), torch.randint(3, size)
+        expected = model["pick"](model["layer"](x), places)
+        torch.testing.assert_close(step(x, places, update=False), expected.detach())

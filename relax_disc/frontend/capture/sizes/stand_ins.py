@@ -10,6 +10,7 @@ Limits: a size that einx makes otherwise, such as the sum of two, is refused.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import sys
 import traceback
@@ -23,6 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import RelaxDiscError, UnsupportedOperatorError
+from relax_disc.frontend.capture.loops.rows import same_length
 from relax_disc.frontend.capture.source_lines import users_frames
 
 _LEAST, _MOST = 1 << 40, 1 << 62
@@ -82,7 +84,7 @@ def _number(value: Any = 0) -> int:
     if not isinstance(value, torch.SymInt):
         return int(value)
     for prime, size in _sizes.items():
-        if size.node.expr == value.node.expr:
+        if same_length(size, value):
             return prime
     prime = int(sympy.nextprime(max(_sizes, default=_LEAST)))
     _sizes[prime] = value
@@ -96,17 +98,34 @@ def sizes_again(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return pytree.tree_map_only(int, _size, (args, kwargs))
 
 
+def _wrapped(number: int) -> Any:
+    """Return the size of a product that NumPy has made of several primes, modulo 2^64."""
+    for count in range(2, _MOST_FACTORS + 1):
+        for factors in itertools.combinations_with_replacement(_sizes.items(), count):
+            primes, sizes = zip(*factors, strict=True)
+            rest = number * pow(math.prod(primes), -1, _WORDS) % _WORDS
+            if rest < _LARGEST_FACTOR:
+                return math.prod(sizes) * rest
+    return None
+
+
+_WORDS = 1 << 64
+_MOST_FACTORS, _LARGEST_FACTOR = 4, 1 << 24
+
+
 def _size(number: int) -> Any:
-    if number < _LEAST:
+    if abs(number) < _LEAST:
         return number
     size: Any = 1
     rest = number
     for prime, each in _sizes.items():
         while rest % prime == 0:
             rest, size = rest // prime, size * each
-    if rest < _LEAST:
+    if 0 < rest < _LEAST:
         return size * rest
-    if number >= _MOST:
+    if (wrapped := _wrapped(number)) is not None:
+        return wrapped
+    if abs(number) >= _MOST:
         return number
     frames = users_frames(traceback.extract_stack())
     own = [f for f in frames if not f.filename.startswith("<") and "/einx/" not in f.filename]
