@@ -115,7 +115,7 @@ def _watched_system() -> Iterator[None]:
     seed = random.Random.seed
 
     def seeded(self: random.Random, a: Any = None, version: int = 2) -> None:
-        line = users_line(_SEEDING) if a is None or isinstance(a, torch.SymInt) else None
+        line = users_line(_SEEDING) if type(a) in (type(None), torch.SymInt) else None
         if line is not None:
             what = "asks the system for random numbers" if a is None else "draws numbers by data"
             _refuse(what, "random.Random", line)
