@@ -12,7 +12,6 @@ from relax_disc.errors import UnsupportedOperatorError
 from tests.frontend.capture.squares import assert_trains_as_eager, compiled
 
 einx = pytest.importorskip("einx")
-pytestmark = pytest.mark.filterwarnings(r"ignore:\w+\.\S+\.(state|stack) is changed")  # its own
 
 
 class Distances(nn.Module):

@@ -40,8 +40,6 @@ Changes = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 """The global variables of files, and what these are to be for a while, by their names."""
 
 _ABSENT = object()
-_EINX = "einx"
-"""Is shown stand-ins for sizes instead: `relax_disc.frontend.capture.sizes.stand_ins`."""
 
 
 def masks_unread() -> Any:
@@ -142,9 +140,8 @@ def changes_of(functions: Sequence[FunctionType]) -> Changes:
     files = {id(function.__globals__): function.__globals__ for function in functions}
     found = []
     for space in files.values():
-        if str(space.get("__name__")).split(".")[0] != _EINX:
-            own = {name: f for name, f in _BUILT_IN.items() if name not in space}
-            found.append((space, {**replacements(space), **own}))
+        own = {name: f for name, f in _BUILT_IN.items() if name not in space}
+        found.append((space, {**replacements(space), **own}))
     return found
 
 

@@ -27,6 +27,7 @@ from torch import nn
 from relax_disc.frontend.capture.source_lines import is_installed
 
 FOREIGN = {"torch", "numpy", "relax_disc", "tvm", "tvm_ffi", "_pytest", "pytest", "pluggy"}
+FOREIGN |= {"einx"}  # keeps a backend; sees stand-ins for sizes (`sizes.stand_ins`)
 FOREIGN |= set(sys.stdlib_module_names) - {"__main__"}
 """Top names of the modules that the walk does not enter."""
 MOST_ELEMENTS = 10_000
