@@ -198,12 +198,16 @@ class _Loop:
         )
 
     def _check_masked(self, name: str, found: dict[str, Any]) -> None:
-        """Check that the steps read no other name of what they write by masks."""
-        tensors = {k: v for k, v in found.items() if isinstance(v, Tensor)}
-        memory = {k: v.untyped_storage()._cdata for k, v in tensors.items()}
-        others = [k for k, v in memory.items() if k != name and v == memory.get(name)]
-        if others or name not in memory:
-            raise self.refuse(f"it writes into {name}, {' and '.join(others)} by a mask")
+        """Check that the steps can read no other name of what they write by masks."""
+        if not isinstance(found.get(name), Tensor):
+            raise self.refuse(f"it writes into {name} by a mask")
+        others = {key: value for key, value in found.items() if key != name}
+        for holder in self._holders(found):
+            others[f"an attribute of {type(holder).__name__}"] = [*vars(holder).values()]
+        for what, value in others.items():
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor) and _memory(leaf) == _memory(found[name]):
+                    raise self.refuse(f"it writes by a mask into {name}, which {what} is too")
 
     def _is_carried(self, holder: Any, name: str) -> bool:
         return (id(holder), name) in self._loops.carried
@@ -523,6 +527,10 @@ def _split(grown: Sequence[Any], kept: int, in_front: bool) -> tuple[Any, Any]:
         new = max(len(grown) - kept, 0)
         return grown[new:], grown[:new]
     return grown[:kept], grown[kept:]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def are_alike(one: Any, other: Any) -> bool:
