@@ -89,6 +89,49 @@ def test_gradients_of_a_frozen_part_stay_out(way: str) -> None:
             assert ours.requires_grad
 
 
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].t() @ x
+
+
+def test_a_frozen_part_in_a_loop_and_in_a_function_of_the_users() -> None:
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        model["critic"].requires_grad_(False)
+        model["cell"].requires_grad_(False)
+        rows = model["generator"](x)
+        h = torch.zeros(x.shape[0], 4)
+        for t in range(x.shape[1]):
+            h = model["cell"](rows[:, t], h)
+        fooled = _Product.apply(h, model["critic"].weight)
+        model["cell"].requires_grad_(True)
+        model["critic"].requires_grad_(True)
+        return model["critic"](rows.detach()).mean() - fooled.square().mean() + h.mean()  # pyright: ignore
+
+    torch.manual_seed(0)
+    parts = {"generator": nn.Linear(3, 4), "cell": nn.GRUCell(4, 4), "critic": nn.Linear(4, 1)}
+    model = nn.ModuleDict(parts)
+    dims = ({0: _DIMS[0], 1: Dim("length", min=1, max=9)},)
+    options: Any = {"dynamic_shapes": dims, "loss_fn": loss_of}
+    trained = [*parts["generator"].parameters(), *parts["critic"].parameters()]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    step = relax_disc.compile(model, optimizer, (torch.randn(2, 3, 3),), **options)
+    for size in ((4, 9), (1, 1), (16, 5)):
+        x = torch.randn(*size, 3)
+        expected = loss_of(model, x)
+        gradients = torch.autograd.grad(expected, trained)
+        before = [p.detach().clone() for p in trained]
+        torch.testing.assert_close(step(x), expected.detach())
+        for now, then, gradient in zip(trained, before, gradients, strict=True):
+            torch.testing.assert_close(now, then - 0.1 * gradient, rtol=1e-5, atol=1e-6)
+
+
 def _thawing(model: Any, x: Tensor) -> Tensor:
     model.requires_grad_(True)
     return model(x).mean()
