@@ -345,6 +345,27 @@ def test_a_parameter_of_one_side_alone_is_refused_unless_it_is_frozen() -> None:
     assert 2 <= len(losses) <= 8  # the last of four choices comes too late
 
 
+class _Normed(nn.Module):
+    """A layer of one side, called by a name that tensors have for a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        model = self
+        if random.random() < 0.5:
+            x = model.norm(x)
+        else:
+            x = x * 2
+        return x.square().mean()
+
+
+def test_a_layer_of_one_side_that_writes_its_buffers_is_refused() -> None:
+    with pytest.raises(UnsupportedOperatorError, match=r"random_loops.py:\d+: a branch on whether"):
+        relax_disc.compile(_Normed(), None, (torch.rand(3, 4),), dynamic_shapes=({0: _DIMS[0]},))
+
+
 @pytest.mark.parametrize(
     "choose",
     [

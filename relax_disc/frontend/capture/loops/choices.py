@@ -15,27 +15,31 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.capture.loops.recorded import known_modules
 from relax_disc.frontend.capture.loops.steps import UNBOUND, are_alike
 from relax_disc.frontend.capture.replaced import chances
 from relax_disc.frontend.capture.source_lines import source_line
+from relax_disc.frontend.capture.versions import times_written
 
-_asked: list[Any] = []  # conditions whose sides are being computed
+# Conditions whose sides are being computed, and how often buffers were written before them.
+_asked: list[tuple[Any, list[int]]] = []
 
 
 def by_chance(condition: Any) -> bool:
     """Whether to compute both sides of a choice; the condition is kept for the call after it."""
-    _asked.append(condition)
-    return chances.active().decide(condition)
+    is_by_chance = chances.active().decide(condition)
+    _asked.append((condition, _writes() if is_by_chance else []))
+    return is_by_chance
 
 
 def decided() -> Any:
     """Return the condition that `by_chance` was asked about last."""
-    return _asked.pop()
+    return _asked.pop()[0]
 
 
 def chosen(first: Any, second: Any) -> Any:
     """Choose one of two values by the condition that `by_chance` was asked about last."""
-    return _choice(decided(), first, second)
+    return _choice(_computed(), first, second)
 
 
 def bound(found: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
@@ -45,8 +49,23 @@ def bound(found: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
 
 def either(first: Sequence[Any], second: Sequence[Any]) -> tuple[Any, ...]:
     """Choose what each of several names holds, as `chosen` does."""
-    condition = decided()
+    condition = _computed()
     return tuple(_choice(condition, *both) for both in zip(first, second, strict=True))
+
+
+def _computed() -> Any:
+    """Return the condition whose sides were computed, if that has written no buffer.
+
+    Raises as a branch on it does where a side has, as a layer's batch norm does.
+    """
+    condition, before = _asked.pop()
+    if before != _writes():
+        bool(condition)  # raises
+    return condition
+
+
+def _writes() -> list[int]:
+    return [times_written(x) for module in known_modules() for x in module.buffers(recurse=False)]
 
 
 def _choice(condition: Tensor, first: Any, second: Any) -> Any:

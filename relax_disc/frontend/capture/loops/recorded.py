@@ -113,6 +113,11 @@ def set_modules(modules: list[nn.Module]) -> None:
         _ACTIVE[-1].modules = modules
 
 
+def known_modules() -> list[nn.Module]:
+    """Return those that `set_modules` was given."""
+    return _ACTIVE[-1].modules if _ACTIVE else []
+
+
 def note_unread(name: str) -> None:
     """Remember a function whose loops stay as they are, because its source is nowhere."""
     if _ACTIVE:
