@@ -412,6 +412,8 @@ class _MaskWrites(ast.NodeTransformer):
         nodes = [part for statement in loop.body for part in ast.walk(statement)]
         names = [node for node in nodes if isinstance(node, ast.Name)]
         self._bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        made = [node for node in nodes if isinstance(node, ast.Assign) and _is_truth(node.value)]
+        self._masks = {_named(target) for node in made for target in node.targets} - {""}
         loop.body = [self.visit(statement) for statement in loop.body]
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt:
@@ -420,8 +422,9 @@ class _MaskWrites(ast.NodeTransformer):
         if len(node.targets) > 1 or not isinstance(target, ast.Subscript):
             return node
         name = _named(target.value)
-        is_same = isinstance(value, ast.Subscript) and _is_mask(target.slice, value.slice)
-        if not is_same or not name or name in self._bound:
+        is_mask = _is_truth(target.slice) or _named(target.slice) in self._masks
+        is_same = isinstance(value, ast.Subscript) and _is_alike(target.slice, value.slice)
+        if not (is_mask and is_same) or not name or name in self._bound:
             return node
         self.names[name] = None
         arguments = [ast.Name(name, ast.Load()), value.value, value.slice]
@@ -433,10 +436,18 @@ class _MaskWrites(ast.NodeTransformer):
         return node
 
 
-def _is_mask(one: ast.expr, other: ast.expr) -> bool:
-    """Whether two indices are written alike, and may be a mask."""
-    plain = ast.Name | ast.Compare | ast.UnaryOp | ast.BinOp | ast.Call | ast.Attribute
-    return isinstance(one, plain) and ast.dump(one) == ast.dump(other)
+def _is_truth(node: ast.expr) -> bool:
+    """Whether an expression compares, or combines what does: its tensor is a mask."""
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.Invert)
+    combines = isinstance(node, ast.BinOp) and isinstance(
+        node.op, ast.BitAnd | ast.BitOr | ast.BitXor
+    )
+    return combines or isinstance(node, ast.Compare)
+
+
+def _is_alike(one: ast.expr, other: ast.expr) -> bool:
+    return ast.dump(one) == ast.dump(other)
 
 
 def _text(names: list[str]) -> ast.expr:
