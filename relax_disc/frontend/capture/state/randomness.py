@@ -80,10 +80,10 @@ def _numpy_state() -> bytes:
 def _drawn_by_torch() -> Iterator[None]:
     """Let the user's code draw its numbers between 0 and 1 from PyTorch, which a step repeats."""
 
-    def drawn(function: Callable[..., Any]) -> Callable[..., Any]:
+    def drawn(function: Callable[..., Any], takes_bounds: bool) -> Callable[..., Any]:
         def number(*args: Any, **kwargs: Any) -> Any:
-            is_fraction = not kwargs and args in ((), (0, 1))
-            if not is_fraction or users_line() is None:
+            is_fraction = args == () or (takes_bounds and args == (0, 1))
+            if not is_fraction or kwargs or users_line() is None:
                 return function(*args, **kwargs)
             return torch.rand(())
 
@@ -92,7 +92,8 @@ def _drawn_by_torch() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         for home, names in ((random, ("random", "uniform")), (np.random, _NUMPY)):
             for name in names:
-                patches.enter_context(patch.object(home, name, drawn(getattr(home, name))))
+                made = drawn(getattr(home, name), name == "uniform")
+                patches.enter_context(patch.object(home, name, made))
         yield
 
 
