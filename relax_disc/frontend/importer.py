@@ -20,6 +20,7 @@ from tvm import relax
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend import fallback
 from relax_disc.frontend.capture.arguments import Argument
+from relax_disc.frontend.capture.refusals import refuse_complex
 from relax_disc.frontend.capture.source_lines import source_line
 from relax_disc.frontend.capture.traced.trace import Traced
 from relax_disc.frontend.converters import TABLE
@@ -123,7 +124,8 @@ def declare(traced: Traced, emitter: Emitter, parameters: Parameters) -> dict[fx
             assert argument.tensor is not None
             env[node] = emitter.torch_constant(argument.tensor)
         elif argument.kind in ("batch", "output_gradient") or node.users or index in updated:
-            _refuse_complex(value.dtype, argument)
+            name = argument.name if isinstance(argument.target, int) else argument.target
+            refuse_complex(value.dtype, argument.kind, name)
             shape = tuple(emitter.symbols.text(n) for n in value.shape)
             spec = _input_spec(argument, shape, dtype_name(value.dtype))
             env[node] = parameters.add(spec, emitter.symbols.shape(value.shape))
@@ -132,16 +134,6 @@ def declare(traced: Traced, emitter: Emitter, parameters: Parameters) -> dict[fx
 
 def _is_scalar(argument: Argument) -> bool:
     return argument.tensor is not None and argument.tensor.numel() == 1 and argument.outer is None
-
-
-def _refuse_complex(dtype: torch.dtype, argument: Argument) -> None:
-    if dtype.is_complex:
-        name = argument.name if isinstance(argument.target, int) else argument.target
-        raise UnsupportedOperatorError(
-            f"The {argument.kind} {name} is of type {dtype}; complex numbers may be computed in a "
-            "step, but not go in: keep torch.view_as_real(...) of it there, and read it by "
-            "torch.view_as_complex(...)."
-        )
 
 
 def _refuse_dynamic_number(value: Any, argument: Argument) -> None:

@@ -44,6 +44,20 @@ def refuse_sparse(tensor: torch.Tensor, where: str) -> None:
         )
 
 
+def refuse_complex(dtype: torch.dtype, kind: str, name: str) -> None:
+    """Refuse complex numbers that go into a step.
+
+    Raises `UnsupportedOperatorError`: the type is of such.
+    """
+    if dtype.is_complex:
+        raise UnsupportedOperatorError(
+            f"The {kind} {name} is of type {dtype}; complex numbers may be computed in a step, but "
+            "not go in: keep torch.view_as_real(...) of it there, and read it by "
+            "torch.view_as_complex(...).",
+            ((str(dtype), name),),
+        )
+
+
 def refuse_model(model: nn.Module, trained: bool, scaled: bool = False) -> None:
     """Look at a model before anything is traced; ``scaled``: with loss scaling.
 
@@ -129,6 +143,8 @@ def _refuse_tensor(name: str, tensor: torch.Tensor, trained: bool) -> None:
             f"{name} is quantised ({tensor.dtype}); train the model before it is quantised.",
             ((str(tensor.dtype), name),),
         )
+    if trained and tensor.requires_grad:
+        refuse_complex(tensor.dtype, "parameter", name)
     if trained and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
         raise UnsupportedOperatorError(
             f"{name} has hooks on its gradient, which one compiled step does not call; {_ADVICE}.",

@@ -105,6 +105,29 @@ def test_sparse_tensors(layout):
             capture_step(model, None, batch, dynamic_shapes=({},) * len(batch))
 
 
+class Turned(nn.Module):
+    """Turns a plane by a complex weight."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.layer, self.weight = nn.Linear(4, 4), weight
+
+    def forward(self, x):
+        return (self.layer(x.real) * self.weight).abs().square().mean()
+
+
+def test_complex_numbers_that_go_into_a_step():
+    turn, x = torch.randn(4, dtype=torch.complex64), torch.randn(6, 4)
+    for weight, batch, where in (
+        (nn.Parameter(turn), x, "^The parameter weight is of type"),
+        (2.0, x + 1j, "^The batch x is of type"),
+    ):
+        model = Turned(weight)
+        assert torch.isfinite(model(batch))
+        with pytest.raises(UnsupportedOperatorError, match=f"{where} .*view_as_real"):
+            capture_step(model, None, (batch,), dynamic_shapes=({},))
+
+
 @pytest.fixture
 def group(tmp_path):
     """A process group of this process alone."""
