@@ -116,23 +116,23 @@ class _Walk:
         for module in modules:  # grows
             if is_foreign(module.__name__):
                 continue
-            for _, value in _members(module, names | texts):
+            for value in _members(module, names | texts):
                 if not isinstance(value, types.ModuleType):
                     self.enter(value)
                 elif value not in modules:
                     modules.append(value)
 
 
-def _members(module: types.ModuleType, names: set[str]) -> Iterator[tuple[str, Any]]:
+def _members(module: types.ModuleType, names: set[str]) -> Iterator[Any]:
     """List what a module holds by some names; a lazy one is asked, as the code will do."""
     held = vars(module)
     is_lazy = "__getattr__" in held or hasattr(type(module), "__getattr__")
     for name in names:
         if name in held:
-            yield name, held[name]
+            yield held[name]
         elif is_lazy and name.isidentifier():
             with contextlib.suppress(Exception):
-                yield name, getattr(module, name)
+                yield getattr(module, name)
 
 
 def _wrapped(value: Any) -> Any:

@@ -11,9 +11,10 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from relax_disc.frontend.capture.loops.nodes import add_call, add_size, may_share_memory
+from relax_disc.frontend.capture.loops.steps import are_alike
 from relax_disc.frontend.capture.traced.writes import writes
 
 _ATEN = torch.ops.aten
@@ -60,7 +61,11 @@ def _carry(
         if not 1 <= back <= _MOST_STEPS or _is_written(node, inside):
             return False
         reads.setdefault(int(back), []).append(node)
-    if not reads or not _stays(value, write, inside) or not _alike(value, row):
+    if (
+        not reads
+        or not _stays(value, write, inside)
+        or not are_alike(value.meta.get("val"), row.meta["val"])
+    ):
         return False
     carries: list[fx.Node] = []
     mode = row.meta["val"].fake_mode
@@ -124,10 +129,3 @@ def _root(node: Any, inside: Sequence[fx.Node]) -> Any:
             return node
         node = node.args[0]
     return node
-
-
-def _alike(value: fx.Node, row: fx.Node) -> bool:
-    one, other = value.meta.get("val"), row.meta["val"]
-    if not isinstance(one, Tensor) or one.dtype != other.dtype:
-        return False
-    return [str(n) for n in one.shape] == [str(n) for n in other.shape]

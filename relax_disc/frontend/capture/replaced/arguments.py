@@ -22,8 +22,7 @@ def _where(condition: Tensor, *values: Any, **named: Any) -> Tensor | None:
 
 
 def _where_of(x: Any, condition: Any, other: Any) -> Tensor | None:
-    is_mask = isinstance(condition, Tensor) and condition.dtype == torch.uint8
-    return torch.where(condition.bool(), x, other) if is_mask else None
+    return _where(condition, x, other)
 
 
 def _clamp(x: Tensor, min: Any = None, max: Any = None) -> Tensor | None:
