@@ -38,6 +38,7 @@ _PIECE_BYTES = 64
 """An allocation is rounded up to so many, in other ways at other sizes."""
 
 _LENT_BYTES = 1 << 26
+_MANY_STEPS = 4  # what one carries lives in the next
 _UNKNOWN = 2.0, 16 * _PIECE_BYTES
 """Growth and rest that are assumed of an operator that raises on every operand that is tried."""
 
@@ -51,23 +52,24 @@ def scratch_bytes(
     function: str = aten.CALL,
     growing: Sequence[Tensor] | None = None,
     held: Mapping[Any, int] = MappingProxyType({}),
+    steps: Any = 1,
 ) -> Any:
     """Bound the memory of a call.
 
     ``symbols``: of the function that the call is in. ``recipe``: of the call. ``operands``: fake
     values; complex tensors as such. ``results``: fake values. ``function``: that is called.
     ``growing``: what the memory grows with, if not with operands and results. ``held``: symbols
-    that it does not grow with, and the sizes at which it is measured. Returned: bytes, in the dims.
+    that it does not grow with, and the sizes at which it is measured. ``steps``: of a loop; sizes
+    at which there are few of them tell little. Returned: bytes, in the dims.
     """
     install.install("llvm")
     tensors = [x for x in (*operands, *results) if isinstance(x, Tensor)]
     numbers = [x for x in operands if not isinstance(x, Tensor)]
     sizes = [*numbers, *(n for x in tensors for n in x.shape)]
     free = sorted({s for n in sizes for s in _free(n)}, key=str)
-    points = _points(symbols, tensors, free, held)
+    points = _points(symbols, tensors, free, held, steps)
     if growing is not None:
-        tensors = growing
-        points.insert(0, _sizes(symbols, free, held, 1))
+        tensors = [x for x in growing if any(map(_free, x.shape))]  # others are as large ever
     seen = [
         (sum(_bytes(x, sizes) for x in tensors), found[0])
         for sizes in points
@@ -75,7 +77,8 @@ def scratch_bytes(
     ]
     growth, base = _bound(seen)
     growths, pieces = [growth] * len(tensors), 0
-    for sizes in _stretched(symbols, tensors, free, held):
+    checked = _stretched(symbols, tensors, free, held) + _few_steps(symbols, free, held, steps)
+    for sizes in checked:
         found = _measured(function, recipe, operands, results, sizes)
         if found is None:
             continue
@@ -123,6 +126,7 @@ def _points(
     tensors: Sequence[Tensor],
     free: Sequence[Any],
     held: Mapping[Any, int],
+    steps: Any,
 ) -> list[dict[Any, int]]:
     """Sizes to try: all dims small, then those that are not held larger and larger.
 
@@ -131,15 +135,28 @@ def _points(
     if not free:
         return [{}]
     points: list[dict[Any, int]] = []
-    for factor in (1, 2, 3, 5, 8, 16, 32, 64, 128, 256, 512, 1024):
-        sizes = _sizes(symbols, free, held, 2 * factor)
+    long = _sizes(symbols, free, held, _LONGEST)
+    many = min(_value(steps, long), _MANY_STEPS)
+    for length in (1, 2, 4, 6, 10, 16, 32, 64, 128, 256, 512, 1024, 2048):
+        sizes = _sizes(symbols, free, held, length)
+        if _value(steps, sizes) < many or (length == 1 and not isinstance(steps, torch.SymInt)):
+            continue
         total = sum(_bytes(x, sizes) for x in tensors)
         if points and (sizes == points[-1] or total > _MOST_BYTES):
             break
         points.append(sizes)
         if total >= _LEAST_BYTES and len(points) >= 4:
             break
-    return points
+    return points or [long]
+
+
+def _few_steps(
+    symbols: SymbolTranslator, free: Sequence[Any], held: Mapping[Any, int], steps: Any
+) -> list[dict[Any, int]]:
+    """All dims at their least, and those that make the number of steps a little longer."""
+    least = _sizes(symbols, free, held, 1)
+    own = [symbol for symbol in _free(steps) if symbol not in held]
+    return [least | _sizes(symbols, own, held, length) for length in range(2, 14) if own]
 
 
 def _stretched(

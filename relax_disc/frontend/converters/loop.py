@@ -15,6 +15,7 @@ from relax_disc.frontend.emitter import Emitter
 from relax_disc.ops import loop
 
 _MOST_DOUBLINGS = 20  # chunks of a million
+_FEW_STEPS = 64
 
 
 @converts("relax_disc.loop_call.default")
@@ -28,7 +29,8 @@ def loop_call(emitter: Emitter, number: int, operands: list[Any]) -> Any:
         call.results,
         function=loop.CALL,
         growing=call.step,
-        held=_some_steps(emitter, call.count),
+        held=_some_steps(emitter, call),
+        steps=call.count,
     )
     numbers = [emitter.symbols.size(n) for n in call.numbers]
     types = [emitter.type_of(result) for result in call.results]
@@ -42,15 +44,26 @@ def loop_call(emitter: Emitter, number: int, operands: list[Any]) -> Any:
     return [made] if len(types) == 1 else list(emitter.elements(made))
 
 
-def _some_steps(emitter: Emitter, count: Any) -> dict[Any, int]:
-    """Sizes of the dims of a number of steps that make four: what one carries lives in the next."""
+def _some_steps(emitter: Emitter, call: loop.LoopCall) -> dict[Any, int]:
+    """Sizes of the dims of a number of steps that make four: what one carries lives in the next.
+
+    Left out are those that a step grows with, if few steps are made of them (of a length in so many
+    pieces), or it grows with nothing else.
+    """
+    count: Any = call.count
     expression: Any = count.node.expr if isinstance(count, torch.SymInt) else sympy.Integer(count)
+
+    def sizes_of(length: int) -> dict[Any, int]:
+        return {s: emitter.symbols.size_in_range(s, length) for s in expression.free_symbols}
+
     sizes: dict[Any, int] = {}
     for factor in range(1, _MOST_DOUBLINGS):
-        before, sizes = (
-            sizes,
-            {s: emitter.symbols.size_in_range(s, 2**factor) for s in expression.free_symbols},
-        )
+        before, sizes = sizes, sizes_of(2**factor)
         if sizes == before or expression.xreplace(sizes) >= 4:
             break
+    numbers = [n for x in call.step for n in x.shape if isinstance(n, torch.SymInt)]
+    growing = {symbol for number in numbers for symbol in number.node.expr.free_symbols}
+    are_few = expression.xreplace(sizes_of(2**_MOST_DOUBLINGS)) <= _FEW_STEPS
+    if are_few or growing <= sizes.keys():
+        return {symbol: size for symbol, size in sizes.items() if symbol not in growing}
     return sizes

@@ -18,7 +18,7 @@ from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from relax_disc.errors import ShapeRangeError
+from relax_disc.errors import LongerExample, ShapeRangeError
 from relax_disc.frontend.capture.example_values import example_values
 from relax_disc.frontend.capture.exported.torch_call import call_export
 from relax_disc.frontend.capture.loops.choices import settle_choices
@@ -212,7 +212,8 @@ class Task:
                     raise first from None
                 is_longer = is_longer or bool(known)
                 equals = equals or not fixed
-                first = first or error
+                if not isinstance(error, LongerExample):
+                    first = first or error
                 sizes = grown
         raise AssertionError("the last example raises or returns")
 
@@ -225,7 +226,8 @@ class Task:
         """
         wrapped = self.wrapped
         args, kwargs = _enlarged(self.example, self.declared, sizes)
-        loops, eager_branches = RecordedLoops(self.by_source, self.apart), EagerBranches()
+        loops = RecordedLoops(self.by_source, self.apart, may_grow)
+        eager_branches = EagerBranches()
         while True:
             ways.begin()
             with (
@@ -247,6 +249,7 @@ class Task:
                     bodies = cut_loops(program, loops)
                 except Exception as error:
                     grows = may_grow and isinstance(error.__cause__, UserError) and proved.fails_at
+                    grows = grows or isinstance(error, LongerExample)
                     if grows or (ways.are_unseen and isinstance(error, ShapeRangeError)):
                         raise loops.explained(error) from error.__cause__
                     if eager_branches.give_up() or loops.give_up(error):

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import builtins
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from relax_disc.frontend.capture.loops.bounds import check_last_step, never_negative
 from relax_disc.frontend.capture.loops.recorded import active
 from relax_disc.frontend.capture.loops.rows import dynamic_range, same_length, sequence_of
-from relax_disc.frontend.capture.loops.sequences import DynamicList, Tuples, text_of
+from relax_disc.frontend.capture.loops.sequences import DynamicList, Run, Tuples, text_of
 from relax_disc.frontend.capture.loops.steps import steps
 
 _MADE = "the list that it makes"  # no variable has this name
@@ -49,6 +50,32 @@ def summed(values: Any, start: Any = 0) -> Any:
     return builtins.sum((part.sum(0) for part in parts), start)
 
 
+def lesser(*values: Any, **options: Any) -> Any:
+    """``min``, of a size of which it is known which is less."""
+    return _extreme(builtins.min, values, options, lambda one, other: other - one)
+
+
+def greater(*values: Any, **options: Any) -> Any:
+    """``max``, of a size of which it is known which is greater."""
+    return _extreme(builtins.max, values, options, lambda one, other: one - other)
+
+
+def _extreme(
+    plain: Callable[..., Any], values: Any, options: Any, lead: Callable[[Any, Any], Any]
+) -> Any:
+    """``lead``: 0 or more where the first of two is the result."""
+    are_sizes = len(values) == 2 and all(type(each) in (int, torch.SymInt) for each in values)
+    if options or not are_sizes or not any(isinstance(each, torch.SymInt) for each in values):
+        return plain(*values, **options)
+    pairs = (values, values[::-1])
+    for one, other in pairs:
+        if never_negative(lead(one, other)):
+            return one
+    for one, other in pairs:
+        check_last_step(lead(one, other), "takes another size")
+    return plain(*values)
+
+
 def numbered(values: Any, start: Any = 0) -> Any:
     """``enumerate``, as what a loop runs over."""
     made = sequence_of(values)
@@ -64,10 +91,21 @@ def numbered(values: Any, start: Any = 0) -> Any:
 def together(*values: Any, **options: Any) -> Any:
     """``zip``, as what a loop runs over."""
     made = [sequence_of(value) for value in values]
-    runs = [each.runs[0] for each in made if each is not None and len(each.runs) == 1]
-    if not runs or len(runs) != len(values) or not all(same_length(n, runs[0][0]) for n, _ in runs):
+    runs = [each.runs for each in made if each is not None]
+    if not runs or len(runs) != len(values) or not all(_are_along(runs[0], each) for each in runs):
         return builtins.zip(*values, **options)  # noqa: B905
-    return DynamicList([(runs[0][0], lambda k: tuple(at(k) for _, at in runs))])
+    return DynamicList([_together(each) for each in zip(*runs, strict=True)])
+
+
+def _are_along(one: Sequence[Run], other: Sequence[Run]) -> bool:
+    """Whether the runs of two lists are as long as each other."""
+    return len(one) == len(other) and all(
+        same_length(n, m) for (n, _), (m, _) in zip(one, other, strict=True)
+    )
+
+
+def _together(runs: Sequence[Run]) -> Run:
+    return runs[0][0], lambda k: tuple(at(k) for _, at in runs)
 
 
 def transposed(values: Any) -> Any:
@@ -146,6 +184,8 @@ CALLS: Mapping[str, Callable[..., Any]] = {
     "list": functools.partial(made, list),
     "tuple": functools.partial(made, tuple),
     "sum": summed,
+    "min": lesser,
+    "max": greater,
 }
 """By the name in Python."""
 

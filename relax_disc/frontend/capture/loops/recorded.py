@@ -25,6 +25,10 @@ class FirstStepDiffers(LoopRefusal):
     """What a loop carries is something else before its first step than before the others."""
 
 
+class LastStepDiffers(LoopRefusal):
+    """The last step reads a shorter part than the others."""
+
+
 class ReadsBeforeItSets(LoopRefusal):
     """A step reads an attribute that the step before has set."""
 
@@ -32,8 +36,11 @@ class ReadsBeforeItSets(LoopRefusal):
 class RecordedLoops:
     """The loops that an export has met: their lines, and why others were left alone."""
 
-    def __init__(self, dims: Mapping[str, Any], apart: dict[SourceLine, str]) -> None:
+    def __init__(
+        self, dims: Mapping[str, Any], apart: dict[SourceLine, str], may_grow: bool
+    ) -> None:
         self.dims = dims  # that are declared, by the sources of their symbols
+        self.may_grow = may_grow  # whether another example may be asked for
         self.apart = apart  # which step of a loop is recorded by itself: "first" or "last"
         self.lines: list[SourceLine] = []
         self.reasons: list[str] = []
@@ -75,7 +82,9 @@ class RecordedLoops:
         tried = self.apart.get(self.inside)
         if tried is None and (branches or isinstance(error, FirstStepDiffers)):
             self.apart[self.inside] = "first"
-        elif tried == "first" and branches:
+        elif (tried == "first" and branches) or (
+            tried is None and isinstance(error, LastStepDiffers)
+        ):
             self.apart[self.inside] = "last"
         else:
             return False

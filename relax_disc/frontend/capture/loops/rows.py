@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
 
+from relax_disc.frontend.capture.loops.bounds import (
+    ask_for_longer,
+    check_last_step,
+    declared_least,
+    never_negative,
+    unified,
+)
 from relax_disc.frontend.capture.loops.recorded import OtherLoops, active
 from relax_disc.frontend.capture.loops.sequences import (
     DynamicList,
@@ -18,7 +24,6 @@ from relax_disc.frontend.capture.loops.sequences import (
     is_same,
     least,
 )
-from relax_disc.frontend.capture.sizes.dims import least_size
 
 
 def rows_of(x: Tensor, axis: int, size: int | None = None) -> DynamicList | None:
@@ -39,6 +44,25 @@ def rows_of(x: Tensor, axis: int, size: int | None = None) -> DynamicList | None
         return DynamicList([(extent, Rows(x, axis))])
     count = extent // size
     return DynamicList([(count, Rows(x.unflatten(axis, (count, size)), axis))])
+
+
+def pieces_of(x: Tensor, axis: int, size: Any) -> DynamicList | None:
+    """Cut a tensor into pieces of ``size`` positions, of which the last may be shorter.
+
+    None where the axis is no dim.
+    """
+    loops = active()
+    axis %= x.dim()
+    extent: Any = x.shape[axis]
+    if loops is None or not isinstance(extent, torch.SymInt) or fixed(extent) is not None:
+        return None
+    if not loops.are_all:
+        raise OtherLoops("a loop over pieces of a tensor")
+    whole = (extent - 1) // size  # pieces, before the last one
+    ask_for_longer(whole, extent - whole * size)
+    rows = x.narrow(axis, 0, whole * size).unflatten(axis, (whole, size))
+    last = x.narrow(axis, whole * size, extent - whole * size)
+    return DynamicList([(whole, Rows(rows, axis)), (1, lambda _: last)])
 
 
 def sequence_of(values: Any) -> DynamicList | None:
@@ -75,52 +99,47 @@ def same_length(one: Any, other: Any) -> bool:
     loops = active()
     if loops is None or not all(isinstance(size, torch.SymInt) for size in (one, other)):
         return False
-    if _unified(one, one.node.expr, loops.dims) != _unified(other, other.node.expr, loops.dims):
+    if unified(one.node.expr, one.node.shape_env, loops) != (
+        unified(other.node.expr, other.node.shape_env, loops)
+    ):
         return False
     torch._check(one == other)
     return True
 
 
-def window(start: torch.SymInt, stop: torch.SymInt, extent: Any) -> int | None:
-    """Return how long a slice is, if it is one length and inside an axis in each step of a loop."""
+def window(x: Tensor, axis: int, start: torch.SymInt, stop: torch.SymInt) -> Tensor | None:
+    """Read a slice that is of one length and inside an axis in each step of a loop, or None.
+
+    Raises `LastStepDiffers`: it is so in all but the last step.
+    """
     loops = active()
     if loops is None or loops.inside is None:
         return None
-    number: Any = loops.step.node.expr
-    first, end, size = (
-        sympy.sympify(n.node.expr) if isinstance(n, torch.SymInt) else sympy.Integer(n)
-        for n in (start, stop, extent)
-    )
-    width, factor = sympy.expand(end - first), sympy.expand(first).coeff(number, 1)
-    last = sympy.expand(end.xreplace({number: loops.count.node.expr - 1}))
-    low = sympy.expand(first.xreplace({number: sympy.S.Zero}))
-    if not (width.is_Integer and width >= 1 and factor.is_Integer and factor >= 0):
+    length = sympy.expand((stop - start).node.expr)
+    factor = sympy.expand(start.node.expr).coeff(loops.step.node.expr, 1)
+    if not (length.is_Integer and length >= 1 and factor.is_Integer and factor >= 0):
         return None
-    env: Any = loops.step.node.shape_env
-    rooms = low, sympy.expand(_unified(loops.step, size - last, loops.dims))
-    return int(width) if all(env.bound_sympy(room).lower >= 0 for room in rooms) else None
+    width, apart, left = int(length), int(factor), x.shape[axis] - stop
+    if not never_negative(start):
+        return None
+    if not never_negative(left):
+        check_last_step(left, "reads less")
+        return None
+    if width == 1:
+        return x.select(axis, start).unsqueeze(axis)
+    if width == apart:  # pieces behind each other, of which there may be none
+        whole = x.narrow(axis, start - apart * loops.step, loops.count * width)
+        return whole.unflatten(axis, (loops.count, width)).select(axis, loops.step)
+    return x.unfold(axis, width, 1).select(axis, start).movedim(-1, axis)
 
 
-def _unified(size: torch.SymInt, expression: Any, dims: Mapping[str, Any]) -> Any:
-    """Write an expression with one symbol for each declared dim; ``size``: any of its trace."""
-    env: Any = size.node.shape_env
-    firsts: dict[str, Any] = {}
-    names: dict[Any, Any] = {}
-    for symbol, sources in env.var_to_sources.items():
-        for source in sources:
-            if source.name in dims:
-                names[symbol] = firsts.setdefault(dims[source.name].__name__, symbol)
-    return expression.xreplace(names)
-
-
-def fewest(count: torch.SymInt, dims: Mapping[str, Any]) -> int:
-    """Return the steps at the least sizes of the dims; PyTorch notes 2 for a declared 1."""
+def fewest(count: torch.SymInt) -> int:
+    """Return the steps at the least sizes of the dims."""
     env: Any = count.node.shape_env
     expression: Any = count.node.expr
-    sizes = {}
-    for symbol in expression.free_symbols:
-        sources = (source.name for source in env.var_to_sources.get(symbol, ()))
-        low = int(env.var_to_range[symbol].lower)
-        declared = [least_size(dims[name]) for name in sources if name in dims]
-        sizes[symbol] = low if low > 2 else max(declared, default=1)
+    lows = {symbol: int(env.var_to_range[symbol].lower) for symbol in expression.free_symbols}
+    sizes = {
+        symbol: declared_least(symbol, env, active()) if low <= 2 else low
+        for symbol, low in lows.items()
+    }
     return int(expression.xreplace(sizes))

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.source_lines import calling_line
 
-_Run = tuple[Any, Callable[[Any], Any]]
+Run = tuple[Any, Callable[[Any], Any]]
 """How many elements follow each other, and what each is, by its place among them."""
 
 
@@ -94,7 +94,7 @@ class DynamicList(list):
     PyTorch's functions read the memory of a list as it is: there stands a mark alone.
     """
 
-    def __init__(self, runs: Sequence[_Run]) -> None:
+    def __init__(self, runs: Sequence[Run]) -> None:
         super().__init__(self.mark())
         self._runs = [run for run in runs if not (isinstance(run[0], int) and run[0] == 0)]
 
@@ -111,7 +111,7 @@ class DynamicList(list):
         return DynamicList([_single(value) for value in values])
 
     @property
-    def runs(self) -> Sequence[_Run]:
+    def runs(self) -> Sequence[Run]:
         """The runs in order."""
         return tuple(self._runs)
 
@@ -143,7 +143,9 @@ class DynamicList(list):
         parts = self._parts()
         if parts is None or any(structure != parts[0][0] for structure, _ in parts):
             return None
-        structure = parts[0][0]
+        structure, first = parts[0]
+        if any(_shapes(tensors) != _shapes(first) for _, tensors in parts):
+            return None
         rows = tuple(Rows(torch.cat(each)) for each in zip(*(x for _, x in parts), strict=True))
         at = rows[0] if structure == _ONE else Tuples(rows, structure)
         return DynamicList([(self.length(), at)])
@@ -274,6 +276,11 @@ class DynamicList(list):
 _ONE = pytree.tree_structure(torch.empty(0))
 
 
+def _shapes(stacked: Sequence[Tensor]) -> list[list[str]]:
+    """Write down the shapes of elements."""
+    return [[*map(text_of, tensor.shape[1:])] for tensor in stacked]
+
+
 def _refused(name: str) -> Callable[..., Any]:
     def method(self: DynamicList, *_: Any) -> Any:
         raise _refusal(f"`.{name}`")
@@ -287,17 +294,17 @@ for _name in ("__setitem__", "__delitem__", "__contains__", "__mul__", "__rmul__
     setattr(DynamicList, _name, _refused(_name))
 
 
-def _single(value: Any) -> _Run:
+def _single(value: Any) -> Run:
     return 1, lambda _: value
 
 
-def _reversed(runs: Sequence[_Run]) -> list[_Run]:
+def _reversed(runs: Sequence[Run]) -> list[Run]:
     return [(n, _moved(at, -1, n - 1)) for n, at in reversed(runs)]
 
 
-def _without(runs: Sequence[_Run], left: int) -> list[_Run]:
+def _without(runs: Sequence[Run], left: int) -> list[Run]:
     """Leave out the first elements."""
-    kept: list[_Run] = []
+    kept: list[Run] = []
     for place, (count, at) in enumerate(runs):
         if left == 0:
             kept.append((count, at))
@@ -314,9 +321,9 @@ def _without(runs: Sequence[_Run], left: int) -> list[_Run]:
     return kept
 
 
-def _last(runs: Sequence[_Run], wanted: int) -> list[_Run]:
+def _last(runs: Sequence[Run], wanted: int) -> list[Run]:
     """Leave the last elements."""
-    kept: list[_Run] = []
+    kept: list[Run] = []
     for count, at in reversed(runs):
         if least(count) >= wanted:
             kept.insert(0, (wanted, _moved(at, 1, count - wanted)))
@@ -328,11 +335,11 @@ def _last(runs: Sequence[_Run], wanted: int) -> list[_Run]:
     return kept
 
 
-def _every(runs: Sequence[_Run], step: int) -> list[_Run]:
+def _every(runs: Sequence[Run], step: int) -> list[Run]:
     """Leave each so-manieth element."""
     if step == 1:
         return list(runs)
-    kept: list[_Run] = []
+    kept: list[Run] = []
     skipped: int | None = 0  # elements until the next one that stays
     for count, at in runs:
         if skipped is None:

@@ -486,7 +486,7 @@ def _called(call: ast.Call) -> str:
 
 def _exchange(loop: str, method: str, names: list[str]) -> list[ast.stmt]:
     """Write ``if loop.is_dynamic: a, b = loop.method(locals())``."""
-    places = ", ".join(names) + "," if names else "_"
+    places = ", ".join(names) + "," if names else f"{_PREFIX}nothing__"
     return ast.parse(f"if {loop}.is_dynamic:\n    {places} = {loop}.{method}(locals())").body
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from relax_disc.frontend.capture.loops.attributes import StepAttribute, watch_reads
+from relax_disc.frontend.capture.loops.bounds import ask_for_longer
 from relax_disc.frontend.capture.loops.recorded import (
     FirstStepDiffers,
     LoopRefusal,
@@ -95,7 +97,7 @@ def steps(values: Any, why_not: str, target: _Target, names: dict[str, Any], lin
             f"the loop at {loops.inside} cannot be run as one step: it holds another loop over a "
             f"dynamic length ({where}); write one of them with operators over the whole axis"
         )
-    if len(values.runs) != 1:
+    if sum(not isinstance(count, int) for count, _ in values.runs) != 1:
         why_not = why_not or "its elements are no tensors of one shape"
     if why_not:
         loops.reasons.append(f"the loop at {where} cannot be run as one step: {why_not}")
@@ -127,19 +129,24 @@ class _Loop:
         loops: RecordedLoops,
     ) -> None:
         self._where = where
+        self._first, values, self._rest = _ends_apart(values)
         apart = loops.apart.get(where)
-        if apart and fewest(values.length(), loops.dims) < 1:
+        if apart and fewest(values.length()) < 1:
             raise self.refuse(f"its {apart} step differs from the others, and may not be there")
-        self._first = [values.at(0)] if apart == "first" else []
-        self._rest = [values.at(values.length() - 1)] if apart == "last" else []
-        self._values = values[len(self._first) : -1 if self._rest else None]
+        if apart == "first":
+            self._first.append(values.at(0))
+        if apart == "last":
+            self._rest.insert(0, values.at(values.length() - 1))
+        self._values = values[1 if apart == "first" else 0 : -1 if apart == "last" else None]
         self._names = names
         self._target = target
         self._element: Any = None
         self._state: dict[tuple[str, int], Any] = {}
         self._attributes: dict[tuple[int, str], StepAttribute] = {}  # that the steps set
         self._count = self._values.length()
-        self._may_be_empty = fewest(self._count, loops.dims) < 1
+        if apart:
+            ask_for_longer(self._count)
+        self._may_be_empty = fewest(self._count) < 1
         self._loops = loops
         self._number = -1
         self._index: Any = None
@@ -160,8 +167,7 @@ class _Loop:
             self._loops.may_be_empty.append(self._may_be_empty)
             self._index = torch.ops.relax_disc.loop_index(self._number, self._count)
             step: Any = torch.ops.aten.item.default(self._index)
-            torch._check(step >= 0)
-            torch._check(step < self._count)
+            _note_range(step, self._count)
             self._loops.inside = self._where
             self._loops.step, self._loops.count = step, self._count
             self._loops.checks.clear()
@@ -508,6 +514,27 @@ class _Loop:
             return pytree.tree_unflatten(values, structure)
 
         return last
+
+
+def _note_range(step: Any, count: Any) -> None:
+    """Tell PyTorch the range of a step's number, but do not let it conclude that there is one."""
+    torch._check(step >= 0)
+    env = count.node.shape_env
+    most: Any = env.bound_sympy(count.node.expr).upper
+    with patch.object(env, "_refine_ranges", lambda _: None):
+        torch._check(step < count)
+    if most.is_Integer and most > 1:
+        torch._check(step <= int(most) - 1)
+
+
+def _ends_apart(values: DynamicList) -> tuple[list[Any], DynamicList, list[Any]]:
+    """Split a list into single elements in front, its run of symbolic length, and those behind."""
+    (middle,) = (k for k, (count, _) in enumerate(values.runs) if not isinstance(count, int))
+    ends = [
+        [at(k) for count, at in runs for k in range(count)]
+        for runs in (values.runs[:middle], values.runs[middle + 1 :])
+    ]
+    return ends[0], DynamicList([values.runs[middle]]), ends[1]
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relax_disc.frontend.capture.loops.bounds import ask_for_longer, never_negative
 from relax_disc.frontend.capture.loops.numbers import numbers_as_tensors
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal, active
 from relax_disc.frontend.capture.loops.rows import window
@@ -41,16 +42,21 @@ def _with_masks(place: Any) -> Any:
 
 
 def _slice(x: Tensor, axis: int, start: Any, stop: Any, step: Any) -> Tensor | None:
-    """Read a part such as ``x[:, t : t + 3]`` in a loop, if it is as long in each step."""
+    """Read a part such as ``x[:, t : t + 3]`` in a loop, if it is as long in each step.
+
+    A part that ends behind the axis at every length, as the last of several, ends with it.
+    """
     # So torch.export writes what is indexed by sizes.
-    if step != 1 or not (_is_of_step(start) and _is_of_step(stop)):
+    if step != 1 or not isinstance(start, torch.SymInt) or not isinstance(stop, torch.SymInt):
         return None
-    width = window(start, stop, x.shape[axis])
-    if width is None:
+    extent: Any = x.shape[axis]
+    if not (_is_of_step(start) and _is_of_step(stop)):
+        is_last = isinstance(extent, torch.SymInt) and never_negative(stop - extent)
+        if is_last and never_negative(start) and never_negative(extent - start):
+            ask_for_longer(extent - start)
+            return x.narrow(axis, start, extent - start)
         return None
-    if width == 1:
-        return x.select(axis, start).unsqueeze(axis)
-    return x.unfold(axis, width, 1).select(axis, start).movedim(-1, axis)
+    return window(x, axis, start, stop)
 
 
 def _set_item(x: Tensor, place: Any, value: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from relax_disc.frontend.capture.loops.rows import rows_of
+from relax_disc.frontend.capture.loops.rows import pieces_of, rows_of
 from relax_disc.frontend.capture.loops.sequences import DynamicList, fixed
 from relax_disc.frontend.capture.sizes.branches import asked_for_model
 
@@ -35,7 +35,7 @@ def _tensor_split(
 
 
 def _chunk(x: Tensor, chunks: Any, dim: int = 0) -> Any:
-    """Two parts, but of a length of 1, which has one.
+    """Parts of one length, and a last one of what is left; two but of a length of 1, which has one.
 
     How many there are of three or more depends on the length, unless it is a multiple.
     """
@@ -44,8 +44,10 @@ def _chunk(x: Tensor, chunks: Any, dim: int = 0) -> Any:
         return None
     if not isinstance(chunks, int):
         return _split(x, 1, dim) if statically_known_true(length == chunks) else None
-    if chunks != 2 or statically_known_true(length % 2 == 0):
+    if chunks < 2 or statically_known_true(length % chunks == 0):
         return None
+    if chunks > 2:
+        return pieces_of(x, dim, (length + chunks - 1) // chunks)
     if asked_for_model(length < 2):
         return None
     return _cut(x, dim, [(length + 1) // 2, length // 2])
@@ -57,14 +59,15 @@ def _unbind(x: Tensor, dim: int = 0) -> DynamicList | None:
 
 
 def _split(x: Tensor, split_size_or_sections: Any, dim: int = 0) -> DynamicList | None:
-    """List parts of one length, if that of the axis is a multiple."""
+    """List parts of one length; the last is shorter where that of the axis is no multiple."""
     size = split_size_or_sections
     if not isinstance(size, int) or size < 1 or x.dim() == 0:
         return None
     length = x.shape[dim]
-    if fixed(length // size) is not None or not statically_known_true(length % size == 0):
+    if fixed((length - 1) // size) is not None:
         return None  # as many parts at every length
-    return rows_of(x, dim, size)
+    is_multiple = statically_known_true(length % size == 0)
+    return rows_of(x, dim, size) if is_multiple else pieces_of(x, dim, size)
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {
