@@ -80,6 +80,29 @@ def parameters(model, x, y):
     return model(x).mean() * (2 if model.head.bias.sum() * x.max() > 3 else 3)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+def after_a_function(model, x, y):
+    h = model(Doubled.apply(x))
+    return h.pow(2).mean() if Doubled.apply(x).abs().max() < 3 else h.mean()
+
+
+def the_same(model, x, y):
+    """As gpytorch asks whether a kernel is taken of one set of points."""
+    labels = y.clamp(min=0)
+    if torch.equal(y, labels) or torch.allclose(x, x * 0, atol=0.1):
+        return F.cross_entropy(model(x), labels)
+    return model(x).pow(2).mean()
+
+
 def compiled(model, batch, loss_fn):
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     shapes = ({0: Dim("batch", min=2, max=64)},) * len(batch)
@@ -104,6 +127,8 @@ PROGRAMS = [
     (early_exit, (X / 4, Y), r"`\(x.abs\(\) < 0.3\).all\(\)`"),
     (autocast, (X * 2, Y), r"`\(x > 1\).any\(\)`"),
     (parameters, (X + 1, Y), "> 3`"),
+    (after_a_function, (X * 10, Y), "< 3`"),
+    (the_same, (X, Y.clamp(min=0)), r"`torch.equal\(y, labels\)`"),
 ]
 
 

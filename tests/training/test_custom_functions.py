@@ -365,6 +365,66 @@ def test_what_changes_the_objects_that_it_is_given_is_refused(make):
         compiled(Model(function))
 
 
+class Axis(torch.autograd.Function):
+    """Takes an axis from a module, as the entmax of TabNet does."""
+
+    @staticmethod
+    def forward(ctx, x, axis):
+        counts = 1 + (x > 0).sum(dim=axis).unsqueeze(axis)
+        ctx.save_for_backward(counts)
+        return x / counts
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / ctx.saved_tensors[0], None
+
+
+def test_an_axis_that_a_module_holds():
+    class Selects(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.axis, self.first = -1, nn.Linear(4, 4)
+            self.again = self.first
+
+        def forward(self, x):
+            return Axis.apply(self.first(x), self.axis).square().sum()
+
+    torch.manual_seed(0)
+    model = Selects()
+    step = compiled(model)
+    for rows in (2, 6):
+        x = torch.randn(rows, 4)
+        model.zero_grad()
+        loss = step(x, update=False)
+        ours = model.first.weight.grad
+        (expected,) = torch.autograd.grad(model(x), model.first.weight)
+        torch.testing.assert_close(loss, model(x).detach())
+        torch.testing.assert_close(ours, expected)
+
+
+class Hides(torch.autograd.Function):
+    """Asks for data in its gradient, and catches what a trace raises there."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        try:
+            if ctx.saved_tensors[0].mean() > 0:
+                return grad + 1
+        except Exception:
+            pass
+        return grad
+
+
+def test_a_question_that_a_gradient_hides_is_refused():
+    with pytest.raises(UnsupportedOperatorError, match=r"test_custom_\w+.py:\d+: .*from data"):
+        compiled(Model(Hides.apply))
+
+
 def test_is_traced_at_each_start():
     """The gradient is code that the exported graph does not show."""
     model = Model(CASES["nested"])

@@ -107,7 +107,7 @@ def carried(model: Tagger, x: Tensor, y: Tensor) -> Tensor:
 
 def apart(model: Tagger, x: Tensor, y: Tensor) -> Tensor:
     """Means of pieces, and the largest of them by name."""
-    means = torch.stack([piece.mean(1) for piece in model(x).split(9, 1)])
+    means = torch.stack([piece.mean(1) for piece in model(x).split(9, 1)], axis=0)  # pyright: ignore
     return functional.cross_entropy(model.out(means.max(0).values), y[:, 0])
 
 

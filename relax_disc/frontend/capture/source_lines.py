@@ -97,6 +97,26 @@ def is_installed(file: str) -> bool:
     return any(f"/{name}-packages/" in file for name in ("site", "dist"))
 
 
+_ASKING = ("sym_node.py", "symbolic_shapes.py", "recording.py", "_stats.py", "torch/__init__.py")
+"""Ends of the names of PyTorch's files that lie between a question and the code that asks."""
+
+
+def asks_by_itself(frame: Any) -> bool:
+    """Say whether code outside PyTorch asks for a condition, not an operator that it calls.
+
+    ``frame``: where PyTorch decides it.
+    """
+    while frame is not None and frame.f_code.co_filename.endswith(_ASKING):
+        frame = _above_package(frame.f_back)
+    return frame is not None and not frame.f_code.co_filename.startswith((_TORCH, _PACKAGE))
+
+
+def _above_package(frame: Any) -> Any:
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame
+
+
 def callers_depth() -> int:
     """Return the ``stacklevel`` of a warning that shall name the line that called this package."""
     depth, frame = 1, sys._getframe(1)

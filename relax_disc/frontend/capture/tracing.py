@@ -42,7 +42,7 @@ from unittest.mock import patch
 import sympy
 import torch._dynamo
 import torch.export._trace
-from torch.fx import _symbolic_trace
+from torch.fx import _symbolic_trace, interpreter
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -104,6 +104,20 @@ def _say_nothing(*_: object, **__: object) -> None:
     """Stand in for ``print``."""
 
 
+class _NoProgress:
+    """Stands in for a bar of tqdm's, which starts a thread and keeps that in its class."""
+
+    def update(self, _: int) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Show nothing."""
+
+
+def _no_progress(**_: Any) -> _NoProgress:
+    return _NoProgress()
+
+
 def _loggers() -> Iterator[logging.Logger]:
     """PyTorch's loggers: a filter holds for the records of one logger alone."""
     for name in ("torch", *logging.root.manager.loggerDict):
@@ -120,6 +134,7 @@ def _lean_tracing() -> Iterator[None]:
         patch.object(SymNode, "expr", property(_expression)),
         patch.object(SymNode, "wrap_int", _integers(SymNode.wrap_int)),
         patch.object(proxy_tensor, "_build_proxy_for_sym_expr", _recorded),
+        patch.object(interpreter, "tqdm", _no_progress),
         _use_lazy_graph_module(True),  # nobody runs a graph as Python code
     ]
     for name in ("is_number", "free_symbols"):

@@ -139,7 +139,9 @@ def mul(emitter: Emitter, x: Any, y: Any) -> Any:
 
 @converts("aten.add.Tensor", "aten.add.Scalar")
 def add(emitter: Emitter, x: Any, y: Any, alpha: Any = 1) -> Any:
-    """``x + alpha * y``."""
+    """``x + alpha * y``; of truths, whether one of them holds."""
+    if emitter.wanted_dtype == "bool":
+        return _bits(emitter, op.bitwise_or, x, y if alpha else False)
     return _scaled(emitter, op.add, x, y, alpha)
 
 

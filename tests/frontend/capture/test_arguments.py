@@ -73,7 +73,32 @@ def _is_number(model: Any, x: Tensor) -> Tensor:
     return model(x).mean() * sum(known)
 
 
+def _either(x: Tensor) -> Tensor:
+    """As OpenNMT's masks of a decoder: truths are added."""
+    both = (x > 0.5) + (x < -0.5)
+    both += x > 3
+    return both
+
+
+def _added_rows(model: Any, x: Tensor) -> Tensor:
+    """As DINOv2 drops the paths of some rows, and weighs the others by how many there are."""
+    rows = len(x) // 2 + 1
+    places = torch.arange(len(x))[:rows]
+    made = torch.index_add(x, 0, places, model(x[:rows]), alpha=len(x) / rows)
+    return made.index_add_(0, places, model(x[:rows]), alpha=rows).square().sum()
+
+
 LOSSES: dict[str, _Loss] = {
+    "added truths": lambda m, x: (
+        (m(x) * _either(x)).sum()
+        + (m(x) * torch.gt(_either(x), 0) * torch.all(_either(x), dim=1, keepdim=True)).sum()
+    ),
+    "rows times a number of sizes": _added_rows,
+    "extremes by Python's own": lambda m, x: max(m(x)[:, 0]) - 2 * min(m(x)[:, 1]),
+    "made into another tensor": lambda m, x: (
+        m(x) * torch.arange(3, out=torch.empty(3))
+        - m.weight @ torch.eye(*m.weight.shape, out=torch.empty_like(m.weight))[0]
+    ).sum(),
     "isinstance of sizes": _is_number,
     "where of bytes": lambda m, x: torch.where((x > 0).byte(), m(x), x).square().sum(),
     "a method's where of bytes": lambda m, x: m(x).where((x > 0).byte(), x * 2).sum(),
@@ -160,3 +185,22 @@ def test_a_size_that_is_1_in_the_example_alone_stays_a_size() -> None:
     for size in ((4, 4), (2, 8), (8, 4), (2, 2), (16, 12)):
         x = torch.randn(2, 3, *size)
         torch.testing.assert_close(step(x, update=False), model(x).detach())
+
+
+def test_a_multiple_of_a_dim_that_is_1_in_the_example() -> None:
+    def loss(model: nn.Module, pictures: Tensor, mask: Tensor) -> Tensor:
+        rows = model(pictures).flatten(1, 2).mean(-1)
+        return rows.masked_fill(~mask, 0).square().mean()
+
+    def batch(rows: int, count: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(rows, count, 4, 8), torch.rand(rows, 4 * count) > 0.2
+
+    torch.manual_seed(0)
+    model = nn.Linear(8, 5)
+    rows, count = Dim("rows", min=1, max=9), Dim("count", min=1, max=5)
+    dims = ({0: rows, 1: count}, {0: rows, 1: 4 * count})
+    options: Any = {"dynamic_shapes": dims, "loss_fn": loss}
+    step = relax_disc.compile(model, None, batch(2, 1), **options)
+    for size in ((2, 1), (3, 5), (1, 2), (1, 1)):
+        given = batch(*size)
+        torch.testing.assert_close(step(*given, update=False), loss(model, *given).detach())

@@ -157,6 +157,52 @@ def test_what_stays_frozen_or_thawed_is_refused(loss_of: Any, frozen: str, said:
     assert [p.requires_grad for p in model.parameters()] == [frozen != "weight", frozen != "bias"]
 
 
+def _by_reference(model: Any, x: Tensor) -> Tensor:
+    """As peft's ``set_adapter``: one is switched on for a reference, and the other again."""
+    ours = model["trained"](x)
+    model["trained"].requires_grad_(False)
+    model["reference"].requires_grad_(True)
+    with torch.no_grad():
+        theirs = model["reference"](x)
+    model["reference"].requires_grad_(False)
+    model["trained"].requires_grad_(True)
+    return (ours - theirs).square().mean()
+
+
+def test_a_part_is_thawed_where_nothing_is_trained() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"trained": nn.Linear(4, 2), "reference": nn.Linear(4, 2)})
+    model["reference"].requires_grad_(False)
+    options: Any = {"dynamic_shapes": (_DIMS,), "loss_fn": _by_reference}
+    step = relax_disc.compile(model, None, (torch.rand(3, 4),), **options)
+    for rows in (1, 5):
+        model.zero_grad()
+        x = torch.rand(rows, 4)
+        loss = step(x, update=False)
+        gradients = [p.grad for p in model["trained"].parameters()]
+        model.zero_grad()
+        expected = _by_reference(model, x)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        for ours, p in zip(gradients, model["trained"].parameters(), strict=True):
+            torch.testing.assert_close(ours, p.grad)
+        assert all(p.grad is None for p in model["reference"].parameters())
+
+
+def test_what_is_trained_while_it_is_thawed_is_refused() -> None:
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        model.weight.requires_grad_(True)
+        loss = model(x).mean()
+        model.weight.requires_grad_(False)
+        return loss
+
+    model = nn.Linear(4, 2)
+    model.weight.requires_grad_(False)
+    example: Any = (torch.rand(3, 4),)
+    with pytest.raises(UnsupportedOperatorError, match=r"test_frozen.py:\d+: .*Thaw it before"):
+        relax_disc.compile(model, None, example, dynamic_shapes=(_DIMS,), loss_fn=loss_of)
+
+
 def test_another_network_that_a_loss_freezes_stays_as_it_was() -> None:
     torch.manual_seed(0)
     generator, critic = nn.Linear(3, 4), nn.Linear(4, 1)

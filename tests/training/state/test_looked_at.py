@@ -80,10 +80,21 @@ def test_files_that_are_written_are_not_compared(tmp_path):
 def test_a_count_that_a_function_keeps_is_told():
     def loss_fn(model, x):
         loss_fn.calls += 1
-        return distance(model, x) * loss_fn.calls
+        return distance(model, x)
 
     loss_fn.calls = 0
     with pytest.warns(RelaxDiscWarning, match=r"loss_fn\.calls is changed"):
+        captured(nn.Linear(4, 4), loss_fn)
+    assert loss_fn.calls == 0
+
+
+def test_a_count_that_a_function_keeps_and_uses_is_refused():
+    def loss_fn(model, x):
+        loss_fn.calls += 1
+        return distance(model, x) * loss_fn.calls
+
+    loss_fn.calls = 0
+    with pytest.raises(UnsupportedOperatorError, match=r"loss_fn\.calls is a number"):
         captured(nn.Linear(4, 4), loss_fn)
     assert loss_fn.calls == 0
 

@@ -201,6 +201,53 @@ class Collecting(nn.Module):
         return loss
 
 
+class Counts(nn.Module):
+    """Counts its calls in a number, and uses it or not."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.linear, self.use, self.step = nn.Linear(4, 4), use, 1
+
+    def forward(self, x):
+        self.step += 1
+        return self.use(self.linear(x), self.step).square().mean()
+
+
+USES = {
+    "computes with it": lambda y, step: y * step,
+    "decides by it": lambda y, step: y * 2 if step > 3 else y,
+    "a weight that grows": lambda y, step: y * min(1.0, step / 10),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_number_that_steps_count_and_use_is_refused(use):
+    model = Counts(USES[use])
+    with pytest.raises(UnsupportedOperatorError, match=r"model\.step is a number .* buffer"):
+        compiled(model, X)
+    assert model.step == 1
+
+
+def test_a_number_on_a_layer_of_torch_is_refused_too():
+    def loss_fn(model, x):
+        model.scale = model.scale * 0.9
+        return (model(x) * model.scale).square().mean()
+
+    model = nn.Linear(4, 4)
+    model.scale = 1.0
+    with pytest.raises(UnsupportedOperatorError, match=r"scale'?\]? is a number"):
+        relax_disc.compile(
+            model, None, (X,), dynamic_shapes=({0: Dim("b", min=1, max=8)},), loss_fn=loss_fn
+        )
+
+
+def test_a_number_that_steps_count_alone_is_told():
+    with pytest.warns(RelaxDiscWarning, match=r"model\.step is changed"):
+        step = compiled(Counts(lambda y, _: y), X)
+    assert step(X).isfinite()
+    assert step.model.step == 1
+
+
 def test_a_hook_that_forward_registers_is_registered_once():
     model = Collecting()
     eager = copy.deepcopy(model)

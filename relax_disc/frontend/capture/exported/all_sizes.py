@@ -39,6 +39,7 @@ from relax_disc.frontend.capture.sizes.dims import (
     enlarge,
     root_of,
     roots_stay,
+    size_at,
 )
 from relax_disc.frontend.capture.sizes.evaluation import OPEN_END
 from relax_disc.frontend.capture.sizes.guards import (
@@ -282,9 +283,21 @@ def _enlarged(
     example: Any, declared: Mapping[int, Mapping[int, Any]], sizes: Mapping[str, int]
 ) -> Any:
     """Make every dynamic axis of the example at least 2 long, and some of the sizes of dims."""
+    sizes = {**dict.fromkeys(_ones(example, declared), 2), **sizes}
     return pytree.tree_map_only(
         torch.Tensor, lambda tensor: enlarge(tensor, declared.get(id(tensor), {}), sizes), example
     )
+
+
+def _ones(example: Any, declared: Mapping[int, Mapping[int, Any]]) -> set[str]:
+    """Name the dims that are 1 in the example, of which others are a multiple perhaps."""
+    return {
+        root_of(dim).__name__
+        for tensor in pytree.tree_leaves(example)
+        for axis, dim in declared.get(id(tensor), {}).items()
+        if hasattr(root_of(dim), "__name__") and axis < tensor.dim()
+        if tensor.shape[axis] == size_at(dim, 1)
+    }
 
 
 def _in_range(

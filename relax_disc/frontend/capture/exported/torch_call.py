@@ -40,6 +40,7 @@ from relax_disc.frontend.capture.replaced.data_places import copies_unwritten
 from relax_disc.frontend.capture.replaced.export_mode import ExportMode
 from relax_disc.frontend.capture.replaced.model_patches import (
     cumulative_averages,
+    extremes_of_tensors,
     hooks_as_before,
     inlined_checkpoints,
     masks_unread,
@@ -91,6 +92,7 @@ def call_export(
             inlined_checkpoints(),
             masks_unread(),
             cumulative_averages(),
+            extremes_of_tensors(),
             packed_batches(),
             overlaps_by_stride(),
         ):

@@ -51,12 +51,12 @@ def summed(values: Any, start: Any = 0) -> Any:
 
 
 def lesser(*values: Any, **options: Any) -> Any:
-    """``min``, of a size of which it is known which is less."""
+    """``min``, of two sizes of which it is known which is less."""
     return _extreme(builtins.min, values, options, lambda one, other: other - one)
 
 
 def greater(*values: Any, **options: Any) -> Any:
-    """``max``, of a size of which it is known which is greater."""
+    """``max``, of two sizes of which it is known which is greater."""
     return _extreme(builtins.max, values, options, lambda one, other: one - other)
 
 

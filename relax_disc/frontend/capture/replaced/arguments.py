@@ -1,7 +1,7 @@
 """Arguments that PyTorch's own tracing takes otherwise than eager PyTorch does.
 
-Masks of bytes, bounds that are a number and a tensor, and sums of exponentials over rows that a
-mask has picked, for which PyTorch asks whether there is any.
+Masks of bytes, bounds that are a number and a tensor, factors that are made of sizes, and sums of
+exponentials over rows that a mask has picked, for which PyTorch asks whether there is any.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from relax_disc.frontend.capture.model_checks import assumed
 
 
 def _where(condition: Tensor, *values: Any, **named: Any) -> Tensor | None:
@@ -49,6 +51,45 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor | None:
     return total if keepdim else total.sum(dim)  # over axes of size 1
 
 
+def _index_add(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1
+) -> Tensor | None:
+    """Add rows times a number that is made of sizes."""
+    if not isinstance(alpha, torch.SymInt | torch.SymFloat):
+        return None
+    return torch.index_add(x, dim, index, source * alpha)
+
+
+def _index_add_(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1
+) -> Tensor | None:
+    """Add rows in place, times a number that is made of sizes."""
+    if not isinstance(alpha, torch.SymInt | torch.SymFloat):
+        return None
+    return x.index_add_(dim, index, source * alpha)
+
+
+def _equal(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same, as a condition of all their elements."""
+    if x is other:
+        return True
+    if x.dim() != other.dim() or any(n != m for n, m in zip(x.shape, other.shape, strict=True)):
+        return False
+    return _truth((x == other).all())
+
+
+def _allclose(
+    x: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    """Whether two tensors are nearly the same, as a condition of all their elements."""
+    return _truth(torch.isclose(x, other, rtol, atol, equal_nan).all())
+
+
+def _truth(x: Tensor) -> bool:
+    known = assumed(x)
+    return bool(x) if known is None else known
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
     torch.where: _where,
     Tensor.where: _where_of,
@@ -56,6 +97,13 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     Tensor.clamp: _clamp,
     torch.clip: _clamp,
     Tensor.clip: _clamp,
+    torch.equal: _equal,
+    Tensor.equal: _equal,
+    torch.allclose: _allclose,
+    Tensor.allclose: _allclose,
+    torch.index_add: _index_add,
+    Tensor.index_add: _index_add,
+    Tensor.index_add_: _index_add_,
     torch.logsumexp: _logsumexp,
     Tensor.logsumexp: _logsumexp,
     torch.special.logsumexp: _logsumexp,

@@ -9,6 +9,7 @@ and finds the operators of both directions.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,18 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.autograd import function as autograd_function
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 
+from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.refusals import refusal
+from relax_disc.frontend.capture.source_lines import asks_by_itself
 from relax_disc.frontend.capture.state.live_number import LiveNumber, live_everywhere
 
+_UNSEEN = (
+    "inside a torch.autograd.Function, whose `except` would hide that one compiled program cannot "
+    "follow it; choose by torch.where"
+)
 OPERATOR = "relax_disc::custom_function"
 
 torch.library.define(OPERATOR, "(int call, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
@@ -91,7 +99,7 @@ class CustomCalls:
         versions = [tensor._version for tensor in tensors]
         arguments = call.arguments(tensors, sizes)
         before = _held_by(arguments)
-        with _replaced(_original), torch.no_grad(), live_everywhere():
+        with _replaced(_original), torch.no_grad(), live_everywhere(), answered_questions():
             self._returned = call.function.apply(*arguments)
         name, after = call.function.__qualname__, _held_by(arguments)
         if versions != [tensor._version for tensor in tensors]:
@@ -113,6 +121,29 @@ class CustomCalls:
 
 
 _ACTIVE: list[CustomCalls] = []
+
+
+@contextlib.contextmanager
+def answered_questions() -> Iterator[None]:
+    """Raise what no trace can tell a user's function, even where its own ``except`` hides that.
+
+    Raises `UnsupportedOperatorError`: names the line of the first question that data would answer.
+    """
+    before = ShapeEnv.evaluate_sym_node
+    refused: list[UnsupportedOperatorError] = []
+
+    def asked(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return before(self, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            if asks_by_itself(sys._getframe(1)):
+                refused.append(refusal("the model decides from data", _UNSEEN))
+            raise
+
+    with patch.object(ShapeEnv, "evaluate_sym_node", asked):
+        yield
+    if refused:
+        raise refused[0]
 
 
 def _operator() -> Any:
@@ -153,6 +184,14 @@ def _held_by(value: Any) -> dict[tuple[Any, ...], Any]:
 
 def _live(number: LiveNumber, tensor: Tensor) -> LiveNumber:
     return LiveNumber(number.value, number.leaves, number.pin, lambda: tensor)
+
+
+@torch.library.impl(OPERATOR, ("CPU", "CUDA"))
+def _(call: int, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
+    """Compute a call on the example batch, whose data decide a branch."""
+    with _replaced(_original), torch.no_grad(), live_everywhere():
+        returned = _ACTIVE[-1][call].run(tensors, sizes)
+    return [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
 
 
 @torch.library.register_fake(OPERATOR)

@@ -1,7 +1,9 @@
 """Parameters that a loss freezes for a while: ``requires_grad_(False)`` around a discriminator.
 
 What is computed of a parameter meanwhile is computed of ``parameter.detach()``.  Parameters of
-other networks get no gradients in any case, and keep their ``requires_grad``.
+other networks get no gradients in any case, and keep their ``requires_grad``.  One that is frozen
+when the step is compiled may be thawed for a while in which nothing with a gradient is computed of
+it, as where an adapter of peft's is switched on for a reference.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
@@ -18,6 +21,7 @@ from relax_disc.frontend.capture.source_lines import SourceLine, calling_line
 
 _SET = Tensor.requires_grad.__set__  # pyright: ignore[reportAttributeAccessIssue]
 _GET = Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_FLAGS = (Tensor.requires_grad_, _SET, _GET)
 
 
 class FrozenParameters:
@@ -25,13 +29,11 @@ class FrozenParameters:
 
     def __init__(self) -> None:
         self._frozen: dict[int, tuple[Tensor, SourceLine]] = {}
+        self._thawed: dict[int, tuple[Tensor, SourceLine]] = {}
         self._others: dict[int, tuple[Tensor, bool]] = {}  # and whether they were trained
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Any) -> None:
-        """Look at a call before it is made.
-
-        Raises `UnsupportedOperatorError`: it thaws a parameter that was frozen from the start.
-        """
+        """Look at a call before it is made."""
         if func not in (Tensor.requires_grad_, _SET) or not isinstance(args[0], nn.Parameter):
             return
         parameter = args[0]
@@ -39,17 +41,20 @@ class FrozenParameters:
             self._others.setdefault(id(parameter), (parameter, parameter.requires_grad))
             return
         wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-        if wanted:
-            if self._frozen.pop(id(parameter), None) is None and not parameter.requires_grad:
-                raise _error(
-                    calling_line(), "lets a parameter be trained that was frozen when", "Thaw"
-                )
-        elif parameter.requires_grad:
-            self._frozen[id(parameter)] = parameter, calling_line()
+        here, there = (self._thawed, self._frozen) if wanted else (self._frozen, self._thawed)
+        if there.pop(id(parameter), None) is None and parameter.requires_grad != wanted:
+            here[id(parameter)] = parameter, calling_line()
 
     def detached(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Put what has no gradient in the places of frozen parameters."""
-        if not self._frozen or func in (Tensor.requires_grad_, Tensor.detach, _SET, _GET):
+        """Put what has no gradient in the places of frozen parameters.
+
+        Raises `UnsupportedOperatorError`: one that was thawed would get a gradient.
+        """
+        if self._thawed and torch.is_grad_enabled() and func.__name__ != "__get__":
+            for leaf in pytree.tree_leaves((args, kwargs)) if func not in _FLAGS else ():
+                if isinstance(leaf, Tensor) and id(leaf) in self._thawed:
+                    raise _thaws(self._thawed[id(leaf)][1])
+        if not self._frozen or func in (Tensor.detach, *_FLAGS):
             return args, kwargs
 
         def detach(x: Tensor) -> Tensor:
@@ -63,9 +68,15 @@ class FrozenParameters:
             parameter.requires_grad_(was)
 
     def check_end(self) -> None:
-        """Raise `UnsupportedOperatorError` where a parameter is still frozen."""
+        """Raise `UnsupportedOperatorError` where a parameter is still frozen, or thawed."""
+        for _, line in self._thawed.values():
+            raise _thaws(line)
         for _, line in self._frozen.values():
             raise _error(line, "freezes a parameter for good, which is trained when", "Freeze")
+
+
+def _thaws(line: SourceLine) -> UnsupportedOperatorError:
+    return _error(line, "lets a parameter be trained that was frozen when", "Thaw")
 
 
 def _error(line: SourceLine, what: str, remedy: str) -> UnsupportedOperatorError:

@@ -23,9 +23,9 @@ def _of_lists(join: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     return joined
 
 
-def _stack(parts: list[Tensor], dim: int = 0) -> Tensor:
+def _stack(parts: list[Tensor], dim: int = 0, axis: int | None = None) -> Tensor:
     """Join a list as long as a dim without cutting it."""
-    axis = dim % parts[0].dim()
+    axis = (dim if axis is None else axis) % parts[0].dim()
     return _behind_each_other([_along(part, axis) for part in parts], axis)
 
 
@@ -49,6 +49,12 @@ def _hstack(parts: list[Tensor]) -> Tensor:
     return _cat(parts, 1 if rank > 1 else 0) if rank else _stack(parts)
 
 
+def _column_stack(parts: list[Tensor]) -> Tensor:
+    """Elements of one axis are columns."""
+    rank = parts[0].dim() - 1
+    return _stack(parts, 1) if rank == 1 else _hstack(parts)
+
+
 def _along(part: Tensor, axis: int) -> Tensor:
     return part.movedim(0, axis) if axis else part
 
@@ -62,4 +68,5 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _of_lists(_cat)),
     **dict.fromkeys((torch.vstack, torch.row_stack), _of_lists(_vstack)),
     torch.hstack: _of_lists(_hstack),
+    torch.column_stack: _of_lists(_column_stack),
 }

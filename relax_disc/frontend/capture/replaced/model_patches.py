@@ -28,6 +28,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._export import non_strict_utils
 from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -92,6 +93,23 @@ def _batch_norm(self: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
 def cumulative_averages() -> Any:
     """Let batch norms with ``momentum=None`` count by tensors, in the context that is returned."""
     return patch.object(_BatchNorm, "forward", _batch_norm)
+
+
+_extreme: Any = non_strict_utils._tensor_min_max
+
+
+def _extreme_of(*values: Any, tensor_callable: Any, **options: Any) -> Any:
+    """``max`` or ``min``, whose own for an export ask a tensor of one axis for another one."""
+    only = values[0] if len(values) == 1 else None
+    if not isinstance(only, torch.Tensor) or only.dim() != 1 or len(options) > 1:
+        return _extreme(*values, tensor_callable=tensor_callable, **options)
+    place = only.argmax() if tensor_callable is torch.maximum else only.argmin()
+    return only.index_select(0, place.reshape(1)).squeeze(0)  # the first of equal ones
+
+
+def extremes_of_tensors() -> Any:
+    """Let ``max`` and ``min`` take a tensor of one axis, in the context that is returned."""
+    return patch.object(non_strict_utils, "_tensor_min_max", _extreme_of)
 
 
 @contextlib.contextmanager

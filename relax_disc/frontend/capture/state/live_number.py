@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 _BINARY = ("add", "sub", "mul", "truediv")
 _INPLACE = ("add_", "sub_", "mul_", "div_", "true_divide_")
@@ -56,9 +57,20 @@ def live_everywhere() -> Iterator[None]:
     before = getattr(_EVERYWHERE, "is_live", False)
     _EVERYWHERE.is_live = True
     try:
-        yield
+        with torch._C._EnableTorchFunction(), _Converting():
+            yield
     finally:
         _EVERYWHERE.is_live = before
+
+
+class _Converting(TorchFunctionMode):
+    """Converts live numbers before PyTorch looks at arguments: its axes may be no objects."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = with_tensors(func, args, kwargs or {})
+        return func(*args, **kwargs)
 
 
 class LiveNumber:

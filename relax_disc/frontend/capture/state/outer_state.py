@@ -464,14 +464,16 @@ class OuterState:
         for kind, source, where, before in saved:
             if kind == "variable":
                 pairs = [(source, where, before, where.get())]
-            elif kind == "internal":
-                continue
             elif isinstance(where, dict):
                 pairs = [
                     (further(source, kind, key), Place(where, key), before.get(key), value)
-                    for key, value in where.items()
+                    for key, value in dict.items(where)
                     if before.get(key) is not value and not (kind in ATTRIBUTES and key in _HIDDEN)
                 ]
+                if kind == "internal":  # of PyTorch's own: but for numbers of the user's
+                    for target, _, old, _ in pairs:
+                        self._refuse_lost_number(str(target), old)
+                    continue
                 if len(where) < len(before):
                     self._warn_of_write(str(source))
                 if where.keys() != before.keys():
@@ -492,6 +494,7 @@ class OuterState:
                     values.append(new)
                 elif not _computed_before(old):
                     self._refuse_lost(str(target), [old])
+                    self._refuse_lost_number(str(target), old)
                     # transformers notes in a config which loss goes with the labels
                     is_note = kind == "settings" and old is None and isinstance(new, str)
                     if not is_note:
@@ -514,6 +517,26 @@ class OuterState:
             "return the new one beside the loss, as (loss, extras).",
             (("state of another shape", what),),
         )
+
+    def _refuse_lost_number(self, what: str, before: Any) -> None:
+        """Refuse to set a number anew that the trace computes with, or decides by.
+
+        Raises `UnsupportedOperatorError`: the next call would start from the old one again.
+        """
+        if type(before) is not LiveNumber or not any(map(self._is_used, before.leaves)):
+            return
+        raise UnsupportedOperatorError(
+            f"{what} is a number that the model or loss_fn computes with, or decides by, and sets "
+            "anew while it runs: each compiled step would start from what it is now. Keep it in a "
+            "buffer that is written in place, such as self.step.add_(1), or set it in your loop.",
+            (("state in a number", what),),
+        )
+
+    def _is_used(self, leaf: int) -> bool:
+        """Say whether a number was fixed, or is a tensor of the trace."""
+        place, _ = self._numbers.get(leaf, (None, None))
+        inputs = (outer for outer, _ in self._inputs.values() if outer.place is place)
+        return leaf in self._pinned or any(id(outer.tensor) in self._touched for outer in inputs)
 
     def _is_computed_with(self, tensor: Tensor) -> bool:
         """Say whether an operator of the trace takes a tensor, more than its shape."""

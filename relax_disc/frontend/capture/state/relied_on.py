@@ -27,7 +27,14 @@ from relax_disc.frontend.capture.state.kinds import (
 )
 from relax_disc.frontend.capture.state.outer import ABSENT, Guard
 from relax_disc.frontend.capture.state.reachable import Reachable
-from relax_disc.frontend.capture.state.sources import AttributesOf, Place, Source, Step, resolve
+from relax_disc.frontend.capture.state.sources import (
+    AttributesOf,
+    Place,
+    Source,
+    Step,
+    entries_of,
+    resolve,
+)
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
@@ -166,6 +173,7 @@ def _of_empty(trace: Trace) -> Iterator[tuple[nn.Module, Guard]]:
     read |= {
         (key, table, name): holder
         for (key, table), holder in trace.tables.items()
+        if isinstance(holder, nn.Module)  # others may have an attribute of that name
         for name in vars(holder)[table]
     }
     for (key, table, name), holder in read.items():
@@ -262,7 +270,7 @@ def _of_containers(
             if (type(element) in FUNCTIONS or _is_object(element)) and may_read(
                 trace.known, further, value
             ):
-                yield Guard(str(further), further, Place(value, key), element)
+                yield Guard(str(further), further, Place(entries_of(value), key), element)
 
 
 def _of_container(trace: Trace, source: Source, place: Place, value: Any) -> Guard | None:

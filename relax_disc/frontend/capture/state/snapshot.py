@@ -65,8 +65,9 @@ def same(one: Any, other: Any) -> bool:
     """Say whether two containers hold the same objects in the same order."""
     if len(one) != len(other):
         return False
-    if isinstance(one, dict):
-        return all(a is b and one[a] is other[b] for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict):  # the entries themselves, whatever a class makes of them on access
+        pairs = zip(dict.items(one), dict.items(other), strict=True)
+        return all(a is b and held is given for (a, held), (b, given) in pairs)
     return isinstance(one, set) or all(a is b for a, b in zip(one, other, strict=True))
 
 

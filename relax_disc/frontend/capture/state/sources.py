@@ -132,6 +132,23 @@ class DefaultsOf:
 
 
 @dataclass(frozen=True, slots=True)
+class EntriesOf:
+    """What a dict holds, whose class makes other values of that where they are read."""
+
+    holder: dict[Any, Any]
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return an entry."""
+        return dict.__getitem__(self.holder, key)
+
+
+def entries_of(holder: Any) -> Any:
+    """Return what holds the entries of a list or a dict: itself, if it gives them as they are."""
+    is_made = isinstance(holder, dict) and type(holder).__getitem__ is not dict.__getitem__
+    return EntriesOf(holder) if is_made else holder
+
+
+@dataclass(frozen=True, slots=True)
 class ArgumentsOf:
     """The arguments that a partial function holds, under ``"args"``."""
 
@@ -145,6 +162,9 @@ class ArgumentsOf:
         """Put others in their place."""
         function, _, named, own = self.function.__reduce__()[2]  # pyright: ignore
         self.function.__setstate__((function, values, named, own))  # pyright: ignore
+
+
+_READ_ONLY = AttributesOf | ValueOf | DefaultsOf | EntriesOf | types.MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +183,7 @@ class Place:
     @property
     def is_writable(self) -> bool:
         """Whether something else can be put there for a while, which nobody notices."""
-        if isinstance(self.container, AttributesOf | ValueOf | DefaultsOf | types.MappingProxyType):
+        if isinstance(self.container, _READ_ONLY):
             return False
         kind = type(self.container)
         return not isinstance(self.container, dict) or kind.__setitem__ is dict.__setitem__
@@ -231,7 +251,7 @@ def step_from(holder: Any, kind: str, key: Any) -> Place:
     if kind == "child":
         return Place(getattr(holder, key[0]), key[1])
     if kind == "item":
-        return Place(holder, key)
+        return Place(entries_of(holder), key)
     if kind == "closure":
         return Place(holder.__closure__[holder.__code__.co_freevars.index(key)])
     if kind == "global":

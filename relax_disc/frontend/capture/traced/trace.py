@@ -42,6 +42,7 @@ from relax_disc.frontend.capture.exported.export import Exported
 from relax_disc.frontend.capture.exported.torch_errors import traceback_text
 from relax_disc.frontend.capture.loops.programs import Loops
 from relax_disc.frontend.capture.replaced import inner_gradients
+from relax_disc.frontend.capture.replaced.custom_functions import answered_questions
 from relax_disc.frontend.capture.sizes.branches import overlaps_by_stride
 from relax_disc.frontend.capture.sizes.counted import (
     CountedSize,
@@ -193,6 +194,7 @@ def _trace(
         with (
             _tensors_replaced(model, arguments, values),  # they may call its modules
             exported.outer.tracing_gradients(),
+            answered_questions(),
         ):
             return results(values)
 

@@ -111,6 +111,8 @@ def _batch_norm(graph: fx.Graph, node: Any) -> list[fx.Node] | None:
 def _functional(graph: fx.Graph, node: Any) -> list[fx.Node] | None:
     """Compute what an operator would write into its first operand, and into no other."""
     target: Any = node.target
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return None  # what makes a tensor, and writes it into another: ``torch.eye(5, out=x)``
     schema, value = target._schema, node.args[0].meta.get("val")
     name, _, base = schema.name.partition("::")
     others = [x.meta.get("val") for x in node.all_input_nodes[1:]]
