@@ -57,7 +57,8 @@ def _index_add(
     """Add rows times a number that is made of sizes."""
     if not isinstance(alpha, torch.SymInt | torch.SymFloat):
         return None
-    return torch.index_add(x, dim, index, source * alpha)
+    factor: Any = alpha
+    return torch.index_add(x, dim, index, source * factor)
 
 
 def _index_add_(
@@ -66,7 +67,8 @@ def _index_add_(
     """Add rows in place, times a number that is made of sizes."""
     if not isinstance(alpha, torch.SymInt | torch.SymFloat):
         return None
-    return x.index_add_(dim, index, source * alpha)
+    factor: Any = alpha
+    return x.index_add_(dim, index, source * factor)
 
 
 def _equal(x: Tensor, other: Tensor) -> bool:
