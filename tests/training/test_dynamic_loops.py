@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,6 +44,25 @@ class Appended(_Recurrent):
             h = self.cell(x[:, t], h)
             outs.append(h)
         return torch.stack(outs, dim=1) + outs[-1][:, None]
+
+
+class KeepsElsewhere(_Recurrent):
+    """As OpenNMT's decoder: what each step attends to goes into lists that others hold."""
+
+    def run(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], 8)
+        outs, seen, kept = [], {"weights": [h]}, types.SimpleNamespace(states=[])
+        for row in x.split(1, dim=1):
+            h = self.cell(row.squeeze(1), h)
+            seen["weights"].append(h.softmax(-1))
+            kept.states.append(h * 2)
+            outs += [h]
+        for _ in range(2):
+            seen["weights"].append(h)
+        weights = torch.stack(seen["weights"], 1)
+        return (
+            torch.stack(outs, 1) + weights[:, 1:-2] - weights[:, :1] + torch.stack(kept.states, 1)
+        )
 
 
 class Pair(_Recurrent):
@@ -318,6 +338,7 @@ def x_of(rows: Any) -> Any:
 _TRAIN = (
     ReadsItsLast,
     OverRows,
+    KeepsElsewhere,
     WithNumbers,
     AppendsTuples,
     Listed,

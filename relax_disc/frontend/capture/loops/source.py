@@ -48,18 +48,18 @@ from relax_disc.frontend.capture.loops.calls import (
 )
 from relax_disc.frontend.capture.loops.choices import CHOICES
 from relax_disc.frontend.capture.loops.recorded import are_all_prepared, note_unread, set_modules
+from relax_disc.frontend.capture.loops.rewrites import MASKED, PREFIX, HeldLists, MaskWrites, named
 from relax_disc.frontend.capture.loops.steps import steps
 
-_PREFIX = "__relax_disc_"
-_STEPS, _MAPPED, _MASKED, _DISPLAYED, _TRANSPOSED, _PLACED, _READ, _SLICE = (
-    f"{_PREFIX}{name}__"
-    for name in ("steps", "mapped", "masked", "displayed", "transposed", "placed", "read", "slice")
+_STEPS, _MAPPED, _DISPLAYED, _TRANSPOSED, _PLACED, _READ, _SLICE = (
+    f"{PREFIX}{name}__"
+    for name in ("steps", "mapped", "displayed", "transposed", "placed", "read", "slice")
 )
 _HELPERS: dict[str, Any] = {
-    **{f"{_PREFIX}{name}__": function for name, function in {**CALLS, **ITERATORS}.items()},
+    **{f"{PREFIX}{name}__": function for name, function in {**CALLS, **ITERATORS}.items()},
     _STEPS: steps,
     _MAPPED: mapped,
-    _MASKED: masked,
+    MASKED: masked,
     _DISPLAYED: displayed,
     _TRANSPOSED: transposed,
     _PLACED: placed,
@@ -67,7 +67,7 @@ _HELPERS: dict[str, Any] = {
     _SLICE: slice,
 }
 _CHOICES = {
-    name: f"{_PREFIX}{name}__"
+    name: f"{PREFIX}{name}__"
     for name in ("by_chance", "decided", "chosen", "bound", "either", "before", "first")
 }
 _HELPERS |= {_CHOICES[function.__name__]: function for function in CHOICES}
@@ -285,13 +285,13 @@ class _Prepare(ast.NodeTransformer):
             both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
             targets, values = (target.elts, node.value.elts) if both else ([target], [node.value])
             pairs = zip(targets, values, strict=False)
-            self._lists |= {_named(name) for name, value in pairs if _is_range(value)} - {""}
+            self._lists |= {named(name) for name, value in pairs if _is_range(value)} - {""}
         return self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> Any:
         """Prepare ``x[range(n), y]``: PyTorch asks such a list for its length."""
         items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        has_lists = any(_is_range(i) or _named(i) in self._lists for i in items)
+        has_lists = any(_is_range(i) or named(i) in self._lists for i in items)
         has_stars = any(isinstance(i, ast.Starred) for i in items)
         self.generic_visit(node)
         is_read = isinstance(node.ctx, ast.Load)
@@ -304,7 +304,7 @@ class _Prepare(ast.NodeTransformer):
         if is_read:
             made: Any = ast.Call(ast.Name(_READ, ast.Load()), [base, index], [])
             return ast.copy_location(made, node)
-        again = ast.Name(_named(base), ast.Load())
+        again = ast.Name(named(base), ast.Load())
         node.slice = ast.Call(ast.Name(_PLACED, ast.Load()), [again, index], [])
         return node
 
@@ -323,7 +323,7 @@ class _Prepare(ast.NodeTransformer):
     visit_If = visit_IfExp
 
     def _rename(self, call: ast.Call) -> None:
-        name = f"{_PREFIX}{_called(call)}__"
+        name = f"{PREFIX}{_called(call)}__"
         call.func = ast.copy_location(ast.Name(name, ast.Load()), call.func)
         self.is_changed = True
 
@@ -349,7 +349,7 @@ class _Prepare(ast.NodeTransformer):
         if any(isinstance(each, refused) for each in inner):
             return node
         self._iterated(only.iter)
-        value = ast.Name(f"{_PREFIX}value__", ast.Load())
+        value = ast.Name(f"{PREFIX}value__", ast.Load())
         one = ast.comprehension(only.target, ast.Tuple([value], ast.Load()), [], 0)
         body = ast.Subscript(ast.ListComp(node.elt, [one]), ast.Constant(0), ast.Load())
         arguments = ast.arguments([], [ast.arg(value.id)], None, [], [], None, [])
@@ -361,7 +361,8 @@ class _Prepare(ast.NodeTransformer):
 
     def visit_For(self, node: ast.For) -> Any:
         """Prepare a loop."""
-        masked = _MaskWrites(node).names
+        masked, held = MaskWrites(node).names, HeldLists(node, self.count)
+        self._local_names |= held.names.keys()
         found = _Body(node, self._outer_names)
         self.generic_visit(node)
         self._iterated(node.iter)
@@ -394,60 +395,17 @@ class _Prepare(ast.NodeTransformer):
             [ast.Name(name, ast.Store())], ast.Call(ast.Name(_STEPS, ast.Load()), arguments, [])
         )
         node.iter = ast.Name(name, ast.Load())
+        take, give_back = held.apart(name)
         if not found.why_not:
             own = [*bound, *stored]
             node.body = [
+                *take,
                 *_exchange(name, "enter", own),
                 *node.body,
                 *_exchange(name, "leave", [*own, ast.unparse(node.target)]),
+                *give_back,
             ]
         return [ast.copy_location(make, node), node]
-
-
-class _MaskWrites(ast.NodeTransformer):
-    """Writes ``h[mask] = new[mask]`` in a loop's body as ``h = masked(h, new, mask)``."""
-
-    def __init__(self, loop: ast.For) -> None:
-        self.names: dict[str, None] = {}
-        nodes = [part for statement in loop.body for part in ast.walk(statement)]
-        names = [node for node in nodes if isinstance(node, ast.Name)]
-        self._bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-        made = [node for node in nodes if isinstance(node, ast.Assign) and _is_truth(node.value)]
-        self._masks = {_named(target) for node in made for target in node.targets} - {""}
-        loop.body = [self.visit(statement) for statement in loop.body]
-
-    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
-        """Write one."""
-        target, value = node.targets[0], node.value
-        if len(node.targets) > 1 or not isinstance(target, ast.Subscript):
-            return node
-        name = _named(target.value)
-        is_mask = _is_truth(target.slice) or _named(target.slice) in self._masks
-        is_same = isinstance(value, ast.Subscript) and _is_alike(target.slice, value.slice)
-        if not (is_mask and is_same) or not name or name in self._bound:
-            return node
-        self.names[name] = None
-        arguments = [ast.Name(name, ast.Load()), value.value, value.slice]
-        made = ast.Call(ast.Name(_MASKED, ast.Load()), arguments, [])
-        return ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], made), node)
-
-    def visit_For(self, node: ast.For) -> ast.stmt:
-        """Leave a loop inside to itself."""
-        return node
-
-
-def _is_truth(node: ast.expr) -> bool:
-    """Whether an expression compares, or combines what does: its tensor is a mask."""
-    if isinstance(node, ast.UnaryOp):
-        return isinstance(node.op, ast.Invert)
-    combines = isinstance(node, ast.BinOp) and isinstance(
-        node.op, ast.BitAnd | ast.BitOr | ast.BitXor
-    )
-    return combines or isinstance(node, ast.Compare)
-
-
-def _is_alike(one: ast.expr, other: ast.expr) -> bool:
-    return ast.dump(one) == ast.dump(other)
 
 
 def _text(names: list[str]) -> ast.expr:
@@ -470,10 +428,6 @@ def _is_range(node: ast.AST) -> bool:
     return _called(node) == "range" or (is_copy and inner is not node and _is_range(inner))
 
 
-def _named(node: ast.AST) -> str:
-    return node.id if isinstance(node, ast.Name) else ""
-
-
 def _slice_call(node: ast.Slice) -> ast.expr:
     bounds = (node.lower, node.upper, node.step)
     arguments = [ast.Constant(None) if each is None else each for each in bounds]
@@ -481,12 +435,12 @@ def _slice_call(node: ast.Slice) -> ast.expr:
 
 
 def _called(call: ast.Call) -> str:
-    return _named(call.func)
+    return named(call.func)
 
 
 def _exchange(loop: str, method: str, names: list[str]) -> list[ast.stmt]:
     """Write ``if loop.is_dynamic: a, b = loop.method(locals())``."""
-    places = ", ".join(names) + "," if names else f"{_PREFIX}nothing__"
+    places = ", ".join(names) + "," if names else f"{PREFIX}nothing__"
     return ast.parse(f"if {loop}.is_dynamic:\n    {places} = {loop}.{method}(locals())").body
 
 
@@ -545,7 +499,7 @@ class _Body(ast.NodeVisitor):
         used |= self.bound.keys() | self.stored.keys() | self.continued.keys()
         for target in statement.targets:
             parts = target.elts if isinstance(target, ast.Tuple) else [target]
-            self.rebound.update((n, None) for n in map(_named, parts) if n and n not in used)
+            self.rebound.update((n, None) for n in map(named, parts) if n and n not in used)
 
     def visit_Name(self, node: ast.Name) -> None:
         """Note a name that is bound."""
@@ -559,7 +513,7 @@ class _Body(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         """Note an object whose attribute is set, which must have a name."""
         if isinstance(node.ctx, ast.Store):
-            self.attributed[_named(node.value)] = None
+            self.attributed[named(node.value)] = None
             if not isinstance(node.value, ast.Name):
                 self._refuse(f"it sets the attribute {node.attr}")
         self.generic_visit(node)

@@ -55,7 +55,7 @@ _PLAIN = (Tensor, type, torch.SymInt, torch.SymBool, torch.SymFloat)
 class _Plain:
     """A loop that runs as it is written."""
 
-    is_dynamic = False
+    is_dynamic = is_left = False
 
     def __init__(self, values: Any) -> None:
         self._values = values
@@ -176,6 +176,11 @@ class _Loop:
             self._loops.inside = None
         self.is_dynamic = False
         yield from self._rest
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the body has just run as the step, on the last stand-ins."""
+        return self.is_dynamic and not self._again
 
     def refuse(self, why: str, kind: type[LoopRefusal] = LoopRefusal) -> LoopRefusal:
         """Make the error for a body that is no step."""

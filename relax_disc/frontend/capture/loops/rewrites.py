@@ -1,0 +1,123 @@
+"""Statements of a loop's body that are written otherwise, so that a step can be recorded."""
+
+from __future__ import annotations
+
+import ast
+
+PREFIX = "__relax_disc_"
+MASKED = f"{PREFIX}masked__"
+
+
+def named(node: ast.AST) -> str:
+    """Return the name that an expression is; empty if it is another."""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+class HeldLists:
+    """Gives names to lists of other objects that a body appends to, and does nothing else with.
+
+    ``seen["weights"].append(x)`` and ``self.weights.append(x)`` append to a name in a loop that is
+    run as one step: the name is bound to the list before the step, and after it the object holds
+    what the name is then.  In any other loop the statements are what they were.
+    """
+
+    def __init__(self, loop: ast.For, number: int) -> None:
+        self.names: dict[str, ast.expr] = {}  # with the lists that they stand for
+        self._places: list[tuple[ast.Attribute, str, ast.expr]] = []
+        nodes = [part for statement in loop.body for part in ast.walk(statement)]
+        texts = [ast.unparse(node) for node in nodes if isinstance(node, _HELD)]
+        bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        methods = [method for method in map(_append, nodes) if method is not None]
+        grown = [ast.unparse(method.value) for method in methods]
+        known: dict[str, str] = {}
+        for method in methods:
+            text = ast.unparse(method.value)
+            is_alone = texts.count(text) == grown.count(text)
+            if not is_alone or not _is_held(method.value, bound):
+                continue
+            name = known.setdefault(text, f"{PREFIX}list_{number}_{len(known)}__")
+            self.names[name] = method.value
+            self._places.append((method, name, method.value))
+            method.value = ast.copy_location(ast.Name(name, ast.Load()), method)
+
+    def apart(self, loop: str) -> tuple[list[ast.stmt], list[ast.stmt]]:
+        """Let the names be for a step alone; what binds them, and what gives them back.
+
+        ``loop``: the variable that says whether it is one.
+        """
+        for method, name, held in self._places:
+            text = f"{name} if {loop}.is_dynamic else {ast.unparse(held)}"
+            method.value = ast.copy_location(ast.parse(text, mode="eval").body, method)
+        before, behind = (
+            [form.format(name=n, held=ast.unparse(x)) for n, x in self.names.items()]
+            for form in ("{name} = {held}", "{held} = {name}")
+        )
+        return (
+            ast.parse(f"if {loop}.is_dynamic:\n    {'; '.join(before)}").body if before else [],
+            ast.parse(f"if {loop}.is_left:\n    {'; '.join(behind)}").body if behind else [],
+        )
+
+
+_HELD = ast.Subscript | ast.Attribute
+
+
+def _is_held(value: ast.expr, bound: set[str]) -> bool:
+    """Whether an expression is ``name["key"]`` or ``name.attribute``; ``bound``: other names."""
+    is_entry = isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant)
+    if not is_entry and not isinstance(value, ast.Attribute):
+        return False
+    base = named(value.value)  # pyright: ignore[reportAttributeAccessIssue]
+    return bool(base) and base not in bound
+
+
+def _append(node: ast.AST) -> ast.Attribute | None:
+    """Return the method of a statement that appends one value."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    method = call.func if isinstance(call, ast.Call) and len(call.args) == 1 else None
+    return method if isinstance(method, ast.Attribute) and method.attr == "append" else None
+
+
+class MaskWrites(ast.NodeTransformer):
+    """Writes ``h[mask] = new[mask]`` in a loop's body as ``h = masked(h, new, mask)``."""
+
+    def __init__(self, loop: ast.For) -> None:
+        self.names: dict[str, None] = {}
+        nodes = [part for statement in loop.body for part in ast.walk(statement)]
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        self._bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        made = [node for node in nodes if isinstance(node, ast.Assign) and _is_truth(node.value)]
+        self._masks = {named(target) for node in made for target in node.targets} - {""}
+        loop.body = [self.visit(statement) for statement in loop.body]
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        """Write one."""
+        target, value = node.targets[0], node.value
+        if len(node.targets) > 1 or not isinstance(target, ast.Subscript):
+            return node
+        name = named(target.value)
+        is_mask = _is_truth(target.slice) or named(target.slice) in self._masks
+        is_same = isinstance(value, ast.Subscript) and _is_alike(target.slice, value.slice)
+        if not (is_mask and is_same) or not name or name in self._bound:
+            return node
+        self.names[name] = None
+        arguments = [ast.Name(name, ast.Load()), value.value, value.slice]
+        made = ast.Call(ast.Name(MASKED, ast.Load()), arguments, [])
+        return ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], made), node)
+
+    def visit_For(self, node: ast.For) -> ast.stmt:
+        """Leave a loop inside to itself."""
+        return node
+
+
+def _is_truth(node: ast.expr) -> bool:
+    """Whether an expression compares, or combines what does: its tensor is a mask."""
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.Invert)
+    combines = isinstance(node, ast.BinOp) and isinstance(
+        node.op, ast.BitAnd | ast.BitOr | ast.BitXor
+    )
+    return combines or isinstance(node, ast.Compare)
+
+
+def _is_alike(one: ast.expr, other: ast.expr) -> bool:
+    return ast.dump(one) == ast.dump(other)
