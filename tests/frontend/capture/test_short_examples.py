@@ -6,6 +6,7 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional
 
+import relax_disc
 from relax_disc.errors import ShapeRangeError
 from relax_disc.frontend import capture_step
 from relax_disc.frontend.capture.exported.all_sizes import Task
@@ -84,3 +85,29 @@ def test_the_example_stands_where_longer_ones_do_not_go_through(monkeypatch):
     captured = capture_step(model, None, sequence(3, 12), dynamic_shapes=shapes)
     assert len(longer) == 1 and longer[0]["t"] > 16
     check_gradients(captured, model, [sequence(2, size) for size in (1, 16, 17, 64)], least=5e-6)
+
+
+class Parts(nn.Module):
+    """Eight parts of a length, whose sizes differ by one; a short one has parts of none."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return sum(self.layer(part).tanh().sum() for part in x.tensor_split(8, dim=1)) / x.numel()
+
+
+@pytest.mark.parametrize("example", [3, 8, 20])
+def test_parts_of_none_or_of_one_in_the_example(example):
+    torch.manual_seed(0)
+    model, shapes = Parts(), ({0: ROWS, 1: Dim("t", min=1, max=64)},)
+    step = relax_disc.compile(model, None, sequence(3, example), dynamic_shapes=shapes)
+    for length in (1, 7, 8, 17, 64):
+        (x,) = sequence(2, length)
+        model.zero_grad()
+        loss = step(x, update=False)
+        ours = model.layer.weight.grad
+        (gradient,) = torch.autograd.grad(model(x), model.layer.weight)
+        torch.testing.assert_close(loss, model(x).detach())
+        torch.testing.assert_close(ours, gradient)

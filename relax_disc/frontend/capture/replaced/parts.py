@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
+from relax_disc.frontend.capture.loops.bounds import ask_for_longer
 from relax_disc.frontend.capture.loops.rows import pieces_of, rows_of
 from relax_disc.frontend.capture.loops.sequences import DynamicList, fixed
 from relax_disc.frontend.capture.sizes.branches import asked_for_model
@@ -31,7 +32,9 @@ def _tensor_split(
         return None
     if statically_known_true(length % sections == 0):
         return None
-    return _cut(x, dim, [(length + sections - 1 - part) // sections for part in range(sections)])
+    lengths = [(length + sections - 1 - part) // sections for part in range(sections)]
+    ask_for_longer(*lengths)
+    return _cut(x, dim, lengths)
 
 
 def _chunk(x: Tensor, chunks: Any, dim: int = 0) -> Any:
@@ -53,8 +56,11 @@ def _chunk(x: Tensor, chunks: Any, dim: int = 0) -> Any:
     return _cut(x, dim, [(length + 1) // 2, length // 2])
 
 
-def _unbind(x: Tensor, dim: int = 0) -> DynamicList | None:
-    """List what lies along an axis."""
+def _unbind(x: Tensor, dim: int = 0) -> DynamicList | tuple[Tensor, ...] | None:
+    """List what lies along an axis; of counted sizes as selections, which may be written."""
+    count = x.shape[dim] if x.dim() else None
+    if isinstance(count, int) and any(map(free_unbacked_symbols, x.shape)):
+        return tuple(x.select(dim, place) for place in range(count))
     return rows_of(x, dim)
 
 
