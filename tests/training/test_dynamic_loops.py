@@ -564,6 +564,30 @@ class ReadsItByAnotherName(_Recurrent):
         return torch.stack(kept["outs"][-1:], 1).expand(-1, x.shape[1], -1)
 
 
+class ReadsTheirs(_Recurrent):
+    """A method reads the list of an attribute that the loop appends to."""
+
+    def last(self) -> Tensor:
+        return self.rows[-1]
+
+    def run(self, x: Tensor) -> Tensor:
+        self.rows, outs = [torch.zeros(x.shape[0], 8)], []
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], self.last())
+            self.rows.append(h)
+            outs.append(h)
+        return torch.stack(outs, 1)
+
+
+class HeldTwice(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        seen = {"rows": [torch.zeros(x.shape[0], 8)]}
+        also = seen["rows"]
+        for t in range(x.shape[1]):
+            seen["rows"].append(self.cell(x[:, t]))
+        return torch.stack(also[-1:] * 1, 1).expand(-1, x.shape[1], -1) * len(also)
+
+
 class WritesSeveralToASlice(_Recurrent):
     def run(self, x: Tensor) -> Tensor:
         out = torch.zeros(x.shape[0], x.shape[1], 8)
@@ -590,7 +614,9 @@ class WritesEverySecond(_Recurrent):
         (SetsOutsideSometimes, "cannot be run as one step"),
         (SetsGlobals, "it stores into nn, which is no local name"),
         (ReadsItsFirst, "it reads outs, which it appends to"),
-        (ReadsItByAnotherName, "a list whose length is a dim is asked for what stack makes of it"),
+        (ReadsItByAnotherName, "it appends to outs, which kept is too or holds"),
+        (ReadsTheirs, "a list whose length is a dim is asked for `__getitem__` while a loop"),
+        (HeldTwice, "it appends to a list, which also is too or holds"),
         (AppendsNumbers, "the list that it makes grows by 1 of type tuple"),
         (ReadsThePast, "it computes with the number of its step"),
         (Counts, "k changes from step to step"),

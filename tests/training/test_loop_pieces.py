@@ -105,13 +105,32 @@ def carried(model: Tagger, x: Tensor, y: Tensor) -> Tensor:
     return total + memory.square().sum() + model.out(memory).mean()
 
 
+def growing(model: Tagger, x: Tensor, y: Tensor) -> Tensor:
+    """Weights by a size that is no multiple of the step's number."""
+    hidden, total = model(x), torch.zeros(())
+    for k in range(x.shape[1]):
+        weight = min(k // 2, 3) + max(3 - k * k, 1)
+        total = total + model.loss(hidden[:, k], y[:, k]) * weight
+    return total / y.numel()
+
+
 def apart(model: Tagger, x: Tensor, y: Tensor) -> Tensor:
     """Means of pieces, and the largest of them by name."""
     means = torch.stack([piece.mean(1) for piece in model(x).split(9, 1)], axis=0)  # pyright: ignore
     return functional.cross_entropy(model.out(means.max(0).values), y[:, 0])
 
 
-LOSSES = (chunks, split_rows, ranges, listed_chunks, carried, ranges_with_ends, joined, apart)
+LOSSES = (
+    chunks,
+    split_rows,
+    ranges,
+    listed_chunks,
+    carried,
+    ranges_with_ends,
+    joined,
+    growing,
+    apart,
+)
 
 
 def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -102,10 +102,11 @@ def unified(expression: Any, env: Any, loops: RecordedLoops) -> Any:
 
 
 def _in_worst_step(expression: Any, loops: RecordedLoops) -> Any:
-    """Write an expression for the step in which it is least, if it grows with each or shrinks."""
+    """Write an expression for the step in which it is least, if it is linear in its number."""
     number, count = loops.step.node.expr, loops.count.node.expr
     factor = expression.coeff(number, 1)
-    if not factor.is_Integer:
+    rest = sympy.expand(expression - factor * number)
+    if not factor.is_Integer or number in rest.free_symbols:
         return expression
     return expression.xreplace({number: count - 1 if factor < 0 else sympy.S.Zero})
 

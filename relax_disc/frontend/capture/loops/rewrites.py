@@ -17,8 +17,9 @@ class HeldLists:
     """Gives names to lists of other objects that a body appends to, and does nothing else with.
 
     ``seen["weights"].append(x)`` and ``self.weights.append(x)`` append to a name in a loop that is
-    run as one step: the name is bound to the list before the step, and after it the object holds
-    what the name is then.  In any other loop the statements are what they were.
+    run as one step: the name is bound to the list before the step, in which no one may read it from
+    the object, and after it the object holds what the name is then.  In any other loop the
+    statements are what they were.
     """
 
     def __init__(self, loop: ast.For, number: int) -> None:
@@ -40,7 +41,7 @@ class HeldLists:
             self._places.append((method, name, method.value))
             method.value = ast.copy_location(ast.Name(name, ast.Load()), method)
 
-    def apart(self, loop: str) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    def apart(self, loop: str) -> tuple[list[ast.stmt], ...]:
         """Let the names be for a step alone; what binds them, and what gives them back.
 
         ``loop``: the variable that says whether it is one.
@@ -48,13 +49,14 @@ class HeldLists:
         for method, name, held in self._places:
             text = f"{name} if {loop}.is_dynamic else {ast.unparse(held)}"
             method.value = ast.copy_location(ast.parse(text, mode="eval").body, method)
-        before, behind = (
-            [form.format(name=n, held=ast.unparse(x)) for n, x in self.names.items()]
-            for form in ("{name} = {held}", "{held} = {name}")
-        )
-        return (
-            ast.parse(f"if {loop}.is_dynamic:\n    {'; '.join(before)}").body if before else [],
-            ast.parse(f"if {loop}.is_left:\n    {'; '.join(behind)}").body if behind else [],
+        before, behind = [], []
+        for name, value in self.names.items():
+            held = ast.unparse(value)
+            before += [f"{name} = {name}before = {held}", f"{held} = {loop}.hidden"]
+            behind.append(f"{held} = {name} if {loop}.is_left else {name}before")
+        return tuple(
+            ast.parse(f"if {loop}.is_dynamic:\n    {'; '.join(part)}").body if part else []
+            for part in (before, behind)
         )
 
 

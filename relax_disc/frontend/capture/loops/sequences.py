@@ -273,6 +273,24 @@ class DynamicList(list):
         return DynamicList(_every(runs, step))
 
 
+class HiddenList(list):
+    """Lies where a step finds a list that it appends to by a name of its own: none may read it."""
+
+    def __init__(self) -> None:
+        super().__init__(DynamicList.mark())
+
+
+def _hidden(name: str) -> Callable[..., Any]:
+    def method(*_: Any) -> Any:
+        raise _refusal(f"`{name}` while a loop appends to it")
+
+    return method
+
+
+_COMPARE = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+for _name in ("__bool__", *_COMPARE, *(set(dir(list)) - set(dir(object)))):
+    setattr(HiddenList, _name, _hidden(_name))
+
 _ONE = pytree.tree_structure(torch.empty(0))
 
 

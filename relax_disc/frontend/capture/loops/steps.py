@@ -27,6 +27,7 @@ from relax_disc.frontend.capture.loops.recorded import (
 from relax_disc.frontend.capture.loops.rows import fewest, sequence_of
 from relax_disc.frontend.capture.loops.sequences import (
     DynamicList,
+    HiddenList,
     Rows,
     Tuples,
     is_same,
@@ -119,6 +120,7 @@ class _Loop:
     """
 
     is_dynamic = False  # whether the body that runs now is the step
+    hidden = HiddenList()  # where a list lies that the step appends to by another name
 
     def __init__(
         self,
@@ -193,6 +195,7 @@ class _Loop:
             self._before = {name: found.get(name, UNBOUND) for name in names}
             for name in self._names.masked:
                 self._check_masked(name, found)
+            self._check_lists(found)
             for name in self._names.attributed:
                 if not hasattr(found.get(name), "__dict__") or isinstance(found[name], _PLAIN):
                     raise self.refuse(f"it sets an attribute of {name}, which keeps none")
@@ -219,6 +222,29 @@ class _Loop:
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, Tensor) and _memory(leaf) == _memory(found[name]):
                     raise self.refuse(f"it writes by a mask into {name}, which {what} is too")
+
+    def _check_lists(self, found: dict[str, Any]) -> None:
+        """Check that no one else holds a list that the steps append to: it would miss them."""
+        lists = {id(found[n]): n for n in self._names.stored if isinstance(found.get(n), list)}
+        own = {name: value for name, value in found.items() if not name.startswith("__relax_disc")}
+        waiting = [(name, value) for name, value in own.items() if name not in self._names.stored]
+        for holder in self._holders(found):
+            kind = type(holder).__name__
+            waiting += [(f"{kind}.{name}", value) for name, value in vars(holder).items()]
+        seen: set[int] = set()
+        while waiting:
+            what, value = waiting.pop()
+            if id(value) in lists:
+                name = lists[id(value)]
+                named = "a list" if name.startswith("__relax_disc") else name
+                raise self.refuse(f"it appends to {named}, which {what} is too or holds")
+            if type(value) in (list, tuple, dict) and id(value) not in seen:
+                seen.add(id(value))
+                parts = value.values() if isinstance(value, dict) else value
+                waiting += [(what, part) for part in parts]
+        values = [id(found[name]) for name in self._names.stored if id(found.get(name)) in lists]
+        if len(values) > len(lists):
+            raise self.refuse("it appends to one list by two names")
 
     def _is_carried(self, holder: Any, name: str) -> bool:
         return (id(holder), name) in self._loops.carried
