@@ -13,6 +13,7 @@ from torch.export import Dim
 from torch.nn import functional
 
 import relax_disc
+from relax_disc.errors import ShapeRangeError
 from tests.tiers import every
 from tests.training.beside_eager import assert_trains_as_eager
 
@@ -72,7 +73,7 @@ def ranges(model: Tagger, x: Tensor, y: Tensor) -> Tensor:
 
 
 def ranges_with_ends(model: Tagger, x: Tensor, y: Tensor) -> Tensor:
-    hidden, length, total = model(x), x.shape[1], 0.0  # pyright: ignore
+    hidden, length, total = model(x), x.shape[1], torch.zeros(())
     for first in range(0, length, 6):
         last = min(first + 6, length)
         total = total + model.loss(hidden[:, first:last], y[:, first:last]) / (last - first)
@@ -197,3 +198,15 @@ def test_scores_of_one_piece_are_held_at_a_time() -> None:
     x, y = _batch(8, 40)
     step(x, y)
     assert step.memory_report().peak_bytes == plan.peak_bytes
+
+
+def test_a_last_piece_that_may_not_be_there_is_refused_with_the_reason() -> None:
+    def loss(model: Tagger, x: Tensor, y: Tensor) -> Tensor:
+        hidden, total = model(x), torch.zeros(())
+        for first in range(0, x.shape[1] - 1, 4):
+            total = total + model.loss(hidden[:, first : first + 4], y[:, first : first + 4])
+        return total
+
+    why = "length becomes the number 13.*its last step differs from the others, and may not be th"
+    with pytest.raises(ShapeRangeError, match=why):
+        _compiled(Tagger(), loss)

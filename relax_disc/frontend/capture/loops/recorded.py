@@ -64,10 +64,11 @@ class RecordedLoops:
             return True
         if isinstance(error, ReadsBeforeItSets) or self._takes_a_step_apart(error):
             return True
-        if self.is_off or not (self.lines or self.are_all):
+        is_refusal = isinstance(error, LoopRefusal)
+        if self.is_off or not (self.lines or self.are_all or is_refusal):
             return False
         why = str(error).strip().partition("\n")[0].rstrip(".")
-        if self.lines and not isinstance(error, LoopRefusal):
+        if self.lines and not is_refusal:
             why = f"the loop at {self.lines[-1]} cannot be run as one step: {why}"
         if self.lines or not isinstance(error, ShapeRangeError):  # else the same again
             self.reasons.append(why)
