@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.nn import functional
 
 import relax_disc
 
@@ -96,7 +97,18 @@ def _written_rows(model: Any, x: Tensor) -> Tensor:
     return model(x[:2]).square()[second, first].sum() + model(x).sum()
 
 
+def _attended(model: Any, x: Tensor) -> Tensor:
+    """Rows without padding, of which each sees those of its group before it."""
+    picked = x[:, 0] > 0
+    rows, group = model(x)[picked][None, None], (x[:, 1] > 0)[picked]
+    whole = functional.scaled_dot_product_attention(rows, rows, rows, is_causal=True)
+    mask = (group[:, None] == group[None]).tril()[None, None]
+    apart = functional.scaled_dot_product_attention(rows, rows * 2, rows, mask, scale=0.3)
+    return whole.square().sum() + apart.sum()
+
+
 LOSSES: dict[str, _Loss] = {
+    "attention of picked rows": _attended,
     "parts of picked rows are written": _written_rows,
     "added truths": lambda m, x: (
         (m(x) * _either(x)).sum()

@@ -22,6 +22,7 @@ from relax_disc.frontend.capture import example_values, model_checks
 from relax_disc.frontend.capture.refusals import refusal, refuse_sparse
 from relax_disc.frontend.capture.replaced import (
     arguments,
+    attention,
     contractions,
     data_places,
     inner_gradients,
@@ -347,18 +348,6 @@ def _narrow(x: Tensor, dim: int, start: Any, length: Any) -> Tensor | None:
     return x.index_select(dim, first + torch.arange(length, device=x.device))
 
 
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
-) -> Tensor | None:
-    """Queries take a scale that is made of sizes, which PyTorch takes as a number."""
-    scale = options.get("scale")
-    if not isinstance(scale, torch.SymFloat):
-        return None
-    options["scale"] = 1.0
-    scaled = query * operands.as_operand(scale).to(query.device)
-    return functional.scaled_dot_product_attention(scaled, key, value, *rest, **options)
-
-
 def _uniform(x: Tensor, low: Any = 0.0, high: Any = 1.0, **options: Any) -> Tensor | None:
     """Draw between bounds that tensors tell, whose values PyTorch would take out of them."""
     bounds = options.get("from", low), options.get("to", high)
@@ -382,8 +371,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.backward: _backward,
     functional.embedding: _embedding,
     functional.embedding_bag: _embedding_bag,
-    functional.scaled_dot_product_attention: _attention,
     **arguments.REPLACED,
+    **attention.REPLACED,
     **contractions.REPLACED,
     **data_places.REPLACED,
     **joins.REPLACED,
