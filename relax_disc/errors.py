@@ -54,10 +54,6 @@ class ShapeRangeError(RelaxDiscError, ValueError):
     fails_at: Mapping[str, int] = MappingProxyType({})
 
 
-class LongerExample(ShapeRangeError):
-    """A size that follows from those of the example is 0 or 1 there; at `fails_at` it is more."""
-
-
 def narrower(message: str, dim: str, lower: int, upper: int | None) -> ShapeRangeError:
     """Make a `ShapeRangeError` that a narrower range of one dim avoids."""
     error = ShapeRangeError(message)

@@ -38,6 +38,7 @@ _PIECE_BYTES = 64
 """An allocation is rounded up to so many, in other ways at other sizes."""
 
 _LENT_BYTES = 1 << 26
+_LARGER = 32
 _MANY_STEPS = 4  # what one carries lives in the next
 _UNKNOWN = 2.0, 16 * _PIECE_BYTES
 """Growth and rest that are assumed of an operator that raises on every operand that is tried."""
@@ -67,9 +68,11 @@ def scratch_bytes(
     numbers = [x for x in operands if not isinstance(x, Tensor)]
     sizes = [*numbers, *(n for x in tensors for n in x.shape)]
     free = sorted({s for n in sizes for s in _free(n)}, key=str)
-    points = _points(symbols, tensors, free, held, steps)
+    most = _MOST_BYTES
     if growing is not None:
         tensors = [x for x in growing if any(map(_free, x.shape))]  # others are as large ever
+        most *= _LARGER  # until what grows with a square outweighs the rest
+    points = _points(symbols, tensors, free, held, steps, most)
     seen = [
         (sum(_bytes(x, sizes) for x in tensors), found[0])
         for sizes in points
@@ -89,13 +92,19 @@ def scratch_bytes(
         if lacking <= 0:
             continue
         largest = max(range(len(each)), key=each.__getitem__, default=None)
-        if largest is None or each[largest] < pieces * _PIECE_BYTES:
+        is_below = growing is not None and sum(each) < min((n for n, _ in seen), default=0)
+        if largest is None or each[largest] < pieces * _PIECE_BYTES or is_below:
             base += math.ceil(lacking)
         else:
             growths[largest] += lacking / each[largest]
     total: Any = tirx.IntImm("int64", base + pieces * _PIECE_BYTES)
+    by_shape: dict[str, tuple[Tensor, float]] = {}
     for x, growth in zip(tensors, growths, strict=True):
-        count: Any = tirx.IntImm("int64", math.ceil(growth * x.element_size()))
+        key = str(x.shape)
+        first, known = by_shape.get(key, (x, 0.0))
+        by_shape[key] = first, known + growth * x.element_size()
+    for x, growth in by_shape.values():
+        count: Any = tirx.IntImm("int64", math.ceil(growth))
         for n in symbols.shape(x.shape):
             count = count * n
         total = total + count
@@ -127,6 +136,7 @@ def _points(
     free: Sequence[Any],
     held: Mapping[Any, int],
     steps: Any,
+    most: int,
 ) -> list[dict[Any, int]]:
     """Sizes to try: all dims small, then those that are not held larger and larger.
 
@@ -141,11 +151,13 @@ def _points(
         sizes = _sizes(symbols, free, held, length)
         if _value(steps, sizes) < many or (length == 1 and not isinstance(steps, torch.SymInt)):
             continue
+        if points and sizes == points[-1]:  # below the ranges, or above
+            continue
         total = sum(_bytes(x, sizes) for x in tensors)
-        if points and (sizes == points[-1] or total > _MOST_BYTES):
+        if points and total > most:
             break
         points.append(sizes)
-        if total >= _LEAST_BYTES and len(points) >= 4:
+        if total >= most // (_MOST_BYTES // _LEAST_BYTES) and len(points) >= 4:
             break
     return points or [long]
 

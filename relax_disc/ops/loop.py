@@ -54,7 +54,8 @@ class LoopCall:
     """A call, without its operands that are tensors.
 
     ``operands``, ``results``: values without data. ``numbers``: operands behind the tensors, from
-    the dims. ``step``: what of operands and results a step touches. ``count``: of the steps.
+    the dims. ``step``: what a step touches of operands and results, and what its calls make.
+    ``count``: of the steps.
     """
 
     recipe: str

@@ -588,6 +588,24 @@ class HeldTwice(_Recurrent):
         return torch.stack(also[-1:] * 1, 1).expand(-1, x.shape[1], -1) * len(also)
 
 
+class Rows:
+    """No list, but it grows."""
+
+    def __init__(self) -> None:
+        self.sum: Any = 0
+
+    def append(self, row: Tensor) -> None:
+        self.sum = self.sum + row
+
+
+class AppendsToAnObject(_Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        kept = types.SimpleNamespace(rows=Rows())
+        for t in range(x.shape[1]):
+            kept.rows.append(self.cell(x[:, t]))
+        return kept.rows.sum.unsqueeze(1).expand(-1, x.shape[1], -1)
+
+
 class WritesSeveralToASlice(_Recurrent):
     def run(self, x: Tensor) -> Tensor:
         out = torch.zeros(x.shape[0], x.shape[1], 8)
@@ -616,6 +634,7 @@ class WritesEverySecond(_Recurrent):
         (ReadsItsFirst, "it reads outs, which it appends to"),
         (ReadsItByAnotherName, "it appends to outs, which kept is too or holds"),
         (ReadsTheirs, "a list whose length is a dim is asked for `__getitem__` while a loop"),
+        (AppendsToAnObject, "it stores into a Rows"),
         (HeldTwice, "it appends to a list, which also is too or holds"),
         (AppendsNumbers, "the list that it makes grows by 1 of type tuple"),
         (ReadsThePast, "it computes with the number of its step"),

@@ -200,6 +200,28 @@ def test_scores_of_one_piece_are_held_at_a_time() -> None:
     assert step.memory_report().peak_bytes == plan.peak_bytes
 
 
+def squares(model: Tagger, x: Tensor, y: Tensor) -> Tensor:
+    """What a piece takes grows with the square of the length."""
+    total = model.out(model(x)).mean() + 0 * y.sum()
+    for piece in model(x).chunk(3, 0):
+        total = total + (piece @ piece.transpose(1, 2)).softmax(1).square().mean()
+    return total
+
+
+@pytest.mark.parametrize("loss", [squares, ranges])
+def test_no_step_takes_more_than_is_planned(loss: Callable[..., Tensor]) -> None:
+    """Lengths begin above those at which most is measured."""
+    torch.manual_seed(0)
+    shape = {0: Dim("batch", min=1, max=16), 1: Dim("length", min=5, max=256)}
+    model = Tagger()
+    optimizer, options = _optimizer(model.parameters()), {"dynamic_shapes": (shape, shape)}
+    step: Any = relax_disc.compile(model, optimizer, _batch(3, 13), loss_fn=loss, **options)
+    for batch, length in ((1, 5), (3, 6), (16, 9), (3, 100), (16, 129), (16, 256), (1, 256)):
+        step(*_batch(batch, length))
+        planned = step.plan(batch=batch, length=length).peak_bytes
+        assert step.memory_report().peak_bytes == planned
+
+
 def test_a_last_piece_that_may_not_be_there_is_refused_with_the_reason() -> None:
     def loss(model: Tagger, x: Tensor, y: Tensor) -> Tensor:
         hidden, total = model(x), torch.zeros(())

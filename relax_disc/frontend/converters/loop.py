@@ -58,8 +58,8 @@ def _some_steps(emitter: Emitter, call: loop.LoopCall) -> dict[Any, int]:
 
     sizes: dict[Any, int] = {}
     for factor in range(1, _MOST_DOUBLINGS):
-        before, sizes = sizes, sizes_of(2**factor)
-        if sizes == before or expression.xreplace(sizes) >= 4:
+        sizes = sizes_of(2**factor)
+        if expression.xreplace(sizes) >= 4:
             break
     numbers = [n for x in call.step for n in x.shape if isinstance(n, torch.SymInt)]
     growing = {symbol for number in numbers for symbol in number.node.expr.free_symbols}

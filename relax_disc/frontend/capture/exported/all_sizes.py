@@ -18,12 +18,12 @@ from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from relax_disc.errors import LongerExample, ShapeRangeError
+from relax_disc.errors import ShapeRangeError
 from relax_disc.frontend.capture.example_values import example_values
 from relax_disc.frontend.capture.exported.torch_call import call_export
 from relax_disc.frontend.capture.loops.choices import settle_choices
 from relax_disc.frontend.capture.loops.cut import LoopBody, cut_loops
-from relax_disc.frontend.capture.loops.recorded import RecordedLoops
+from relax_disc.frontend.capture.loops.recorded import LongerExample, RecordedLoops
 from relax_disc.frontend.capture.model_checks import EagerBranches, tensor_checks
 from relax_disc.frontend.capture.replaced.custom_functions import CustomCalls, custom_functions
 from relax_disc.frontend.capture.sizes.branches import (

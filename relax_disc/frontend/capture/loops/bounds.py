@@ -10,8 +10,12 @@ import torch
 from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from relax_disc.errors import LongerExample
-from relax_disc.frontend.capture.loops.recorded import LastStepDiffers, RecordedLoops, active
+from relax_disc.frontend.capture.loops.recorded import (
+    LastStepDiffers,
+    LongerExample,
+    RecordedLoops,
+    active,
+)
 from relax_disc.frontend.capture.sizes.dims import least_size, root_of
 
 _LONGEST = 1 << 13

@@ -90,6 +90,7 @@ class RecipeBuilder:
         self._roots: list[Tensor] = []
         self._needed: set[int] = set()
         self._nexts: list[Tensor] = []
+        self._made: list[Tensor] = []  # by the calls
 
     def keep(self, roots: Sequence[Any]) -> None:
         """Say what of the record is wanted."""
@@ -196,7 +197,7 @@ class RecipeBuilder:
             tuple(self._operands),
             tuple(self._numbers),
             tuple(like for _, like, _ in self._results),
-            tuple(self._step),
+            (*self._step, *self._made),
             self._count,
         )
 
@@ -235,6 +236,7 @@ class RecipeBuilder:
                 self._slot(x) if isinstance(x, Tensor) and id(x) in self._needed else -1
                 for x in made
             ]
+            self._made += [x for x in made if isinstance(x, Tensor)]
             target = _AS_IT_LIES.get(target, target)
             name, overload = target._schema.name, target._overloadname
             entries.append(

@@ -29,6 +29,10 @@ class LastStepDiffers(LoopRefusal):
     """The last step reads a shorter part than the others."""
 
 
+class LongerExample(ShapeRangeError):
+    """A size that follows from those of the example is 0 or 1 there; at ``fails_at`` it is more."""
+
+
 class ReadsBeforeItSets(LoopRefusal):
     """A step reads an attribute that the step before has set."""
 

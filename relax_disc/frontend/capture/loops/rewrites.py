@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 PREFIX = "__relax_disc_"
 MASKED = f"{PREFIX}masked__"
@@ -22,13 +23,14 @@ class HeldLists:
     statements are what they were.
     """
 
-    def __init__(self, loop: ast.For, number: int) -> None:
+    def __init__(self, loop: ast.For) -> None:
         self.names: dict[str, ast.expr] = {}  # with the lists that they stand for
         self._places: list[tuple[ast.Attribute, str, ast.expr]] = []
         nodes = [part for statement in loop.body for part in ast.walk(statement)]
         texts = [ast.unparse(node) for node in nodes if isinstance(node, _HELD)]
         bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        methods = [method for method in map(_append, nodes) if method is not None]
+        own = [part for statement in loop.body for part in _outside_loops(statement)]
+        methods = [method for method in map(_append, own) if method is not None]
         grown = [ast.unparse(method.value) for method in methods]
         known: dict[str, str] = {}
         for method in methods:
@@ -36,7 +38,7 @@ class HeldLists:
             is_alone = texts.count(text) == grown.count(text)
             if not is_alone or not _is_held(method.value, bound):
                 continue
-            name = known.setdefault(text, f"{PREFIX}list_{number}_{len(known)}__")
+            name = known.setdefault(text, f"{PREFIX}list_{loop.lineno}_{len(known)}__")
             self.names[name] = method.value
             self._places.append((method, name, method.value))
             method.value = ast.copy_location(ast.Name(name, ast.Load()), method)
@@ -61,6 +63,14 @@ class HeldLists:
 
 
 _HELD = ast.Subscript | ast.Attribute
+
+
+def _outside_loops(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk a statement, but not what runs another number of times than it."""
+    if not isinstance(node, ast.For | ast.While | ast.FunctionDef | ast.Lambda):
+        yield node
+        for part in ast.iter_child_nodes(node):
+            yield from _outside_loops(part)
 
 
 def _is_held(value: ast.expr, bound: set[str]) -> bool:

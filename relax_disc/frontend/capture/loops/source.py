@@ -361,7 +361,7 @@ class _Prepare(ast.NodeTransformer):
 
     def visit_For(self, node: ast.For) -> Any:
         """Prepare a loop."""
-        masked, held = MaskWrites(node).names, HeldLists(node, self.count)
+        masked, held = MaskWrites(node).names, HeldLists(node)
         self._local_names |= held.names.keys()
         found = _Body(node, self._outer_names)
         self.generic_visit(node)

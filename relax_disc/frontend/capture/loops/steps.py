@@ -225,6 +225,10 @@ class _Loop:
 
     def _check_lists(self, found: dict[str, Any]) -> None:
         """Check that no one else holds a list that the steps append to: it would miss them."""
+        for name in self._names.stored:
+            if not isinstance(found.get(name, UNBOUND), list | dict | Tensor | _Unbound):
+                where = "" if name.startswith("__relax_disc") else f"{name}, "
+                raise self.refuse(f"it stores into {where}a {type(found[name]).__name__}")
         lists = {id(found[n]): n for n in self._names.stored if isinstance(found.get(n), list)}
         own = {name: value for name, value in found.items() if not name.startswith("__relax_disc")}
         waiting = [(name, value) for name, value in own.items() if name not in self._names.stored]
