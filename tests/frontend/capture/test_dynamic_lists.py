@@ -193,3 +193,25 @@ def test_a_range_of_as_many_steps_at_every_length_is_a_plain_one(kind: type[nn.M
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
         model.zero_grad()
+
+
+def test_a_range_that_lengths_of_1_cut_short() -> None:
+    """PyTorch takes sizes of dims to be 2 or more, and so would a range of them."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        rows, total = model(x), torch.zeros(())
+        for k in range(min(x.shape[1], 2)):
+            total = total + rows[:, k].square().sum() * (k + 1)
+        for k in range(1, x.shape[1]):
+            total = total + rows[:, k].sum() * 0.5
+        return total
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    for longest in (2, 9):
+        dims = ({0: Dim("rows", min=1, max=4), 1: Dim("length", min=1, max=longest)},)
+        options: Any = {"dynamic_shapes": dims, "loss_fn": loss}
+        step = relax_disc.compile(model, None, (torch.randn(2, 2, 3),), **options)
+        for size in ((2, 2), (1, 1), (4, longest)):
+            x = torch.randn(*size, 3)
+            torch.testing.assert_close(step(x, update=False), loss(model, x).detach())

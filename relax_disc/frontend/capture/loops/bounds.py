@@ -35,16 +35,26 @@ def never_negative(size: Any) -> bool:
         expression = _in_worst_step(expression, loops)
     if loops is not None:
         expression = unified(expression, env, loops)
-    ranges = {
-        symbol: ValueRanges(declared_least(symbol, env, loops), bounds.upper)
-        if bounds.is_int and bounds.lower == 2  # so PyTorch notes a declared 1
-        else bounds
-        for symbol, bounds in env.var_to_range.items()
-    }
+    ranges = _ranges(env, loops)
     if bound_sympy(expression, ranges).lower >= 0:
         return True
     expression = sympy.expand(_without_quotients(expression, ranges, {}))
     return bool(bound_sympy(expression, ranges).lower >= 0)
+
+
+def bounds_of(size: torch.SymInt) -> Any:
+    """Return the range of a size, by the declared dims: PyTorch notes 2 for a least size of 1."""
+    env: Any = size.node.shape_env
+    return bound_sympy(size.node.expr, _ranges(env, active()))
+
+
+def _ranges(env: Any, loops: RecordedLoops | None) -> dict[Any, Any]:
+    return {
+        symbol: ValueRanges(declared_least(symbol, env, loops), bounds.upper)
+        if bounds.is_int and bounds.lower == 2
+        else bounds
+        for symbol, bounds in env.var_to_range.items()
+    }
 
 
 def check_last_step(size: torch.SymInt, what: str) -> None:

@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import UnsupportedOperatorError
+from relax_disc.frontend.capture.loops.bounds import bounds_of
 from relax_disc.frontend.capture.source_lines import calling_line
 
 Run = tuple[Any, Callable[[Any], Any]]
@@ -394,15 +395,15 @@ def least(size: Any) -> int:
     """Return the least that a size can be."""
     if not isinstance(size, torch.SymInt):
         return size
-    bounds: Any = size.node.shape_env.bound_sympy(size.node.expr)
-    return int(bounds.lower) if bounds.lower.is_Integer else -sys.maxsize
+    low = bounds_of(size).lower
+    return int(low) if low.is_Integer else -sys.maxsize
 
 
 def fixed(size: Any) -> int | None:
     """Return the number that a size is over the whole of its range; None where it varies."""
     if not isinstance(size, torch.SymInt):
         return size
-    bounds: Any = size.node.shape_env.bound_sympy(size.node.expr)
+    bounds = bounds_of(size)
     return int(bounds.lower) if bounds.is_singleton() else None
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from relax_disc.frontend.capture.loops.sequences import text_of
 from relax_disc.frontend.capture.model_checks import assumed
 
 
@@ -71,12 +72,12 @@ def _index_add_(
     return x.index_add_(dim, index, source * factor)
 
 
-def _equal(x: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same, as a condition of all their elements."""
+def _equal(x: Tensor, other: Tensor) -> bool | None:
+    """Whether two tensors of one shape are the same, as a condition of all their elements."""
     if x is other:
         return True
-    if x.dim() != other.dim() or any(n != m for n, m in zip(x.shape, other.shape, strict=True)):
-        return False
+    if x.dim() != other.dim() or [*map(text_of, x.shape)] != [*map(text_of, other.shape)]:
+        return None
     return _truth((x == other).all())
 
 

@@ -103,7 +103,11 @@ def _extreme_of(*values: Any, tensor_callable: Any, **options: Any) -> Any:
     only = values[0] if len(values) == 1 else None
     if not isinstance(only, torch.Tensor) or only.dim() != 1 or len(options) > 1:
         return _extreme(*values, tensor_callable=tensor_callable, **options)
-    place = only.argmax() if tensor_callable is torch.maximum else only.argmin()
+    is_greatest, seen = tensor_callable is torch.maximum, only.detach()
+    if only.is_floating_point():  # it passes NaN over, unless that is the first
+        later = torch.arange(only.shape[0], device=only.device) > 0
+        seen = seen.masked_fill(seen.isnan() & later, -torch.inf if is_greatest else torch.inf)
+    place = seen.argmax() if is_greatest else seen.argmin()
     return only.index_select(0, place.reshape(1)).squeeze(0)  # the first of equal ones
 
 

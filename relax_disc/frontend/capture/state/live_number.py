@@ -87,7 +87,7 @@ class LiveNumber:
         self,
         value: float,
         leaves: Sequence[Any],
-        pin: Callable[[Any], None],
+        pin: Callable[[Any, bool], None],
         make: Callable[[], Tensor] | None,
     ) -> None:
         self.value, self.leaves, self.pin, self.make = value, tuple(leaves), pin, make
@@ -97,10 +97,13 @@ class LiveNumber:
         """What ``isinstance`` sees."""
         return type(self.value)
 
-    def fixed(self) -> float:
-        """Return the value, which the program will rely on."""
+    def fixed(self, decides: bool = True) -> float:
+        """Return the value, which the program will rely on.
+
+        ``decides``: not where it goes into a text, or another number beside a size.
+        """
         for leaf in self.leaves:
-            self.pin(leaf)
+            self.pin(leaf, decides)
         return self.value
 
     def like(self, tensor: Tensor) -> Tensor | float:
@@ -148,7 +151,7 @@ class LiveNumber:
 
     def __format__(self, spec: str) -> str:
         # The text of an integer may be a name; that of a float is for people.
-        return format(self.fixed() if isinstance(self.value, int) else self.value, spec)
+        return format(self.fixed(False) if isinstance(self.value, int) else self.value, spec)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -161,7 +164,7 @@ class LiveNumber:
             return NotImplemented
         strange = any(type(other) not in (int, float, LiveNumber) for other in others)
         if strange or (function is operator.pow and isinstance(self.value, int)):
-            values = [self.fixed(), *_numbers(others)]
+            values = [self.fixed(decides=False), *_numbers(others)]
             return function(*(reversed(values) if swap else values))
         order = [*others, self] if swap else [self, *others]
         leaves = [leaf for n in order if type(n) is LiveNumber for leaf in n.leaves]

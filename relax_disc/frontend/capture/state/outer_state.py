@@ -155,6 +155,7 @@ class OuterState:
                         self._registered[id(table), name] = tensor
         self._inputs: dict[int, tuple[OuterTensor, Tensor]] = {}
         self._pinned: set[int] = set()
+        self._deciding: set[int] = set()  # of those
         self._numbers = self._stand_ins()
         self._begin()
 
@@ -163,6 +164,7 @@ class OuterState:
         self.reassigned: list[OuterTensor] = []
         self.warnings: dict[str, SourceLine | None] = {}  # with lines that take out a number
         self._pinned.clear()
+        self._deciding.clear()
         self._fakes: dict[tuple[int, int], Tensor] = {}
         self._proxies: dict[tuple[int, int], Any] = {}
         self._changed: set[tuple[int, Any]] = set()
@@ -205,7 +207,7 @@ class OuterState:
 
     def kept(self) -> dict[str, Any]:
         """Return all that the last trace found, for `put_back` after others."""
-        return {**vars(self), "_pinned": set(self._pinned)}
+        return {**vars(self), "_pinned": set(self._pinned), "_deciding": set(self._deciding)}
 
     def put_back(self, kept: dict[str, Any]) -> None:
         """Hold again what a trace before the last one found."""
@@ -389,9 +391,14 @@ class OuterState:
             self._inputs[id(lifted)] = OuterTensor(tensor, source, place, True), lifted
             found[index] = (
                 place,
-                LiveNumber(value, [index], self._pinned.add, _maker(self, tensor)),
+                LiveNumber(value, [index], self._pin, _maker(self, tensor)),
             )
         return found
+
+    def _pin(self, leaf: int, decides: bool = True) -> None:
+        self._pinned.add(leaf)
+        if decides:
+            self._deciding.add(leaf)
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         with torch.no_grad():
@@ -533,10 +540,10 @@ class OuterState:
         )
 
     def _is_used(self, leaf: int) -> bool:
-        """Say whether a number was fixed, or is a tensor of the trace."""
+        """Say whether a number has decided something, or is a tensor of the trace."""
         place, _ = self._numbers.get(leaf, (None, None))
         inputs = (outer for outer, _ in self._inputs.values() if outer.place is place)
-        return leaf in self._pinned or any(id(outer.tensor) in self._touched for outer in inputs)
+        return leaf in self._deciding or any(id(outer.tensor) in self._touched for outer in inputs)
 
     def _is_computed_with(self, tensor: Tensor) -> bool:
         """Say whether an operator of the trace takes a tensor, more than its shape."""
