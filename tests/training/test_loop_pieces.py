@@ -115,6 +115,15 @@ def growing(model: Tagger, x: Tensor, y: Tensor) -> Tensor:
     return total / y.numel()
 
 
+def autocast(model: Tagger, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        total = torch.zeros(())
+        for hidden, label in zip(model(x).split(6, dim=1), y.split(6, dim=1), strict=True):
+            scores = model.out(hidden).float().flatten(0, 1)
+            total = total + functional.cross_entropy(scores, label.flatten(), reduction="sum")
+    return total / y.numel()
+
+
 def apart(model: Tagger, x: Tensor, y: Tensor) -> Tensor:
     """Means of pieces, and the largest of them by name."""
     means = torch.stack([piece.mean(1) for piece in model(x).split(9, 1)], axis=0)  # pyright: ignore
@@ -232,3 +241,20 @@ def test_a_last_piece_that_may_not_be_there_is_refused_with_the_reason() -> None
     why = "length becomes the number 13.*its last step differs from the others, and may not be th"
     with pytest.raises(ShapeRangeError, match=why):
         _compiled(Tagger(), loss)
+
+
+def test_pieces_under_autocast() -> None:
+    torch.manual_seed(0)
+    model = Tagger()
+    eager = copy.deepcopy(model)
+    step, optimizer = _compiled(model, autocast), _optimizer(eager.parameters())
+    for size in ((3, 13), (1, 1), (2, 6), (8, LONGEST)):
+        x, y = _batch(*size)
+        loss, expected = step(x, y), autocast(eager, x, y)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-2, atol=1e-2)
+        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=2e-3)
+        eager.load_state_dict(model.state_dict())

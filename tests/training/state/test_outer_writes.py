@@ -241,6 +241,17 @@ def test_a_number_on_a_layer_of_torch_is_refused_too():
         )
 
 
+def test_a_setting_of_a_layer_of_torch_is_refused_too():
+    def loss_fn(model, x):
+        model[1].negative_slope *= 2
+        return model(x).square().mean()
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.1))
+    with pytest.raises(UnsupportedOperatorError, match=r"negative_slope is a number"):
+        compiled(model, X, loss_fn=loss_fn)
+    assert model[1].negative_slope == 0.1
+
+
 def test_a_number_that_steps_count_alone_is_told():
     with pytest.warns(RelaxDiscWarning, match=r"model\.step is changed"):
         step = compiled(Counts(lambda y, _: y), X)

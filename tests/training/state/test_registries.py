@@ -63,6 +63,31 @@ def test_a_table_that_keeps_its_entries_elsewhere():
     agree(compiled(model, X, loss_fn=loss_fn), loss_fn, model)
 
 
+class Outputs(OrderedDict):
+    """As transformers' ModelOutput: it takes numbers for places too."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key) if isinstance(key, str) else tuple(self.values())[key]
+
+
+OUTPUTS = Outputs(scale=2.0)
+
+
+def test_a_number_in_a_table_with_its_own_reading():
+    def loss_fn(model, x):
+        return distance(model, x) * OUTPUTS["scale"]
+
+    model = nn.Linear(4, 3)
+    step = compiled(model, X, loss_fn=loss_fn)
+    agree(step, loss_fn, model)
+    OUTPUTS["scale"] = 3.0
+    try:
+        with pytest.raises(InputMismatchError, match=r"OUTPUTS\['scale'\] was 2.0"):
+            step(X)
+    finally:
+        OUTPUTS["scale"] = 2.0
+
+
 class Inspector:
     """As PyTorch Geometric's: it has an attribute that a module has too."""
 

@@ -139,7 +139,8 @@ def _inputs(nodes: Iterable[fx.Node], made_of: Mapping[fx.Node, Sequence[fx.Node
         if node not in found:
             found.add(node)
             left += made_of.get(node, node.all_input_nodes)
-    return {node for node in found if node.op == "placeholder"}
+    inputs = (node for node in found if node.op == "placeholder")
+    return {node for node in inputs if isinstance(node.meta.get("val"), Tensor)}  # no sizes
 
 
 class _Cut:

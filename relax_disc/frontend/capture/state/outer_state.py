@@ -468,17 +468,22 @@ class OuterState:
     def _new_values(self, saved: list[Kept]) -> list[Tensor]:
         """List the state that was assigned anew; warn of all else that was changed."""
         values: list[Tensor] = []
+        holders = {id(vars(module)): id(module) for _, module in self._known.modules.values()}
         for kind, source, where, before in saved:
             if kind == "variable":
                 pairs = [(source, where, before, where.get())]
             elif isinstance(where, dict):
+                named = "attributes" if kind == "internal" else kind
                 pairs = [
-                    (further(source, kind, key), Place(where, key), before.get(key), value)
+                    (further(source, named, key), Place(where, key), before.get(key), value)
                     for key, value in dict.items(where)
                     if before.get(key) is not value and not (kind in ATTRIBUTES and key in _HIDDEN)
                 ]
-                if kind == "internal":  # of PyTorch's own: but for numbers of the user's
-                    for target, _, old, _ in pairs:
+                if kind == "internal":  # of PyTorch's own, but for numbers that the user sets
+                    for target, place, old, new in pairs:
+                        was_read = (holders.get(id(where)), place.key) in self._reads
+                        if was_read and {type(old), type(new)} <= _NUMBERS:
+                            raise _lost_number(str(target))
                         self._refuse_lost_number(str(target), old)
                     continue
                 if len(where) < len(before):
@@ -532,12 +537,7 @@ class OuterState:
         """
         if type(before) is not LiveNumber or not any(map(self._is_used, before.leaves)):
             return
-        raise UnsupportedOperatorError(
-            f"{what} is a number that the model or loss_fn computes with, or decides by, and sets "
-            "anew while it runs: each compiled step would start from what it is now. Keep it in a "
-            "buffer that is written in place, such as self.step.add_(1), or set it in your loop.",
-            (("state in a number", what),),
-        )
+        raise _lost_number(what)
 
     def _is_used(self, leaf: int) -> bool:
         """Say whether a number has decided something, or is a tensor of the trace."""
@@ -595,6 +595,18 @@ class OuterState:
             "compiled, where tensors have no values. Return the tensor beside the loss, as "
             "(loss, extras)."
         ] = line
+
+
+_NUMBERS = {int, float}
+
+
+def _lost_number(what: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"{what} is a number that the model or loss_fn computes with, or decides by, and sets anew "
+        "while it runs: each compiled step would start from what it is now. Keep it in a buffer "
+        "that is written in place, such as self.step.add_(1), or set it in your loop.",
+        (("state in a number", what),),
+    )
 
 
 class _Call:

@@ -267,9 +267,10 @@ def _of_containers(
             yield guard
         for key, element in _elements(value):
             further = source.to("item", key)
-            if (type(element) in FUNCTIONS or _is_object(element)) and may_read(
-                trace.known, further, value
-            ):
+            # The walk goes past the entries of a dict that makes other values of them.
+            is_past = entries_of(value) is not value and is_plain(element)
+            is_alone = type(element) in FUNCTIONS or _is_object(element) or is_past
+            if is_alone and may_read(trace.known, further, value):
                 yield Guard(str(further), further, Place(entries_of(value), key), element)
 
 
