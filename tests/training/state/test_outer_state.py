@@ -491,10 +491,11 @@ def test_a_setting_that_changes_is_used_or_refused(kind):
 
 def test_whole_numbers_go_into_functions_of_math():
     pinned = []
-    number = LiveNumber(4, ["width"], pinned.append, None)
+    number = LiveNumber(4, ["width"], lambda *pin: pinned.append(pin), None)
     assert math.sqrt(number) == 2.0
     assert type(float(number)) is float
-    assert pinned == ["width", "width"]
+    assert f"{number}" == "4"
+    assert pinned == [("width", True), ("width", True), ("width", False)]
 
 
 def test_a_list_stays_the_users_own():
