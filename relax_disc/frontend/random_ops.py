@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relax_disc.ops.attention import whole_attention
+from relax_disc.ops.attention import composed_attention, whole_attention
 
 _TINY = 2.0**-25
 """Half of the least step of a number drawn: keeps exponential numbers above 0."""
@@ -195,19 +195,7 @@ class RandomOperators:
         found = self._whole_attention(operands, dropout_p) if dropout_p < 1 else None
         if found is not None:
             return found
-        if enable_gqa:
-            repeats = query.shape[-3] // key.shape[-3]
-            key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
-        factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-        scores = (query @ key.transpose(-1, -2)) * factor
-        if is_causal:
-            ones = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
-            scores = scores.masked_fill(~ones.tril(), float("-inf"))
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, float("-inf"))
-        elif attn_mask is not None:
-            scores = scores + attn_mask
-        return self.dropout(torch.softmax(scores, -1), dropout_p, True) @ value
+        return composed_attention(*operands, lambda weights: self.dropout(weights, dropout_p, True))
 
     def _whole_attention(self, operands: tuple[Any, ...], p: float) -> Tensor | None:
         """Attention as one operator that drops weights by itself; None where there is none."""

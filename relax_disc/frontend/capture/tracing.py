@@ -36,6 +36,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -104,18 +105,9 @@ def _say_nothing(*_: object, **__: object) -> None:
     """Stand in for ``print``."""
 
 
-class _NoProgress:
-    """Stands in for a bar of tqdm's, which starts a thread and keeps that in its class."""
-
-    def update(self, _: int) -> None:
-        """Show nothing."""
-
-    def close(self) -> None:
-        """Show nothing."""
-
-
-def _no_progress(**_: Any) -> _NoProgress:
-    return _NoProgress()
+def _no_progress(**_: Any) -> SimpleNamespace:
+    """Stand in for a bar of tqdm's, which starts a thread and keeps that in its class."""
+    return SimpleNamespace(update=_say_nothing)
 
 
 def _loggers() -> Iterator[logging.Logger]:

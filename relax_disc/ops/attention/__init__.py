@@ -13,6 +13,7 @@ numbers are drawn where they are used (:mod:`relax_disc.ops.philox`), in the gra
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -111,6 +112,36 @@ def whole_attention(
     return torch.ops.relax_disc.attention(
         *(query, key, value, attn_mask, rng, factor, is_causal, dropout, stream)
     )[0]
+
+
+def composed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: Any,
+    enable_gqa: bool,
+    dropped: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Compute attention by plain operators, as the documentation of PyTorch's writes it.
+
+    ``dropped``: makes of the weights what dropout leaves of them.
+    """
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = (query @ key.transpose(-1, -2)) * factor
+    if is_causal:
+        shape = query.shape[-2], key.shape[-2]
+        ones = torch.ones(shape, dtype=torch.bool, device=query.device)
+        scores = scores.masked_fill(~ones.tril(), float("-inf"))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return dropped(torch.softmax(scores, -1)) @ value
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

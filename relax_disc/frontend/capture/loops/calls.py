@@ -16,7 +16,7 @@ from torch import Tensor
 from relax_disc.frontend.capture.loops.bounds import check_last_step, never_negative
 from relax_disc.frontend.capture.loops.recorded import active
 from relax_disc.frontend.capture.loops.rows import dynamic_range, same_length, sequence_of
-from relax_disc.frontend.capture.loops.sequences import DynamicList, Run, Tuples, text_of
+from relax_disc.frontend.capture.loops.sequences import DynamicList, Run, Tuples, is_same_shape
 from relax_disc.frontend.capture.loops.steps import steps
 
 _MADE = "the list that it makes"  # no variable has this name
@@ -150,7 +150,7 @@ def masked(x: Any, y: Any, mask: Any) -> Any:
 def _are_masked(x: Any, y: Any, mask: Any) -> bool:
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
     are_alike = is_mask and isinstance(x, Tensor) and isinstance(y, Tensor)
-    return are_alike and [*map(text_of, x.shape)] == [*map(text_of, y.shape)]
+    return are_alike and is_same_shape(x.shape, y.shape)
 
 
 def mapped(values: Any, function: Callable[[Any], Any], line: int) -> Any:

@@ -26,7 +26,7 @@ class FirstStepDiffers(LoopRefusal):
 
 
 class LastStepDiffers(LoopRefusal):
-    """The last step reads a shorter part than the others."""
+    """The last step differs from the others, as where it reads a shorter part."""
 
 
 class LongerExample(ShapeRangeError):

@@ -145,8 +145,10 @@ class DynamicList(list):
         if parts is None or any(structure != parts[0][0] for structure, _ in parts):
             return None
         structure, first = parts[0]
-        if any(_shapes(tensors) != _shapes(first) for _, tensors in parts):
-            return None
+        for _, tensors in parts:
+            pairs = zip(tensors, first, strict=True)
+            if not all(is_same_shape(x.shape[1:], y.shape[1:]) for x, y in pairs):
+                return None
         rows = tuple(Rows(torch.cat(each)) for each in zip(*(x for _, x in parts), strict=True))
         at = rows[0] if structure == _ONE else Tuples(rows, structure)
         return DynamicList([(self.length(), at)])
@@ -281,36 +283,25 @@ class HiddenList(list):
         super().__init__(DynamicList.mark())
 
 
-def _hidden(name: str) -> Callable[..., Any]:
-    def method(*_: Any) -> Any:
-        raise _refusal(f"`{name}` while a loop appends to it")
-
-    return method
-
-
-_COMPARE = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
-for _name in ("__bool__", *_COMPARE, *(set(dir(list)) - set(dir(object)))):
-    setattr(HiddenList, _name, _hidden(_name))
-
 _ONE = pytree.tree_structure(torch.empty(0))
 
 
-def _shapes(stacked: Sequence[Tensor]) -> list[list[str]]:
-    """Write down the shapes of elements."""
-    return [[*map(text_of, tensor.shape[1:])] for tensor in stacked]
-
-
-def _refused(name: str) -> Callable[..., Any]:
-    def method(self: DynamicList, *_: Any) -> Any:
-        raise _refusal(f"`.{name}`")
+def _refused(what: str) -> Callable[..., Any]:
+    def method(*_: Any) -> Any:
+        raise _refusal(what)
 
     return method
 
 
 for _name in ("remove", "clear", "sort", "index", "count"):
-    setattr(DynamicList, _name, _refused(_name))
+    setattr(DynamicList, _name, _refused(f"`.{_name}`"))
 for _name in ("__setitem__", "__delitem__", "__contains__", "__mul__", "__rmul__", "__imul__"):
-    setattr(DynamicList, _name, _refused(_name))
+    setattr(DynamicList, _name, _refused(f"`.{_name}`"))
+
+
+_COMPARE = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+for _name in ("__bool__", *_COMPARE, *(set(dir(list)) - set(dir(object)))):
+    setattr(HiddenList, _name, _refused(f"`{_name}` while a loop appends to it"))
 
 
 def _single(value: Any) -> Run:
@@ -410,6 +401,11 @@ def fixed(size: Any) -> int | None:
 def is_same(one: Any, other: Any) -> bool:
     """Whether two sizes are written alike; to ask PyTorch whether they are equal is a guard."""
     return text_of(one) == text_of(other)
+
+
+def is_same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two shapes are written alike."""
+    return [*map(text_of, one)] == [*map(text_of, other)]
 
 
 def text_of(size: Any) -> str:

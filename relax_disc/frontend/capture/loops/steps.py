@@ -31,8 +31,8 @@ from relax_disc.frontend.capture.loops.sequences import (
     Rows,
     Tuples,
     is_same,
+    is_same_shape,
     least,
-    text_of,
 )
 from relax_disc.frontend.capture.source_lines import SourceLine, calling_line
 from relax_disc.frontend.capture.versions import times_written
@@ -510,7 +510,7 @@ class _Loop:
                 new.shape, first, dtype=new.dtype, device=new.device
             )
             self._again = True
-        elif _shape(first) != _shape(new) or first.dtype != new.dtype:
+        elif not is_same_shape(first.shape, new.shape) or first.dtype != new.dtype:
             self._better[name, place] = self._widened(name, first, new, (name, place))
             self._again = True
         else:
@@ -602,14 +602,9 @@ def are_alike(one: Any, other: Any) -> bool:
         isinstance(x, Tensor)
         and isinstance(y, Tensor)
         and x.dtype == y.dtype
-        and _shape(x) == _shape(y)
+        and is_same_shape(x.shape, y.shape)
         for x, y in zip(leaves, others, strict=True)
     )
-
-
-def _shape(tensor: Tensor) -> str:
-    """Write a shape down: to ask PyTorch whether two are equal would be a guard."""
-    return str([text_of(n) for n in tensor.shape])
 
 
 @dataclass(frozen=True, slots=True)

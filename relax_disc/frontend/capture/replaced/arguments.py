@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from relax_disc.frontend.capture.loops.sequences import text_of
+from relax_disc.frontend.capture.loops.sequences import is_same_shape
 from relax_disc.frontend.capture.model_checks import assumed
 
 
@@ -52,31 +52,23 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor | None:
     return total if keepdim else total.sum(dim)  # over axes of size 1
 
 
-def _index_add(
-    x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1
-) -> Tensor | None:
-    """Add rows times a number that is made of sizes."""
-    if not isinstance(alpha, torch.SymInt | torch.SymFloat):
-        return None
-    factor: Any = alpha
-    return torch.index_add(x, dim, index, source * factor)
+def _index_add(add: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    """Make what replaces a function that adds rows, in place or not."""
 
+    def added(x: Tensor, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -> Tensor | None:
+        """Add rows times a number that is made of sizes."""
+        if not isinstance(alpha, torch.SymInt | torch.SymFloat):
+            return None
+        return add(x, dim, index, source * alpha)
 
-def _index_add_(
-    x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1
-) -> Tensor | None:
-    """Add rows in place, times a number that is made of sizes."""
-    if not isinstance(alpha, torch.SymInt | torch.SymFloat):
-        return None
-    factor: Any = alpha
-    return x.index_add_(dim, index, source * factor)
+    return added
 
 
 def _equal(x: Tensor, other: Tensor) -> bool | None:
     """Whether two tensors of one shape are the same, as a condition of all their elements."""
     if x is other:
         return True
-    if x.dim() != other.dim() or [*map(text_of, x.shape)] != [*map(text_of, other.shape)]:
+    if x.dim() != other.dim() or not is_same_shape(x.shape, other.shape):
         return None
     return _truth((x == other).all())
 
@@ -104,9 +96,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     Tensor.equal: _equal,
     torch.allclose: _allclose,
     Tensor.allclose: _allclose,
-    torch.index_add: _index_add,
-    Tensor.index_add: _index_add,
-    Tensor.index_add_: _index_add_,
+    **{each: _index_add(each) for each in (torch.index_add, Tensor.index_add, Tensor.index_add_)},
     torch.logsumexp: _logsumexp,
     Tensor.logsumexp: _logsumexp,
     torch.special.logsumexp: _logsumexp,

@@ -5,7 +5,6 @@ PyTorch takes such a scale as a number, and asks whether there are such rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn import functional
 
 from relax_disc.frontend.capture.sizes.operands import as_operand
+from relax_disc.ops.attention import composed_attention
 
 
 def _attention(
@@ -36,20 +36,8 @@ def _attention(
         options: Any = {"scale": scale, "enable_gqa": enable_gqa}
         given = query, key, value, attn_mask, dropout_p, is_causal
         return functional.scaled_dot_product_attention(*given, **options) if is_scaled else None
-    if enable_gqa:
-        times = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(times, -3) for x in (key, value))
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = query @ key.transpose(-2, -1) * factor
-    if is_causal:
-        rows, columns = (torch.arange(n, device=query.device) for n in scores.shape[-2:])
-        scores = scores.masked_fill(rows[:, None] < columns, -math.inf)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    weights = functional.softmax(scores, -1)
-    return functional.dropout(weights, dropout_p) @ value
+    operands = query, key, value, attn_mask, is_causal, scale, enable_gqa
+    return composed_attention(*operands, lambda weights: functional.dropout(weights, dropout_p))
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {functional.scaled_dot_product_attention: _attention}

@@ -50,17 +50,22 @@ class FrozenParameters:
 
         Raises `UnsupportedOperatorError`: one that was thawed would get a gradient.
         """
+        if func in _FLAGS:
+            return args, kwargs
         if self._thawed and torch.is_grad_enabled() and func.__name__ != "__get__":
-            for leaf in pytree.tree_leaves((args, kwargs)) if func not in _FLAGS else ():
-                if isinstance(leaf, Tensor) and id(leaf) in self._thawed:
-                    raise _thaws(self._thawed[id(leaf)][1])
-        if not self._frozen or func in (Tensor.detach, *_FLAGS):
+            self._check_thawed((args, kwargs))
+        if not self._frozen or func is Tensor.detach:
             return args, kwargs
 
         def detach(x: Tensor) -> Tensor:
             return x.detach() if id(x) in self._frozen else x
 
         return pytree.tree_map_only(Tensor, detach, (args, kwargs))
+
+    def _check_thawed(self, arguments: Any) -> None:
+        for leaf in pytree.tree_leaves(arguments):
+            if isinstance(leaf, Tensor) and id(leaf) in self._thawed:
+                raise _thaws(self._thawed[id(leaf)][1])
 
     def put_back(self) -> None:
         """Let the parameters of other networks be trained as before."""

@@ -95,14 +95,15 @@ def cumulative_averages() -> Any:
     return patch.object(_BatchNorm, "forward", _batch_norm)
 
 
-_extreme: Any = non_strict_utils._tensor_min_max
+_tensor_min_max: Any = non_strict_utils._tensor_min_max
 
 
-def _extreme_of(*values: Any, tensor_callable: Any, **options: Any) -> Any:
+def _first_extreme(*values: Any, real_callable: Any, tensor_callable: Any, **options: Any) -> Any:
     """``max`` or ``min``, whose own for an export ask a tensor of one axis for another one."""
     only = values[0] if len(values) == 1 else None
-    if not isinstance(only, torch.Tensor) or only.dim() != 1 or len(options) > 1:
-        return _extreme(*values, tensor_callable=tensor_callable, **options)
+    if not isinstance(only, torch.Tensor) or only.dim() != 1 or options:
+        of_both = {"real_callable": real_callable, "tensor_callable": tensor_callable}
+        return _tensor_min_max(*values, **of_both, **options)
     is_greatest, seen = tensor_callable is torch.maximum, only.detach()
     if only.is_floating_point():  # it passes NaN over, unless that is the first
         later = torch.arange(only.shape[0], device=only.device) > 0
@@ -113,7 +114,7 @@ def _extreme_of(*values: Any, tensor_callable: Any, **options: Any) -> Any:
 
 def extremes_of_tensors() -> Any:
     """Let ``max`` and ``min`` take a tensor of one axis, in the context that is returned."""
-    return patch.object(non_strict_utils, "_tensor_min_max", _extreme_of)
+    return patch.object(non_strict_utils, "_tensor_min_max", _first_extreme)
 
 
 @contextlib.contextmanager

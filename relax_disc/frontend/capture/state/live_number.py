@@ -151,7 +151,9 @@ class LiveNumber:
 
     def __format__(self, spec: str) -> str:
         # The text of an integer may be a name; that of a float is for people.
-        return format(self.fixed(False) if isinstance(self.value, int) else self.value, spec)
+        return format(
+            self.fixed(decides=False) if isinstance(self.value, int) else self.value, spec
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

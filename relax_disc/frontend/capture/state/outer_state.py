@@ -154,8 +154,7 @@ class OuterState:
                         self._own[id(tensor)] = (table, name)
                         self._registered[id(table), name] = tensor
         self._inputs: dict[int, tuple[OuterTensor, Tensor]] = {}
-        self._pinned: set[int] = set()
-        self._deciding: set[int] = set()  # of those
+        self._pinned: dict[int, bool] = {}  # numbers that are fixed, and whether they decide
         self._numbers = self._stand_ins()
         self._begin()
 
@@ -164,7 +163,6 @@ class OuterState:
         self.reassigned: list[OuterTensor] = []
         self.warnings: dict[str, SourceLine | None] = {}  # with lines that take out a number
         self._pinned.clear()
-        self._deciding.clear()
         self._fakes: dict[tuple[int, int], Tensor] = {}
         self._proxies: dict[tuple[int, int], Any] = {}
         self._changed: set[tuple[int, Any]] = set()
@@ -207,7 +205,7 @@ class OuterState:
 
     def kept(self) -> dict[str, Any]:
         """Return all that the last trace found, for `put_back` after others."""
-        return {**vars(self), "_pinned": set(self._pinned), "_deciding": set(self._deciding)}
+        return {**vars(self), "_pinned": dict(self._pinned)}
 
     def put_back(self, kept: dict[str, Any]) -> None:
         """Hold again what a trace before the last one found."""
@@ -395,10 +393,8 @@ class OuterState:
             )
         return found
 
-    def _pin(self, leaf: int, decides: bool = True) -> None:
-        self._pinned.add(leaf)
-        if decides:
-            self._deciding.add(leaf)
+    def _pin(self, leaf: int, decides: bool) -> None:
+        self._pinned[leaf] = decides or self._pinned.get(leaf, False)
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         with torch.no_grad():
@@ -543,7 +539,9 @@ class OuterState:
         """Say whether a number has decided something, or is a tensor of the trace."""
         place, _ = self._numbers.get(leaf, (None, None))
         inputs = (outer for outer, _ in self._inputs.values() if outer.place is place)
-        return leaf in self._deciding or any(id(outer.tensor) in self._touched for outer in inputs)
+        return self._pinned.get(leaf, False) or any(
+            id(outer.tensor) in self._touched for outer in inputs
+        )
 
     def _is_computed_with(self, tensor: Tensor) -> bool:
         """Say whether an operator of the trace takes a tensor, more than its shape."""

@@ -265,13 +265,14 @@ def _of_containers(
         guard = _of_container(trace, source, place, value)
         if guard is not None and not (id(value) in read_ids and is_comparable(value)):
             yield guard
+        entries = entries_of(value)
         for key, element in _elements(value):
             further = source.to("item", key)
             # The walk goes past the entries of a dict that makes other values of them.
-            is_past = entries_of(value) is not value and is_plain(element)
+            is_past = entries is not value and is_plain(element)
             is_alone = type(element) in FUNCTIONS or _is_object(element) or is_past
             if is_alone and may_read(trace.known, further, value):
-                yield Guard(str(further), further, Place(entries_of(value), key), element)
+                yield Guard(str(further), further, Place(entries, key), element)
 
 
 def _of_container(trace: Trace, source: Source, place: Place, value: Any) -> Guard | None:
