@@ -38,7 +38,7 @@ _PIECE_BYTES = 64
 """An allocation is rounded up to so many, in other ways at other sizes."""
 
 _LENT_BYTES = 1 << 26
-_LARGER = 32
+_LARGER = 32  # times as much, of what a loop's step makes
 _MANY_STEPS = 4  # what one carries lives in the next
 _UNKNOWN = 2.0, 16 * _PIECE_BYTES
 """Growth and rest that are assumed of an operator that raises on every operand that is tried."""
@@ -81,7 +81,7 @@ def scratch_bytes(
     growth, base = _bound(seen)
     growths, pieces = [growth] * len(tensors), 0
     checked = _stretched(symbols, tensors, free, held) + _few_steps(symbols, free, held, steps)
-    for sizes in checked:
+    for sizes in _once(checked):
         found = _measured(function, recipe, operands, results, sizes)
         if found is None:
             continue
@@ -171,6 +171,11 @@ def _few_steps(
     return [least | _sizes(symbols, own, held, length) for length in range(2, 14) if own]
 
 
+def _once(points: Sequence[dict[Any, int]]) -> list[dict[Any, int]]:
+    """Leave out sizes that were there before: ranges make several lengths one."""
+    return [sizes for k, sizes in enumerate(points) if sizes not in points[:k]]
+
+
 def _stretched(
     symbols: SymbolTranslator,
     tensors: Sequence[Tensor],
@@ -189,8 +194,7 @@ def _stretched(
                 length *= 2
                 sizes = least | _sizes(symbols, long, held, length)
                 total = sum(_bytes(x, sizes) for x in tensors)
-            if sizes not in points:
-                points.append(sizes)
+            points.append(sizes)
     return points
 
 

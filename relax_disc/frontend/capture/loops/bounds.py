@@ -18,7 +18,7 @@ from relax_disc.frontend.capture.loops.recorded import (
 )
 from relax_disc.frontend.capture.sizes.dims import least_size, root_of
 
-_LONGEST = 1 << 13
+_LONGEST = 1 << 13  # size that an example is made of
 
 
 def never_negative(size: Any) -> bool:
@@ -50,11 +50,16 @@ def bounds_of(size: torch.SymInt) -> Any:
 
 def _ranges(env: Any, loops: RecordedLoops | None) -> dict[Any, Any]:
     return {
-        symbol: ValueRanges(declared_least(symbol, env, loops), bounds.upper)
+        symbol: ValueRanges(_declared_least(symbol, env, loops), bounds.upper)
         if bounds.is_int and bounds.lower == 2
         else bounds
         for symbol, bounds in env.var_to_range.items()
     }
+
+
+def factor_of_step(size: torch.SymInt, loops: RecordedLoops) -> Any:
+    """Return by how much a size grows with the number of the step, where it is linear in it."""
+    return sympy.expand(size.node.expr).coeff(loops.step.node.expr, 1)
 
 
 def check_last_step(size: torch.SymInt, what: str) -> None:
@@ -62,16 +67,28 @@ def check_last_step(size: torch.SymInt, what: str) -> None:
     loops = active()
     if loops is None or loops.inside is None:
         return
-    factor: Any = sympy.expand(size.node.expr).coeff(loops.step.node.expr, 1)
+    factor = factor_of_step(size, loops)
     if factor.is_Integer and factor < 0 and never_negative(size - int(factor)):
         raise LastStepDiffers(f"the loop at {loops.inside} {what} in its last step")
 
 
-def declared_least(symbol: Any, env: Any, loops: RecordedLoops | None) -> int:
+def _declared_least(symbol: Any, env: Any, loops: RecordedLoops | None) -> int:
     """Return the least size of a symbol's dim; 1 where that is not known."""
     dims = {} if loops is None else loops.dims
     names = (source.name for source in env.var_to_sources.get(symbol, ()))
     return max((least_size(dims[name]) for name in names if name in dims), default=1)
+
+
+def fewest(count: torch.SymInt) -> int:
+    """Return the steps at the least sizes of the dims."""
+    env: Any = count.node.shape_env
+    expression: Any = count.node.expr
+    lows = {symbol: int(env.var_to_range[symbol].lower) for symbol in expression.free_symbols}
+    sizes = {
+        symbol: _declared_least(symbol, env, active()) if low <= 2 else low
+        for symbol, low in lows.items()
+    }
+    return int(expression.xreplace(sizes))
 
 
 def ask_for_longer(*sizes: Any) -> None:

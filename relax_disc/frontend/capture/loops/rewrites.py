@@ -5,13 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-PREFIX = "__relax_disc_"
+from relax_disc.frontend.capture.loops.syntax import PREFIX, bound_names, named, parts_of
+
 MASKED = f"{PREFIX}masked__"
-
-
-def named(node: ast.AST) -> str:
-    """Return the name that an expression is; empty if it is another."""
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 class HeldLists:
@@ -25,22 +21,21 @@ class HeldLists:
 
     def __init__(self, loop: ast.For) -> None:
         self.names: dict[str, ast.expr] = {}  # with the lists that they stand for
-        self._places: list[tuple[ast.Attribute, str, ast.expr]] = []
-        nodes = [part for statement in loop.body for part in ast.walk(statement)]
+        self._places: list[tuple[ast.Attribute, str]] = []
+        nodes = parts_of(loop)
         texts = [ast.unparse(node) for node in nodes if isinstance(node, _HELD)]
-        bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        bound = bound_names(nodes)
         own = [part for statement in loop.body for part in _outside_loops(statement)]
         methods = [method for method in map(_append, own) if method is not None]
         grown = [ast.unparse(method.value) for method in methods]
         known: dict[str, str] = {}
-        for method in methods:
-            text = ast.unparse(method.value)
+        for method, text in zip(methods, grown, strict=True):
             is_alone = texts.count(text) == grown.count(text)
             if not is_alone or not _is_held(method.value, bound):
                 continue
             name = known.setdefault(text, f"{PREFIX}list_{loop.lineno}_{len(known)}__")
             self.names[name] = method.value
-            self._places.append((method, name, method.value))
+            self._places.append((method, name))
             method.value = ast.copy_location(ast.Name(name, ast.Load()), method)
 
     def apart(self, loop: str) -> tuple[list[ast.stmt], ...]:
@@ -48,8 +43,8 @@ class HeldLists:
 
         ``loop``: the variable that says whether it is one.
         """
-        for method, name, held in self._places:
-            text = f"{name} if {loop}.is_dynamic else {ast.unparse(held)}"
+        for method, name in self._places:
+            text = f"{name} if {loop}.is_dynamic else {ast.unparse(self.names[name])}"
             method.value = ast.copy_location(ast.parse(text, mode="eval").body, method)
         before, behind = [], []
         for name, value in self.names.items():
@@ -94,9 +89,8 @@ class MaskWrites(ast.NodeTransformer):
 
     def __init__(self, loop: ast.For) -> None:
         self.names: dict[str, None] = {}
-        nodes = [part for statement in loop.body for part in ast.walk(statement)]
-        names = [node for node in nodes if isinstance(node, ast.Name)]
-        self._bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        nodes = parts_of(loop)
+        self._bound = bound_names(nodes)
         made = [node for node in nodes if isinstance(node, ast.Assign) and _is_truth(node.value)]
         self._masks = {named(target) for node in made for target in node.targets} - {""}
         loop.body = [self.visit(statement) for statement in loop.body]

@@ -11,7 +11,7 @@ from torch import Tensor
 from relax_disc.frontend.capture.loops.bounds import (
     ask_for_longer,
     check_last_step,
-    declared_least,
+    factor_of_step,
     never_negative,
     unified,
 )
@@ -116,7 +116,7 @@ def window(x: Tensor, axis: int, start: torch.SymInt, stop: torch.SymInt) -> Ten
     if loops is None or loops.inside is None:
         return None
     length = sympy.expand((stop - start).node.expr)
-    factor = sympy.expand(start.node.expr).coeff(loops.step.node.expr, 1)
+    factor = factor_of_step(start, loops)
     if not (length.is_Integer and length >= 1 and factor.is_Integer and factor >= 0):
         return None
     width, apart, left = int(length), int(factor), x.shape[axis] - stop
@@ -131,15 +131,3 @@ def window(x: Tensor, axis: int, start: torch.SymInt, stop: torch.SymInt) -> Ten
         whole = x.narrow(axis, start - apart * loops.step, loops.count * width)
         return whole.unflatten(axis, (loops.count, width)).select(axis, loops.step)
     return x.unfold(axis, width, 1).select(axis, start).movedim(-1, axis)
-
-
-def fewest(count: torch.SymInt) -> int:
-    """Return the steps at the least sizes of the dims."""
-    env: Any = count.node.shape_env
-    expression: Any = count.node.expr
-    lows = {symbol: int(env.var_to_range[symbol].lower) for symbol in expression.free_symbols}
-    sizes = {
-        symbol: declared_least(symbol, env, active()) if low <= 2 else low
-        for symbol, low in lows.items()
-    }
-    return int(expression.xreplace(sizes))

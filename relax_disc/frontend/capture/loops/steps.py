@@ -16,15 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from relax_disc.frontend.capture.loops import operators as _operators  # noqa: F401
 from relax_disc.frontend.capture.loops.attributes import StepAttribute, watch_reads
-from relax_disc.frontend.capture.loops.bounds import ask_for_longer
+from relax_disc.frontend.capture.loops.bounds import ask_for_longer, fewest
+from relax_disc.frontend.capture.loops.kept import copied, unchanged
 from relax_disc.frontend.capture.loops.recorded import (
     FirstStepDiffers,
     LoopRefusal,
     RecordedLoops,
     active,
 )
-from relax_disc.frontend.capture.loops.rows import fewest, sequence_of
+from relax_disc.frontend.capture.loops.rows import sequence_of
 from relax_disc.frontend.capture.loops.sequences import (
     DynamicList,
     HiddenList,
@@ -34,17 +36,9 @@ from relax_disc.frontend.capture.loops.sequences import (
     is_same_shape,
     least,
 )
+from relax_disc.frontend.capture.loops.syntax import PREFIX
 from relax_disc.frontend.capture.source_lines import SourceLine, calling_line
 from relax_disc.frontend.capture.versions import times_written
-
-_LIBRARY = (
-    "loop_index(int loop, SymInt count) -> Tensor",
-    "loop_carry(Tensor index, Tensor first) -> Tensor",
-    "loop_end(Tensor index, Tensor[] olds, Tensor[] news, Tensor[] fresh, Tensor[] stacked, "
-    "SymInt count) -> Tensor[]",
-    "dynamic_loop(int loop, str body, Tensor[] operands) -> Tensor[]",
-)
-
 
 _WEIGHTS_AGAIN = ("_flat_weights", "_flat_weight_refs")
 """Lists that nn.RNN, nn.LSTM and nn.GRU make of their parameters when they are called."""
@@ -227,11 +221,11 @@ class _Loop:
         """Check that no one else holds a list that the steps append to: it would miss them."""
         for name in self._names.stored:
             if not isinstance(found.get(name, UNBOUND), list | dict | Tensor | _Unbound):
-                where = "" if name.startswith("__relax_disc") else f"{name}, "
+                where = "" if name.startswith(PREFIX) else f"{name}, "
                 raise self.refuse(f"it stores into {where}a {type(found[name]).__name__}")
         lists = {id(found[n]): n for n in self._names.stored if isinstance(found.get(n), list)}
-        own = {name: value for name, value in found.items() if not name.startswith("__relax_disc")}
-        waiting = [(name, value) for name, value in own.items() if name not in self._names.stored]
+        seen_by_name = _seen(found).items()
+        waiting = [(n, value) for n, value in seen_by_name if n not in self._names.stored]
         for holder in self._holders(found):
             kind = type(holder).__name__
             waiting += [(f"{kind}.{name}", value) for name, value in vars(holder).items()]
@@ -240,7 +234,7 @@ class _Loop:
             what, value = waiting.pop()
             if id(value) in lists:
                 name = lists[id(value)]
-                named = "a list" if name.startswith("__relax_disc") else name
+                named = "a list" if name.startswith(PREFIX) else name
                 raise self.refuse(f"it appends to {named}, which {what} is too or holds")
             if type(value) in (list, tuple, dict) and id(value) not in seen:
                 seen.add(id(value))
@@ -288,26 +282,29 @@ class _Loop:
             made.append((attribute, each))
         return made
 
+    def _own_names(self) -> set[str]:
+        """List the names that the loop itself binds or stores into."""
+        return {*self._names.bound, *self._names.stored, *pytree.tree_leaves(self._target)}
+
     def _holders(self, found: dict[str, Any]) -> list[Any]:
         """List the objects whose attributes a step may set: modules, and what variables hold."""
-        own = {*self._names.bound, *self._names.stored, *pytree.tree_leaves(self._target)}
-        seen = {k: v for k, v in found.items() if not k.startswith("__relax_disc")}
-        others = [v for k, v in seen.items() if k not in own or not isinstance(v, DynamicList)]
+        own = self._own_names()
+        seen = _seen(found).items()
+        others = [v for k, v in seen if k not in own or not isinstance(v, DynamicList)]
         held = [x for x in others if not isinstance(x, _PLAIN) and hasattr(x, "__dict__")]
         return list({id(x): x for x in (*self._loops.modules, *held)}.values())
 
     def _kept(self, found: dict[str, Any]) -> dict[tuple[str, int], Any]:
         """What the body may read and must not change: other names, members of objects."""
-        own = {*self._names.bound, *self._names.stored, *pytree.tree_leaves(self._target)}
-        seen = {k: v for k, v in found.items() if not k.startswith("__relax_disc")}
-        state = {(name, 0): value for name, value in seen.items() if name not in own}
+        own = self._own_names()
+        state = {(name, 0): value for name, value in _seen(found).items() if name not in own}
         for holder in self._holders(found):
             for name, value in vars(holder).items():
                 if name in _WEIGHTS_AGAIN and isinstance(holder, nn.RNNBase):
                     continue
                 if (id(holder), name) not in self._attributes:
                     state[f"{type(holder).__name__}.{name}", id(holder)] = value
-        return {name: _copied(value) for name, value in state.items()}
+        return {name: copied(value) for name, value in state.items()}
 
     def _enter(self, name: str, value: Any) -> Any:
         if name in self._names.stored and isinstance(value, Tensor):
@@ -371,7 +368,7 @@ class _Loop:
         now = self._kept(found)
         holders = {id(holder): holder for holder in self._holders(found)}
         for what in now:
-            if what in self._state and _unchanged(self._state[what], now[what]):
+            if what in self._state and unchanged(self._state[what], now[what]):
                 continue
             text, key = what
             name = text.rpartition(".")[2]
@@ -551,6 +548,11 @@ class _Loop:
         return last
 
 
+def _seen(found: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the variables that prepared code has beside its own."""
+    return {name: value for name, value in found.items() if not name.startswith(PREFIX)}
+
+
 def _note_range(step: Any, count: Any) -> None:
     """Tell PyTorch the range of a step's number, but do not let it conclude that there is one."""
     torch._check(step >= 0)
@@ -607,66 +609,7 @@ def are_alike(one: Any, other: Any) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A value, its members if it is a container, and all that it holds."""
-
-    value: Any
-    members: list[Any] | None
-    held: Any
-
-
-def _copied(value: Any) -> _Kept:
-    members = list(value) if type(value) in (list, dict, set) else None
-    is_held = isinstance(value, list | dict | tuple)
-    return _Kept(value, members, pytree.tree_leaves(value) if is_held else value)
-
-
-def _unchanged(one: _Kept, other: _Kept) -> bool:
-    """Whether two states of a value are the same object with the same members."""
-    if type(one.value) is not type(other.value):
-        return False
-    for left, right in ((one.members, other.members), (one.held, other.held)):
-        if isinstance(left, list) and isinstance(right, list) and left is not right:
-            if len(left) != len(right) or any(a is not b for a, b in zip(left, right, strict=True)):
-                return False
-        elif left is not right and not _equal_numbers(left, right):
-            return False
-    return True
-
-
-def _equal_numbers(left: Any, right: Any) -> bool:
-    plain = (bool, int, float, str, type(None))
-    return type(left) in plain and type(left) is type(right) and left == right
-
-
 def _same(new: Any, old: Any) -> bool:
     if isinstance(new, torch.SymInt) or isinstance(old, torch.SymInt):
         return is_same(new, old)
     return new is old or (type(new) is type(old) and new == old)
-
-
-def _define() -> None:
-    if hasattr(torch.ops.relax_disc, "loop_index"):
-        return
-    for schema in _LIBRARY:
-        name, rest = schema.split("(", 1)
-        torch.library.define(f"relax_disc::{name}", f"({rest}")
-
-    def index(loop: int, count: Any) -> Tensor:
-        return torch.empty((), dtype=torch.int64)
-
-    def carry(index: Tensor, first: Tensor) -> Tensor:
-        return torch.empty(first.shape, dtype=first.dtype, device=first.device)
-
-    def end(
-        index: Tensor, olds: Any, news: Any, fresh: Any, stacked: Any, count: Any
-    ) -> list[Tensor]:
-        made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (*news, *fresh)]
-        return made + [x.new_empty((count, *x.shape)) for x in stacked]
-
-    for name, fake in (("loop_index", index), ("loop_carry", carry), ("loop_end", end)):
-        torch.library.register_fake(f"relax_disc::{name}", fake)
-
-
-_define()
