@@ -37,3 +37,23 @@ def assert_trains_as_eager(
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=10 * atol)
         planned = step.plan(batch=size, length=length).peak_bytes
         assert step.memory_report().peak_bytes == planned
+
+
+def assert_gradients_as_eager(
+    step: Any, batches: Iterable[tuple[Tensor, ...]], loss_of: Callable[..., Tensor] | None = None
+) -> None:
+    """Check losses and gradients, which frozen parameters have none of, without an update.
+
+    ``loss_of``: None calls the model.
+    """
+    model = step.model
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for batch in batches:
+        model.zero_grad()
+        loss = step(*batch, update=False)
+        expected = model(*batch) if loss_of is None else loss_of(model, *batch)
+        gradients = torch.autograd.grad(expected, trained)
+        torch.testing.assert_close(loss, expected.detach())
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)

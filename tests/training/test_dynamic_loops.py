@@ -16,27 +16,17 @@ from torch.nn import functional
 import relax_disc
 from relax_disc.errors import ShapeRangeError
 from tests.tiers import every
-from tests.training.trained_loops import LONGEST, assert_trains_as_eager, compiled, loss_of
+from tests.training.beside_eager import assert_gradients_as_eager
+from tests.training.trained_loops import (
+    LONGEST,
+    Recurrent,
+    assert_trains_as_eager,
+    compiled,
+    loss_of,
+)
 
 
-class _Recurrent(nn.Module):
-    """``[B, T, 6]`` to ``[B, T, 3]`` by a loop that a subclass writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.RNNCell(6, 8)
-        self.second = nn.RNNCell(8, 8)
-        self.out = nn.Linear(8, 3)
-        self.state: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.run(x))
-
-    def run(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class Appended(_Recurrent):
+class Appended(Recurrent):
     def run(self, x: Tensor) -> Tensor:
         h = torch.zeros(x.shape[0], 8)
         outs = []
@@ -46,7 +36,7 @@ class Appended(_Recurrent):
         return torch.stack(outs, dim=1) + outs[-1][:, None]
 
 
-class KeepsElsewhere(_Recurrent):
+class KeepsElsewhere(Recurrent):
     """As OpenNMT's decoder: what each step attends to goes into lists that others hold."""
 
     def run(self, x: Tensor) -> Tensor:
@@ -65,7 +55,7 @@ class KeepsElsewhere(_Recurrent):
         )
 
 
-class Pair(_Recurrent):
+class Pair(Recurrent):
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.LSTMCell(6, 8)
@@ -80,7 +70,7 @@ class Pair(_Recurrent):
         return torch.cat(outs, dim=1) + state[1].mean()
 
 
-class SelectiveScan(_Recurrent):
+class SelectiveScan(Recurrent):
     def __init__(self) -> None:
         super().__init__()
         self.log_a = nn.Parameter(torch.randn(6, 4))
@@ -99,7 +89,7 @@ class SelectiveScan(_Recurrent):
         return torch.stack(outs, dim=-1).transpose(1, 2)
 
 
-class WritesInPlace(_Recurrent):
+class WritesInPlace(Recurrent):
     def run(self, x: Tensor) -> Tensor:
         h = torch.zeros(x.size(0), 8)
         out = torch.zeros(x.size(0), x.size(1), 8)
@@ -109,7 +99,7 @@ class WritesInPlace(_Recurrent):
         return out
 
 
-class WritesSlices(_Recurrent):
+class WritesSlices(Recurrent):
     """Masks by rows, as litgpt's sliding window, and slices of what a gradient goes through."""
 
     def run(self, x: Tensor) -> Tensor:
@@ -127,7 +117,7 @@ class WritesSlices(_Recurrent):
         return weights @ mixed
 
 
-class Backwards(_Recurrent):
+class Backwards(Recurrent):
     def run(self, x: Tensor) -> Tensor:
         h = torch.zeros(x.shape[0], 8)
         out = torch.zeros(x.shape[0], x.shape[1], 8)
@@ -137,7 +127,7 @@ class Backwards(_Recurrent):
         return out
 
 
-class TwoLayers(_Recurrent):
+class TwoLayers(Recurrent):
     def run(self, x: Tensor) -> Tensor:
         hs = [torch.zeros(x.shape[0], 8) for _ in range(2)]
         outs = []
@@ -148,7 +138,7 @@ class TwoLayers(_Recurrent):
         return torch.stack(outs, 1) + hs[0][:, None]
 
 
-class ByKey(_Recurrent):
+class ByKey(Recurrent):
     def run(self, x: Tensor) -> Tensor:
         state = {"h": torch.zeros(x.shape[0], 8), "before": [torch.zeros(x.shape[0], 8)]}
         outs = []
@@ -158,7 +148,7 @@ class ByKey(_Recurrent):
         return torch.stack(outs, 1) + state["h"][:, None]
 
 
-class NumberFirst(_Recurrent):
+class NumberFirst(Recurrent):
     def run(self, x: Tensor) -> Tensor:
         total = 0.0
         outs = []
@@ -168,7 +158,7 @@ class NumberFirst(_Recurrent):
         return torch.stack(outs, 1)
 
 
-class UpdatesInPlace(_Recurrent):
+class UpdatesInPlace(Recurrent):
     def run(self, x: Tensor) -> Tensor:
         total, before = torch.zeros(x.shape[0], 8), torch.zeros(x.shape[0], 8)
         outs = []
@@ -180,7 +170,7 @@ class UpdatesInPlace(_Recurrent):
         return torch.stack(outs, 1) + total[:, None]
 
 
-class Chunked(_Recurrent):
+class Chunked(Recurrent):
     """The gated delta rule by chunks of four, as state-space language models write it."""
 
     def __init__(self) -> None:
@@ -218,7 +208,7 @@ class Chunked(_Recurrent):
         return out.reshape(batch, 1, -1, 8)[:, 0, :length]
 
 
-class ReadsItsLast(_Recurrent):
+class ReadsItsLast(Recurrent):
     def run(self, x: Tensor) -> Tensor:
         outs = [torch.zeros(x.shape[0], 8)]
         for t in range(x.shape[1]):
@@ -229,7 +219,7 @@ class ReadsItsLast(_Recurrent):
         return torch.stack(first, 1)[:, : x.shape[1]] + torch.stack(second, 1)[:, -x.shape[1] :]
 
 
-class OverRows(_Recurrent):
+class OverRows(Recurrent):
     """Each way to run over an axis: its parts, their numbers, two at once, from the end."""
 
     def run(self, x: Tensor) -> Tensor:
@@ -252,7 +242,7 @@ class OverRows(_Recurrent):
         return torch.stack(tuple(outs), 1) + (h + part.mean())[:, None] + total
 
 
-class Listed(_Recurrent):
+class Listed(Recurrent):
     """Lists that are as long as an axis, read as Python reads lists."""
 
     def run(self, x: Tensor) -> Tensor:
@@ -275,7 +265,7 @@ def _single(total: Any) -> Tensor:  # pytest rewrites functions that assert, not
     return total
 
 
-class WithNumbers(_Recurrent):
+class WithNumbers(Recurrent):
     """What is computed with the number of a step, and parts that begin there."""
 
     def run(self, x: Tensor) -> Tensor:
@@ -292,7 +282,7 @@ class WithNumbers(_Recurrent):
         return torch.stack(outs, 1) + h[:, None] + _single(total)
 
 
-class AppendsTuples(_Recurrent):
+class AppendsTuples(Recurrent):
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.LSTMCell(6, 8)  # pyright: ignore[reportAttributeAccessIssue]
@@ -306,7 +296,7 @@ class AppendsTuples(_Recurrent):
         return torch.stack(twice, 1) + hs.transpose(0, 1) + cs[-1][:, None]
 
 
-class OnADevice(_Recurrent):
+class OnADevice(Recurrent):
     """As tutorials on translation are written; a name that has another shape before the loop."""
 
     def run(self, x: Tensor) -> Tensor:
@@ -320,7 +310,7 @@ class OnADevice(_Recurrent):
         return outs
 
 
-class TablesAndSizes(_Recurrent):
+class TablesAndSizes(Recurrent):
     def run(self, x: Tensor) -> Tensor:
         kept = [(x[:, 0, k] > 0).nonzero(as_tuple=True)[0] for k in range(3)]
         counts = x.new_tensor([len(rows) for rows in kept])
@@ -367,7 +357,7 @@ def _compiled(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("kind", every(2, _TRAIN))
-def test_a_loop_trains_at_every_length(kind: type[_Recurrent]) -> None:
+def test_a_loop_trains_at_every_length(kind: type[Recurrent]) -> None:
     torch.manual_seed(0)
     sizes = ((3, 7), (1, 1), (2, 2), (8, LONGEST), (1, LONGEST), (8, 1))
     assert_trains_as_eager(kind(), _optimizer, sizes)
@@ -401,14 +391,9 @@ def test_a_loop_over_two_tensors_of_one_dim() -> None:
     shapes = ({0: Dim("batch", min=1, max=8), 1: Dim("length", min=1, max=LONGEST)},) * 2
     example = (torch.randn(4, 12, 6), torch.randn(4, 12, 3))
     step = relax_disc.compile(model, None, example, dynamic_shapes=shapes, loss_fn=loss)
-    for batch, length in ((3, 7), (1, 1), (8, LONGEST)):
-        x, y = torch.randn(batch, length, 6), torch.randn(batch, length, 3)
-        model.zero_grad()
-        expected = loss(model, x, y)
-        gradients = torch.autograd.grad(expected, list(model.parameters()))
-        torch.testing.assert_close(step(x, y, update=False), expected.detach())
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient)
+    sizes = ((3, 7), (1, 1), (8, LONGEST))
+    batches = ((torch.randn(*size, 6), torch.randn(*size, 3)) for size in sizes)
+    assert_gradients_as_eager(step, batches, loss)
 
 
 def _assert_loss_is_eagers(loss: Any) -> None:
@@ -459,93 +444,7 @@ def test_numbers_in_a_loop_of_bfloat16_are_not_rounded() -> None:
         assert torch.equal(extras[0], loss(model, x)[1])
 
 
-class CountsOutside(_Recurrent):
-    def one(self, x: Tensor) -> Tensor:
-        self.number = self.number + 1
-        return self.cell(x) / self.number
-
-    def run(self, x: Tensor) -> Tensor:
-        self.number = 0
-        outs = []
-        for t in range(x.shape[1]):
-            outs.append(self.one(x[:, t]))
-        return torch.stack(outs, 1)
-
-
-class AppendsOutside(_Recurrent):
-    def one(self, x: Tensor) -> Tensor:
-        self.rows.append(self.cell(x))
-        return self.rows[-1]
-
-    def run(self, x: Tensor) -> Tensor:
-        self.rows = []
-        outs = []
-        for t in range(x.shape[1]):
-            outs.append(self.one(x[:, t]))
-        return torch.stack(outs, 1)
-
-
-class SetsOutsideSometimes(_Recurrent):
-    def run(self, x: Tensor) -> Tensor:
-        outs = []
-        for t in range(x.shape[1]):
-            outs.append(self.cell(x[:, t]))
-            holder = self if t == 0 else nn.Identity()
-            holder.last = outs[-1]
-        return torch.stack(outs, 1)
-
-
-class SetsGlobals(_Recurrent):
-    def run(self, x: Tensor) -> Tensor:
-        outs = []
-        for t in range(x.shape[1]):
-            outs.append(self.cell(x[:, t]))
-            nn.last_of_all = outs[-1]  # pyright: ignore[reportAttributeAccessIssue]
-        return torch.stack(outs, 1)
-
-
-class ReadsItsFirst(_Recurrent):
-    def run(self, x: Tensor) -> Tensor:
-        outs = [torch.zeros(x.shape[0], 8)]
-        for t in range(x.shape[1]):
-            outs.append(self.cell(x[:, t], outs[0]))
-        return torch.stack(outs[1:], 1)
-
-
-class Counts(_Recurrent):
-    def run(self, x: Tensor) -> Tensor:
-        h, k = torch.zeros(x.shape[0], 8), 0
-        outs = []
-        for t in range(x.shape[1]):
-            k = k + 1
-            h = self.cell(x[:, t], h) * k
-            outs.append(h)
-        return torch.stack(outs, 1)
-
-
-class AppendsNumbers(_Recurrent):
-    def run(self, x: Tensor) -> Tensor:
-        outs = [(self.cell(row), number) for number, row in enumerate(x.unbind(1))]
-        return torch.stack([h for h, _ in outs], 1)
-
-
-class ReadsThePast(_Recurrent):
-    def run(self, x: Tensor) -> Tensor:
-        return torch.stack([self.cell(x[:, : t + 1].mean(1)) for t in range(x.shape[1])], 1)
-
-
-class Nested(_Recurrent):
-    def run(self, x: Tensor) -> Tensor:
-        outs = []
-        for t in range(x.shape[1]):
-            h = torch.zeros(x.shape[0], 8)
-            for other in range(x.shape[1]):
-                h = self.cell(x[:, t] * x[:, other], h)
-            outs.append(h)
-        return torch.stack(outs, 1)
-
-
-class MayHaveNoStep(_Recurrent):
+class MayHaveNoStep(Recurrent):
     def run(self, x: Tensor) -> Tensor:
         h = torch.zeros(x.shape[0], 8)
         outs = [h]
@@ -555,103 +454,7 @@ class MayHaveNoStep(_Recurrent):
         return torch.stack(outs, 1)
 
 
-class ReadsItByAnotherName(_Recurrent):
-    def run(self, x: Tensor) -> Tensor:
-        outs = [torch.zeros(x.shape[0], 8)]
-        kept = {"outs": outs}
-        for t in range(x.shape[1]):
-            outs.append(self.cell(x[:, t]))
-        return torch.stack(kept["outs"][-1:], 1).expand(-1, x.shape[1], -1)
-
-
-class ReadsTheirs(_Recurrent):
-    """A method reads the list of an attribute that the loop appends to."""
-
-    def last(self) -> Tensor:
-        return self.rows[-1]
-
-    def run(self, x: Tensor) -> Tensor:
-        self.rows, outs = [torch.zeros(x.shape[0], 8)], []
-        for t in range(x.shape[1]):
-            h = self.cell(x[:, t], self.last())
-            self.rows.append(h)
-            outs.append(h)
-        return torch.stack(outs, 1)
-
-
-class HeldTwice(_Recurrent):
-    def run(self, x: Tensor) -> Tensor:
-        seen = {"rows": [torch.zeros(x.shape[0], 8)]}
-        also = seen["rows"]
-        for t in range(x.shape[1]):
-            seen["rows"].append(self.cell(x[:, t]))
-        return torch.stack(also[-1:] * 1, 1).expand(-1, x.shape[1], -1) * len(also)
-
-
-class Rows:
-    """No list, but it grows."""
-
-    def __init__(self) -> None:
-        self.sum: Any = 0
-
-    def append(self, row: Tensor) -> None:
-        self.sum = self.sum + row
-
-
-class AppendsToAnObject(_Recurrent):
-    def run(self, x: Tensor) -> Tensor:
-        kept = types.SimpleNamespace(rows=Rows())
-        for t in range(x.shape[1]):
-            kept.rows.append(self.cell(x[:, t]))
-        return kept.rows.sum.unsqueeze(1).expand(-1, x.shape[1], -1)
-
-
-class WritesSeveralToASlice(_Recurrent):
-    def run(self, x: Tensor) -> Tensor:
-        out = torch.zeros(x.shape[0], x.shape[1], 8)
-        for t in range(x.shape[1]):
-            out[:, t, 2:4] = x[:, t, :2]
-        return out
-
-
-class WritesEverySecond(_Recurrent):
-    def run(self, x: Tensor) -> Tensor:
-        out = torch.zeros(x.shape[0], x.shape[1], 8)
-        for t in range(x.shape[1]):
-            out[:, t, ::2] = x[:, t].mean()
-        return out
-
-
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        (WritesSeveralToASlice, "a loop writes several values to a slice"),
-        (WritesEverySecond, "a loop writes to positions other than"),
-        (CountsOutside, "CountsOutside.number changes from step to step and is no tensor"),
-        (AppendsOutside, "it changes AppendsOutside.rows"),
-        (SetsOutsideSometimes, "cannot be run as one step"),
-        (SetsGlobals, "it stores into nn, which is no local name"),
-        (ReadsItsFirst, "it reads outs, which it appends to"),
-        (ReadsItByAnotherName, "it appends to outs, which kept is too or holds"),
-        (ReadsTheirs, "a list whose length is a dim is asked for `__getitem__` while a loop"),
-        (AppendsToAnObject, "it stores into a Rows"),
-        (HeldTwice, "it appends to a list, which also is too or holds"),
-        (AppendsNumbers, "the list that it makes grows by 1 of type tuple"),
-        (ReadsThePast, "it computes with the number of its step"),
-        (Counts, "k changes from step to step"),
-        (Nested, "it holds another loop over a dynamic length"),
-    ],
-)
-def test_a_loop_that_is_no_step_is_refused_with_the_reason(
-    kind: type[_Recurrent], why: str
-) -> None:
-    with pytest.raises(ShapeRangeError, match="length becomes the number 12") as caught:
-        _compiled(kind())
-    assert why in str(caught.value)
-    assert "test_dynamic_loops.py:" in str(caught.value)
-
-
-class OwnList(_Recurrent):
+class OwnList(Recurrent):
     """Each step fills a list of its own, as an RNN transducer's does along the target."""
 
     def run(self, x: Tensor) -> Tensor:
@@ -671,7 +474,7 @@ def test_a_step_grows_and_reads_a_list_of_its_own() -> None:
     assert_trains_as_eager(OwnList(), _optimizer, ((3, 5), (1, 1), (8, LONGEST)))
 
 
-class SumsChanges(_Recurrent):
+class SumsChanges(Recurrent):
     def run(self, x: Tensor) -> Tensor:
         h = self.cell(x[:, 0], torch.zeros(x.shape[0], 8))
         outs = [h]
@@ -687,7 +490,7 @@ def test_a_loop_from_the_second_element_trains_where_it_has_no_step() -> None:
     assert_trains_as_eager(SumsChanges(), _optimizer, sizes)
 
 
-class TwoLoops(_Recurrent):
+class TwoLoops(Recurrent):
     """As in a CRF: one parameter is read in the steps of two loops alone."""
 
     def run(self, x: Tensor) -> Tensor:
@@ -702,7 +505,7 @@ class TwoLoops(_Recurrent):
 
 @pytest.mark.parametrize("kind", every(1, [MayHaveNoStep, TwoLoops]))
 def test_a_loop_without_a_step_is_refused_where_it_would_train_alone(
-    kind: type[_Recurrent],
+    kind: type[Recurrent],
 ) -> None:
     torch.manual_seed(0)
     model = kind()
@@ -720,21 +523,6 @@ def test_a_loop_without_a_step_is_refused_where_it_would_train_alone(
         expected.backward()
         optimizer.step()
     torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-3, atol=1e-4)
-
-
-def test_a_loop_whose_source_is_nowhere_is_refused_with_the_reason() -> None:
-    text = """
-def run(self, x):
-    h = torch.zeros(x.shape[0], 8)
-    for t in range(x.shape[1]):
-        h = self.cell(x[:, t], h)
-    return h.unsqueeze(1).expand(-1, x.shape[1], -1)
-"""
-    space: dict[str, Any] = {"torch": torch}
-    exec(text, space)
-    kind = type("OfNoFile", (_Recurrent,), {"run": space["run"]})
-    with pytest.raises(ShapeRangeError, match=r"source of run cannot be read .* file"):
-        _compiled(kind())
 
 
 def test_the_functions_of_a_model_are_its_own_again() -> None:

@@ -17,6 +17,23 @@ from tests.training.beside_eager import MakeOptimizer
 LONGEST = 32
 
 
+class Recurrent(nn.Module):
+    """``[B, T, 6]`` to ``[B, T, 3]`` by a loop that a subclass writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(6, 8)
+        self.second = nn.RNNCell(8, 8)
+        self.out = nn.Linear(8, 3)
+        self.state: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.run(x))
+
+    def run(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return functional.mse_loss(model(x), y)
 
