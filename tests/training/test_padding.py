@@ -489,3 +489,27 @@ def test_losses_of_what_counts_are_those_of_all_positions(kind):
         assert gradient_error(model, exact) < 3e-6
     assert trained(step, model, padded([9, 2, 30, 17])).isfinite()
     assert step.memory_report().shape["tokens"] < 4 * 30 or kind is AtTheEnd
+
+
+class Preferred(Pooled):
+    """Adds up log-probabilities of each sequence; one of one token has none."""
+
+    def end(self, x, labels):
+        logits, wanted = self.head(self.norm(x))[:, :-1], labels[:, 1:]
+        logs = logits.log_softmax(-1).gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+        return -F.logsigmoid((logs * (wanted != IGNORED)).sum(-1)).mean()
+
+
+def test_of_single_tokens_all_but_the_last_position_are_none():
+    torch.manual_seed(0)
+    model = Preferred(layers=1)
+    exact = copy.deepcopy(model).double()
+    step = compiled(model)
+    assert step.padding_report().is_left_out, str(step.padding_report())
+    for lengths in ([9, 2, 30], [1], [1, 1, 1], [2]):
+        exact.zero_grad()
+        loss, wanted = trained(step, model, padded(lengths)), exact(*padded(lengths))
+        wanted.backward()
+        torch.testing.assert_close(loss.double(), wanted.detach().double(), rtol=1e-5, atol=1e-6)
+        assert max(lengths) == 1 or gradient_error(model, exact) < 3e-6
+        assert max(lengths) > 1 or all(not p.grad.any() for p in model.parameters())

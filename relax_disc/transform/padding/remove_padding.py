@@ -484,6 +484,8 @@ class _Rewriter:
             }[rows.layout]
         )
         token_axis, (where, is_there) = rows.length, self._where(rows.of)
+        # Of a cut without positions there is no other row to fill up with.
+        is_filled = is_filled or (found_at is None and self._may_be_empty(rows.of))
 
         def rows_of(x: te.Tensor, *where: te.Tensor) -> te.Tensor:
             def element(*indices: Any) -> Any:
@@ -503,6 +505,17 @@ class _Rewriter:
             return te.compute(shape, element, name="kept_rows")
 
         return self._call_te(rows_of, "kept_rows", expr, *(where if is_filled else where[:1]))
+
+    def _may_be_empty(self, of: int) -> bool:
+        """Whether it is a cut that has no positions at some size in range."""
+        cut = self._grid.cut(of)
+        if cut is None:
+            return False
+        length = self._grid.lengths[self._grid.whole_of(of)]
+        dims = (self._function.attrs or {}).get("relax_disc.dims", {})
+        least = int(dims[length.name][0]) if length.name in dims else 1
+        extent = Analyzer().simplify(substitute(cut[0], {length: tirx.IntImm("int64", least)}))
+        return not isinstance(extent, tirx.IntImm) or int(extent) < 1
 
     def _target(self, expr: Any, ignored: int, of: int) -> Any:
         """Take the labels of the rows that are kept; those that fill up are ignored."""

@@ -55,6 +55,7 @@ from relax_disc.frontend.capture.sizes.guards import (
     refusal_of_ways,
     varying_branches,
 )
+from relax_disc.frontend.capture.sizes.joint_ways import JointWays, Region
 from relax_disc.frontend.capture.sizes.longer_example import sizes_beyond_one
 from relax_disc.frontend.capture.sizes.next_multiples import general_next_multiples
 from relax_disc.frontend.capture.sizes.same_program import Side, parting_line
@@ -102,12 +103,18 @@ class Task:
 
         Raises `ShapeRangeError`: there is none; and what `call_export` raises.
         """
-        ways, run = Ways(self.by_source), None
+        ways, run, first = Ways(self.by_source), None, None
         try:
             run = self._checked(ways, {}, {})
-        except ShapeRangeError:
-            if not ways:
-                raise
+        except ShapeRangeError as error:
+            first = error
+        if ways.joint and (run is None or run.varying):
+            joint = self._joint()
+            if joint is not None:
+                return joint
+            first = None if first is None else self._of_two_ways(first, ways)
+        if first is not None and not ways:
+            raise first from first.__cause__
         if run is not None and not ways:
             return self._longer(run)
         try:
@@ -167,10 +174,78 @@ class Task:
         outer.rely_also(relied_on)  # on what the code of other ways read
         return runs[chosen]
 
-    def _way(self, ways: Ways, part: Sizes) -> Recording:
-        """Export for the sizes of a class."""
-        sizes = ways.example(part)
-        shapes = pytree.tree_map(lambda dim: _within(dim, part), self.dynamic_shapes)
+    def _joint(self) -> Recording | None:
+        """Return the program of likely answers to conditions on several dims, if it is right.
+
+        None: at some sizes the model does something else, or cannot be exported for them, or there
+        are too many ways.
+        """
+        outer, ways = self.wrapped.outer, JointWays(self.by_source)
+        kept = outer.kept()
+        for ways.are_clamped in (False, True):
+            try:
+                return self._likely(ways)
+            except Exception as error:  # the model's own too, which may refuse those sizes
+                _logger.info("dims that are compared with others: %r", error)
+                outer.put_back(kept)
+            if not ways.could_clamp:
+                break
+        return None
+
+    def _of_two_ways(self, error: ShapeRangeError, ways: Ways) -> ShapeRangeError:
+        """Say what line compares dims, where PyTorch tells what the example's way needs of one."""
+        joint = JointWays(self.by_source)
+        differ = ((each, line) for each, line in ways.joint.items() if joint.differs(each))
+        found = next(differ, None) if isinstance(error.__cause__, UserError) else None
+        if found is None:
+            return error
+        condition, line = found
+        worded = ShapeRangeError(
+            f"{line}: the model goes one way where {condition} and another elsewhere, and no one "
+            "program is both. Compute with sizes that hold for all, such as pad by max(a, b) - a, "
+            f"which is 0 where nothing is missing; or compile a step of each way. {error}"
+        )
+        vars(worded).update(vars(error))
+        return worded
+
+    def _likely(self, ways: JointWays) -> Recording:
+        """Export by likely answers and compare that with what the model does at all sizes.
+
+        Raises `_AnotherProgram`: it does something else at some; and what export raises.
+        """
+        outer, relied_on = self.wrapped.outer, []
+        ways.are_general = True
+        run = self._checked(ways, {}, {}, equals=True)
+        kept, regions = outer.kept(), ways.split(ways.region())
+        ways.are_general = False
+        while regions:
+            region = regions.pop(0)
+            way, parting = None, _AnotherProgram(region.sizes)
+            if len(relied_on) >= _MOST_WAYS:
+                raise parting
+            try:
+                way = self._way(ways, region.sizes, region)
+            except _AnotherProgram as error:
+                parting = error
+            relied_on.append(outer.relied_on())
+            parts = ways.split(region)
+            if len(parts) > 1:  # what was asked on this way divides the sizes further
+                regions = [*parts, *regions]
+            elif way is None or _parting(run, way) is not None:
+                raise parting
+        outer.put_back(kept)
+        outer.rely_also(relied_on)  # on what the code of other ways read
+        return run
+
+    def _way(self, ways: Ways, part: Sizes, region: Region | None = None) -> Recording:
+        """Export for the sizes of a class, which are a region if conditions are on several dims."""
+        sizes = ways.example(part) if region is None else region.example
+        where, equal = ((), {}) if region is None else (region.where, region.equal)
+        one_for = {name: ways.dims()[other] for name, other in equal.items()}
+        shapes = pytree.tree_map(
+            lambda dim: _within(one_for.get(getattr(dim, "__name__", ""), dim), part),
+            self.dynamic_shapes,
+        )
         dims = [dim for by_axis in self.declared.values() for dim in by_axis.values()]
         roots = {root_of(dim).__name__ for dim in dims if root_of(dim) is not dim}
         if roots & part.keys():  # other sizes are declared by one of them
@@ -178,26 +253,34 @@ class Task:
             if 1 in sizes.values():
                 raise _AnotherProgram(part)
         try:
-            return replace(self, dynamic_shapes=shapes)._checked(ways, part, sizes)
+            return replace(self, dynamic_shapes=shapes)._checked(ways, part, sizes, where)
         except Exception as error:  # the model's own too, which may refuse those sizes
             _logger.info("a way cannot be exported: %s", error)
             raise _AnotherProgram(part) from error
 
-    def _checked(self, ways: Ways, part: Sizes, sizes: Mapping[str, int]) -> Recording:
+    def _checked(
+        self,
+        ways: Ways,
+        part: Sizes,
+        sizes: Mapping[str, int],
+        where: tuple[Any, ...] = (),
+        equals: bool = False,
+    ) -> Recording:
         """Export a program that is right at all declared sizes, or at a part of them.
 
-        Where one that was made at ``sizes`` is not, it is made at others.
+        Where one that was made at ``sizes`` is not, it is made at others.  ``where``: what holds of
+        the part. ``equals``: whether the example's sizes were equal where others are not.
         """
         first: ShapeRangeError | None = None
         ways.part = part
-        equals = bool(part)  # whether the example's sizes were equal where others are not
+        equals = equals or bool(part)
         is_longer = False  # whether the example was too short to tell what stands in the way
         for left in reversed(range(_MOST_EXAMPLES)):
-            proved = ProvedConditions(self.by_source, part)
+            proved = ProvedConditions(self.by_source, part, where)
             try:
                 with roots_stay(self.by_source):
                     run = self._recorded(sizes, ways, equals, proved, may_grow=bool(left))
-                self._check(run, part, equals)
+                self._check(run, equals, part, where)
                 return run
             except Exception as error:
                 # torch.export took sizes for numbers
@@ -262,12 +345,12 @@ class Task:
                         raise refusal
                     return Recording(program, bodies, branches, lines, calls, example)
 
-    def _check(self, run: Recording, part: Sizes, equals: bool) -> None:
+    def _check(self, run: Recording, equals: bool, part: Sizes, where: tuple[Any, ...]) -> None:
         program, branches = run.program, run.branches
         _erase_unread(program.graph_module)
         refuse_other_sizes(program)
         merge_equal_masks(program.graph_module)
-        run.dims = table = dim_table(program, self.leaves, self.declared, part)
+        run.dims = table = dim_table(program, self.leaves, self.declared, part, where)
         varying = varying_branches(program, table, branches)
         squeezes = branches_of_squeezes(program, table, branches.squeezes)
         run.varying = varying = (*varying, *squeezes, *branches_of_loops(run.bodies))
@@ -352,10 +435,16 @@ def _another(
         run = runs[key]
         if run is base:
             continue
-        line = parting_line(_side(base), _side(run))
-        if line is not None or len(base.calls) != len(run.calls):
-            return _AnotherProgram(part, line)
+        parting = _parting(base, run)
+        if parting is not None:
+            return _AnotherProgram(part, parting)
     return None
+
+
+def _parting(base: Recording, run: Recording) -> SourceLine | None:
+    """Return the line at which two programs part at the sizes of the second, if they do."""
+    line = parting_line(_side(base), _side(run))
+    return SourceLine("", 0) if line is None and len(base.calls) != len(run.calls) else line
 
 
 def _key(part: Sizes) -> tuple[Any, ...]:

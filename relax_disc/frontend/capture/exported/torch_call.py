@@ -47,7 +47,7 @@ from relax_disc.frontend.capture.replaced.model_patches import (
     own_attributes,
 )
 from relax_disc.frontend.capture.replaced.packed_sequences import packed_batches
-from relax_disc.frontend.capture.sizes.branches import SizeBranches, overlaps_by_stride
+from relax_disc.frontend.capture.sizes.branches import SizeBranches, layouts_by_stride
 from relax_disc.frontend.capture.sizes.stand_ins import stand_ins
 from relax_disc.frontend.capture.source_lines import SourceLine, parse_stack
 from relax_disc.frontend.capture.state.randomness import no_foreign_randomness
@@ -94,7 +94,7 @@ def call_export(
             cumulative_averages(),
             extremes_of_tensors(),
             packed_batches(),
-            overlaps_by_stride(),
+            layouts_by_stride(),
         ):
             for deferred in () if branches.ones_are_general else (False, True):
                 try:

@@ -22,11 +22,11 @@ from unittest.mock import patch
 
 import sympy
 import torch
+import torch._prims_common as prims
 from sympy.core.relational import Relational
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
-from torch.utils._sympy import functions as torch_sympy
 
 from relax_disc.frontend.capture import model_checks
 from relax_disc.frontend.capture.sizes.squeezes import Squeezes
@@ -92,7 +92,8 @@ class SizeBranches:
 def general(condition: Any) -> Any:
     """What must hold where PyTorch alone took a size to be 2 or more: the way holds for 1 as well.
 
-    The size 0 stays apart. Strides, which are products of sizes, are in order where some are equal.
+    The size 0 stays apart, but in strides, which PyTorch writes as ``Max(1, n)``. They are in order
+    where some are equal.
     """
     if isinstance(condition, sympy.Lt | sympy.Gt) and not any(x.is_number for x in condition.args):
         ones = [sympy.Le(size, 1) for size in sorted(condition.free_symbols, key=str)]
@@ -108,8 +109,6 @@ def general(condition: Any) -> Any:
     factor, rest = size.as_coeff_Mul()
     if factor.is_Integer and factor > 1 and least > 0:  # a stride is a multiple of a size
         size, least = rest, -(-least // int(factor))
-    if isinstance(size, sympy.Max | torch_sympy.Max) and sympy.S.One in size.args:
-        size = size.func(*(x for x in size.args if x != 1))
     return size >= 1 if least == 2 else condition
 
 
@@ -238,12 +237,14 @@ def _given_to_operators(before: Any, found: SizeBranches) -> Any:
 
 
 @contextlib.contextmanager
-def overlaps_by_stride() -> Iterator[None]:
-    """Tell by strides whether a tensor that is written overlaps itself, which fixes no size.
+def layouts_by_stride() -> Iterator[None]:
+    """Tell by strides whether a tensor overlaps itself, or is contiguous, which fixes no size.
 
-    PyTorch asks whether each size is 1; here a size that is a symbol counts as more than that.
+    PyTorch asks whether each size is 1, and whether there are two elements; here a size that is a
+    symbol counts as more than that.
     """
     before: Any = vars(torch)["_debug_has_internal_overlap"]
+    contiguous, dense = prims.is_contiguous, prims._is_non_overlapping_and_dense_or_false
 
     def overlap(x: torch.Tensor) -> int:
         if all(isinstance(size, int) for size in x.shape):
@@ -252,7 +253,21 @@ def overlaps_by_stride() -> Iterator[None]:
         repeated = any(_is(stride, 0) and not _is(size, 1) for size, stride in pairs)
         return 1 if repeated else 2  # MemOverlap: Yes, TooHard
 
+    def is_contiguous(x: Any, false_if_dde: bool = False) -> bool:
+        if all(isinstance(size, int) for size in x.shape):
+            return contiguous(x, false_if_dde)
+        return prims.check_contiguous_sizes_strides(x.shape, x.stride(), false_if_dde)
+
+    def is_dense(sizes: Any, strides: Any) -> bool:
+        if all(isinstance(size, int) for size in sizes):
+            return dense(sizes, strides)
+        pairs = sorted(map(prims.K, sizes, strides))[::-1]
+        in_order = [pair.size for pair in pairs], [pair.stride for pair in pairs]
+        return prims.check_contiguous_sizes_strides(*in_order, false_if_dde=True)
+
     with (
+        patch.object(prims, "is_contiguous", is_contiguous),
+        patch.object(prims, "_is_non_overlapping_and_dense_or_false", is_dense),
         patch.object(torch, "_debug_has_internal_overlap", overlap),
         patch.dict(op_implementations_dict, {torch.ops.aten.copy.default: _copied}),
     ):

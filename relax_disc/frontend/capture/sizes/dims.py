@@ -35,6 +35,7 @@ class DimTable:
     specs: Mapping[str, DimSpec]  # by the dim's name
     counted: frozenset[str] = frozenset()  # dims that the function counts
     sizes: Sizes = field(default_factory=dict)  # at which conditions have to hold, where not at all
+    where: tuple[Any, ...] = ()  # and where these hold, over symbols named after the dims
 
     def __getitem__(self, symbol: sympy.Symbol) -> DimSpec:
         """Return the dim of a symbol; one that the example did not declare is data-dependent."""
@@ -61,11 +62,12 @@ def dim_table(
     leaves: Sequence[Any],
     declared: Mapping[int, Mapping[int, Any]],
     sizes: Sizes,
+    where: tuple[Any, ...] = (),
 ) -> DimTable:
     """Match the symbols of an exported program with the user's dims.
 
-    ``declared`` is what `declared_dims` found; ``sizes``: of the table. A lower bound of 0 becomes
-    1: a step over an empty batch means nothing.
+    ``declared`` is what `declared_dims` found; ``sizes``, ``where``: of the table. A lower bound of
+    0 becomes 1: a step over an empty batch means nothing.
     """
     names: dict[str, str] = {}
     specs: dict[str, DimSpec] = {}
@@ -74,7 +76,7 @@ def dim_table(
         for axis, extent in enumerate(getattr(fake, "shape", ())):
             if isinstance(extent, torch.SymInt):
                 _note(extent.node.expr, dims.get(axis), program, names, specs)
-    return DimTable(names, specs, sizes=sizes)
+    return DimTable(names, specs, sizes=sizes, where=where)
 
 
 def named_dims(dynamic_shapes: Any) -> Any:
@@ -169,6 +171,11 @@ def least_size(dim: Any) -> int:
     if root_of(dim) is not dim:
         return int(size_at(dim, least_size(root_of(dim))))
     return max(int(getattr(dim, "min", 1)), 1)
+
+
+def symbol_of(name: str) -> sympy.Symbol:
+    """Return the symbol of a dim, for conditions that are written over the dims' names."""
+    return sympy.Symbol(name, integer=True, positive=True)
 
 
 def spec_of(dim: torch.export.Dim) -> DimSpec:

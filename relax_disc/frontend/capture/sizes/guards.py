@@ -22,6 +22,7 @@ import torch
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimConstraints
 from torch.utils._sympy import functions as torch_sympy
 
@@ -29,7 +30,7 @@ from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError, narrowe
 from relax_disc.frontend.capture.loops.cut import LoopBody
 from relax_disc.frontend.capture.sizes.branches import SizeBranches, difference_of, general, places
 from relax_disc.frontend.capture.sizes.counted import depends_on_data
-from relax_disc.frontend.capture.sizes.dims import DimTable, Sizes, spec_of
+from relax_disc.frontend.capture.sizes.dims import DimTable, Sizes, spec_of, symbol_of
 from relax_disc.frontend.capture.sizes.evaluation import (
     MOST_POINTS,
     OPEN_END,
@@ -280,7 +281,7 @@ def refusal_of_ways(ways: Ways, at: Mapping[str, int]) -> ShapeRangeError:
     """Make the error of a model whose code goes another way at some sizes."""
     specs = {name: spec_of(dim) for name, dim in ways.dims().items()}
     table = DimTable({name: name for name in specs}, specs)
-    sizes = {sympy.Symbol(name, integer=True, positive=True): size for name, size in at.items()}
+    sizes = {symbol_of(name): size for name, size in at.items()}
     broken = [condition for condition in ways.asked if condition.xreplace(sizes) == sympy.false]
     condition = next(iter(broken or ways.asked))
     try:
@@ -297,13 +298,15 @@ class ProvedConditions:
     ``(length + 63) // 64 == 1``, true up to 64, it would conclude that the length is the example's.
 
     ``by_source``: what is declared of each axis, by the name that PyTorch has for its size.
-    ``sizes``: those at which they have to hold, of dims where not all are asked about.
+    ``sizes``, ``where``: at which they have to hold, as `DimTable` has it.
     ``fails_at``: a size, by the name of the dim, at which an equality of that dim alone is broken
     that the example fulfils, such as the one above at 100.
     """
 
-    def __init__(self, by_source: Mapping[str, Any], sizes: Sizes) -> None:
-        self.by_source, self._sizes = by_source, sizes
+    def __init__(
+        self, by_source: Mapping[str, Any], sizes: Sizes, where: tuple[Any, ...] = ()
+    ) -> None:
+        self.by_source, self._sizes, self._where = by_source, sizes, where
         self.fails_at: dict[str, int] = {}
 
     @contextlib.contextmanager
@@ -335,7 +338,7 @@ class ProvedConditions:
         if dims.keys() != condition.free_symbols or points > OPEN_END:
             return False
         names = {str(symbol): dim.__name__ for symbol, dim in dims.items()}
-        table = DimTable(names, specs, sizes=self._sizes)
+        table = DimTable(names, specs, sizes=self._sizes, where=self._where)
         try:
             _check(branches.required(condition), table, SourceLine("", 0))
         except UnsupportedOperatorError:
@@ -385,6 +388,29 @@ class GuardWatch:
                 _check(general(guard.expr), dims, SourceLine("", 0))
 
 
+@contextlib.contextmanager
+def unequal_sizes(dims: DimTable) -> Iterator[None]:
+    """Let PyTorch's C++ take sizes and strides for unequal that are equal at the example alone.
+
+    That is the general way: it copies what it need not, or refuses sizes that do not fit.
+    """
+    before = SymNode.guard_bool
+
+    def guarded(self: Any, file: str, line: int) -> bool:
+        condition = self.expr
+        if not isinstance(condition, sympy.Eq | sympy.Ne) or not file.endswith("SymInt.h"):
+            return before(self, file, line)
+        answers = everywhere(condition, dims), everywhere(sympy.Not(condition), dims)
+        return (
+            isinstance(condition, sympy.Ne)
+            if answers == (False, False)
+            else before(self, file, line)
+        )
+
+    with patch.object(SymNode, "guard_bool", guarded):
+        yield
+
+
 def everywhere(condition: Any, dims: DimTable) -> bool | None:
     """Whether a condition holds at all declared sizes; None where that cannot be told."""
     if not condition.free_symbols:
@@ -424,6 +450,10 @@ def _check(condition: Any, dims: DimTable, line: SourceLine) -> None:
         )
     grids = np.meshgrid(*ranges, indexing="ij")
     found = holds(condition, dict(zip(symbols, grids, strict=True)))
+    by_name = {symbol_of(spec.name): grid for spec, grid in zip(specs, grids, strict=True)}
+    for each in dims.where:
+        if each.free_symbols <= by_name.keys():
+            found = found | ~holds(each, by_name)
     failing = np.argwhere(~np.broadcast_to(found, grids[0].shape))
     if len(failing) == 0:
         return

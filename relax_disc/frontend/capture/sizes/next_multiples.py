@@ -45,7 +45,7 @@ def general_next_multiples(ways: Ways) -> Iterator[None]:
             more, _ = sympy.expand(_expression(size)).as_coeff_Add()
             if number.is_Integer and more >= number:
                 return subtracted(size, int(number)) + rsub(other, int(number))
-        return subtracted(size, other)
+        return ways.clamped(subtracted(size, other))
 
     def add(size: torch.SymInt, number: Any) -> Any:
         quotient = _expression(size)

@@ -25,7 +25,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from relax_disc.frontend.capture.loops.cut import CHECKS, LoopBody
-from relax_disc.frontend.capture.sizes.dims import DimTable
+from relax_disc.frontend.capture.sizes.dims import DimTable, symbol_of
 from relax_disc.frontend.capture.sizes.guards import everywhere
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
 from relax_disc.frontend.capture.traced.writes import writes
@@ -74,11 +74,7 @@ class Side:
         names = {s: known.get(str(s)) for s in expr.free_symbols}
         if None in names.values():
             raise _Different  # a size that depends on data, of what is not known to be the same
-        return expr.xreplace({s: _symbol(name) for s, name in names.items()})
-
-
-def _symbol(name: Any) -> sympy.Symbol:
-    return sympy.Symbol(name, integer=True, positive=True)
+        return expr.xreplace({s: symbol_of(str(name)) for s, name in names.items()})
 
 
 def parting_line(one: Side, other: Side) -> SourceLine | None:
@@ -107,7 +103,8 @@ class _Comparison:
     def __init__(self, one: Side, other: Side) -> None:
         self._one, self._other = one, other
         specs = one.dims.specs
-        self._dims = DimTable({name: name for name in specs}, specs, sizes=other.dims.sizes)
+        at = {"sizes": other.dims.sizes, "where": other.dims.where}
+        self._dims = DimTable({name: name for name in specs}, specs, **at)
         self._equal: dict[tuple[Any, ...], bool | None] = {}
 
     def run(self) -> None:

@@ -20,7 +20,14 @@ import torch
 from torch.export import Dim
 
 from relax_disc.errors import UnsupportedOperatorError
-from relax_disc.frontend.capture.sizes.dims import Sizes, root_of, size_at, sizes_of, spec_of
+from relax_disc.frontend.capture.sizes.dims import (
+    Sizes,
+    root_of,
+    size_at,
+    sizes_of,
+    spec_of,
+    symbol_of,
+)
 from relax_disc.frontend.capture.sizes.evaluation import evaluate, example_among
 from relax_disc.frontend.capture.source_lines import SourceLine
 
@@ -38,6 +45,7 @@ class Ways:
     def __init__(self, by_source: Mapping[str, Any]) -> None:
         self._by_source = by_source
         self._tables: dict[str, dict[bytes, np.ndarray]] = {}  # truth at each size, by dim
+        self.joint: dict[Any, SourceLine] = {}  # conditions on several dims, as ``asked`` has them
         self.example_sizes: dict[str, int] = {}
         self.asked: dict[Any, SourceLine] = {}
         self.are_free = False
@@ -64,6 +72,9 @@ class Ways:
         env = condition.node.shape_env
         found = self._root(expr, env)
         if found is None:
+            named = self.named(condition)
+            if named is not None:
+                self.joint.setdefault(named, line)
             return None
         root, dims = found
         sizes = sizes_of(spec_of(root))
@@ -82,13 +93,22 @@ class Ways:
             table = np.where(divides_by_0, truth, table)
         if table.all() or not table.any():
             return None
-        name = sympy.Symbol(root.__name__, integer=True, positive=True)
-        asked = expr.xreplace({symbol: size_at(dim, name) for symbol, dim in dims.items()})
+        asked = self.named(condition)
         self.asked.setdefault(asked if truth else sympy.Not(asked), line)
         self._tables.setdefault(root.__name__, {})[table.tobytes()] = table
         at = [values[symbol] == int(size) for symbol, size in at_example.items()]
         self.example_sizes[root.__name__] = int(sizes[np.logical_and.reduce(at).argmax()])
         return truth if self.are_free else None
+
+    def named(self, condition: torch.SymBool) -> Any:
+        """Write a condition over symbols named after the dims; None: it is of other sizes too."""
+        env = condition.node.shape_env
+        dims = {symbol: self._dim(env, symbol) for symbol in condition.node.expr.free_symbols}
+        if not dims or None in dims.values():
+            return None
+        return condition.node.expr.xreplace(
+            {symbol: size_at(dim, symbol_of(root_of(dim).__name__)) for symbol, dim in dims.items()}
+        )
 
     def is_never_zero(self, expr: Any, env: Any) -> bool:
         """Say whether an expression is 0 at no size of the part, which is of its one dim."""
@@ -102,6 +122,10 @@ class Ways:
             return bool(np.all(evaluate(expr, values)))
         except UnsupportedOperatorError:
             return False
+
+    def clamped(self, size: Any) -> Any:
+        """Return a difference of sizes as it is."""
+        return size
 
     def _root(self, expr: Any, env: Any) -> tuple[Any, dict[Any, Any]] | None:
         """Return the one dim that an expression is of, and what each symbol is declared as."""

@@ -43,14 +43,15 @@ from relax_disc.frontend.capture.exported.torch_errors import traceback_text
 from relax_disc.frontend.capture.loops.programs import Loops
 from relax_disc.frontend.capture.replaced import inner_gradients
 from relax_disc.frontend.capture.replaced.custom_functions import answered_questions
-from relax_disc.frontend.capture.sizes.branches import overlaps_by_stride
+from relax_disc.frontend.capture.sizes.branches import layouts_by_stride
 from relax_disc.frontend.capture.sizes.counted import (
     CountedSize,
     CountedSizes,
     find_counted,
     general_ways,
 )
-from relax_disc.frontend.capture.sizes.guards import GuardWatch
+from relax_disc.frontend.capture.sizes.dims import DimTable
+from relax_disc.frontend.capture.sizes.guards import GuardWatch, unequal_sizes
 from relax_disc.frontend.capture.source_lines import parse_stack, source_line
 from relax_disc.frontend.capture.state.outer_state import OuterState
 from relax_disc.frontend.capture.traced.decompositions import (
@@ -258,11 +259,11 @@ def _trace(
     answers = contextlib.nullcontext if exported.custom_calls else general_ways
     ones = symbolic_config.patch(backed_size_oblivious=exported.ones_are_general)
     with ones, answers(), inner_gradients.differentiated_again(module):
-        graph = _make_graph(step, fakes, mutates)
+        graph = _make_graph(step, fakes, exported.dims, mutates)
     if not mutates and _mutates(graph):  # a decomposition wrote in place
         buffers = writable
         with ones, answers(), inner_gradients.differentiated_again(module):
-            graph = _make_graph(step, fakes, functionalize=True)
+            graph = _make_graph(step, fakes, exported.dims, functionalize=True)
     watch.check(exported.dims)
     _refuse_foreign_parameters(list(itertools.compress(foreign, outputs["missed"])), arguments)
     graph.graph.eliminate_dead_code()
@@ -320,7 +321,9 @@ def _refuse_foreign_tensors(graph: fx.GraphModule, outer: OuterState) -> None:
             )
 
 
-def _make_graph(step: Callable[..., Any], fakes: list[Any], functionalize: bool) -> fx.GraphModule:
+def _make_graph(
+    step: Callable[..., Any], fakes: list[Any], dims: DimTable, functionalize: bool
+) -> fx.GraphModule:
     if functionalize:
         mode = _Functional(pre_dispatch=False, _allow_token_discovery=False)
         step = dispatch_functionalize(step, mode)
@@ -332,7 +335,8 @@ def _make_graph(step: Callable[..., Any], fakes: list[Any], functionalize: bool)
         _without_libraries(),
         kept_whole(),
         checks_are_traced(),
-        overlaps_by_stride(),
+        layouts_by_stride(),
+        unequal_sizes(dims),
     )
     with contextlib.ExitStack() as stack:
         for context in contexts:
