@@ -8,9 +8,12 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
 
+import relax_disc
+from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend import export_step
 from relax_disc.frontend.capture.traced.writes import without_writes
 from tests.frontend.running import Runner, check_gradients
+from tests.training.beside_eager import assert_gradients_as_eager
 
 
 class Writes(nn.Module):
@@ -100,3 +103,67 @@ def test_writes(kind):
             torch.testing.assert_close(value, expected[name])
     if kind is not Mixed:  # float64 would not be rounded
         check_gradients(captured, model, batches, least=1e-5)
+
+
+class ByStrides(nn.Module):
+    """Writes a band of a matrix through a view of its memory, as lightweight convolutions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.band = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        rows, length, _ = x.shape
+        wide = x.new_zeros(rows, length, length + 2)
+        band = wide.as_strided((rows, length, 3), (length * (length + 2), length + 3, 1))
+        band.copy_(self.band.expand(rows, length, 3))
+        return torch.bmm(wide[:, :, 2:], self.linear(x)).square().mean()
+
+
+class BaseOfStrides(ByStrides):
+    """Reads a view after what it shows was written."""
+
+    def forward(self, x):
+        rows, length, _ = x.shape
+        hidden = self.linear(x).contiguous()
+        first = hidden.as_strided((rows, length), (length * 4, 4), 1)
+        hidden.mul_(self.band[0])
+        return (first * hidden.sum(-1)).mean()
+
+
+@pytest.mark.parametrize("kind", [ByStrides, BaseOfStrides])
+def test_views_by_strides_are_views(kind):
+    torch.manual_seed(0)
+    rows, length = Dim("rows", min=1, max=9), Dim("length", min=2, max=9)
+    batches = [(torch.randn(*size, 4),) for size in ((2, 5), (1, 2), (7, 9))]
+    step = relax_disc.compile(kind(), None, batches[0], dynamic_shapes=({0: rows, 1: length},))
+    assert_gradients_as_eager(step, batches)
+
+
+class PartsOfComplex(ByStrides):
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        whole = torch.complex(hidden, hidden.tanh())
+        self.write(whole)
+        return whole.abs().sum()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda z: z.real.mul_(2),
+        lambda z: z.imag[:, 0].zero_(),
+        lambda z: torch.view_as_real(z)[..., 1].add_(1),
+    ],
+)
+def test_parts_of_complex_numbers_are_not_written(write):
+    batch = (torch.randn(2, 4),)
+    with pytest.raises(UnsupportedOperatorError, match=r"test_writes.py:\d+: .* share memory"):
+        relax_disc.compile(
+            PartsOfComplex(write), None, batch, dynamic_shapes=({0: Dim("rows", max=9)},)
+        )

@@ -28,7 +28,7 @@ from relax_disc.frontend.capture.loops.cut import CHECKS, LoopBody
 from relax_disc.frontend.capture.sizes.dims import DimTable, symbol_of
 from relax_disc.frontend.capture.sizes.guards import everywhere
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
-from relax_disc.frontend.capture.traced.writes import writes
+from relax_disc.frontend.capture.traced.writes import memory_of, writes
 
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
@@ -195,7 +195,7 @@ class _Comparison:
         inner = [m for m in module.modules() if m is not module and isinstance(m, fx.GraphModule)]
         may_copy = not any(writes(node) for m in inner for node in m.graph.nodes)
         writers = [node for node in module.graph.nodes if writes(node)]
-        written = {_memory(operand) for node in writers for operand in node.all_input_nodes}
+        written = {memory_of(operand) for node in writers for operand in node.all_input_nodes}
         found: dict[fx.Node, fx.Node] = {}
         for node in module.graph.nodes:
             operand, is_view = self._in_order(node, side), node.target not in _MAY_COPY_IN_ORDER
@@ -204,7 +204,7 @@ class _Comparison:
                 is_view = node.target in (_ATEN.slice.Tensor, _ATEN.expand.default)
             if operand is None:
                 continue
-            if is_view or (may_copy and not written & {node, _memory(operand)}):
+            if is_view or (may_copy and not written & {node, memory_of(operand)}):
                 found[node] = found.get(operand, operand)
         return found
 
@@ -319,7 +319,7 @@ def _needed(graph: fx.Graph, unchanged: dict[fx.Node, fx.Node]) -> list[fx.Node]
 
     A write into memory of the graph's own, of which nothing is read, is none.
     """
-    idle = {n: _memory(n.args[0]) for n in graph.nodes if writes(n) and not _writes_an_input(n)}
+    idle = {n: memory_of(n.args[0]) for n in graph.nodes if writes(n) and not _writes_an_input(n)}
     left = [
         n
         for n in reversed(graph.nodes)
@@ -332,7 +332,7 @@ def _needed(graph: fx.Graph, unchanged: dict[fx.Node, fx.Node]) -> list[fx.Node]
         for node in left:
             if node in needed:
                 needed.update(unchanged.get(n, n) for n in node.all_input_nodes)
-        read = {_memory(node) for node in needed}
+        read = {memory_of(node) for node in needed}
         needed.update(node for node, memory in idle.items() if memory in read)
     return [n for n in reversed(left) if n in needed and n.op in ("call_function", "output")]
 
@@ -341,7 +341,7 @@ def _writes_an_input(node: fx.Node) -> bool:
     """Whether a node may write into more than its first operand, or into memory from outside."""
     schema = node.target._schema  # pyright: ignore
     written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    memory = _memory(node.args[0])
+    memory = memory_of(node.args[0])
     own = isinstance(memory, fx.Node) and memory.op == "call_function"
     return not own or [a.name for a in written] != ["self"]
 
@@ -374,17 +374,6 @@ def _is_size(node: fx.Node) -> bool:
 def _value(x: Any) -> Any:
     """Return the size that a node stands for; anything else as it is."""
     return x.meta["val"] if isinstance(x, fx.Node) and _is_size(x) else x
-
-
-def _memory(node: Any) -> Any:
-    """Follow views to the node that holds their memory."""
-    while isinstance(node, fx.Node) and node.op == "call_function":
-        schema = getattr(node.target, "_schema", None)
-        views = schema is not None and any(r.alias_info is not None for r in schema.returns)
-        if not views and node.target is not operator.getitem:
-            break
-        node = node.args[0]
-    return node
 
 
 def _are_nan(left: Any, right: Any) -> bool:

@@ -25,7 +25,7 @@ from relax_disc.frontend.capture.traced.rewrites import (
     is_whole_complex,
     whole_complex,
 )
-from relax_disc.frontend.capture.traced.writes import writes
+from relax_disc.frontend.capture.traced.writes import views_written_later, writes
 from relax_disc.frontend.random_ops import Randomness
 
 
@@ -53,12 +53,22 @@ class StepInterpreter(fx.Interpreter):
         whole = {**REWRITES, **inner_gradients.RULES} if twice else RULES
         self._rules = whole, counted.rules(), randomness.rules()
         self._differentiated = inner_gradients.differentiated(graph)
+        self._written_later = views_written_later(graph.graph)
+        self._keeps_view = False  # whether the node that runs must not become a copy
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node; what PyTorch cannot trace is told with the line of the model."""
         nested = getattr(n.target, "__name__", "") == "wrap_with_autocast"
         if nested and torch.is_grad_enabled() and not self._allows_half:
             self._check_autocast(n)
+        self._keeps_view = n in self._written_later
+        if self._keeps_view and n.target in _OF_COMPLEX:
+            raise UnsupportedOperatorError(
+                f"{source_line(n)}: a complex tensor and its real numbers share memory that is "
+                "written later; write into one of them before the other is taken, or compute the "
+                "new value instead of writing it.",
+                ((str(n.target), str(source_line(n))),),
+            )
         try:
             result = super().run_node(n)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -102,7 +112,7 @@ class StepInterpreter(fx.Interpreter):
         if target is torch.ops.aten._assert_tensor_metadata.default:  # held when it was exported
             return None
         for rules in self._rules:
-            rule = rules.get(target)
+            rule = None if self._keeps_view and target is _BY_STRIDES else rules.get(target)
             if rule is not None and (result := rule(*args, **kwargs)) is not None:
                 return result
         if target is torch.ops.relax_disc.custom_function.default:
@@ -145,6 +155,14 @@ class StepInterpreter(fx.Interpreter):
     def _enter(self, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
         parts = self._randomness, self._counted, self._custom_calls, self._allows_half
         return StepInterpreter(graph, *parts, self._loops, self._twice).run(*args)
+
+
+_BY_STRIDES = torch.ops.aten.as_strided.default  # its rule copies what it reads
+_OF_COMPLEX = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("view_as_complex", "view_as_real", "real", "imag", "conj", "_conj", "_neg_view")
+)
+"""Views that our complex tensors, which are two real ones, have as tensors of their own."""
 
 
 def _is_own(node: fx.Node, result: Any) -> bool:

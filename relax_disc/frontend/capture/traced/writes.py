@@ -42,6 +42,55 @@ def writes(node: fx.Node) -> bool:
     return schema.is_mutable or (schema.name in _WRITES_STATISTICS and bool(node.args[_BY_BATCH]))
 
 
+def memory_of(node: Any) -> Any:
+    """Follow views to the node that holds their memory."""
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        views = schema is not None and any(r.alias_info is not None for r in schema.returns)
+        if not views and node.target is not operator.getitem:
+            break
+        node = node.args[0]
+    return node
+
+
+def views_written_later(graph: fx.Graph) -> set[fx.Node]:
+    """Find views whose memory is written behind them: by themselves, their base or another view.
+
+    A graph inside that writes may write what it is given.
+    """
+    nodes = list(graph.nodes)
+    last = {
+        memory_of(operand): place
+        for place, node in enumerate(nodes)
+        for operand in _written_operands(node)
+    }
+    return {
+        node
+        for place, node in enumerate(nodes)
+        if memory_of(node) is not node and last.get(memory_of(node), -1) > place
+    }
+
+
+def _written_operands(node: fx.Node) -> list[Any]:
+    if writes(node):
+        schema: Any = node.target._schema  # pyright: ignore
+        if not schema.is_mutable:
+            return list(node.args[3:5])  # statistics
+        given = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
+        given.update(node.kwargs)
+        written = (
+            a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+        )
+        return [given[a.name] for a in written if a.name in given]
+    inner = [
+        getattr(node.graph.owning_module, str(x.target))
+        for x in node.all_input_nodes
+        if x.op == "get_attr" and "." not in str(x.target)
+    ]
+    graphs = [module.graph for module in inner if isinstance(module, fx.GraphModule)]
+    return node.all_input_nodes if any(writes(n) for g in graphs for n in g.nodes) else []
+
+
 def without_writes(
     module: fx.GraphModule, writable: Collection[str]
 ) -> tuple[fx.GraphModule, list[str]] | None:
