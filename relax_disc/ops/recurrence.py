@@ -15,7 +15,7 @@ from torch import Tensor
 from tvm import relax
 
 from relax_disc.ops import registry
-from relax_disc.ops.recurrence_steps import KINDS
+from relax_disc.ops.recurrence_steps import KINDS, forward
 from relax_disc.ops.registry import Kind
 
 if TYPE_CHECKING:
@@ -142,3 +142,15 @@ recurrence = registry.operator(
     choices={"kind": KINDS},
     gradient=(_gradient, _save),
 )
+
+
+@torch.library.impl("relax_disc::recurrence", ("CPU", "CUDA"))
+def _computed(projected: Tensor, state: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Compute it on the example batch, whose data decide a branch."""
+    _, kind, batch_first, reverse = rest
+    tensors = (projected, state, weight)
+    options = {"kind": kind, "batch_first": batch_first, "reverse": reverse}
+    kinds = _results(*(Kind(tuple(x.shape), x.dtype) for x in tensors), **options)
+    results = tuple(projected.new_empty(each.shape) for each in kinds)
+    forward(*tensors, *rest, *results)
+    return results

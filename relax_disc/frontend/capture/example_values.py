@@ -8,7 +8,8 @@ A number that was taken out of a tensor (``x.max().item()``) is a symbol in the 
 on such symbols, and on sizes that data tell, is written as a tensor again.
 
 Limits: truths inside a recorded loop, or in a function that is traced apart, are not known; nor are
-those of random numbers alone (``if torch.rand(()) < 0.1``), which no batch tells.
+those behind a loop that has no step on the example, and of random numbers alone
+(``if torch.rand(()) < 0.1``), which no batch tells.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy import functions as torch_sympy
 
+from relax_disc.frontend.capture.loops import operators  # noqa: F401  registers what loops have
 from relax_disc.frontend.capture.source_lines import SourceLine, calling_line
 from relax_disc.frontend.capture.traced.writes import writes
 
 _logger = logging.getLogger(__name__)
+_OURS = torch.ops.relax_disc
 
 _OPERATORS: tuple[tuple[Any, Callable[..., Any]], ...] = (
     (sympy.Add, operator.add),
@@ -161,13 +164,17 @@ class ExampleValues:
                     last.setdefault(source, n)
         values: dict[fx.Node, Any] = {}
         devices = {x.device for x in self._inputs if isinstance(x, Tensor) and x.is_cuda}
+
+        def run(n: fx.Node) -> Any:
+            return self._run(n, values, given, root, bool(writers))
+
+        def forget(n: fx.Node) -> None:
+            for source in n.all_input_nodes:
+                if last[source] is n and source is not node:
+                    values.pop(source, None)
+
         with torch.random.fork_rng([device.index for device in devices]):
-            for n in nodes:
-                if n in needed:
-                    values[n] = self._run(n, values, given, root, bool(writers))
-                    for source in n.all_input_nodes:
-                        if last[source] is n and source is not node:
-                            values.pop(source, None)
+            _walk([n for n in nodes if n in needed], values, run, forget)
         return values[node]
 
     def _run(
@@ -180,6 +187,49 @@ class ExampleValues:
         if isinstance(value, FakeTensor):
             raise ValueError(f"{n} has no values")
         return value.detach().clone() if copy and isinstance(value, Tensor) else value
+
+
+def _walk(
+    nodes: Sequence[fx.Node],
+    values: dict[fx.Node, Any],
+    run: Callable[[fx.Node], Any],
+    after: Callable[[fx.Node], None] = lambda _: None,
+) -> None:
+    """Run nodes in order, and a loop, of which one step was recorded, as often as it has steps.
+
+    ``after``: is told of each node that has run, but for those of loops.
+    """
+    waiting = list(nodes)
+    while waiting:
+        n = waiting.pop(0)
+        if n.target is _OURS.loop_index.default:
+            end = next(e for e in waiting if e.target is _OURS.loop_end.default and e.args[0] is n)
+            steps, waiting = waiting[: waiting.index(end)], waiting[waiting.index(end) + 1 :]
+            values[end] = _run_loop(end, steps, values, run)
+        else:
+            values[n] = run(n)
+            after(n)
+
+
+def _run_loop(
+    end: fx.Node,
+    steps: Sequence[fx.Node],
+    values: dict[fx.Node, Any],
+    run: Callable[[fx.Node], Any],
+) -> list[Tensor]:
+    """Run all steps of a loop, and return what its end does; ``steps``: the nodes of one."""
+    arguments: Any = end.args
+    index, olds, news, fresh, stacked, count = arguments
+    rows: list[list[Tensor]] = []
+    for step in range(values[count] if isinstance(count, fx.Node) else count):
+        values[index] = torch.tensor(step)
+        before = [new if step else old.args[1] for old, new in zip(olds, news, strict=True)]
+        values.update(zip(olds, [values[each].clone() for each in before], strict=True))
+        _walk([n for n in steps if n not in olds], values, run)
+        rows.append([values[each] for each in stacked])
+    if not rows:
+        raise ValueError(f"{end} has no step on the example")
+    return [*(values[each] for each in (*news, *fresh)), *map(torch.stack, zip(*rows, strict=True))]
 
 
 def _is_drawn(node: fx.Node) -> bool:

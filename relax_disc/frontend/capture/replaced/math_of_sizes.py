@@ -37,14 +37,19 @@ _SYMBOLIC = torch.SymInt | torch.SymFloat
 _FUNCTIONS = types.FunctionType | type(functools.cache(len))
 
 
-def replacements(space: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file sees in place of its names; ``space``: its global variables."""
+def replacements(
+    space: Mapping[str, Any], functions: Sequence[types.FunctionType] = ()
+) -> dict[str, Any]:
+    """Return what a file sees in place of its names.
+
+    ``space``: its global variables; ``functions``: of the file, which need not be among these.
+    """
     found = {
         name: _MATH if value is math else _OF_MATH[value]
         for name, value in space.items()
         if value is math or (isinstance(value, types.BuiltinFunctionType) and value in _OF_MATH)
     }
-    codes = codes_of(_functions(space))
+    codes = codes_of([*_functions(space), *functions])
     wanted = {"divmod": _DIVMOD, "round": _ROUND}
     wanted |= {name: made for name, made in _CLASSES.items() if _is_only_called(codes, name)}
     return found | {name: made for name, made in wanted.items() if name not in space}

@@ -160,11 +160,14 @@ def own_attributes(model: nn.Module) -> Iterator[None]:
 
 def changes_of(functions: Sequence[FunctionType]) -> Changes:
     """List what the files of functions see in place of ``len``, functions of `math` and others."""
-    files = {id(function.__globals__): function.__globals__ for function in functions}
+    files: dict[int, list[FunctionType]] = {}
+    for function in functions:
+        files.setdefault(id(function.__globals__), []).append(function)
     found = []
-    for space in files.values():
+    for of_file in files.values():
+        space = of_file[0].__globals__
         own = {name: f for name, f in _BUILT_IN.items() if name not in space}
-        found.append((space, {**replacements(space), **own}))
+        found.append((space, {**replacements(space, of_file), **own}))
     return found
 
 

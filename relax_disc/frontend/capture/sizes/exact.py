@@ -42,10 +42,11 @@ def fraction_of(expr: Any) -> tuple[Any, int] | None:
     A float of the model counts as the fraction that it is nearest to by its bits: 0.5, not 0.1.
     """
     exact = expr.replace(torch_sympy.ToFloat, lambda x: x)
-    exact = exact.replace(torch_sympy.IntTrueDiv, lambda x, y: x / y)
     exact = exact.xreplace({f: sympy.Rational(f) for f in exact.atoms(sympy.Float)})
+    for quotient in (torch_sympy.IntTrueDiv, torch_sympy.FloatTrueDiv):
+        exact = exact.replace(quotient, lambda x, y: x / y)
     above, below = sympy.fraction(sympy.together(exact))
-    if not below.is_Integer or int(below) > _MOST_DIVISOR:
+    if not above.is_integer or not below.is_Integer or int(below) > _MOST_DIVISOR:
         return None
     return sympy.expand(above), int(below)
 
