@@ -42,8 +42,8 @@ class HookWatch:
     PyTorch counts the hooks that it registers, wherever that is; only a new count is looked into.
 
     Hooks of the model's modules and parameters, of modules outside it that the program contains, of
-    the optimizers, and those for all modules and optimizers.  The ``forward`` of these modules and
-    of their classes is compared, too, and the ``step`` of the optimizers.
+    the optimizers, and those for all modules and optimizers.  The classes of these modules, their
+    ``forward`` and that of their classes are compared, too, and the ``step`` of the optimizers.
     """
 
     def __init__(
@@ -57,7 +57,9 @@ class HookWatch:
         seen = {module for _, module in self._modules}
         for path, outer in (outside or {}).items():
             self._modules += outer.named_modules(seen, path)
-        self._held = [(vars(m), vars(m).get("forward"), path) for path, m in self._modules]
+        self._held = [
+            (m, type(m), vars(m), vars(m).get("forward"), path) for path, m in self._modules
+        ]
         self._kinds = [(kind, kind.forward) for kind in {type(m): None for _, m in self._modules}]
         self._steps = [[optimizer, None] for optimizer in optimizers]  # with one that may be there
         self._known = {(id(table), key) for _, table in self._tables() for key in table}
@@ -70,7 +72,9 @@ class HookWatch:
         Raises `InputMismatchError`: names a hook that was added or removed, or the module or
         optimizer whose ``forward`` or ``step`` is another one.
         """
-        for own, forward, path in self._held:
+        for module, kind, own, forward, path in self._held:
+            if type(module) is not kind:
+                raise InputMismatchError(f"The class of {path}, {kind.__name__}, {_REPLACED}")
             if own.get("forward") is not forward:
                 raise InputMismatchError(f"The forward of {path} {_REPLACED}")
         for kind, forward in self._kinds:

@@ -117,8 +117,8 @@ def moves(value: Any) -> bool:
 
 
 @functools.cache
-def is_library(kind: type) -> bool:
-    """Say whether a class is one that a library defines."""
+def is_library(kind: type | types.FunctionType) -> bool:
+    """Say whether a class or a function is one that a library defines."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return is_foreign(kind.__module__) or is_installed(file)
 

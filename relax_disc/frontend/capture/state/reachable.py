@@ -78,6 +78,10 @@ class Reachable:
     cells: list[tuple[Source, Place]] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # all names and texts in the code of the functions
     texts: set[str] = field(default_factory=set)  # the texts alone
+    # functions of the user's own with the code that they had, which is edited in place by reloading
+    functions: list[tuple[Source, types.FunctionType, types.CodeType]] = field(default_factory=list)
+    # functions of the user's classes, and what stands around them there
+    methods: list[tuple[Source, Place]] = field(default_factory=list)
     again: dict[int, list[Source]] = field(default_factory=dict)
     reads_past: bool = False
     # what functions of this package call for the user (a Trainer, say), by ``id``, with the names
@@ -145,6 +149,8 @@ def _follow(
     )
     if kind in ("closure", "global") or of_module:
         found.cells.append((further, place))
+    if isinstance(value, type) and isinstance(member, _METHODS) and not is_library(value):
+        found.methods.append((further, place))
     if isinstance(member, tuple):
         found.tuples.setdefault(id(member), place)
     if isinstance(member, Tensor):
@@ -203,6 +209,8 @@ def _members(value: Any, source: Source, found: Reachable) -> Iterator[Step]:
         if not is_foreign(value.__module__):
             if vars(value) and not _is_installed(value):
                 found.containers.append((source, value))
+            if not is_library(value):
+                found.functions.append((source, value, value.__code__))
             yield from _variables(value, found)
         elif value.__module__.startswith(_INTEGRATIONS) and value.__closure__:
             for name, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):

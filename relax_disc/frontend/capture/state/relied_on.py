@@ -37,6 +37,7 @@ from relax_disc.frontend.capture.state.sources import (
 )
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_AROUND = (staticmethod, classmethod, property)
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _ITERATING = frozenset({"items", "values", "keys"})
 _MOST_COMPARED = 1000
@@ -71,7 +72,7 @@ def guards_of(
     more = list(_of_containers(model, loss_fn, trace))
     paths += [guard.source for guard in more if not guard.part]
     guards += [*more, *_of_absent(trace), *_of_module_lists(trace), *_of_flags(trace)]
-    guards += _of_tensors(trace)
+    guards += [*_of_tensors(trace), *_of_code(trace)]
     for holder, guard in _of_empty(trace):
         guards.append(guard)
         # A submodule that leads to parameters of the model is known by these.
@@ -126,7 +127,11 @@ def _of_attributes(inside: Collection[int], trace: Trace) -> Iterator[Guard]:
             if kind is not None and is_library(kind):
                 continue
             value = place.get()  # a method
-        elif place.get() is not value:  # a property
+        elif isinstance(place.get(), _AROUND):
+            if kind is None or is_library(kind):
+                continue
+            value = place.get()  # the same in the class, whatever it gives
+        elif place.get() is not value:
             continue
         elif not (is_comparable(value) or type(value) in FUNCTIONS or _is_object(value)):
             continue
@@ -233,6 +238,23 @@ def _of_tensors(trace: Trace) -> Iterator[Guard]:
         path = None if source is None else source.to("attribute", name)
         value = vars(tensor).get(name, ABSENT)
         yield Guard(f"{source or 'a tensor'}.{name}", path, Place(vars(tensor), name), value)
+
+
+def _of_code(trace: Trace) -> Iterator[Guard]:
+    """Guard the code of functions, and what classes have by names that code names."""
+    for source, function, code in trace.known.functions:
+        name, (kind, _) = function.__name__, source.steps[-1] if source.steps else ("", None)
+        if kind not in _OF_CLASSES or name in trace.known.names or name in _UNNAMED:
+            path, place = source.to("slot", "__code__"), Place(AttributesOf(function), "__code__")
+            yield Guard(f"The code of {function.__qualname__}", path, place, code)
+    for source, place in trace.known.methods:
+        is_named = place.key in trace.known.names and place.key not in _UNNAMED
+        if is_named and (id(place.container), place.key) not in trace.changed:
+            yield Guard(str(source), source, place, place.get())
+
+
+_OF_CLASSES = frozenset({"method", "attribute", "class", "inherited"})
+_UNNAMED = frozenset({"forward", "__call__", "backward"})
 
 
 def _of_module_lists(trace: Trace) -> Iterator[Guard]:
