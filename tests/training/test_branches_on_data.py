@@ -153,6 +153,79 @@ def test_a_step_is_eagers_or_says_why_not(loss_fn, other, condition):
             assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gru = nn.GRU(3, 4, 2, batch_first=True, bidirectional=True)
+        self.lstm, self.rnn = nn.LSTM(8, 3), nn.RNN(3, 3, batch_first=True)
+        self.cell = nn.LSTMCell(3, 5)
+
+    def layers(self, x):
+        out, (_, cell) = self.lstm(self.gru(x)[0].transpose(0, 1))
+        return self.rnn(out.transpose(0, 1) * x)[0], cell
+
+    def steps(self, x):
+        """Carries a state, collects, writes rows, and leaves what the last step made."""
+        states = [x.new_zeros(x.shape[0], 5) for _ in range(2)]
+        outs, rows, last = [], x.new_zeros(x.shape[:2]), x[:, 0]
+        for t in range(x.shape[1]):
+            states = self.cell(x[:, t], states)
+            outs.append(states[0] + states[1])
+            rows[:, t] = states[1].sum(-1)
+            last = x[:, t] + states[1][:, :3]
+        return torch.stack(outs, 1) * rows[..., None], last
+
+
+def not_finite(model, x):
+    first, second = model.layers(x)
+    loss = first.square().mean() + second.mean()
+    if not torch.isfinite(loss):
+        loss = first.sum()
+    return loss
+
+
+def after_layers(model, x):
+    first, second = model.layers(x)
+    top = first.abs().max() + second.abs().max()
+    return first.square().mean() if top < 1.5 else second.square().mean()
+
+
+def after_steps(model, x):
+    first, second = model.steps(x)
+    return first.square().mean() if second.abs().max() < 4 else second.square().mean()
+
+
+def after_ctc(model, x):
+    logs = model.gru(x)[0].log_softmax(-1).transpose(0, 1)
+    lengths = torch.full((x.shape[0],), x.shape[1])
+    targets = 1 + torch.arange(2 * x.shape[0]).reshape(-1, 2) % 5
+    loss = F.ctc_loss(logs, targets, lengths, torch.full((x.shape[0],), 2))
+    return loss * 2 if torch.isinf(loss) or loss > 1e4 else loss
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "odd"),
+    [(not_finite, float("nan")), (after_layers, 50.0), (after_steps, 9.0), (after_ctc, None)],
+)
+def test_branches_behind_layers_and_loops_over_a_length(loss_fn, odd):
+    model = Recurrent()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    x = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(0)) / 2
+    shapes = ({0: Dim("batch", min=1, max=8), 1: Dim("length", min=2, max=16)},)
+    step = relax_disc.compile(model, optimizer, (x,), dynamic_shapes=shapes, loss_fn=loss_fn)
+    for batch in (x, x[:1, :3], torch.cat([x, x / 2], 1)):
+        expected, loss = trained(model, (batch,), loss_fn)
+        torch.testing.assert_close(step(batch), loss)
+        torch.testing.assert_close(dict(model.state_dict()), dict(expected))
+    if odd is not None:
+        with pytest.raises(BranchError, match=f"{__file__}.*been written"):
+            step(x * odd)
+        larger = relax_disc.compile(model, None, (x * odd,), dynamic_shapes=shapes, loss_fn=loss_fn)
+        with pytest.raises(BranchError, match=f"{__file__}.*been written"):
+            larger(x, update=False)
+
+
 def several(model, x, y):
     return sum(loss_fn(model, x, y) for loss_fn, _, _ in PROGRAMS[3:6])
 
