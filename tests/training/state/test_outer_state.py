@@ -571,3 +571,26 @@ def test_what_a_run_before_has_left_fixes_no_size():
     for rows in (X, X[:1], torch.randn(9, X.shape[1])):
         expected = model(rows)
         torch.testing.assert_close(step(rows), expected.detach())
+
+
+class TwoNames(nn.Module):
+    """Has a layer under two names, for which PyTorch's trace has stand-ins of all modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.again, self.inner = self.layer, nn.Module()
+        self.inner.copies = 2
+
+    def forward(self, x):
+        return self.layer(x).expand(self.inner.copies, *x.shape).square().mean(0).sum()
+
+
+def test_numbers_of_a_model_with_a_layer_under_two_names():
+    model, x = TwoNames(), torch.randn(3, 4)
+    shapes = ({0: Dim("rows", min=1, max=9)},)
+    step = relax_disc.compile(model, None, (x,), dynamic_shapes=shapes)
+    torch.testing.assert_close(step(x[:1], update=False), model(x[:1]).detach())
+    model.inner.copies = 3
+    with pytest.raises(InputMismatchError, match=r"model.inner.copies was 2"):
+        step(x, update=False)

@@ -406,13 +406,15 @@ class OuterState:
     def _recorded(self) -> Iterator[None]:
         """Note the attributes that are read of modules, and of other objects that were found."""
         found = [type(value) for _, value in self._known.containers if is_recorded(value)]
+        # Of a module with two names PyTorch's trace has stand-ins, with its attributes.
+        modules = {id(vars(module)): module for _, module in self._known.modules.values()}
         with contextlib.ExitStack() as stack:
             for kind in (torch.SymFloat, torch.SymInt):
                 stack.enter_context(patch.object(kind, "__format__", lambda of, digits: str(of)))
             for kind in dict.fromkeys([nn.Module, *found]):
                 recorder = _recorder(
                     *(kind.__getattribute__, self._reads, self._absent, self._tables),
-                    *(self._called, self._whole),
+                    *(self._called, self._whole, modules),
                 )
                 stack.enter_context(patch.object(kind, "__getattribute__", recorder))
             look: Any = lambda tensor, name: self._attribute(tensor, name)  # noqa: E731
@@ -634,14 +636,17 @@ def _recorder(
     tables: dict[tuple[int, str], nn.Module],
     called: set[int],
     whole: set[int],
+    modules: dict[int, nn.Module],
 ) -> Any:
     def read(holder: Any, name: str) -> Any:
         try:
             value = getter(holder, name)
         except AttributeError:
             if name[:2] != "__":
+                holder = modules.get(_attributes_id(holder), holder)
                 absent.setdefault((id(holder), name), holder)
             raise
+        holder = modules.get(_attributes_id(holder), holder)
         if name == "training" or (name not in _INTERNAL and name[:2] != "__"):
             reads.setdefault((id(holder), name), (holder, value))
         elif name in TABLES:
@@ -653,6 +658,14 @@ def _recorder(
         return value
 
     return read
+
+
+def _attributes_id(holder: Any) -> int:
+    """Return the ``id`` of the dict of an object's attributes, 0 where it has none."""
+    try:
+        return id(object.__getattribute__(holder, "__dict__"))
+    except AttributeError:
+        return 0
 
 
 def _maker(state: OuterState, tensor: Tensor) -> Callable[[], Tensor]:
