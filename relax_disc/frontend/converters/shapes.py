@@ -74,6 +74,12 @@ def cat(emitter: Emitter, tensors: Any, axis: int = 0) -> Any:
     if len(kept) == 1:
         return kept[0]
     axis = axis if axis >= 0 else axis + rank
+    first, *others = (emitter.shape(t) for t in kept)
+    for other in others:
+        if not emitter.same_shape(
+            [*first[:axis], *first[axis + 1 :]], [*other[:axis], *other[axis + 1 :]]
+        ):
+            raise emitter.refuse("TVM cannot show that the other axes are of one size")
     result = emitter.emit(op.concat(kept, axis))
     if _terms(emitter.shape(result)[axis]) > _terms(emitter.wanted_shape[axis]):
         raise emitter.refuse("FuseTIR takes the extents n + 1 + 1 and n + 2 for different ones")
