@@ -79,7 +79,7 @@ class Values:
                 found[node] = self._make("entry", (trace.entries[node],), node)
             elif node.op == "get_attr":
                 found[node] = self._make("constant", (str(node.target), id(trace)), node)
-            elif node.op == "call_function":
+            elif node.op == "call_function" and not str(node.target).startswith("profiler."):
                 found[node] = self._call(node, found)
         return found
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import copy
 import hashlib
+import sys
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -28,6 +30,7 @@ from relax_disc.frontend.capture.state.outer import (
     Layouts,
     Outer,
     OuterTensor,
+    code_facts,
 )
 from relax_disc.frontend.capture.state.relied_on import is_comparable
 from relax_disc.frontend.capture.state.sources import Place, Source, resolve
@@ -119,6 +122,11 @@ def restore_outer(
             value = ast.literal_eval(text)
         else:
             value = ABSENT if how == "absent" else place.get()
+            if how == "code" and _is_other_code(text, _code_text(value)):
+                raise ArtefactError(
+                    f"{what} is not what it was when the saved step was compiled: it was edited, "
+                    "or another model or loss_fn is given. Compile again."
+                )
             value = copy.copy(value) if how == "text" else value
         if how == "text" and text != (now := _text(value)):
             raise ArtefactError(
@@ -155,10 +163,23 @@ def _value(guard: Guard) -> tuple[str, str | None]:
     value = guard.value
     if value is ABSENT:
         return "absent", None
+    if isinstance(value, types.CodeType):
+        return "code", _code_text(value)
     if not guard.part and (not is_comparable(value) or _is_link(guard)):
         return "path", None
     literal = _literal(value)
     return ("literal", literal) if literal is not None else ("text", _text(value))
+
+
+def _code_text(code: types.CodeType) -> str:
+    """Write code as the version of Python that made it and a hash."""
+    version = ".".join(map(str, sys.version_info[:2]))
+    return f"{version} {hashlib.sha256(repr(code_facts(code)).encode()).hexdigest()}"
+
+
+def _is_other_code(was: str, now: str) -> bool:
+    """Say whether code is another one, as far as that can be told: each Python makes its own."""
+    return was.split()[0] == now.split()[0] and was != now
 
 
 def _is_link(guard: Guard) -> bool:

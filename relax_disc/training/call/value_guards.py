@@ -12,7 +12,7 @@ import torch
 
 from relax_disc.errors import InputMismatchError
 from relax_disc.frontend.capture.state.kinds import ARRAYS, is_plain
-from relax_disc.frontend.capture.state.outer import ABSENT, Guard
+from relax_disc.frontend.capture.state.outer import ABSENT, Guard, code_facts
 
 _CONTAINERS = (list, set, dict, *ARRAYS)
 
@@ -142,21 +142,6 @@ def _equal(now: Any, was: Any) -> bool:
     return bool(now == was or (now != now and was != was))
 
 
-def _same_code(now: Any, was: Any) -> bool:
-    """Compare what two pieces of code do, wherever they stand in their files."""
-    if not isinstance(now, types.CodeType) or not isinstance(was, types.CodeType):
-        return type(now) is type(was) and (now == was or now is was)
-    parts = zip(now.co_consts, was.co_consts, strict=False)
-    return (
-        all(getattr(now, name) == getattr(was, name) for name in _OF_CODE)
-        and len(now.co_consts) == len(was.co_consts)
-        and all(_same_code(*pair) for pair in parts)
-    )
-
-
-_OF_CODE = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags")
-
-
 def _refuse_length(guard: Guard, length: int) -> None:
     raise InputMismatchError(
         f"{guard.what} had {guard.value} elements when the step was compiled and has {length} now: "
@@ -187,7 +172,7 @@ def _compare(guard: Guard, now: Any) -> None:
             "again, or take it away."
         )
     if isinstance(was, types.CodeType) and isinstance(now, types.CodeType):
-        if _same_code(now, was):
+        if code_facts(now) == code_facts(was):
             return
         raise InputMismatchError(
             f"{guard.what} was edited after the step was compiled, as reloading a file does: "

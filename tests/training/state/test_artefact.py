@@ -188,7 +188,24 @@ def grouped():
     return model, torch.optim.AdamW(groups)
 
 
+def edited():
+    """As a file is that was edited between two runs: the same class, another forward."""
+    model, optimizer = make()
+
+    class Net(Net_):
+        def forward(self, batch, power=2):
+            hidden = self.drop(self.norm(self.table(batch["ids"])))
+            loss = nn.functional.cross_entropy(self.head(hidden), batch["labels"])
+            return loss + (hidden**power).mean(), hidden
+
+    Net.__qualname__, Net.__module__ = Net_.__qualname__, Net_.__module__
+    model.__class__ = Net
+    return model, optimizer
+
+
+Net_ = Net
 MODELS = {
+    "forward": (edited, "forward is not what it was"),
     "shape": (lambda: make(width=16), "table"),
     "setting": (lambda: make(rate=0.5), "drop"),
     "dtype": (double, "float64"),
@@ -206,6 +223,21 @@ def test_refuses_another_model_or_optimizer(saved, kind):
     change, words = MODELS[kind]
     with pytest.raises(ArtefactError, match=re.escape(words)):
         load(saved[0], *change())
+
+
+def test_refuses_another_loss_function(tmp_path):
+    model, x = nn.Linear(4, 4), torch.randn(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    shapes = ({0: Dim("rows", min=1, max=9)},)
+    path = tmp_path / "step.relax"
+    relax_disc.compile(
+        model, optimizer, (x,), dynamic_shapes=shapes, loss_fn=lambda m, x: m(x).pow(2).mean()
+    ).save(path)
+    same = relax_disc.TrainingStep.load(path, model, optimizer, lambda m, x: m(x).pow(2).mean())
+    same(x)
+    for other in (lambda m, x: m(x).pow(4).mean(), lambda m, x: -m(x).pow(2).mean()):
+        with pytest.raises(ArtefactError, match="lambda> is not what it was"):
+            relax_disc.TrainingStep.load(path, model, optimizer, other)
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):

@@ -54,6 +54,21 @@ class Counting(optim.Optimizer):
                     p.copy_(state["slow"])
 
 
+class Descent(optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_a_subclass_compiles_after_its_class_was_used():
+    model, optimizer, _, _ = pair(lambda p: optim.SGD(p, 0.1))
+    compiled(model, optimizer)(*batch(3))  # PyTorch wraps `SGD.step` for its profiler then
+    model, optimizer, eager, followed = pair(lambda p: Descent(p, 0.1, momentum=0.9))
+    step = compiled(model, optimizer)
+    for rows in (3, 7):
+        torch.testing.assert_close(step(*batch(rows)), eager_step(eager, followed, batch(rows)))
+        check_equal(model, optimizer, eager, followed)
+
+
 def test_an_optimizer_of_the_users_own():
     model, optimizer, eager, followed = pair(lambda p: Counting(p, 0.1))
     step = compiled(model, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -39,6 +40,18 @@ class Guard:
     shadow: dict[str, Any] | None = None
     part: Literal["", "length", "keys"] = ""  # what `value` is of the container at the place
     names: frozenset[str] = frozenset()  # the keys that count; empty: all
+
+
+def code_facts(code: types.CodeType) -> tuple[Any, ...]:
+    """Return what a piece of code does, wherever it stands in its file, as plain values."""
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    return code.co_code, code.co_flags, *names, *map(_constant, code.co_consts)
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, types.CodeType):
+        return code_facts(value)
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
 @dataclass(frozen=True, slots=True)
