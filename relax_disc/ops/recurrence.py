@@ -145,12 +145,19 @@ recurrence = registry.operator(
 
 
 @torch.library.impl("relax_disc::recurrence", ("CPU", "CUDA"))
-def _computed(projected: Tensor, state: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _computed(
+    projected: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    kind: str,
+    batch_first: bool,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute it on the example batch, whose data decide a branch."""
-    _, kind, batch_first, reverse = rest
-    tensors = (projected, state, weight)
-    options = {"kind": kind, "batch_first": batch_first, "reverse": reverse}
-    kinds = _results(*(Kind(tuple(x.shape), x.dtype) for x in tensors), **options)
-    results = tuple(projected.new_empty(each.shape) for each in kinds)
-    forward(*tensors, *rest, *results)
-    return results
+    width, lengths = weight.shape[1], projected.shape[:2]
+    out, last = projected.new_empty(*lengths, width), torch.empty_like(state)
+    reserve = projected.new_empty(*lengths, width * KINDS[kind].reserve)
+    given = projected, state, weight, bias, kind, batch_first, reverse
+    forward(*given, out, last, reserve)
+    return out, last, reserve

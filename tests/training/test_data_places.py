@@ -146,3 +146,54 @@ def test_what_a_view_would_show_is_refused(function: Any) -> None:
         _compiled(_Model(function))
     with pytest.raises(UnsupportedOperatorError, match="is a copy"):  # and once more
         _compiled(_Model(function))
+
+
+class Queue(nn.Module):
+    """Contrasts with keys of batches before, as MoCo does, and reads the last ones by a slice."""
+
+    queue: Tensor
+    place: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(4, 5), nn.Linear(4, 5)
+        self.register_buffer("queue", torch.randn(5, 24))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.int64))
+
+    @torch.no_grad()
+    def enqueue(self, keys: Tensor) -> Tensor:
+        rows, place = keys.shape[0], int(self.place)
+        before = self.queue[:, place : place + rows].mean()
+        self.queue[:, place : place + rows] = keys.T
+        self.place[0] = (place + rows) % self.queue.shape[1]
+        return before
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for one, other in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                other.mul_(0.9).add_(one, alpha=0.1)
+            keys = self.key(x)
+        scores = self.query(x) @ self.queue.clone().detach()
+        return scores.logsumexp(1).mean() * (2 + self.enqueue(keys).tanh())
+
+
+def test_a_queue_is_written_from_a_place_that_a_buffer_holds() -> None:
+    model = Queue()
+    model.key.requires_grad_(False)
+    eager = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.query.parameters(), 0.1) for m in (model, eager)]
+    shapes = ({0: Dim("rows", min=1, max=16)},)
+    step = relax_disc.compile(model, optimizers[0], (torch.randn(8, 4),), dynamic_shapes=shapes)
+    for rows in (8, 8, 8, 1, 16, 4):
+        x = torch.randn(rows, 4)
+        expected = eager(x)
+        optimizers[1].zero_grad()
+        expected.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(step(x), expected.detach())
+        torch.testing.assert_close(dict(model.state_dict()), dict(eager.state_dict()))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="do not all lie on axis 1"):
+        step(torch.randn(16, 4))  # of 24 places there are 3 left
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())

@@ -92,11 +92,14 @@ class _Walk:
     def _read(self, function: FunctionType) -> None:
         """Follow what a function closes over, and the names in its code."""
         self.enter(_wrapped(function))
+        modules: list[types.ModuleType] = []
         for cell in function.__closure__ or ():
-            try:
-                self.enter(cell.cell_contents)
-            except ValueError:  # no value yet
-                continue
+            with contextlib.suppress(ValueError):  # no value yet
+                value = cell.cell_contents
+                if isinstance(value, types.ModuleType):
+                    modules.append(value)
+                else:
+                    self.enter(value)
         space = function.__globals__
         if not _may_see_tensors(space):
             return
@@ -106,7 +109,6 @@ class _Walk:
         names = {name for code in codes for name in code.co_names}
         texts = {text for code in codes for text in code.co_consts if isinstance(text, str)}
         self._names |= names | texts  # `getattr` takes a text
-        modules = []
         for name in names & space.keys():
             value = space[name]
             if isinstance(value, types.ModuleType):

@@ -121,7 +121,7 @@ def restore_outer(
         if how == "literal":
             value = ast.literal_eval(text)
         else:
-            value = ABSENT if how == "absent" else place.get()
+            value: Any = ABSENT if how == "absent" else place.get()
             if how == "code" and _is_other_code(text, _code_text(value)):
                 raise ArtefactError(
                     f"{what} is not what it was when the saved step was compiled: it was edited, "

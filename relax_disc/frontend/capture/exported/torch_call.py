@@ -187,6 +187,12 @@ def call_export(
         # torch's own, made while it words what the model asks of the dims; the model's stay.
         if not is_of_torch(error):
             raise
+        if "requires_grad" in str(error):
+            raise UnsupportedOperatorError(
+                "The model or loss_fn writes a value that has a gradient into a tensor that lies "
+                "outside of it, such as an attribute: write its detach(), or assign a new tensor.",
+                (("a write that has a gradient", ""),),
+            ) from error
         reason = (
             f"it branches on a size in a way that torch.export cannot put into words ({error}), "
             "such as `if length % 5`; pad or cut outside the model"

@@ -3,6 +3,8 @@
 PyTorch takes the number out to make a view, whose place in memory a program cannot know.  Here the
 place stays a tensor, by which rows are picked; what is written there is put back.
 
+So are places that begin where data tell and are as many as a size tells, ``queue[:, i : i + n]``.
+
 Limits: what is picked is a copy.  A model is refused that writes into it otherwise than by
 ``x[:, i] = value`` or ``x[:, i] += value``, or that reads it when its source has changed.
 """
@@ -16,11 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture import example_values
 from relax_disc.frontend.capture.loops.sequences import text_of
+from relax_disc.frontend.capture.sizes.exact import size_of
 from relax_disc.frontend.capture.sizes.numbers import item as size_of_tensor
 from relax_disc.frontend.capture.sizes.operands import number_of_data
 from relax_disc.frontend.capture.source_lines import SourceLine, calling_line
@@ -133,6 +137,39 @@ def picked(x: Tensor, axis: int, place: Tensor) -> Tensor:
 def put_back(x: Tensor, axis: int, place: Tensor, part: Tensor) -> None:
     """Write what was picked to where it was."""
     x.index_copy_(axis, _from_start(x, axis, place), part.unsqueeze(axis))
+
+
+def places_of(x: Tensor, axis: int, start: Any, stop: Any) -> Tensor | None:
+    """List the places ``start:stop`` of an axis where data tell the start, and sizes how many.
+
+    None of other bounds.  That they are all there is asserted: eager would read or write fewer.
+    """
+    first = place_of(start) if isinstance(start, torch.SymInt) else None
+    if first is None or not isinstance(stop, int | torch.SymInt):
+        return None
+    count: Any = stop - start
+    if free_unbacked_symbols(count):
+        return None
+    if isinstance(count, torch.SymInt):  # not as a difference of what data tell
+        count = size_of(count.node.expr, count.node.shape_env)
+    last: Any = first + count
+    torch.ops.aten._assert_async.msg(
+        (first >= 0).logical_and(last <= x.shape[axis]),
+        f"{calling_line()}: the places {text_of(count)} long that data tell do not all lie on "
+        f"axis {axis}; choose where they start so that they do.",
+    )
+    return first + torch.arange(count, device=x.device)
+
+
+def picked_places(x: Tensor, axis: int, start: Any, stop: Any) -> Tensor | None:
+    """Read ``start:stop`` of an axis as `places_of` finds it; None where it does not."""
+    places = places_of(x, axis, start, stop)
+    if places is None:
+        return None
+    made = x.index_select(axis, places)
+    written = times_written(made), times_written(x)
+    _copies[id(made)] = _Copy(made, x, axis, start, calling_line(), *written)
+    return made
 
 
 def _from_start(x: Tensor, axis: int, place: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from relax_disc.frontend.capture.loops.numbers import numbers_as_tensors
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal, active
 from relax_disc.frontend.capture.loops.rows import window
 from relax_disc.frontend.capture.replaced import data_places
+from relax_disc.frontend.capture.sizes.operands import number_of_data
 
 
 def _get_item(x: Tensor, place: Any) -> Tensor | None:
@@ -55,7 +56,7 @@ def _slice(x: Tensor, axis: int, start: Any, stop: Any, step: Any) -> Tensor | N
         if is_last and never_negative(start) and never_negative(extent - start):
             ask_for_longer(extent - start)
             return x.narrow(axis, start, extent - start)
-        return None
+        return data_places.picked_places(x, axis, start, stop)
     return window(x, axis, start, stop)
 
 
@@ -65,6 +66,11 @@ def _set_item(x: Tensor, place: Any, value: Any) -> Any:
     Beside numbers of steps there may be slices, to which a number or a tensor of one is written.
     """
     items = place if isinstance(place, tuple) else (place,)
+    if (number := number_of_data(value)) is not None:
+        x[place] = number
+        return x
+    if _write_places(x, items, value):
+        return x
     bounds = [x for item in items if isinstance(item, slice) for x in (item.start, item.stop)]
     of_step = any(_is_of_step(number) for number in (*items, *bounds))
     if not of_step and not any(map(_is_number, items)):
@@ -86,6 +92,21 @@ def _set_item(x: Tensor, place: Any, value: Any) -> Any:
     for each in reversed(selected.picked):
         data_places.put_back(each.source, each.axis, each.place, each.part)
     return view
+
+
+def _write_places(x: Tensor, items: Sequence[Any], value: Any) -> bool:
+    """Write to a slice that begins where data tell, beside whole axes; whether there was one."""
+    parts = [(axis, item) for axis, item in enumerate(items) if item != slice(None)]
+    if len(parts) != 1 or not isinstance(parts[0][1], slice) or parts[0][1].step not in (None, 1):
+        return False
+    axis, part = parts[0]
+    places = data_places.places_of(x, axis, part.start, part.stop)
+    if places is None:
+        return False
+    shape: list[Any] = list(x.shape)
+    shape[axis] = places.shape[0]
+    x.index_copy_(axis, places, _as_tensor(value, x).to(x.dtype).expand(shape))
+    return True
 
 
 @dataclass(frozen=True, slots=True)
