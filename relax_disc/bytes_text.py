@@ -19,6 +19,7 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_MOST = 2**63 - 1
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -55,6 +56,8 @@ def parse_bytes(value: int | str, *, name: str = "memory_budget") -> int:
         count = value.__index__()
     if count < 1:
         raise InputMismatchError(f"{name}={value!r} is less than one byte.")
+    if count > _MOST:
+        raise InputMismatchError(f"{name}={value!r} is more than {_MOST} bytes, 8 EiB.")
     return count
 
 

@@ -123,6 +123,11 @@ def compile(
             "relax_disc.compile is called inside torch.inference_mode(), where there are no "
             "gradients: call it outside."
         )
+    if options is not None and not isinstance(options, PipelineOptions):
+        raise InputMismatchError(
+            f"options={options!r} is of type {type(options).__name__}: give "
+            "relax_disc.PipelineOptions(remove_padding=False), say."
+        )
     watch_clipping()
     target = resolve_target(target)
     budget = _budget(memory_budget, target)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from relax_disc.errors import InputMismatchError
 from relax_disc.tir_kernels import accepts_chain, rules_for
 from relax_disc.tir_kernels.tuning.database import USER, load
 from relax_disc.tir_kernels.tuning.replay import Tuned
@@ -113,6 +114,12 @@ class PipelineOptions:
     tuning_database: str | os.PathLike[str] | None = USER
     dump_to: str | os.PathLike[str] | None = None
 
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "bool" and not isinstance(value, bool):
+                raise InputMismatchError(f"{each.name} is True or False, not {value!r}.")
+
 
 def pipeline(options: PipelineOptions | None = None) -> Pass:
     """Make the pass that lowers a module for the target at hand.
@@ -141,6 +148,11 @@ def pipeline(options: PipelineOptions | None = None) -> Pass:
 def passes(target: tvm.target.Target, options: PipelineOptions) -> list[Pass]:
     """List the phases, each a pass, in order; with `dump_to`, what writes the module after each."""
     result: list[Pass] = []
+    if options.dump_to is not None:
+        try:
+            Path(options.dump_to).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputMismatchError(f"dump_to={options.dump_to!r}: {error}") from error
     for number, (name, stages) in enumerate(phases(target, options).items(), 1):
         result.append(tvm.transform.Sequential(stages, name=f"relax_disc.{name}"))
         if options.dump_to is not None:

@@ -305,6 +305,17 @@ class TrainingStep(CompiledFunction):
         """What `calibrate` measured, here or before the step was saved; None: nothing."""
         return self._calibration
 
+    @property
+    def check_finite(self) -> bool:
+        """Whether a loss that is NaN or infinite is an error before anything is written."""
+        return self._check_finite
+
+    @check_finite.setter
+    def check_finite(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise InputMismatchError(f"check_finite is True or False, not {value!r}.")
+        self._check_finite = value
+
     def calibrate(self, *batch: Any, repeats: int = 3, **named: Any) -> None:
         """Measure the kernels on a batch, so that plans weigh them by their times on this machine.
 
@@ -327,8 +338,8 @@ class TrainingStep(CompiledFunction):
         InputMismatchError, ShapeRangeError, MemoryBudgetError, NonFiniteLossError
             As for a call.
         """
-        if repeats < 1:
-            raise InputMismatchError(f"calibrate() times at least one run, not {repeats}.")
+        if not isinstance(repeats, int) or repeats < 1:
+            raise InputMismatchError(f"calibrate() times at least one run, not {repeats!r}.")
         with self._lock, self._alone, deferred_interrupt(), self.restored():
             calibration = self._calibration or Calibration(machine_name(self._schema.device))
             for function in self._functions():

@@ -33,7 +33,10 @@ def test_parse_bytes(value, expected):
     assert parse_bytes(value) == expected
 
 
-@pytest.mark.parametrize("value", [0.5, 8e9, float("nan"), True, None, 0, -5, "0B", "half", "8 XB"])
+@pytest.mark.parametrize(
+    "value",
+    [0.5, 8e9, float("nan"), True, None, 0, -5, "0B", "half", "8 XB", 2**63, "9EiB", "9000000TiB"],
+)
 def test_parse_bytes_refuses_and_names_the_value(value):
     with pytest.raises(InputMismatchError, match=re.escape(f"budget={value!r}")):
         parse_bytes(value, name="budget")

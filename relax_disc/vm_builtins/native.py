@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -159,6 +160,17 @@ def processor_flags() -> frozenset[str]:
     return frozenset()
 
 
+def _is_whole(library: Path) -> bool:
+    """Say whether a shared library is as long as its header says; the loader does not ask."""
+    with library.open("rb") as file:
+        header = file.read(64)
+        if len(header) < 64 or header[:5] != b"\x7fELF\x02":  # of another system
+            return len(header) == 64
+        (start,) = struct.unpack_from("<Q", header, 40)
+        size, count = struct.unpack_from("<HH", header, 58)
+    return start + size * count <= library.stat().st_size
+
+
 def build(sources: Path, cache: Path) -> Path:
     """Compile all `*.cc` in a directory into one shared library in `cache`.
 
@@ -173,7 +185,7 @@ def build(sources: Path, cache: Path) -> Path:
     objects = {path: _object_key(path, chain, sources) for path in files}
     link = _digest(*objects.values(), *chain.link_flags)
     library = cache / f"relax_disc-{link}.so"
-    if library.exists():
+    if library.exists() and _is_whole(library):
         return library
     compiler = find_compiler()
     if compiler is None:
@@ -183,10 +195,19 @@ def build(sources: Path, cache: Path) -> Path:
             "relax_disc, which carries it for Linux on x86-64: `pip wheel --no-deps .` makes one "
             "from the sources on a machine that has a compiler."
         )
-    (cache / "objects").mkdir(parents=True, exist_ok=True)
+    try:
+        (cache / "objects").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NativeBuildError(
+            f"relax_disc builds its C++ library in {cache}, which cannot be written ({error}): set "
+            "RELAX_DISC_CACHE to a folder that can."
+        ) from error
     with phase("build the C++ library, once per machine"), _locked(cache / "build.lock"):
         if library.exists():
-            return library
+            if _is_whole(library):
+                return library
+            _logger.warning("%s is damaged and is built again", library)
+            library.unlink()
         _logger.info("building the native library of relax_disc into %s", cache)
         targets = {
             path: cache / "objects" / f"{path.stem}-{key}.o" for path, key in objects.items()

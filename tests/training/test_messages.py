@@ -127,6 +127,59 @@ def test_a_value_that_cannot_be_had_is_refused_with_what_to_do(look):
         compiled(Net(), (X, Y), loss)
 
 
+def test_arguments_of_another_kind_are_refused_by_name(monkeypatch, tmp_path):
+    step = compiled(Net(), (X,), lambda m, x: m(x).square().mean())
+    for size in ("3", None, 2.0, True):
+        with pytest.raises(ShapeRangeError, match=f"batch={size!r} is no whole number"):
+            step.plan(batch=size)
+    with pytest.raises(InputMismatchError, match="one run, not 'a'"):
+        step.calibrate(X, repeats="a")
+    with pytest.raises(InputMismatchError, match="check_finite is True or False, not 'yes'"):
+        step.check_finite = "yes"
+    with pytest.raises(InputMismatchError, match="remove_padding is True or False, not 'no'"):
+        relax_disc.PipelineOptions(remove_padding="no")
+    again = {
+        "dynamic_shapes": ({0: Dim("batch", min=1, max=64)},),
+        "loss_fn": lambda m, x: m(x).sum(),
+    }
+    with pytest.raises(InputMismatchError, match=r"type dict: give relax_disc\.PipelineOptions"):
+        relax_disc.compile(Net(), None, (X,), options={"fuse": False}, **again)
+    (tmp_path / "file").write_text("")
+    options = relax_disc.PipelineOptions(dump_to=tmp_path / "file")
+    with pytest.raises(InputMismatchError, match=r"dump_to=.*file"):
+        relax_disc.compile(Net(), None, (X,), options=options, **again)
+    monkeypatch.setenv("RELAX_DISC_COMPILE_CACHE", "1")
+    monkeypatch.setenv("RELAX_DISC_CACHE_BYTES", "much")
+    with pytest.raises(InputMismatchError, match="RELAX_DISC_CACHE_BYTES='much' is no number"):
+        relax_disc.compile(Net(), None, (X,), **again)
+    monkeypatch.setenv("RELAX_DISC_CACHE_BYTES", "1 GiB")
+    relax_disc.compile(Net(), None, (X,), **again)
+    with torch.device("meta"):  # of tensors that the user makes, not of ours
+        assert step(X).device == torch.device("cpu")
+
+
+def test_numbers_that_pytorch_negates_when_they_are_read():
+    model = Net()
+    step = compiled(model, (X,), lambda m, x: m(x).sum())
+    negative = torch._neg_view(X)
+    torch.testing.assert_close(step(negative, update=False), model(-X).sum().detach())
+    model.layer.weight.data = torch._neg_view(model.layer.weight.detach().clone())
+    torch.testing.assert_close(step(X, update=False), model(X).sum().detach())
+
+
+def test_copies_of_tensors_are_copies():
+    def loss_fn(model, x):
+        again = copy.deepcopy(x)
+        again.mul_(2)
+        held = copy.deepcopy({"one": x, "same": [x]})
+        held["one"].add_(1)
+        return (model(x) * again[:, :3] + held["same"][0][:, :3]).square().mean()
+
+    step = compiled(model := Net(), (X,), loss_fn)
+    for rows in (4, 1):
+        torch.testing.assert_close(step(X[:rows], update=False), loss_fn(model, X[:rows]).detach())
+
+
 def test_compiling_in_inference_mode_is_refused():
     model = nn.Linear(4, 4)
     with torch.inference_mode(), pytest.raises(InputMismatchError, match="inference_mode"):

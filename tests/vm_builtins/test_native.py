@@ -115,6 +115,30 @@ def test_a_source_that_does_not_compile_raises_with_the_compilers_message(tmp_pa
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
+@needs_compiler
+@pytest.mark.parametrize("part", [0, 0.5])
+def test_a_damaged_library_is_built_again(tmp_path: Path, part: float) -> None:
+    sources, cache = tmp_path / "src", tmp_path / "cache"
+    sources.mkdir()
+    (sources / "one.cc").write_text('extern "C" int relax_disc_test_one() { return 1; }\n')
+    library = native.build(sources, cache)
+    whole = library.read_bytes()
+    library.write_bytes(whole[: int(len(whole) * part)])
+    assert native.build(sources, cache) == library
+    assert library.read_bytes()[:64] == whole[:64] and library.stat().st_size == len(whole)
+    assert ctypes.CDLL(str(library)).relax_disc_test_one() == 1
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "one.cc").write_text('extern "C" int relax_disc_test_two() { return 2; }\n')
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        native.NativeBuildError, match=r"file, which cannot be written.*RELAX_DISC_CACHE"
+    ):
+        native.build(tmp_path, tmp_path / "file")
+
+
 def test_without_a_compiler_the_error_names_both_remedies(tmp_path, monkeypatch):
     (tmp_path / "one.cc").write_text("int relax_disc_test_nothing() { return 1; }\n")
     monkeypatch.setattr(native, "find_compiler", lambda: None)

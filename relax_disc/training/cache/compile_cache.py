@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import tvm
 
+from relax_disc.bytes_text import parse_bytes
 from relax_disc.errors import ArtefactError
 from relax_disc.pipeline import PipelineOptions
 from relax_disc.tir_kernels.tuning import database as tuning_database
@@ -125,6 +126,7 @@ def build_cached(
     """
     if not enabled() or (options is not None and options.dump_to is not None):
         return CachedProgram(build())
+    _limit_bytes()  # or what is wrong with it is told when all has been compiled
     name = program_key(module, target, options)
     known = load_program(name, target)
     if known is not None:
@@ -161,6 +163,15 @@ def _look_up(path: Path) -> bytes | None:
     return parts["library"]
 
 
+def _limit_bytes() -> int:
+    """Return how large the programs may be altogether.
+
+    Raises `InputMismatchError`: `RELAX_DISC_CACHE_BYTES` is no number of bytes.
+    """
+    text = os.environ.get("RELAX_DISC_CACHE_BYTES")
+    return _LIMIT_BYTES if text is None else parse_bytes(text, name="RELAX_DISC_CACHE_BYTES")
+
+
 def _trim(folder: Path, keep: Path) -> None:
     """Remove the least recently used programs beyond the bound, never the one just written.
 
@@ -170,7 +181,7 @@ def _trim(folder: Path, keep: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             if time.time() - draft.stat().st_mtime > _DRAFT_SECONDS:
                 draft.unlink(missing_ok=True)
-    limit = int(os.environ.get("RELAX_DISC_CACHE_BYTES", _LIMIT_BYTES))
+    limit = _limit_bytes()
     found = []
     for path in folder.glob(f"*{_SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):  # another process trims too

@@ -74,5 +74,8 @@ class AskedSizes:
                 f"Give one size for each of the dims {', '.join(names)}; got {', '.join(given)}."
             )
         for dim in self._dims:
-            if given[dim.name] not in dim:
+            size = given[dim.name]
+            if isinstance(size, bool) or not hasattr(size, "__index__"):
+                raise ShapeRangeError(f"{dim.name}={size!r} is no whole number, as sizes are.")
+            if size not in dim:
                 raise ShapeRangeError(f"{dim.name}={given[dim.name]}; allowed is {dim}.")

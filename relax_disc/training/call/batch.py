@@ -210,8 +210,7 @@ class BatchSchema:
 
 def placed(tensor: torch.Tensor) -> torch.Tensor:
     """Return a batch tensor as programs take it; one with odd strides or address is copied."""
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
+    tensor = tensor.contiguous().resolve_neg()
     if tensor.numel() and tensor.data_ptr() % 64:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor

@@ -61,13 +61,15 @@ def as_runtime(tensor: torch.Tensor, what: str) -> tvm.runtime.Tensor:
 
     Raises `InputMismatchError`: the tensor is not contiguous, and others lie in its memory.
     """
-    if not tensor.is_contiguous():
+    is_neg = tensor.is_neg()
+    if is_neg or not tensor.is_contiguous():
         if _is_shared(tensor):
             raise InputMismatchError(
-                f"{what} has strides {tuple(tensor.stride())} and shares its memory with another "
-                "tensor; the compiled step needs contiguous tensors: assign `.contiguous()` to it."
+                f"{what} has strides {tuple(tensor.stride())}{', its negative bit set,' * is_neg} "
+                "and shares its memory with another tensor; the compiled step needs contiguous "
+                "tensors: assign `.contiguous()` to it."
             )
-        tensor.data = tensor.detach().contiguous()
+        tensor.data = tensor.detach().contiguous().resolve_neg()
     if tensor.numel() and tensor.data_ptr() % _ALIGNMENT:
         tensor.data = tensor.detach().clone()
     return tvm.runtime.from_dlpack(tensor.detach())

@@ -302,4 +302,5 @@ def _text(expr: Expr) -> str:
 def fill(vectors: Sequence[torch.Tensor], counters: Sequence[StepCounters], *, check: bool) -> None:
     """Write every group's hyper-parameters into the vectors that the kernels read."""
     for vector, counter in zip(vectors, counters, strict=True):
-        vector.copy_(torch.tensor(counter.values(check), dtype=torch.float64))
+        values = torch.tensor(counter.values(check), dtype=torch.float64, device="cpu")
+        vector.copy_(values)

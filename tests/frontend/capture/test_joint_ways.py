@@ -70,6 +70,14 @@ class AsksForOneToo(PadToLength):
         return one, other
 
 
+class PadsASequence(Scores):
+    """By PyTorch's own function, in front or behind."""
+
+    def padded(self, one, other):
+        left = nn.utils.rnn.pad_sequence([one[0], other[0]], True, 0.5, "left")
+        return left[:1], nn.utils.rnn.pad_sequence([other[0], one[0]])[:, :1].transpose(0, 1)
+
+
 class GoesByTheLonger(Scores):
     """What is added is another number on each way."""
 
@@ -100,7 +108,9 @@ def step_of(kind, *example):
 
 
 @pytest.mark.parametrize("example", [(7, 4), (5, 5)])
-@pytest.mark.parametrize("kind", [PadToLength, PadsWhatIsShorter, PadsOneOfThem, AsksForOneToo])
+@pytest.mark.parametrize(
+    "kind", [PadToLength, PadsWhatIsShorter, PadsOneOfThem, AsksForOneToo, PadsASequence]
+)
 def test_one_program_pads_what_is_shorter(kind, example):
     step = step_of(kind, *example)
     lengths = [(7, 4), (4, 7), (5, 5), (1, 1), (1, 12), (12, 1), (2, 1), (12, 12)]

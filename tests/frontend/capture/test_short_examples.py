@@ -30,6 +30,37 @@ class Pyramid(nn.Module):
         return self.head(functional.adaptive_avg_pool2d(x, 1).flatten(1)).square().mean()
 
 
+class Stage(nn.Module):
+    """Two ways of stride 2 that are added up; of few frames one is left."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Conv1d(4, 4, 3, 2, 1), nn.Conv1d(4, 4, 1, 2)
+
+    def forward(self, x):
+        return (self.one(x) + self.other(x)).tanh()
+
+
+class Video(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.Sequential(*(Stage() for _ in range(3)))
+
+    def forward(self, x):
+        return self.stages(x).mean(-1).square().sum()
+
+
+class Windows(nn.Module):
+    """Overlapping windows, of which the shortest sequence has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x.transpose(1, 2).clone().unfold(1, 2, 1).sum(-1)[..., :3]).square().sum()
+
+
 ROWS = Dim("n", min=1, max=4)
 
 
@@ -105,3 +136,12 @@ def test_parts_of_none_or_of_one_in_the_example(example):
     model, shapes = Parts(), ({0: ROWS, 1: Dim("t", min=1, max=64)},)
     step = relax_disc.compile(model, None, sequence(3, example), dynamic_shapes=shapes)
     assert_gradients_as_eager(step, (sequence(2, n) for n in (1, 7, 8, 17, 64)))
+
+
+@pytest.mark.parametrize(("kind", "example"), [(Video, 4), (Video, 18), (Windows, 5), (Windows, 2)])
+def test_what_is_one_at_short_sequences_alone(kind, example):
+    torch.manual_seed(0)
+    model, shapes = kind(), ({0: ROWS, 2: Dim("t", min=2, max=20)},)
+    step = relax_disc.compile(model, None, (torch.randn(2, 4, example),), dynamic_shapes=shapes)
+    batches = [(torch.randn(rows, 4, t),) for rows, t in ((2, 2), (1, 9), (4, 16), (3, 20))]
+    assert_gradients_as_eager(step, batches)

@@ -44,13 +44,20 @@ def translated(
                 f"Dim({name!r}, min={low}{f', max={high}' if high else ''})"
                 for name, low, high in least
             )
-            reason = f"shorter batches than that do not go through it: give {dims}"
+            outside = "others" if any(high for _, _, high in least) else "shorter ones"
+            reason = f"of the batches {outside} do not go the example's way: give {dims}"
             if numbers:
                 equality, line = numbers[0]
                 reason += (
                     f". {line} makes the plain number {equality.args[1]} of the example's sizes: "
                     "compute with the sizes themselves, // for a floor"
                 )
+            found = contradiction(reason, lines)
+            highest = {name: int(high) for name, _, high in least if high}
+            if highest and max(highest.values()) <= _SMALL * 8:
+                found.dims = tuple(highest)
+                found.fails_at = {name: 2 * high + 3 for name, high in highest.items()}
+            return found
         elif multiples := _MULTIPLE.findall(fixes):
             name, divisor = multiples[0]
             reason = (

@@ -127,6 +127,13 @@ def _set_data(*_: Any) -> Any:
     raise refusal("Tensor.data", "another tensor in its place would be lost; write `copy_()`")
 
 
+def _deepcopy(x: Tensor, memo: dict[int, Any]) -> Tensor | None:
+    """A copy of memory of its own; None where eager PyTorch refuses it or makes a leaf."""
+    if x.requires_grad:
+        return None
+    return memo.setdefault(id(x), x.clone())
+
+
 def _layer(kind: str) -> Callable[..., Any]:
     def layer(*args: Any) -> Any:
         """Recurrent layers over any length, one operator for each layer and direction."""
@@ -363,6 +370,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.gru: _layer("gru"),
     torch.rnn_tanh: _layer("rnn_tanh"),
     torch.rnn_relu: _layer("rnn_relu"),
+    torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.register_hook: _hook,
     torch.Tensor.data.__get__: _data,  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.data.__set__: _set_data,  # pyright: ignore[reportAttributeAccessIssue]

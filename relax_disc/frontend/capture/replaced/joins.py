@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from relax_disc.frontend.capture.loops.sequences import DynamicList
 
@@ -63,10 +64,30 @@ def _behind_each_other(parts: list[Tensor], axis: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
+def _pad_sequence(
+    sequences: Any,
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> Tensor | None:
+    """Pad sequences of several dims to the longest; PyTorch's own asks which that is."""
+    lengths = [each.shape[0] for each in sequences] if isinstance(sequences, list | tuple) else []
+    if not any(isinstance(length, torch.SymInt) for length in lengths):
+        return None
+    longest, rest = functools.reduce(torch.sym_max, lengths), sequences[0].dim() - 1
+    padded = []
+    for each, length in zip(sequences, lengths, strict=True):
+        missing: Any = longest - length
+        amounts = (0, missing) if padding_side == "right" else (missing, 0)
+        padded.append(functional.pad(each, (*(0, 0) * rest, *amounts), value=padding_value))
+    return torch.stack(padded, 0 if batch_first else 1)
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
     torch.stack: _of_lists(_stack),
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _of_lists(_cat)),
     **dict.fromkeys((torch.vstack, torch.row_stack), _of_lists(_vstack)),
     torch.hstack: _of_lists(_hstack),
     torch.column_stack: _of_lists(_column_stack),
+    torch._C._nn.pad_sequence: _pad_sequence,  # pyright: ignore[reportAttributeAccessIssue]
 }

@@ -106,7 +106,7 @@ def general(condition: Any) -> Any:
     else:
         return condition
     least += isinstance(condition, sympy.Gt | sympy.Lt)
-    factor, rest = size.as_coeff_Mul()
+    factor, rest = size.primitive()
     if factor.is_Integer and factor > 1 and least > 0:  # a stride is a multiple of a size
         size, least = rest, -(-least // int(factor))
     return size >= 1 if least == 2 else condition

@@ -247,6 +247,11 @@ def _of_code(trace: Trace) -> Iterator[Guard]:
         if kind not in _OF_CLASSES or name in trace.known.names or name in _UNNAMED:
             path, place = source.to("slot", "__code__"), Place(AttributesOf(function), "__code__")
             yield Guard(f"The code of {function.__qualname__}", path, place, code)
+            defaults = function.__defaults__ or ()
+            if defaults and all(map(is_plain, defaults)):
+                path = source.to("slot", "__defaults__")
+                place = Place(AttributesOf(function), "__defaults__")
+                yield Guard(f"{function.__qualname__}.__defaults__", path, place, defaults)
     for source, place in trace.known.methods:
         is_named = place.key in trace.known.names and place.key not in _UNNAMED
         if is_named and (id(place.container), place.key) not in trace.changed:
