@@ -301,7 +301,36 @@ class CountsOthers(Layered):
         return x * (first if x.shape[1] % 4 else second)
 
 
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+class GivesAFunctionAnother(Layered):
+    """A number that the graph does not show."""
+
+    def ways(self, x):
+        return Times.apply(x, 2.0 if x.shape[1] % 4 else 3.0)
+
+
+class ReturnsByOtherNames(Layered):
+    def forward(self, x):
+        name = "odd" if x.shape[1] % 4 else "even"
+        return super().forward(x), {name: x.sum()}
+
+    def ways(self, x):
+        return x
+
+
 OTHER_PROGRAMS = (
+    GivesAFunctionAnother,
+    ReturnsByOtherNames,
     PicksOthers,
     CountsOthers,
     RoundsUpOrOneMore,

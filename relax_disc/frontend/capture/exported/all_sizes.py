@@ -444,7 +444,7 @@ def _another(
 def _parting(base: Recording, run: Recording) -> SourceLine | None:
     """Return the line at which two programs part at the sizes of the second, if they do."""
     line = parting_line(_side(base), _side(run))
-    return SourceLine("", 0) if line is None and len(base.calls) != len(run.calls) else line
+    return SourceLine("", 0) if line is None and not base.calls.are_like(run.calls) else line
 
 
 def _key(part: Sizes) -> tuple[Any, ...]:

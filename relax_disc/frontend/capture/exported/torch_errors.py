@@ -147,9 +147,13 @@ def data_dependent(error: Exception) -> UnsupportedOperatorError:
 def untraceable(error: UnsupportedOperatorException) -> UnsupportedOperatorError:
     """Make the error of an operator that has no symbolic sizes."""
     line, name = parse_stack(traceback_text(error)), str(error.func)
-    return UnsupportedOperatorError(
-        f"{line}: PyTorch cannot trace {name} with symbolic sizes.", ((name, str(line)),)
-    )
+    reason = f"PyTorch cannot trace {name} with symbolic sizes"
+    if torch.Tag.nondeterministic_seeded in getattr(error.func, "tags", ()):
+        reason = (
+            f"{name} draws random numbers in a way that cannot be compiled; draw them before the "
+            "call, and give them as a tensor of the batch"
+        )
+    return UnsupportedOperatorError(f"{line}: {reason}.", ((name, str(line)),))
 
 
 def is_of_torch(error: BaseException) -> bool:

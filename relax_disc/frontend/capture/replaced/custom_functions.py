@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.refusals import refusal
 from relax_disc.frontend.capture.source_lines import asks_by_itself
+from relax_disc.frontend.capture.state.kinds import is_plain
 from relax_disc.frontend.capture.state.live_number import LiveNumber, live_everywhere
 
 _UNSEEN = (
@@ -50,6 +51,19 @@ class CustomCall:
         """Make the call with other tensors and sizes; whatever the function returns."""
         return self.function.apply(*self.arguments(tensors, sizes))
 
+    def is_like(self, other: CustomCall) -> bool:
+        """Whether another call is of the same function, and what is no tensor or size is equal."""
+        pairs = zip(self.leaves, other.leaves, strict=False)
+        return (
+            self.function is other.function
+            and self.kinds == other.kinds
+            and self.structure == other.structure
+            and all(
+                kind != "plain" or _are_one(*pair)
+                for kind, pair in zip(self.kinds, pairs, strict=False)
+            )
+        )
+
     def arguments(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> tuple[Any, ...]:
         """Return the function's arguments, with other tensors and sizes."""
         given = {"tensor": iter(tensors), "size": iter(sizes)}
@@ -62,6 +76,11 @@ class CustomCall:
         return pytree.tree_unflatten(leaves, self.structure)
 
 
+def _are_one(one: Any, other: Any) -> bool:
+    """Whether two values are the same object, or equal numbers, texts and the like."""
+    return one is other or (type(one) is type(other) and is_plain(one) and bool(one == other))
+
+
 class CustomCalls:
     """The calls that an export has met, in their order."""
 
@@ -71,6 +90,11 @@ class CustomCalls:
 
     def __len__(self) -> int:
         return len(self._calls)
+
+    def are_like(self, others: CustomCalls) -> bool:
+        """Whether other calls are as many, and one by one like these."""
+        pairs = zip(self._calls, others._calls, strict=False)
+        return len(self) == len(others) and all(one.is_like(other) for one, other in pairs)
 
     def __getitem__(self, index: int) -> CustomCall:
         """Return the call that a node of the graph names."""

@@ -57,9 +57,16 @@ def _chunk(x: Tensor, chunks: Any, dim: int = 0) -> Any:
 
 
 def _unbind(x: Tensor, dim: int = 0) -> DynamicList | tuple[Tensor, ...] | None:
-    """List what lies along an axis; of counted sizes as selections, which may be written."""
+    """List what lies along an axis; as selections where it may be written, or sizes are counted.
+
+    PyTorch allows writes into what it lists of tensors without a gradient, but asks for their sizes
+    as numbers then.
+    """
     count = x.shape[dim] if x.dim() else None
-    if isinstance(count, int) and any(map(free_unbacked_symbols, x.shape)):
+    is_symbolic = any(isinstance(size, torch.SymInt) for size in x.shape)
+    may_be_written = is_symbolic and not x.requires_grad
+    is_counted = any(map(free_unbacked_symbols, x.shape))
+    if isinstance(count, int) and (may_be_written or is_counted):
         return tuple(x.select(dim, place) for place in range(count))
     return rows_of(x, dim)
 

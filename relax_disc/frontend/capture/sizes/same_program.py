@@ -114,7 +114,12 @@ class _Comparison:
             [(spec.kind, spec.target) for spec in p.graph_signature.output_specs]
             for p in (one, other)
         ]
-        if ends[0] != ends[1] or len(self._one.loops) != len(self._other.loops):
+        returned = [p.call_spec.out_spec for p in (one, other)]
+        if (
+            ends[0] != ends[1]
+            or returned[0] != returned[1]
+            or len(self._one.loops) != len(self._other.loops)
+        ):
             raise _Different
         self._modules(one.graph_module, other.graph_module, is_whole=True)
         for left, right in zip(self._one.loops, self._other.loops, strict=True):
