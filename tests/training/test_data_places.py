@@ -178,6 +178,53 @@ class Queue(nn.Module):
         return scores.logsumexp(1).mean() * (2 + self.enqueue(keys).tanh())
 
 
+class Written(nn.Module):
+    """Writes where a number says that was taken out before the region that writes."""
+
+    held: Tensor
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(3, 3), write
+        self.register_buffer("held", torch.arange(24.0).reshape(3, 8))
+
+    def forward(self, x: Tensor, place: Tensor) -> Tensor:
+        hidden, number = self.layer(x), int(place)
+        with torch.no_grad():
+            self.write(self.held, number, x)
+        return (hidden * self.held.sum()).square().mean()
+
+
+def to_the_end(held: Tensor, place: int, x: Tensor) -> None:
+    held[..., place : place + x.shape[0]] = x.T
+
+
+def through_a_view(held: Tensor, place: int, x: Tensor) -> None:
+    held.t()[place : place + x.shape[0]] = x
+
+
+def one_of_them(held: Tensor, place: int, x: Tensor) -> None:
+    held[:, place] = x[0]
+    held[:, place : place + 1] += 2.0
+
+
+def a_factor(held: Tensor, place: int, x: Tensor) -> None:
+    held.mul_(1 + place).add_(place)
+
+
+@pytest.mark.parametrize("write", [to_the_end, through_a_view, one_of_them, a_factor])
+def test_writes_by_numbers_from_outside_of_their_region_stay(write: Any) -> None:
+    model = Written(write)
+    eager = copy.deepcopy(model)
+    shapes = {0: Dim("rows", min=1, max=4)}, None
+    example = torch.randn(2, 3), torch.tensor(1)
+    step = relax_disc.compile(model, None, example, dynamic_shapes=shapes)
+    for rows, place in ((2, 1), (1, 7), (4, 0), (3, 5)):
+        batch = torch.randn(rows, 3), torch.tensor(place)
+        torch.testing.assert_close(step(*batch, update=False), eager(*batch).detach())
+        torch.testing.assert_close(model.held, eager.held)
+
+
 def test_a_queue_is_written_from_a_place_that_a_buffer_holds() -> None:
     model = Queue()
     model.key.requires_grad_(False)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sympy
 import torch
-from torch import fx
 from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from relax_disc.errors import ShapeRangeError
 from relax_disc.frontend.capture.example_values import example_values
 from relax_disc.frontend.capture.exported.torch_call import call_export
+from relax_disc.frontend.capture.exported.unread import erase_unread
 from relax_disc.frontend.capture.loops.choices import settle_choices
 from relax_disc.frontend.capture.loops.cut import LoopBody, cut_loops
 from relax_disc.frontend.capture.loops.recorded import LongerExample, RecordedLoops
@@ -40,6 +41,7 @@ from relax_disc.frontend.capture.sizes.dims import (
     root_of,
     roots_stay,
     size_at,
+    symbol_of,
 )
 from relax_disc.frontend.capture.sizes.evaluation import OPEN_END
 from relax_disc.frontend.capture.sizes.guards import (
@@ -289,7 +291,7 @@ class Task:
                 fails_at = known or getattr(error, "fails_at", {})
                 grown = {**sizes, **_in_range(fails_at, self.declared)}
                 last = not left or (fixed and (first is not None or not fails_at))
-                last = last or not _holds(part, grown) or ways.are_unseen
+                last = last or not _holds(part, grown, where) or ways.are_unseen
                 if not isinstance(error, ShapeRangeError) or not error.dims or last:
                     if first is None or (is_longer and not fixed):
                         raise
@@ -347,7 +349,7 @@ class Task:
 
     def _check(self, run: Recording, equals: bool, part: Sizes, where: tuple[Any, ...]) -> None:
         program, branches = run.program, run.branches
-        _erase_unread(program.graph_module)
+        erase_unread(program.graph_module)
         refuse_other_sizes(program)
         merge_equal_masks(program.graph_module)
         run.dims = table = dim_table(program, self.leaves, self.declared, part, where)
@@ -393,24 +395,6 @@ def _in_range(
     return {name: int(min(size, most.get(name, size))) for name, size in sizes.items()}
 
 
-def _erase_unread(module: fx.GraphModule) -> None:
-    """Erase sizes that depend on data where only checks of them are left."""
-    graph = module.graph
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
-    if not any(node.meta.get("unbacked_bindings") for node in nodes):
-        return
-    checks = ("aten._assert_scalar.", "aten.sym_constrain_range")
-    of_data = {node for node in nodes if node.meta.get("unbacked_bindings")}
-    for node in nodes:
-        if of_data.intersection(node.all_input_nodes):
-            of_data.add(node)
-    for node in reversed(nodes):
-        unread = not node.users and (not node.is_impure() or str(node.target).startswith(checks))
-        if node in of_data and unread:
-            graph.erase_node(node)
-    module.recompile()
-
-
 def _of_all_sizes(runs: Mapping[Any, Recording], classes: Mapping[Any, Sizes]) -> Any:
     """Name the class whose program all others' are at their sizes: the first of those in order.
 
@@ -451,8 +435,12 @@ def _key(part: Sizes) -> tuple[Any, ...]:
     return tuple((name, sizes.tobytes()) for name, sizes in part.items())
 
 
-def _holds(part: Sizes, sizes: Mapping[str, int]) -> bool:
-    return all(name not in sizes or sizes[name] in some for name, some in part.items())
+def _holds(part: Sizes, sizes: Mapping[str, int], where: Sequence[Any] = ()) -> bool:
+    """Whether sizes are among those of a part, ``where`` that holds."""
+    by_name = {symbol_of(name): size for name, size in sizes.items()}
+    return all(name not in sizes or sizes[name] in some for name, some in part.items()) and all(
+        condition.xreplace(by_name) == sympy.true for condition in where
+    )
 
 
 def _within(dim: Any, part: Sizes) -> Any:

@@ -96,6 +96,9 @@ def _set_item(x: Tensor, place: Any, value: Any) -> Any:
 
 def _write_places(x: Tensor, items: Sequence[Any], value: Any) -> bool:
     """Write to a slice that begins where data tell, beside whole axes; whether there was one."""
+    if (whole := next((k for k, item in enumerate(items) if item is Ellipsis), None)) is not None:
+        rest = [slice(None)] * (x.dim() - len(items) + 1)
+        items = [*items[:whole], *rest, *items[whole + 1 :]]
     parts = [(axis, item) for axis, item in enumerate(items) if item != slice(None)]
     if len(parts) != 1 or not isinstance(parts[0][1], slice) or parts[0][1].step not in (None, 1):
         return False
@@ -103,6 +106,7 @@ def _write_places(x: Tensor, items: Sequence[Any], value: Any) -> bool:
     places = data_places.places_of(x, axis, part.start, part.stop)
     if places is None:
         return False
+    data_places.forgive(x, axis, part.start, value)
     shape: list[Any] = list(x.shape)
     shape[axis] = places.shape[0]
     x.index_copy_(axis, places, _as_tensor(value, x).to(x.dtype).expand(shape))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -407,7 +408,11 @@ class OuterState:
         """Note the attributes that are read of modules, and of other objects that were found."""
         found = [type(value) for _, value in self._known.containers if is_recorded(value)]
         # Of a module with two names PyTorch's trace has stand-ins, with its attributes.
-        modules = {id(vars(module)): module for _, module in self._known.modules.values()}
+        modules = {
+            id(vars(module)): module
+            for _, module in self._known.modules.values()
+            if not isinstance(module, weakref.ProxyTypes)
+        }
         with contextlib.ExitStack() as stack:
             for kind in (torch.SymFloat, torch.SymInt):
                 stack.enter_context(patch.object(kind, "__format__", lambda of, digits: str(of)))
