@@ -174,8 +174,8 @@ def _value(guard: Guard) -> tuple[str, str | None]:
 
 
 def _code_text(code: types.CodeType) -> str:
-    """Write code as the version of Python that made it and a hash."""
-    version = ".".join(map(str, sys.version_info[:2]))
+    """Write code as the Python that made it, its version and ``-O``, and a hash."""
+    version = ".".join(map(str, (*sys.version_info[:2], sys.flags.optimize)))
     return f"{version} {hashlib.sha256(repr(code_facts(code)).encode()).hexdigest()}"
 
 
