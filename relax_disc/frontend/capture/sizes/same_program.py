@@ -195,10 +195,12 @@ class _Comparison:
     def _passes(self, module: fx.GraphModule, side: Side) -> dict[fx.Node, fx.Node]:
         """Find the operators that return an operand unchanged at all sizes in question.
 
-        A copy is not its operand where one of them is written into.
+        A copy is not its operand where one of them is written into, or read by its strides.
         """
         inner = [m for m in module.modules() if m is not module and isinstance(m, fx.GraphModule)]
         may_copy = not any(writes(node) for m in inner for node in m.graph.nodes)
+        graphs = [m.graph for m in (module, *inner)]
+        may_copy = may_copy and not any(_reads_by_strides(n) for g in graphs for n in g.nodes)
         writers = [node for node in module.graph.nodes if writes(node)]
         written = {memory_of(operand) for node in writers for operand in node.all_input_nodes}
         found: dict[fx.Node, fx.Node] = {}
@@ -370,6 +372,10 @@ def _slice_arguments(node: fx.Node) -> tuple[Any, ...]:
     args: Any = node.args
     x, axis, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
     return x, axis, 0 if start is None else start, sys.maxsize if end is None else end, step
+
+
+def _reads_by_strides(node: fx.Node) -> bool:
+    return str(node.target).startswith("aten.as_strided")
 
 
 def _is_size(node: fx.Node) -> bool:
