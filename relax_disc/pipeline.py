@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import tvm
 from tvm import relax
 
@@ -117,7 +118,7 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.type == "bool" and not isinstance(value, bool):
+            if each.type == "bool" and not isinstance(value, bool | np.bool_):
                 raise InputMismatchError(f"{each.name} is True or False, not {value!r}.")
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import tvm
 from tvm import relax
@@ -312,9 +313,9 @@ class TrainingStep(CompiledFunction):
 
     @check_finite.setter
     def check_finite(self, value: bool) -> None:
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | np.bool_):
             raise InputMismatchError(f"check_finite is True or False, not {value!r}.")
-        self._check_finite = value
+        self._check_finite = bool(value)
 
     def calibrate(self, *batch: Any, repeats: int = 3, **named: Any) -> None:
         """Measure the kernels on a batch, so that plans weigh them by their times on this machine.
@@ -338,7 +339,7 @@ class TrainingStep(CompiledFunction):
         InputMismatchError, ShapeRangeError, MemoryBudgetError, NonFiniteLossError
             As for a call.
         """
-        if not isinstance(repeats, int) or repeats < 1:
+        if not hasattr(repeats, "__index__") or repeats < 1:
             raise InputMismatchError(f"calibrate() times at least one run, not {repeats!r}.")
         with self._lock, self._alone, deferred_interrupt(), self.restored():
             calibration = self._calibration or Calibration(machine_name(self._schema.device))

@@ -180,6 +180,16 @@ def test_copies_of_tensors_are_copies():
         torch.testing.assert_close(step(X[:rows], update=False), loss_fn(model, X[:rows]).detach())
 
 
+def test_copies_that_would_share_memory_are_refused():
+    def loss_fn(model, x):
+        one, other = copy.deepcopy([x, x.t()])
+        one.mul_(2)
+        return model(x).mean() * other.sum()
+
+    with pytest.raises(UnsupportedOperatorError, match="two tensors share memory"):
+        compiled(Net(), (X,), loss_fn)
+
+
 def test_compiling_in_inference_mode_is_refused():
     model = nn.Linear(4, 4)
     with torch.inference_mode(), pytest.raises(InputMismatchError, match="inference_mode"):

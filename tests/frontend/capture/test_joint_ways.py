@@ -74,7 +74,7 @@ class PadsASequence(Scores):
     """By PyTorch's own function, in front or behind."""
 
     def padded(self, one, other):
-        left = nn.utils.rnn.pad_sequence([one[0], other[0]], True, 0.5, "left")
+        left = nn.utils.rnn.pad_sequence([one[0], other[0].double()], True, 0.5, "left")
         return left[:1], nn.utils.rnn.pad_sequence([other[0], one[0]])[:, :1].transpose(0, 1)
 
 

@@ -197,15 +197,24 @@ class Task:
     def _of_two_ways(self, error: ShapeRangeError, ways: Ways) -> ShapeRangeError:
         """Say what line compares dims, where PyTorch tells what the example's way needs of one."""
         joint = JointWays(self.by_source)
-        differ = ((each, line) for each, line in ways.joint.items() if joint.differs(each))
+        differ = (
+            (each, line)
+            for each, line in ways.joint.items()
+            if joint.differs(each) or joint.is_too_wide(each)
+        )
         found = next(differ, None) if isinstance(error.__cause__, UserError) else None
         if found is None:
             return error
         condition, line = found
         worded = ShapeRangeError(
-            f"{line}: the model goes one way where {condition} and another elsewhere, and no one "
-            "program is both. Compute with sizes that hold for all, such as pad by max(a, b) - a, "
-            f"which is 0 where nothing is missing; or compile a step of each way. {error}"
+            f"{line}: the model goes one way where {condition} and another elsewhere, and "
+            + (
+                "there are more sizes than can be compared: declare narrower ranges"
+                if joint.is_too_wide(condition)
+                else "no one program is both"
+            )
+            + ". Compute with sizes that hold for all, such as pad by max(a, b) - a, which is 0 "
+            f"where nothing is missing; or compile a step of each way. {error}"
         )
         vars(worded).update(vars(error))
         return worded

@@ -131,6 +131,13 @@ def _deepcopy(x: Tensor, memo: dict[int, Any]) -> Tensor | None:
     """A copy of memory of its own; None where eager PyTorch refuses it or makes a leaf."""
     if x.requires_grad:
         return None
+    memory: Any = ("memory", id(x if x._base is None else x._base))
+    if memo.setdefault(memory, x) is not x:
+        raise refusal(
+            "copy.deepcopy",
+            "two tensors share memory, as their copies would; copy one of them, and take the other "
+            "from that",
+        )
     return memo.setdefault(id(x), x.clone())
 
 

@@ -70,7 +70,10 @@ def _pad_sequence(
     padding_value: float = 0.0,
     padding_side: str = "right",
 ) -> Tensor | None:
-    """Pad sequences of several dims to the longest; PyTorch's own asks which that is."""
+    """Pad sequences of several dims to the longest, in the type of the first.
+
+    PyTorch's own asks which is the longest.
+    """
     lengths = [each.shape[0] for each in sequences] if isinstance(sequences, list | tuple) else []
     if not any(isinstance(length, torch.SymInt) for length in lengths):
         return None
@@ -79,6 +82,7 @@ def _pad_sequence(
     for each, length in zip(sequences, lengths, strict=True):
         missing: Any = longest - length
         amounts = (0, missing) if padding_side == "right" else (missing, 0)
+        each = each.to(sequences[0].dtype)
         padded.append(functional.pad(each, (*(0, 0) * rest, *amounts), value=padding_value))
     return torch.stack(padded, 0 if batch_first else 1)
 

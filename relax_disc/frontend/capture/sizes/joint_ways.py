@@ -9,6 +9,7 @@ model does at all sizes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,10 @@ class Region:
         """Sizes to export at, that differ and are no numbers to PyTorch, if there are such."""
         for least in (3, 2, 1):
             some = self.points[(self.points >= least).all(axis=1)]
-            apart = some[[len(set(point)) == len(point) for point in some.tolist()]]
+            pairs = itertools.combinations(some.T, 2)
+            apart = some[
+                np.logical_and.reduce([one != other for one, other in pairs], initial=True)
+            ]
             for points in (apart, some):
                 if len(points):
                     return dict(zip(self.names, map(int, example_among(points)), strict=True))
@@ -138,6 +142,14 @@ class JointWays(Ways):
             return len(self.region([condition]).split(condition)) > 1
         except UnsupportedOperatorError:
             return False
+
+    def is_too_wide(self, condition: Any) -> bool:
+        """Whether there are more sizes than can be looked at."""
+        try:
+            self.region([condition])
+        except UnsupportedOperatorError:
+            return True
+        return False
 
     def split(self, region: Region) -> list[Region]:
         """Split sizes by what was asked.

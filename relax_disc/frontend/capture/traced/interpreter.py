@@ -25,7 +25,11 @@ from relax_disc.frontend.capture.traced.rewrites import (
     is_whole_complex,
     whole_complex,
 )
-from relax_disc.frontend.capture.traced.writes import views_written_later, writes
+from relax_disc.frontend.capture.traced.writes import (
+    views_parted_by_writes,
+    views_written_later,
+    writes,
+)
 from relax_disc.frontend.random_ops import Randomness
 
 
@@ -54,6 +58,7 @@ class StepInterpreter(fx.Interpreter):
         self._rules = whole, counted.rules(), randomness.rules()
         self._differentiated = inner_gradients.differentiated(graph)
         self._written_later = views_written_later(graph.graph)
+        self._parted = views_parted_by_writes(graph.graph, _OF_COMPLEX)
         self._keeps_view = False  # whether the node that runs must not become a copy
 
     def run_node(self, n: fx.Node) -> Any:
@@ -62,7 +67,7 @@ class StepInterpreter(fx.Interpreter):
         if nested and torch.is_grad_enabled() and not self._allows_half:
             self._check_autocast(n)
         self._keeps_view = n in self._written_later
-        if self._keeps_view and n.target in _OF_COMPLEX:
+        if n in self._parted:
             raise UnsupportedOperatorError(
                 f"{source_line(n)}: a complex tensor and its real numbers share memory that is "
                 "written later; write into one of them before the other is taken, or compute the "

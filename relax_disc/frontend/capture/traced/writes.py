@@ -87,8 +87,45 @@ def _written_operands(node: fx.Node) -> list[Any]:
         for x in node.all_input_nodes
         if x.op == "get_attr" and "." not in str(x.target)
     ]
-    graphs = [module.graph for module in inner if isinstance(module, fx.GraphModule)]
+    graphs = [
+        each.graph
+        for module in inner
+        if isinstance(module, fx.GraphModule)
+        for each in module.modules()
+        if isinstance(each, fx.GraphModule)
+    ]
     return node.all_input_nodes if any(writes(n) for g in graphs for n in g.nodes) else []
+
+
+def views_parted_by_writes(graph: fx.Graph, kinds: Collection[Any]) -> set[fx.Node]:
+    """Find views of some kinds that would differ from their base, if they were copies.
+
+    One of the two is written, and the other is read behind that. What an input of the graph holds
+    is read at its end.
+    """
+    place = {node: k for k, node in enumerate(graph.nodes)}
+    written = [(place[node], operand) for node in place for operand in _written_operands(node)]
+    found: set[fx.Node] = set()
+    for view in (node for node in place if node.target in kinds) if written else ():
+        memory = memory_of(view)
+        same = [node for node in place if memory_of(node) is memory]
+        inside = {view}
+        for node in same:
+            if inside.intersection(node.all_input_nodes):
+                inside.add(node)
+        outside = set(same) - inside
+        is_kept = memory.op == "placeholder"
+        for k, operand in written:
+            if operand in inside:
+                others, is_read = outside, is_kept
+            elif operand in outside:
+                others, is_read = inside, False
+            else:
+                continue
+            readers = (place[user] for node in others for user in node.users)
+            if is_read or any(reader > k for reader in readers):
+                found.add(view)
+    return found
 
 
 def without_writes(
