@@ -1,5 +1,6 @@
 """The pages name files, links and make targets that exist; the code in them runs."""
 
+import gc
 import inspect
 import re
 import subprocess
@@ -141,6 +142,9 @@ def test_the_code_of_a_page_runs(repository, page):
     for match in _CODE.finditer(text):
         code = "\n" * text[: match.start(1)].count("\n") + textwrap.dedent(match[1])
         exec(compile(code, str(repository / page), "exec"), names)
+    names.clear()
+    torch._dynamo.reset()  # or programs of its backend live on, which other tests count
+    gc.collect()
 
 
 def test_the_site_is_built_and_its_links_lead_somewhere(repository, tmp_path):
