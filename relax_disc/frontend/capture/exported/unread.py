@@ -6,11 +6,11 @@ would be refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from torch import fx
 
-from relax_disc.frontend.capture.traced.writes import writes
+from relax_disc.frontend.capture.traced.writes import graphs_in, writes
 
 
 def erase_unread(module: fx.GraphModule, given: Collection[fx.Node] = ()) -> None:
@@ -26,14 +26,15 @@ def erase_unread(module: fx.GraphModule, given: Collection[fx.Node] = ()) -> Non
         if of_data.intersection(node.all_input_nodes):
             of_data.add(node)
     for node in reversed(nodes):
-        inner = next(_graphs_in(node), None)
+        inner = next(graphs_in(node), None)
         if inner is not None:
             _erase_inside(node, inner, of_data)
-        does_more = node.is_impure() or any(map(_does_more, _graphs_in(node)))
+        does_more = node.is_impure() or any(map(_does_more, graphs_in(node)))
         unread = not node.users and (not does_more or str(node.target).startswith(checks))
         if node in of_data and unread:
             graph.erase_node(node)
-    module.recompile()
+    if of_data:
+        module.recompile()
 
 
 def _erase_inside(node: fx.Node, inner: fx.GraphModule, of_data: Collection[fx.Node]) -> None:
@@ -41,26 +42,18 @@ def _erase_inside(node: fx.Node, inner: fx.GraphModule, of_data: Collection[fx.N
     first = len(node.args) - len(inputs := list(inner.graph.find_nodes(op="placeholder")))
     pairs = list(zip(inputs, node.args[first:], strict=True))
     erase_unread(inner, [own for own, outer in pairs if outer in of_data])
-    kept = [outer for own, outer in pairs if own.users or outer not in of_data]
-    for own, outer in pairs:
-        if not own.users and outer in of_data:
-            inner.graph.erase_node(own)
-    node.args = (*node.args[:first], *kept)
+    dropped = [own for own, outer in pairs if not own.users and outer in of_data]
+    if not dropped:
+        return
+    node.args = (*node.args[:first], *(outer for own, outer in pairs if own not in dropped))
+    for own in dropped:
+        inner.graph.erase_node(own)
     inner.recompile()
-
-
-def _graphs_in(node: fx.Node) -> Iterator[fx.GraphModule]:
-    for operand in node.all_input_nodes:
-        found = operand.op == "get_attr" and getattr(
-            node.graph.owning_module, str(operand.target), 0
-        )
-        if isinstance(found, fx.GraphModule):
-            yield found
 
 
 def _does_more(module: fx.GraphModule) -> bool:
     """Whether a graph does more than compute what it returns."""
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     return any(
-        writes(node) or node.is_impure() or any(map(_does_more, _graphs_in(node))) for node in calls
+        writes(node) or node.is_impure() or any(map(_does_more, graphs_in(node))) for node in calls
     )

@@ -166,9 +166,13 @@ def picked_places(x: Tensor, axis: int, start: Any, stop: Any) -> Tensor | None:
     places = places_of(x, axis, start, stop)
     if places is None:
         return None
-    made = x.index_select(axis, places)
+    return _noted(x.index_select(axis, places), x, axis, start)
+
+
+def _noted(made: Tensor, x: Tensor, axis: int, index: Any) -> Tensor:
+    """Keep in mind that what was picked is a copy."""
     written = times_written(made), times_written(x)
-    _copies[id(made)] = _Copy(made, x, axis, start, calling_line(), *written)
+    _copies[id(made)] = _Copy(made, x, axis, index, calling_line(), *written)
     return made
 
 
@@ -182,10 +186,7 @@ def _select(x: Tensor, dim: int, index: Any) -> Tensor | None:
     place = place_of(index)
     if place is None:
         return None
-    made = picked(x, dim, place)
-    written = times_written(made), times_written(x)
-    _copies[id(made)] = _Copy(made, x, dim % x.dim(), index, calling_line(), *written)
-    return made
+    return _noted(picked(x, dim, place), x, dim % x.dim(), index)
 
 
 def _index_select(x: Tensor, dim: int, index: Tensor) -> Tensor | None:

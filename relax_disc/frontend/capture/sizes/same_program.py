@@ -28,7 +28,7 @@ from relax_disc.frontend.capture.loops.cut import CHECKS, LoopBody
 from relax_disc.frontend.capture.sizes.dims import DimTable, symbol_of
 from relax_disc.frontend.capture.sizes.guards import everywhere
 from relax_disc.frontend.capture.source_lines import SourceLine, source_line
-from relax_disc.frontend.capture.traced.writes import memory_of, writes
+from relax_disc.frontend.capture.traced.writes import memory_of, writes, written_arguments
 
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
@@ -347,7 +347,7 @@ def _needed(graph: fx.Graph, unchanged: dict[fx.Node, fx.Node]) -> list[fx.Node]
 def _writes_an_input(node: fx.Node) -> bool:
     """Whether a node may write into more than its first operand, or into memory from outside."""
     schema = node.target._schema  # pyright: ignore
-    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = written_arguments(schema)
     memory = memory_of(node.args[0])
     own = isinstance(memory, fx.Node) and memory.op == "call_function"
     return not own or [a.name for a in written] != ["self"]

@@ -12,7 +12,7 @@ nested graphs and random operators are left to PyTorch's functionalization, with
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -58,16 +58,13 @@ def views_written_later(graph: fx.Graph) -> set[fx.Node]:
 
     A graph inside that writes may write what it is given.
     """
-    nodes = list(graph.nodes)
-    last = {
-        memory_of(operand): place
-        for place, node in enumerate(nodes)
-        for operand in _written_operands(node)
-    }
+    last: dict[Any, int] = {}
+    for place, node in enumerate(graph.nodes):
+        last.update((memory_of(operand), place) for operand in _written_operands(node))
     return {
         node
-        for place, node in enumerate(nodes)
-        if memory_of(node) is not node and last.get(memory_of(node), -1) > place
+        for place, node in enumerate(graph.nodes if last else ())
+        if (memory := memory_of(node)) is not node and last.get(memory, -1) > place
     }
 
 
@@ -78,23 +75,24 @@ def _written_operands(node: fx.Node) -> list[Any]:
             return list(node.args[3:5])  # statistics
         given = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
         given.update(node.kwargs)
-        written = (
-            a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
-        )
-        return [given[a.name] for a in written if a.name in given]
-    inner = [
-        getattr(node.graph.owning_module, str(x.target))
-        for x in node.all_input_nodes
-        if x.op == "get_attr" and "." not in str(x.target)
-    ]
-    graphs = [
-        each.graph
-        for module in inner
-        if isinstance(module, fx.GraphModule)
-        for each in module.modules()
-        if isinstance(each, fx.GraphModule)
-    ]
+        return [given[a.name] for a in written_arguments(schema) if a.name in given]
+    inner = [each for graph in graphs_in(node) for each in graph.modules()]
+    graphs = [each.graph for each in inner if isinstance(each, fx.GraphModule)]
     return node.all_input_nodes if any(writes(n) for g in graphs for n in g.nodes) else []
+
+
+def graphs_in(node: fx.Node) -> Iterator[fx.GraphModule]:
+    """List the graphs that a node runs, such as a region without gradients."""
+    for operand in node.all_input_nodes:
+        if operand.op == "get_attr" and "." not in str(operand.target):
+            found = getattr(node.graph.owning_module, str(operand.target))
+            if isinstance(found, fx.GraphModule):
+                yield found
+
+
+def written_arguments(schema: Any) -> list[Any]:
+    """List the arguments that an operator writes into, as its schema has them."""
+    return [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def views_parted_by_writes(graph: fx.Graph, kinds: Collection[Any]) -> set[fx.Node]:
@@ -202,7 +200,7 @@ def _functional(graph: fx.Graph, node: Any) -> list[fx.Node] | None:
     schema, value = target._schema, node.args[0].meta.get("val")
     name, _, base = schema.name.partition("::")
     others = [x.meta.get("val") for x in node.all_input_nodes[1:]]
-    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = written_arguments(schema)
     is_plain = (
         name == "aten"
         and base.endswith("_")
