@@ -96,6 +96,7 @@ class JointWays(Ways):
     def __init__(self, by_source: Mapping[str, Any]) -> None:
         super().__init__(by_source)
         self._conditions: dict[Any, None] = {}
+        self._differing: dict[Any, bool] = {}  # whether conditions are answered in two ways
         self.are_general = self.are_clamped = self.could_clamp = False
 
     def begin(self) -> None:
@@ -108,8 +109,10 @@ class JointWays(Ways):
         if named is None:
             return None
         self._conditions.setdefault(named)
-        differs = self.are_general and self.differs(named)
-        return _likely(named, self.region([named])) if differs else None
+        if not self.are_general or not self.differs(named):
+            return None
+        longest = {symbol_of(name): int(sizes[-1]) for name, sizes in self._sizes([named]).items()}
+        return _likely(named, longest)
 
     def clamped(self, size: Any) -> Any:
         """Return a difference, or 0 where it is less at some sizes, if it is to be so."""
@@ -128,28 +131,30 @@ class JointWays(Ways):
 
         Raises `UnsupportedOperatorError`: there are too many.
         """
-        asked = self._conditions if conditions is None else conditions
-        names = tuple(sorted({str(s) for each in asked for s in each.free_symbols}))
-        ranges = [sizes_of(spec_of(self.dims()[name])) for name in names]
-        if math.prod(map(len, ranges)) > MOST_POINTS:
-            raise UnsupportedOperatorError(f"There are too many sizes of {', '.join(names)}.")
-        grids = np.meshgrid(*ranges, indexing="ij")
-        return Region(names, np.stack([grid.reshape(-1) for grid in grids], axis=-1))
+        sizes = self._sizes([*self._conditions] if conditions is None else conditions)
+        if _are_too_many(sizes):
+            raise UnsupportedOperatorError(f"There are too many sizes of {', '.join(sizes)}.")
+        grids = np.meshgrid(*sizes.values(), indexing="ij")
+        return Region(tuple(sizes), np.stack([grid.reshape(-1) for grid in grids], axis=-1))
+
+    def _sizes(self, conditions: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Return the sizes of each dim that conditions are of."""
+        names = sorted({str(s) for each in conditions for s in each.free_symbols})
+        return {name: sizes_of(spec_of(self.dims()[name])) for name in names}
 
     def differs(self, condition: Any) -> bool:
         """Whether a condition is answered in two ways, as far as that can be told."""
-        try:
-            return len(self.region([condition]).split(condition)) > 1
-        except UnsupportedOperatorError:
-            return False
+        if condition not in self._differing:
+            try:
+                parts = self.region([condition]).split(condition)
+            except UnsupportedOperatorError:
+                parts = []
+            self._differing[condition] = len(parts) > 1
+        return self._differing[condition]
 
     def is_too_wide(self, condition: Any) -> bool:
         """Whether there are more sizes than can be looked at."""
-        try:
-            self.region([condition])
-        except UnsupportedOperatorError:
-            return True
-        return False
+        return _are_too_many(self._sizes([condition]))
 
     def split(self, region: Region) -> list[Region]:
         """Split sizes by what was asked.
@@ -164,20 +169,24 @@ class JointWays(Ways):
         return parts
 
 
+def _are_too_many(sizes: Mapping[str, np.ndarray]) -> bool:
+    return math.prod(map(len, sizes.values())) > MOST_POINTS
+
+
 def _has_number(difference: Any) -> bool:
     return difference.as_coeff_Add()[0] != 0
 
 
-def _likely(condition: Any, region: Region) -> bool:
+def _likely(condition: Any, longest: Mapping[sympy.Symbol, int]) -> bool:
     """Say how a condition is answered where sizes are long, and none equals another."""
     if isinstance(condition, sympy.Not):
-        return not _likely(condition.args[0], region)
+        return not _likely(condition.args[0], longest)
     if isinstance(condition, sympy.And | sympy.Or):
-        each = (_likely(arg, region) for arg in condition.args)
+        each = (_likely(arg, longest) for arg in condition.args)
         return all(each) if isinstance(condition, sympy.And) else any(each)
     if isinstance(condition, Relational) and _has_number(condition.lhs - condition.rhs):
-        longest = zip(map(symbol_of, region.names), region.points[-1], strict=True)
         return (
-            condition.xreplace({name: sympy.Integer(int(n)) for name, n in longest}) == sympy.true
+            condition.xreplace({n: sympy.Integer(size) for n, size in longest.items()})
+            == sympy.true
         )
     return isinstance(condition, sympy.Gt | sympy.Lt | sympy.Ne)
