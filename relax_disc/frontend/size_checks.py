@@ -88,6 +88,10 @@ def branch_checks(branches: Sequence[SizeBranch], symbols: SymbolTranslator) -> 
             f"the model {branch.what} at {branch.line}, and goes the example's way where {asked}. "
             "Crop or pad the batch, or compile a second step with such a batch as the example."
         )
+        if branch.raises:
+            left, right = (_shown(side, symbols) for side in branch.condition.args)
+            needs = f"{left} {branch.condition.rel_op} {right}"
+            message = f"the model raises {branch.raises} at {branch.line}: it needs {needs}"
         message = message.replace("{", "{{").replace("}", "}}")
         try:
             checks += _checks_of(branch.condition, message, symbols)

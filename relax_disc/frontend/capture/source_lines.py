@@ -92,6 +92,11 @@ def _is_of_others(file: str) -> bool:
     return file.startswith((_TORCH, _STANDARD, "<frozen")) or is_installed(file)
 
 
+def is_models(file: str) -> bool:
+    """Say whether a file is neither PyTorch's, nor this package's, nor Python's own."""
+    return not file.startswith((_TORCH, _PACKAGE, _STANDARD, "<frozen")) or is_installed(file)
+
+
 def is_installed(file: str) -> bool:
     """Say whether a file is one of an installed library."""
     return any(f"/{name}-packages/" in file for name in ("site", "dist"))

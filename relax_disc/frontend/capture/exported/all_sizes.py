@@ -60,6 +60,7 @@ from relax_disc.frontend.capture.sizes.guards import (
 from relax_disc.frontend.capture.sizes.joint_ways import JointWays, Region
 from relax_disc.frontend.capture.sizes.longer_example import sizes_beyond_one
 from relax_disc.frontend.capture.sizes.next_multiples import general_next_multiples
+from relax_disc.frontend.capture.sizes.refused import ModelsError, RefusedSizes, models_own
 from relax_disc.frontend.capture.sizes.same_program import Side, parting_line
 from relax_disc.frontend.capture.sizes.ways import Ways
 from relax_disc.frontend.capture.source_lines import SourceLine
@@ -145,14 +146,17 @@ class Task:
         """Return the program of one way that at the sizes of all others is what they are.
 
         Of the way of most sizes, if that is one.  ``run``: one that is right for the example's way.
+        Ways that end in an error of the model's own are left to calls, which refuse their sizes.
         Raises `_AnotherProgram`: none is, or some way cannot be exported.
         """
         outer, runs, relied_on = self.wrapped.outer, {}, []
+        refused = RefusedSizes()
         mine = dict(ways.example_sizes)
         kept = outer.kept()
         ways.are_free = True
         while True:
-            classes = {_key(part): part for part in ways.classes()}
+            every = ways.classes()
+            classes = {_key(part): part for part in every if not refused.holds(part)}
             most = next(iter(classes))
             if run is not None and _holds(classes[most], mine):
                 runs[most] = run
@@ -164,8 +168,10 @@ class Task:
                 raise _AnotherProgram(part)
             try:
                 runs[missing[0]] = self._way(ways, part)
-            except _AnotherProgram:
-                if len(ways.classes()) == len(classes):
+            except _AnotherProgram as error:
+                if error.raised is not None and len(classes) > 1:
+                    refused.add(part, error.raised)
+                elif len(ways.classes()) == len(every):
                     raise  # else what was asked on this way divides the sizes further
             relied_on.append(outer.relied_on())
         chosen = _of_all_sizes(runs, classes)
@@ -174,7 +180,13 @@ class Task:
         elif list(runs)[-1] != chosen:
             runs[chosen] = self._way(ways, classes[chosen])
         outer.rely_also(relied_on)  # on what the code of other ways read
-        return runs[chosen]
+        found = runs[chosen]
+        if refused:
+            left = refused.branches(ways.asked, list(classes.values()), found.dims)
+            if left is None:
+                raise _AnotherProgram(next(part for part in every if refused.holds(part)))
+            found.varying = (*found.varying, *left)
+        return found
 
     def _joint(self) -> Recording | None:
         """Return the program of likely answers to conditions on several dims, if it is right.
@@ -267,7 +279,7 @@ class Task:
             return replace(self, dynamic_shapes=shapes)._checked(ways, part, sizes, where)
         except Exception as error:  # the model's own too, which may refuse those sizes
             _logger.info("a way cannot be exported: %s", error)
-            raise _AnotherProgram(part) from error
+            raise _AnotherProgram(part, raised=models_own(error)) from error
 
     def _checked(
         self,
@@ -468,10 +480,16 @@ def _side(run: Recording) -> Side:
 
 
 class _AnotherProgram(Exception):
-    """The model's code is another program at some sizes, from a line on, if that is known."""
+    """The model's code is another program at some sizes, from a line on, if that is known.
 
-    def __init__(self, part: Sizes, line: SourceLine | None = None) -> None:
+    ``raised``: what it raises there, if that is an error of its own.
+    """
+
+    def __init__(
+        self, part: Sizes, line: SourceLine | None = None, raised: ModelsError | None = None
+    ) -> None:
         super().__init__()
+        self.raised = raised
         self.at = {name: int(sizes[-1]) for name, sizes in part.items()}
         self._line = line
 

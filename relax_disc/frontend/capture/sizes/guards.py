@@ -46,11 +46,12 @@ from relax_disc.frontend.spec import DimSpec
 
 @dataclass(frozen=True, slots=True)
 class SizeBranch:
-    """A condition on several dims on which the model's own code branched, as the example has it."""
+    """A condition on which the model's own code branched, as the example has it."""
 
     condition: Any  # what holds at the example's sizes, over PyTorch's symbols
     line: SourceLine
     what: str = "branches"  # what the model does there
+    raises: str = ""  # the model's own error where it does not hold, if it has one
 
 
 def varying_branches(
