@@ -41,7 +41,7 @@ class TrlTraining(CompiledTraining):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._notes = _Notes()
+        self._notes, self._tokens = _Notes(), _Tokens()
 
     def training_step(
         self, model: torch.nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
@@ -50,7 +50,7 @@ class TrlTraining(CompiledTraining):
         # Alike while the step is compiled and at each call, which compares what the code reads.
         metrics: dict[str, Any]
         metrics, seen = self._metrics, getattr(self, "_total_train_tokens", 0)
-        self._metrics, self._total_train_tokens = {"train": self._notes}, 0
+        self._metrics, self._total_train_tokens = {"train": self._notes}, self._tokens
         try:
             with _plain_head():
                 loss, (noted,) = self._run(model, inputs, num_items_in_batch)
@@ -63,11 +63,12 @@ class TrlTraining(CompiledTraining):
     def _noting(self) -> Iterator[dict[str, Any]]:
         appended, noted = self._notes.appended, {}
         appended.clear()  # the loss may be traced more than once
+        self._tokens.added = 0
         with _Numbers() as numbers:
             yield noted
         noted["metrics"] = {name: tuple(values) for name, values in appended.items()}
         noted["positive"] = tuple(numbers.conditions)
-        noted["tokens"] = torch.as_tensor(self._total_train_tokens)
+        noted["tokens"] = torch.as_tensor(self._tokens.added)
 
     def _write_down(self, noted: Mapping[str, Any], metrics: dict[str, list[float]]) -> None:
         """Append what a step noted."""
@@ -117,6 +118,16 @@ class _Notes:
     def __setitem__(self, name: str, values: list[Any]) -> None:
         if name != "num_tokens":
             raise InputMismatchError(f"The metric {name!r} is set anew, which is not known of TRL.")
+
+
+class _Tokens:
+    """Stands for the number of tokens so far while a step is traced: what the step adds to it."""
+
+    added: Any = 0
+
+    def __add__(self, count: Any) -> _Tokens:
+        self.added += count
+        return self
 
 
 class _Column:

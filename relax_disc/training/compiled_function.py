@@ -92,6 +92,7 @@ class CompiledFunction:
         self._written = sorted(
             {out.replaces for out in captured.outputs if out.replaces is not None}
         )
+        self._binding.refuse_shared_writes(self._written)
         self._returned = [out for out in captured.outputs if out.replaces is None]
         self._lock = threading.RLock() if sibling is None else sibling._lock
         self._sizes: Mapping[str, int] = {}

@@ -137,6 +137,25 @@ def test_follows_a_moved_parameter(compiled):
     assert not torch.equal(before, model.first.weight)
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (lambda w: w.data[:1], r"first.weight changed its shape from"),
+        (lambda w: w.data.as_strided(w.shape, (1, w.shape[0])), r"first.weight has strides"),
+    ],
+)
+def test_a_parameter_that_changed_where_it_is_is_not_read_as_it_was(compiled, changed, said):
+    model, _, step = compiled
+    step(*batch(3))
+    step(*batch(3))
+    before = model.first.weight.data
+    model.first.weight.data = changed(model.first.weight)
+    with pytest.raises(InputMismatchError, match=said):
+        step(*batch(3))
+    model.first.weight.data = before
+    step(*batch(3))
+
+
 def test_raises_the_version_of_what_it_writes(compiled):
     model, _, step = compiled
     before = model.first.weight._version

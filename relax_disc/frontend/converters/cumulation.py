@@ -58,14 +58,17 @@ def _scan(
 
 
 def _along(emitter: Emitter, x: Any, axis: int, combine: Callable[..., Any], name: str) -> Any:
-    x = emitter.cast(x, emitter.wanted_dtype)
+    """Combine numbers with all before them, those of 16 bits in float32, as PyTorch does."""
+    wanted = emitter.wanted_dtype
     if not emitter.shape(x):
-        return x
+        return emitter.cast(x, wanted)
+    x = emitter.cast(x, "float32" if wanted in ("float16", "bfloat16") else wanted)
 
     def step(before: Any, there: Any, at: Any) -> Any:
         return tirx.if_then_else(there, combine(before, at(0)), at(0))
 
-    return _scan(emitter, name, axis_of(emitter, x, axis), (x,), step, backward=False)
+    found = _scan(emitter, name, axis_of(emitter, x, axis), (x,), step, backward=False)
+    return emitter.cast(found, wanted)
 
 
 @converts("aten.cumsum.default")

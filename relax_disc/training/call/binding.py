@@ -48,6 +48,11 @@ def _layout(tensor: torch.Tensor) -> dict[str, Any]:
     return {"dtype": tensor.dtype, "shape": tuple(tensor.shape), "device": tensor.device}
 
 
+def _is_as_bound(slot: _Slot, tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is read as it was when it was bound, contiguous."""
+    return tensor.is_contiguous() and _layout(tensor) == slot.layout
+
+
 def _bytes(layout: Mapping[str, Any]) -> int:
     return math.prod(layout["shape"]) * layout["dtype"].itemsize
 
@@ -128,12 +133,13 @@ class _Unchanged:
         self._states = [slot.state for slot in of_state if slot.state is not None]
         self._tensors = [slot.tensor for slot in compared]
         self._addresses = [slot.address for slot in compared]
+        self._shapes = [slot.layout["shape"] for slot in compared]
         trained = [slot for slot in compared if slot.trained is not None]
         self._parameters: list[Any] = [slot.tensor for slot in trained]
         self._trained = [slot.trained for slot in trained]
 
     def holds(self) -> bool:
-        """Say whether every tensor is the object that was bound, where it was, and trained or not.
+        """Say whether every tensor is the object that was bound, as it was, and trained or not.
 
         A slot whose tensor is gone differs, too.
         """
@@ -143,11 +149,14 @@ class _Unchanged:
         return (
             all(map(is_, now, self._tensors))
             and [tensor.data_ptr() for tensor in now] == self._addresses
+            and [tensor.shape for tensor in now] == self._shapes
+            and all(map(_is_contiguous, now))
             and [tensor.requires_grad for tensor in self._parameters] == self._trained
         )
 
 
 _NO_STATE: Mapping[str, Any] = {}
+_is_contiguous = torch.Tensor.is_contiguous
 
 
 class Binding:
@@ -283,7 +292,7 @@ class Binding:
             is_same = tensor is slot.tensor and tensor is not None
             if is_same and slot.trained is not None and tensor.requires_grad is not slot.trained:
                 self._refuse_thaw(slot)
-            if is_same and tensor.data_ptr() == slot.address:
+            if is_same and tensor.data_ptr() == slot.address and _is_as_bound(slot, tensor):
                 if slot.index in self._in_file and self._state_file and tensor is not None:
                     self._state_file.check_written(tensor)
                 continue
@@ -320,6 +329,24 @@ class Binding:
         if self._state_file is not None:
             for index in self._in_file.intersection(indices):
                 self._state_file.note_version(self.tensor(index))
+
+    def refuse_shared_writes(self, indices: Sequence[int]) -> None:
+        """Refuse inputs that the program writes and that another one is a part of.
+
+        Raises `InputMismatchError`: there is one; the program reads each as if it were apart.
+        """
+        bound = [slot for slot in self._slots if slot.tensor is not None and slot.tensor.numel()]
+        bound.sort(key=lambda slot: slot.address)
+        for k, slot in enumerate(bound):
+            for other in bound[k + 1 :]:
+                if other.address >= slot.address + _bytes(slot.layout):
+                    break
+                if slot.index in indices or other.index in indices:
+                    raise InputMismatchError(
+                        f"{slot.what} and {other.what} share memory that the step writes; a "
+                        "compiled step keeps them apart: make one a clone, or take it from the "
+                        "other where it is used."
+                    )
 
     def _bind(
         self,

@@ -1,10 +1,12 @@
 """Operators written in smaller ones give what PyTorch's own give."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
-from relax_disc.frontend.capture.traced.rewrites import as_strided
+from relax_disc.frontend.capture.traced.rewrites import as_strided, cosine_similarity
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -29,3 +31,27 @@ def test_views_by_strides_are_read_at_positions(shape, random, first):
 
 def test_gaps_are_not_read():
     assert as_strided(torch.arange(12.0).reshape(3, 4)[:, :2], (2, 2), (4, 1)) is None
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1.0, 4.0])
+@pytest.mark.parametrize(
+    ("first", "second", "dim"),
+    [
+        ((3, 4), (3, 4), 1),
+        ((3, 4), (4,), 0),
+        ((3, 4), (4,), 1),
+        ((1, 4), (3, 4), 0),
+        ((4,), (4,), 0),
+    ],
+)
+def test_similarities_and_gradients(first, second, dim, eps):
+    torch.manual_seed(0)
+    x, y = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in (first, second)
+    )
+    found, expected = (f(x, y, dim=dim, eps=eps) for f in (cosine_similarity, F.cosine_similarity))
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(expected)
+    pairs = zip(*(torch.autograd.grad(z, (x, y), weights) for z in (found, expected)), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs)

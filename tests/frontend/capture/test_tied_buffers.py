@@ -79,3 +79,29 @@ def test_a_buffer_that_modules_share_trains_as_in_eager() -> None:
     model.first.again = torch.ones(4, 4)
     with pytest.raises(InputMismatchError, match=r"was the same tensor as"):
         step(torch.ones(3, 4))
+
+
+class Part(nn.Module):
+    """Writes a part of a buffer that it reads as a whole."""
+
+    def __init__(self, is_written: bool) -> None:
+        super().__init__()
+        self.layer, self.is_written = nn.Linear(4, 4), is_written
+        self.whole: Tensor
+        self.part: Tensor
+        self.register_buffer("whole", torch.ones(32))
+        self.register_buffer("part", self.whole[16:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_written:
+            self.part.mul_(0.5)
+        return (self.layer(x) * self.whole.sum() * self.part.sum()).square().mean()
+
+
+def test_a_part_of_another_buffer_is_not_written_apart_from_it() -> None:
+    x, rows = torch.ones(3, 4), ({0: Dim("rows", min=1, max=8)},)
+    with pytest.raises(InputMismatchError, match="buffer whole and buffer part share memory"):
+        relax_disc.compile(Part(is_written=True), None, (x,), dynamic_shapes=rows)
+    model = Part(is_written=False)
+    step = relax_disc.compile(model, None, (x,), dynamic_shapes=rows)
+    torch.testing.assert_close(step(x, update=False), model(x).detach())

@@ -210,3 +210,25 @@ def test_parts_of_complex_numbers_that_nothing_else_reads_are_written():
     shapes = ({0: Dim("rows", min=1, max=9), 1: Dim("length", min=1, max=9)},)
     step = relax_disc.compile(ComplexAlone(), None, (torch.randn(2, 5, 4),), dynamic_shapes=shapes)
     assert_gradients_as_eager(step, [(torch.randn(*size, 4),) for size in ((2, 5), (1, 1))])
+
+
+class MasksHeads(nn.Module):
+    """Writes a view whose axes are moved, which the result of a write does not have in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Linear(8, 16)
+
+    def forward(self, x, mask):
+        rows, length, _ = x.shape
+        value = self.value(x).reshape(rows, length, 2, 8).permute(0, 2, 1, 3)
+        value.masked_fill_(~mask[:, None, :, None], 0.0)
+        return value.permute(0, 2, 1, 3).reshape(rows, length, -1).square().sum()
+
+
+def test_writes_of_views_whose_axes_are_moved():
+    rows, length = Dim("rows", min=1, max=8), Dim("length", min=1, max=16)
+    axes = {0: rows, 1: length}
+    batches = [(torch.randn(b, n, 8), torch.rand(b, n) > 0.5) for b, n in ((2, 5), (1, 1), (3, 16))]
+    step = relax_disc.compile(MasksHeads(), None, batches[0], dynamic_shapes=(axes, axes))
+    assert_gradients_as_eager(step, batches)

@@ -126,7 +126,11 @@ def _reshaped(x: Tensor, shape: Any, allow_copy: bool) -> Tensor:
     strides = None
     if any(isinstance(size, torch.SymInt) for size in (*x.shape, *shape)):
         strides = _strides_of_view(x, shape)
-    return _reshape(x, shape, allow_copy) if strides is None else x.as_strided(shape, strides)
+    if strides is not None:
+        return x.as_strided(shape, strides)
+    # What a write behind a view gives may lie otherwise than what it stands for in the trace,
+    # where values count and no memory. The model's own views were proved before.
+    return _reshape(x, shape, True)
 
 
 def _strides_of_view(x: Tensor, shape: Sequence[Any]) -> list[Any] | None:

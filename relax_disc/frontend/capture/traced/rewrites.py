@@ -24,7 +24,13 @@ Rule = Callable[..., Any]
 
 def cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """Write the similarity in smaller operators; PyTorch's own form needs numbers as sizes."""
-    norms = [torch.linalg.vector_norm(t, dim=dim, keepdim=True).clamp_min(eps) for t in (x, y)]
+    rank = max(x.dim(), y.dim())
+    x, y = (t.reshape((1,) * (rank - t.dim()) + tuple(t.shape)) for t in (x, y))
+    if x.shape[dim] != y.shape[dim]:
+        x, y = torch.broadcast_tensors(x, y)
+    norms = [torch.linalg.vector_norm(t, dim=dim, keepdim=True) for t in (x, y)]
+    # PyTorch raises norms below eps in place, and takes the gradient as if it had not.
+    norms = [norm + (norm.clamp_min(eps) - norm).detach() for norm in norms]
     return ((x / norms[0]) * (y / norms[1])).sum(dim)
 
 
