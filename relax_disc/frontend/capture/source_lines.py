@@ -51,11 +51,16 @@ def users_frames(summary: traceback.StackSummary) -> list[traceback.FrameSummary
     """
     found: list[traceback.FrameSummary] = []
     for frame in reversed(summary):
-        if frame.name == "forward" and frame.filename == _ENTRY:
+        if (frame.name, frame.filename) == ("forward", _ENTRY):
             return found[::-1]
         if not frame.filename.startswith((_TORCH, _PACKAGE)):
             found.append(frame)
     return []
+
+
+def is_entry(frame: Any) -> bool:
+    """Say whether a frame calls the user's functions for an export."""
+    return (frame.f_code.co_name, frame.f_code.co_filename) == ("forward", _ENTRY)
 
 
 def calling_line() -> SourceLine:

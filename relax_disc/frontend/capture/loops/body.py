@@ -25,7 +25,7 @@ class Body(ast.NodeVisitor):
             self.why_not = "it has an `else`"
         self.continued: dict[str, None] = {}  # lists whose last element is read
         self.prepended: dict[str, None] = {}  # lists that grow in front
-        self._read: set[str] = set()
+        self.read: set[str] = set()  # names
         self._appended: set[str] = set()
         self._own: set[str] = set()  # containers that each step makes anew
         self.rebound: dict[str, None] = {}  # names that each step binds before it reads them
@@ -34,11 +34,11 @@ class Body(ast.NodeVisitor):
             self._note_made(statement)
             self._note_rebound(statement)
             self.visit(statement)
-        self._read |= self.continued.keys() - self._appended
+        self.read |= self.continued.keys() - self._appended
         grown = (self._appended | self.prepended.keys()) - self._own
         for name in sorted((self._appended & self.prepended.keys()) - self._own):
             self._refuse(f"it puts values in front of {name} and behind")
-        for name in sorted(grown & self._read):
+        for name in sorted(grown & self.read):
             self._refuse(f"it reads {name}, which it appends to; keep the value in a variable")
         if outer := outer_names & {*self.bound}:
             self.why_not = f"it binds {sorted(outer)[0]}, which is global or of an outer function"
@@ -55,13 +55,13 @@ class Body(ast.NodeVisitor):
         is_made = isinstance(value, ast.List | ast.ListComp | ast.Dict | ast.Set)
         is_made |= isinstance(value, ast.Call) and called(value) in ("list", "dict", "set")
         for target in targets if is_made else ():
-            if isinstance(target, ast.Name) and target.id not in self._read | self._appended:
+            if isinstance(target, ast.Name) and target.id not in self.read | self._appended:
                 self._own.add(target.id)
 
     def _note_rebound(self, statement: ast.stmt) -> None:
         if not isinstance(statement, ast.Assign):
             return
-        used = {n.id for n in ast.walk(statement.value) if isinstance(n, ast.Name)} | self._read
+        used = {n.id for n in ast.walk(statement.value) if isinstance(n, ast.Name)} | self.read
         used |= self.bound.keys() | self.stored.keys() | self.continued.keys()
         for target in statement.targets:
             parts = target.elts if isinstance(target, ast.Tuple) else [target]
@@ -72,7 +72,7 @@ class Body(ast.NodeVisitor):
         if isinstance(node.ctx, ast.Store):
             self.bound[node.id] = None
         if isinstance(node.ctx, ast.Load):
-            self._read.add(node.id)
+            self.read.add(node.id)
         if isinstance(node.ctx, ast.Del):
             self._refuse(f"it deletes {node.id}")
 
@@ -161,15 +161,15 @@ class Body(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         """Note the name; what is inside is the function's own."""
         self.bound[node.name] = None
-        self._read |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        self.read |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
         """Note what is read inside."""
-        self._read |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        self.read |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
     def visit_ListComp(self, node: Any) -> None:
         """Leave alone the names that a comprehension binds."""
-        self._read |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        self.read |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         for inner in ast.walk(node):
             if isinstance(inner, ast.NamedExpr):
                 self.visit(inner.target)

@@ -384,6 +384,7 @@ class _Prepare(ast.NodeTransformer):
             "rebound": [n for n in found.rebound if n in bound],
             "masked": [n for n in masked if n in bound],
             "attributed": [*found.attributed],
+            "read": sorted(found.read),
         }
         arguments: list[ast.expr] = [
             node.iter,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from relax_disc.frontend.capture.loops import operators as _operators  # noqa: F401
+from relax_disc.frontend.capture.loops.aliases import callers_values, sharing
 from relax_disc.frontend.capture.loops.attributes import StepAttribute, watch_reads
 from relax_disc.frontend.capture.loops.bounds import ask_for_longer, fewest
 from relax_disc.frontend.capture.loops.kept import copied, unchanged
@@ -74,6 +75,7 @@ class Names:
     rebound: tuple[str, ...] = ()  # that it binds before it reads them
     masked: tuple[str, ...] = ()  # of tensors that it binds to themselves, written by masks
     attributed: tuple[str, ...] = ()  # of objects that it sets attributes of
+    read: tuple[str, ...] = ()  # that it reads
 
 
 def steps(values: Any, why_not: str, target: _Target, names: dict[str, Any], line: int) -> Any:
@@ -149,6 +151,7 @@ class _Loop:
         self._before: dict[str, Any] | None = None
         self._entered: dict[str, Any] = {}
         self._better: dict[tuple[str, int], Tensor] = {}  # first values, by name and place
+        self._written: set[str] = set()  # tensors that are written in place and read elsewhere
         # the value that stands for the step before, and its version, by the name's stand-in
         self._carried: dict[int, tuple[Any, int]] = {}
         self._again = True
@@ -212,10 +215,8 @@ class _Loop:
         others = {key: value for key, value in found.items() if key != name}
         for holder in self._holders(found):
             others[f"an attribute of {type(holder).__name__}"] = [*vars(holder).values()]
-        for what, value in others.items():
-            for leaf in pytree.tree_leaves(value):
-                if isinstance(leaf, Tensor) and _memory(leaf) == _memory(found[name]):
-                    raise self.refuse(f"it writes by a mask into {name}, which {what} is too")
+        for what in sharing(found[name], others):
+            raise self.refuse(f"it writes by a mask into {name}, which {what} is too")
 
     def _check_lists(self, found: dict[str, Any]) -> None:
         """Check that no one else holds a list that the steps append to: it would miss them."""
@@ -322,7 +323,8 @@ class _Loop:
             leaf = self._better.get((name, place), leaf)
             if isinstance(leaf, Tensor):
                 # What is written into afterwards is not what the gradient reads.
-                first = leaf.clone() if name in self._names.masked else leaf
+                is_written = name in self._written or name in self._names.masked
+                first = leaf.clone() if is_written else leaf
                 leaves[place] = self._stand_in(first)
         return pytree.tree_unflatten(leaves, structure)
 
@@ -342,6 +344,7 @@ class _Loop:
         ends = _Ends()
         names = (*self._names.bound, *self._names.stored)
         fill = [self._leave(name, found[name], ends) for name in names]
+        self._find_written(found)
         attributes = self._leave_attributes(ends)
         if self._again:
             return (*(found[name] for name in names), self._element)
@@ -359,9 +362,44 @@ class _Loop:
         for attribute, value in attributes:
             attribute.set(value())
         made = {name: each() for name, each in zip(names, fill, strict=True)}
-        for name in self._names.masked:  # its other names see what was written
+        for name in {*self._names.masked, *self._written}:  # other names see what was written
             made[name] = self._before[name].copy_(made[name])
         return (*made.values(), last())
+
+    def _find_written(self, found: dict[str, Any]) -> None:
+        """Find out which tensors a step writes in place, as ``h += x`` does, under other names too.
+
+        What no step reads is written after the last one; then the loop is recorded again.
+        """
+        assert self._before is not None
+        own, written = self._own_names(), {}
+        for name in self._names.bound:
+            old, first = self._entered[name], self._before[name]
+            if not isinstance(first, Tensor) or id(old) not in self._carried:
+                continue
+            if found[name] is old and times_written(old) != self._carried[id(old)][1]:
+                written[name] = first
+        if not written:
+            return
+        now = _seen(found)
+        others = {key: value for key, value in now.items() if key not in own}
+        others |= {key: self._before[key] for key in own & self._before.keys() if key in now}
+        attributes = {
+            f"an attribute of {type(holder).__name__}": [*vars(holder).values()]
+            for holder in self._holders(found)
+        }
+        for name, first in written.items():
+            for what in sharing(first, {k: v for k, v in others.items() if k != name} | attributes):
+                if what in own or what in self._names.read or what in attributes:
+                    raise self.refuse(
+                        f"it writes into {name} in place, which {what} is too: write "
+                        f"`{name} = {name} + ...` for `{name} += ...`, or clone it before the loop"
+                    )
+                self._again = self._again or name not in self._written
+                self._written.add(name)
+            if name not in self._written and any(sharing(first, callers_values())):
+                self._again = True
+                self._written.add(name)
 
     def _find_attributes(self, found: dict[str, Any]) -> None:
         """Find out which attributes a step has set; with new ones it is recorded again."""
@@ -591,10 +629,6 @@ def _split(grown: Sequence[Any], kept: int, in_front: bool) -> tuple[Any, Any]:
         new = max(len(grown) - kept, 0)
         return grown[new:], grown[:new]
     return grown[:kept], grown[kept:]
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def are_alike(one: Any, other: Any) -> bool:

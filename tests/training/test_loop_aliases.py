@@ -1,0 +1,100 @@
+"""Loops that write a variable in place, as ``h += x`` does, of which there are other names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from relax_disc.errors import ShapeRangeError
+from tests.training.trained_loops import Recurrent, assert_trains_as_eager, compiled
+
+
+class AddsToAView(Recurrent):
+    """A row of a tensor that is read behind the loop."""
+
+    def run(self, x: Tensor) -> Tensor:
+        states = self.cell(x[:, 0]).new_zeros(2, x.shape[0], 8) + self.out.bias.sum()
+        first = states[0]
+        for t in range(x.shape[1]):
+            first += self.cell(x[:, t])
+        return states.mean(0)[:, None].expand(-1, x.shape[1], -1)
+
+
+class ListHoldsIt(Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(x.shape[0], 8)
+        kept = [total, total[:1]]
+        for t in range(x.shape[1]):
+            total += self.cell(x[:, t])
+        return (kept[0] + kept[1])[:, None].expand(-1, x.shape[1], -1)
+
+
+class CallerHoldsIt(Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(x.shape[0], 8)
+        added = self.add_up(x, total)
+        return (total * 2 + added)[:, None].expand(-1, x.shape[1], -1)
+
+    def add_up(self, x: Tensor, total: Tensor) -> Tensor:
+        for t in range(x.shape[1]):
+            total += self.cell(x[:, t], total.clone())
+        return total
+
+
+class NobodyElseHoldsIt(Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        total: Any = 0.0
+        mean = x.mean(1)
+        for t in range(x.shape[1]):
+            total += self.cell(x[:, t] + mean)
+            mean += x[:, t].detach() / x.shape[1]
+        return (total + mean.sum(-1, True))[:, None].expand(-1, x.shape[1], -1)
+
+
+class AddsToABuffer(Recurrent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(6))
+
+    def run(self, x: Tensor) -> Tensor:
+        seen, outs = self.seen, []
+        for t in range(x.shape[1]):
+            seen += x[:, t].mean(0)
+            outs.append(self.cell(x[:, t]))
+        return torch.stack(outs, 1)
+
+
+class StepsReadTheOther(Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        total, outs = x.new_zeros(x.shape[0], 8), []
+        same = total
+        for t in range(x.shape[1]):
+            total += self.cell(x[:, t]).detach()
+            outs.append(self.cell(x[:, t], same.clone()))
+        return torch.stack(outs, 1)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
+
+
+@pytest.mark.parametrize("kind", [AddsToAView, ListHoldsIt, CallerHoldsIt, NobodyElseHoldsIt])
+def test_other_names_see_what_was_written(kind: type[Recurrent]) -> None:
+    torch.manual_seed(0)
+    assert_trains_as_eager(kind(), sgd, [(4, 12), (1, 1), (3, 7)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (AddsToABuffer, r"writes into seen in place, which an attribute of AddsToABuffer is too"),
+        (StepsReadTheOther, r"writes into total in place, which same is too: write `total = total"),
+    ],
+)
+def test_what_steps_may_read_by_another_name_is_refused(kind: type[Recurrent], said: str) -> None:
+    with pytest.raises(ShapeRangeError, match=said):
+        compiled(kind(), sgd)
