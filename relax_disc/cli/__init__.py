@@ -17,7 +17,7 @@ from rich.console import Console
 import relax_disc
 from relax_disc.cli import bench, doctor, report, train, tune
 from relax_disc.cli.user_step import UserCodeError
-from relax_disc.errors import MemoryBudgetError, RelaxDiscError
+from relax_disc.errors import MemoryBudgetError, RelaxDiscError, UnsupportedEnvironmentError
 
 app = typer.Typer(
     name="relax-disc",
@@ -54,7 +54,7 @@ def main() -> None:
             app()
     except UserCodeError as error:
         console.print(f"error: {error}", markup=False)
-    except MemoryBudgetError as error:
+    except (MemoryBudgetError, UnsupportedEnvironmentError) as error:
         console.print(f"{type(error).__name__}: {error}", markup=False)
         sys.exit(1)
     except RelaxDiscError as error:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import torch
@@ -124,7 +125,8 @@ def load(source: str) -> Callable[[], dict[str, Any]]:
         raise typer.BadParameter(f"there is no file {path}")
     sys.path.insert(0, str(file.resolve().parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise typer.BadParameter(f"{path} is no Python file: its name ends in .py. {CONTRACT}")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(file.stem, module)
     with _told(file):
@@ -139,7 +141,7 @@ def load(source: str) -> Callable[[], dict[str, Any]]:
 
     def arguments() -> dict[str, Any]:
         try:
-            with _told(file), _instead_of_compile():
+            with _told(file), _instead_of_compile(module):
                 found = function()
         except _Compiles as call:
             found = call.arguments
@@ -167,17 +169,32 @@ class _Compiles(BaseException):
 
 
 @contextmanager
-def _instead_of_compile() -> Iterator[None]:
-    """Have ``relax_disc.compile`` raise its arguments inside the block."""
+def _instead_of_compile(module: ModuleType) -> Iterator[None]:
+    """Have ``relax_disc.compile`` raise its arguments inside the block, by whatever name.
+
+    ``module``: the user's; ``from relax_disc import compile`` is seen in what it imports, too.
+    """
 
     def told(*args: Any, **kwargs: Any) -> None:
         raise _Compiles(inspect.signature(original).bind(*args, **kwargs).arguments)
 
-    original, relax_disc.compile = relax_disc.compile, told  # pyright: ignore[reportAttributeAccessIssue]
+    original = relax_disc.compile
+    package = relax_disc.__name__
+    modules = [module, *(m for m in sys.modules.values() if isinstance(m, ModuleType))]
+    spaces = [vars(m) for m in modules if not m.__name__.startswith(f"{package}.")]
+    places = [
+        (space, name)
+        for space in {id(space): space for space in spaces}.values()
+        for name, value in list(space.items())
+        if value is original
+    ]
+    for space, name in places:
+        space[name] = told
     try:
         yield
     finally:
-        relax_disc.compile = original
+        for space, name in places:
+            space[name] = original
 
 
 @contextmanager

@@ -210,7 +210,16 @@ def variances(model, ids, labels):
     return model(ids)[labels >= 0].exp().var(0).sum()
 
 
+def last_marked_of_each(model, ids, labels):
+    """As BART and T5 classify sequences: by their end, of which each has as many."""
+    marks = torch.arange(ids.shape[1]).expand(ids.shape) == ids.shape[1] - 1
+    hidden = model.table(ids)
+    ends = hidden[marks, :].view(hidden.size(0), -1, hidden.size(-1))[:, -1, :]
+    return F.cross_entropy(model.head(ends), labels[:, 0].clamp_min(0))
+
+
 LOSSES = [
+    last_marked_of_each,
     *(cross_entropy, equal_masks, rows_before_the_head, positive, squared_error, positions),
     *(
         distinct,

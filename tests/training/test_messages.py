@@ -167,6 +167,25 @@ def test_numbers_that_pytorch_negates_when_they_are_read():
     torch.testing.assert_close(step(X, update=False), model(X).sum().detach())
 
 
+@pytest.mark.parametrize("change", [lambda m: m.to(torch.float32), lambda m: m.cpu().float()])
+def test_a_module_that_is_converted_to_what_it_is(change):
+    def loss_fn(model, x):
+        model.layer = change(model.layer)
+        return model(x).square().mean()
+
+    step = compiled(model := Net(), (X,), loss_fn)
+    torch.testing.assert_close(step(X, update=False), loss_fn(model, X).detach())
+
+
+def test_a_module_that_is_converted_while_it_runs_is_refused_by_line():
+    def loss_fn(model, x):
+        return model.double()(x.double()).mean()
+
+    with pytest.raises(UnsupportedOperatorError, match=r"test_messages.py:\d+: Net is converted"):
+        compiled(model := Net(), (X,), loss_fn)
+    assert model.layer.weight.dtype == torch.float32
+
+
 def test_copies_of_tensors_are_copies():
     def loss_fn(model, x):
         again = copy.deepcopy(x)

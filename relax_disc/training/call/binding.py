@@ -48,6 +48,13 @@ def _layout(tensor: torch.Tensor) -> dict[str, Any]:
     return {"dtype": tensor.dtype, "shape": tuple(tensor.shape), "device": tensor.device}
 
 
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the one behind its last."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.data_ptr()
+    return first, first + (last + 1) * tensor.element_size()
+
+
 def _is_as_bound(slot: _Slot, tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory is read as it was when it was bound, contiguous."""
     return tensor.is_contiguous() and _layout(tensor) == slot.layout
@@ -175,6 +182,8 @@ class Binding:
         self.arguments: list[object] = [None] * len(self._specs)
         self._slots: list[_Slot] = []
         self._by_input: dict[int, _Slot] = {}
+        # Addresses, before anything is moved: of the first byte, and behind the last; the input.
+        self._found_in: list[tuple[int, int, int]] = []
         self._parents: list[tuple[dict, str, object]] = []
         self._numbers: list[Number] = []
         self._state_file: StateFile | None = None
@@ -335,17 +344,17 @@ class Binding:
 
         Raises `InputMismatchError`: there is one; the program reads each as if it were apart.
         """
-        bound = [slot for slot in self._slots if slot.tensor is not None and slot.tensor.numel()]
-        bound.sort(key=lambda slot: slot.address)
-        for k, slot in enumerate(bound):
-            for other in bound[k + 1 :]:
-                if other.address >= slot.address + _bytes(slot.layout):
+        found = sorted(self._found_in)
+        for k, (_, end, index) in enumerate(found):
+            for start, _, other in found[k + 1 :]:
+                if start >= end:
                     break
-                if slot.index in indices or other.index in indices:
+                if index in indices or other in indices:
+                    one, another = (self._by_input[i].what for i in sorted((index, other)))
                     raise InputMismatchError(
-                        f"{slot.what} and {other.what} share memory that the step writes; a "
-                        "compiled step keeps them apart: make one a clone, or take it from the "
-                        "other where it is used."
+                        f"{one} and {another} share memory that the step writes; a compiled step "
+                        "keeps them apart: make one a clone, or take it from the other where it "
+                        "is used."
                     )
 
     def _bind(
@@ -358,6 +367,8 @@ class Binding:
         tensor = look()
         if tensor is None:
             raise InputMismatchError(f"{what} does not exist.")
+        if tensor.numel():
+            self._found_in.append((*_range(tensor), index))
         self.arguments[index] = as_runtime(tensor, what)
         # Of others than parameters a compiled step takes no gradient in any case.
         is_trained = self._optimizer is not None and self._specs[index].kind == "parameter"

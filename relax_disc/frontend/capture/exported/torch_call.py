@@ -44,6 +44,7 @@ from relax_disc.frontend.capture.replaced.model_patches import (
     hooks_as_before,
     inlined_checkpoints,
     masks_unread,
+    modules_unconverted,
     own_attributes,
 )
 from relax_disc.frontend.capture.replaced.packed_sequences import packed_batches
@@ -76,6 +77,7 @@ def call_export(
             stand_ins(),
             no_foreign_randomness(wrapped.outer.moving),
             hooks_as_before(wrapped),
+            modules_unconverted(),
         ):
             return torch.export.export(
                 wrapped,

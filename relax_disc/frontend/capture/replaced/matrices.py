@@ -54,6 +54,20 @@ def _fill_diagonal(x: Tensor, fill_value: Any, wrap: bool = False) -> Tensor | N
     return x
 
 
+def _diagonal(x: Tensor, offset: Any = 0, dim1: int = 0, dim2: int = 1) -> Tensor | None:
+    """Cut off what lies on one side of the diagonal, where a size tells which one it is."""
+    if not isinstance(offset, torch.SymInt):
+        return None
+    axis, cut = (dim2, offset) if offset >= 0 else (dim1, -offset)
+    return x.narrow(axis, cut, x.shape[axis] - cut).diagonal(0, dim1, dim2)
+
+
+def _diag(x: Tensor, diagonal: Any = 0) -> Tensor | None:
+    """Take a matrix's diagonal; of a vector PyTorch's own form is left to do it."""
+    found = _diagonal(x, diagonal) if x.dim() == 2 else None
+    return None if found is None else found.clone()
+
+
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
     """By differences whatever the number of rows, on which PyTorch's choice would depend."""
     return torch.cdist(x1, x2, p, "donot_use_mm_for_euclid_dist")
@@ -92,6 +106,8 @@ def _block_diag(*tensors: Tensor) -> Tensor | None:
 REPLACED: dict[Any, Callable[..., Any]] = {
     Tensor.fill_diagonal_: _fill_diagonal,
     torch.cdist: _cdist,
+    **dict.fromkeys((torch.diagonal, Tensor.diagonal), _diagonal),
+    **dict.fromkeys((torch.diag, Tensor.diag), _diag),
     **dict.fromkeys((torch.cov, Tensor.cov), _cov),
     **dict.fromkeys((torch.corrcoef, Tensor.corrcoef), _corrcoef),
     **dict.fromkeys((torch.kron, Tensor.kron), _kron),

@@ -34,8 +34,10 @@ from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import checkpoint
 
+from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.loops.sequences import DynamicList
 from relax_disc.frontend.capture.replaced.math_of_sizes import METHODS, replacements
+from relax_disc.frontend.capture.source_lines import calling_line
 
 Changes = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 """The global variables of files, and what these are to be for a while, by their names."""
@@ -115,6 +117,30 @@ def _first_extreme(*values: Any, real_callable: Any, tensor_callable: Any, **opt
 def extremes_of_tensors() -> Any:
     """Let ``max`` and ``min`` take a tensor of one axis, in the context that is returned."""
     return patch.object(non_strict_utils, "_tensor_min_max", _first_extreme)
+
+
+def _converted(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+    """Leave a module as it is whose tensors ``.to(dtype)``, ``.cpu()`` and the like do not change.
+
+    Raises `UnsupportedOperatorError`: they would.
+    """
+    with torch.no_grad():
+        for each in (*self.parameters(recurse), *self.buffers(recurse)):
+            made = function(each)
+            if (made.dtype, made.device, made.shape) != (each.dtype, each.device, each.shape):
+                line = calling_line()
+                raise UnsupportedOperatorError(
+                    f"{line}: {type(self).__name__} is converted from {each.dtype} on "
+                    f"{each.device} to {made.dtype} on {made.device} while the model runs: do that "
+                    "before compile.",
+                    (("a module that is converted", str(line)),),
+                )
+    return self
+
+
+def modules_unconverted() -> Any:
+    """Let modules that a model converts to what they are already stay as they are."""
+    return patch.object(nn.Module, "_apply", _converted)
 
 
 @contextlib.contextmanager

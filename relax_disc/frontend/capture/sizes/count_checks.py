@@ -39,7 +39,12 @@ _FEW = 4
 
 
 def _always_holds(condition: Any) -> bool:
-    """Whether a condition on one counted size holds at a few, each tried, and at all beyond."""
+    """Whether a condition is one of sizes that are no less than 0 or 1, or holds where tried.
+
+    That is, on one counted size, at a few sizes and at all beyond.
+    """
+    if isinstance(condition, sympy.Ge | sympy.Le) and _is_never_less(condition.gts, condition.lts):
+        return True
     counted = condition.free_symbols
     if len(counted) != 1 or counted != free_unbacked_symbols(condition):
         return False
@@ -47,6 +52,27 @@ def _always_holds(condition: Any) -> bool:
     plain = condition.replace(torch_sympy.Max, sympy.Max).replace(torch_sympy.Min, sympy.Min)
     sizes = [*map(sympy.Integer, range(_FEW)), beyond]
     return all(plain.subs(symbol, size) == True for symbol in counted for size in sizes)  # noqa: E712
+
+
+def _is_never_less(more: Any, less: Any) -> bool:
+    """Whether one size is at least another, dims being 1 or more, and counts 0 or more."""
+    counted = free_unbacked_symbols(more - less)
+    known = {
+        symbol: sympy.Dummy(
+            integer=True, **{"nonnegative" if symbol in counted else "positive": True}
+        )
+        for symbol in (more - less).free_symbols
+    }
+
+    def quotient(x: Any, by: Any) -> Any:
+        if x.is_nonnegative and by.is_positive:
+            return sympy.Dummy(integer=True, nonnegative=True)
+        return sympy.Dummy(integer=True)
+
+    found = (more - less).xreplace(known)
+    for kind, plain in ((torch_sympy.Max, sympy.Max), (torch_sympy.Min, sympy.Min)):
+        found = found.replace(kind, plain)
+    return bool(found.replace(torch_sympy.FloorDiv, quotient).is_nonnegative)
 
 
 def _of_dims(condition: Any, env: ShapeEnv) -> Any:
