@@ -86,7 +86,8 @@ class PipelineOptions:
         more compile one that makes the gradients of these by rows, for budgets that the plain one
         exceeds (CPU).
     plan_arena : bool
-        Plan the memory of each call at entry; off: TVM's own memory planning.
+        Plan the memory of each call at entry; off: TVM's own memory planning, for programs that
+        run on `relax.VirtualMachine`. `compile` needs the plan.
     verify_schedules : bool
         Put kernels back whose schedule makes no code: lowers each once more.  `compile` does so
         only after code generation has failed.

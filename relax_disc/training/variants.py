@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from tvm import relax
 
-from relax_disc.errors import MemoryBudgetError
+from relax_disc.errors import InputMismatchError, MemoryBudgetError
 from relax_disc.vm_builtins.session import ArenaFacts, CallReport, Session
 
 _Found = TypeVar("_Found")
@@ -33,6 +33,17 @@ class Variants:
     """
 
     def __init__(self, machine: relax.VirtualMachine, name: str) -> None:
+        """Find them.
+
+        Raises `InputMismatchError`: the program was built without an arena, whose plan tells what
+        calls take.
+        """
+        if not machine.module.implements_function(f"{name}__session"):
+            raise InputMismatchError(
+                "The program was built without plan_arena, by which a call knows its memory: leave "
+                'it on, and build a module with relax_pipeline="relax_disc". Without it a program '
+                "runs on TVM's own relax.VirtualMachine."
+            )
         found = [name, *(other.format(name) for other in _OTHERS)]
         self._all = tuple(
             Variant(machine[each], Session.of(machine, each), machine[f"{each}__session"])

@@ -167,6 +167,30 @@ def test_numbers_that_pytorch_negates_when_they_are_read():
     torch.testing.assert_close(step(X, update=False), model(X).sum().detach())
 
 
+def test_a_parameter_that_is_thawed_is_told_of_without_an_optimizer():
+    model = Net()
+    model.layer.bias.requires_grad_(False)
+    step = relax_disc.compile(
+        model, None, (X,), dynamic_shapes=None, loss_fn=lambda m, x: m(x).mean()
+    )
+    step(X, update=False)
+    model.layer.bias.requires_grad_()
+    with pytest.raises(InputMismatchError, match=r"layer\.bias was frozen"):
+        step(X, update=False)
+
+
+def test_a_step_without_an_arena_is_refused():
+    with pytest.raises(InputMismatchError, match="without plan_arena"):
+        relax_disc.compile(
+            Net(),
+            None,
+            (X,),
+            dynamic_shapes=None,
+            loss_fn=lambda m, x: m(x).mean(),
+            options=relax_disc.PipelineOptions(plan_arena=False),
+        )
+
+
 @pytest.mark.parametrize("change", [lambda m: m.to(torch.float32), lambda m: m.cpu().float()])
 def test_a_module_that_is_converted_to_what_it_is(change):
     def loss_fn(model, x):

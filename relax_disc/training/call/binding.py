@@ -179,6 +179,7 @@ class Binding:
         self._specs = tuple(specs)
         self._model, self._optimizer = model, optimizer
         self._owners = owners_of(optimizer)
+        self._takes_gradients = optimizer is not None or any(x.kind == "gradient" for x in specs)
         self.arguments: list[object] = [None] * len(self._specs)
         self._slots: list[_Slot] = []
         self._by_input: dict[int, _Slot] = {}
@@ -301,8 +302,9 @@ class Binding:
             is_same = tensor is slot.tensor and tensor is not None
             if is_same and slot.trained is not None and tensor.requires_grad is not slot.trained:
                 self._refuse_thaw(slot)
-            if is_same and tensor.data_ptr() == slot.address and _is_as_bound(slot, tensor):
-                if slot.index in self._in_file and self._state_file and tensor is not None:
+            is_there = is_same and tensor is not None and tensor.data_ptr() == slot.address
+            if is_there and tensor is not None and _is_as_bound(slot, tensor):
+                if slot.index in self._in_file and self._state_file:
                     self._state_file.check_written(tensor)
                 continue
             if tensor is None and early and self._specs[slot.index].kind == "state":
@@ -371,7 +373,7 @@ class Binding:
             self._found_in.append((*_range(tensor), index))
         self.arguments[index] = as_runtime(tensor, what)
         # Of others than parameters a compiled step takes no gradient in any case.
-        is_trained = self._optimizer is not None and self._specs[index].kind == "parameter"
+        is_trained = self._takes_gradients and self._specs[index].kind == "parameter"
         trained = tensor.requires_grad if is_trained else None
         slot = _Slot(index, what, look, tensor, tensor.data_ptr(), _layout(tensor), trained, place)
         self._slots.append(slot)

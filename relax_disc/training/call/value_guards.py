@@ -34,7 +34,10 @@ class ValueGuards:
         self._absent = [(g.place.container, g.place.key, g) for g in guards if g.value is ABSENT]
         self._sizes: list[tuple[Any, int, Guard]] = []
         self._keys: list[list[Any]] = []
+        self._numbers: list[tuple[Any, Guard]] = []
         for guard in guards:
+            if guard.part in ("number", "type"):
+                self._numbers.append((guard.place.get, guard))
             if guard.part == "length":
                 self._sizes.append((guard.place.get, guard.value, guard))
             elif guard.part == "keys":
@@ -53,7 +56,7 @@ class ValueGuards:
 
     def __len__(self) -> int:
         compared = (self._entries, self._cells, self._copies, self._absent, self._sizes, self._keys)
-        return sum(map(len, compared))
+        return sum(map(len, (*compared, self._numbers)))
 
     def check(self) -> None:
         """Compare all values.
@@ -74,6 +77,8 @@ class ValueGuards:
             for get, length, guard in self._sizes:
                 if len(now := get()) != length:
                     _refuse_length(guard, len(now))
+            for get, guard in self._numbers:
+                _compare_number(guard, get())
             for entry in self._keys:
                 get, keys, guard = entry
                 if (now := tuple(get())) != keys:
@@ -162,6 +167,19 @@ def _compare_keys(guard: Guard, now: tuple[Any, ...]) -> None:
         f"{guard.what} {', '.join(changes) or 'has another order'}, when the step was compiled: "
         "compile again, or put it back."
     )
+
+
+def _compare_number(guard: Guard, now: Any) -> None:
+    if guard.part == "type" and type(now).__name__ != guard.value:
+        raise InputMismatchError(
+            f"{guard.what}, of which the model asked the type, was of type {guard.value} when the "
+            f"step was compiled and is {now!r} now: compile again, or give one of that type."
+        )
+    if guard.part == "number" and not isinstance(now, int | float):
+        raise InputMismatchError(
+            f"{guard.what} was the number {guard.value!r} when the step was compiled and is "
+            f"{now!r} now: compile again, or give a number."
+        )
 
 
 def _compare(guard: Guard, now: Any) -> None:

@@ -1,6 +1,7 @@
 """What a step reads besides its arguments, as far as the page does not show it."""
 
 import copy
+import ctypes
 import dataclasses
 import functools
 import importlib
@@ -259,9 +260,7 @@ def test_refusals_take_one_export(monkeypatch):
 
 def test_what_refuses_a_stand_in_is_traced_with_the_number():
     def only_floats(h, n):
-        if type(n) is not float:
-            raise TypeError(type(n))
-        return h * n
+        return h * ctypes.c_double(n).value
 
     model = Uses(only_floats)
     step = compiled(model, X)
@@ -270,11 +269,50 @@ def test_what_refuses_a_stand_in_is_traced_with_the_number():
         step(X)
 
 
+@pytest.mark.parametrize(
+    ("asks", "now", "said"),
+    [
+        (lambda n: n is None, None, r"model\.number was the number 0\.5 .* is None now"),
+        (torch.is_tensor, torch.ones(()), r"model\.number was the number 0\.5"),
+        (lambda n: isinstance(n, int), 1, r"asked the type, was of type float .* is 1 now"),
+        (lambda n: type(n) is int, 1, r"asked the type, was of type float .* is 1 now"),
+    ],
+)
+def test_what_a_number_is_may_be_asked_without_its_value(asks, now, said):
+    model = Uses(lambda h, n: h * 2 if asks(n) else h)
+    step = compiled(model, X)
+    agree(step, lambda model, x: model(x), model)
+    model.number = 0.25
+    agree(step, lambda model, x: model(x), model)
+    model.number = now
+    with pytest.raises(InputMismatchError, match=said):
+        step(X)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda model, x: type(x) is torch.Tensor and type(x.shape[0]) is int,
+        lambda model, x: type(model.linear.weight) is nn.Parameter,
+        lambda model, x: type(model.number) in (float,) and {float: 1}[type(model.number)],
+        lambda model, x: isinstance(type(x), type) and type("Made", (), {})().__class__ is not int,
+    ],
+)
+def test_types_are_those_of_eager(asks):
+    model = Uses(lambda h, n: h)
+    assert asks(model, X)
+
+    def loss_fn(model, x):
+        return model(x) * (1.0 if asks(model, x) else 100.0)
+
+    agree(compiled(model, X, loss_fn=loss_fn), loss_fn, model)
+
+
 def test_a_number_becomes_no_tensor():
     model = Uses(LIVE["product"])
     step = compiled(model, X)
     model.number = None
-    with pytest.raises(InputMismatchError, match=r"model\.number was a number"):
+    with pytest.raises(InputMismatchError, match=r"model\.number was the number 0\.5"):
         step(X)
 
 

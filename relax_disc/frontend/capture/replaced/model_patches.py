@@ -29,6 +29,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch._export import non_strict_utils
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -38,6 +40,7 @@ from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.capture.loops.sequences import DynamicList
 from relax_disc.frontend.capture.replaced.math_of_sizes import METHODS, replacements
 from relax_disc.frontend.capture.source_lines import calling_line
+from relax_disc.frontend.capture.state.live_number import LiveNumber
 
 Changes = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 """The global variables of files, and what these are to be for a while, by their names."""
@@ -165,12 +168,43 @@ def _length(value: Any) -> Any:
 
 def _is_instance(value: Any, kinds: Any) -> bool:
     """``isinstance``, to which a size is the number that it stands for."""
+    if type(value) is LiveNumber and issubclass(int, kinds) != issubclass(float, kinds):
+        value.kind()
     number = _NUMBERS.get(type(value))
     return isinstance(value, kinds) or (number is not None and issubclass(number, kinds))
 
 
+class _Asked(type):
+    """What ``type`` is, but for the answer that it gives of stand-ins."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return _type_of(args[0]) if len(args) == 1 and not kwargs else type(*args, **kwargs)
+
+    def __getitem__(cls, item: Any) -> Any:
+        return type[item]
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, type)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, type)
+
+
+class _Type(type, metaclass=_Asked):
+    """``type``, to which a stand-in of the trace is of the type that it stands for."""
+
+
+def _type_of(value: Any) -> type:
+    kind = type(value)
+    if kind is LiveNumber:
+        return value.kind()
+    if issubclass(kind, FakeTensor | FunctionalTensor):
+        return nn.Parameter if isinstance(value, nn.Parameter) else torch.Tensor
+    return list if kind is DynamicList else _NUMBERS.get(kind, kind)
+
+
 _NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-_BUILT_IN = {"len": _length, "isinstance": _is_instance}
+_BUILT_IN = {"len": _length, "isinstance": _is_instance, "type": _Type}
 
 
 @contextlib.contextmanager

@@ -77,8 +77,9 @@ class LiveNumber:
     """A number that says how it is used.
 
     ``value``: as it is now. ``leaves``: places that it was computed from. ``pin``: gets a place
-    whose number must not change. ``make``: returns the number as a tensor of the trace, float64
-    without axes; None where that cannot be had, and every use fixes it.
+    whose number must not change, or, for None, the type of whose number. ``make``: returns the
+    number as a tensor of the trace, float64 without axes; None where that cannot be had, and every
+    use fixes it.
     """
 
     __slots__ = ("leaves", "make", "pin", "value")
@@ -87,7 +88,7 @@ class LiveNumber:
         self,
         value: float,
         leaves: Sequence[Any],
-        pin: Callable[[Any, bool], None],
+        pin: Callable[[Any, bool | None], None],
         make: Callable[[], Tensor] | None,
     ) -> None:
         self.value, self.leaves, self.pin, self.make = value, tuple(leaves), pin, make
@@ -105,6 +106,12 @@ class LiveNumber:
         for leaf in self.leaves:
             self.pin(leaf, decides)
         return self.value
+
+    def kind(self) -> type:
+        """Return the type of the value, which the program will rely on."""
+        for leaf in self.leaves:
+            self.pin(leaf, None)
+        return type(self.value)
 
     def like(self, tensor: Tensor) -> Tensor | float:
         """Return a tensor that means the same beside another one."""

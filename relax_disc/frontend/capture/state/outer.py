@@ -38,7 +38,8 @@ class Guard:
     value: Any  # as it was; a list, dict or set is copied
     # for an attribute of a class the instance's own, which must not get one of that name
     shadow: dict[str, Any] | None = None
-    part: Literal["", "length", "keys"] = ""  # what `value` is of the container at the place
+    # what `value` is of the container or number at the place: "number" if that may be any other
+    part: Literal["", "length", "keys", "number", "type"] = ""
     names: frozenset[str] = frozenset()  # the keys that count; empty: all
 
 

@@ -156,6 +156,7 @@ class OuterState:
                         self._registered[id(table), name] = tensor
         self._inputs: dict[int, tuple[OuterTensor, Tensor]] = {}
         self._pinned: dict[int, bool] = {}  # numbers that are fixed, and whether they decide
+        self._kinds: set[int] = set()  # numbers whose types are fixed
         self._numbers = self._stand_ins()
         self._begin()
 
@@ -164,6 +165,7 @@ class OuterState:
         self.reassigned: list[OuterTensor] = []
         self.warnings: dict[str, SourceLine | None] = {}  # with lines that take out a number
         self._pinned.clear()
+        self._kinds.clear()
         self._fakes: dict[tuple[int, int], Tensor] = {}
         self._proxies: dict[tuple[int, int], Any] = {}
         self._changed: set[tuple[int, Any]] = set()
@@ -206,7 +208,7 @@ class OuterState:
 
     def kept(self) -> dict[str, Any]:
         """Return all that the last trace found, for `put_back` after others."""
-        return {**vars(self), "_pinned": dict(self._pinned)}
+        return {**vars(self), "_pinned": dict(self._pinned), "_kinds": set(self._kinds)}
 
     def put_back(self, kept: dict[str, Any]) -> None:
         """Hold again what a trace before the last one found."""
@@ -394,7 +396,10 @@ class OuterState:
             )
         return found
 
-    def _pin(self, leaf: int, decides: bool) -> None:
+    def _pin(self, leaf: int, decides: bool | None) -> None:
+        if decides is None:
+            self._kinds.add(leaf)
+            return
         self._pinned[leaf] = decides or self._pinned.get(leaf, False)
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
@@ -456,6 +461,7 @@ class OuterState:
             self._changed,
             self._numbers,
             self._pinned,
+            self._kinds,
         )
         inputs = [outer for outer, _ in self._inputs.values() if id(outer.tensor) in self._touched]
         used = [outer.source for outer in inputs if outer.source is not None]

@@ -25,6 +25,7 @@ from relax_disc.frontend.capture.state.kinds import (
     is_library,
     is_plain,
 )
+from relax_disc.frontend.capture.state.live_number import LiveNumber
 from relax_disc.frontend.capture.state.outer import ABSENT, Guard
 from relax_disc.frontend.capture.state.reachable import Reachable
 from relax_disc.frontend.capture.state.sources import (
@@ -60,6 +61,7 @@ class Trace:
     changed: Collection[tuple[int, Any]]  # places, and containers with None
     live: Collection[int]  # numbers of ``known.plain`` that are inputs
     pinned: Collection[int]  # those of them that are fixed none the less
+    kinds: Collection[int]  # those of them whose types are
 
 
 def guards_of(
@@ -131,6 +133,12 @@ def _of_attributes(inside: Collection[int], trace: Trace) -> Iterator[Guard]:
             if kind is None or is_library(kind):
                 continue
             value = place.get()  # the same in the class, whatever it gives
+        elif type(value) is LiveNumber:
+            (leaf,) = value.leaves
+            if leaf not in trace.pinned:
+                what = f"{source or type(holder).__name__}.{name}"
+                yield _of_number(what, path, place, value.value, leaf in trace.kinds)
+            continue
         elif place.get() is not value:
             continue
         elif not (is_comparable(value) or type(value) in FUNCTIONS or _is_object(value)):
@@ -202,8 +210,9 @@ def _of_plain(trace: Trace) -> Iterator[Guard]:
     holders, read_ids = _holders(trace), _read_ids(trace)
     inside = _inside_read(trace)
     for index, (source, place, holder) in enumerate(trace.known.plain):
-        read = index in trace.pinned
-        if index not in trace.live:
+        is_fixed = index not in trace.live or index in trace.pinned
+        read = index in trace.pinned or index in trace.kinds
+        if not read:
             read = id(holder) in trace.whole or may_read(trace.known, source, holder)
             kind = source.steps[-1][0]
             is_apart = kind == "item" and not trace.known.reads_past and id(holder) not in inside
@@ -213,7 +222,20 @@ def _of_plain(trace: Trace) -> Iterator[Guard]:
         if read and (id(place.container), place.key) not in trace.changed:
             inherits = isinstance(holder, type) and place.key not in vars(holder)
             shadow: Any = vars(holder) if inherits else None
-            yield Guard(str(source), source, place, _copied(place.get()), shadow)
+            now = _copied(place.get())
+            if is_fixed:
+                yield Guard(str(source), source, place, now, shadow)
+            else:
+                yield _of_number(str(source), source, place, now, index in trace.kinds)
+
+
+def _of_number(
+    what: str, source: Source | None, place: Place, now: float, is_of_type: bool
+) -> Guard:
+    """Guard a number that calls read anew: that it is one may be asked without reading it."""
+    if is_of_type:
+        return Guard(what, source, place, type(now).__name__, part="type")
+    return Guard(what, source, place, now, part="number")
 
 
 def _of_variables(trace: Trace) -> Iterator[Guard]:
