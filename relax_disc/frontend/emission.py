@@ -25,6 +25,7 @@ from relax_disc.frontend.optimizer.updates import emit_updates, plan_updates
 from relax_disc.frontend.size_checks import (
     branch_checks,
     count_checks,
+    emptiness_checks,
     extent_checks,
     normalization_checks,
 )
@@ -133,6 +134,7 @@ def _emit(
         size_checks=(
             *checks.sizes,
             *normalization_checks(exported.program, symbols),
+            *emptiness_checks(exported.program, exported.dims, symbols),
             *branch_checks(exported.size_branches, symbols),
             *extent_checks(traced.graph.graph, exported.dims, symbols),
         ),

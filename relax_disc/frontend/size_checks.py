@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import Mod
 
 from relax_disc.analysis.symbolic.expr import SymbolicExpr
@@ -50,6 +51,43 @@ def normalization_checks(program: ExportedProgram, symbols: SymbolTranslator) ->
         extents = f"[{extents}]" if "group" in name else f"torch.Size([{extents}])"
         message = f"{text} when training, got input size {extents}{at_line(node)}"
         checks.append(SizeCheck(size, "!=", 1, message, tuple(shape)))
+    return checks
+
+
+_OF_SOME = frozenset(
+    f"aten.{name}.{overload}"
+    for name, overloads in {
+        "amax": ("default",),
+        "amin": ("default",),
+        "max": ("default", "dim"),
+        "min": ("default", "dim"),
+        "argmax": ("default",),
+        "argmin": ("default",),
+    }.items()
+    for overload in overloads
+)
+"""Reductions that PyTorch refuses of no elements."""
+
+
+def emptiness_checks(
+    program: ExportedProgram, dims: DimTable, symbols: SymbolTranslator
+) -> list[SizeCheck]:
+    """Find the reductions that PyTorch refuses where there is nothing to reduce."""
+    checks = []
+    for node in program.graph.nodes:
+        if str(node.target) not in _OF_SOME:
+            continue
+        shape = node.args[0].meta["val"].shape
+        axes = node.args[1] if len(node.args) > 1 else None
+        axes = [axes] if isinstance(axes, int) else axes or range(len(shape))
+        sizes = [shape[axis] for axis in axes]
+        exprs = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
+        if any(free_unbacked_symbols(expr) for expr in exprs):
+            continue
+        if any(everywhere(expr >= 1, dims) is False for expr in exprs):
+            size = "*".join(f"({symbols.text(n)})" for n in sizes)
+            message = f"Expected reduction over one element or more, got none{at_line(node)}"
+            checks.append(SizeCheck(size, "!=", 0, message))
     return checks
 
 

@@ -41,6 +41,12 @@ class TrlTraining(CompiledTraining):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        # A step keeps and recomputes as its budget asks, and checkpointing that TRL switches off
+        # and on again around evaluations would hook the model anew each time.
+        if getattr(self.args, "gradient_checkpointing", False):
+            self.model.gradient_checkpointing_disable()
+            for name in ("gradient_checkpointing", "activation_checkpointing"):  # one setting
+                setattr(self.args, name, False)
         self._notes, self._tokens = _Notes(), _Tokens()
 
     def training_step(
@@ -52,12 +58,19 @@ class TrlTraining(CompiledTraining):
         metrics, seen = self._metrics, getattr(self, "_total_train_tokens", 0)
         self._metrics, self._total_train_tokens = {"train": self._notes}, self._tokens
         try:
-            with _plain_head():
+            with _plain_head(), self._own_metrics():
                 loss, (noted,) = self._run(model, inputs, num_items_in_batch)
         finally:
             self._metrics, self._total_train_tokens = metrics, seen
         self._write_down(noted, metrics["train"])
         return loss
+
+    def _own_metrics(self) -> contextlib.AbstractContextManager[object]:
+        """Take metrics as they are: of several processes, which are refused, they are gathered.
+
+        What gathers them asks whether the epoch ends, to drop what its last batch has twice.
+        """
+        return patch.object(self.accelerator, "gather_for_metrics", _itself)
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[dict[str, Any]]:
@@ -173,6 +186,10 @@ def _plain_head() -> contextlib.AbstractContextManager[object]:
     if not hasattr(trl_utils, "_ChunkedLogProbFunction"):
         return contextlib.nullcontext()
     return patch.multiple(trl_utils, _ChunkedLogProbFunction=_Head, _use_triton=_never)
+
+
+def _itself(values: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return values
 
 
 def _never(device: torch.device) -> bool:

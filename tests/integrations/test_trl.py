@@ -30,11 +30,15 @@ def trainer(home, kind: str, folder, *names: str, **arguments):
     sizes.num_labels = 1
     plain = (LlamaForSequenceClassification if of_reward else LlamaForCausalLM)(sizes)
     plain.save_pretrained(folder / "model")
-    common = {**ARGUMENTS, "per_device_train_batch_size": 3, "max_steps": 3, "bf16": False}
+    # Seven rows: the third step of an epoch has one, and the fourth begins the next.
+    common = {**ARGUMENTS, "per_device_train_batch_size": 3, "max_steps": 5, "bf16": False}
+    common |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+    rows = datasets.Dataset.from_list(texts(*names)[:7])
     return getattr(home, f"{kind}Trainer")(
         model=type(plain).from_pretrained(folder / "model"),
         args=getattr(trl, f"{kind}Config")(output_dir=str(folder), **common, **arguments),
-        train_dataset=datasets.Dataset.from_list(texts(*names)),
+        train_dataset=rows,
+        eval_dataset=rows,
         processing_class=tokenizer(),
     )
 
@@ -52,10 +56,12 @@ def test_losses_metrics_and_weights_are_those_of_the_library(kind, names, tmp_pa
     ours = trainer(compiled, kind, tmp_path, *names)
     for each in (theirs, ours):
         each.train()
-    logged = [[*each.state.log_history[:3]] for each in (theirs, ours)]
+    logged = [[*each.state.log_history] for each in (theirs, ours)]
     for expected, found in zip(*logged, strict=True):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
+            if name.endswith(("runtime", "_per_second", "_flos")):
+                continue
             if name == "rewards/accuracies" and expected["rewards/margins"] == 0:
                 continue  # the model is the reference, and rounding decides
             assert float(found[name]) == pytest.approx(float(value), rel=1e-3, abs=1e-5), name

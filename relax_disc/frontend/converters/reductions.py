@@ -75,7 +75,7 @@ def _extremum(emitter: Emitter, is_max: bool, x: Any, axes: Any, keepdims: bool)
         return te.compute(shape, element, name="extremum")
 
     found = emitter.te("extremum", compute, x)
-    is_nan = emitter.cast(emitter.emit(op.isnan(x)), "int8")
+    is_nan = emitter.cast(emitter.emit(op.isnan(x)), "uint8")  # of which none is the least
     lost = emitter.cast(emitter.emit(op.max(is_nan, axes, keepdims)), "bool")
     return op.where(lost, emitter.const(math.nan, emitter.dtype(x)), found)
 
@@ -92,7 +92,7 @@ def prod(
 @converts("aten.any.default", "aten.any.dim", "aten.any.dims")
 def any_(emitter: Emitter, x: Any, axes: Any = None, keepdim: bool = False) -> Any:
     """Say whether any element is true."""
-    x = emitter.cast(emitter.tensor(x, "bool"), "int8")
+    x = emitter.cast(emitter.tensor(x, "bool"), "uint8")  # the greatest of none is 0
     return emitter.cast(emitter.emit(op.max(x, axes_of(emitter, x, axes), keepdim)), "bool")
 
 

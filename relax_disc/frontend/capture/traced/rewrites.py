@@ -101,7 +101,7 @@ def prod(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor | None:
     if not x.requires_grad:
         return None
     flat = x.flatten()
-    return cumprod(flat, 0, dtype=dtype).narrow(0, flat.shape[0] - 1, 1).sum()
+    return _last_product(flat, 0, dtype).sum()
 
 
 def prod_along(
@@ -110,7 +110,18 @@ def prod_along(
     """Product along an axis: the last cumulative one where a gradient is asked for."""
     if not x.requires_grad:
         return None
-    return cumprod(x, dim, dtype=dtype).narrow(dim, x.shape[dim] - 1, 1).sum(dim, keepdim)
+    return _last_product(x, dim, dtype).sum(dim, keepdim)
+
+
+def _last_product(x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
+    count: Any = x.shape[dim]
+    # A dim is 1 or more, but of t - 1 PyTorch takes that for granted as well.
+    is_dim = isinstance(count, torch.SymInt) and count.node.expr.is_Symbol
+    if not (is_dim or (isinstance(count, int) and count > 0)):  # the product of none is 1
+        shape = [1 if axis == dim % x.dim() else n for axis, n in enumerate(x.shape)]
+        ones = x.new_ones(shape)
+        x = torch.cat([ones, x], dim)
+    return cumprod(x, dim, dtype=dtype).narrow(dim, x.shape[dim] - 1, 1)
 
 
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor | None:
