@@ -106,6 +106,11 @@ class SentenceTransformersTraining(CompiledTraining):
                     f"so by recomputation: use {name.removeprefix('Cached')} and state a "
                     "memory_budget."
                 )
+            if name == "OnlineContrastiveLoss":
+                raise InputMismatchError(
+                    f"{name} goes another way for batches with one pair of a kind or none, which "
+                    "would end the training there: use ContrastiveLoss."
+                )
         own = _own_parameters(loss, model)
         return super()._compiled(nn.ModuleList([model, loss]) if own else model, batch)
 

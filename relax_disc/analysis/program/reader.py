@@ -41,7 +41,7 @@ ALIASES = frozenset(
 )
 
 
-_NEEDS_ONE = "needs one that is selected, as PyTorch does, and none is"
+_NEEDS_ONE = "takes an extremum, or the like, of what is selected, and nothing is"
 
 KERNEL_CALLS = frozenset({"relax.call_tir", "relax.call_tir_inplace", "relax.call_dps_packed"})
 

@@ -230,8 +230,8 @@ void Frame::CheckCounts(int32_t dim) const {
     for (int32_t each : dims) {
       sizes << (each == dims.front() ? "" : ", ") << metadata.dims[each] << " is " << dims_[each];
     }
-    TVM_FFI_THROW(ShapeRangeError) << metadata.function << ": the model " << check.message
-                                   << "; for this batch " << sizes.str();
+    TVM_FFI_THROW(ShapeRangeError)
+        << "The model " << check.message << "; for this batch " << sizes.str();
   }
 }
 
