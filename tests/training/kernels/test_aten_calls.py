@@ -7,11 +7,13 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch.export import Dim
 
 import relax_disc
 from relax_disc.errors import UnsupportedOperatorError
 from tests.tiers import every
+from tests.training.beside_eager import assert_gradients_as_eager
 
 ROWS = Dim("rows", min=2, max=64)
 
@@ -358,11 +360,34 @@ def test_what_operators_allocate_is_inside_the_planned_peak_at_every_pair_of_len
         assert report.peak_bytes == report.planned_peak_bytes, sizes
 
 
-def test_a_gradient_that_pytorch_cannot_trace_is_refused_by_name():
-    def smoothed(x):
-        return nn.functional.interpolate(x, size=(7, 5), mode="bicubic", antialias=True)
+class Smoothed(nn.Module):
+    """Positions of a grid, resized to that of the image, as DINOv2 does."""
 
-    model = OfTwoLengths(smoothed)
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(1, 3, 6, 5))
+
+    def forward(self, x):
+        size = x.shape[2:]
+        return (x + smoothed(self.places, size) * smoothed(x, (7, 4)).mean()).square().mean()
+
+
+def smoothed(x, size):
+    return nn.functional.interpolate(x, size=size, mode="bicubic", antialias=True)
+
+
+def test_grids_resized_by_a_cubic_filter():
+    torch.manual_seed(0)
+    model, axes = Smoothed(), {2: Dim("high", min=1, max=16), 3: Dim("wide", min=1, max=64)}
+    batches = [(torch.randn(2, 3, *size),) for size in ((8, 9), (1, 1), (16, 5), (4, 64))]
+    step = relax_disc.compile(model, None, batches[0], dynamic_shapes=(axes,))
+    assert_gradients_as_eager(step, batches)
+
+
+def test_a_gradient_that_pytorch_cannot_trace_is_refused_by_name(monkeypatch):
+    operator = torch.ops.aten._upsample_bicubic2d_aa_backward.default
+    monkeypatch.delitem(op_implementations_dict, operator)
+    model = OfTwoLengths(lambda x: smoothed(x, (7, 5)))
     with pytest.raises(UnsupportedOperatorError, match=r"needs aten\._upsample_bicubic2d_aa_back"):
         compiled(model, torch.randn(2, 3, 8, 9))
 

@@ -94,8 +94,12 @@ def _upsampled_from(
         return grad.new_empty(shape)
 
 
-if _ATEN.upsample_bilinear2d_backward.default not in op_implementations_dict:
-    register_op_impl(_ATEN.upsample_bilinear2d_backward.default)(_upsampled_from)
+for _operator in (
+    _ATEN.upsample_bilinear2d_backward.default,
+    _ATEN._upsample_bicubic2d_aa_backward.default,
+):
+    if _operator not in op_implementations_dict:
+        register_op_impl(_operator)(_upsampled_from)
 
 
 @contextlib.contextmanager
