@@ -54,6 +54,39 @@ class NobodyElseHoldsIt(Recurrent):
         return (total + mean.sum(-1, True))[:, None].expand(-1, x.shape[1], -1)
 
 
+class HeldInATuple(Recurrent):
+    """As states of two parts are kept, of which there is another name."""
+
+    def run(self, x: Tensor) -> Tensor:
+        first = x.new_zeros(x.shape[0], 8)
+        state = (first, x.new_zeros(x.shape[0], 8))
+        for t in range(x.shape[1]):
+            h, c = state
+            h += self.cell(x[:, t])
+            c += h.detach().tanh()
+            state = (h, c)
+        return (first + state[1])[:, None].expand(-1, x.shape[1], -1)
+
+
+class FirstStepAloneWrites(Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        first = x.new_zeros(x.shape[0], 8)
+        h = first
+        for t in range(x.shape[1]):
+            h += self.cell(x[:, t]).detach()
+            h = self.second(h.clone()) * 1.0
+        return (first + h)[:, None].expand(-1, x.shape[1], -1)
+
+
+class AppendsIt(Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        total, outs = x.new_zeros(x.shape[0], 8), []
+        for t in range(x.shape[1]):
+            total += self.cell(x[:, t])
+            outs.append(total)
+        return torch.stack(outs, 1)
+
+
 class AddsToABuffer(Recurrent):
     def __init__(self) -> None:
         super().__init__()
@@ -78,11 +111,21 @@ class StepsReadTheOther(Recurrent):
         return torch.stack(outs, 1)
 
 
+KINDS = [
+    AddsToAView,
+    ListHoldsIt,
+    CallerHoldsIt,
+    NobodyElseHoldsIt,
+    HeldInATuple,
+    FirstStepAloneWrites,
+]
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.1)
 
 
-@pytest.mark.parametrize("kind", [AddsToAView, ListHoldsIt, CallerHoldsIt, NobodyElseHoldsIt])
+@pytest.mark.parametrize("kind", KINDS)
 def test_other_names_see_what_was_written(kind: type[Recurrent]) -> None:
     torch.manual_seed(0)
     assert_trains_as_eager(kind(), sgd, [(4, 12), (1, 1), (3, 7)])
@@ -92,6 +135,7 @@ def test_other_names_see_what_was_written(kind: type[Recurrent]) -> None:
     ("kind", "said"),
     [
         (AddsToABuffer, r"writes into seen in place, which an attribute of AddsToABuffer is too"),
+        (AppendsIt, r"appends total to outs .* append total\.clone\(\)"),
         (StepsReadTheOther, r"writes into total in place, which same is too: write `total = total"),
     ],
 )

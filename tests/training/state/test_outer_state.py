@@ -295,6 +295,7 @@ def test_what_a_number_is_may_be_asked_without_its_value(asks, now, said):
         lambda model, x: type(x) is torch.Tensor and type(x.shape[0]) is int,
         lambda model, x: type(model.linear.weight) is nn.Parameter,
         lambda model, x: type(model.number) in (float,) and {float: 1}[type(model.number)],
+        lambda model, x: type(nn.GELU) is type and type(model) is Uses and issubclass(Uses, object),
         lambda model, x: isinstance(type(x), type) and type("Made", (), {})().__class__ is not int,
     ],
 )

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -37,4 +38,5 @@ def callers_values() -> dict[str, Any]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    with torch._C.DisableTorchFunction():  # the watch over the user's code is not told
+        return tensor.untyped_storage()._cdata

@@ -151,7 +151,8 @@ class _Loop:
         self._before: dict[str, Any] | None = None
         self._entered: dict[str, Any] = {}
         self._better: dict[tuple[str, int], Tensor] = {}  # first values, by name and place
-        self._written: set[str] = set()  # tensors that are written in place and read elsewhere
+        # states, by name and place, that are written in place and read elsewhere
+        self._written: set[tuple[str, int]] = set()
         # the value that stands for the step before, and its version, by the name's stand-in
         self._carried: dict[int, tuple[Any, int]] = {}
         self._again = True
@@ -323,7 +324,7 @@ class _Loop:
             leaf = self._better.get((name, place), leaf)
             if isinstance(leaf, Tensor):
                 # What is written into afterwards is not what the gradient reads.
-                is_written = name in self._written or name in self._names.masked
+                is_written = (name, place) in self._written or name in self._names.masked
                 first = leaf.clone() if is_written else leaf
                 leaves[place] = self._stand_in(first)
         return pytree.tree_unflatten(leaves, structure)
@@ -362,8 +363,11 @@ class _Loop:
         for attribute, value in attributes:
             attribute.set(value())
         made = {name: each() for name, each in zip(names, fill, strict=True)}
-        for name in {*self._names.masked, *self._written}:  # other names see what was written
-            made[name] = self._before[name].copy_(made[name])
+        # Other names see what was written.
+        for name, place in {*((name, 0) for name in self._names.masked), *self._written}:
+            leaves, structure = pytree.tree_flatten(made[name])
+            leaves[place] = pytree.tree_leaves(self._before[name])[place].copy_(leaves[place])
+            made[name] = pytree.tree_unflatten(leaves, structure)
         return (*made.values(), last())
 
     def _find_written(self, found: dict[str, Any]) -> None:
@@ -372,34 +376,43 @@ class _Loop:
         What no step reads is written after the last one; then the loop is recorded again.
         """
         assert self._before is not None
-        own, written = self._own_names(), {}
-        for name in self._names.bound:
-            old, first = self._entered[name], self._before[name]
-            if not isinstance(first, Tensor) or id(old) not in self._carried:
-                continue
-            if found[name] is old and times_written(old) != self._carried[id(old)][1]:
-                written[name] = first
+        written = [*self._written_states()]
         if not written:
             return
-        now = _seen(found)
+        own, now = self._own_names(), _seen(found)
         others = {key: value for key, value in now.items() if key not in own}
         others |= {key: self._before[key] for key in own & self._before.keys() if key in now}
         attributes = {
             f"an attribute of {type(holder).__name__}": [*vars(holder).values()]
             for holder in self._holders(found)
         }
-        for name, first in written.items():
-            for what in sharing(first, {k: v for k, v in others.items() if k != name} | attributes):
+        for key, stand_in, first in written:
+            name, place = key
+            rest = {k: v for k, v in others.items() if k != name} | attributes
+            shared = [*sharing(first, rest)]
+            for what in shared:
                 if what in own or what in self._names.read or what in attributes:
                     raise self.refuse(
                         f"it writes into {name} in place, which {what} is too: write "
                         f"`{name} = {name} + ...` for `{name} += ...`, or clone it before the loop"
                     )
-                self._again = self._again or name not in self._written
-                self._written.add(name)
-            if name not in self._written and any(sharing(first, callers_values())):
-                self._again = True
-                self._written.add(name)
+            if key in self._written or not (shared or any(sharing(first, callers_values()))):
+                continue
+            if not _is_whole(pytree.tree_leaves(found[name])[place], stand_in):
+                why = f"its first step alone writes into {name} in place, which has another name"
+                raise self.refuse(why, FirstStepDiffers)
+            self._written.add(key)
+            self._again = True
+
+    def _written_states(self) -> Iterator[tuple[tuple[str, int], Tensor, Tensor]]:
+        """Yield what a step has written in place: name and place, its stand-in, the first state."""
+        assert self._before is not None
+        for name in (*self._names.bound, *self._names.stored):
+            olds, firsts = (pytree.tree_leaves(x[name]) for x in (self._entered, self._before))
+            for place, (old, first) in enumerate(zip(olds, firsts, strict=False)):
+                is_state = isinstance(first, Tensor) and id(old) in self._carried
+                if is_state and times_written(old) != self._carried[id(old)][1]:
+                    yield (name, place), old, first
 
     def _find_attributes(self, found: dict[str, Any]) -> None:
         """Find out which attributes a step has set; with new ones it is recorded again."""
@@ -483,6 +496,12 @@ class _Loop:
         if not more:
             return before, None
         leaves = pytree.tree_leaves(more[0])
+        for (written, _), stand_in, _ in self._written_states():
+            if any(sharing(stand_in, {name: leaves})):
+                raise self.refuse(
+                    f"it appends {written} to {name} and writes into it in place, which makes all "
+                    f"elements one tensor: append {written}.clone()"
+                )
         are_tensors = bool(leaves) and all(isinstance(leaf, Tensor) for leaf in leaves)
         if len(more) > 1 or not are_tensors or name not in self._names.stored:
             raise self.refuse(
@@ -629,6 +648,16 @@ def _split(grown: Sequence[Any], kept: int, in_front: bool) -> tuple[Any, Any]:
         new = max(len(grown) - kept, 0)
         return grown[new:], grown[:new]
     return grown[:kept], grown[kept:]
+
+
+def _is_whole(new: Any, old: Tensor) -> bool:
+    """Whether a value is all of another, in its memory."""
+    return new is old or (
+        isinstance(new, Tensor)
+        and is_same_shape(new.shape, old.shape)
+        and new.is_contiguous()
+        and any(sharing(old, {"new": new}))
+    )
 
 
 def are_alike(one: Any, other: Any) -> bool:

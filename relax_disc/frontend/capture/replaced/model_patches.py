@@ -178,6 +178,8 @@ class _Asked(type):
     """What ``type`` is, but for the answer that it gives of stand-ins."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not _Type:  # a metaclass of the user's
+            return super().__call__(*args, **kwargs)
         return _type_of(args[0]) if len(args) == 1 and not kwargs else type(*args, **kwargs)
 
     def __getitem__(cls, item: Any) -> Any:
@@ -200,6 +202,8 @@ def _type_of(value: Any) -> type:
         return value.kind()
     if issubclass(kind, FakeTensor | FunctionalTensor):
         return nn.Parameter if isinstance(value, nn.Parameter) else torch.Tensor
+    if kind is type:
+        return _Type  # which the user's code calls `type`
     return list if kind is DynamicList else _NUMBERS.get(kind, kind)
 
 

@@ -6,6 +6,7 @@ Its other sizes are compiled, and calls refuse these as the model does.
 from __future__ import annotations
 
 import dis
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,11 @@ def models_own(error: BaseException) -> ModelsError | None:
     code = last.tb_frame.f_code
     if dis.opname[code.co_code[last.tb_lasti]] != "RAISE_VARARGS":
         return None  # an operation that fails, of symbols in place of numbers perhaps
+    if isinstance(cause, TypeError | AttributeError):
+        return None  # of a symbol that is no number perhaps
     said = str(cause).strip()
+    if re.search(r"\b[su]\d+\b", said):  # PyTorch's names of sizes
+        said = ""
     text = f"{type(cause).__name__}: {said}" if said else type(cause).__name__
     return ModelsError(text, SourceLine(code.co_filename, last.tb_lineno))
 
