@@ -224,7 +224,14 @@ def _measured(
     results: Sequence[Tensor],
     sizes: dict[Any, int],
 ) -> tuple[int, int] | None:
-    """Bytes that a call takes at some sizes, and in how many pieces; None where it raises."""
+    """Bytes that a call takes at some sizes, and in how many pieces; None where it raises.
+
+    None as well where a tensor is empty: it takes little, and some of PyTorch's kernels divide by
+    such a size.
+    """
+    tensors = [x for x in (*operands, *results) if isinstance(x, Tensor)]
+    if any(_value(n, sizes) < 1 for x in tensors for n in x.shape):
+        return None
     call = tvm_ffi.get_global_func("relax_disc.cpu.call_with_workspace")
     function = tvm_ffi.get_global_func(name)
     for index in (0, 1):  # rows are counted from 0, pivots from 1

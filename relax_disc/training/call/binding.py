@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -208,6 +209,9 @@ class Binding:
             elif spec.kind == "state":
                 self._await_state(index, spec)
         self._tied = self._find_tied()
+        # What only reads may lie in the same memory: a detached weight, say.
+        addresses = Counter(slot.address for slot in self._slots if slot.tensor is not None)
+        self._read_twice = {address for address, count in addresses.items() if count > 1}
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
@@ -478,7 +482,7 @@ class Binding:
         """Refuse tensors that share memory now but did not when the step was compiled."""
         owner: dict[int, _Slot] = {}
         for slot in self._slots:
-            if slot.tensor is None or slot.tensor.numel() == 0:
+            if slot.tensor is None or slot.tensor.numel() == 0 or slot.address in self._read_twice:
                 continue
             other = owner.setdefault(slot.address, slot)
             if other is not slot:

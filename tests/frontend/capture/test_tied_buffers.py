@@ -105,3 +105,26 @@ def test_a_part_of_another_buffer_is_not_written_apart_from_it() -> None:
     model = Part(is_written=False)
     step = relax_disc.compile(model, None, (x,), dynamic_shapes=rows)
     torch.testing.assert_close(step(x, update=False), model(x).detach())
+
+
+class ReadsItsWeightTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.still = self.layer.weight.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) @ self.still).square().mean()
+
+
+def test_a_detached_weight_is_read_where_no_step_writes_it() -> None:
+    x, rows = torch.ones(3, 4), ({0: Dim("rows", min=1, max=8)},)
+    model = ReadsItsWeightTwice()
+    step = relax_disc.compile(model, None, (x,), dynamic_shapes=rows)
+    for _ in range(2):
+        torch.testing.assert_close(step(x, update=False), model(x).detach())
+        with torch.no_grad():
+            model.layer.weight.mul_(2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(InputMismatchError, match=r"layer\.weight and .*still share memory"):
+        relax_disc.compile(model, optimizer, (x,), dynamic_shapes=rows)

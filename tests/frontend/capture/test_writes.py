@@ -232,3 +232,23 @@ def test_writes_of_views_whose_axes_are_moved():
     batches = [(torch.randn(b, n, 8), torch.rand(b, n) > 0.5) for b, n in ((2, 5), (1, 1), (3, 16))]
     step = relax_disc.compile(MasksHeads(), None, batches[0], dynamic_shapes=(axes, axes))
     assert_gradients_as_eager(step, batches)
+
+
+class DropsNothing(nn.Module):
+    """In place, over what the gradient of the softmax reads."""
+
+    def __init__(self, p, training):
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 4), nn.Dropout(p, inplace=True)
+        self.dropout.train(training)
+
+    def forward(self, x):
+        return (self.dropout(self.layer(x).softmax(-1)) * x).square().sum()
+
+
+@pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.5, False)])
+def test_dropout_in_place_that_drops_nothing(p, training):
+    rows = {0: Dim("rows", min=1, max=8)}
+    batches = [(torch.randn(n, 4),) for n in (3, 1)]
+    step = relax_disc.compile(DropsNothing(p, training), None, batches[0], dynamic_shapes=(rows,))
+    assert_gradients_as_eager(step, batches)

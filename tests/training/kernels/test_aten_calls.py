@@ -439,3 +439,22 @@ def test_rows_from_a_start_that_is_data():
         other.step()
         other.zero_grad()
         torch.testing.assert_close(model.table, twin.table)
+
+
+class Pooled(nn.Module):
+    """Of one position of the image the second layer makes none, on which a kernel would divide."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x):
+        x = nn.functional.max_pool2d(self.first(x), 2)
+        return nn.functional.adaptive_avg_pool2d(x, 7).square().mean()
+
+
+def test_no_operator_is_tried_on_an_empty_plane():
+    high, wide = Dim("high", min=1, max=32), Dim("wide", min=1, max=32)
+    batches = [(torch.randn(2, 3, *size),) for size in ((8, 6), (2, 2), (9, 31))]
+    step = relax_disc.compile(Pooled(), None, batches[0], dynamic_shapes=({2: high, 3: wide},))
+    assert_gradients_as_eager(step, batches)

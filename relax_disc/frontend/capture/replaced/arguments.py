@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.nn import functional
 
 from relax_disc.frontend.capture.loops.sequences import is_same_shape
 from relax_disc.frontend.capture.model_checks import assumed
@@ -85,7 +86,15 @@ def _truth(x: Tensor) -> bool:
     return bool(x) if known is None else known
 
 
+def _dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor | None:
+    """Write nothing in place where nothing is dropped, as eager PyTorch does."""
+    return input if inplace and (not training or p == 0) else None
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((functional.dropout, functional.alpha_dropout), _dropout),
     torch.where: _where,
     Tensor.where: _where_of,
     torch.clamp: _clamp,
