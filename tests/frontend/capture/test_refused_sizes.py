@@ -94,6 +94,36 @@ def test_calls_say_what_the_model_says(kind, taken, refused, said):
     assert step(torch.randn(*taken, 4), update=False).isfinite()
 
 
+class Weighted(Layered):
+    def __init__(self):
+        super().__init__()
+        self.weight = 1.5
+
+    def checked(self, x):
+        if x.shape[0] % 2:
+            raise ValueError("give two views of each")
+        return self.layer(x) * self.weight
+
+
+def test_numbers_stay_live():
+    model = Weighted()
+    step = step_of(model, torch.randn(4, 4))
+    model.weight = 0.25
+    assert_gradients_as_eager(step, [(torch.randn(2, 4),)])
+
+
+class OneLength(Layered):
+    def checked(self, x):
+        if x.shape[1] == 16:
+            return self.layer(x)
+        raise ValueError("only 16")
+
+
+def test_a_single_size_is_to_be_declared():
+    with pytest.raises(ShapeRangeError, match=r"Eq\(length, 16\)"):
+        step_of(OneLength(), torch.randn(2, 16, 4))
+
+
 def test_an_end_of_a_range_is_to_be_declared():
     with pytest.raises(ShapeRangeError, match=r"give Dim\('length', min=2, max=7\)"):
         step_of(Longest(), torch.randn(2, 5, 4))

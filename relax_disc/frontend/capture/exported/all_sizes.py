@@ -166,11 +166,13 @@ class Task:
             part = classes[missing[0]]
             if max(len(classes), len(relied_on)) > _MOST_WAYS:
                 raise _AnotherProgram(part)
+            before = outer.kept()
             try:
                 runs[missing[0]] = self._way(ways, part)
             except _AnotherProgram as error:
                 if error.raised is not None and len(classes) > 1:
                     refused.add(part, error.raised)
+                    outer.put_back(before)  # with numbers that were held to be at fault
                 elif len(ways.classes()) == len(every):
                     raise  # else what was asked on this way divides the sizes further
             relied_on.append(outer.relied_on())

@@ -192,8 +192,8 @@ class _Asked(type):
         return issubclass(kind, type)
 
 
-class _Type(type, metaclass=_Asked):
-    """``type``, to which a stand-in of the trace is of the type that it stands for."""
+_Type = _Asked("type", (type,), {"__module__": "builtins"})
+"""``type``, to which a stand-in of the trace is of the type that it stands for."""
 
 
 def _type_of(value: Any) -> type:

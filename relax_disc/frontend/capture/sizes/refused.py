@@ -90,6 +90,8 @@ class RefusedSizes:
                 return None
             found.setdefault(tells[0], error)
         symbols = {symbol_of(name): sympy.Symbol(key) for key, name in dims.names.items()}
+        if any(not condition.free_symbols <= symbols.keys() for condition in found):
+            return None  # one size alone is taken
         return [
             SizeBranch(condition.xreplace(symbols), error.line, raises=error.text)
             for condition, error in found.items()
