@@ -55,6 +55,7 @@ class TrlTraining(CompiledTraining):
         """Run the compiled step, and note its metrics where TRL's `log` reads them."""
         # Alike while the step is compiled and at each call, which compares what the code reads.
         metrics: dict[str, Any]
+        seen: Any
         metrics, seen = self._metrics, getattr(self, "_total_train_tokens", 0)
         self._metrics, self._total_train_tokens = {"train": self._notes}, self._tokens
         try:
@@ -90,7 +91,7 @@ class TrlTraining(CompiledTraining):
         for name, values in noted["metrics"].items():
             numbers = [float(value) for value in values]
             metrics[name] += [n if is_counted or n == n else 0.0 for n in numbers]
-        self._total_train_tokens += int(noted["tokens"])
+        self._total_train_tokens: Any = self._total_train_tokens + int(noted["tokens"])
         metrics["num_tokens"] = [self._total_train_tokens]
 
     def _dims(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,6 +74,11 @@ FAMILIES = {
         "bags": lambda s, i: F.embedding_bag(i, s[0, :5], mode="mean") ** 2,
         "bags, greatest": lambda s, i: F.embedding_bag(i, s[0, :5], mode="max", padding_idx=1),
         "linspace": lambda x: x * torch.linspace(-1, 2, x.shape[1]),
+        "centres": lambda x: x * torch.linspace(0.5, x.shape[1] - 0.5, x.shape[1]),
+        "between sizes": lambda x: x * torch.linspace(x.shape[0], 3 * x.shape[1], 5).mean(),
+        "floats in a range": lambda x: x * torch.arange(0.0, x.shape[1]),
+        "halves in a range": lambda x: x * torch.arange(0.5, x.shape[1]),
+        "every second float": lambda x: x * torch.arange(1.0, 2 * x.shape[1] + 1, 2.0),
     },
     "images": {
         "adaptive average": lambda im: F.adaptive_avg_pool2d(im, (2, 3)) ** 2,

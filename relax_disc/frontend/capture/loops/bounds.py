@@ -88,7 +88,10 @@ def fewest(count: torch.SymInt) -> int:
         symbol: _declared_least(symbol, env, active()) if low <= 2 else low
         for symbol, low in lows.items()
     }
-    return int(expression.xreplace(sizes))
+    try:
+        return int(expression.xreplace(sizes))
+    except (ZeroDivisionError, TypeError):
+        return 0  # of sizes that do not go together
 
 
 def ask_for_longer(*sizes: Any) -> None:

@@ -25,10 +25,34 @@ def _range(count: Any, options: Any, dtype: torch.dtype | None = None) -> Tensor
     return torch.arange(count, dtype=dtype, device=options.get("device"))
 
 
+def _is_symbol(number: Any) -> bool:
+    return isinstance(number, torch.SymInt | torch.SymFloat)
+
+
+def _arange(*bounds: Any, **options: Any) -> Tensor | None:
+    """Floats from a number on, up to a dim: of whole ones, since PyTorch counts them by floats."""
+    start, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+    plain = type(start) in (int, float) and type(step) in (int, float)
+    if not isinstance(end, torch.SymInt) or not plain or options.get("out") is not None:
+        return None
+    if not (isinstance(start, float) or isinstance(step, float)) or step <= 0:
+        return None
+    dtype = options.get("dtype") or torch.get_default_dtype()
+    if start == int(start) and step == int(step):
+        count: Any = end
+        places = torch.arange(int(start), count, int(step), device=options.get("device"))
+        return places.to(dtype)
+    if step != 1:
+        return None
+    whole = math.floor(start)
+    return (_range(end - whole, options, torch.int64) + start).to(dtype)
+
+
 def _linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor | None:
-    """Evenly spaced numbers, as many as a dim says."""
-    numbers = isinstance(start, int | float) and isinstance(end, int | float)
-    if not isinstance(steps, torch.SymInt) or not numbers or options.get("out") is not None:
+    """Evenly spaced numbers, as many as a dim says, or between ends that are made of dims."""
+    given = (start, end, steps)
+    numbers = all(isinstance(x, int | float | torch.SymInt | torch.SymFloat) for x in given)
+    if not numbers or not any(map(_is_symbol, given)) or options.get("out") is not None:
         return None
     count: Any = steps
     place = _range(count, options)
@@ -147,6 +171,7 @@ def _one_hot(x: Tensor, num_classes: Any = -1) -> Tensor | None:
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.arange: _arange,
     torch.linspace: _linspace,
     torch.logspace: _logspace,
     torch.hann_window: _window(functools.partial(_hamming, alpha=0.5, beta=0.5)),
