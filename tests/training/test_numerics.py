@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.export import Dim
 
 from relax_disc.compiler import build, compile
@@ -164,3 +165,43 @@ def test_batch_norm_averages_over_all_batches():
         for mine, own in zip(model.buffers(), eager.buffers(), strict=True):
             torch.testing.assert_close(mine, own)
     assert model[1].num_batches_tracked == 4
+
+
+class NormalizedTokens(nn.Module):
+    """Pixels as tokens behind a batch norm, as RT-DETR joins its levels."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 1, bias=False), norm
+
+    def forward(self, x):
+        tokens = self.norm(self.first(x)).flatten(2).transpose(1, 2)
+        weights = torch.linspace(0, 1, tokens.shape[1], dtype=x.dtype)
+        return (tokens.tanh().square() * weights[None, :, None]).mean()
+
+
+class Written(nn.BatchNorm2d):
+    """Batch norm by its formula, whose gradient is that of means and products."""
+
+    def forward(self, x):
+        mean = x.mean((0, 2, 3), keepdim=True)
+        rstd = ((x - mean).square().mean((0, 2, 3), keepdim=True) + self.eps).rsqrt()
+        weight, bias = (p.view(1, -1, 1, 1) for p in (self.weight, self.bias))
+        return (x - mean) * rstd * weight + bias
+
+
+def test_batch_norm_of_one_sample_has_the_gradient_of_its_formula():
+    """PyTorch's own has not, where the gradient comes with its channels last."""
+    torch.manual_seed(0)
+    model = NormalizedTokens(nn.BatchNorm2d(8)).double()
+    written = NormalizedTokens(Written(8)).double()
+    written.load_state_dict(model.state_dict())
+    rows = {0: torch.export.Dim("rows", min=1, max=8)}
+    step = compile(model, None, (torch.randn(3, 3, 6, 5).double(),), dynamic_shapes=(rows,))
+    for count in (1, 2, 3):
+        x = torch.randn(count, 3, 6, 5).double()
+        model.zero_grad()
+        step(x, update=False)
+        gradients = torch.autograd.grad(written(x), list(written.parameters()))
+        for parameter, expected in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, expected)
