@@ -361,7 +361,9 @@ def test_what_a_model_needs_of_a_count_that_parameters_tell():
     ids, labels = _labelled(1, 1)
     check_step(step, loss_fn, (ids + 1, labels))
     before = _state(step)
-    with pytest.raises(ShapeRangeError, match=r"main: .*% batch\) == 0 .* selected is 79"):
+    with pytest.raises(
+        ShapeRangeError, match=r"The model needs .*% batch\) == 0 .* selected is 79"
+    ):
         step(ids, labels)
     assert all(torch.equal(a, b) for a, b in zip(_state(step), before, strict=True))
     check_step(step, loss_fn, (ids[:1] + 1, labels[:1]))
