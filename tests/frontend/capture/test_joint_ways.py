@@ -139,3 +139,35 @@ def test_a_region_is_split_by_what_is_asked():
     assert greater.example["a"] > greater.example["b"]
     (same,) = [part for part in rest.split(sympy.Eq(a, b)) if part.equal]
     assert same.equal == {"b": "a"} and same.where[-1] == sympy.Eq(a, b)
+
+
+class KeepsItsGrid(nn.Module):
+    """As a ViT takes its positions as they are for images of the size that it was trained on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.places = nn.Linear(4, 4), nn.Parameter(torch.randn(1, 4, 4, 4))
+
+    def forward(self, x):
+        high, wide = x.shape[2:]
+        if high * wide == 16 and high == wide:
+            places = self.places
+        else:
+            places = nn.functional.interpolate(self.places, size=(high, wide), mode="bilinear")
+        tokens = (x + places).flatten(2).transpose(1, 2)
+        return self.layer(tokens).square().mean()
+
+
+@pytest.mark.parametrize("high", [4, 6])
+def test_a_step_does_not_refuse_its_own_example(high):
+    torch.manual_seed(0)
+    axes = {2: Dim("high", min=2, max=12), 3: Dim("wide", min=2, max=12)}
+    example = (torch.randn(2, 4, high, 4),)
+    if high == 4:
+        with pytest.raises(ShapeRangeError, match=r"the example goes a way of its own"):
+            relax_disc.compile(KeepsItsGrid(), None, example, dynamic_shapes=(axes,))
+        return
+    step = relax_disc.compile(KeepsItsGrid(), None, example, dynamic_shapes=(axes,))
+    assert_gradients_as_eager(step, [example, (torch.randn(2, 4, 3, 12),)])
+    with pytest.raises(ShapeRangeError, match=r"high\)?\*\(?wide\)? != 16"):
+        step(torch.randn(2, 4, 4, 4), update=False)

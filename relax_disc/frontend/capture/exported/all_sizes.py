@@ -306,7 +306,6 @@ class Task:
                 with roots_stay(self.by_source):
                     run = self._recorded(sizes, ways, equals, proved, may_grow=bool(left))
                 self._check(run, equals, part, where)
-                return run
             except Exception as error:
                 # torch.export took sizes for numbers
                 fixed = isinstance(error.__cause__, UserError)
@@ -324,7 +323,34 @@ class Task:
                 if not isinstance(error, LongerExample):
                     first = first or error
                 sizes = grown
+            else:
+                if first is not None and not part:
+                    self._check_example(run)
+                return run
         raise AssertionError("the last example raises or returns")
+
+    def _check_example(self, run: Recording) -> None:
+        """Refuse a program of other sizes that the user's own example is not one of.
+
+        Raises `ShapeRangeError`: it goes another way where the model branches on several dims.
+        """
+        sizes = {
+            root_of(dim).__name__: leaf.shape[axis]
+            for leaf in self.leaves
+            for axis, dim in self.declared.get(id(leaf), {}).items()
+            if root_of(dim) is dim
+        }
+        by_symbol = {key: sizes[name] for key, name in run.dims.names.items() if name in sizes}
+        for branch in run.varying:
+            at = {s: by_symbol.get(str(s)) for s in branch.condition.free_symbols}
+            if None in at.values() or branch.condition.xreplace(at) != sympy.false:
+                continue
+            words = {s: symbol_of(run.dims.names[str(s)]) for s in at}
+            raise ShapeRangeError(
+                f"{branch.line}: the example goes a way of its own, where "
+                f"{sympy.Not(branch.condition.xreplace(words))}. Give one of other sizes; calls "
+                "refuse those that go that way."
+            )
 
     def _recorded(
         self, sizes: Mapping[str, int], ways: Ways, equals: bool, proved: Any, may_grow: bool
