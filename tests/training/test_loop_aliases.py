@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from relax_disc.errors import ShapeRangeError
 from tests.training.trained_loops import Recurrent, assert_trains_as_eager, compiled
@@ -101,6 +101,22 @@ class AddsToABuffer(Recurrent):
         return torch.stack(outs, 1)
 
 
+class AddsToTheFirstOfTwo(Recurrent):
+    """Of two objects of one class, whose attributes a step may read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meters = nn.ModuleList(nn.BatchNorm1d(6) for _ in range(2))
+
+    def run(self, x: Tensor) -> Tensor:
+        seen: Any = self.meters[0].running_mean
+        outs = []
+        for t in range(x.shape[1]):
+            seen += x[:, t].mean(0)
+            outs.append(self.cell(x[:, t]))
+        return torch.stack(outs, 1)
+
+
 class StepsReadTheOther(Recurrent):
     def run(self, x: Tensor) -> Tensor:
         total, outs = x.new_zeros(x.shape[0], 8), []
@@ -135,6 +151,7 @@ def test_other_names_see_what_was_written(kind: type[Recurrent]) -> None:
     ("kind", "said"),
     [
         (AddsToABuffer, r"writes into seen in place, which an attribute of AddsToABuffer is too"),
+        (AddsToTheFirstOfTwo, r"seen in place, which an attribute of BatchNorm1d is too"),
         (AppendsIt, r"appends total to outs .* append total\.clone\(\)"),
         (StepsReadTheOther, r"writes into total in place, which same is too: write `total = total"),
     ],

@@ -51,16 +51,16 @@ def users_frames(summary: traceback.StackSummary) -> list[traceback.FrameSummary
     """
     found: list[traceback.FrameSummary] = []
     for frame in reversed(summary):
-        if (frame.name, frame.filename) == ("forward", _ENTRY):
+        if is_entry(frame.name, frame.filename):
             return found[::-1]
         if not frame.filename.startswith((_TORCH, _PACKAGE)):
             found.append(frame)
     return []
 
 
-def is_entry(frame: Any) -> bool:
-    """Say whether a frame calls the user's functions for an export."""
-    return (frame.f_code.co_name, frame.f_code.co_filename) == ("forward", _ENTRY)
+def is_entry(name: str, file: str) -> bool:
+    """Say whether a function, and its file, are what calls the user's functions for an export."""
+    return (name, file) == ("forward", _ENTRY)
 
 
 def calling_line() -> SourceLine:
@@ -99,7 +99,9 @@ def _is_of_others(file: str) -> bool:
 
 def is_models(file: str) -> bool:
     """Say whether a file is neither PyTorch's, nor this package's, nor Python's own."""
-    return not file.startswith((_TORCH, _PACKAGE, _STANDARD, "<frozen")) or is_installed(file)
+    if file.startswith((_TORCH, _PACKAGE, "<frozen")):  # which may be installed
+        return False
+    return is_installed(file) or not file.startswith(_STANDARD)
 
 
 def is_installed(file: str) -> bool:

@@ -1,12 +1,17 @@
 """Sizes that a model's own code refuses, in the middle of a range: calls refuse them as it does."""
 
+import contextlib
+import sys
+
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.export import Dim
 
 import relax_disc
 from relax_disc.errors import ShapeRangeError
+from relax_disc.frontend.capture.source_lines import is_models
 from tests.training.beside_eager import assert_gradients_as_eager
 
 
@@ -122,6 +127,15 @@ class OneLength(Layered):
 def test_a_single_size_is_to_be_declared():
     with pytest.raises(ShapeRangeError, match=r"Eq\(length, 16\)"):
         step_of(OneLength(), torch.randn(2, 16, 4))
+
+
+@pytest.mark.parametrize(
+    ("module", "is_one"),
+    [(transformers, True), (sys.modules[__name__], True), (nn, False), (contextlib, False)],
+)
+def test_what_pytorch_raises_is_not_the_models_own(module, is_one):
+    assert is_models(module.__file__) == is_one
+    assert not is_models(relax_disc.__file__)
 
 
 def test_an_end_of_a_range_is_to_be_declared():

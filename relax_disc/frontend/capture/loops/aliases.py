@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from relax_disc.frontend.capture.loops.sequences import is_same_shape
 from relax_disc.frontend.capture.source_lines import is_entry, is_models
 
 
@@ -29,12 +30,22 @@ def callers_values() -> dict[str, Any]:
         frame = frame.f_back
     found, frame = {}, frame.f_back
     while frame is not None:
-        if is_models(frame.f_code.co_filename) or is_entry(frame):
+        code = frame.f_code
+        is_last = is_entry(code.co_name, code.co_filename)
+        if is_last or is_models(code.co_filename):
             found |= {f"{key} of {id(frame)}": value for key, value in frame.f_locals.items()}
-        if is_entry(frame):
-            break
-        frame = frame.f_back
+        frame = None if is_last else frame.f_back
     return found
+
+
+def is_whole(new: Any, old: Tensor) -> bool:
+    """Whether a value is all of another, in its memory."""
+    return new is old or (
+        isinstance(new, Tensor)
+        and is_same_shape(new.shape, old.shape)
+        and new.is_contiguous()
+        and _memory(new) == _memory(old)
+    )
 
 
 def _memory(tensor: Tensor) -> int:

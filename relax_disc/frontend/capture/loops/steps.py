@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from relax_disc.frontend.capture.loops import operators as _operators  # noqa: F401
-from relax_disc.frontend.capture.loops.aliases import callers_values, sharing
+from relax_disc.frontend.capture.loops.aliases import callers_values, is_whole, sharing
 from relax_disc.frontend.capture.loops.attributes import StepAttribute, watch_reads
 from relax_disc.frontend.capture.loops.bounds import ask_for_longer, fewest
 from relax_disc.frontend.capture.loops.kept import copied, unchanged
@@ -214,9 +214,7 @@ class _Loop:
         if not isinstance(found.get(name), Tensor):
             raise self.refuse(f"it writes into {name} by a mask")
         others = {key: value for key, value in found.items() if key != name}
-        for holder in self._holders(found):
-            others[f"an attribute of {type(holder).__name__}"] = [*vars(holder).values()]
-        for what in sharing(found[name], others):
+        for what in sharing(found[name], others | self._held(found)):
             raise self.refuse(f"it writes by a mask into {name}, which {what} is too")
 
     def _check_lists(self, found: dict[str, Any]) -> None:
@@ -295,6 +293,15 @@ class _Loop:
         others = [v for k, v in seen if k not in own or not isinstance(v, DynamicList)]
         held = [x for x in others if not isinstance(x, _PLAIN) and hasattr(x, "__dict__")]
         return list({id(x): x for x in (*self._loops.modules, *held)}.values())
+
+    def _held(self, found: dict[str, Any]) -> dict[str, list[Any]]:
+        """List what the attributes of those objects hold, by what messages call them."""
+        held: dict[str, list[Any]] = {}
+        for holder in self._holders(found):
+            held.setdefault(f"an attribute of {type(holder).__name__}", []).extend(
+                vars(holder).values()
+            )
+        return held
 
     def _kept(self, found: dict[str, Any]) -> dict[tuple[str, int], Any]:
         """What the body may read and must not change: other names, members of objects."""
@@ -382,10 +389,7 @@ class _Loop:
         own, now = self._own_names(), _seen(found)
         others = {key: value for key, value in now.items() if key not in own}
         others |= {key: self._before[key] for key in own & self._before.keys() if key in now}
-        attributes = {
-            f"an attribute of {type(holder).__name__}": [*vars(holder).values()]
-            for holder in self._holders(found)
-        }
+        attributes = self._held(found)
         for key, stand_in, first in written:
             name, place = key
             rest = {k: v for k, v in others.items() if k != name} | attributes
@@ -398,7 +402,7 @@ class _Loop:
                     )
             if key in self._written or not (shared or any(sharing(first, callers_values()))):
                 continue
-            if not _is_whole(pytree.tree_leaves(found[name])[place], stand_in):
+            if not is_whole(pytree.tree_leaves(found[name])[place], stand_in):
                 why = f"its first step alone writes into {name} in place, which has another name"
                 raise self.refuse(why, FirstStepDiffers)
             self._written.add(key)
@@ -648,16 +652,6 @@ def _split(grown: Sequence[Any], kept: int, in_front: bool) -> tuple[Any, Any]:
         new = max(len(grown) - kept, 0)
         return grown[new:], grown[:new]
     return grown[:kept], grown[kept:]
-
-
-def _is_whole(new: Any, old: Tensor) -> bool:
-    """Whether a value is all of another, in its memory."""
-    return new is old or (
-        isinstance(new, Tensor)
-        and is_same_shape(new.shape, old.shape)
-        and new.is_contiguous()
-        and any(sharing(old, {"new": new}))
-    )
 
 
 def are_alike(one: Any, other: Any) -> bool:
