@@ -55,16 +55,17 @@ def normalization_checks(program: ExportedProgram, symbols: SymbolTranslator) ->
 
 
 _OF_SOME = frozenset(
-    f"aten.{name}.{overload}"
-    for name, overloads in {
-        "amax": ("default",),
-        "amin": ("default",),
-        "max": ("default", "dim"),
-        "min": ("default", "dim"),
-        "argmax": ("default",),
-        "argmin": ("default",),
-    }.items()
-    for overload in overloads
+    f"aten.{name}"
+    for name in (
+        "amax.default",
+        "amin.default",
+        "max.default",
+        "max.dim",
+        "min.default",
+        "min.dim",
+        "argmax.default",
+        "argmin.default",
+    )
 )
 """Reductions that PyTorch refuses of no elements."""
 
@@ -122,14 +123,16 @@ def branch_checks(branches: Sequence[SizeBranch], symbols: SymbolTranslator) -> 
     checks = []
     for branch in branches:
         asked = symbols.arithmetic(branch.condition)
-        message = (
-            f"the model {branch.what} at {branch.line}, and goes the example's way where {asked}. "
-            "Crop or pad the batch, or compile a second step with such a batch as the example."
-        )
         if branch.raises:
             left, right = (_shown(side, symbols) for side in branch.condition.args)
             needs = f"{left} {branch.condition.rel_op} {right}"
             message = f"the model raises {branch.raises} at {branch.line}: it needs {needs}"
+        else:
+            message = (
+                f"the model {branch.what} at {branch.line}, and goes the example's way where "
+                f"{asked}. Crop or pad the batch, or compile a second step with such a batch as "
+                "the example."
+            )
         message = message.replace("{", "{{").replace("}", "}}")
         try:
             checks += _checks_of(branch.condition, message, symbols)

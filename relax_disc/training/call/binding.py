@@ -57,8 +57,12 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _is_as_bound(slot: _Slot, tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is read as it was when it was bound, contiguous."""
-    return tensor.is_contiguous() and _layout(tensor) == slot.layout
+    """Whether the tensor of a slot lies where it was bound, and as it was: contiguous."""
+    return (
+        tensor.data_ptr() == slot.address
+        and tensor.is_contiguous()
+        and _layout(tensor) == slot.layout
+    )
 
 
 def _bytes(layout: Mapping[str, Any]) -> int:
@@ -303,14 +307,13 @@ class Binding:
             slots, self._quick, self._listed = self._slots, None, None
         for slot in slots:
             tensor = slot.look()
-            is_same = tensor is slot.tensor and tensor is not None
-            if is_same and slot.trained is not None and tensor.requires_grad is not slot.trained:
-                self._refuse_thaw(slot)
-            is_there = is_same and tensor is not None and tensor.data_ptr() == slot.address
-            if is_there and tensor is not None and _is_as_bound(slot, tensor):
-                if slot.index in self._in_file and self._state_file:
-                    self._state_file.check_written(tensor)
-                continue
+            if tensor is not None and tensor is slot.tensor:
+                if slot.trained is not None and tensor.requires_grad is not slot.trained:
+                    self._refuse_thaw(slot)
+                if _is_as_bound(slot, tensor):
+                    if slot.index in self._in_file and self._state_file:
+                        self._state_file.check_written(tensor)
+                    continue
             if tensor is None and early and self._specs[slot.index].kind == "state":
                 self.arguments[slot.index] = slot.tensor = None
                 continue

@@ -15,6 +15,7 @@ import numpy as np
 import sympy
 
 from relax_disc.frontend.capture.sizes.dims import DimTable, Sizes, symbol_of
+from relax_disc.frontend.capture.sizes.evaluation import holds
 from relax_disc.frontend.capture.sizes.guards import SizeBranch
 from relax_disc.frontend.capture.source_lines import SourceLine, is_models
 
@@ -104,5 +105,5 @@ def _truth(condition: Any, part: Sizes) -> bool | None:
     if len(names) != 1 or not names <= part.keys():
         return None
     (symbol,), (name,) = condition.free_symbols, names
-    answers = {condition.xreplace({symbol: sympy.Integer(int(n))}) for n in part[name]}
-    return bool(answers.pop()) if len(answers) == 1 else None
+    answers = np.broadcast_to(holds(condition, {symbol: part[name]}), len(part[name]))
+    return bool(answers[0]) if answers.all() or not answers.any() else None

@@ -135,9 +135,9 @@ def _of_attributes(inside: Collection[int], trace: Trace) -> Iterator[Guard]:
             value = place.get()  # the same in the class, whatever it gives
         elif type(value) is LiveNumber:
             (leaf,) = value.leaves
-            if leaf not in trace.pinned:
+            if leaf not in trace.pinned and leaf not in trace.kinds:  # else see `_of_plain`
                 what = f"{source or type(holder).__name__}.{name}"
-                yield _of_number(what, path, place, value.value, leaf in trace.kinds)
+                yield Guard(what, path, place, value.value, part="number")
             continue
         elif place.get() is not value:
             continue
@@ -225,17 +225,10 @@ def _of_plain(trace: Trace) -> Iterator[Guard]:
             now = _copied(place.get())
             if is_fixed:
                 yield Guard(str(source), source, place, now, shadow)
-            else:
-                yield _of_number(str(source), source, place, now, index in trace.kinds)
-
-
-def _of_number(
-    what: str, source: Source | None, place: Place, now: float, is_of_type: bool
-) -> Guard:
-    """Guard a number that calls read anew: that it is one may be asked without reading it."""
-    if is_of_type:
-        return Guard(what, source, place, type(now).__name__, part="type")
-    return Guard(what, source, place, now, part="number")
+            elif index in trace.kinds:
+                yield Guard(str(source), source, place, type(now).__name__, part="type")
+            else:  # that it is a number may be asked without reading it
+                yield Guard(str(source), source, place, now, part="number")
 
 
 def _of_variables(trace: Trace) -> Iterator[Guard]:
