@@ -71,7 +71,7 @@ PRODUCT_WORKSPACE_BYTES = 32 << 20
 
 _THREADS, _WARP, _REGISTERS = 1024, 32, 65536  # of every architecture above, per block
 _STATIC_SHARED_BYTES = 48 * _KIB  # what TVM's code takes without asking the driver for more
-FAST_MATH = {"fast-math-contract": True, "fast-math-nsz": True}
+FAST_MATH = {"fast-math-contract": True}
 
 
 def register_tags() -> None:

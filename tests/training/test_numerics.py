@@ -205,3 +205,32 @@ def test_batch_norm_of_one_sample_has_the_gradient_of_its_formula():
         gradients = torch.autograd.grad(written(x), list(written.parameters()))
         for parameter, expected in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(parameter.grad, expected)
+
+
+def test_the_signs_of_sums_of_zeros_are_eagers():
+    """An angle, `atan2(0, (a * b).sum())`, is 0 or pi by the sign of a sum that is zero."""
+
+    class Angles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, a, b):
+            one = torch.ones(())
+            sums = (a * b).sum(-1), (a * b).mean(0), 0.0 - a, a.double().sum(-1).float()
+            return self.weight * 2, [torch.copysign(one, each) for each in sums]
+
+    model = Angles()
+    rows = Dim("rows", min=1, max=8)
+    zeros = torch.tensor([[0.0, -0.0, 0.0, -0.0], [-0.0] * 4, [0.0] * 4])
+    a, b = zeros, torch.tensor([[1.0, 2.0, -3.0, 4.0], [1.0] * 4, [-1.0] * 4])
+    step = compile(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        (a, b),
+        dynamic_shapes=({0: rows}, {0: rows}),
+    )
+    for some in (slice(None), slice(1, 2), slice(2, 3)):
+        _, found = step(a[some], b[some])
+        _, expected = model(a[some], b[some])
+        torch.testing.assert_close(list(found[0]), expected, rtol=0, atol=0)
