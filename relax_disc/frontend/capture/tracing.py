@@ -49,6 +49,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.proxy import TracerBase
+from torch.utils._thunk import Thunk
 
 from relax_disc.frontend.capture.source_lines import users_frames
 
@@ -126,6 +127,7 @@ def _lean_tracing() -> Iterator[None]:
         patch.object(SymNode, "expr", property(_expression)),
         patch.object(SymNode, "wrap_int", _integers(SymNode.wrap_int)),
         patch.object(proxy_tensor, "_build_proxy_for_sym_expr", _recorded),
+        patch.object(proxy_tensor, "thunkify", _at_its_first_use),
         patch.object(interpreter, "tqdm", _no_progress),
         _use_lazy_graph_module(True),  # nobody runs a graph as Python code
     ]
@@ -159,6 +161,11 @@ def _recorded(tracer: Any, expression: Any, out: Any = None) -> Any:
         return first * last
     proxy_tensor._sym_register(tracer, operator.mul, (first, last), out)  # type: ignore[arg-type]
     return out
+
+
+def _at_its_first_use(_: Any, make: Callable[..., Any], *args: Any, **options: Any) -> Thunk[Any]:
+    """Record a size in the graph when an operator takes it: nine of ten only compare layouts."""
+    return Thunk(functools.partial(make, *args, **options))
 
 
 @contextlib.contextmanager

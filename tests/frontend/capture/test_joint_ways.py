@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import relax_disc
 from relax_disc.errors import ShapeRangeError
 from relax_disc.frontend.capture.sizes.dims import symbol_of
-from relax_disc.frontend.capture.sizes.joint_ways import Region
+from relax_disc.frontend.capture.sizes.joint_ways import JointWays, Region
 from tests.training.beside_eager import assert_gradients_as_eager
 
 WORDS = 12
@@ -171,3 +171,8 @@ def test_a_step_does_not_refuse_its_own_example(high):
     assert_gradients_as_eager(step, [example, (torch.randn(2, 4, 3, 12),)])
     with pytest.raises(ShapeRangeError, match=r"high\)?\*\(?wide\)? != 16"):
         step(torch.randn(2, 4, 4, 4), update=False)
+
+
+def test_a_condition_that_is_decided_by_the_ranges_has_one_way():
+    """As one on dims whose names are put in for what they are made of, `8*h == 8*h + 4`."""
+    assert not JointWays({}).differs(sympy.false)

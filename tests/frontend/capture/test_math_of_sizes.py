@@ -214,7 +214,13 @@ def _decorated(function):
 
 def test_classes_are_replaced_where_they_are_only_called():
     source = "def f(x):\n    return int(x) + float(x)\n"
-    asking = source + "def g(x):\n    return isinstance(x, int)\n"
+    asking = source + (
+        "def g(x, k):\n    x = k(x) if isinstance(k, type) else x\n"
+        "    if isinstance(x, (list, int)) or issubclass(k, float):\n        return 0\n"
+        "    return x if isinstance(x, int) else x[0]\n"
+    )
+    compared = source + "def g(x):\n    return type(x) is int\n"
+    listed = source + "def g(x):\n    return isinstance(x, list) and make(x, int)\n"
     method = source + "def g(x):\n    return x.int().float()\n"
     given = source + (
         "class A:\n    @other\n    def h(self, x):\n        return make(x, dtype=int)\n"
@@ -222,12 +228,24 @@ def test_classes_are_replaced_where_they_are_only_called():
     for text, replaced in (
         (source, {"int", "float", "divmod", "round"}),
         (method, {"int", "float", "divmod", "round"}),
-        (asking, {"float", "divmod", "round"}),
+        (asking, {"int", "float", "divmod", "round"}),
+        (compared, {"float", "divmod", "round"}),
+        (listed, {"float", "divmod", "round"}),
         (given, {"float", "divmod", "round"}),
     ):
         space = {"__name__": "a_file", "other": _decorated}
         exec(text, space)
         assert replacements(space).keys() == replaced
+
+
+def test_what_is_called_as_int_is_asked_as_int():
+    space = {"__name__": "a_file"}
+    exec("def f(x):\n    return int(x) if isinstance(x, (int, float)) else float(x)\n", space)
+    made = replacements(space)
+    whole, real = made["int"], made["float"]
+    assert isinstance(True, whole) and not isinstance(1.5, whole) and isinstance(1.5, real)
+    assert issubclass(bool, whole) and not issubclass(str, real)
+    assert repr(whole(2.7)) == "2" and whole("7") == 7 and whole() == 0 and real("0.5") == 0.5
 
 
 class HardestQuarter(nn.Module):

@@ -18,7 +18,7 @@ from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from relax_disc.errors import ShapeRangeError
+from relax_disc.errors import ShapeRangeError, UnsupportedOperatorError
 from relax_disc.frontend.capture.example_values import example_values
 from relax_disc.frontend.capture.exported.torch_call import call_export
 from relax_disc.frontend.capture.exported.unread import erase_unread
@@ -119,12 +119,33 @@ class Task:
         if first is not None and not ways:
             raise first from first.__cause__
         if run is not None and not ways:
+            self._check_next_call(run)
             return self._longer(run)
         try:
             return self._all_ways(ways, run)
         except _AnotherProgram as parting:
             error = refusal_of_ways(ways, parting.at)
             raise parting.worded(error) from parting.__cause__
+
+    def _check_next_call(self, run: Recording) -> None:
+        """Export once more from what the model's code leaves behind, if it leaves something.
+
+        Raises `UnsupportedOperatorError`: the next call would be another program.
+        """
+        outer = self.wrapped.outer
+        left = outer.next_call
+        if not left:
+            return
+        kept = outer.kept()
+        try:
+            with left.begun():
+                line = _parting(run, self._checked(Ways(self.by_source), {}, {}))
+        except Exception as error:  # the model's own too
+            _logger.info("a next call cannot be exported: %s", error)
+            line = SourceLine("", 0)
+        outer.put_back(kept)
+        if line is not None:
+            raise _another_next_call(left.names, line)
 
     def _longer(self, run: Recording) -> Recording:
         """Export at longer sizes where the example is too short to tell, if that goes as well."""
@@ -472,6 +493,17 @@ def _another(
         if parting is not None:
             return _AnotherProgram(part, parting)
     return None
+
+
+def _another_next_call(names: Sequence[str], line: SourceLine) -> UnsupportedOperatorError:
+    what = ", ".join(dict.fromkeys(names))
+    return UnsupportedOperatorError(
+        f"{f'{line}: ' if line.line else ''}what the model or loss_fn leaves in {what} makes its "
+        "next call another program, and each compiled step would be like the first one. If it is "
+        "what a first call prepares, call the model once before compile; else keep it in a buffer "
+        "that is written in place, or set it in your loop.",
+        (("state that Python keeps", what),),
+    )
 
 
 def _parting(base: Recording, run: Recording) -> SourceLine | None:

@@ -6,9 +6,9 @@ that answer with PyTorch's symbolic numbers: roots and powers by PyTorch's own, 
 by a division of integers, which is exact at every size; of ``int(0.7 * length)`` where that can be.
 
 Limits: PyTorch exports no logarithms of sizes, which are refused.  ``int`` and ``float`` are
-classes, of which code may also ask whether a value is of them: they are replaced in files that do
-nothing but call them.  A number that is no fraction of sizes, or may be negative where it is cut
-off, is made plain as ever, and the export refuses it.
+classes: they are replaced in files that do nothing but call them and ask ``isinstance(x, int)``.  A
+number that is no fraction of sizes, or may be negative where it is cut off, is made plain as ever,
+and the export refuses it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from relax_disc.frontend.capture.state.sources import codes_of, function_of
 
 _SYMBOLIC = torch.SymInt | torch.SymFloat
 _FUNCTIONS = types.FunctionType | type(functools.cache(len))
+_INSIDE_TUPLES = ("LOAD_GLOBAL", "LOAD_ATTR", "BUILD_TUPLE", "PRECALL", "CACHE")
 
 
 def replacements(
@@ -56,16 +57,35 @@ def replacements(
 
 
 def _is_only_called(codes: Sequence[types.CodeType], name: str) -> bool:
-    """Say whether the code of a file calls a class, and does nothing else with it."""
-    uses = [
-        instruction
-        for code in codes
-        if name in code.co_names
-        for instruction in dis.get_instructions(code)
-        if instruction.argval == name and instruction.opname == "LOAD_GLOBAL"  # not `x.float`
-    ]
-    # Python 3.11 and later tell so.
-    return bool(uses) and all(use.argrepr.startswith("NULL + ") for use in uses)
+    """Say whether the code of a file calls a class, and else asks only what is of it."""
+    uses = []
+    for code in codes:
+        if name in code.co_names:
+            steps = list(dis.get_instructions(code))
+            uses += [
+                _is_called(step) or _is_asked_of(steps, where)
+                for where, step in enumerate(steps)
+                if step.argval == name and step.opname == "LOAD_GLOBAL"  # not `x.float`
+            ]
+    return bool(uses) and all(uses)
+
+
+def _is_called(step: dis.Instruction) -> bool:
+    return "NULL" in step.argrepr  # which Python 3.11 and later tell
+
+
+def _is_asked_of(steps: Sequence[dis.Instruction], where: int) -> bool:
+    """Say whether a name is loaded as a class of ``isinstance(x, name)``, in a tuple or alone."""
+    after = (step for step in steps[where + 1 :] if step.opname not in _INSIDE_TUPLES)
+    end = next(after, None)
+    if end is None or (end.opname, end.arg) != ("CALL", 2):
+        return False
+    for step in reversed(steps[:where]):
+        if step.opname == "CALL":
+            return False
+        if _is_called(step):
+            return step.argval in ("isinstance", "issubclass")
+    return False
 
 
 def _functions(space: Mapping[str, Any]) -> Iterator[types.FunctionType]:
@@ -216,9 +236,29 @@ _MATH = types.SimpleNamespace(
 )
 _DIVMOD = _replaced(builtins.divmod, lambda above, below: (above // below, above % below))
 _ROUND = _replaced(builtins.round, _round)
+
+
+class _Number(type):
+    """The class of a stand-in for ``int`` or ``float``, which is called and asked like that."""
+
+    plain: type
+    made: Callable[..., Any]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.made(*args, **kwargs)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.plain)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, cls.plain)
+
+
 _CLASSES = {
-    "float": _real,
-    "int": _whole,
+    kind.__name__: _Number(
+        kind.__name__, (), {"__module__": "builtins", "plain": kind, "made": staticmethod(made)}
+    )
+    for kind, made in ((float, _real), (int, _whole))
 }
 METHODS: dict[str, Callable[[Any], Any]] = {
     name: _SYMBOLIC_OF[name] for name in ("cos", "exp", "log", "log10", "log2", "sin", "sqrt")

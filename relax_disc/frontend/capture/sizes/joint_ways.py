@@ -144,6 +144,8 @@ class JointWays(Ways):
 
     def differs(self, condition: Any) -> bool:
         """Whether a condition is answered in two ways, as far as that can be told."""
+        if not condition.free_symbols:
+            return False
         if condition not in self._differing:
             try:
                 parts = self.region([condition]).split(condition)

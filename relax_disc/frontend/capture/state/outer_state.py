@@ -45,6 +45,7 @@ from relax_disc.frontend.capture.state.files import guards_of_files, watched_fil
 from relax_disc.frontend.capture.state.kinds import is_layer
 from relax_disc.frontend.capture.state.live_number import LiveNumber, live_everywhere, with_tensors
 from relax_disc.frontend.capture.state.moving import original_of, refused_moves
+from relax_disc.frontend.capture.state.next_call import NextCall
 from relax_disc.frontend.capture.state.outer import Guard, OuterTensor
 from relax_disc.frontend.capture.state.reachable import Reachable, reachable
 from relax_disc.frontend.capture.state.relied_on import (
@@ -164,6 +165,7 @@ class OuterState:
         self.guards: list[Guard] = []
         self.reassigned: list[OuterTensor] = []
         self.warnings: dict[str, SourceLine | None] = {}  # with lines that take out a number
+        self.next_call = NextCall(())
         self._pinned.clear()
         self._kinds.clear()
         self._fakes: dict[tuple[int, int], Tensor] = {}
@@ -256,6 +258,7 @@ class OuterState:
         try:
             with self._recorded(), _StandIns(self):
                 yield call
+            self.next_call = NextCall([*call.tensors, *self._model.parameters()])
             call.reassigned = self._new_values(saved)
             self._drop_unused(call)
         finally:
@@ -496,14 +499,14 @@ class OuterState:
                         self._refuse_lost_number(str(target), old)
                     continue
                 if len(where) < len(before):
-                    self._warn_of_write(str(source))
+                    self._warn_of_write(str(source), where, dict(where))
                 if where.keys() != before.keys():
                     self._changed.add((id(where), None))
             else:
                 if not same(where, before):
                     self._changed.add((id(where), None))
                     self._refuse_lost(str(source), before)
-                    self._warn_of_write(str(source))
+                    self._warn_of_write(str(source), where, where.copy())
                 continue
             for target, place, old, new in pairs:
                 if old is new:
@@ -518,7 +521,12 @@ class OuterState:
                     self._refuse_lost_number(str(target), old)
                     # transformers notes in a config which loss goes with the labels
                     is_note = kind == "settings" and old is None and isinstance(new, str)
-                    if not is_note:
+                    if is_note:
+                        continue
+                    holder = holders.get(id(place.container))
+                    if holder is None or self._is_read_first((holder, place.key), old):
+                        self._warn_of_write(str(target), place, new)
+                    else:
                         self._warn_of_write(str(target))
         return values
 
@@ -583,7 +591,14 @@ class OuterState:
             return None
         return OuterTensor(original, source, place)
 
-    def _warn_of_write(self, what: str) -> None:
+    def _is_read_first(self, attribute: tuple[int, str], old: Any) -> bool:
+        """Say whether the code asked for an attribute of a module before it set it."""
+        return attribute in self._absent or self._reads.get(attribute, (None, self))[1] is old
+
+    def _warn_of_write(self, what: str, *left: Any) -> None:
+        """Tell of a change; ``left``: where, and what the next call would find there."""
+        if left:
+            self.next_call.note(what, *left)
         self.warnings[
             f"{what} is changed by the model or by loss_fn while it runs. A compiled step runs no "
             "Python: what it was is put back, and stays. Return values that you want to see "
@@ -625,14 +640,14 @@ class _Call:
 
     def __init__(self, state: OuterState, args: Any) -> None:
         self._state = state
-        self._tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-        self._versions = [tensor._version for tensor in self._tensors]
+        self.tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        self._versions = [tensor._version for tensor in self.tensors]
         self.reassigned: list[Tensor] = []
         self.result: Any = None
 
     def look_at_arguments(self) -> None:
         """Note arguments that were written in place."""
-        versions = [tensor._version for tensor in self._tensors]
+        versions = [tensor._version for tensor in self.tensors]
         if versions != self._versions:
             self._state.warnings[
                 "The model or loss_fn writes into a tensor of the batch. A compiled step computes "
