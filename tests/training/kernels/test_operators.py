@@ -78,6 +78,9 @@ FAMILIES = {
         "between sizes": lambda x: x * torch.linspace(x.shape[0], 3 * x.shape[1], 5).mean(),
         "floats in a range": lambda x: x * torch.arange(0.0, x.shape[1]),
         "halves in a range": lambda x: x * torch.arange(0.5, x.shape[1]),
+        "a range by names": lambda x: x * torch.arange(start=0, end=x.shape[1]),
+        "floats by names": lambda x: x * torch.arange(end=x.shape[1], start=0.5),
+        "constants by names": lambda s: s * torch.arange(start=0, end=8, dtype=torch.float32),
         "every second float": lambda x: x * torch.arange(1.0, 2 * x.shape[1] + 1, 2.0),
     },
     "images": {

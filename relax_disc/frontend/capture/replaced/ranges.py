@@ -31,7 +31,10 @@ def _is_symbol(number: Any) -> bool:
 
 def _arange(*bounds: Any, **options: Any) -> Tensor | None:
     """Floats from a number on, up to a dim: of whole ones, since PyTorch counts them by floats."""
-    start, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+    named = {"start": 0, "step": 1, **options}
+    names = ("end",) if len(bounds) == 1 and "end" not in options else ("start", "end", "step")
+    named |= dict(zip(names, bounds, strict=False))
+    start, end, step = named["start"], named.get("end"), named["step"]
     plain = type(start) in (int, float) and type(step) in (int, float)
     if not isinstance(end, torch.SymInt) or not plain or options.get("out") is not None:
         return None
