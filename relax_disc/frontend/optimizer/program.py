@@ -25,7 +25,9 @@ from relax_disc.frontend.optimizer.numbers import (
     evaluate_plain,
     plain_number,
     plain_settings,
+    settings_read,
 )
+from relax_disc.frontend.optimizer.surroundings import surroundings_of
 from relax_disc.frontend.optimizer.tracing import IMPLEMENTATION, ScalarState, TensorState, Trace
 
 _SAME = frozenset(("aten.clone.default", "aten.detach.default", "aten.alias.default"))
@@ -153,6 +155,7 @@ class UpdateProgram:
     guards: dict[Expr, Any]  # conditions on hyper-parameters, and how they turned out
     settings: Mapping[str, Any]  # the group's settings that are no numbers
     attributes: Mapping[str, Any]  # what the step reads of the optimizer itself
+    begins: Mapping[str, Any]  # counts that the step makes in its group, as before the first step
     keys: tuple[str, ...]  # of a parameter's state, in the order in which the optimizer makes them
     kernels: dict[Any, Any] = field(default_factory=dict)
 
@@ -215,7 +218,9 @@ class UpdateProgram:
         self, group: Mapping[str, Any], parameter: Tensor, held: Mapping[str, TensorState]
     ) -> bool:
         """Say whether the program holds for a group's settings and a parameter's state."""
-        return self.check(plain_settings(group)) == tuple(self.guards.values()) and all(
+        return self.check(plain_settings({**self.begins, **group})) == tuple(
+            self.guards.values()
+        ) and all(
             (known := held.get(state.key)) is None
             or (known.dtype, known.shape) == (state.dtype, self.shape_of(state, parameter))
             for state in self.tensors
@@ -223,8 +228,16 @@ class UpdateProgram:
 
     def changed_attributes(self, optimizer: Any) -> list[str]:
         """List what the step reads of the optimizer itself that is not as it was."""
-        known = self.attributes.items()
-        return [name for name, value in known if getattr(optimizer, name, None) != value]
+        now = self.attributes_of(optimizer)
+        return [name for name, value in self.attributes.items() if now[name] != value]
+
+    def attributes_of(self, optimizer: Any) -> dict[str, Any]:
+        """Return what the step reads of the optimizer itself as it is now."""
+        around = surroundings_of(optimizer).values(optimizer)
+        return {
+            name: around[name] if name in around else getattr(optimizer, name, None)
+            for name in self.attributes
+        }
 
     def shape_of(self, state: TensorState, parameter: Tensor) -> tuple[int, ...]:
         """Return the shape of a state of a parameter."""
@@ -246,14 +259,15 @@ class UpdateProgram:
             if key in tensors:
                 made[key] = self._initial(tensors[key], parameter, group)
             else:
-                value, dtype = evaluate(scalars[key].initial, group), scalars[key].dtype
+                begun = {**self.begins, **group}
+                value, dtype = evaluate(scalars[key].initial, begun), scalars[key].dtype
                 made[key] = value if dtype is None else torch.tensor(value, dtype=dtype)
         return made
 
     def scalars_now(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the scalar states of a parameter, those that are missing as they would begin."""
         return {
-            scalar.key: evaluate(scalar.initial, group)
+            scalar.key: evaluate(scalar.initial, {**self.begins, **group})
             if state.get(scalar.key) is None
             else plain_number(state[scalar.key])
             for scalar in self.scalars
@@ -268,7 +282,7 @@ class UpdateProgram:
         value = self.created.get(state.key)
         if value is None:
             return torch.zeros(self.shape_of(state, parameter), dtype=state.dtype)
-        numbers = {"group": group, "parameter": parameter}
+        numbers = {"group": {**self.begins, **group}, "parameter": parameter}
         if value.op == "filled" and value.shape == self.traced_shape:
             return torch.full_like(parameter, value.args[0], dtype=state.dtype)
         made = _evaluate(value, numbers, {})
@@ -293,9 +307,15 @@ def _describe(argument: Any, visit: Callable[[Value], int]) -> str:
 
 
 def combine(
-    first: Sequence[Trace], steady: Sequence[Trace], group: Mapping[str, Any]
+    first: Sequence[Trace],
+    steady: Sequence[Trace],
+    group: Mapping[str, Any],
+    begins: Mapping[str, Any],
 ) -> UpdateProgram:
-    """Make a program of the traces without state and with it."""
+    """Make a program of the traces without state and with it.
+
+    ``begins``: counts that the group has in the traces, but not before the first step.
+    """
     values = Values()
     ways = [_way(trace, values.read(trace), ()) for trace in steady]
     created: dict[str, Value] = {}
@@ -316,8 +336,11 @@ def combine(
             if value.op == "entry" and constant(value.args[0]) is None:
                 entries[value.args[0]] = None
     guards: dict[Expr, Any] = {}
-    for trace in (*steady, *first):
-        guards.update(trace.guards)
+    counted = {key for trace in steady for key in trace.group}
+    for trace in first:  # how a first step finds its counts, later ones go both ways
+        guards |= {k: v for k, v in trace.guards.items() if not settings_read(counted, k)}
+    for trace in steady:
+        guards |= trace.guards
     return UpdateProgram(
         tuple(ways),
         tuple(steady[0].tensors),
@@ -327,6 +350,7 @@ def combine(
         guards,
         {key: group[key] for key in group if _is_setting(key, group[key])},
         {key: value for trace in (*steady, *first) for key, value in trace.attributes.items()},
+        begins,
         first[0].keys,
     )
 

@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 
 from relax_disc.errors import UnsupportedOperatorError
 from relax_disc.frontend.optimizer.kernels import is_elementwise
-from relax_disc.frontend.optimizer.numbers import Expr, Untraceable
+from relax_disc.frontend.optimizer.numbers import Expr, Untraceable, evaluate
+from relax_disc.frontend.optimizer.places import refuse_places
 from relax_disc.frontend.optimizer.program import UpdateProgram, Value, combine, needs_shape
 from relax_disc.frontend.optimizer.shared import Shared, find_shared, share, shared_key
-from relax_disc.frontend.optimizer.tracing import OptimizerTracer, TensorState
+from relax_disc.frontend.optimizer.tracing import Member, OptimizerTracer, TensorState, Trace
 
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     torch_optimizer._global_optimizer_pre_hooks,
@@ -52,6 +53,7 @@ class Programs:
         self._name = type(optimizer).__name__
         self._known: dict[Any, list[UpdateProgram]] = {}
         self._uncoupled: set[Any] = set()
+        self._alike: set[Any] = set()  # parameters that are treated alike, by their ids
 
     def of(self, group: Mapping[str, Any], parameter: torch.Tensor) -> UpdateProgram:
         """Return the program that updates a parameter under a group's settings as they are.
@@ -84,6 +86,23 @@ class Programs:
         key = (*rank, tuple(parameter.shape) if found.alone else None)
         self._known.setdefault(key, []).append(program)
         return program
+
+    def refuse_places(self, updates: Sequence[tuple[Mapping[str, Any], torch.Tensor]]) -> None:
+        """Refuse a step that does not treat the parameters of one kind alike.
+
+        Raises `UnsupportedOperatorError`: it does not, or cannot be followed over all of them.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        key = frozenset(id(parameter) for _, parameter in updates)
+        if key in self._alike:
+            return
+        listed = [(group, parameter, self.of(group, parameter)) for group, parameter in updates]
+        try:
+            refuse_places(optimizer, listed)
+        except Exception as error:
+            raise self._refusal(error) from error
+        self._alike.add(key)
 
     def _trace(
         self,
@@ -118,15 +137,20 @@ class Programs:
         place: Any,
     ) -> tuple[UpdateProgram, bool]:
         tracer = OptimizerTracer(optimizer, forced)
-        first = tracer.explore(group, parameter)
+        first = tracer.explore(Member(group, parameter))
+        begins = _counts_made(first[0], group)
+        if begins:
+            group = {**group, **begins}
+            first = tracer.explore(Member(group, parameter))
         tensors = [held.get(state.key, state) for state in first[0].tensors]
         known = {state.key for state in tensors}
         scalars = [s for s in first[0].scalar_states.values() if s.key not in known]
-        steady = tracer.explore(group, parameter, tensors, scalars)
+        member = Member(group, parameter, tensors, scalars)
+        steady = tracer.explore(member)
         if place is not None and place not in self._uncoupled:
-            tracer.refuse_coupling(steady[0], group, parameter, tensors, scalars)
+            tracer.refuse_coupling(steady[0], member)
             self._uncoupled.add(place)
-        program = combine(first, steady, group)
+        program = combine(first, steady, group, begins)
         return program, needs_shape(first, program) or not is_elementwise(program)
 
     def _refuse(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
@@ -187,6 +211,21 @@ def refuse_operators(
     for program in programs:
         if names := untranslated(program):
             raise refusal(type(optimizer).__name__, f"step uses {', '.join(names)}")
+
+
+def _counts_made(first: Trace, group: Mapping[str, Any]) -> dict[str, int]:
+    """Return counts that a step makes in its group where there are none, as timm's Adan does: 0.
+
+    Raises `Untraceable`: what it makes is no count.
+    """
+    made = {key: evaluate(expr, group) for key, expr in first.group.items() if key not in group}
+    for key, value in made.items():
+        if type(value) is not int or value != 1:
+            raise Untraceable(
+                f"makes {key} in its group at its first step, {value!r}, which is no count of "
+                "steps; set it in the group before compile"
+            )
+    return dict.fromkeys(made, 0)
 
 
 def _settled(value: Any) -> Any:

@@ -15,11 +15,11 @@ import copy
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -42,12 +42,19 @@ from relax_disc.frontend.optimizer.numbers import (
     recording_functions,
     settings_read,
 )
+from relax_disc.frontend.optimizer.surroundings import is_own, surroundings_of
 
 IMPLEMENTATION = ("foreach", "fused", "capturable")
 """Flags of groups that choose among PyTorch's own implementations of one formula."""
 _SIZES = frozenset(
     ("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes", "is_contiguous")
 )
+_GRAD = Tensor.grad.__get__  # pyright: ignore
+_OF_OBJECTS = {
+    Tensor.requires_grad.__get__,  # pyright: ignore
+    Tensor.is_leaf.__get__,  # pyright: ignore
+}
+"""What is asked of a parameter itself."""
 _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 _FILLED = {torch.zeros: 0.0, torch.ones: 1.0}
 _MOST_TRACES = 8
@@ -71,18 +78,38 @@ class TensorState:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter that a step is traced over: its group, and the state that it has."""
+
+    group: Mapping[str, Any]
+    like: Tensor
+    tensors: Sequence[TensorState] = ()
+    scalars: Sequence[ScalarState] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OtherTrace:
+    """What a step does with one of several parameters: nodes as `Trace` has, and numbers."""
+
+    inputs: Mapping[str, fx.Node]
+    outputs: Mapping[str, fx.Node]
+    scalars: Mapping[str, Expr]
+
+
 @dataclass(slots=True)
 class Trace:
     """What one run of the step recorded.
 
     ``outputs`` are nodes of ``graph``: the new parameter and the new states; ``created`` the states
-    as they were made, where there were none; ``others`` the inputs of other parameters, where the
-    step was traced over several.  ``entries`` gives the numbers that placeholders stand for.
+    as they were made, where there were none.  Where the step was traced over several parameters all
+    is of the last one; ``others`` are the rest.  ``entries`` gives the numbers that placeholders
+    stand for.
     """
 
     graph: fx.GraphModule
     inputs: dict[str, fx.Node]
-    others: frozenset[fx.Node]
+    others: Sequence[OtherTrace]
     entries: dict[fx.Node, Expr]
     outputs: dict[str, fx.Node]
     created: dict[str, fx.Node]
@@ -95,6 +122,11 @@ class Trace:
     sizes_read: bool
     keys: tuple[str, ...]
     attributes: dict[str, Any]
+
+    @property
+    def last(self) -> OtherTrace:
+        """What the step does with the last parameter."""
+        return OtherTrace(self.inputs, self.outputs, self.scalars)
 
 
 class _State(dict[str, Any]):
@@ -185,14 +217,19 @@ class _Run:
 class _Numbers(TorchFunctionMode):
     """Lets PyTorch's functions take numbers, and notes when sizes are asked for."""
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: _Run, stand_ins: Mapping[int, Tensor]) -> None:
         super().__init__()
-        self._run = run
+        self._run, self._stand_ins = run, stand_ins
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        if func in _OF_OBJECTS:
+            return func(*args)
+        if func == _GRAD and id(args[0]) not in self._stand_ins and type(args[0]) is nn.Parameter:
+            return None  # it is not trained
+        args = self._stand_in(args)
+        kwargs = {key: self._stand_in(value) for key, value in (kwargs or {}).items()}
         name = getattr(func, "__name__", "")
         is_set = name == "__set__"
         if name in ("__get__", "__set__"):
@@ -221,6 +258,13 @@ class _Numbers(TorchFunctionMode):
         if (rewritten := _rewritten(name, args, kwargs)) is not NotImplemented:
             return rewritten
         return func(*args, **kwargs)
+
+    def _stand_in(self, value: Any) -> Any:
+        """Put in the trace's tensors for an optimizer's own parameters."""
+        if isinstance(value, list | tuple):
+            made = [self._stand_in(each) for each in value]
+            return tuple(made) if isinstance(value, tuple) else made
+        return self._stand_ins.get(id(value), value)
 
 
 def _set_data(x: Tensor, value: Any) -> None:
@@ -310,17 +354,21 @@ def _like(value: Any, x: Tensor) -> Tensor:
     return (value if isinstance(value, Tensor) else torch.full((), value)).to(x.dtype)
 
 
-def lift_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group whose numbers are recorded; tensors of one number count as numbers."""
-    return {key: _lift(key, value) for key, value in group.items() if key != "params"}
+def lift_group(group: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a group whose numbers are recorded; tensors of one number count as numbers.
+
+    ``prefix``: of their names in what is recorded.
+    """
+    return {key: _lift(key, value, prefix) for key, value in group.items() if key != "params"}
 
 
-def _lift(key: str, value: Any) -> Any:
+def _lift(key: str, value: Any, prefix: str = "") -> Any:
     if key in IMPLEMENTATION and isinstance(value, bool | None):
         return False
+    name = prefix + key
     if isinstance(value, list | tuple) and value and all(map(_is_number, value)):
-        return type(value)([Number(f"{key}[{k}]", plain_number(x)) for k, x in enumerate(value)])
-    return Number(key, plain_number(value)) if _is_number(value) else value
+        return type(value)([Number(f"{name}[{k}]", plain_number(x)) for k, x in enumerate(value)])
+    return Number(name, plain_number(value)) if _is_number(value) else value
 
 
 def _is_number(value: Any) -> bool:
@@ -339,20 +387,15 @@ class OptimizerTracer:
         self._optimizer, self._forced = weakref.ref(optimizer), dict(forced or {})
         self._counting: frozenset[str] = frozenset()  # settings of a group that decide and change
         kind = type(optimizer)
+        self._is_own = is_own(kind)
         self._step = inspect.unwrap(kind.step)
         methods = [x for base in kind.__mro__ for x in vars(base).values() if callable(x)]
         scopes = [getattr(inspect.unwrap(x), "__globals__", None) for x in methods]
         self._scopes = list({id(x): x for x in scopes if x is not None}.values())
 
-    def explore(
-        self,
-        group: Mapping[str, Any],
-        like: Tensor,
-        tensors: Sequence[TensorState] = (),
-        scalars: Sequence[ScalarState] = (),
-    ) -> list[Trace]:
+    def explore(self, member: Member) -> list[Trace]:
         """Trace the step on a parameter and its state, once for each way through it."""
-        found = self._explore(group, like, tensors, scalars)
+        found = self._explore(member)
         changed = {key for trace in found for key in trace.group}
         guards = [guard for trace in found for guard in trace.guards]
         deciding = {key for guard in guards for key in settings_read(changed, guard)}
@@ -360,35 +403,28 @@ class OptimizerTracer:
             return found
         before, self._counting = self._counting, self._counting | deciding
         try:
-            return self.explore(group, like, tensors, scalars)
+            return self.explore(member)
         except Exception:  # `(k + 1) / warmup` where k < warmup, which is 0, never holds
             self._counting = before
             return found
 
-    def _explore(
-        self,
-        group: Mapping[str, Any],
-        like: Tensor,
-        tensors: Sequence[TensorState],
-        scalars: Sequence[ScalarState],
-    ) -> list[Trace]:
+    def _explore(self, member: Member) -> list[Trace]:
         found: list[Trace] = []
         waiting: list[tuple[bool, ...]] = [()]
         while waiting:
             if len(found) == _MOST_TRACES:
                 raise Untraceable(f"goes more than {_MOST_TRACES} ways, by the count of steps")
             decisions = waiting.pop()
-            trace = self._trace(group, like, tensors, scalars, decisions)
+            trace = self._trace([member], decisions)
             found.append(trace)
             outcomes = tuple(outcome for _, outcome in trace.path)
             waiting += [(*outcomes[:k], False) for k in range(len(decisions), len(outcomes))]
         return found
 
-    def refuse_coupling(
-        self, alone: Trace, group: Any, like: Tensor, tensors: Any, scalars: Any
-    ) -> None:
+    def refuse_coupling(self, alone: Trace, member: Member) -> None:
         """Refuse a step that lets one parameter's update depend on another's."""
-        both = self._trace(group, like, tensors, scalars, (), copies=2)
+        other = replace(member, like=torch.empty_like(member.like, device="meta"))
+        both = self._trace([other, member])
         waiting = [both.outputs[key] for key in alone.outputs]
         seen: set[fx.Node] = set()
         while waiting:
@@ -396,49 +432,67 @@ class OptimizerTracer:
             if node not in seen:
                 seen.add(node)
                 waiting += node.all_input_nodes
-        if seen & both.others or both.group != alone.group or both.scalars != alone.scalars:
+        others = {node for each in both.others for node in each.inputs.values()}
+        if seen & others or both.group != alone.group or both.scalars != alone.scalars:
             raise Untraceable("lets one parameter's update depend on the others'")
+
+    def trace_one(self, member: Member) -> Trace:
+        """Trace the step over one parameter, the first way through it."""
+        return self._trace([member])
+
+    def trace_all(self, members: Sequence[Member], groups: Sequence[Mapping[str, Any]]) -> Trace:
+        """Trace the step over all groups; settings are named by the places of these too."""
+        return self._trace(members, groups=groups)
 
     def _trace(
         self,
-        group: Any,
-        like: Tensor,
-        tensors: Sequence[TensorState],
-        scalars: Sequence[ScalarState],
-        decisions: Sequence[bool],
+        members: Sequence[Member],
+        decisions: Sequence[bool] = (),
         pool: int = 12,
-        copies: int = 1,
+        groups: Sequence[Mapping[str, Any]] = (),
     ) -> Trace:
-        run = _Run(decisions, self._forced, self._counting)
-        width = 2 + len(tensors)  # inputs of each copy of the parameter
+        is_whole = bool(groups)
+        groups = groups or [members[0].group]
+        prefixes = [f"group{k}_" if is_whole else "" for k in range(len(groups))]
+        counting = {f"{prefix}{key}" for prefix in prefixes for key in self._counting}
+        run = _Run(decisions, self._forced, counting)
         kept: dict[str, Any] = {}
 
         def step(*flat: Tensor) -> list[Tensor]:
-            run.pool = flat[copies * width :]
+            left = iter(flat)
             parameters, states = [], []
-            for first in range(0, copies * width, width):
-                parameter, parameter.grad, *rest = flat[first : first + width]
-                known: dict[str, Any] = {s.key: t for s, t in zip(tensors, rest, strict=True)}
-                states.append(_State({**known, **{s.key: scalar_input(s) for s in scalars}}))
-                states[-1].scalars = {s.key: s for s in scalars}
+            for member in members:
+                parameter, parameter.grad = next(left), next(left)
+                known: dict[str, Any] = {s.key: next(left) for s in member.tensors}
+                states.append(_State({**known, **{s.key: scalar_input(s) for s in member.scalars}}))
+                states[-1].scalars = {s.key: s for s in member.scalars}
                 parameters.append(parameter)
-            kept["group"] = self._run(run, group, parameters, states)
+            run.pool = [*left]
+            settings = [lift_group(g, prefix) for g, prefix in zip(groups, prefixes, strict=True)]
+            objects = [m.like for m in members] if self._is_own else parameters
+            for lifted, group in zip(settings, groups, strict=True):
+                lifted["params"] = [*group["params"]] if is_whole else [*objects]
+            stand_ins = {id(x): fake for x, fake in zip(objects, parameters, strict=True)}
+            kept["group"] = self._run(run, settings, objects, states, stand_ins)
             for parameter, state in zip(parameters, states, strict=True):
+                dict.update(state, {k: stand_ins.get(id(x), x) for k, x in state.items()})
                 _refuse_one_memory(parameter, state)
-            made = [
-                {key: x for key, x in state.items() if is_tensor(x)} for state in reversed(states)
-            ]
-            kept["scalars"], kept["specs"] = _scalars_after(states[-1]), states[-1].scalars
+            made = [{key: x for key, x in state.items() if is_tensor(x)} for state in states]
+            kept["scalars"], kept["specs"] = [*map(_scalars_after, states)], states[-1].scalars
             kept["keys"] = tuple(states[-1])
-            kept["outputs"], kept["created"] = list(made[0]), list(states[-1].created)
-            kept["tensors"] = [TensorState(k, tuple(x.shape), x.dtype) for k, x in made[0].items()]
-            last = [parameters[-1], *made[0].values(), *states[-1].created.values()]
-            return [*last, *parameters[:-1], *(x for other in made[1:] for x in other.values())]
+            kept["outputs"], kept["created"] = [*map(list, made)], list(states[-1].created)
+            kept["tensors"] = [TensorState(k, tuple(x.shape), x.dtype) for k, x in made[-1].items()]
+            results = zip(parameters, made, strict=True)
+            results = [x for parameter, state in results for x in (parameter, *state.values())]
+            return [*results, *states[-1].created.values()]
 
         mode = FakeTensorMode()
         with mode:
-            shapes = [(tuple(like.shape), like.dtype)] * 2 + [(s.shape, s.dtype) for s in tensors]
-            fakes = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes * copies]
+            fakes = []
+            for member in members:
+                shapes = [(tuple(member.like.shape), member.like.dtype)] * 2
+                shapes += [(state.shape, state.dtype) for state in member.tensors]
+                fakes += [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
             fakes += [torch.empty((), dtype=torch.float64) for _ in range(pool)]
         functional = dispatch_functionalize(
             step, FunctionalTensorMode(pre_dispatch=False, _allow_token_discovery=False)
@@ -453,23 +507,31 @@ class OptimizerTracer:
                     _allow_non_fake_inputs=True,
                 )(*fakes)
         except _PoolEmpty:
-            return self._trace(group, like, tensors, scalars, decisions, 2 * pool, copies)
+            return self._trace(members, decisions, 2 * pool, groups if is_whole else ())
         finally:
             RECORDER.reset(token)
         graph.graph.eliminate_dead_code()
-        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        flat: Any = graph.graph.output_node().args[0]
-        names = ["parameter", "gradient", *(s.key for s in tensors)]
-        count, last = copies * width, (copies - 1) * width
+        given = iter([node for node in graph.graph.nodes if node.op == "placeholder"])
+        results: Any = graph.graph.output_node().args[0]
+        returned = iter(results)
+        each = []
+        for member, outputs, scalars in zip(members, kept["outputs"], kept["scalars"], strict=True):
+            names = ["parameter", "gradient", *(s.key for s in member.tensors)]
+            inputs = {name: next(given) for name in names}
+            each.append(
+                OtherTrace(inputs, {k: next(returned) for k in ("parameter", *outputs)}, scalars)
+            )
+        *others, last = each
+        pool_nodes = list(given)
         return Trace(
             graph,
-            dict(zip(names, nodes[last:count], strict=True)),
-            frozenset(nodes[:last]),
-            {nodes[count + index]: expr for expr, index in run.entries.items()},
-            dict(zip(["parameter", *kept["outputs"]], flat, strict=False)),
-            dict(zip(kept["created"], flat[1 + len(kept["outputs"]) :], strict=False)),
+            dict(last.inputs),
+            others,
+            {pool_nodes[index]: expr for expr, index in run.entries.items()},
+            dict(last.outputs),
+            dict(zip(kept["created"], returned, strict=True)),
             kept["tensors"],
-            kept["scalars"],
+            dict(last.scalars),
             kept["specs"],
             kept["group"],
             run.path,
@@ -480,26 +542,43 @@ class OptimizerTracer:
         )
 
     def _run(
-        self, run: _Run, group: Any, parameters: list[Tensor], states: list[_State]
+        self,
+        run: _Run,
+        settings: list[dict[str, Any]],
+        objects: Sequence[Tensor],
+        states: Sequence[_State],
+        stand_ins: Mapping[int, Tensor],
     ) -> dict[str, Expr]:
-        """Run the shadow's step; return what it changed in its group."""
+        """Run the shadow's step; return what it changed in its last group.
+
+        ``objects`` are its parameters, for which the trace has ``stand_ins``, by their ids.
+        """
         optimizer = self._optimizer()
         assert optimizer is not None
-        settings = {**lift_group(group), "params": parameters}
-        attributes = {**vars(optimizer), "param_groups": [settings]}
-        attributes["state"] = _States(zip(parameters, states, strict=True))
+        attributes = {**vars(optimizer), "param_groups": settings}
+        attributes["state"] = _States(zip(objects, states, strict=True))
         shadow = object.__new__(_recording(type(optimizer), run.attributes))
         vars(shadow).update(attributes)
-        before = {key: copy.copy(x) for key, x in attributes.items() if _is_simple(x)}
-        given = dict(settings)
-        own = [set(vars(parameter)) for parameter in parameters]
-        with torch.no_grad(), recording_functions(self._scopes), _Numbers(run):
+        simple = {key: x for key, x in attributes.items() if _is_simple(x)}
+        before = {k: x if isinstance(x, Tensor) else copy.copy(x) for k, x in simple.items()}
+        given = dict(settings[-1])
+        own = [set(vars(each)) for each in objects]
+        around = surroundings_of(optimizer)
+        run.attributes |= around.values(optimizer)
+        with (
+            around.unchanged(optimizer),
+            torch.no_grad(),
+            recording_functions(self._scopes),
+            _Numbers(run, stand_ins),
+        ):
             self._step(shadow)
         _refuse_changed_attributes(before, vars(shadow))
-        for names, parameter in zip(own, parameters, strict=True):
-            if added := sorted(vars(parameter).keys() - names):
+        for names, each in zip(own, objects, strict=True):
+            if added := sorted(vars(each).keys() - names):
+                for name in added:
+                    delattr(each, name)
                 raise Untraceable(f"keeps {added[0]} on the parameter itself, not in its state")
-        return _group_after(given, settings)
+        return _group_after(given, settings[-1])
 
 
 def _recording(kind: type[Any], reads: dict[str, Any]) -> type[Any]:

@@ -148,6 +148,9 @@ def check_optimizer(
     could not be compiled at all.
     """
     now = describe_optimizer(optimizer, model)
+    for owner in optimizers_of(optimizer):
+        mine = [(g, p) for each, g in groups_of(optimizer) if each is owner for p in g["params"]]
+        programs_of(owner).refuse_places([(g, p) for g, p in mine if p.requires_grad])
     if saved["class"] != now["class"]:
         raise ArtefactError(
             f"{path} was compiled with {saved['class']}, the optimizer is {now['class']}."

@@ -63,6 +63,8 @@ class StepCounters:
         step was compiled, or a setting changed that decides what the optimizer computes.
         """
         settings = self._optimizer.param_groups[self._index]
+        for key, count in self._program.begins.items():
+            settings.setdefault(key, count)
         now = list(settings.values())
         if not _same(now, self._settings) or self._program.changed_attributes(self._optimizer):
             self._plain = plain_settings(settings)
@@ -116,7 +118,8 @@ class StepCounters:
         """Return what `restore` needs besides the tensors' values."""
         missing = any(self._is_missing(parameter) for parameter in self._parameters)
         settings = self._optimizer.param_groups[self._index]
-        kept = {key: settings[key] for way in self._program.ways for key in way.trace.group}
+        named = {key for way in self._program.ways for key in way.trace.group}
+        kept = {key: settings[key] for key in named & settings.keys()}
         plain = [s.key for s in self._program.scalars if s.dtype is None]
         states = [] if missing else [self._optimizer.state[p] for p in self._parameters]
         return missing, kept, [{key: state[key] for key in plain} for state in states]
@@ -213,7 +216,8 @@ class StepCounters:
             self._use(found)
             return
         if attributes:
-            known, settings = self._program.attributes, vars(self._optimizer)
+            known = self._program.attributes
+            settings = self._program.attributes_of(self._optimizer)
         if changed := [*attributes, *changed]:
             was = f"{changed[0]} was {known[changed[0]]!r} when the step was compiled"
             self._refuse(was, settings.get(changed[0]))
