@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
 import inspect
 import json
@@ -14,6 +15,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import typer
@@ -123,13 +125,20 @@ def load(source: str) -> Callable[[], dict[str, Any]]:
     file = Path(path)
     if not file.is_file():
         raise typer.BadParameter(f"there is no file {path}")
-    sys.path.insert(0, str(file.resolve().parent))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    folder, names = file.resolve().parent, [file.stem]
+    while (folder / "__init__.py").is_file():  # a module of a package, with relative imports
+        names.insert(0, folder.name)
+        folder = folder.parent
+    sys.path[:0] = [str(file.resolve().parent), str(folder)]
+    sys.path.append(str(Path.cwd()))  # from where the user's own imports may begin
+    spec = importlib.util.spec_from_file_location(".".join(names), file)
     if spec is None or spec.loader is None:
         raise typer.BadParameter(f"{path} is no Python file: its name ends in .py. {CONTRACT}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(file.stem, module)
     with _told(file):
+        if len(names) > 1:
+            importlib.import_module(".".join(names[:-1]))
+        sys.modules.setdefault(spec.name, module)
         spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
@@ -199,9 +208,13 @@ def _instead_of_compile(module: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _told(file: Path) -> Iterator[None]:
-    """Turn an exception of the user's code into one that names its line there."""
+    """Turn an exception of the user's code into one that names its line there.
+
+    An `argparse` there sees no arguments, for the command's own are none of its.
+    """
     try:
-        yield
+        with patch.object(sys, "argv", [str(file)]):
+            yield
     except (Exception, SystemExit) as error:
         own = [
             frame

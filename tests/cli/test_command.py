@@ -157,6 +157,30 @@ def test_a_function_that_compiles_gives_the_same_as_its_arguments(command):
     assert relax_disc.compile.__name__ == "compile"
 
 
+def test_a_file_of_a_package_with_arguments_of_its_own(command, tmp_path, monkeypatch):
+    """Imports from beside it, from above it and from where the command is called."""
+    package = tmp_path / "project" / "inner"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (tmp_path / "project" / "__init__.py").touch()
+    (tmp_path / "project" / "model.py").write_text(USER)
+    (tmp_path / "elsewhere.py").write_text("WIDTH = 8\n")
+    (package / "sizes.py").write_text("from elsewhere import WIDTH\n")
+    (package / "train.py").write_text(
+        "import argparse\n"
+        "from project.inner.sizes import WIDTH\n"
+        "from ..model import step as made\n"
+        "options = argparse.ArgumentParser()\n"
+        "options.add_argument('--width', type=int, default=WIDTH)\n"
+        "def step():\n"
+        "    return made(options.parse_args().width)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    code, out, _ = command("report", f"{package}/train.py:step", "--dim", "rows=4", "--json")
+    assert code == 0 and json.loads(out)
+
+
 def test_report_tells_which_large_gradients_stay_whole(command):
     told = (
         "the gradient of head.weight (1.00 MiB) is not made by rows: relax_disc.cpu.matmul "

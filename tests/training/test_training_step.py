@@ -317,6 +317,7 @@ def test_threads_take_turns(compiled):
 
 def test_interrupt_waits_for_the_step(compiled):
     _, optimizer, step = compiled
+    step(*batch(4))
     counts = itertools.count(int(optimizer.state_dict()["state"][0]["step"]))
     next(counts)
     original = step._call
@@ -330,6 +331,38 @@ def test_interrupt_waits_for_the_step(compiled):
         step(*batch(4))
     step._call = original
     assert int(optimizer.state_dict()["state"][0]["step"]) == next(counts)
+    assert torch.isfinite(step(*batch(4)))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGALRM"])
+def test_handlers_that_raise_wait_for_the_step(compiled, name):
+    """A cluster's signal before the end, a limit of time."""
+    _, optimizer, step = compiled
+    number = getattr(signal, name)
+    step(*batch(4))
+    original, before = step._call, int(optimizer.state_dict()["state"][0]["step"])
+    seen = []
+
+    def leave(*_):
+        seen.append(int(optimizer.state_dict()["state"][0]["step"]))
+        raise SystemExit(3)
+
+    def call(*args):
+        result = original(*args)
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    handler = signal.signal(number, leave)
+    step._call = call
+    try:
+        with pytest.raises((SystemExit, KeyboardInterrupt)):
+            step(*batch(4))
+        assert signal.getsignal(number) is leave
+    finally:
+        step._call = original
+        signal.signal(number, handler)
+    assert seen == [before + 1]
     assert torch.isfinite(step(*batch(4)))
 
 

@@ -1,7 +1,8 @@
-"""What may not come between: Ctrl-C waits until all is written, a call from inside is refused."""
+"""What may not come between: signals wait until all is written, a call from inside is refused."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 from types import FrameType, TracebackType
@@ -13,26 +14,33 @@ from relax_disc.errors import ReentrantCallError
 _signal: Any = importlib.import_module("_signal")
 
 
-class deferred_interrupt:
-    """Hold SIGINT back while the block runs and deliver it afterwards.
+_OF_FAULTS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS"}
+_KEPT = {getattr(_signal, name, None) for name in {"SIGKILL", "SIGSTOP", *_OF_FAULTS}}
+_NUMBERS = tuple(sorted(set(_signal.valid_signals()) - _KEPT))
 
-    Only the main thread receives signals; elsewhere this does nothing.
+
+class deferred_interrupt:
+    """Hold signals that Python code handles back while the block runs; deliver them afterwards.
+
+    Ctrl-C, a cluster's SIGTERM or SIGUSR1, a time limit by SIGALRM: their handlers may raise.  Only
+    the main thread receives signals; elsewhere this does nothing.
     """
 
-    __slots__ = ("_held", "_previous")
+    __slots__ = ("_before", "_held")
 
     def __enter__(self) -> None:
-        self._previous: Any = None
+        self._before: list[tuple[int, Any]] = []
         if threading.current_thread() is not threading.main_thread():
             return
-        self._previous = _signal.getsignal(_signal.SIGINT)
-        if self._previous is None:  # installed by C code, which would not be restored
-            return
-        self._held: list[tuple[int, FrameType | None]] = []
-        _signal.signal(_signal.SIGINT, self._hold)
+        self._held: dict[int, FrameType | None] = {}
+        for number in _NUMBERS:
+            handler = _signal.getsignal(number)  # None: installed by C code, and no number of ours
+            if callable(handler):
+                self._before.append((number, handler))
+                _signal.signal(number, self._hold)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        self._held.append((number, frame))
+        self._held.setdefault(number, frame)
 
     def __exit__(
         self,
@@ -40,11 +48,15 @@ class deferred_interrupt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._previous is None:
+        if not self._before:
             return
-        _signal.signal(_signal.SIGINT, self._previous)
-        if self._held and callable(self._previous):
-            self._previous(*self._held[-1])
+        for number, handler in self._before:
+            _signal.signal(number, handler)
+        if self._held:
+            handlers = dict(self._before)
+            with contextlib.ExitStack() as stack:  # each is called, though one before it raises
+                for number, frame in reversed(self._held.items()):
+                    stack.callback(handlers[number], number, frame)
 
 
 class OneAtATime:

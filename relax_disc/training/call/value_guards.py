@@ -196,7 +196,7 @@ def _compare(guard: Guard, now: Any) -> None:
             f"{guard.what} was edited after the step was compiled, as reloading a file does: "
             "compile again."
         )
-    known = is_plain(was) or type(was) in _CONTAINERS
+    known = is_plain(was) or type(was) in (*_CONTAINERS, tuple)
     if known and _equal(now, was):
         return
     if guard.place.key == "training" and isinstance(now, bool):

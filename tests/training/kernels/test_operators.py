@@ -40,6 +40,8 @@ FAMILIES = {
         ),
         "bucketize": lambda x: x * torch.bucketize(x, torch.arange(-2.0, 2.0)),
         "cumprod": lambda x: torch.cumprod(x, 1),
+        "cumprod of integers": lambda x, i: x * (i.to(torch.int8) * 30).cumprod(1),
+        "cumprod of flags": lambda x, b: x * b.cumprod(1),
         "cumprod with a zero": lambda x: torch.cumprod(
             torch.where(torch.arange(x.shape[1]) == 2, 0.0, x), 1
         ),

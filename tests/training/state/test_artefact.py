@@ -356,3 +356,29 @@ def test_a_loaded_step_relies_on_what_the_saved_one_does(tmp_path, monkeypatch):
         with pytest.raises(ArtefactError, match=f"{name} was .* when the saved step was compiled"):
             relax_disc.TrainingStep.load(tmp_path / "step", model, optimizer, loss_fn)
         changes[name][1]()
+
+
+class Planned(nn.Module):
+    """Holds lists in a tuple, as transformers' models do with their plans for several devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.plan = nn.Linear(4, 4), {"head": (["x"], ["y"])}
+
+    def forward(self, x):
+        factor = 2 if "x" in self.plan["head"][0] else 3
+        return (self.linear(x) * factor).pow(2).mean()
+
+
+def test_lists_in_a_tuple_are_compared_by_value(tmp_path):
+    models = Planned(), Planned()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    rows = {0: Dim("rows", min=1, max=16)}
+    x = torch.randn(5, 4)
+    step = relax_disc.compile(models[0], first, (x,), dynamic_shapes=(rows,))
+    step.save(tmp_path / "step")
+    loaded = relax_disc.TrainingStep.load(tmp_path / "step", models[1], second)
+    torch.testing.assert_close(loaded(x), models[1](x).detach(), rtol=1, atol=10)
+    models[1].plan["head"] = (["z"], ["y"])
+    with pytest.raises(InputMismatchError, match="plan"):
+        loaded(x)

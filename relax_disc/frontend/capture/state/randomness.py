@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -36,9 +37,10 @@ def no_foreign_randomness(known: Sequence[tuple[Source, Place, Any]]) -> Iterato
     generators = {id(value): (source, value) for source, _, value in known if _has_state(value)}
     before = {key: _state(value) for key, (_, value) in generators.items()}
     python, numpy = random.getstate(), _numpy_state()
-    with _watched_system(), _drawn_by_torch():
+    others = threading.active_count() > 1
+    with _watched_system(), _drawn_by_torch(), _draws_of_this_thread() as draws:
         yield
-    if random.getstate() != python:
+    if random.getstate() != python and (draws or not others):
         _refuse("draws numbers by Python's `random`", "random")
     if _numpy_state() != numpy:
         _refuse("draws numbers by Python's `numpy.random`", "numpy.random")
@@ -79,11 +81,13 @@ def _numpy_state() -> bytes:
 @contextlib.contextmanager
 def _drawn_by_torch() -> Iterator[None]:
     """Let the user's code draw its numbers between 0 and 1 from PyTorch, which a step repeats."""
+    mine = threading.get_ident()
 
     def drawn(function: Callable[..., Any], takes_bounds: bool) -> Callable[..., Any]:
         def number(*args: Any, **kwargs: Any) -> Any:
             is_fraction = args == () or (takes_bounds and args == (0, 1))
-            if not is_fraction or kwargs or users_line() is None:
+            is_mine = threading.get_ident() == mine
+            if not is_mine or not is_fraction or kwargs or users_line() is None:
                 return function(*args, **kwargs)
             return torch.rand(())
 
@@ -95,6 +99,29 @@ def _drawn_by_torch() -> Iterator[None]:
                 made = drawn(getattr(home, name), name == "uniform")
                 patches.enter_context(patch.object(home, name, made))
         yield
+
+
+@contextlib.contextmanager
+def _draws_of_this_thread() -> Iterator[list[str]]:
+    """Note by what this thread draws from Python's `random`; another may prefetch batches."""
+    mine, draws = threading.get_ident(), []
+    shared: Any = random.seed.__self__  # the generator behind the functions of the module
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any) -> Any:
+            is_another = bool(args) and isinstance(args[0], random.Random) and args[0] is not shared
+            if threading.get_ident() == mine and not is_another:
+                draws.append(function.__name__)
+            return function(*args)
+
+        return draw
+
+    with contextlib.ExitStack() as patches:
+        for home in (random, random.Random):
+            for name in ("random", "getrandbits", "randbytes"):
+                made = noted(getattr(home, name))
+                patches.enter_context(patch.object(home, name, made))
+        yield draws
 
 
 _NUMPY = ("random", "rand", "random_sample", "uniform")

@@ -26,6 +26,7 @@ from relax_disc.frontend.capture.traced.rewrites import (
     whole_complex,
 )
 from relax_disc.frontend.capture.traced.writes import (
+    may_be_operand,
     views_parted_by_writes,
     views_written_later,
     writes,
@@ -99,7 +100,8 @@ class StepInterpreter(fx.Interpreter):
                 f"{str(error).splitlines()[0]}",
                 ((str(n.target), str(line)),),
             ) from error
-        if _is_own(n, result) and any(writes(user) and user.args[0] is n for user in n.users):
+        is_own = _is_own(n, result) and not may_be_operand(n)
+        if is_own and any(writes(user) and user.args[0] is n for user in n.users):
             result = result.clone()  # a view of what no one else knows, of which autograd does
         self._counted.note(n, result)
         if n in self._differentiated and not result.requires_grad:

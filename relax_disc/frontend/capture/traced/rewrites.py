@@ -93,6 +93,8 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None
 
 def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """Cumulative product; PyTorch's gradient looks for zeros, ours is one pass."""
+    if dtype is None and not (x.is_floating_point() or x.is_complex()):
+        dtype = torch.int64
     return torch.ops.relax_disc.cumprod(x if dtype is None else x.to(dtype), dim % max(x.dim(), 1))
 
 

@@ -29,6 +29,15 @@ _NEW_TENSORS = frozenset(
 )
 """Operators in terms of others that never return an operand."""
 
+_MAY_BE_OPERAND = frozenset(
+    (
+        *("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
+        *("atleast_1d", "atleast_2d", "atleast_3d", "cartesian_prod", "einsum"),
+        *("conj_physical", "sum_to_size", "to_dense", "unsafe_chunk"),
+    )
+)
+"""A dropout that drops nothing, an einsum of one operand."""
+
 # Their schemas do not tell that they write running statistics where they normalise by the batch's.
 _WRITES_STATISTICS = ("aten::batch_norm", "aten::native_batch_norm", "aten::instance_norm")
 _BY_BATCH = 5  # the position of that argument
@@ -47,10 +56,19 @@ def memory_of(node: Any) -> Any:
     while isinstance(node, fx.Node) and node.op == "call_function":
         schema = getattr(node.target, "_schema", None)
         views = schema is not None and any(r.alias_info is not None for r in schema.returns)
-        if not views and node.target is not operator.getitem:
+        if not views and not may_be_operand(node) and node.target is not operator.getitem:
             break
-        node = node.args[0]
+        node = node.args[1] if getattr(node.target, "_opname", None) == "einsum" else node.args[0]
+        while isinstance(node, list | tuple) and node:  # of tensors
+            node = node[0]
     return node
+
+
+def may_be_operand(node: fx.Node) -> bool:
+    """Whether an operator returns its operand or a view of it at times, as its schema hides."""
+    name = getattr(node.target, "_opname", None)
+    operands: Any = node.args[1] if name == "einsum" else ()
+    return name in _MAY_BE_OPERAND and len(operands) < 2
 
 
 def views_written_later(graph: fx.Graph) -> set[fx.Node]:
