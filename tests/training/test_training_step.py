@@ -504,3 +504,26 @@ def test_a_norm_over_two_hundred_parameters_is_clipped():
         assert norm > 0.1
         for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Chain(nn.Module):
+    """As PyTorch Geometric's Sequential: each object has a forward, and gives it to its class."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.forward = lambda x: self.linear(x).square().mean()
+        type(self).forward = lambda self, x: self.forward(x)
+
+
+def test_a_forward_of_the_object_itself_counts_alone():
+    model, x = Chain(), torch.randn(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = Dim("rows", min=1, max=9)
+    step = relax_disc.compile(model, optimizer, (x,), dynamic_shapes=({0: rows},))
+    expected = model(x).detach()
+    Chain()
+    torch.testing.assert_close(step(x), expected)
+    model.forward = lambda x: x.sum()
+    with pytest.raises(InputMismatchError, match="forward of"):
+        step(x)

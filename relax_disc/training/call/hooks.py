@@ -60,7 +60,8 @@ class HookWatch:
         self._held = [
             (m, type(m), vars(m), vars(m).get("forward"), path) for path, m in self._modules
         ]
-        self._kinds = [(kind, kind.forward) for kind in {type(m): None for _, m in self._modules}]
+        by_class = {type(m): None for _, m in self._modules if "forward" not in vars(m)}
+        self._kinds = [(kind, kind.forward) for kind in by_class]
         self._steps = [[optimizer, None] for optimizer in optimizers]  # with one that may be there
         self._known = {(id(table), key) for _, table in self._tables() for key in table}
         self._compiled = [(what, table, set(table)) for what, table in self._tables() if table]

@@ -226,3 +226,12 @@ def test_hooks_around_the_optimizer_s_step():
         capture_step(model, optimizer, (torch.ones(3, 6),), dynamic_shapes=SHAPES)
     handle.remove()
     assert capture_step(model, optimizer, (torch.ones(3, 6),), dynamic_shapes=SHAPES).outputs
+
+
+def test_complex_tensors_beside_the_loss():
+    class Spectrum(Net):
+        def forward(self, x):
+            return super().forward(x), {"spectrum": torch.fft.fft(x)}
+
+    with pytest.raises(UnsupportedOperatorError, match=r"return torch\.view_as_real\(x\)"):
+        capture(Spectrum())

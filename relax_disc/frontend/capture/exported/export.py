@@ -19,7 +19,7 @@ from torch.export.dynamic_shapes import _combine_args
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from relax_disc.errors import InputMismatchError, RelaxDiscError
+from relax_disc.errors import InputMismatchError, RelaxDiscError, UnsupportedOperatorError
 from relax_disc.frontend.capture.batch_spec import BatchSpec, register_containers, shapes_as_lists
 from relax_disc.frontend.capture.exported.all_sizes import Task
 from relax_disc.frontend.capture.exported.torch_errors import translated
@@ -153,7 +153,8 @@ def _signature(model: nn.Module) -> inspect.Signature:
 def split_loss(output: Any) -> tuple[torch.Tensor, Any]:
     """Split what a model or loss function returns into the loss and the extra outputs.
 
-    Raises `InputMismatchError`: no scalar loss can be found.
+    Raises `InputMismatchError`: no scalar loss can be found. Raises `UnsupportedOperatorError`: a
+    complex tensor is returned.
     """
     extras: Any = ()
     if isinstance(output, torch.Tensor):
@@ -172,6 +173,12 @@ def split_loss(output: Any) -> tuple[torch.Tensor, Any]:
         )
     extras = pytree.tree_map_only(LiveNumber, LiveNumber.fixed, extras)
     register_containers(extras)
+    if any(isinstance(x, torch.Tensor) and x.is_complex() for x in pytree.tree_leaves(extras)):
+        raise UnsupportedOperatorError(
+            "The model or loss_fn returns a complex tensor beside the loss, which a compiled step "
+            "has as two real ones: return torch.view_as_real(x).",
+            (("a complex tensor that is returned", "the model"),),
+        )
     if loss.numel() != 1 or not loss.dtype.is_floating_point:
         raise InputMismatchError(
             f"The loss must be one floating-point number, but it is of type {loss.dtype} with "
