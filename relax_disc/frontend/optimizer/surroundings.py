@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from relax_disc.frontend.capture.state.kinds import is_foreign, is_library, is_listed, is_plain
+from relax_disc.frontend.capture.state.kinds import (
+    MOST_ELEMENTS,
+    is_foreign,
+    is_library,
+    is_listed,
+    is_plain,
+)
 from relax_disc.frontend.capture.state.sources import codes_of, function_of
 from relax_disc.frontend.optimizer.numbers import Untraceable
 
@@ -113,6 +119,8 @@ def _walk(
         found[path] = value
     elif depth == 0 or isinstance(value, _WITHOUT) or id(value) in containers:
         return
+    elif hasattr(value, "__len__") and len(value) > MOST_ELEMENTS:
+        found[f"len({path})"] = len(value)  # it is data
     elif isinstance(value, dict):
         containers[id(value)] = value
         for key, held in list(dict.items(value)):

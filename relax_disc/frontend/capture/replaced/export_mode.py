@@ -38,6 +38,7 @@ from relax_disc.frontend.capture.replaced import (
 from relax_disc.frontend.capture.replaced.chances import Chances
 from relax_disc.frontend.capture.replaced.equal_masks import EqualMasks
 from relax_disc.frontend.capture.replaced.frozen import FrozenParameters
+from relax_disc.frontend.capture.replaced.keywords import by_position
 from relax_disc.frontend.capture.replaced.recurrent_layers import layers
 from relax_disc.frontend.capture.sizes import numbers as size_numbers
 from relax_disc.frontend.capture.sizes import operands, stand_ins
@@ -75,6 +76,9 @@ class ExportMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Replace a call, or make it."""
+        replacement = REPLACED.get(func)
+        if kwargs:
+            args, kwargs = by_position(func, replacement, args, kwargs)
         kwargs = kwargs or {}
         inner_gradients.refuse_transforms()
         if kwargs.get("generator") is not None:
@@ -96,8 +100,7 @@ class ExportMode(TorchFunctionMode):
         truth = self._chances.truth(args[0]) if func is Tensor.__bool__ else None
         if truth is not None:
             return truth
-        replacement = REPLACED.get(func)
-        result = None if replacement is None else _called(replacement, args, kwargs)
+        result = None if replacement is None else replacement(*args, **kwargs)
         if result is None:
             result = size_numbers.remember_size(func, args, kwargs, func(*args, **kwargs))
             example = example_values.active()
@@ -107,14 +110,6 @@ class ExportMode(TorchFunctionMode):
             self._chances.note(func, args, result)
             self._masks.note(func, args, kwargs, result)
         return result
-
-
-def _called(replacement: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-    """Call what takes the place of a function of PyTorch's, whose first argument is ``input``."""
-    if not args and "input" in kwargs:
-        kwargs = dict(kwargs)
-        args = (kwargs.pop("input"),)
-    return replacement(*args, **kwargs)
 
 
 def _data(x: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from relax_disc.errors import RelaxDiscError, RelaxDiscWarning, UnsupportedOperatorError
+from relax_disc.frontend.capture.replaced.keywords import by_position
 from relax_disc.frontend.capture.source_lines import (
     SourceLine,
     callers_depth,
@@ -291,6 +292,8 @@ class OuterState:
 
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Make one call of torch in the trace."""
+        if not args and kwargs:  # PyTorch's own modes read `data` of torch.tensor by its place
+            args, kwargs = by_position(func, None, args, kwargs)
         if func in _LOOKS:
             self._warn_of_look(func)
         if func == _REQUIRES_GRAD and type(args[0]) in _TENSORS and id(args[0]) not in self._own:
