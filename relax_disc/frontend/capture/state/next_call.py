@@ -5,7 +5,8 @@ kept.  A compiled step runs no Python, so that each of its calls starts from the
 makes a difference, a second export tells, which starts from what the first one left.
 
 Not looked at is code that leaves what depends on sizes alone, a mask that is kept until the length
-changes, say: a compiled step makes that anew for each batch.  Nor objects of unknown classes.
+changes, say: a compiled step makes that anew for each batch.  Nor are objects of unknown classes,
+and models whose code goes several ways by sizes.
 """
 
 from __future__ import annotations
