@@ -6,7 +6,7 @@ makes a difference, a second export tells, which starts from what the first one 
 
 Not looked at is code that leaves what depends on sizes alone, a mask that is kept until the length
 changes, say: a compiled step makes that anew for each batch.  Nor are objects of unknown classes,
-and models whose code goes several ways by sizes.
+hooks, and models whose code goes several ways by sizes.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class _UnknownError(Exception):
 class NextCall:
     """What a trace leaves behind, but for tensors that the program writes.
 
-    ``names``: of what is changed. ``data``: the tensors of the trace whose values differ between
-    calls, the batch's and the parameters.
+    ``names``: of what is changed. ``is_known``: whether that is all. ``data``: the tensors of the
+    trace whose values differ between calls, the batch's and the parameters.
     """
 
     def __init__(self, data: Iterable[Tensor]) -> None:
         self.names: list[str] = []
         self._data = list(data)
         self._writes: list[tuple[Any, Any]] = []
-        self._is_known = True
+        self.is_known = True
 
     def __bool__(self) -> bool:
-        return self._is_known and bool(self._writes)
+        return self.is_known and bool(self._writes)
 
     def note(self, name: str, where: Any, new: Any) -> None:
         """Note what lies now in a `Place`, or in a list, a set or a dict."""
@@ -61,7 +61,7 @@ class NextCall:
         try:
             self._writes.append((where, self._later(new)))
         except _UnknownError:
-            self._is_known = False
+            self.is_known = False
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[None]:

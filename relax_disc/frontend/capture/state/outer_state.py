@@ -32,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from relax_disc.errors import RelaxDiscError, RelaxDiscWarning, UnsupportedOperatorError
 from relax_disc.frontend.capture.replaced.keywords import by_position
@@ -255,12 +256,14 @@ class OuterState:
         call = _Call(self, args)
         for place, number in self._numbers.values():
             place.put(number)
-        saved = snapshot(self._known)
+        saved, hooks = snapshot(self._known), RemovableHandle.next_id
         try:
             with self._recorded(), _StandIns(self):
                 yield call
             self.next_call = NextCall([*call.tensors, *self._model.parameters()])
             call.reassigned = self._new_values(saved)
+            if RemovableHandle.next_id != hooks:
+                self.next_call.is_known = False  # it would have a hook that is removed again here
             self._drop_unused(call)
         finally:
             restore(saved)
