@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from relax_disc.frontend.optimizer.numbers import Untraceable
 from relax_disc.frontend.optimizer.program import UpdateProgram
 from relax_disc.frontend.optimizer.surroundings import is_own
-from relax_disc.frontend.optimizer.tracing import Member, OptimizerTracer, OtherTrace, Trace
+from relax_disc.frontend.optimizer.tracing import Member, MemberTrace, OptimizerTracer, Trace
 
 _FEW = 16
 
@@ -39,7 +39,7 @@ def refuse_places(
     members, kinds = [], []
     for group, parameter, program in updates:
         shaped = [replace(s, shape=program.shape_of(s, parameter)) for s in program.tensors]
-        begun = groups.setdefault(id(group), {**program.begins, **group})
+        begun = groups.setdefault(id(group), program.begun(group))
         members.append(Member(begun, parameter, tuple(shaped), tuple(program.scalars)))
         kinds.append((id(group), id(program)))
     for member in {id(member.group): member for member in members}.values():
@@ -47,12 +47,11 @@ def refuse_places(
     names: dict[Any, int] = {}
     alone = {}
     for kind, member in dict(zip(kinds, members, strict=True)).items():
-        trace = tracer.trace_one(member)
-        alone[kind] = _described(trace, trace.last, "", names)
+        trace = tracer.trace([member])
+        alone[kind] = _described(trace, trace.members[0], "", names)
     every = [groups.get(id(group), group) for group in optimizer.param_groups]
-    whole = tracer.trace_all(members, every)
-    each = [*whole.others, whole.last]
-    for kind, member, found in zip(kinds, members, each, strict=True):
+    whole = tracer.trace(members, every)
+    for kind, member, found in zip(kinds, members, whole.members, strict=True):
         place = next(k for k, group in enumerate(every) if group is member.group)
         if _described(whole, found, f"group{place}_", names) != alone[kind]:
             raise Untraceable(
@@ -62,7 +61,7 @@ def refuse_places(
             )
 
 
-def _described(trace: Trace, one: OtherTrace, prefix: str, names: dict[Any, int]) -> Any:
+def _described(trace: Trace, one: MemberTrace, prefix: str, names: dict[Any, int]) -> Any:
     """Number what is computed of a parameter, equal values alike.
 
     ``prefix``: before the names of its group's settings. ``names``: the numbers so far.

@@ -214,13 +214,15 @@ class UpdateProgram:
         facts = [states, [(s.key, str(s.dtype), s.initial) for s in self.scalars]]
         return hashlib.sha256("\n".join([*lines, repr(facts), self.host_text]).encode()).hexdigest()
 
+    def begun(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group's settings with the counts that its first step makes."""
+        return {**self.begins, **group}
+
     def fits(
         self, group: Mapping[str, Any], parameter: Tensor, held: Mapping[str, TensorState]
     ) -> bool:
         """Say whether the program holds for a group's settings and a parameter's state."""
-        return self.check(plain_settings({**self.begins, **group})) == tuple(
-            self.guards.values()
-        ) and all(
+        return self.check(plain_settings(self.begun(group))) == tuple(self.guards.values()) and all(
             (known := held.get(state.key)) is None
             or (known.dtype, known.shape) == (state.dtype, self.shape_of(state, parameter))
             for state in self.tensors
@@ -255,19 +257,19 @@ class UpdateProgram:
         scalars = {state.key: state for state in self.scalars}
         tensors = {state.key: state for state in self.tensors}
         made: dict[str, Any] = {}
+        group = self.begun(group)
         for key in self.order:
             if key in tensors:
                 made[key] = self._initial(tensors[key], parameter, group)
             else:
-                begun = {**self.begins, **group}
-                value, dtype = evaluate(scalars[key].initial, begun), scalars[key].dtype
+                value, dtype = evaluate(scalars[key].initial, group), scalars[key].dtype
                 made[key] = value if dtype is None else torch.tensor(value, dtype=dtype)
         return made
 
     def scalars_now(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the scalar states of a parameter, those that are missing as they would begin."""
         return {
-            scalar.key: evaluate(scalar.initial, {**self.begins, **group})
+            scalar.key: evaluate(scalar.initial, self.begun(group))
             if state.get(scalar.key) is None
             else plain_number(state[scalar.key])
             for scalar in self.scalars
@@ -282,7 +284,7 @@ class UpdateProgram:
         value = self.created.get(state.key)
         if value is None:
             return torch.zeros(self.shape_of(state, parameter), dtype=state.dtype)
-        numbers = {"group": {**self.begins, **group}, "parameter": parameter}
+        numbers = {"group": group, "parameter": parameter}
         if value.op == "filled" and value.shape == self.traced_shape:
             return torch.full_like(parameter, value.args[0], dtype=state.dtype)
         made = _evaluate(value, numbers, {})

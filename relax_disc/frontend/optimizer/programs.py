@@ -26,6 +26,7 @@ from relax_disc.frontend.optimizer.kernels import is_elementwise
 from relax_disc.frontend.optimizer.numbers import Expr, Untraceable, evaluate
 from relax_disc.frontend.optimizer.places import refuse_places
 from relax_disc.frontend.optimizer.program import UpdateProgram, Value, combine, needs_shape
+from relax_disc.frontend.optimizer.several import optimizers_of
 from relax_disc.frontend.optimizer.shared import Shared, find_shared, share, shared_key
 from relax_disc.frontend.optimizer.tracing import Member, OptimizerTracer, TensorState, Trace
 
@@ -200,6 +201,17 @@ def refusal(name: str, why: str) -> UnsupportedOperatorError:
         "own step() and zero_grad().",
         ((name, "the optimizer"),),
     )
+
+
+def refuse_told_apart(optimizer: Any, is_trained: Callable[[torch.Tensor], bool]) -> None:
+    """Refuse an optimizer, or one of several, that treats parameters of one kind in different ways.
+
+    Raises `UnsupportedOperatorError`: it does.
+    """
+    for owner in optimizers_of(optimizer):
+        groups = owner.param_groups
+        trained = [(group, p) for group in groups for p in group["params"] if is_trained(p)]
+        programs_of(owner).refuse_places(trained)
 
 
 def refuse_operators(

@@ -81,14 +81,14 @@ class Surroundings:
         return self._walked(optimizer)[0]
 
     @contextlib.contextmanager
-    def unchanged(self, optimizer: Optimizer) -> Iterator[None]:
-        """Hold what is there while a step is traced, and put it back.
+    def unchanged(self, optimizer: Optimizer) -> Iterator[dict[str, Any]]:
+        """Hold the `values`, which are given, while a step is traced, and put them back.
 
         Raises `Untraceable`: the step has changed something.
         """
         before, containers = self._walked(optimizer)
         held = [(each, each.copy()) for each in containers]
-        yield
+        yield before
         after = self.values(optimizer)
         for container, values in held:
             if container != values:

@@ -89,32 +89,32 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherTrace:
-    """What a step does with one of several parameters: nodes as `Trace` has, and numbers."""
+class MemberTrace:
+    """What a step does with one parameter.
 
-    inputs: Mapping[str, fx.Node]
-    outputs: Mapping[str, fx.Node]
-    scalars: Mapping[str, Expr]
+    ``outputs`` are nodes of the graph: the new parameter and the new states; ``scalars`` the new
+    numbers of its state.
+    """
+
+    inputs: dict[str, fx.Node]
+    outputs: dict[str, fx.Node]
+    scalars: dict[str, Expr]
 
 
 @dataclass(slots=True)
 class Trace:
     """What one run of the step recorded.
 
-    ``outputs`` are nodes of ``graph``: the new parameter and the new states; ``created`` the states
-    as they were made, where there were none.  Where the step was traced over several parameters all
-    is of the last one; ``others`` are the rest.  ``entries`` gives the numbers that placeholders
-    stand for.
+    ``members``: of each parameter that it was traced over; all else is of the last one.
+    ``created``: the states as they were made, where there were none.  ``entries`` gives the numbers
+    that placeholders stand for.
     """
 
     graph: fx.GraphModule
-    inputs: dict[str, fx.Node]
-    others: Sequence[OtherTrace]
+    members: Sequence[MemberTrace]
     entries: dict[fx.Node, Expr]
-    outputs: dict[str, fx.Node]
     created: dict[str, fx.Node]
     tensors: list[TensorState]
-    scalars: dict[str, Expr]
     scalar_states: dict[str, ScalarState]
     group: dict[str, Expr]
     path: list[tuple[Expr, bool]]
@@ -124,9 +124,19 @@ class Trace:
     attributes: dict[str, Any]
 
     @property
-    def last(self) -> OtherTrace:
-        """What the step does with the last parameter."""
-        return OtherTrace(self.inputs, self.outputs, self.scalars)
+    def inputs(self) -> dict[str, fx.Node]:
+        """What the last parameter brings: itself, its gradient and its states."""
+        return self.members[-1].inputs
+
+    @property
+    def outputs(self) -> dict[str, fx.Node]:
+        """The last parameter and its states as they are afterwards."""
+        return self.members[-1].outputs
+
+    @property
+    def scalars(self) -> dict[str, Expr]:
+        """The numbers of its state as they are afterwards."""
+        return self.members[-1].scalars
 
 
 class _State(dict[str, Any]):
@@ -415,7 +425,7 @@ class OptimizerTracer:
             if len(found) == _MOST_TRACES:
                 raise Untraceable(f"goes more than {_MOST_TRACES} ways, by the count of steps")
             decisions = waiting.pop()
-            trace = self._trace([member], decisions)
+            trace = self.trace([member], decisions=decisions)
             found.append(trace)
             outcomes = tuple(outcome for _, outcome in trace.path)
             waiting += [(*outcomes[:k], False) for k in range(len(decisions), len(outcomes))]
@@ -424,7 +434,7 @@ class OptimizerTracer:
     def refuse_coupling(self, alone: Trace, member: Member) -> None:
         """Refuse a step that lets one parameter's update depend on another's."""
         other = replace(member, like=torch.empty_like(member.like, device="meta"))
-        both = self._trace([other, member])
+        both = self.trace([other, member])
         waiting = [both.outputs[key] for key in alone.outputs]
         seen: set[fx.Node] = set()
         while waiting:
@@ -432,25 +442,25 @@ class OptimizerTracer:
             if node not in seen:
                 seen.add(node)
                 waiting += node.all_input_nodes
-        others = {node for each in both.others for node in each.inputs.values()}
-        if seen & others or both.group != alone.group or both.scalars != alone.scalars:
+        if (
+            seen.intersection(both.members[0].inputs.values())
+            or both.group != alone.group
+            or both.scalars != alone.scalars
+        ):
             raise Untraceable("lets one parameter's update depend on the others'")
 
-    def trace_one(self, member: Member) -> Trace:
-        """Trace the step over one parameter, the first way through it."""
-        return self._trace([member])
-
-    def trace_all(self, members: Sequence[Member], groups: Sequence[Mapping[str, Any]]) -> Trace:
-        """Trace the step over all groups; settings are named by the places of these too."""
-        return self._trace(members, groups=groups)
-
-    def _trace(
+    def trace(
         self,
         members: Sequence[Member],
+        groups: Sequence[Mapping[str, Any]] = (),
         decisions: Sequence[bool] = (),
         pool: int = 12,
-        groups: Sequence[Mapping[str, Any]] = (),
     ) -> Trace:
+        """Trace one way of the step, the first one without ``decisions``.
+
+        Over parameters of one group, or over all ``groups``, whose settings are named by their
+        places, too.  ``pool``: how many numbers may meet tensors, at first.
+        """
         is_whole = bool(groups)
         groups = groups or [members[0].group]
         prefixes = [f"group{k}_" if is_whole else "" for k in range(len(groups))]
@@ -507,7 +517,7 @@ class OptimizerTracer:
                     _allow_non_fake_inputs=True,
                 )(*fakes)
         except _PoolEmpty:
-            return self._trace(members, decisions, 2 * pool, groups if is_whole else ())
+            return self.trace(members, groups if is_whole else (), decisions, 2 * pool)
         finally:
             RECORDER.reset(token)
         graph.graph.eliminate_dead_code()
@@ -518,20 +528,15 @@ class OptimizerTracer:
         for member, outputs, scalars in zip(members, kept["outputs"], kept["scalars"], strict=True):
             names = ["parameter", "gradient", *(s.key for s in member.tensors)]
             inputs = {name: next(given) for name in names}
-            each.append(
-                OtherTrace(inputs, {k: next(returned) for k in ("parameter", *outputs)}, scalars)
-            )
-        *others, last = each
+            new = {name: next(returned) for name in ("parameter", *outputs)}
+            each.append(MemberTrace(inputs, new, scalars))
         pool_nodes = list(given)
         return Trace(
             graph,
-            dict(last.inputs),
-            others,
+            each,
             {pool_nodes[index]: expr for expr, index in run.entries.items()},
-            dict(last.outputs),
             dict(zip(kept["created"], returned, strict=True)),
             kept["tensors"],
-            dict(last.scalars),
             kept["specs"],
             kept["group"],
             run.path,
@@ -563,14 +568,13 @@ class OptimizerTracer:
         before = {k: x if isinstance(x, Tensor) else copy.copy(x) for k, x in simple.items()}
         given = dict(settings[-1])
         own = [set(vars(each)) for each in objects]
-        around = surroundings_of(optimizer)
-        run.attributes |= around.values(optimizer)
         with (
-            around.unchanged(optimizer),
+            surroundings_of(optimizer).unchanged(optimizer) as around,
             torch.no_grad(),
             recording_functions(self._scopes),
             _Numbers(run, stand_ins),
         ):
+            run.attributes |= around
             self._step(shadow)
         _refuse_changed_attributes(before, vars(shadow))
         for names, each in zip(own, objects, strict=True):

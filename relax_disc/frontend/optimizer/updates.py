@@ -33,7 +33,11 @@ from relax_disc.frontend.optimizer.kernels import (
 )
 from relax_disc.frontend.optimizer.numbers import constant
 from relax_disc.frontend.optimizer.program import UpdateProgram, Value, reachable
-from relax_disc.frontend.optimizer.programs import programs_of, refuse_operators
+from relax_disc.frontend.optimizer.programs import (
+    programs_of,
+    refuse_operators,
+    refuse_told_apart,
+)
 from relax_disc.frontend.optimizer.several import groups_of, optimizers_of
 from relax_disc.frontend.spec import InputSpec, OutputSpec, UpdateGroup
 
@@ -93,7 +97,6 @@ def plan_updates(
     position = {s.target: k for k, s in enumerate(parameters.specs) if s.kind == "parameter"}
     items: list[Update] = []
     groups: list[UpdateGroup] = []
-    trained: dict[int, list[Any]] = {id(owner): [] for owner in optimizers_of(optimizer)}
     owned = groups_of(optimizer)
     number_of = {owner: k for k, owner in enumerate(optimizers_of(optimizer))}
     for index, grads in _members(owned, gradient_of, targets, like):
@@ -103,15 +106,14 @@ def plan_updates(
         members = [(name, _tensor(tensors, k), k) for name, k in zip(names, grads, strict=True)]
         programs = [programs_of(owner).of(group, tensor) for _, tensor, _ in members]
         refuse_operators(owner, programs, _untranslated)
-        trained[id(owner)] += [(group, tensor) for _, tensor, _ in members]
         hyper = _declare_hyper(parameters, programs[0], number, names[0], members[0][1])
         for (name, tensor, grad), program in zip(members, programs, strict=True):
             states = _declare_states(parameters, name, number, tensor, program)
             update = Update(name, program, position[name], grad, states, hyper, number_of[owner])
             items.append(update)
         groups.append(UpdateGroup(index, names, hyper))
-    for owner in optimizers_of(optimizer) if like is None else ():
-        programs_of(owner).refuse_places(trained[id(owner)])
+    if like is None:
+        refuse_told_apart(optimizer, lambda parameter: id(parameter) in gradient_of)
     if optimizer is not None and not items:
         raise InputMismatchError(
             "None of the optimizer's parameters gets a gradient from this loss; was the optimizer "
@@ -147,16 +149,13 @@ def describe_updates(optimizer: Any, arguments: Sequence[Argument]) -> list[Any]
     """
     names = {id(argument.tensor): argument.target for argument in arguments}
     place = {known: k for k, known in enumerate(names)}
-    owned = groups_of(optimizer)
-    for owner in optimizers_of(optimizer):
-        mine = [(group, p) for each, group in owned if each is owner for p in group["params"]]
-        programs_of(owner).refuse_places([(g, p) for g, p in mine if id(p) in place])
+    refuse_told_apart(optimizer, lambda parameter: id(parameter) in place)
     return [
         [
             [[names[id(p)], programs_of(owner).of(group, p).digest] for p in part]
             for part in _split(owner, group, place)
         ]
-        for owner, group in owned
+        for owner, group in groups_of(optimizer)
     ]
 
 

@@ -13,7 +13,7 @@ import tvm
 import tvm_ffi
 
 from relax_disc.errors import ArtefactError
-from relax_disc.frontend.optimizer.programs import programs_of
+from relax_disc.frontend.optimizer.programs import programs_of, refuse_told_apart
 from relax_disc.frontend.optimizer.several import groups_of, optimizers_of
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -148,9 +148,7 @@ def check_optimizer(
     could not be compiled at all.
     """
     now = describe_optimizer(optimizer, model)
-    for owner in optimizers_of(optimizer):
-        mine = [(g, p) for each, g in groups_of(optimizer) if each is owner for p in g["params"]]
-        programs_of(owner).refuse_places([(g, p) for g, p in mine if p.requires_grad])
+    refuse_told_apart(optimizer, lambda parameter: parameter.requires_grad)
     if saved["class"] != now["class"]:
         raise ArtefactError(
             f"{path} was compiled with {saved['class']}, the optimizer is {now['class']}."

@@ -530,10 +530,8 @@ class OuterState:
                     if is_note:
                         continue
                     holder = holders.get(id(place.container))
-                    if holder is None or self._is_read_first((holder, place.key), old):
-                        self._warn_of_write(str(target), place, new)
-                    else:
-                        self._warn_of_write(str(target))
+                    is_found = holder is None or self._is_read_first((holder, place.key), old)
+                    self._warn_of_write(str(target), *((place, new) if is_found else ()))
         return values
 
     def _refuse_lost(self, what: str, before: Iterable[Any]) -> None:
