@@ -55,7 +55,7 @@ class Worker:
         """End the process."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            self._process.communicate()  # which closes its pipes, too
             self._process = None
 
     def _start(self) -> subprocess.Popen[str]:

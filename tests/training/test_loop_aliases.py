@@ -127,6 +127,50 @@ class StepsReadTheOther(Recurrent):
         return torch.stack(outs, 1)
 
 
+class WritesTheLastBehind(Recurrent):
+    """The list holds it, too."""
+
+    def run(self, x: Tensor) -> Tensor:
+        h, outs = x.new_zeros(x.shape[0], 8), []
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h)
+            outs.append(h)
+        h[:, 0] = 0
+        return torch.stack(outs, 1)
+
+
+class WritesAnotherNameBehind(Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        h = other = x.new_zeros(x.shape[0], 8)
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h)
+            other = h[:, :4]
+        h.mul_(2)
+        return other.repeat(1, 2)[:, None].expand(-1, x.shape[1], -1)
+
+
+class WritesAPartOfASequence(Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        y, last, outs = x * 2, x[:, 0], []
+        for t in range(x.shape[1]):
+            last = y[:, t]
+            outs.append(self.cell(last))
+        last.mul_(3)
+        return torch.stack(outs, 1) + y.sum(2, True)
+
+
+class WritesWhatNobodySharesBehind(Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        h, outs = x.new_zeros(x.shape[0], 8), []
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h) * 2
+            outs.append(h.clone())
+        h[:, 0] = 0
+        made = torch.stack(outs, 1)
+        made += h[:, None]
+        return made
+
+
 KINDS = [
     AddsToAView,
     ListHoldsIt,
@@ -134,6 +178,7 @@ KINDS = [
     NobodyElseHoldsIt,
     HeldInATuple,
     FirstStepAloneWrites,
+    WritesWhatNobodySharesBehind,
 ]
 
 
@@ -153,6 +198,9 @@ def test_other_names_see_what_was_written(kind: type[Recurrent]) -> None:
         (AddsToABuffer, r"writes into seen in place, which an attribute of AddsToABuffer is too"),
         (AddsToTheFirstOfTwo, r"seen in place, which an attribute of BatchNorm1d is too"),
         (AppendsIt, r"appends total to outs .* append total\.clone\(\)"),
+        (WritesTheLastBehind, "leaves one tensor by two names"),
+        (WritesAnotherNameBehind, "leaves one tensor by two names"),
+        (WritesAPartOfASequence, "leaves one tensor by two names"),
         (StepsReadTheOther, r"writes into total in place, which same is too: write `total = total"),
     ],
 )

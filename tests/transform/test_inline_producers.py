@@ -64,6 +64,21 @@ def test_kernels_that_are_told_a_dim_or_a_constant():
     assert peak_bytes(before) - peak_bytes(after) == 399 * 64 * 4
 
 
+@pytest.mark.parametrize("compare", [op.equal, op.less_equal, op.greater])
+def test_what_is_compared_with_another_tensor_is_computed_once(compare):
+    """Its readers would round it as their loops are made."""
+
+    def peak(emit, x, y, w):
+        largest = emit(op.add(x, emit(op.sigmoid(x))))
+        is_found = emit(op.astype(emit(compare(largest, y)), "float32"))
+        late = emit(op.matmul(is_found, w))
+        return (emit(op.multiply(largest, late)),)
+
+    mod = program(GATE, peak)
+    before, after = kernels(mod).at({"n": 100}), kernels(InlineProducers()(mod)).at({"n": 100})
+    assert len(after.kernels) == len(before.kernels)
+
+
 def positions(emit, x, y, table):
     """The first rows of a table, added to more rows than it has, before and after a product."""
     rows = emit(op.strided_slice(table, [0], [0], [N], assume_inbound=True))

@@ -11,6 +11,9 @@ read it can be fused with it, the bytes that move become fewer, and no more is k
 A reader with more elements than the value would compute some of them repeatedly; it may do so only
 where nothing is computed, as of the rows of a table that a sequence has positions for.
 
+A value is computed once if a reader compares it with another, as the gradient of ``amax`` does with
+what that found: kernels round as their loops are made, and equal values would differ.
+
 Of a value that something else reads too, pooling say, only the readers long after that compute it
 for themselves, from what is kept for them anyway: it need not lie in memory until then.
 """
@@ -39,6 +42,7 @@ from relax_disc.transform.fusion.producers import (
     REDUCTION,
     at_most,
     bytes_of,
+    compares,
     elements_of,
     is_small_beside,
     kernel_of,
@@ -169,7 +173,7 @@ class _Finder:
         users = self._uses.users_of(value)
         able = [v for v, call in users if self._is_able(v, call)]
         others = [v for v, call in users if not self._is_able(v, call)]
-        if any(v is None for v in others):  # a result
+        if any(v is None for v in others) or self._is_compared(group, able):  # a result
             able = []
         elif others:
             late = max(self._place[v] for v in others) + _LEAST_GAP
@@ -179,6 +183,13 @@ class _Finder:
             reader = self._group_of[variable]
             readers.setdefault(reader.result, (reader, []))[1].append(variable)
         return _Candidate(group.bindings, list(readers.values()), bool(others))
+
+    def _is_compared(self, group: FusionGroup, readers: list[relax.Var | None]) -> bool:
+        """Whether a kernel that would compute the value compares it with another one."""
+        if not any(work_of(self._mod, b.value) for b in group.bindings):  # it copies
+            return False
+        kernels = {self._group_of[v].result: self._group_of[v] for v in readers if v is not None}
+        return any(compares(self._mod, b.value) for g in kernels.values() for b in g.bindings)
 
     def _is_able(self, variable: relax.Var | None, call: relax.Expr) -> bool:
         return variable in self._group_of and pattern_of(self._mod, call) <= REDUCTION

@@ -24,6 +24,7 @@ _CALL_WORK = 8  # exp, tanh, erf
 # Operands so much smaller than a value do not count beside it.
 _SMALL = 8
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
+_COMPARISONS = (tirx.EQ, tirx.NE, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 CALL_TIR = ir.Op.get("relax.call_tir")
 
 
@@ -51,6 +52,25 @@ def _work_in(body: tirx.Stmt) -> int:
     work = sum(str(node.ty) != "int64" for node in nodes_of(_ARITHMETIC, body))
     names = [getattr(node.op, "name", "") for node in nodes_of(ir.Call, body)]
     return work + _CALL_WORK * sum(not name.endswith("if_then_else") for name in names)
+
+
+def compares(mod: tvm.IRModule, value: relax.Expr) -> bool:
+    """Whether a kernel compares elements of two tensors: by rounding, equal ones may differ."""
+    kernel = kernel_of(mod, value)
+    return kernel is not None and _compares_in(kernel.body)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compares_in(body: tirx.Stmt) -> bool:
+    return any(
+        "float" in str(node.a.ty) and not (_is_one_number(node.a) or _is_one_number(node.b))
+        for node in nodes_of(_COMPARISONS, body)
+    )
+
+
+def _is_one_number(value: Any) -> bool:
+    is_scalar = isinstance(value, ir.TensorLoad) and not value.indices
+    return is_scalar or isinstance(value, tirx.FloatImm)
 
 
 @functools.lru_cache(maxsize=16384)  # a variable is asked about again and again

@@ -55,3 +55,11 @@ def test_similarities_and_gradients(first, second, dim, eps):
     pairs = zip(*(torch.autograd.grad(z, (x, y), weights) for z in (found, expected)), strict=True)
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs)
+
+
+def test_similarities_of_vectors_whose_norms_overflow_are_zero():
+    x = (torch.randn(3, 4) * 1e30).requires_grad_()
+    found, expected = (f(x, x.detach()) for f in (cosine_similarity, F.cosine_similarity))
+    assert torch.equal(found, expected) and torch.equal(found, torch.zeros(3))
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    assert torch.equal(gradient, torch.zeros(3, 4))

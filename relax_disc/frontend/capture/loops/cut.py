@@ -25,6 +25,7 @@ from relax_disc.frontend.capture.loops.draws import (
     is_random,
     once_inside,
 )
+from relax_disc.frontend.capture.loops.left import shared_and_written
 from relax_disc.frontend.capture.loops.nodes import may_share_memory, values_of
 from relax_disc.frontend.capture.loops.recorded import LoopRefusal, RecordedLoops
 from relax_disc.frontend.capture.loops.regions import inline_regions
@@ -216,6 +217,12 @@ class _Cut:
             self._check_node(node)
         for tensor, (select, _) in self._written.items():
             self._check_written(tensor, select, between)
+        if (writer := shared_and_written(self._end)) is not None:
+            raise self._refuse(
+                "it leaves one tensor by two names, as `outs.append(h)` and `h = x[:, t]` do; one "
+                "of them is written in place behind it, and the other read: clone one",
+                writer,
+            )
 
     def _check_node(self, node: fx.Node) -> None:
         target: Any = node.target

@@ -30,7 +30,7 @@ def cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> 
         x, y = torch.broadcast_tensors(x, y)
     norms = [torch.linalg.vector_norm(t, dim=dim, keepdim=True) for t in (x, y)]
     # PyTorch raises norms below eps in place, and takes the gradient as if it had not.
-    norms = [norm + (norm.clamp_min(eps) - norm).detach() for norm in norms]
+    norms = [norm + (eps - norm).clamp_min(0).detach() for norm in norms]  # infinite ones too
     return ((x / norms[0]) * (y / norms[1])).sum(dim)
 
 

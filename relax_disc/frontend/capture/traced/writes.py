@@ -53,15 +53,22 @@ def writes(node: fx.Node) -> bool:
 
 def memory_of(node: Any) -> Any:
     """Follow views to the node that holds their memory."""
-    while isinstance(node, fx.Node) and node.op == "call_function":
-        schema = getattr(node.target, "_schema", None)
-        views = schema is not None and any(r.alias_info is not None for r in schema.returns)
-        if not views and not may_be_operand(node) and node.target is not operator.getitem:
-            break
-        node = node.args[1] if getattr(node.target, "_opname", None) == "einsum" else node.args[0]
-        while isinstance(node, list | tuple) and node:  # of tensors
-            node = node[0]
+    while isinstance(node, fx.Node) and (below := viewed(node)) is not None:
+        node = below
     return node
+
+
+def viewed(node: fx.Node) -> Any:
+    """Return what a node is a view or a part of, or may be itself; None of a tensor of its own."""
+    schema = getattr(node.target, "_schema", None)
+    views = schema is not None and any(r.alias_info is not None for r in schema.returns)
+    views = views or may_be_operand(node) or node.target is operator.getitem
+    if node.op != "call_function" or not views:
+        return None
+    below: Any = node.args[1] if getattr(node.target, "_opname", None) == "einsum" else node.args[0]
+    while isinstance(below, list | tuple) and below:  # of tensors
+        below = below[0]
+    return below
 
 
 def may_be_operand(node: fx.Node) -> bool:
@@ -78,7 +85,7 @@ def views_written_later(graph: fx.Graph) -> set[fx.Node]:
     """
     last: dict[Any, int] = {}
     for place, node in enumerate(graph.nodes):
-        last.update((memory_of(operand), place) for operand in _written_operands(node))
+        last.update((memory_of(operand), place) for operand in written_operands(node))
     return {
         node
         for place, node in enumerate(graph.nodes if last else ())
@@ -86,7 +93,8 @@ def views_written_later(graph: fx.Graph) -> set[fx.Node]:
     }
 
 
-def _written_operands(node: fx.Node) -> list[Any]:
+def written_operands(node: fx.Node) -> list[Any]:
+    """List the tensors that an operator, or a graph that it runs, may write into."""
     if writes(node):
         schema: Any = node.target._schema  # pyright: ignore
         if not schema.is_mutable:
@@ -120,7 +128,7 @@ def views_parted_by_writes(graph: fx.Graph, kinds: Collection[Any]) -> set[fx.No
     is read at its end.
     """
     place = {node: k for k, node in enumerate(graph.nodes)}
-    written = [(place[node], operand) for node in place for operand in _written_operands(node)]
+    written = [(place[node], operand) for node in place for operand in written_operands(node)]
     found: set[fx.Node] = set()
     for view in (node for node in place if node.target in kinds) if written else ():
         memory = memory_of(view)
