@@ -25,7 +25,8 @@ def shared_and_written(end: fx.Node) -> fx.Node | None:
     writers = [(node, operand) for node in behind for operand in written_operands(node)]
     if not writers:
         return None
-    made: Any = [value for values in end.args[2:5] for value in values]  # pyright: ignore
+    results: Any = end.args[2:5]
+    made: list[Any] = [value for values in results for value in values]
     sources = [_memory(value, end) for value in made]
     group = {sources[k]: sources[k] for k in range(len(made))}  # tensors of one memory, by each
     group |= {getter: sources[getter.args[1]] for getter in end.users}
