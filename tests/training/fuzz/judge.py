@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +31,10 @@ ABSOLUTE, RELATIVE = 1e-5, 1e-4
 # factor less is left for sums of another order and for functions of another library.
 SAMPLES, FACTOR = 10, 30
 GRADIENT = ".grad"
-PARTS = core_aten_decompositions()
+_ATEN = torch.ops.aten
+# A mean is a sum and a quotient: of equal values, too, it need not be that value.
+_MEANS = get_decompositions([_ATEN.native_batch_norm, _ATEN.var_mean, _ATEN.mean])
+PARTS = {**core_aten_decompositions(), **_MEANS}
 
 
 class RandomRounding(TorchDispatchMode):

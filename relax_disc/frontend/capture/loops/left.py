@@ -26,10 +26,11 @@ def shared_and_written(end: fx.Node) -> fx.Node | None:
     if not writers:
         return None
     results: Any = end.args[2:5]
-    made: list[Any] = [value for values in results for value in values]
-    sources = [_memory(value, end) for value in made]
-    group = {sources[k]: sources[k] for k in range(len(made))}  # tensors of one memory, by each
-    group |= {getter: sources[getter.args[1]] for getter in end.users}
+    sources = [_memory(value, end) for values in results for value in values]
+    getters: Any = end.users
+    # For each tensor the one whose memory it has in eager.
+    group = {source: source for source in sources}
+    group |= {getter: sources[getter.args[1]] for getter in getters}
     holders = {node: _memory(node, end) for node in place}
     for writer, operand in writers:
         written = holders[operand]
