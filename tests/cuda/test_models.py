@@ -24,6 +24,7 @@ VERDICTS = {row["model"]: row["verdict"] for row in json.loads(_RESULTS.read_tex
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_a_model_trains(entry, monkeypatch):
+    pytest.importorskip(entry.source, reason=f"{entry.source} is of the extra `bench`")
     monkeypatch.setenv("RELAX_DISC_COMPILE_CACHE", "0")
     size = sum(p.numel() for p in entry.make().parameters())
     if size > MOST_PARAMETERS:
