@@ -282,7 +282,7 @@ class TrainingStep(CompiledFunction):
 
         Sums of gradients are put aside meanwhile: inside there are none.
         """
-        with self._lock, without_gradients(self._model):
+        with self._lock, without_gradients(self._model), self._binding.states.put_back():
             self._binding.refresh(early=True)
             there = [index for index in self._written if self._binding.is_bound(index)]
             tensors = [self._binding.tensor(index) for index in there]

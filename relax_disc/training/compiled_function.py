@@ -80,7 +80,7 @@ class CompiledFunction:
         self._variants = Variants(self._machine, captured.function)
         self._session = self._variants.plain.session
         self._guards = ValueGuards(captured.outer.guards)
-        self._binding = Binding(captured.inputs, model, optimizer, captured.outer.inputs)
+        self._binding = Binding(captured.inputs, model, optimizer, captured.outer)
         self._arguments = self._binding.arguments
         places = {spec.target: k for k, spec in enumerate(captured.inputs) if spec.kind == "batch"}
         self._batch_places = [places[leaf.position] for leaf in schema.leaves]
@@ -387,8 +387,10 @@ class CompiledFunction:
 
     def _execute(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int]) -> list[Any]:
         """Bind what PyTorch has replaced, run, tell autograd; return as `_call`."""
+        self._binding.states.renew()
         self._binding.refresh()
         flat = self._call(tensors, values)
+        self._binding.states.note()
         self._mark_written()
         return flat
 

@@ -43,7 +43,9 @@ def outer_of(arguments: Sequence[Argument], exported: Exported) -> Outer:
         leaves = enumerate(exported.leaves)
         strides = {k: strides_of(leaf) for k, leaf in leaves if isinstance(leaf, Tensor)}
         layouts = Layouts(str(state.layout_line), strides)
-    return Outer(inputs, tuple(state.guards), layouts)
+    states = {id(assigned.tensor) for assigned in state.reassigned}
+    assigned = frozenset(str(a.target) for a in arguments if id(a.tensor) in states)
+    return Outer(inputs, tuple(state.guards), layouts, assigned)
 
 
 def is_foreign_parameter(argument: Argument) -> bool:

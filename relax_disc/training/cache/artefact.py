@@ -22,7 +22,7 @@ from tvm.support import cc
 
 from relax_disc.errors import ArtefactError
 
-FORMAT = 12
+FORMAT = 13
 """Version of the header's contents; raised with every change of them or of the run time."""
 
 _MAGIC = b"relax_disc step\n"

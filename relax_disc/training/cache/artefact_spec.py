@@ -54,7 +54,7 @@ def describe_captured(captured: CapturedStep) -> dict[str, Any]:
     names = [str(spec.target) for spec in captured.inputs if spec.kind in ("constant", "number")]
     inputs = {name: captured.outer.inputs[name] for name in names}
     known = [guard for guard in captured.outer.guards if guard.source is not None]
-    known = [g for g in known if not g.part or _literal(g.value) is not None]
+    known = [g for g in known if g.part in ("", "same") or _literal(g.value) is not None]
     named = next((guard.names for guard in known if guard.names), frozenset())  # all have the same
     layouts = captured.outer.layouts
     return {
@@ -65,6 +65,7 @@ def describe_captured(captured: CapturedStep) -> dict[str, Any]:
         },
         "guards": [[g.what, _path(g.source), *_value(g), g.part, bool(g.names)] for g in known],
         "names": sorted(named),
+        "assigned": sorted(captured.outer.assigned),
         "layouts": None if layouts is None else [layouts.where, [*layouts.strides.items()]],
     }
 
@@ -97,10 +98,12 @@ def restore_outer(
     Raises `ArtefactError`: something is not there.
     """
 
-    def place_of(path: list[str], may_be_absent: bool = False) -> tuple[Source, Place]:
+    def place_of(
+        path: list[str], may_be_absent: bool = False, is_lasting: bool = False
+    ) -> tuple[Source, Place]:
         source = Source(path[0], ast.literal_eval(path[1]))
         try:
-            return source, resolve(source, model, loss_fn, may_be_absent)
+            return source, resolve(source, model, loss_fn, may_be_absent, is_lasting)
         except LookupError as error:
             reason = "pass that loss_fn to load" if loss_fn is None else "it is not there"
             raise ArtefactError(
@@ -109,7 +112,7 @@ def restore_outer(
 
     inputs, guards = {}, []
     for name, (path, is_number, shape, dtype) in facts["inputs"].items():
-        source, place = (None, None) if path is None else place_of(path)
+        source, place = (None, None) if path is None else place_of(path, is_lasting=True)
         if place is None:
             tensor = _tensor(parts[name], shape, getattr(torch, dtype)).to(device_of(model))
         else:
@@ -119,11 +122,18 @@ def restore_outer(
     for what, path, how, text, part, is_named in facts["guards"]:
         if how == "code" and loss_fn is None and path[0] == "loss_fn":
             continue  # it need not be given where it reads nothing
-        source, place = place_of(path, how == "absent")
+        source, place = place_of(path, how == "absent", is_lasting=part in ("form", "same"))
         if how == "literal":
-            value = ast.literal_eval(text)
+            value: Any = ast.literal_eval(text)
+        elif how == "same":
+            value = place_of(text, is_lasting=True)
+            if place.get() is not value[1].get():
+                raise ArtefactError(
+                    f"{what} was the same object as {value[0]} when the saved step was compiled: "
+                    "let both lead to one before you load the step, or compile again."
+                )
         else:
-            value: Any = ABSENT if how == "absent" else place.get()
+            value = ABSENT if how == "absent" else place.get()
             if how == "code" and _is_other_code(text, _code_text(value)):
                 raise ArtefactError(
                     f"{what} is not what it was when the saved step was compiled: it was edited, "
@@ -143,7 +153,7 @@ def restore_outer(
     if layouts is not None:
         where, strides = layouts
         layouts = Layouts(where, {k: s if s is None else tuple(s) for k, s in strides})
-    return Outer(inputs, tuple(guards), layouts)
+    return Outer(inputs, tuple(guards), layouts, frozenset(facts["assigned"]))
 
 
 def _shadow(
@@ -156,13 +166,15 @@ def _shadow(
     return None if own is place.container or source.steps[-1][1] in own else own
 
 
-def _value(guard: Guard) -> tuple[str, str | None]:
+def _value(guard: Guard) -> tuple[str, str | list[str] | None]:
     """Write what a guard compares with: how it is written, and the text.
 
     Functions, modules, other objects and lists that only lead to what was read are known by their
     paths alone.
     """
     value = guard.value
+    if guard.part == "same":
+        return "same", _path(value[0])
     if value is ABSENT:
         return "absent", None
     if isinstance(value, types.CodeType):

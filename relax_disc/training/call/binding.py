@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -19,9 +19,11 @@ import torch
 import tvm
 
 from relax_disc.errors import InputMismatchError
-from relax_disc.frontend.capture.state.outer import OuterTensor
+from relax_disc.frontend.capture.state.outer import Outer, OuterTensor
+from relax_disc.frontend.capture.state.sources import Place
 from relax_disc.frontend.optimizer.several import owners_of
 from relax_disc.frontend.spec import InputSpec
+from relax_disc.training.call.assigned_states import AssignedStates
 from relax_disc.training.call.state_dicts import state_dicts
 from relax_disc.vm_builtins.state_file import StateFile
 
@@ -179,7 +181,7 @@ class Binding:
         specs: Sequence[InputSpec],
         model: torch.nn.Module,
         optimizer: Any,
-        outer: Mapping[str, OuterTensor],
+        outer: Outer,
     ) -> None:
         self._specs = tuple(specs)
         self._model, self._optimizer = model, optimizer
@@ -202,20 +204,33 @@ class Binding:
                 look = functools.partial(place[0].get, place[1])
                 self._bind(index, f"{spec.kind} {spec.target}", look, place)
             elif spec.kind == "constant":
-                self._bind(index, f"constant {spec.target}", _look(outer[str(spec.target)]))
+                self._bind(index, f"constant {spec.target}", _look(outer.inputs[str(spec.target)]))
             elif spec.kind == "number":
                 device = next((p.device for p in model.parameters()), torch.device("cpu"))
-                number = Number(outer[str(spec.target)], device)
+                number = Number(outer.inputs[str(spec.target)], device)
                 self.arguments[index] = as_runtime(number.tensor, number.what)
                 self._numbers.append(number)
             elif spec.kind == "gradient":
                 self._await_gradient(index, spec)
             elif spec.kind == "state":
                 self._await_state(index, spec)
-        self._tied = self._find_tied()
+        self.states = AssignedStates([*self._assigned_places(outer)])
+        self._tied = self._find_tied(outer.assigned)
         # What only reads may lie in the same memory: a detached weight, say.
         addresses = Counter(slot.address for slot in self._slots if slot.tensor is not None)
         self._read_twice = {address for address, count in addresses.items() if count > 1}
+
+    def _assigned_places(self, outer: Outer) -> Iterator[Place]:
+        for slot in self._slots:
+            spec = self._specs[slot.index]
+            if str(spec.target) not in outer.assigned:
+                continue
+            if spec.kind == "buffer" and slot.place is not None:
+                yield Place(*slot.place)
+            elif spec.kind == "constant":
+                place = outer.inputs[str(spec.target)].place
+                if place is not None:
+                    yield place
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
@@ -386,9 +401,18 @@ class Binding:
         self._slots.append(slot)
         self._by_input[index] = slot
 
-    def _find_tied(self) -> list[tuple[str, tuple[dict[str, Any], str], _Slot]]:
-        """List the other names of bound parameters and buffers: what it is, and where."""
-        bound = {id(slot.tensor): slot for slot in self._slots if slot.place is not None}
+    def _find_tied(
+        self, assigned: Container[str]
+    ) -> list[tuple[str, tuple[dict[str, Any], str], _Slot]]:
+        """List the other names of bound parameters and buffers: what it is, and where.
+
+        Of those ``assigned`` only one name is read, and only that is given other tensors.
+        """
+        bound = {
+            id(slot.tensor): slot
+            for slot in self._slots
+            if slot.place is not None and str(self._specs[slot.index].target) not in assigned
+        }
         places = [slot.place for slot in bound.values() if slot.place is not None]
         known = {(id(table), key) for table, key in places}
         found: list[tuple[str, tuple[dict[str, Any], str], _Slot]] = []

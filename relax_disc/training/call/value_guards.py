@@ -35,6 +35,8 @@ class ValueGuards:
         self._sizes: list[tuple[Any, int, Guard]] = []
         self._keys: list[list[Any]] = []
         self._numbers: list[tuple[Any, Guard]] = []
+        self._forms: list[tuple[Any, Any, Guard]] = []
+        self._shared: list[tuple[Any, Any, Guard]] = []
         for guard in guards:
             if guard.part in ("number", "type"):
                 self._numbers.append((guard.place.get, guard))
@@ -42,6 +44,10 @@ class ValueGuards:
                 self._sizes.append((guard.place.get, guard.value, guard))
             elif guard.part == "keys":
                 self._keys.append([guard.place.get, guard.value, guard])
+            elif guard.part == "form":
+                self._forms.append((guard.place.get, guard.value, guard))
+            elif guard.part == "same":
+                self._shared.append((guard.place.get, guard.value[1].get, guard))
             if guard.part or guard.value is ABSENT:
                 continue
             holder, value = guard.place.container, guard.value
@@ -56,7 +62,7 @@ class ValueGuards:
 
     def __len__(self) -> int:
         compared = (self._entries, self._cells, self._copies, self._absent, self._sizes, self._keys)
-        return sum(map(len, (*compared, self._numbers)))
+        return sum(map(len, (*compared, self._numbers, self._forms, self._shared)))
 
     def check(self) -> None:
         """Compare all values.
@@ -79,6 +85,12 @@ class ValueGuards:
                     _refuse_length(guard, len(now))
             for get, guard in self._numbers:
                 _compare_number(guard, get())
+            for get, form, guard in self._forms:
+                if not isinstance(now := get(), torch.Tensor) or form not in (None, _form(now)):
+                    _refuse_form(guard, now)
+            for get, other, guard in self._shared:
+                if get() is not other():
+                    _refuse_apart(guard)
             for entry in self._keys:
                 get, keys, guard = entry
                 if (now := tuple(get())) != keys:
@@ -151,6 +163,34 @@ def _refuse_length(guard: Guard, length: int) -> None:
     raise InputMismatchError(
         f"{guard.what} had {guard.value} elements when the step was compiled and has {length} now: "
         "compile again, or take the new ones out."
+    )
+
+
+def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), str(tensor.dtype)
+
+
+def _refuse_form(guard: Guard, now: Any) -> None:
+    was = (
+        "a tensor"
+        if guard.value is None
+        else "a tensor of shape {} and type {}".format(*guard.value)
+    )
+    form = (
+        "of shape {} and type {}".format(*_form(now))
+        if isinstance(now, torch.Tensor)
+        else repr(now)
+    )
+    raise InputMismatchError(
+        f"{guard.what} was {was} when the step was compiled, which the code asked, and is {form} "
+        "now: compile again, or put one like it there."
+    )
+
+
+def _refuse_apart(guard: Guard) -> None:
+    raise InputMismatchError(
+        f"{guard.what} was the same object as {guard.value[0]} when the step was compiled, and is "
+        "another one now: let both lead to one again, or compile again."
     )
 
 

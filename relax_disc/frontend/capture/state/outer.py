@@ -38,8 +38,10 @@ class Guard:
     value: Any  # as it was; a list, dict or set is copied
     # for an attribute of a class the instance's own, which must not get one of that name
     shadow: dict[str, Any] | None = None
-    # what `value` is of the container or number at the place: "number" if that may be any other
-    part: Literal["", "length", "keys", "number", "type"] = ""
+    # what `value` is of the container, number or tensor at the place: "number" if that may be any
+    # other; "form": shape and type, None if it may be any tensor; "same": the path to the same
+    # thing, and the place at the end of that
+    part: Literal["", "length", "keys", "number", "type", "form", "same"] = ""
     names: frozenset[str] = frozenset()  # the keys that count; empty: all
 
 
@@ -75,8 +77,11 @@ class Outer:
 
     ``inputs``: by the targets of the inputs of kinds ``"constant"`` and ``"number"``. ``guards``:
     values that the program relies on. ``layouts``: those of the batch, if it relies on them.
+    ``assigned``: the targets of inputs, buffers among them, in whose places the user's code puts
+    other tensors.
     """
 
     inputs: Mapping[str, OuterTensor] = field(default_factory=dict)
     guards: tuple[Guard, ...] = ()
     layouts: Layouts | None = None
+    assigned: frozenset[str] = frozenset()

@@ -8,6 +8,7 @@ assigns meanwhile is put back, and is an output of the program where it is state
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import warnings
 import weakref
@@ -44,19 +45,15 @@ from relax_disc.frontend.capture.source_lines import (
 )
 from relax_disc.frontend.capture.state.environ import guards_of_environ, watched_environ
 from relax_disc.frontend.capture.state.files import guards_of_files, watched_files
-from relax_disc.frontend.capture.state.kinds import is_layer
+from relax_disc.frontend.capture.state.kinds import is_layer, is_plain
 from relax_disc.frontend.capture.state.live_number import LiveNumber, live_everywhere, with_tensors
 from relax_disc.frontend.capture.state.moving import original_of, refused_moves
 from relax_disc.frontend.capture.state.next_call import NextCall
+from relax_disc.frontend.capture.state.other_names import Names
 from relax_disc.frontend.capture.state.outer import Guard, OuterTensor
 from relax_disc.frontend.capture.state.reachable import Reachable, reachable
-from relax_disc.frontend.capture.state.relied_on import (
-    TABLES,
-    Trace,
-    guards_of,
-    is_recorded,
-    may_read,
-)
+from relax_disc.frontend.capture.state.reads import TABLES, Trace, is_recorded, may_read
+from relax_disc.frontend.capture.state.relied_on import guards_of
 from relax_disc.frontend.capture.state.snapshot import (
     ATTRIBUTES,
     Kept,
@@ -65,7 +62,13 @@ from relax_disc.frontend.capture.state.snapshot import (
     same,
     snapshot,
 )
-from relax_disc.frontend.capture.state.sources import Place, Source
+from relax_disc.frontend.capture.state.sources import (
+    REPLACED,
+    ElementsAt,
+    Place,
+    Source,
+    resolve,
+)
 
 _OF_THE_MODEL = (
     UserError,
@@ -184,6 +187,7 @@ class OuterState:
         self._flags: dict[int, Tensor] = {}
         self._attributes: dict[tuple[int, str], Tensor] = {}
         self._touched: set[int] = set()
+        self._asked: set[int] = set()
         self._fake_mode: FakeTensorMode | None = None
 
     def give_up_live_numbers(self, error: BaseException) -> bool:
@@ -343,6 +347,7 @@ class OuterState:
         """Return the stand-in of a tensor that is none of the trace's own."""
         own = self._own.get(id(tensor))
         if own is not None:
+            self._touched.add(id(tensor))
             return own[0][own[1]]
         mode = get_proxy_mode()
         if mode is None or self._fake_mode is None or tensor.layout is not torch.strided:
@@ -369,6 +374,7 @@ class OuterState:
         for key, proxy in self._proxies.items():
             if not proxy.node.users and id(self._fakes[key]) not in returned:
                 proxy.node.graph.erase_node(proxy.node)
+                self._asked.add(key[0])
 
     def _lifted(self, tensor: Tensor) -> Tensor:
         """Return the object by which the exported program will know a tensor."""
@@ -458,7 +464,8 @@ class OuterState:
         raise AttributeError(f"{type(fake).__name__!r} object has no attribute {name!r}")
 
     def _collect(self) -> None:
-        """Make guards of what was read."""
+        """Make guards of what was read, and settle by which path each input is found."""
+        tensors: dict[int, tuple[Source, Tensor]] = {}
         trace = Trace(
             self._known,
             {key: (holder, original_of(value)) for key, (holder, value) in self._reads.items()},
@@ -467,19 +474,63 @@ class OuterState:
             self._flags,
             self._attributes,
             self._whole,
+            tensors,
+            self._asked,
             self._changed,
             self._numbers,
             self._pinned,
             self._kinds,
         )
+        names = Names(self._model, self._loss_fn, trace)
+        self._settle_paths(names)
         inputs = [outer for outer, _ in self._inputs.values() if id(outer.tensor) in self._touched]
+        for outer in inputs:
+            if outer.source is not None and not outer.is_number:
+                tensors[id(outer.tensor)] = outer.source, outer.tensor
+        tensors |= {key: found for key in self._touched if (found := self._registered_at(key))}
         used = [outer.source for outer in inputs if outer.source is not None]
         called = [self._known.modules[key] for key in self._called if key in self._known.modules]
         # The others are on the way to a parameter or buffer.
         bare = [path for path, module in called if not [*module.parameters(), *module.buffers()]]
         used += [path.to("method", "forward") for path in bare]
-        self.guards += guards_of(self._model, self._loss_fn, trace, used)
+        self.guards += guards_of(self._model, self._loss_fn, trace, names, used)
         self.guards += [*guards_of_environ(self._environ), *guards_of_files(self._files)]
+
+    def _settle_paths(self, names: Names) -> None:
+        """Find each tensor where the code assigns it anew, or else by a name that the code reads.
+
+        Raises `UnsupportedOperatorError`: another name is read of what is assigned anew.
+        """
+        assigned: dict[int, list[OuterTensor]] = {}
+        for state in self.reassigned:
+            assigned.setdefault(id(state.tensor), []).append(state)
+        for key, states in assigned.items():
+            if (registered := self._registered_at(key)) is not None:
+                _refuse_one_left(states, names.read(*registered))
+        for key, (outer, lifted) in self._inputs.items():
+            if outer.is_number or outer.source is None or id(outer.tensor) not in self._touched:
+                continue
+            paths = names.read(outer.source, outer.tensor)
+            states = assigned.get(id(outer.tensor), [])
+            if states:
+                _refuse_one_left(states, paths)
+                self._inputs[key] = states[0], lifted
+                continue
+            source, place = outer.source, outer.place
+            if paths and source not in paths:
+                source = paths[0]
+                place = resolve(source, self._model, self._loss_fn, is_lasting=True)
+            self._inputs[key] = OuterTensor(outer.tensor, source, place), lifted
+
+    def _registered_at(self, key: int) -> tuple[Source, Tensor] | None:
+        """Return the path in the model to a parameter or buffer by its ``id``, and the tensor."""
+        if key not in self._own or key not in self._known.tensors:
+            return None
+        source, _ = self._known.tensors[key]
+        paths = [source, *self._known.again.get(key, ())]
+        source = next((path for path in paths if path.steps[-1][0] == "child"), None)
+        table, name = self._own[key]
+        return None if source is None else (source, self._registered[id(table), name])
 
     # -- writes --------------------------------------------------------------------------------
 
@@ -508,22 +559,28 @@ class OuterState:
                     self._warn_of_write(str(source), where, dict(where))
                 if where.keys() != before.keys():
                     self._changed.add((id(where), None))
+            elif isinstance(where, list | collections.deque) and len(where) == len(before):
+                pairs = [
+                    (further(source, kind, index), Place(where, index), before[index], value)
+                    for index, value in enumerate(where)
+                ]
             else:
                 if not same(where, before):
                     self._changed.add((id(where), None))
-                    self._refuse_lost(str(source), before)
+                    self._refuse_lost(str(source), pytree.tree_leaves(list(before)))
                     self._warn_of_write(str(source), where, where.copy())
                 continue
             for target, place, old, new in pairs:
                 if old is new:
                     continue
-                self._changed.add((id(place.container), place.key))
-                state = self._as_state(target, place, old, new)
-                if state is not None:
-                    self.reassigned.append(state)
-                    values.append(new)
+                states = self._as_states(target, place, old, new)
+                if states is None or isinstance(old, Tensor):  # other containers are compared
+                    self._changed.add((id(place.container), place.key))
+                if states is not None:
+                    self.reassigned += [state for state, _ in states]
+                    values += [self._stand_in(value) for _, value in states]
                 elif not _computed_before(old):
-                    self._refuse_lost(str(target), [old])
+                    self._refuse_lost(str(target), pytree.tree_leaves(old))
                     self._refuse_lost_number(str(target), old)
                     # transformers notes in a config which loss goes with the labels
                     is_note = kind == "settings" and old is None and isinstance(new, str)
@@ -532,6 +589,7 @@ class OuterState:
                     holder = holders.get(id(place.container))
                     is_found = holder is None or self._is_read_first((holder, place.key), old)
                     self._warn_of_write(str(target), *((place, new) if is_found else ()))
+        _refuse_one_for_two(self.reassigned, values)
         return values
 
     def _refuse_lost(self, what: str, before: Iterable[Any]) -> None:
@@ -544,10 +602,11 @@ class OuterState:
             return
         raise UnsupportedOperatorError(
             f"{what} holds a tensor of shape {tuple(read[0].shape)} that the model or loss_fn "
-            "reads, and is given others, of another shape, type or number, while it runs: a "
-            "compiled step keeps the shape and type of its state. Use a buffer of fixed size that "
-            "is written in place (a ring with a position), or pass the tensor as an argument and "
-            "return the new one beside the loss, as (loss, extras).",
+            "reads, and is given others while it runs, of another shape, type or number, or with "
+            "other numbers or texts beside them in a list, tuple or dict: a compiled step keeps "
+            "the shape and type of its state. Use a buffer of fixed size that is written in place "
+            "(a ring with a position; a counter that is a tensor), or pass the tensor as an "
+            "argument and return the new one beside the loss, as (loss, extras).",
             (("state of another shape", what),),
         )
 
@@ -577,6 +636,33 @@ class OuterState:
             slot: Any = get_proxy_slot(tensor, tracer, None)
             proxies += [] if slot is None else [slot.proxy]
         return any(proxy.node.users for proxy in proxies)
+
+    def _as_states(
+        self, source: Source, place: Place, old: Any, new: Any
+    ) -> list[tuple[OuterTensor, Tensor]] | None:
+        """Return the inputs whose new values lie in a tensor or a container; None: there is more.
+
+        The container has the form of the old one, as a pair of hidden and cell state has.
+        """
+        if isinstance(old, Tensor):
+            state = self._as_state(source, place, old, new)
+            return None if state is None else [(state, new)]
+        if is_plain(old):
+            return [] if type(old) is type(new) and old == new else None
+        if type(old) not in REPLACED or type(old) is not type(new) or len(old) != len(new):
+            return None
+        keys = list(old) if isinstance(old, dict) else range(len(old))
+        if isinstance(old, dict) and keys != list(new):
+            return None
+        found: list[tuple[OuterTensor, Tensor]] = []
+        for key in keys:
+            if old[key] is not new[key]:
+                inner = Place(ElementsAt(place), key)
+                states = self._as_states(source.to("item", key), inner, old[key], new[key])
+                if states is None:
+                    return None
+                found += states
+        return found
 
     def _as_state(self, source: Source, place: Place, old: Any, new: Any) -> OuterTensor | None:
         """Return the input whose new value this is, None if it is none."""
@@ -625,6 +711,39 @@ class OuterState:
             "compiled, where tensors have no values. Return the tensor beside the loss, as "
             "(loss, extras)."
         ] = line
+
+
+def _refuse_one_for_two(states: Sequence[OuterTensor], values: Sequence[Tensor]) -> None:
+    """Refuse two new values for what is one tensor before the step.
+
+    Raises `UnsupportedOperatorError`: there are; a step writes a new value into the old tensor.
+    """
+    known: dict[int, tuple[OuterTensor, Tensor]] = {}
+    for state, value in zip(states, values, strict=True):
+        other, first = known.setdefault(id(state.tensor), (state, value))
+        if first is not value:
+            raise UnsupportedOperatorError(
+                f"{other.source} and {state.source} are one tensor, and are given two others by "
+                "the model or loss_fn: a compiled step writes each into what was there. Give each "
+                "a tensor of its own before compile, such as .clone().",
+                (("one tensor for two states", str(state.source)),),
+            )
+
+
+def _refuse_one_left(states: Sequence[OuterTensor], paths: Iterable[Source]) -> None:
+    """Refuse to read what was assigned anew by another name, which keeps the old one.
+
+    Raises `UnsupportedOperatorError`: there is one among ``paths``.
+    """
+    known = {str(state.source) for state in states}
+    left = [path for path in paths if str(path) not in known]
+    if left:
+        raise UnsupportedOperatorError(
+            f"{states[0].source} and {left[0]} are one tensor, of which the model or loss_fn gives "
+            f"{states[0].source} another and goes on to read {left[0]}: in a compiled step both "
+            "are one input. Give each a tensor of its own before compile, such as .clone().",
+            (("one tensor for two states", str(left[0])),),
+        )
 
 
 _NUMBERS = {int, float}

@@ -9,6 +9,7 @@ of installed ones.
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import dis
 import functools
@@ -38,11 +39,13 @@ from relax_disc.frontend.capture.state.kinds import (
     moves,
 )
 from relax_disc.frontend.capture.state.sources import (
+    REPLACED,
     Place,
     Source,
     Step,
     codes_of,
     function_of,
+    resolve,
     step_from,
 )
 
@@ -117,6 +120,11 @@ def reachable(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Reachable
                         entered.add((id(holder), step))
                         _follow(holder, source, step, found, queue)
         if not queue:
+            for key, (source, place) in found.tensors.items():
+                if type(place.container) in REPLACED:
+                    with contextlib.suppress(LookupError):  # in a tuple that was made for the walk
+                        lasting = resolve(source, model, loss_fn, is_lasting=True)
+                        found.tensors[key] = source, lasting
             return found
         value, source = queue.popleft()
         if id(value) in seen:
@@ -154,7 +162,8 @@ def _follow(
     if isinstance(member, tuple):
         found.tuples.setdefault(id(member), place)
     if isinstance(member, Tensor):
-        found.tensors.setdefault(id(member), (further, place))
+        if found.tensors.setdefault(id(member), (further, place))[0] != further:
+            found.again.setdefault(id(member), []).append(further)
         for name in vars(member):  # those of the model's own are noted when they are read
             if kind != "child" or (source.root != "model" and name[0] != "_"):
                 _follow(member, further, ("attribute", name), found, queue)

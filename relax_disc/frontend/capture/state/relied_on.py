@@ -12,7 +12,6 @@ import contextlib
 import copy
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -26,8 +25,17 @@ from relax_disc.frontend.capture.state.kinds import (
     is_plain,
 )
 from relax_disc.frontend.capture.state.live_number import LiveNumber
+from relax_disc.frontend.capture.state.other_names import Names
 from relax_disc.frontend.capture.state.outer import ABSENT, Guard
-from relax_disc.frontend.capture.state.reachable import Reachable
+from relax_disc.frontend.capture.state.reads import (
+    TABLES,
+    Trace,
+    holders_of,
+    is_read,
+    is_recorded,
+    may_read,
+    read_ids_of,
+)
 from relax_disc.frontend.capture.state.sources import (
     AttributesOf,
     Place,
@@ -39,33 +47,18 @@ from relax_disc.frontend.capture.state.sources import (
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _AROUND = (staticmethod, classmethod, property)
-_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _ITERATING = frozenset({"items", "values", "keys"})
 _MOST_COMPARED = 1000
 _OF_CODE = frozenset({"method", "inherited", "member", "default", "cached", "referent"})
 """Steps to what is no object that somebody replaces."""
-TABLES = ("_parameters", "_buffers", "_modules")
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """What one trace has read and changed of what was `known`."""
-
-    known: Reachable
-    reads: Mapping[tuple[int, str], tuple[Any, Any]]  # attributes, by the id of who holds them
-    absent: Mapping[tuple[int, str], Any]  # who was asked for an attribute that it does not have
-    tables: Mapping[tuple[int, str], nn.Module]  # of whose `TABLES` one was gone through
-    frozen_flags: Mapping[int, Tensor]  # of which ``requires_grad`` was read
-    attributes: Mapping[tuple[int, str], Tensor]  # asked of parameters and buffers, by their ids
-    whole: Collection[int]  # objects whose ``__dict__`` was read
-    changed: Collection[tuple[int, Any]]  # places, and containers with None
-    live: Collection[int]  # numbers of ``known.plain`` that are inputs
-    pinned: Collection[int]  # those of them that are fixed none the less
-    kinds: Collection[int]  # those of them whose types are
 
 
 def guards_of(
-    model: nn.Module, loss_fn: Callable[..., Any] | None, trace: Trace, used: Iterable[Source]
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    trace: Trace,
+    names: Names,
+    used: Iterable[Source],
 ) -> list[Guard]:
     """List what the program relies on; ``used``: paths to its inputs."""
     inside = {id(module) for module in model.modules()}
@@ -81,27 +74,9 @@ def guards_of(
         if id(holder) not in inside or not [*holder.parameters(), *holder.buffers()]:
             paths.append(guard.source)
     wanted = [path for path in [*paths, *used] if path is not None]
-    return guards + list(_links(model, loss_fn, trace, wanted))
-
-
-def may_read(known: Reachable, source: Source, holder: Any) -> bool:
-    """Say whether the functions may read a value that is no attribute of a module."""
-    kind, key = source.steps[-1]
-    if kind == "attribute" and is_recorded(holder):
-        return False
-    if source.steps[-2:-1] == (("member", "keywords"),):  # of a partial function
-        return True
-    if kind == "item" and isinstance(holder, dict):
-        by_name = any(other in known.names for other in holder)
-        return not isinstance(key, str) or known.may_name(key) or not by_name
-    return kind not in ("attribute", "slot") or known.may_name(key)
-
-
-def is_recorded(holder: Any) -> bool:
-    """Say whether reads of an object's attributes can be noted."""
-    if isinstance(holder, type | types.ModuleType | Tensor) or type(holder) in CONTAINERS:
-        return False
-    return not type(holder).__flags__ & _IMMUTABLE
+    others = [*names.of_tensors(), *names.of_holders(wanted)]
+    wanted += [guard.source for guard in others if guard.source is not None]
+    return [*guards, *others, *_links(model, loss_fn, trace, wanted)]
 
 
 def _of_attributes(inside: Collection[int], trace: Trace) -> Iterator[Guard]:
@@ -207,7 +182,7 @@ def _sources(trace: Trace) -> dict[int, Source]:
 
 
 def _of_plain(trace: Trace) -> Iterator[Guard]:
-    holders, read_ids = _holders(trace), _read_ids(trace)
+    holders, read_ids = holders_of(trace), read_ids_of(trace)
     inside = _inside_read(trace)
     for index, (source, place, holder) in enumerate(trace.known.plain):
         is_fixed = index not in trace.live or index in trace.pinned
@@ -218,7 +193,7 @@ def _of_plain(trace: Trace) -> Iterator[Guard]:
             is_apart = kind == "item" and not trace.known.reads_past and id(holder) not in inside
             if read and (kind == "variable" or is_apart):
                 path = Source(source.root, source.steps[:-1])
-                read = _is_read(trace, path, holder, holders, read_ids)
+                read = is_read(trace, path, holder, holders, read_ids)
         if read and (id(place.container), place.key) not in trace.changed:
             inherits = isinstance(holder, type) and place.key not in vars(holder)
             shadow: Any = vars(holder) if inherits else None
@@ -294,11 +269,11 @@ def _of_containers(
     model: nn.Module, loss_fn: Callable[..., Any] | None, trace: Trace
 ) -> Iterator[Guard]:
     """Guard how many elements containers have, by which keys, and objects among them."""
-    holders, read_ids = _holders(trace), _read_ids(trace)
+    holders, read_ids = holders_of(trace), read_ids_of(trace)
     for source, value in trace.known.containers:
         if not source.steps or (id(value), None) in trace.changed:
             continue
-        if not _is_read(trace, source, value, holders, read_ids) and id(value) not in trace.whole:
+        if not is_read(trace, source, value, holders, read_ids) and id(value) not in trace.whole:
             continue
         try:
             place = resolve(source, model, loss_fn)
@@ -343,15 +318,6 @@ def _names_of_keys(trace: Trace, value: Mapping[Any, Any]) -> frozenset[str]:
     return frozenset() if _ITERATING & names or not by_name else frozenset(names)
 
 
-def _holders(trace: Trace) -> dict[Source, Any]:
-    """Return what holds others, by the paths to it."""
-    return dict(trace.known.containers) | dict(trace.known.modules.values())
-
-
-def _read_ids(trace: Trace) -> set[int]:
-    return {id(value) for _, value in trace.reads.values()}
-
-
 def _inside_read(trace: Trace) -> set[int]:
     """List the containers that read attributes and variables hold, by whatever path, by ``id``."""
     left = [value for _, value in trace.reads.values()]
@@ -367,40 +333,6 @@ def _inside_read(trace: Trace) -> set[int]:
     return found
 
 
-def _is_read(
-    trace: Trace,
-    source: Source,
-    value: Any,
-    holders: Mapping[Source, Any],
-    read_ids: Collection[int],
-) -> bool:
-    """Say whether the functions may read a container, by any of the ways to it."""
-    ways, known = [(source, value)], set[int]()
-    for path, held in ways:  # grows
-        if id(held) not in known:
-            known.add(id(held))
-            ways += [(other, held) for other in trace.known.again.get(id(held), ())]
-        if not path.steps:
-            return True
-        kind, key = path.steps[-1]
-        parent = Source(path.root, path.steps[:-1])
-        holder = holders.get(parent)
-        if kind in ("closure", "global"):
-            return True
-        if kind in ("attribute", "slot"):
-            if holder is None or not is_recorded(holder):
-                read = trace.known.may_name(key)
-            else:
-                read = id(held) in read_ids or id(holder) in trace.whole
-            if read:
-                return True
-        elif holder is None:
-            return True
-        elif may_read(trace.known, path, holder):
-            ways.append((parent, holder))
-    return False
-
-
 def _links(
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,
@@ -414,7 +346,7 @@ def _links(
         for n in range(1, len(path.steps))
         if path.steps[n - 1][0] not in _OF_CODE
     }
-    holders, read_ids = _holders(trace), _read_ids(trace)
+    holders, read_ids = holders_of(trace), read_ids_of(trace)
     for source in sorted(wanted, key=str):
         place = resolve(source, model, loss_fn)
         parent, (kind, key) = Source(source.root, source.steps[:-1]), source.steps[-1]

@@ -164,6 +164,29 @@ class ArgumentsOf:
         self.function.__setstate__((function, values, named, own))  # pyright: ignore
 
 
+@dataclass(frozen=True, slots=True)
+class ElementsAt:
+    """What the list, tuple or dict holds that lies in a place at the time."""
+
+    place: Place
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return an element; LookupError where no container lies there, or one without it."""
+        held = self.place.get()
+        if type(held) not in REPLACED:
+            raise LookupError(key)
+        return held[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Put a copy of the container there, with another element."""
+        held = self.place.get()
+        changed = dict(held) if isinstance(held, dict) else list(held)
+        changed[key] = value
+        self.place.put(tuple(changed) if isinstance(held, tuple) else changed)
+
+
+REPLACED = (list, tuple, dict)
+"""Containers in whose place the user's code may put another: what it holds is looked up again."""
 _READ_ONLY = AttributesOf | ValueOf | DefaultsOf | EntriesOf | types.MappingProxyType
 
 
@@ -201,8 +224,12 @@ def resolve(
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,
     may_be_absent: bool = False,
+    is_lasting: bool = False,
 ) -> Place:
     """Walk a path again, on another model perhaps.
+
+    A place that ``is_lasting`` goes through containers of `REPLACED` by their own places, so that
+    another container is seen that was put there later.
 
     Raises `LookupError`: there is no such place; or nothing is there, unless it ``may_be_absent``.
     """
@@ -211,7 +238,8 @@ def resolve(
     place = Place([found], 0)
     for index, (kind, key) in enumerate(source.steps):
         try:
-            place = step_from(found, kind, key)
+            by_place = is_lasting and kind == "item" and type(found) in REPLACED
+            place = Place(ElementsAt(place), key) if by_place else step_from(found, kind, key)
             if may_be_absent and index == len(source.steps) - 1:
                 return place
             found = place.get()
