@@ -46,6 +46,11 @@ def parse_bytes(value: int | str, *, name: str = "memory_budget") -> int:
                 f"{name}={value!r} is no number of bytes: write a number and one of B, kB, MB, GB, "
                 'TB, KiB, MiB, GiB, TiB, such as "8GiB".'
             )
+        if "." in match[1] and not match[2]:
+            raise InputMismatchError(
+                f'{name}={value!r} has no unit: say of what, as in "{match[1]} GB", or write '
+                "whole bytes."
+            )
         count = int(Fraction(match[1]) * unit)
     elif isinstance(value, bool) or not hasattr(value, "__index__"):
         raise InputMismatchError(
@@ -53,7 +58,12 @@ def parse_bytes(value: int | str, *, name: str = "memory_budget") -> int:
             'as "8GiB".'
         )
     else:
-        count = value.__index__()
+        try:
+            count = value.__index__()
+        except TypeError as error:  # an array of one number
+            raise InputMismatchError(
+                f'{name}={value!r} is no whole number: give an int of bytes or text such as "8GiB".'
+            ) from error
     if count < 1:
         raise InputMismatchError(f"{name}={value!r} is less than one byte.")
     if count > _MOST:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +36,10 @@ def test_parse_bytes(value, expected):
 
 @pytest.mark.parametrize(
     "value",
-    [0.5, 8e9, float("nan"), True, None, 0, -5, "0B", "half", "8 XB", 2**63, "9EiB", "9000000TiB"],
+    [
+        *(0.5, 8e9, float("nan"), True, None, 0, -5, np.array([10**9])),
+        *("0B", "half", "8 XB", "2.5", 2**63, "9EiB", "9000000TiB"),
+    ],
 )
 def test_parse_bytes_refuses_and_names_the_value(value):
     with pytest.raises(InputMismatchError, match=re.escape(f"budget={value!r}")):

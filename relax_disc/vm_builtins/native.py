@@ -161,7 +161,7 @@ def processor_flags() -> frozenset[str]:
 
 
 def _is_whole(library: Path) -> bool:
-    """Say whether a shared library is as long as its header says; the loader does not ask."""
+    """Say whether a library or object is as long as its header says; the loader does not ask."""
     with library.open("rb") as file:
         header = file.read(64)
         if len(header) < 64 or header[:5] != b"\x7fELF\x02":  # of another system
@@ -185,6 +185,8 @@ def build(sources: Path, cache: Path) -> Path:
     objects = {path: _object_key(path, chain, sources) for path in files}
     link = _digest(*objects.values(), *chain.link_flags)
     library = cache / f"relax_disc-{link}.so"
+    if library.is_dir():
+        raise NativeBuildError(f"{library} is a folder, and has to be a file: remove it.")
     if library.exists() and _is_whole(library):
         return library
     compiler = find_compiler()
@@ -212,10 +214,22 @@ def build(sources: Path, cache: Path) -> Path:
         targets = {
             path: cache / "objects" / f"{path.stem}-{key}.o" for path, key in objects.items()
         }
-        missing = {path: target for path, target in targets.items() if not target.exists()}
+        missing = {
+            path: target
+            for path, target in targets.items()
+            if not target.is_file() or not _is_whole(target)
+        }
         _compile(compiler, chain, sources, missing)
         inputs = [str(target) for target in targets.values()]
-        _run([compiler, "-shared", *inputs, *chain.link_flags], library)
+        command = [compiler, "-shared", *inputs, *chain.link_flags]
+        try:
+            _run(command, library)
+        except NativeBuildError:
+            if len(missing) == len(targets):
+                raise
+            _logger.warning("objects in %s do not link and are compiled again", cache / "objects")
+            _compile(compiler, chain, sources, targets)
+            _run(command, library)
     return library
 
 

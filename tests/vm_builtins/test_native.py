@@ -130,6 +130,36 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, part: float) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF\x02", None])
+def test_damaged_objects_are_compiled_again(tmp_path: Path, damage: bytes | None) -> None:
+    sources, cache = tmp_path / "src", tmp_path / "cache"
+    sources.mkdir()
+    for name in ("one", "two"):
+        code = f'extern "C" const char* relax_disc_test_{name}() {{ return "{name}"; }}\n'
+        (sources / f"{name}.cc").write_text(code)
+    library = native.build(sources, cache)
+    (one,) = (cache / "objects").glob("one-*.o")
+    whole = one.read_bytes()
+    library.unlink()
+    # As long as it was, with other bytes behind the header: only the linker finds that.
+    one.write_bytes(whole[:64] + bytes(len(whole) - 64) if damage is None else damage)
+    assert native.build(sources, cache) == library
+    named = ctypes.CDLL(str(library)).relax_disc_test_one
+    named.restype = ctypes.c_char_p
+    assert named() == b"one" and one.read_bytes() == whole
+
+
+@needs_compiler
+def test_a_folder_where_the_library_belongs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "one.cc").write_text('extern "C" int relax_disc_test_three() { return 3; }\n')
+    library = native.build(tmp_path, tmp_path / "cache")
+    library.unlink()
+    library.mkdir()
+    with pytest.raises(native.NativeBuildError, match=f"{library.name} is a folder.*remove it"):
+        native.build(tmp_path, tmp_path / "cache")
+
+
+@needs_compiler
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "one.cc").write_text('extern "C" int relax_disc_test_two() { return 2; }\n')
     (tmp_path / "file").write_text("")

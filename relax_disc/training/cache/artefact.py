@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import tvm
 from tvm.support import cc
 
+from relax_disc.bytes_text import format_bytes
 from relax_disc.errors import ArtefactError
 
 FORMAT = 13
@@ -27,6 +29,8 @@ FORMAT = 13
 
 _MAGIC = b"relax_disc step\n"
 _DIGEST_BYTES, _SIZE_BYTES = 32, 8
+_LEAST_FREE_BYTES = 32 * 2**20
+"""LLVM ends the process when it cannot write; objects and libraries of programs have some MiB."""
 _NO_RUNTIME = re.compile(r"created using \{(\w+)\} but a loader of that name is not registered")
 """What tvm_ffi says of a program for a device whose run time TVM was built without."""
 
@@ -81,11 +85,16 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, bytes]
 def export_library(executable: Any) -> bytes:
     """Turn a built executable into the content of a shared library.
 
-    Raises `ArtefactError`: there is no C++ compiler, which links it, or it fails.
+    Raises `ArtefactError`: there is no C++ compiler, which links it, or no room, or it fails.
     """
     if cc.get_cc() is None:
         raise ArtefactError("no C++ compiler (g++ or clang++) was found, which links the program.")
     with tempfile.TemporaryDirectory(prefix="relax_disc-") as folder:
+        if (free := shutil.disk_usage(folder).free) < _LEAST_FREE_BYTES:
+            raise ArtefactError(
+                f"{tempfile.gettempdir()} has {format_bytes(free)} left, and linking may need "
+                f"{format_bytes(_LEAST_FREE_BYTES)}: make room there, or set TMPDIR."
+            )
         path = Path(folder) / "program.so"
         try:
             executable.export_library(str(path))

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,13 @@ def test_without_a_linker_there_is_training_but_nothing_to_keep(
     with pytest.raises(ArtefactError, match="no C\\+\\+ compiler"):
         step.save(tmp_path / "step")
     assert not (tmp_path / "step").exists()
+
+
+def test_without_room_to_link_there_is_training_but_nothing_to_keep(folder, monkeypatch, caplog):
+    """LLVM ends the process when a disk is full."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=2**20))
+    assert torch.isfinite(compile_net()(torch.ones(2, 6)))
+    assert "has 1.00 MiB left" in caplog.text and "TMPDIR" in caplog.text and not folder.exists()
 
 
 class Fake:

@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -37,15 +37,19 @@ def no_foreign_randomness(known: Sequence[tuple[Source, Place, Any]]) -> Iterato
     generators = {id(value): (source, value) for source, _, value in known if _has_state(value)}
     before = {key: _state(value) for key, (_, value) in generators.items()}
     python, numpy = random.getstate(), _numpy_state()
-    others = threading.active_count() > 1
-    with _watched_system(), _drawn_by_torch(), _draws_of_this_thread() as draws:
+    # Functions that were imported by name are not noted.
+    held = {
+        _SHARED[id(x.__self__)] for _, _, x in known if id(getattr(x, "__self__", 0)) in _SHARED
+    }
+    with _watched_system(), _noted_draws(held) as draws, _drawn_by_torch():
         yield
-    if random.getstate() != python and (draws or not others):
+    if random.getstate() != python and draws.may_be_mine(random):
         _refuse("draws numbers by Python's `random`", "random")
-    if _numpy_state() != numpy:
+    if _numpy_state() != numpy and draws.may_be_mine(np.random):
         _refuse("draws numbers by Python's `numpy.random`", "numpy.random")
     for key, (source, value) in generators.items():
-        if _state(value) != before[key]:
+        home = _SHARED.get(key)
+        if _state(value) != before[key] and (home is None or draws.may_be_mine(home)):
             kind = type(value).__qualname__
             _refuse(f"draws numbers from {source} (a {kind})", kind)
 
@@ -101,39 +105,78 @@ def _drawn_by_torch() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _draws_of_this_thread() -> Iterator[list[str]]:
-    """Note by what this thread draws from Python's `random`; another may prefetch batches."""
-    mine, draws = threading.get_ident(), []
-    shared: Any = random.seed.__self__  # the generator behind the functions of the module
+class _Draws:
+    """Which threads have drawn from the generators that the modules share.
 
-    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def draw(*args: Any) -> Any:
+    Another thread may prefetch batches meanwhile.
+    """
+
+    def __init__(self, held: Collection[Any]) -> None:
+        self._mine, self._held = threading.get_ident(), held
+        self._is_alone = threading.active_count() == 1
+        self._known: set[tuple[Any, int]] = set()
+
+    def note(self, home: Any) -> None:
+        """Note a draw of the thread that calls."""
+        self._known.add((home, threading.get_ident()))
+
+    def may_be_mine(self, home: Any) -> bool:
+        """Say whether a change of a module's generator is not explained by another thread."""
+        threads = {thread for other, thread in self._known if other is home}
+        if not threads:
+            return self._is_alone or home in self._held
+        return self._mine in threads
+
+
+@contextlib.contextmanager
+def _noted_draws(held: Collection[Any]) -> Iterator[_Draws]:
+    """Note who draws from Python's `random` and NumPy's; ``held``: of which functions are known."""
+    draws = _Draws(held)
+
+    def noted(function: Callable[..., Any], home: Any, shared: Any) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
             is_another = bool(args) and isinstance(args[0], random.Random) and args[0] is not shared
-            if threading.get_ident() == mine and not is_another:
-                draws.append(function.__name__)
-            return function(*args)
+            if not is_another:
+                draws.note(home)
+            return function(*args, **kwargs)
 
         return draw
 
     with contextlib.ExitStack() as patches:
-        for home in (random, random.Random):
-            for name in ("random", "getrandbits", "randbytes"):
-                made = noted(getattr(home, name))
-                patches.enter_context(patch.object(home, name, made))
+        for home, name, shared in (*_of_python(), *_of_numpy()):
+            module = np.random if home is np.random else random
+            made = noted(getattr(home, name), module, shared)
+            patches.enter_context(patch.object(home, name, made))
         yield draws
 
 
+def _of_python() -> Iterator[tuple[Any, str, Any]]:
+    for home in (random, random.Random):
+        for name in ("random", "getrandbits", "randbytes"):
+            yield home, name, _PYTHON
+
+
+def _of_numpy() -> Iterator[tuple[Any, str, Any]]:
+    for name, function in vars(np.random).items():
+        if getattr(function, "__self__", None) is _RAND and name not in ("get_state", "set_state"):
+            yield np.random, name, None
+
+
+_PYTHON: Any = random.seed.__self__  # pyright: ignore
+_RAND: Any = np.random.get_state.__self__  # pyright: ignore
+_SHARED = {id(_PYTHON): random, id(_RAND): np.random, id(_RAND._bit_generator): np.random}
+"""The modules of the generators behind their functions, by ``id``."""
 _NUMPY = ("random", "rand", "random_sample", "uniform")
 
 
 @contextlib.contextmanager
 def _watched_system() -> Iterator[None]:
-    """Refuse random bytes of the system that the user's code asks for."""
+    """Refuse random bytes of the system that the user's code asks for, in this thread."""
+    mine = threading.get_ident()
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         def urandom(*args: Any) -> Any:
-            line = users_line(_SEEDING)
+            line = users_line(_SEEDING) if threading.get_ident() == mine else None
             if line is not None:
                 _refuse("asks the system for random numbers", "os.urandom", line)
             return function(*args)
@@ -143,7 +186,8 @@ def _watched_system() -> Iterator[None]:
     seed = random.Random.seed
 
     def seeded(self: random.Random, a: Any = None, version: int = 2) -> None:
-        line = users_line(_SEEDING) if type(a) in (type(None), torch.SymInt) else None
+        is_asked = type(a) in (type(None), torch.SymInt) and threading.get_ident() == mine
+        line = users_line(_SEEDING) if is_asked else None
         if line is not None:
             what = "asks the system for random numbers" if a is None else "draws numbers by data"
             _refuse(what, "random.Random", line)
