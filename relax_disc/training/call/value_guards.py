@@ -13,6 +13,7 @@ import torch
 from relax_disc.errors import InputMismatchError
 from relax_disc.frontend.capture.state.kinds import ARRAYS, is_plain
 from relax_disc.frontend.capture.state.outer import ABSENT, Guard, code_facts
+from relax_disc.frontend.capture.state.sources import is_replaced
 
 _CONTAINERS = (list, set, dict, *ARRAYS)
 
@@ -236,7 +237,7 @@ def _compare(guard: Guard, now: Any) -> None:
             f"{guard.what} was edited after the step was compiled, as reloading a file does: "
             "compile again."
         )
-    known = is_plain(was) or type(was) in (*_CONTAINERS, tuple)
+    known = is_plain(was) or type(was) in _CONTAINERS or is_replaced(was)
     if known and _equal(now, was):
         return
     if guard.place.key == "training" and isinstance(now, bool):

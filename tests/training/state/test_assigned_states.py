@@ -3,6 +3,7 @@
 import collections
 import copy
 import types
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ import relax_disc
 from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
 
 SIZES = (3, 5, 1, 7, 2)
+
+
+class State(NamedTuple):
+    h: torch.Tensor
+    c: torch.Tensor
 
 
 def _one():
@@ -102,6 +108,33 @@ class AssignedElements(AssignedLayers):
             x, n = self.core(x, h, c)
             self.state[index] = (n, n * 2)
         return x
+
+
+class AssignedNamed(Stateful):
+    def begin(self):
+        self.state = State(_zero(), _one())
+
+    def step_of(self, x):
+        h, n = self.core(x, self.state.h, self.state.c)
+        self.state = State(n, self.state.c)
+        return h
+
+
+class AssignedItems(Stateful):
+    """Running means by class; each second batch starts them anew."""
+
+    def begin(self):
+        self.state = {k: torch.full((1, 4), float(k)) for k in range(2)}
+
+    def step_of(self, x):
+        for k, mean in self.state.items():
+            x, n = self.core(x, mean, mean)
+            self.state[k] = 0.9 * mean + 0.1 * n
+        return x
+
+    def between(self, index):
+        if index % 2:
+            self.begin()
 
 
 class Swapped(Stateful):
@@ -258,6 +291,7 @@ def _states(model):
     "kind",
     [
         *(AssignedPair, AssignedDict, AssignedInObject, AssignedLayers, AssignedElements),
+        *(AssignedNamed, AssignedItems),
         *(Swapped, SwappedNames, Shifted, ShiftedList, ShiftedDeque, Twice),
         *(StartedAgain, StartedAgainFromBuffer, Collected, CollectedViews, CollectedBuffer),
         *(PutByTheLoop, FisherWeights, FirstNameUnread),
@@ -336,6 +370,16 @@ class Counted(Stateful):
         return h
 
 
+class InAnObject(Stateful):
+    def begin(self):
+        self.state = types.SimpleNamespace(h=_zero())
+
+    def step_of(self, x):
+        h, n = self.core(x, self.state.h, _zero())
+        self.state = types.SimpleNamespace(h=n)
+        return h
+
+
 class Longer(Stateful):
     def step_of(self, x):
         h, n = self.core(x, *self.state[:2])
@@ -348,7 +392,8 @@ class Longer(Stateful):
     [
         (OneForTwo, r"model\.state\[0\] and model\.state\[1\] are one tensor.*\.clone\(\)"),
         (OneLeft, r"one tensor.* gives model\.state another and goes on to read model\.other"),
-        (Counted, r"model\.state holds a tensor.*other numbers or texts"),
+        (Counted, r"model\.state holds a tensor.*other numbers or texts beside"),
+        (InAnObject, r"model\.state holds a tensor.*in another object"),
         (Longer, r"model\.state holds a tensor of shape \(1, 4\)"),
     ],
 )

@@ -15,7 +15,7 @@ from torch import nn
 
 from relax_disc.frontend.capture.state.outer import Guard
 from relax_disc.frontend.capture.state.reads import Trace, is_recorded, may_read
-from relax_disc.frontend.capture.state.sources import REPLACED, Place, Source, resolve
+from relax_disc.frontend.capture.state.sources import Place, Source, is_replaced, resolve
 
 _MOST_NAMES = 100
 _OF_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
@@ -65,7 +65,7 @@ class Names:
         for source, value in held.items():
             if id(value) not in self._trace.known.again or isinstance(value, _OF_CODE):
                 continue
-            if type(value) in REPLACED:
+            if is_replaced(value):
                 yield from self._same(source, value)
                 continue
             for path in self.read(source, value):

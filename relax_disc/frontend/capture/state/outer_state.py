@@ -13,6 +13,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -45,7 +46,7 @@ from relax_disc.frontend.capture.source_lines import (
 )
 from relax_disc.frontend.capture.state.environ import guards_of_environ, watched_environ
 from relax_disc.frontend.capture.state.files import guards_of_files, watched_files
-from relax_disc.frontend.capture.state.kinds import is_layer, is_plain
+from relax_disc.frontend.capture.state.kinds import NAMESPACES, is_foreign, is_layer, is_plain
 from relax_disc.frontend.capture.state.live_number import LiveNumber, live_everywhere, with_tensors
 from relax_disc.frontend.capture.state.moving import original_of, refused_moves
 from relax_disc.frontend.capture.state.next_call import NextCall
@@ -63,10 +64,10 @@ from relax_disc.frontend.capture.state.snapshot import (
     snapshot,
 )
 from relax_disc.frontend.capture.state.sources import (
-    REPLACED,
     ElementsAt,
     Place,
     Source,
+    is_replaced,
     resolve,
 )
 
@@ -502,8 +503,14 @@ class OuterState:
         Raises `UnsupportedOperatorError`: another name is read of what is assigned anew.
         """
         assigned: dict[int, list[OuterTensor]] = {}
+        states: list[OuterTensor] = []
         for state in self.reassigned:
+            assert state.source is not None and state.place is not None
+            place = self._lasting(state.source, state.place)
+            state = OuterTensor(state.tensor, state.source, place)
+            states.append(state)
             assigned.setdefault(id(state.tensor), []).append(state)
+        self.reassigned = states
         for key, states in assigned.items():
             if (registered := self._registered_at(key)) is not None:
                 _refuse_one_left(states, names.read(*registered))
@@ -519,8 +526,20 @@ class OuterState:
             source, place = outer.source, outer.place
             if paths and source not in paths:
                 source = paths[0]
-                place = resolve(source, self._model, self._loss_fn, is_lasting=True)
+                place = self._lasting_to(source)
             self._inputs[key] = OuterTensor(outer.tensor, source, place), lifted
+
+    def _lasting(self, source: Source, place: Place) -> Place:
+        """Return a place that is found anew where the list or dict is replaced that has it."""
+        parent, key = Source(source.root, source.steps[:-1]), place.key
+        if isinstance(place.container, ElementsAt):
+            return Place(ElementsAt(self._lasting(parent, place.container.place)), key)
+        if source.steps[-1][0] != "item" or not is_replaced(place.container):
+            return place
+        return Place(ElementsAt(self._lasting_to(parent), is_kept=True), key)
+
+    def _lasting_to(self, source: Source) -> Place:
+        return resolve(source, self._model, self._loss_fn, is_lasting=True)
 
     def _registered_at(self, key: int) -> tuple[Source, Tensor] | None:
         """Return the path in the model to a parameter or buffer by its ``id``, and the tensor."""
@@ -567,7 +586,7 @@ class OuterState:
             else:
                 if not same(where, before):
                     self._changed.add((id(where), None))
-                    self._refuse_lost(str(source), pytree.tree_leaves(list(before)))
+                    self._refuse_lost(str(source), before)
                     self._warn_of_write(str(source), where, where.copy())
                 continue
             for target, place, old, new in pairs:
@@ -580,7 +599,7 @@ class OuterState:
                     self.reassigned += [state for state, _ in states]
                     values += [self._stand_in(value) for _, value in states]
                 elif not _computed_before(old):
-                    self._refuse_lost(str(target), pytree.tree_leaves(old))
+                    self._refuse_lost(str(target), old)
                     self._refuse_lost_number(str(target), old)
                     # transformers notes in a config which loss goes with the labels
                     is_note = kind == "settings" and old is None and isinstance(new, str)
@@ -592,20 +611,20 @@ class OuterState:
         _refuse_one_for_two(self.reassigned, values)
         return values
 
-    def _refuse_lost(self, what: str, before: Iterable[Any]) -> None:
+    def _refuse_lost(self, what: str, before: Any) -> None:
         """Refuse a change of tensors that the trace reads, and that no input can take.
 
         Raises `UnsupportedOperatorError`: the next call would read the old ones again.
         """
-        read = [x for x in before if isinstance(x, Tensor) and self._is_computed_with(x)]
+        read = [x for x in _tensors_in(before) if self._is_computed_with(x)]
         if not read:
             return
         raise UnsupportedOperatorError(
             f"{what} holds a tensor of shape {tuple(read[0].shape)} that the model or loss_fn "
             "reads, and is given others while it runs, of another shape, type or number, or with "
-            "other numbers or texts beside them in a list, tuple or dict: a compiled step keeps "
-            "the shape and type of its state. Use a buffer of fixed size that is written in place "
-            "(a ring with a position; a counter that is a tensor), or pass the tensor as an "
+            "other numbers or texts beside them, or in another object: a compiled step keeps the "
+            "shape and type of its state, in a tuple, list or dict. Use a buffer of fixed size "
+            "that is written in place (a ring with a position; a counter that is a tensor), or pass the tensor as an "
             "argument and return the new one beside the loss, as (loss, extras).",
             (("state of another shape", what),),
         )
@@ -649,7 +668,7 @@ class OuterState:
             return None if state is None else [(state, new)]
         if is_plain(old):
             return [] if type(old) is type(new) and old == new else None
-        if type(old) not in REPLACED or type(old) is not type(new) or len(old) != len(new):
+        if not is_replaced(old) or type(old) is not type(new) or len(old) != len(new):
             return None
         keys = list(old) if isinstance(old, dict) else range(len(old))
         if isinstance(old, dict) and keys != list(new):
@@ -819,6 +838,30 @@ def _attributes_id(holder: Any) -> int:
 
 def _maker(state: OuterState, tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: state.input(tensor)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """List the tensors in a value, in its elements and attributes, and in theirs."""
+    found, left, known = [], [value], set[int]()
+    while left:
+        held = left.pop()
+        if id(held) in known:
+            continue
+        known.add(id(held))
+        if isinstance(held, Tensor):
+            found.append(held)
+        elif isinstance(held, dict):
+            left += dict.values(held)
+        elif isinstance(held, list | tuple | set | frozenset | collections.deque):
+            left += held
+        elif not isinstance(held, nn.Module | type) and _is_entered(held):
+            left += getattr(held, "__dict__", {}).values()
+    return found
+
+
+def _is_entered(value: Any) -> bool:
+    is_ours = is_dataclass(value) or type(value) in NAMESPACES
+    return is_ours or not is_foreign(type(value).__module__)
 
 
 def _computed_before(old: Any) -> bool:

@@ -152,7 +152,8 @@ def _noted_draws(held: Collection[Any]) -> Iterator[_Draws]:
 
 def _of_python() -> Iterator[tuple[Any, str, Any]]:
     for home in (random, random.Random):
-        for name in ("random", "getrandbits", "randbytes"):
+        # `gauss` makes two numbers at once, and keeps one.
+        for name in ("random", "getrandbits", "randbytes", "gauss"):
             yield home, name, _PYTHON
 
 

@@ -39,12 +39,12 @@ from relax_disc.frontend.capture.state.kinds import (
     moves,
 )
 from relax_disc.frontend.capture.state.sources import (
-    REPLACED,
     Place,
     Source,
     Step,
     codes_of,
     function_of,
+    is_replaced,
     resolve,
     step_from,
 )
@@ -121,7 +121,7 @@ def reachable(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Reachable
                         _follow(holder, source, step, found, queue)
         if not queue:
             for key, (source, place) in found.tensors.items():
-                if type(place.container) in REPLACED:
+                if is_replaced(place.container):
                     with contextlib.suppress(LookupError):  # in a tuple that was made for the walk
                         lasting = resolve(source, model, loss_fn, is_lasting=True)
                         found.tensors[key] = source, lasting

@@ -5,7 +5,9 @@ A path of steps leads from the model or the loss function to each, on another mo
 
 from __future__ import annotations
 
+import collections
 import contextvars
+import copy
 import enum
 import functools
 import os
@@ -166,27 +168,47 @@ class ArgumentsOf:
 
 @dataclass(frozen=True, slots=True)
 class ElementsAt:
-    """What the list, tuple or dict holds that lies in a place at the time."""
+    """What the list, tuple or dict holds that lies in a place at the time.
+
+    ``is_kept``: setting an element changes that one; else a copy is put there, as a new one.
+    """
 
     place: Place
+    is_kept: bool = False
 
     def __getitem__(self, key: Any) -> Any:
         """Return an element; LookupError where no container lies there, or one without it."""
         held = self.place.get()
-        if type(held) not in REPLACED:
+        if not is_replaced(held):
             raise LookupError(key)
         return held[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Put a copy of the container there, with another element."""
+        """Set an element."""
         held = self.place.get()
-        changed = dict(held) if isinstance(held, dict) else list(held)
-        changed[key] = value
-        self.place.put(tuple(changed) if isinstance(held, tuple) else changed)
+        if self.is_kept:
+            held[key] = value
+        elif isinstance(held, tuple):
+            values = [*held[:key], value, *held[key + 1 :]]
+            kind: Any = type(held)
+            self.place.put(kind(values) if kind is tuple else kind._make(values))
+        else:
+            changed = copy.copy(held)
+            changed[key] = value
+            self.place.put(changed)
 
 
-REPLACED = (list, tuple, dict)
-"""Containers in whose place the user's code may put another: what it holds is looked up again."""
+_REPLACED = (list, tuple, dict, collections.OrderedDict, collections.defaultdict)
+
+
+def is_replaced(value: Any) -> bool:
+    """Say whether the user's code may put another such container there, and is followed.
+
+    What a list, tuple, named tuple or dict holds is looked up again at each call.
+    """
+    return type(value) in _REPLACED or (isinstance(value, tuple) and hasattr(value, "_fields"))
+
+
 _READ_ONLY = AttributesOf | ValueOf | DefaultsOf | EntriesOf | types.MappingProxyType
 
 
@@ -228,7 +250,7 @@ def resolve(
 ) -> Place:
     """Walk a path again, on another model perhaps.
 
-    A place that ``is_lasting`` goes through containers of `REPLACED` by their own places, so that
+    A place that ``is_lasting`` goes through containers (`is_replaced`) by their own places, so that
     another container is seen that was put there later.
 
     Raises `LookupError`: there is no such place; or nothing is there, unless it ``may_be_absent``.
@@ -238,7 +260,7 @@ def resolve(
     place = Place([found], 0)
     for index, (kind, key) in enumerate(source.steps):
         try:
-            by_place = is_lasting and kind == "item" and type(found) in REPLACED
+            by_place = is_lasting and kind == "item" and is_replaced(found)
             place = Place(ElementsAt(place), key) if by_place else step_from(found, kind, key)
             if may_be_absent and index == len(source.steps) - 1:
                 return place
