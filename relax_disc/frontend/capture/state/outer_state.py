@@ -8,12 +8,10 @@ assigns meanwhile is put back, and is an output of the program where it is state
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import is_dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -44,9 +42,10 @@ from relax_disc.frontend.capture.source_lines import (
     calling_line,
     users_line,
 )
+from relax_disc.frontend.capture.state.assignments import INTERNAL, Held, assignments
 from relax_disc.frontend.capture.state.environ import guards_of_environ, watched_environ
 from relax_disc.frontend.capture.state.files import guards_of_files, watched_files
-from relax_disc.frontend.capture.state.kinds import NAMESPACES, is_foreign, is_layer, is_plain
+from relax_disc.frontend.capture.state.kinds import is_layer
 from relax_disc.frontend.capture.state.live_number import LiveNumber, live_everywhere, with_tensors
 from relax_disc.frontend.capture.state.moving import original_of, refused_moves
 from relax_disc.frontend.capture.state.next_call import NextCall
@@ -56,11 +55,8 @@ from relax_disc.frontend.capture.state.reachable import Reachable, reachable
 from relax_disc.frontend.capture.state.reads import TABLES, Trace, is_recorded, may_read
 from relax_disc.frontend.capture.state.relied_on import guards_of
 from relax_disc.frontend.capture.state.snapshot import (
-    ATTRIBUTES,
     Kept,
-    further,
     restore,
-    same,
     snapshot,
 )
 from relax_disc.frontend.capture.state.sources import (
@@ -79,8 +75,6 @@ _OF_THE_MODEL = (
 )
 """Errors of an export that a stand-in for a number cannot cause."""
 
-_INTERNAL = frozenset(nn.Module().__dict__) | {"forward", "__dict__", "__class__"}
-_HIDDEN = _INTERNAL | {"_flat_weights", "_flat_weight_refs"}  # of PyTorch's recurrent layers
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _SET_DATA = Tensor.data.__set__  # pyright: ignore
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # pyright: ignore
@@ -555,88 +549,16 @@ class OuterState:
 
     def _new_values(self, saved: list[Kept]) -> list[Tensor]:
         """List the state that was assigned anew; warn of all else that was changed."""
-        values: list[Tensor] = []
-        holders = {id(vars(module)): id(module) for _, module in self._known.modules.values()}
-        for kind, source, where, before in saved:
-            if kind == "variable":
-                pairs = [(source, where, before, where.get())]
-            elif isinstance(where, dict):
-                named = "attributes" if kind == "internal" else kind
-                pairs = [
-                    (further(source, named, key), Place(where, key), before.get(key), value)
-                    for key, value in dict.items(where)
-                    if before.get(key) is not value and not (kind in ATTRIBUTES and key in _HIDDEN)
-                ]
-                if kind == "internal":  # of PyTorch's own, but for numbers that the user sets
-                    for target, place, old, new in pairs:
-                        was_read = (holders.get(id(where)), place.key) in self._reads
-                        if was_read and {type(old), type(new)} <= _NUMBERS:
-                            raise _lost_number(str(target))
-                        self._refuse_lost_number(str(target), old)
-                    continue
-                if len(where) < len(before):
-                    self._warn_of_write(str(source), where, dict(where))
-                if where.keys() != before.keys():
-                    self._changed.add((id(where), None))
-            elif isinstance(where, list | collections.deque) and len(where) == len(before):
-                pairs = [
-                    (further(source, kind, index), Place(where, index), before[index], value)
-                    for index, value in enumerate(where)
-                ]
-            else:
-                if not same(where, before):
-                    self._changed.add((id(where), None))
-                    self._refuse_lost(str(source), before)
-                    self._warn_of_write(str(source), where, where.copy())
-                continue
-            for target, place, old, new in pairs:
-                if old is new:
-                    continue
-                states = self._as_states(target, place, old, new)
-                if states is None or isinstance(old, Tensor):  # other containers are compared
-                    self._changed.add((id(place.container), place.key))
-                if states is not None:
-                    self.reassigned += [state for state, _ in states]
-                    values += [self._stand_in(value) for _, value in states]
-                elif not _computed_before(old):
-                    self._refuse_lost(str(target), old)
-                    self._refuse_lost_number(str(target), old)
-                    # transformers notes in a config which loss goes with the labels
-                    is_note = kind == "settings" and old is None and isinstance(new, str)
-                    if is_note:
-                        continue
-                    holder = holders.get(id(place.container))
-                    is_found = holder is None or self._is_read_first((holder, place.key), old)
-                    self._warn_of_write(str(target), *((place, new) if is_found else ()))
-        _refuse_one_for_two(self.reassigned, values)
-        return values
-
-    def _refuse_lost(self, what: str, before: Any) -> None:
-        """Refuse a change of tensors that the trace reads, and that no input can take.
-
-        Raises `UnsupportedOperatorError`: the next call would read the old ones again.
-        """
-        read = [x for x in _tensors_in(before) if self._is_computed_with(x)]
-        if not read:
-            return
-        raise UnsupportedOperatorError(
-            f"{what} holds a tensor of shape {tuple(read[0].shape)} that the model or loss_fn "
-            "reads, and is given others while it runs, of another shape, type or number, or with "
-            "other numbers or texts beside them, or in another object: a compiled step keeps the "
-            "shape and type of its state, in a tuple, list or dict. Use a buffer of fixed size "
-            "that is written in place (a ring with a position; a counter that is a tensor), or pass the tensor as an "
-            "argument and return the new one beside the loss, as (loss, extras).",
-            (("state of another shape", what),),
+        held = Held(
+            *(self._known, self._registered, self._own, self._touched, self._reads, self._absent),
+            *(self._is_used, self._is_computed_with),
         )
-
-    def _refuse_lost_number(self, what: str, before: Any) -> None:
-        """Refuse to set a number anew that the trace computes with, or decides by.
-
-        Raises `UnsupportedOperatorError`: the next call would start from the old one again.
-        """
-        if type(before) is not LiveNumber or not any(map(self._is_used, before.leaves)):
-            return
-        raise _lost_number(what)
+        found = assignments(held, saved)
+        self._changed |= found.changed
+        self.reassigned = found.states
+        for what, left in found.lost:
+            self._warn_of_write(what, *left)
+        return [self._stand_in(value) for value in found.values]
 
     def _is_used(self, leaf: int) -> bool:
         """Say whether a number has decided something, or is a tensor of the trace."""
@@ -655,54 +577,6 @@ class OuterState:
             slot: Any = get_proxy_slot(tensor, tracer, None)
             proxies += [] if slot is None else [slot.proxy]
         return any(proxy.node.users for proxy in proxies)
-
-    def _as_states(
-        self, source: Source, place: Place, old: Any, new: Any
-    ) -> list[tuple[OuterTensor, Tensor]] | None:
-        """Return the inputs whose new values lie in a tensor or a container; None: there is more.
-
-        The container has the form of the old one, as a pair of hidden and cell state has.
-        """
-        if isinstance(old, Tensor):
-            state = self._as_state(source, place, old, new)
-            return None if state is None else [(state, new)]
-        if is_plain(old):
-            return [] if type(old) is type(new) and old == new else None
-        if not is_replaced(old) or type(old) is not type(new) or len(old) != len(new):
-            return None
-        keys = list(old) if isinstance(old, dict) else range(len(old))
-        if isinstance(old, dict) and keys != list(new):
-            return None
-        found: list[tuple[OuterTensor, Tensor]] = []
-        for key in keys:
-            if old[key] is not new[key]:
-                inner = Place(ElementsAt(place), key)
-                states = self._as_states(source.to("item", key), inner, old[key], new[key])
-                if states is None:
-                    return None
-                found += states
-        return found
-
-    def _as_state(self, source: Source, place: Place, old: Any, new: Any) -> OuterTensor | None:
-        """Return the input whose new value this is, None if it is none."""
-        if not isinstance(old, Tensor) or not isinstance(new, Tensor):
-            return None
-        original = self._registered.get((id(place.container), place.key), old)
-        if not all(isinstance(size, int) for size in new.shape):  # to compare would fix the size
-            return None
-        if type(original) not in _TENSORS or (old.shape, old.dtype) != (new.shape, new.dtype):
-            return None
-        if (
-            id(original) not in self._touched
-            and id(original) not in self._own
-            and new.requires_grad
-        ):
-            return None
-        return OuterTensor(original, source, place)
-
-    def _is_read_first(self, attribute: tuple[int, str], old: Any) -> bool:
-        """Say whether the code asked for an attribute of a module before it set it."""
-        return attribute in self._absent or self._reads.get(attribute, (None, self))[1] is old
 
     def _warn_of_write(self, what: str, *left: Any) -> None:
         """Tell of a change; ``left``: where, and what the next call would find there."""
@@ -730,51 +604,6 @@ class OuterState:
             "compiled, where tensors have no values. Return the tensor beside the loss, as "
             "(loss, extras)."
         ] = line
-
-
-def _refuse_one_for_two(states: Sequence[OuterTensor], values: Sequence[Tensor]) -> None:
-    """Refuse two new values for what is one tensor before the step.
-
-    Raises `UnsupportedOperatorError`: there are; a step writes a new value into the old tensor.
-    """
-    known: dict[int, tuple[OuterTensor, Tensor]] = {}
-    for state, value in zip(states, values, strict=True):
-        other, first = known.setdefault(id(state.tensor), (state, value))
-        if first is not value:
-            raise UnsupportedOperatorError(
-                f"{other.source} and {state.source} are one tensor, and are given two others by "
-                "the model or loss_fn: a compiled step writes each into what was there. Give each "
-                "a tensor of its own before compile, such as .clone().",
-                (("one tensor for two states", str(state.source)),),
-            )
-
-
-def _refuse_one_left(states: Sequence[OuterTensor], paths: Iterable[Source]) -> None:
-    """Refuse to read what was assigned anew by another name, which keeps the old one.
-
-    Raises `UnsupportedOperatorError`: there is one among ``paths``.
-    """
-    known = {str(state.source) for state in states}
-    left = [path for path in paths if str(path) not in known]
-    if left:
-        raise UnsupportedOperatorError(
-            f"{states[0].source} and {left[0]} are one tensor, of which the model or loss_fn gives "
-            f"{states[0].source} another and goes on to read {left[0]}: in a compiled step both "
-            "are one input. Give each a tensor of its own before compile, such as .clone().",
-            (("one tensor for two states", str(left[0])),),
-        )
-
-
-_NUMBERS = {int, float}
-
-
-def _lost_number(what: str) -> UnsupportedOperatorError:
-    return UnsupportedOperatorError(
-        f"{what} is a number that the model or loss_fn computes with, or decides by, and sets anew "
-        "while it runs: each compiled step would start from what it is now. Keep it in a buffer "
-        "that is written in place, such as self.step.add_(1), or set it in your loop.",
-        (("state in a number", what),),
-    )
 
 
 class _Call:
@@ -815,7 +644,7 @@ def _recorder(
                 absent.setdefault((id(holder), name), holder)
             raise
         holder = modules.get(_attributes_id(holder), holder)
-        if name == "training" or (name not in _INTERNAL and name[:2] != "__"):
+        if name == "training" or (name not in INTERNAL and name[:2] != "__"):
             reads.setdefault((id(holder), name), (holder, value))
         elif name in TABLES:
             tables.setdefault((id(holder), name), holder)
@@ -840,30 +669,17 @@ def _maker(state: OuterState, tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: state.input(tensor)
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
-    """List the tensors in a value, in its elements and attributes, and in theirs."""
-    found, left, known = [], [value], set[int]()
-    while left:
-        held = left.pop()
-        if id(held) in known:
-            continue
-        known.add(id(held))
-        if isinstance(held, Tensor):
-            found.append(held)
-        elif isinstance(held, dict):
-            left += dict.values(held)
-        elif isinstance(held, list | tuple | set | frozenset | collections.deque):
-            left += held
-        elif not isinstance(held, nn.Module | type) and _is_entered(held):
-            left += getattr(held, "__dict__", {}).values()
-    return found
+def _refuse_one_left(states: Sequence[OuterTensor], paths: Iterable[Source]) -> None:
+    """Refuse to read what was assigned anew by another name, which keeps the old one.
 
-
-def _is_entered(value: Any) -> bool:
-    is_ours = is_dataclass(value) or type(value) in NAMESPACES
-    return is_ours or not is_foreign(type(value).__module__)
-
-
-def _computed_before(old: Any) -> bool:
-    """Say whether an attribute held a computed tensor, as weight normalisation keeps one."""
-    return isinstance(old, Tensor) and old.grad_fn is not None
+    Raises `UnsupportedOperatorError`: there is one among ``paths``.
+    """
+    known = {str(state.source) for state in states}
+    left = [path for path in paths if str(path) not in known]
+    if left:
+        raise UnsupportedOperatorError(
+            f"{states[0].source} and {left[0]} are one tensor, of which the model or loss_fn gives "
+            f"{states[0].source} another and goes on to read {left[0]}: in a compiled step both "
+            "are one input. Give each a tensor of its own before compile, such as .clone().",
+            (("one tensor for two states", str(left[0])),),
+        )
