@@ -137,6 +137,18 @@ class AssignedItems(Stateful):
             self.begin()
 
 
+class SetThenReplaced(AssignedLayers):
+    """A loop over time sets elements of a list, in the place of which a detached one is put."""
+
+    def step_of(self, x):
+        for _ in range(2):
+            for index, (h, c) in enumerate(self.state):
+                x, n = self.core(x, h, c)
+                self.state[index] = (x.mean(0, keepdim=True), n * 2)
+        self.state = [(h.detach(), c.detach()) for h, c in self.state]
+        return x
+
+
 class Swapped(Stateful):
     def step_of(self, x):
         h, _ = self.core(x, *self.state)
@@ -291,7 +303,7 @@ def _states(model):
     "kind",
     [
         *(AssignedPair, AssignedDict, AssignedInObject, AssignedLayers, AssignedElements),
-        *(AssignedNamed, AssignedItems),
+        *(AssignedNamed, AssignedItems, SetThenReplaced),
         *(Swapped, SwappedNames, Shifted, ShiftedList, ShiftedDeque, Twice),
         *(StartedAgain, StartedAgainFromBuffer, Collected, CollectedViews, CollectedBuffer),
         *(PutByTheLoop, FisherWeights, FirstNameUnread),

@@ -69,7 +69,10 @@ def assignments(held: Held, saved: Sequence[Kept]) -> Assigned:
     """
     found = Assigned()
     holders = {id(vars(module)): id(module) for _, module in held.known.modules.values()}
+    dropped = _dropped(held, saved)
     for kind, source, where, before in saved:
+        if id(where) in dropped:
+            continue
         if kind == "internal":  # of PyTorch's own, but for numbers that the user sets
             for target, place, old, new in _of_dict(kind, source, where, before):
                 was_read = (holders.get(id(where)), place.key) in held.reads
@@ -78,9 +81,29 @@ def assignments(held: Held, saved: Sequence[Kept]) -> Assigned:
                 _refuse_lost_number(held, str(target), old)
             continue
         for change in _changes(held, found, kind, source, where, before):
-            _note(held, found, kind, holders, change)
+            _note(held, found, kind, holders, _with_first_elements(change, dropped))
     _refuse_one_for_two(found)
     return found
+
+
+def _dropped(held: Held, saved: Sequence[Kept]) -> dict[int, Any]:
+    """Return what containers held that others have taken the places of, by their ``id``.
+
+    Nobody looks into these any more, whatever the code has put there meanwhile.
+    """
+    inside = {id(where): before for kind, _, where, before in saved if kind == "container"}
+    gone: set[int] = set()
+    for kind, _, where, before in saved:
+        if kind == "variable":
+            gone |= {id(before)} if where.get() is not before else set()
+        elif kind in ATTRIBUTES:
+            gone |= {id(old) for key, old in before.items() if where.get(key) is not old}
+    return {key: inside[key] for key in gone if key in inside and key not in held.known.again}
+
+
+def _with_first_elements(change: _Change, dropped: Mapping[int, Any]) -> _Change:
+    target, place, old, new = change
+    return target, place, dropped.get(id(old), old), new
 
 
 def _changes(
