@@ -45,7 +45,8 @@ def outer_of(arguments: Sequence[Argument], exported: Exported) -> Outer:
         layouts = Layouts(str(state.layout_line), strides)
     states = {id(assigned.tensor) for assigned in state.reassigned}
     assigned = frozenset(str(a.target) for a in arguments if id(a.tensor) in states)
-    return Outer(inputs, tuple(state.guards), layouts, assigned)
+    written = frozenset(str(a.target) for a in arguments if id(a.tensor) in state.written)
+    return Outer(inputs, tuple(state.guards), layouts, assigned, written)
 
 
 def is_foreign_parameter(argument: Argument) -> bool:

@@ -66,6 +66,7 @@ def describe_captured(captured: CapturedStep) -> dict[str, Any]:
         "guards": [[g.what, _path(g.source), *_value(g), g.part, bool(g.names)] for g in known],
         "names": sorted(named),
         "assigned": sorted(captured.outer.assigned),
+        "written": sorted(captured.outer.written),
         "layouts": None if layouts is None else [layouts.where, [*layouts.strides.items()]],
     }
 
@@ -153,7 +154,9 @@ def restore_outer(
     if layouts is not None:
         where, strides = layouts
         layouts = Layouts(where, {k: s if s is None else tuple(s) for k, s in strides})
-    return Outer(inputs, tuple(guards), layouts, frozenset(facts["assigned"]))
+    return Outer(
+        inputs, tuple(guards), layouts, *(frozenset(facts[key]) for key in ("assigned", "written"))
+    )
 
 
 def _shadow(

@@ -13,25 +13,41 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from relax_disc.errors import InputMismatchError
 from relax_disc.frontend.capture.state.sources import ElementsAt, Place
 
 
 class AssignedStates:
-    """The places in which the user's code puts other tensors."""
+    """The places in which the user's code puts other tensors.
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = places
+    ``places``: with what messages call them, and whether the code writes in place what is there
+    before.
+    """
+
+    def __init__(self, places: Sequence[tuple[str, Place, bool]]) -> None:
+        self._names = [(what, is_written) for what, _, is_written in places]
+        self._places = [place for _, place, _ in places]
         # The copies that lie there, with how many hold them and what they lie in.
         self._made: list[tuple[torch.Tensor, list[int]] | None] = [None] * len(places)
 
     def renew(self) -> None:
-        """Put copies where others may hold what lies there; before the program is bound."""
+        """Put copies where others may hold what lies there; before the program is bound.
+
+        Raises `InputMismatchError`: somebody does, and would have to see it written in place.
+        """
         for index, place in enumerate(self._places):
             tensor, made = _at(place), self._made[index]
             if tensor is None or (
                 made is not None and made[0] is tensor and _counts(place) == made[1]
             ):
                 continue
+            what, is_written = self._names[index]
+            if is_written and made is not None and made[0] is tensor:
+                raise InputMismatchError(
+                    f"{what} is kept elsewhere, too, and the step writes into it in place before "
+                    "it puts another tensor there: keep a .clone(), or let the model compute a new "
+                    "tensor alone."
+                )
             self._made[index] = None
             place.put(tensor.detach().clone())
 
@@ -40,8 +56,9 @@ class AssignedStates:
         for index, place in enumerate(self._places):
             tensor = _at(place)
             if tensor is not None:
-                self._made[index] = tensor, []
-                self._made[index] = tensor, _counts(place)
+                counts: list[int] = []
+                self._made[index] = tensor, counts
+                counts += _counts(place)  # with this entry, as later
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:

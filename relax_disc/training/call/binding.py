@@ -220,17 +220,17 @@ class Binding:
         addresses = Counter(slot.address for slot in self._slots if slot.tensor is not None)
         self._read_twice = {address for address, count in addresses.items() if count > 1}
 
-    def _assigned_places(self, outer: Outer) -> Iterator[Place]:
+    def _assigned_places(self, outer: Outer) -> Iterator[tuple[str, Place, bool]]:
         for slot in self._slots:
             spec = self._specs[slot.index]
             if str(spec.target) not in outer.assigned:
                 continue
             if spec.kind == "buffer" and slot.place is not None:
-                yield Place(*slot.place)
+                yield slot.what, Place(*slot.place), str(spec.target) in outer.written
             elif spec.kind == "constant":
-                place = outer.inputs[str(spec.target)].place
-                if place is not None:
-                    yield place
+                found = outer.inputs[str(spec.target)]
+                if found.place is not None:
+                    yield str(found.source), found.place, str(spec.target) in outer.written
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:

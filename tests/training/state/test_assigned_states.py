@@ -3,6 +3,7 @@
 import collections
 import copy
 import types
+from collections import Counter
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 import relax_disc
 from relax_disc.errors import InputMismatchError, UnsupportedOperatorError
+from tests.tiers import every
+from tests.training.state.state_programs import run
 
 SIZES = (3, 5, 1, 7, 2)
 
@@ -303,7 +306,7 @@ def _states(model):
     "kind",
     [
         *(AssignedPair, AssignedDict, AssignedInObject, AssignedLayers, AssignedElements),
-        *(AssignedNamed, AssignedItems, SetThenReplaced),
+        *(WrittenAndAssigned, AssignedNamed, AssignedItems, SetThenReplaced),
         *(Swapped, SwappedNames, Shifted, ShiftedList, ShiftedDeque, Twice),
         *(StartedAgain, StartedAgainFromBuffer, Collected, CollectedViews, CollectedBuffer),
         *(PutByTheLoop, FisherWeights, FirstNameUnread),
@@ -357,6 +360,14 @@ def test_saved(tmp_path):
     assert torch.equal(start[0], _zero())
 
 
+class WrittenAndAssigned(Stateful):
+    def step_of(self, x):
+        self.state[0].mul_(0.9)
+        h, n = self.core(x, *self.state)
+        self.state = (self.state[0] + n, n + 1)
+        return h
+
+
 class OneForTwo(AssignedPair):
     def begin(self):
         self.state = (_zero(),) * 2
@@ -392,6 +403,17 @@ class InAnObject(Stateful):
         return h
 
 
+class WrittenTwin(Stateful):
+    def begin(self):
+        self.state, self.other = _zero(), _one()
+
+    def step_of(self, x):
+        h, n = self.core(x, self.state, self.other)
+        self.other.copy_(n)
+        self.state = self.other
+        return h
+
+
 class Longer(Stateful):
     def step_of(self, x):
         h, n = self.core(x, *self.state[:2])
@@ -406,6 +428,7 @@ class Longer(Stateful):
         (OneLeft, r"one tensor.* gives model\.state another and goes on to read model\.other"),
         (Counted, r"model\.state holds a tensor.*other numbers or texts beside"),
         (InAnObject, r"model\.state holds a tensor.*in another object"),
+        (WrittenTwin, r"makes model\.state one tensor with model\.other, and writes in place"),
         (Longer, r"model\.state holds a tensor of shape \(1, 4\)"),
     ],
 )
@@ -519,3 +542,24 @@ def test_noticed(kind, named):
     with pytest.raises(InputMismatchError, match=named):
         step(*batch)
     assert torch.equal(model.linear.weight, before)
+
+
+def test_written_and_kept_is_noticed():
+    model = WrittenAndAssigned()
+    step, batch = _compiled(model), _batch(3, torch.Generator().manual_seed(2))
+    step(*batch)
+    step(*batch)
+    model.kept.append(model.state[0])
+    kept = model.state[0].clone()
+    with pytest.raises(InputMismatchError, match=r"model\.state\[0\] is kept elsewhere.*\.clone"):
+        step(*batch)
+    assert torch.equal(model.state[0], kept)
+    model.kept.clear()
+    step(*batch)
+
+
+@pytest.mark.parametrize("first", every(8, range(0, 320, 20)))
+def test_random_programs(first, tmp_path):
+    """Most train; what is refused has changed nothing."""
+    found = Counter(run(seed, tmp_path) for seed in range(first, first + 20))
+    assert found["trained"] > 10, found

@@ -44,6 +44,9 @@ class Held:
     absent: Collection[tuple[int, str]]  # attributes that were asked for in vain
     is_used: Callable[[int], bool]  # whether a number has decided something, or is computed with
     is_computed_with: Callable[[Tensor], bool]
+    # names, the user's tensors, and the trace's
+    inputs: Callable[[], Sequence[tuple[str, Tensor, Tensor]]]
+    stand_in: Callable[[Tensor], Tensor]  # the trace's tensor for one of the user's
 
 
 @dataclass(slots=True)
@@ -59,6 +62,7 @@ class Assigned:
     values: list[Tensor] = field(default_factory=list)
     changed: set[tuple[int, Any]] = field(default_factory=set)
     lost: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    written: set[int] = field(default_factory=set)  # ids of old tensors, written in place as well
 
 
 def assignments(held: Held, saved: Sequence[Kept]) -> Assigned:
@@ -69,6 +73,7 @@ def assignments(held: Held, saved: Sequence[Kept]) -> Assigned:
     """
     found = Assigned()
     holders = {id(vars(module)): id(module) for _, module in held.known.modules.values()}
+    inside = {id(where): before for kind, _, where, before in saved if kind == "container"}
     dropped = _dropped(held, saved)
     for kind, source, where, before in saved:
         if id(where) in dropped:
@@ -81,29 +86,32 @@ def assignments(held: Held, saved: Sequence[Kept]) -> Assigned:
                 _refuse_lost_number(held, str(target), old)
             continue
         for change in _changes(held, found, kind, source, where, before):
-            _note(held, found, kind, holders, _with_first_elements(change, dropped))
+            _note(held, found, kind, holders, _with_first_elements(change, inside))
     _refuse_one_for_two(found)
+    _refuse_written_twins(held, found)
     return found
 
 
-def _dropped(held: Held, saved: Sequence[Kept]) -> dict[int, Any]:
-    """Return what containers held that others have taken the places of, by their ``id``.
+def _dropped(held: Held, saved: Sequence[Kept]) -> set[int]:
+    """Return the ``id`` of each container in whose only place another lies.
 
-    Nobody looks into these any more, whatever the code has put there meanwhile.
+    Nobody looks into it any more, whatever the code has put there meanwhile.
     """
-    inside = {id(where): before for kind, _, where, before in saved if kind == "container"}
     gone: set[int] = set()
     for kind, _, where, before in saved:
         if kind == "variable":
             gone |= {id(before)} if where.get() is not before else set()
         elif kind in ATTRIBUTES:
             gone |= {id(old) for key, old in before.items() if where.get(key) is not old}
-    return {key: inside[key] for key in gone if key in inside and key not in held.known.again}
+    return {key for key in gone if key not in held.known.again}
 
 
-def _with_first_elements(change: _Change, dropped: Mapping[int, Any]) -> _Change:
+def _with_first_elements(change: _Change, inside: Mapping[int, Any]) -> _Change:
+    """Give for a container that was there before what it held then; ``inside``: of all of them."""
     target, place, old, new = change
-    return target, place, dropped.get(id(old), old), new
+    if old is not new and id(old) in inside and not same(old, inside[id(old)]):
+        old = inside[id(old)]
+    return target, place, old, new
 
 
 def _changes(
@@ -140,14 +148,14 @@ def _note(
     held: Held, found: Assigned, kind: str, holders: Mapping[int, int], change: _Change
 ) -> None:
     target, place, old, new = change
-    if old is new:
+    if old is new or _is_same(held, old, new):
         return
     states = _as_states(held, target, place, old, new)
     if states is None or isinstance(old, Tensor):  # other containers are compared at each call
         found.changed.add((id(place.container), place.key))
     if states is not None:
         found.states += [state for state, _ in states]
-        found.values += [value for _, value in states]
+        found.values += [held.stand_in(value) for _, value in states]
     elif not _computed_before(old):
         _refuse_lost(held, str(target), old)
         _refuse_lost_number(held, str(target), old)
@@ -206,13 +214,20 @@ def _as_states(
         return None
     found: list[tuple[OuterTensor, Tensor]] = []
     for key in keys:
-        if old[key] is not new[key]:
+        if old[key] is not new[key] and not _is_same(held, old[key], new[key]):
             inner = Place(ElementsAt(place), key)
             states = _as_states(held, source.to("item", key), inner, old[key], new[key])
             if states is None:
                 return None
             found += states
     return found
+
+
+def _is_same(held: Held, old: Any, new: Any) -> bool:
+    """Say whether the tensor that lies there now is what the trace has for the old one."""
+    if type(old) not in _TENSORS or not isinstance(new, Tensor):
+        return False
+    return any(tensor is old and fake is new for _, tensor, fake in held.inputs())
 
 
 def _as_state(held: Held, source: Source, place: Place, old: Any, new: Any) -> OuterTensor | None:
@@ -235,18 +250,18 @@ def _is_read_first(held: Held, attribute: tuple[int, str], old: Any) -> bool:
 
 
 def _refuse_one_for_two(found: Assigned) -> None:
-    """Refuse two new values for what is one tensor before the step.
+    """Refuse new values for two names of what is one tensor before the step.
 
     Raises `UnsupportedOperatorError`: there are; a step writes a new value into the old tensor.
     """
-    known: dict[int, tuple[OuterTensor, Tensor]] = {}
-    for state, value in zip(found.states, found.values, strict=True):
-        other, first = known.setdefault(id(state.tensor), (state, value))
-        if first is not value:
+    known: dict[int, OuterTensor] = {}
+    for state in found.states:
+        other = known.setdefault(id(state.tensor), state)
+        if other is not state:
             raise UnsupportedOperatorError(
-                f"{other.source} and {state.source} are one tensor, and are given two others by "
-                "the model or loss_fn: a compiled step writes each into what was there. Give each "
-                "a tensor of its own before compile, such as .clone().",
+                f"{other.source} and {state.source} are one tensor, and are given others by the "
+                "model or loss_fn: a compiled step writes each into what was there. Give each a "
+                "tensor of its own before compile, such as .clone().",
                 (("one tensor for two states", str(state.source)),),
             )
 
@@ -258,6 +273,35 @@ def _lost_number(what: str) -> UnsupportedOperatorError:
         "that is written in place, such as self.step.add_(1), or set it in your loop.",
         (("state in a number", what),),
     )
+
+
+def _refuse_written_twins(held: Held, found: Assigned) -> None:
+    """Refuse to give a tensor a second name where the one or the other is written in place.
+
+    Raises `UnsupportedOperatorError`: eager PyTorch's next call would write both.
+    """
+    old = {id(state.tensor) for state in found.states}
+    inputs = held.inputs()
+    written = {id(tensor) for _, tensor, fake in inputs if fake._version}
+    found.written = old & written
+    names: dict[int, list[tuple[str, bool]]] = {}
+    for name, tensor, fake in inputs:
+        if id(tensor) not in old:
+            names.setdefault(_memory(fake), []).append((name, id(tensor) in written))
+    for state, value in zip(found.states, found.values, strict=True):
+        what = str(state.source)
+        twins = names.get(_memory(value), [])
+        if twins and (id(state.tensor) in written or any(is_written for _, is_written in twins)):
+            raise UnsupportedOperatorError(
+                f"The model or loss_fn makes {what} one tensor with {twins[0][0]}, and writes in "
+                "place what is there: its next call would change both, and a compiled step keeps "
+                "them apart. Put a .clone() there.",
+                (("one tensor for two states", what),),
+            )
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -51,6 +51,8 @@ class Names:
                 continue
             if source.steps[-1][0] == "child" and key not in self._trace.known.again:
                 continue
+            if key in self._trace.known.again and source.steps[-1][0] != "child":
+                yield from self._same(source, place.get())
             for path in self.read(source, place.get()):
                 if path.steps[-1][0] != "child":  # those are bound, all of them
                     yield from self._form(path, key in self._trace.asked)

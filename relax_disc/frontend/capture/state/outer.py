@@ -78,10 +78,11 @@ class Outer:
     ``inputs``: by the targets of the inputs of kinds ``"constant"`` and ``"number"``. ``guards``:
     values that the program relies on. ``layouts``: those of the batch, if it relies on them.
     ``assigned``: the targets of inputs, buffers among them, in whose places the user's code puts
-    other tensors.
+    other tensors; ``written``: those that it writes in place before.
     """
 
     inputs: Mapping[str, OuterTensor] = field(default_factory=dict)
     guards: tuple[Guard, ...] = ()
     layouts: Layouts | None = None
     assigned: frozenset[str] = frozenset()
+    written: frozenset[str] = frozenset()

@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo.exc import UserError
 from torch._guards import detect_fake_mode
@@ -138,7 +138,8 @@ class OuterState:
     """What one export finds; `tracing` surrounds the call of the user's code.
 
     ``guards``: values that the program relies on. ``reassigned``: what the user's code assigned
-    anew; the trace returns the new values in this order. ``warnings``: what does nothing in a
+    anew; the trace returns the new values in this order. ``written``: the tensors of these that it
+    writes in place as well, by ``id``. ``warnings``: what does nothing in a
     compiled step, in words. ``moving``: what another read finds changed, with where it lies.
     ``layout_line``: where the user's code asks how a tensor lies in memory.
     """
@@ -164,6 +165,7 @@ class OuterState:
     def _begin(self) -> None:
         self.guards: list[Guard] = []
         self.reassigned: list[OuterTensor] = []
+        self.written: set[int] = set()
         self.warnings: dict[str, SourceLine | None] = {}  # with lines that take out a number
         self.next_call = NextCall(())
         self._pinned.clear()
@@ -364,11 +366,19 @@ class OuterState:
         return self._fakes[key]
 
     def _drop_unused(self, call: _Call) -> None:
-        """Remove stand-ins that only gave a shape or a type; torch.export stumbles over them."""
+        """Remove stand-ins that nobody computes with; torch.export stumbles over them.
+
+        They only gave a shape or a type, or a view or a copy that was dropped.
+        """
         returned = {id(leaf) for leaf in pytree.tree_leaves((call.result, call.reassigned))}
+        kept = {_node_of(leaf) for leaf in pytree.tree_leaves((call.result, call.reassigned))}
         for key, proxy in self._proxies.items():
-            if not proxy.node.users and id(self._fakes[key]) not in returned:
-                proxy.node.graph.erase_node(proxy.node)
+            if id(self._fakes[key]) in returned:
+                continue
+            dead = _dead_after(proxy.node, kept)
+            for node in dead:
+                node.graph.erase_node(node)
+            if dead:
                 self._asked.add(key[0])
 
     def _lifted(self, tensor: Tensor) -> Tensor:
@@ -507,7 +517,8 @@ class OuterState:
         self.reassigned = states
         for key, states in assigned.items():
             if (registered := self._registered_at(key)) is not None:
-                _refuse_one_left(states, names.read(*registered))
+                # A buffer is state by itself, whether the code reads it by that name or not.
+                _refuse_one_left(states, [registered[0], *names.read(*registered)])
         for key, (outer, lifted) in self._inputs.items():
             if outer.is_number or outer.source is None or id(outer.tensor) not in self._touched:
                 continue
@@ -551,14 +562,26 @@ class OuterState:
         """List the state that was assigned anew; warn of all else that was changed."""
         held = Held(
             *(self._known, self._registered, self._own, self._touched, self._reads, self._absent),
-            *(self._is_used, self._is_computed_with),
+            *(self._is_used, self._is_computed_with, self._given, self._stand_in),
         )
         found = assignments(held, saved)
         self._changed |= found.changed
-        self.reassigned = found.states
+        self.reassigned, self.written = found.states, found.written
         for what, left in found.lost:
             self._warn_of_write(what, *left)
-        return [self._stand_in(value) for value in found.values]
+        return found.values
+
+    def _given(self) -> list[tuple[str, Tensor, Tensor]]:
+        """List what the trace was given: the name, the user's tensor and the trace's."""
+        found: list[tuple[str, Tensor, Tensor]] = []
+        tensors = {id(outer.tensor): outer for outer, _ in self._inputs.values()}
+        for (key, _), fake in self._fakes.items():
+            if key in tensors and tensors[key].source is not None:
+                found.append((str(tensors[key].source), tensors[key].tensor, fake))
+        for table, name in self._own.values():
+            if isinstance(table.get(name), FakeTensor):
+                found.append((name, self._registered[id(table), name], table[name]))
+        return found
 
     def _is_used(self, leaf: int) -> bool:
         """Say whether a number has decided something, or is a tensor of the trace."""
@@ -570,13 +593,8 @@ class OuterState:
 
     def _is_computed_with(self, tensor: Tensor) -> bool:
         """Say whether an operator of the trace takes a tensor, more than its shape."""
-        proxies = [proxy for (key, _), proxy in self._proxies.items() if key == id(tensor)]
-        mode = get_proxy_mode()
-        if mode is not None:
-            tracer: Any = mode.tracer  # pyright: ignore[reportAttributeAccessIssue]
-            slot: Any = get_proxy_slot(tensor, tracer, None)
-            proxies += [] if slot is None else [slot.proxy]
-        return any(proxy.node.users for proxy in proxies)
+        nodes = [proxy.node for (key, _), proxy in self._proxies.items() if key == id(tensor)]
+        return any(node.users for node in [*nodes, _node_of(tensor)] if node is not None)
 
     def _warn_of_write(self, what: str, *left: Any) -> None:
         """Tell of a change; ``left``: where, and what the next call would find there."""
@@ -667,6 +685,28 @@ def _attributes_id(holder: Any) -> int:
 
 def _maker(state: OuterState, tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: state.input(tensor)
+
+
+def _node_of(value: Any) -> fx.Node | None:
+    mode = get_proxy_mode()
+    if mode is None or not isinstance(value, Tensor):
+        return None
+    tracer: Any = mode.tracer  # pyright: ignore[reportAttributeAccessIssue]
+    slot: Any = get_proxy_slot(value, tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def _dead_after(node: fx.Node, kept: Container[fx.Node | None]) -> list[fx.Node]:
+    """List a node and all that follows from it, last first, if nothing of that has an effect."""
+    found: list[fx.Node] = []
+    left = [node]
+    for each in left:  # grows
+        is_pure = each is node or isinstance(each.target, torch._ops.OpOverload)
+        if each in kept or not is_pure or (each is not node and each.is_impure()):
+            return []
+        found.append(each)
+        left += [user for user in each.users if user not in left]
+    return sorted(found, reverse=True)
 
 
 def _refuse_one_left(states: Sequence[OuterTensor], paths: Iterable[Source]) -> None:
