@@ -390,8 +390,8 @@ class CompiledFunction:
         self._binding.states.renew()
         self._binding.refresh()
         flat = self._call(tensors, values)
-        self._binding.states.note()
         self._mark_written()
+        self._binding.states.note()
         return flat
 
     def _functions(self) -> tuple[CompiledFunction, ...]:

@@ -37,19 +37,24 @@ class AssignedStates:
         """
         for index, place in enumerate(self._places):
             tensor, made = _at(place), self._made[index]
-            if tensor is None or (
-                made is not None and made[0] is tensor and _counts(place) == made[1]
-            ):
+            if tensor is None:
                 continue
-            what, is_written = self._names[index]
-            if is_written and made is not None and made[0] is tensor:
-                raise InputMismatchError(
-                    f"{what} is kept elsewhere, too, and the step writes into it in place before "
-                    "it puts another tensor there: keep a .clone(), or let the model compute a new "
-                    "tensor alone."
-                )
+            if made is not None and made[0] is tensor:
+                counts = _counts(place)
+                if counts == made[1]:
+                    continue
+                self._refuse_kept(index, counts, made[1])
             self._made[index] = None
             place.put(tensor.detach().clone())
+
+    def _refuse_kept(self, index: int, now: Sequence[int], noted: Sequence[int]) -> None:
+        what, is_written = self._names[index]
+        if is_written and any(count > before for count, before in zip(now, noted, strict=True)):
+            raise InputMismatchError(
+                f"{what} is kept elsewhere, too, and the step writes into it in place before it "
+                "puts another tensor there: keep a .clone(), or let the model compute a new "
+                "tensor alone."
+            )
 
     def note(self) -> None:
         """Note who holds the copies now that the program is bound, and no user's code has run."""
@@ -63,7 +68,7 @@ class AssignedStates:
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """Put back what lay in the places when the block ends."""
-        bases = [_base(place) for place in self._places]
+        bases = [_base(place) for place in self._places if _at(place) is not None]
         before = [base.get() for base in bases]
         try:
             yield

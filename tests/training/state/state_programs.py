@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -143,15 +144,54 @@ class _Writer:
         lines = [_HEAD.rstrip(), f"        {self.start()}", ""]
         lines += ["    def forward(self, x, y):", "        h = self.linear(x)"]
         lines += ["        n = h.mean(0, keepdim=True).detach()"]
-        lines += [f"        {self.statement()}" for _ in range(self._draw.randint(2, 6))]
+        statements = [self.statement() for _ in range(self._draw.randint(2, 6))]
+        assigned = {root for line in statements for root in _assigned(line)}
+        # What is written in place, too, or set in a list that is then replaced, eager PyTorch shows
+        # to who keeps it; a compiled step does not where nobody can tell (`assigned_states`).
+        lines += [
+            f"        {line}"
+            for index, line in enumerate(statements)
+            if not (_written(line) & assigned or _is_set(line) & _replaced(statements[index:]))
+        ]
         lines += ["        return ((h - y) ** 2).mean()", "", "    def restore(self):"]
         for kind, target in (("Pair", "t"), ("tuple", "p"), ("list", "l"), ("dict", "d")):
             lines += [f"        if self.kept and type(self.kept[0]) is {kind}:"]
             lines += [f"            self.{target} = self.kept[0]", "            return"]
         lines += ["        if self.kept:", "            self.a = self.kept[0]", ""]
         for index in range(4):
-            lines += [f"    def between_{index}(self):", f"        {self.between()}", ""]
+            between = self.between()
+            while ".fill_(" in between and _written(between) & assigned:
+                between = self.between()
+            lines += [f"    def between_{index}(self):", f"        {between}", ""]
         return "\n".join(lines)
+
+
+def _roots(text: str) -> set[str]:
+    return set(re.findall(r"self\.\w+|STORE", text))
+
+
+def _assigned(line: str) -> set[str]:
+    """Name the attributes in whose places, or elements, a statement of `forward` puts others."""
+    target, is_assignment, _ = line.partition(" = ")
+    is_rotation = ".pop(" in line
+    return _roots(target if is_assignment or is_rotation else "") - {"self.linear"}
+
+
+def _written(line: str) -> set[str]:
+    """Name what a statement writes in place."""
+    return _roots(line.partition("_(")[0]) if "_(" in line and " = " not in line else set()
+
+
+def _is_set(line: str) -> set[str]:
+    """Name the containers of which a statement sets elements."""
+    target, is_assignment, _ = line.partition(" = ")
+    return _roots(target) if is_assignment and "[" in target else set()
+
+
+def _replaced(lines: list[str]) -> set[str]:
+    """Name the containers that statements replace by others."""
+    targets = [line.partition(" = ")[0] for line in lines if " = " in line]
+    return {root for target in targets if "[" not in target for root in _roots(target)}
 
 
 def _module(path: Path, name: str) -> ModuleType:

@@ -113,6 +113,14 @@ class AssignedElements(AssignedLayers):
         return x
 
 
+class WrittenAndAssigned(Stateful):
+    def step_of(self, x):
+        self.state[0].mul_(0.9)
+        h, n = self.core(x, *self.state)
+        self.state = (self.state[0] + n, n + 1)
+        return h
+
+
 class AssignedNamed(Stateful):
     def begin(self):
         self.state = State(_zero(), _one())
@@ -358,14 +366,6 @@ def test_saved(tmp_path):
         assert torch.equal(step(*batch), again(*batch))
         assert torch.equal(other.state[1], model.state[1])
     assert torch.equal(start[0], _zero())
-
-
-class WrittenAndAssigned(Stateful):
-    def step_of(self, x):
-        self.state[0].mul_(0.9)
-        h, n = self.core(x, *self.state)
-        self.state = (self.state[0] + n, n + 1)
-        return h
 
 
 class OneForTwo(AssignedPair):
