@@ -121,6 +121,23 @@ class WrittenAndAssigned(Stateful):
         return h
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+class AssignedBesideAFunction(AssignedElements):
+    """Its gradient is traced a second time."""
+
+    def step_of(self, x):
+        return Doubled.apply(super().step_of(x))
+
+
 class AssignedNamed(Stateful):
     def begin(self):
         self.state = State(_zero(), _one())
@@ -314,7 +331,13 @@ def _states(model):
     "kind",
     [
         *(AssignedPair, AssignedDict, AssignedInObject, AssignedLayers, AssignedElements),
-        *(WrittenAndAssigned, AssignedNamed, AssignedItems, SetThenReplaced),
+        *(
+            AssignedBesideAFunction,
+            WrittenAndAssigned,
+            AssignedNamed,
+            AssignedItems,
+            SetThenReplaced,
+        ),
         *(Swapped, SwappedNames, Shifted, ShiftedList, ShiftedDeque, Twice),
         *(StartedAgain, StartedAgainFromBuffer, Collected, CollectedViews, CollectedBuffer),
         *(PutByTheLoop, FisherWeights, FirstNameUnread),

@@ -538,6 +538,8 @@ class OuterState:
         """Return a place that is found anew where the list or dict is replaced that has it."""
         parent, key = Source(source.root, source.steps[:-1]), place.key
         if isinstance(place.container, ElementsAt):
+            if place.container.is_kept:
+                return place
             return Place(ElementsAt(self._lasting(parent, place.container.place)), key)
         if source.steps[-1][0] != "item" or not is_replaced(place.container):
             return place
