@@ -158,8 +158,9 @@ def compile(
         exported.tell_foreign_parameters()
     [captured], built = _capture_or_recall(exported, target, options)
 
+    groups = captured.update_groups  # not the whole, which holds the user's tensors
+
     def accumulation_programs() -> tuple[Program, Program]:
-        groups = captured.update_groups
         functions, both = _capture_or_recall(
             export(), target, options, accumulate=True, groups=groups
         )

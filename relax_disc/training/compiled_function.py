@@ -6,6 +6,7 @@ import functools
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -81,6 +82,8 @@ class CompiledFunction:
         self._session = self._variants.plain.session
         self._guards = ValueGuards(captured.outer.guards)
         self._binding = Binding(captured.inputs, model, optimizer, captured.outer)
+        # What the user replaces is let go of.
+        self._captured = captured = replace(captured, outer=captured.outer.released())
         self._arguments = self._binding.arguments
         places = {spec.target: k for k, spec in enumerate(captured.inputs) if spec.kind == "batch"}
         self._batch_places = [places[leaf.position] for leaf in schema.leaves]
@@ -387,7 +390,8 @@ class CompiledFunction:
 
     def _execute(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int]) -> list[Any]:
         """Bind what PyTorch has replaced, run, tell autograd; return as `_call`."""
-        self._binding.states.renew()
+        if self._binding.states.renew():
+            self._guards.check()  # which compares with the containers of this call from now on
         self._binding.refresh()
         flat = self._call(tensors, values)
         self._mark_written()

@@ -30,11 +30,14 @@ class AssignedStates:
         # The copies that lie there, with how many hold them and what they lie in.
         self._made: list[tuple[torch.Tensor, list[int]] | None] = [None] * len(places)
 
-    def renew(self) -> None:
+    def renew(self) -> bool:
         """Put copies where others may hold what lies there; before the program is bound.
+
+        Says whether there were any.
 
         Raises `InputMismatchError`: somebody does, and would have to see it written in place.
         """
+        changed = False
         for index, place in enumerate(self._places):
             tensor, made = _at(place), self._made[index]
             if tensor is None:
@@ -43,9 +46,12 @@ class AssignedStates:
                 counts = _counts(place)
                 if counts == made[1]:
                     continue
+                tensor = None  # an error keeps what its frames hold
                 self._refuse_kept(index, counts, made[1])
             self._made[index] = None
-            place.put(tensor.detach().clone())
+            place.put(place.get().detach().clone())
+            changed = True
+        return changed
 
     def _refuse_kept(self, index: int, now: Sequence[int], noted: Sequence[int]) -> None:
         what, is_written = self._names[index]

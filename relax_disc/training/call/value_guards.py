@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import is_
 from typing import Any
 
@@ -71,16 +72,22 @@ class ValueGuards:
         Raises `InputMismatchError`: names a value that has changed.
         """
         try:
-            for holder, key, value, guard in self._entries:
-                if holder[key] is not value:
-                    _compare(guard, holder[key])
-            for cell, value, guard in self._cells:
-                if cell.cell_contents is not value:
-                    _compare(guard, cell.cell_contents)
-            for get, holder, value, guard in self._copies:
+            for index, (holder, key, value, guard) in enumerate(self._entries):
+                if (now := holder[key]) is not value:
+                    _compare(guard, now)
+                    if _is_of_tensors(now):
+                        self._entries[index] = holder, key, now, replace(guard, value=now)
+            for index, (cell, value, guard) in enumerate(self._cells):
+                if (now := cell.cell_contents) is not value:
+                    _compare(guard, now)
+                    if _is_of_tensors(now):
+                        self._cells[index] = cell, now, replace(guard, value=now)
+            for index, (get, holder, value, guard) in enumerate(self._copies):
                 now = holder[guard.place.key] if get is None else get()
                 if not _holds_the_same(now, value):
                     _compare(guard, now)
+                    if _is_of_tensors(now):
+                        self._copies[index] = get, holder, now, replace(guard, value=now)
             for get, length, guard in self._sizes:
                 if len(now := get()) != length:
                     _refuse_length(guard, len(now))
@@ -132,6 +139,17 @@ def _region(autocast: tuple[tuple[bool, torch.dtype | None], ...]) -> str:
 def _autocast_of(kind: str) -> tuple[bool, torch.dtype | None]:
     enabled = torch.is_autocast_enabled(kind)
     return enabled, torch.get_autocast_dtype(kind) if enabled else None
+
+
+def _is_of_tensors(value: Any) -> bool:
+    """Say whether a container holds tensors alone, so that its form is all that is compared.
+
+    The next one is compared with it, and the one before, with its tensors, is let go of.
+    """
+    if not is_replaced(value):
+        return isinstance(value, torch.Tensor)
+    held = value.values() if isinstance(value, dict) else value
+    return all(map(_is_of_tensors, held))
 
 
 def _holds_the_same(now: Any, was: Any) -> bool:

@@ -3,6 +3,7 @@
 import collections
 import copy
 import types
+import weakref
 from collections import Counter
 from typing import NamedTuple
 
@@ -586,3 +587,28 @@ def test_random_programs(first, tmp_path):
     """Most train; what is refused has changed nothing."""
     found = Counter(run(seed, tmp_path) for seed in range(first, first + 20))
     assert found["trained"] > 10, found
+
+
+@pytest.mark.parametrize("kind", [PutByTheLoop, FisherWeights])
+def test_what_the_loop_replaces_is_let_go_of(kind):
+    """A dict of Fisher weights is as large as the model."""
+    model = kind()
+    step, batch = _compiled(model), _batch(3, torch.Generator().manual_seed(2))
+    for index in range(2):
+        states = [weakref.ref(leaf) for leaf in _states(model)]
+        step(*batch)
+        model.between(index)
+        step(*batch)
+        assert all(state() is None for state in states)
+
+
+def test_what_a_copy_replaces_is_let_go_of():
+    model = AssignedPair()
+    step, batch = _compiled(model), _batch(3, torch.Generator().manual_seed(2))
+    states = [weakref.ref(leaf) for leaf in _states(model)]
+    step(*batch)
+    assert all(state() is None for state in states)
+    states = [weakref.ref(leaf) for leaf in _states(model)]
+    for _ in range(3):
+        step(*batch)
+    assert all(state() is not None for state in states), "no copy where nobody else holds them"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from relax_disc.frontend.capture.state.sources import Place, Source
+from relax_disc.frontend.capture.state.sources import Place, Source, is_replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +89,32 @@ class Outer:
     layouts: Layouts | None = None
     assigned: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
+
+    def released(self) -> Outer:
+        """Return the same without the user's tensors, for which empty ones of their form stand.
+
+        Those that no path leads to stay.
+        """
+        inputs = {
+            name: replace(found, tensor=_empty(found.tensor)) if found.place is not None else found
+            for name, found in self.inputs.items()
+        }
+        guards = [replace(g, value=_empty(g.value)) if not g.part else g for g in self.guards]
+        return replace(self, inputs=inputs, guards=tuple(guards))
+
+
+def _empty(value: Any) -> Any:
+    """Put empty tensors in the places of those in a value, a list, tuple or dict of them."""
+    if isinstance(value, Tensor):
+        return torch.empty_like(value, device="meta", requires_grad=False)
+    if not is_replaced(value):
+        return value
+    held = value.values() if isinstance(value, dict) else value
+    parts: list[Any] = [*map(_empty, held)]
+    if all(map(operator.is_, parts, held)):
+        return value
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        made.update(zip(value, parts, strict=True))
+        return made
+    return type(value)(parts) if type(value) in (list, tuple) else type(value)._make(parts)
